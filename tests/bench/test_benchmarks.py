@@ -4,10 +4,7 @@ import argparse
 import base64
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +19,8 @@ from safetensors.torch import load as load_tensors
 
 from benchmarks import (
     ablations,
-    chart,
     compare,
     cpu_model,
-    egress,
     host_ceiling,
     intake,
     load,
@@ -33,146 +28,13 @@ from benchmarks import (
     records,
     router,
     servers,
-    tables,
 )
-from benchmarks.beside import client_share
-from benchmarks.cells import number, spread
-from benchmarks.processes import Running, ServerError, Stat, below, free_port, parse_stat, processes, survivors
-from benchmarks.records import Ratio, Results, Run, paired_ratio
+from benchmarks.processes import ServerError
+from benchmarks.records import Ratio, Results, paired_ratio
 from benchmarks.rust_frontend import unpack
-from benchmarks.servers import ROOT
 from benchmarks.studies import agreement, micro, profile
+from tests.bench.measured import MACHINE, measured, values
 from tests.binary import binary
-
-MACHINE = {
-    "cpu": "A CPU",
-    "cores": 2,
-    "memory_gib": 8.0,
-    "kernel": "6.1",
-    "python": "3.11.7",
-    "torch": "2.15.0",
-    "forebay": "0.1.0",
-    "commit": "abc",
-}
-
-
-def stat(pid: int, parent: int, started: int = 1, state: str = "S") -> Stat:
-    return Stat(pid=pid, name=f"p{pid}", state=state, parent=parent, started=started)
-
-
-def values(throughput: float, **more: Any) -> dict[str, Any]:
-    return {
-        "output_throughput": throughput,
-        "input_throughput": throughput,
-        "mean_ttft_ms": 10.0,
-        "mean_tpot_ms": 2.0,
-        "mean_itl_ms": 2.0,
-        "chunks_per_token": 0.5,
-        "client_cpu_us_per_token": 1.0,
-        "server_cpu_us_per_token": 10.0,
-        "processes_us_per_token": {"brain": 2.0, "python": 8.0},
-        **more,
-    }
-
-
-def measured(benchmark: str, runs: list[tuple[str, str, int, dict[str, Any]]]) -> Results:
-    found = Results(benchmark=benchmark, date="2026-11-21", machine=MACHINE, rounds=2)
-    found.runs = [Run(*run) for run in runs]
-    return found
-
-
-# Processes.
-
-
-def test_a_stat_line_is_read_whatever_the_name() -> None:
-    line = "42 (a (b) c) S 7 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 98765 1 2"
-    assert parse_stat(line) == Stat(pid=42, name="a (b) c", state="S", parent=7, started=98765)
-
-
-@pytest.mark.parametrize("line", ["", "42 name S 7", "42 (name) S 7", "x (name) " + "1 " * 30])
-def test_no_stat_line_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match=r"stat|int"):
-        parse_stat(line)
-
-
-def test_a_tree_is_what_is_below_its_root() -> None:
-    table = {pid: stat(pid, parent) for pid, parent in [(1, 0), (2, 1), (3, 1), (4, 2), (5, 9)]}
-    assert [found.pid for found in below(1, table)] == [1, 2, 3, 4]
-    assert [found.pid for found in below(2, table)] == [2, 4]
-    assert below(8, table) == []
-
-
-def test_survivors_are_the_same_processes_and_what_they_started() -> None:
-    tree = [stat(1, 0), stat(2, 1), stat(3, 1), stat(4, 1)]
-    now = {
-        # Another process has got the number by now.
-        2: stat(2, 0, started=9),
-        # Its parent has ended, so that another process has become its parent.
-        3: stat(3, 0),
-        4: stat(4, 0, state="Z"),
-        5: stat(5, 3, started=5),
-    }
-    assert sorted(found.pid for found in survivors(tree, now)) == [3, 5]
-
-
-def running(tmp_path: Path, code: str, port: int) -> Running:
-    return Running([sys.executable, "-c", code], {"PORT": str(port)}, port, tmp_path / "log")
-
-
-def test_a_server_that_ends_is_not_waited_for_and_its_log_is_told(tmp_path: Path) -> None:
-    code = "import os; print('port', os.environ['PORT']); raise SystemExit(3)"
-    with (
-        running(tmp_path, code, free_port()) as server,
-        pytest.raises(ServerError, match=rf"(?s)status 3.*port {server.port}"),
-    ):
-        server.wait_until_ready("/health", 60)
-
-
-def test_a_server_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
-    code = "import signal; signal.pause()"
-    with running(tmp_path, code, free_port()) as server, pytest.raises(ServerError, match="did not answer"):
-        server.wait_until_ready("/health", 0)
-
-
-def test_the_whole_tree_is_ended_even_if_it_will_not(tmp_path: Path) -> None:
-    child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-    code = f"""
-import http.server, os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
-"""
-    with running(tmp_path, code, free_port()) as server:
-        server.wait_until_ready("/health", 60)
-        tree = below(server.pid, processes())
-        assert len(tree) == 2
-    assert survivors(tree, processes()) == []
-
-
-def test_a_run_that_is_asked_to_end_ends_its_servers(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from benchmarks.compare import parser
-from benchmarks.processes import Running
-parser("a run", rounds=1)
-server = [sys.executable, "-c", "import signal; signal.pause()"]
-with Running(server, {{}}, 1, Path({str(tmp_path / "log")!r})) as running:
-    print(running.pid, flush=True)
-    sys.stdin.read()
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        server = int(run.stdout.readline())
-        assert server in processes()
-        run.terminate()
-        assert run.wait(60) == 128 + signal.SIGTERM
-    assert server not in processes()
-
 
 # Medians, ratios and files.
 
@@ -225,95 +87,6 @@ def test_cpu_time_is_summed_by_name() -> None:
     assert load.by_name(used, 1_000_000) == {"brain": 3.5, "python": 2.5}
 
 
-# Tables.
-
-
-@pytest.mark.parametrize(("value", "shown"), [(None, "-"), (12345.6, "12346"), (43.21, "43.2"), (0.123, "0.12")])
-def test_numbers_have_three_digits_or_more(value: float | None, shown: str) -> None:
-    assert number(value) == shown
-
-
-def test_a_ratio_shows_its_spread_if_it_has_one() -> None:
-    assert spread(Ratio(2.0, 1.5, 2.25)) == "2.00 (1.50-2.25)"
-    assert spread(Ratio(2.0, 1.999, 2.001)) == "2.00"
-    assert spread(None) == "-"
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("|")]
-
-
-def test_the_host_table_has_a_row_for_each_server_and_our_ratio_to_it() -> None:
-    ours, peer = servers.FOREBAY_CPU.name, servers.VLLM.name
-    found = measured(
-        "host_ceiling",
-        [
-            ("64", ours, 1, values(200.0)),
-            ("64", peer, 1, values(100.0, client_cpu_us_per_token=5.0)),
-            ("64", ours, 2, values(90.0)),
-            ("64", peer, 2, values(30.0)),
-        ],
-    )
-    head, _, first, second = cells(host_ceiling.table(found))
-    assert [len(row) for row in (first, second)] == [len(head)] * 2
-    assert head[-1] == f"{ours} / this"
-    assert (first[1], first[2], first[-1]) == (ours, "145", "1.00")
-    assert (second[1], second[2], second[-1]) == (peer, "65.0", "2.50 (2.00-3.00)")
-    assert first[head.index("of which")] == "python 8.00, brain 2.00"
-    assert first[head.index("chunks/s")] == "72.5"
-
-
-def test_a_client_that_uses_more_than_a_third_is_marked() -> None:
-    runs = [("64", name, 1, values(1.0, client_cpu_us_per_token=cpu)) for name, cpu in [("a", 2.0), ("b", 4.0)]]
-    found = measured("host_ceiling", runs)
-    assert client_share(found, "64", "a") == "20%"
-    assert client_share(found, "64", "b") == "40% (!)"
-
-
-def test_prefill_counts_input_tokens() -> None:
-    name = servers.FOREBAY_CPU.name
-    generation, prefill = cpu_model.generation(8).name, cpu_model.prefill(1).name
-    found = measured(
-        "cpu_model",
-        [
-            (generation, name, 1, values(200.0, input_throughput=1.0)),
-            (prefill, name, 1, values(1.0, input_throughput=300.0)),
-        ],
-    )
-    rows = [row for row in cells(cpu_model.table(found)) if row[0] in (generation, prefill)]
-    assert [row[:3] for row in rows] == [[generation, name, "200"], [prefill, name, "300"]]
-
-
-def test_an_ablation_is_on_by_off() -> None:
-    case = "lookahead: chat"
-    found = measured("ablations", [(case, "on", 1, values(300.0)), (case, "off", 1, values(200.0, mean_itl_ms=4.0))])
-    found.elsewhere = {"lookahead": "x1.20"}
-    _, _, row = cells(ablations.table(found))
-    assert row == ["lookahead", "chat", "300", "200", "1.50", "1.00", "0.50", "1.00", "-", "-", "x1.20"]
-
-
-def test_agreement_shows_our_number_by_theirs() -> None:
-    found = measured("agreement", [("w", "ours", 1, values(101.0)), ("w", "theirs", 1, values(100.0))])
-    _, _, ours, theirs = cells(agreement.table(found))
-    assert ours[:3] == ["w", "ours", "101"]
-    assert theirs[:3] == ["w", "theirs", "100 [1.01]"]
-
-
-def test_the_intake_table_compares_with_the_row_without_a_burst() -> None:
-    gaps = {"median_itl_ms": 5.1, "max_itl_ms": 9.0}
-    quiet = values(1.0, p99_itl_ms=6.0, slowest_of_burst_ms=None, **gaps)
-    found = measured(
-        "intake",
-        [
-            ("64", "no burst", 1, quiet),
-            ("64", "burst", 1, values(1.0, p99_itl_ms=9.0, slowest_of_burst_ms=450.0, **gaps)),
-        ],
-    )
-    _, _, first, second = cells(intake.table(found))
-    assert first == ["64", "no burst", "5.10", "6.00", "9.00", "1.00", "-"]
-    assert second == ["64", "burst", "5.10", "9.00", "9.00", "1.50", "450"]
-
-
 def test_a_request_of_the_burst_is_what_the_server_reads() -> None:
     head, _, body = intake.request(positions=3, hidden=4).partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
@@ -345,36 +118,6 @@ def test_a_burst_is_sent_at_once_and_refusals_are_errors(status: int) -> None:
         else:
             with pytest.raises(ServerError, match="429"):
                 sent.result(60)
-
-
-def test_what_was_left_out_is_said_below_the_table() -> None:
-    found = measured("host_ceiling", [("64", "a", 1, values(1.0))])
-    found.skipped = {"vllm": "make bench-setup PEERS=vllm installs it"}
-    assert "Left out: vllm (make bench-setup PEERS=vllm installs it)." in tables.render(found)
-    assert "A CPU, 2 cores" in tables.render(found)
-
-
-def test_a_document_is_filled_where_there_are_results_and_nowhere_else() -> None:
-    document = "a\n<!-- bench:x -->\nold\nlines\n<!-- /bench -->\nb\n<!-- bench:y -->\nkept\n<!-- /bench -->\n"
-    filled = tables.fill(document, {"x": r"| new \1 |"})
-    assert filled == document.replace("old\nlines", r"| new \1 |")
-    assert tables.fill(filled, {"x": r"| new \1 |"}) == filled
-
-
-def test_the_pages_and_the_chart_show_what_the_committed_results_say() -> None:
-    rendered = tables.committed(records.RESULTS)
-    texts = [page.read_text(encoding="utf-8") for page in sorted(tables.PAGES.glob("*.md"))]
-    assert [tables.fill(text, rendered) for text in texts] == texts
-    shown = [name for text in texts for name in re.findall(r"<!-- bench:([\w-]+) -->", text)]
-    assert sorted(shown) == sorted(tables.registered())
-    results = {name: records.read(records.RESULTS / f"{name}.json") for name in ("host_ceiling", "cpu_model")}
-    assert chart.draw(results) == chart.TARGET.read_text(encoding="utf-8")
-
-
-def test_no_benchmark_needs_a_study() -> None:
-    studies = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "benchmarks.studies" in path.read_text()]
-    assert [path.name for path in studies] == []
-    assert any("from benchmarks import" in path.read_text() for path in (ROOT / "benchmarks/studies").glob("*.py"))
 
 
 # Workloads and servers.
@@ -503,25 +246,6 @@ def test_estimates_of_criterion_are_told_for_each_element(tmp_path: Path) -> Non
     assert "| decode: steady | 100 | 200 | 2.00 |" in micro.table(found)
 
 
-def test_the_profile_adds_up() -> None:
-    groups = {"a": 6.0, "b": 2.0, "c": 0.001}
-    found = measured("profile", [("2048 streams", "direct", 1, values(1.0, groups_us_per_token=groups))])
-    text = profile.table(found)
-    assert "| a | 6.00 | 75% |" in text
-    assert "| all, 2048 streams | 8.00 |  |" in text
-    assert "| c |" not in text
-
-
-def test_the_cost_of_a_chunk_is_compared_with_the_first() -> None:
-    def cost(us: float) -> dict[str, Any]:
-        return values(1.0, server_cpu_us_per_token=us, server_user_us_per_token=us / 4, p99_itl_ms=3.0)
-
-    runs = [("64", "direct", 1, cost(8.0)), ("64", "naive", 1, cost(12.0))]
-    text = egress.table(measured("egress", runs))
-    assert "| 64 | direct | 8.00 | 2.00 | - | 0.50 | 2.00 | 3.00 | 1.00 |" in text
-    assert "| 64 | naive | 12.0 | 3.00 | - | 0.50 | 2.00 | 3.00 | 1.50 |" in text
-
-
 @pytest.mark.parametrize("switch", ablations.SWITCHES, ids=lambda switch: switch.title)
 def test_on_and_off_differ_in_the_flags_of_the_switch_only(switch: ablations.Switch) -> None:
     on, off = (server.command(switch.workload.setting, 1) for server in switch.servers)
@@ -598,15 +322,3 @@ def test_scenes_have_names_for_the_command_line(tmp_path: Path) -> None:
     tails = next(scene for scene in router.SCENES if router.key_of(scene) == "heavy-tails")
     file = Path(router.arguments(tails, tmp_path)[-1])
     assert len(file.read_text().splitlines()) == tails.requests
-
-
-def test_the_router_table_compares_with_the_first_row() -> None:
-    values = {"p99_ttft_ms": 10.0, "output_throughput": 100.0, "most": 25}
-    other = {"p99_ttft_ms": 20.0, "output_throughput": 50.0}
-    found = Results(
-        "router",
-        runs=[Run("seed", "ours", 1, values), Run("seed", "theirs", 1, other)],
-    )
-    _, _, first, second = cells(router.table(found))
-    assert (first[4], second[4], second[7]) == ("1.00", "0.50", "2.00")
-    assert (first[8], second[8]) == ("25.0", "-")

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use utoipa::ToSchema;
 
-use crate::limits::cut;
+use crate::cut::cut;
 
 /// Most bytes of a message: what a client sent is in some of them.
 const MESSAGE_BYTES: usize = 1024;

@@ -6,11 +6,34 @@
 //! [`Generation`]; past it nothing needs checking but the prompt's length, which is known only once
 //! the text is tokenised ([`Generation::room`]). Beside them stand the routes of models that make
 //! vectors and scores of prompts: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score.
+//!
+//! ```
+//! use forebay_api::{ApiError, ChatRequest, GenerationDefaults, Limits, parse_request};
+//!
+//! let limits = Limits {
+//!     context_length: 4096,
+//!     prompt_length: 4096,
+//!     vocab_size: 32_000,
+//!     replicas: 1,
+//!     images: 0,
+//! };
+//! let body = br#"{"messages": [{"role": "user", "content": "Why?"}], "temperature": 0}"#;
+//! let parsed = parse_request::<ChatRequest>(body, |_weight| Ok(()))?;
+//! let chat = parsed.request.validate(&GenerationDefaults::default(), limits)?;
+//! assert_eq!(chat.prompt.messages[0]["content"], "Why?");
+//!
+//! // A value over its limit is refused by its name, and nothing is made of it.
+//! let body = br#"{"messages": [], "temperature": -1}"#;
+//! let error = parse_request::<ChatRequest>(body, |_weight| Ok(())).unwrap_err();
+//! assert!(matches!(error, ApiError::Invalid { param, .. } if param == "temperature"));
+//! # Ok::<(), ApiError>(())
+//! ```
 
 mod access;
 mod chat;
 mod completions;
 mod content;
+mod cut;
 mod embeddings;
 mod embeds;
 mod error;
@@ -32,6 +55,7 @@ mod responses;
 mod salt;
 mod sampling;
 mod structure;
+mod table;
 mod tokenize;
 mod tools;
 mod turns;
@@ -81,6 +105,7 @@ pub use responses::{
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use structure::{JsonSchemaFormat, ResponseFormat, Structure, StructuredOutputs};
+pub use table::{ROUTES, RouteLimits};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
     TokenizeResponse, TokenizedTexts,

@@ -5,6 +5,19 @@
 //! exactly; [`PrefixIndex`], which target holds which blocks; [`Balancer`], the policies over both.
 //! [`preferred`] is where a client's key leads. [`Budget`] is how dispatchers do without a ledger,
 //! from loads that were reported some time ago: it is here to be measured against.
+//!
+//! ```
+//! use forebay_balance::{Ask, Balancer, Ledger, Method, Work};
+//!
+//! let (mut ledger, mut balancer) = (Ledger::new(2), Balancer::new(Method::PrefixAware));
+//! ledger.sent(1, 0, Work { prefill: 0, decode: 50 });
+//! // The second target has less to do, but the first has most of the prompt in its cache.
+//! let ask = Ask { tokens: 1000, cached: &[960, 0] };
+//! assert_eq!(balancer.choose(ledger.loads(), |_| true, &ask), Some(0));
+//! let ask = Ask { tokens: 1000, cached: &[] };
+//! assert_eq!(balancer.choose(ledger.loads(), |_| true, &ask), Some(1));
+//! assert_eq!(ledger.ended(1), Some(0));
+//! ```
 
 mod balancer;
 mod budget;

@@ -1,8 +1,35 @@
 //! Load generator and report, which users know as `bench_serving`, and an accuracy evaluation.
 //!
-//! `dataset` makes [`WorkItem`]s, and `arrival` says at which time to send each. `client` sends
-//! them and keeps a [`Record`] of each. `summary` turns records into the table, `output` is the
-//! file of a run, and `report` makes a page of such files.
+//! `dataset` makes [`WorkItem`]s, `arrival` says when each is to be sent, `client` sends them and
+//! keeps a [`Record`] of each, `summary` turns records into the table, `output` is the file of a
+//! run, `report` a page made of such files.
+//!
+//! ```no_run
+//! use std::path::PathBuf;
+//!
+//! use clap::Parser;
+//! use forebay_bench::{ServeArgs, TokenizerFinder, serve};
+//!
+//! #[derive(Parser)]
+//! struct Flags {
+//!     #[command(flatten)]
+//!     serve: ServeArgs,
+//! }
+//!
+//! /// Tokenizers are named by their files.
+//! struct Files;
+//!
+//! impl TokenizerFinder for Files {
+//!     fn find(&self, name: &str) -> anyhow::Result<PathBuf> {
+//!         Ok(name.into())
+//!     }
+//! }
+//!
+//! let tokenizer = "model/tokenizer.json";
+//! let flags = Flags::parse_from(["bench", "--port", "8000", "--tokenizer", tokenizer]);
+//! serve(&flags.serve, &Files)?;
+//! # Ok::<(), anyhow::Error>(())
+//! ```
 
 pub mod arrival;
 mod client;

@@ -3,6 +3,30 @@
 //! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
 //! step times in place of devices. `search` looks for the least number that meets the objectives,
 //! `outcome` says what one number of replicas gives, `report` shows it.
+//!
+//! ```
+//! use clap::Parser;
+//! use forebay_capacity::{PlanArgs, plan};
+//!
+//! #[derive(Parser)]
+//! struct Flags {
+//!     #[command(flatten)]
+//!     plan: PlanArgs,
+//! }
+//!
+//! let folder = std::env::temp_dir().join(format!("forebay-plan-{}", std::process::id()));
+//! std::fs::create_dir_all(&folder)?;
+//! let trace = folder.join("trace.jsonl");
+//! let request = r#"{"timestamp": 0, "input_length": 300, "output_length": 9, "hash_ids": [1]}"#;
+//! std::fs::write(&trace, request)?;
+//!
+//! let profile = "h100-llama-3.1-8b";
+//! let path = trace.display().to_string();
+//! let flags = ["plan", "--trace", &path, "--sim-profile", profile, "--slo", "ttft:500"];
+//! plan(&Flags::parse_from(flags).plan)?;
+//! # std::fs::remove_dir_all(&folder)?;
+//! # Ok::<(), anyhow::Error>(())
+//! ```
 
 mod args;
 mod images;

@@ -1,8 +1,30 @@
 //! The forms in which families of models write reasoning, text and calls of tools.
 //!
-//! [`Dialect`] names the family of a model. Two things come from the one description of a family.
-//! The [`Parser`] makes [`Parts`] of an answer that comes token by token. The grammar has a model
-//! write calls and nothing else.
+//! [`Dialect`] says of which family a model is. From the one description of a family come the
+//! [`Parser`], which makes [`Parts`] of an answer that comes token by token, and the grammar that
+//! has a model write calls and nothing else.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use forebay_dialect::{Choice, Dialect, Evidence, Parser, Part, Parts, Reading, Tools};
+//! use serde_json::json;
+//!
+//! let evidence = Evidence { template: "", has_token: &|_| false };
+//! let dialect = Dialect::new(&Choice::Named("hermes".into()), &Choice::None, evidence)?;
+//! let tools = Arc::new(Tools::new([("ping".to_owned(), json!({"type": "object"}))]));
+//! let mut parser = Parser::new(Reading { dialect, tools, ..Reading::default() });
+//!
+//! let mut parts = Parts::default();
+//! let said = ["I look. <tool", "_call>{\"name\": \"ping\", \"argu", "ments\": {}}</tool_call>"];
+//! for text in said {
+//!     parser.push(text, &mut parts);
+//! }
+//! parser.finish(true, &mut parts);
+//! assert!(parts.iter().any(|part| matches!(part, Part::Call { name: "ping", .. })));
+//! assert_eq!(parser.complete_calls(), 1);
+//! # Ok::<(), forebay_dialect::UnknownName>(())
+//! ```
 
 mod family;
 mod finder;

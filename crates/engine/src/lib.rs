@@ -22,6 +22,76 @@
 //!
 //! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in
 //! virtual time.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::sync::mpsc::{Sender, channel};
+//!
+//! use forebay_engine::{Engine, EngineRequest, Hooks, Output, OutputSink, Request, Status};
+//! use forebay_sim::{SimClock, SimExecutor};
+//! # use forebay_engine::{EngineConfig, Namer, Policy};
+//! # use forebay_sim::{SimConfig, SimText, Timing};
+//! # let config = EngineConfig {
+//! #     max_running: 4,
+//! #     slots: 8,
+//! #     page_size: 16,
+//! #     token_budget: 64,
+//! #     prefix_cache: true,
+//! #     namer: Namer::open(),
+//! #     policy: Policy::Fcfs,
+//! #     fair: true,
+//! #     lookahead: 1,
+//! #     max_queued: 16,
+//! #     queue_timeout_us: 0,
+//! #     context_length: 256,
+//! #     watchdog_us: 10_000_000,
+//! #     load_timeout_us: 0,
+//! #     restart_limit: 3,
+//! #     mask_threads: 0,
+//! #     host: None,
+//! #     image_budget: 0,
+//! # };
+//! # let sim = |clock| SimConfig {
+//! #     clock,
+//! #     timing: Timing::default(),
+//! #     seed: 0,
+//! #     load_us: 1000,
+//! #     page_count: 64,
+//! #     vocab_size: 100,
+//! #     hidden_size: 4,
+//! #     text: SimText::endless((0..100).collect()),
+//! #     tokens_a_row: 1,
+//! #     device: "sim".into(),
+//! #     host_pages: 0,
+//! #     hot_row_tokens: 0,
+//! #     tower: None,
+//! # };
+//!
+//! struct Sink(Sender<Output>);
+//!
+//! impl OutputSink for Sink {
+//!     fn deliver(&mut self, outputs: Vec<Output>) {
+//!         outputs.into_iter().for_each(|output| self.0.send(output).expect("somebody listens"));
+//!     }
+//! }
+//!
+//! let clock = SimClock::virtual_time();
+//! let (executor, _control) = SimExecutor::new(sim(clock.clone()));
+//! let (sender, outputs) = channel();
+//! let hooks = Hooks::new(Box::new(Sink(sender)));
+//! let (handle, _thread) = Engine::start(config, Box::new(executor), Arc::new(clock), hooks)?;
+//! while handle.status() != Status::Ready {
+//!     std::thread::yield_now();
+//! }
+//!
+//! let prompt = [1, 2, 3].into();
+//! let request = Request { id: 7, prompt, max_tokens: 2, ..Request::default() };
+//! handle.submit(EngineRequest { request, ..EngineRequest::default() }).expect("room");
+//! let given: Vec<Output> = outputs.iter().take(2).collect();
+//! assert!(given.iter().all(|output| output.token.is_some()));
+//! assert!(given[1].finish.is_some());
+//! # Ok::<(), std::io::Error>(())
+//! ```
 
 mod clock;
 mod config;

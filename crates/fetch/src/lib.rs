@@ -1,9 +1,26 @@
 //! Files that requests name by URL, fetched so that no URL can be turned against the network that
 //! the server runs in.
 //!
-//! A name is resolved once, and every address that it has must be public. The fetcher dials the
-//! address that was checked, so a DNS answer that changes meanwhile has no effect. Each redirect
-//! goes through the same checks. `docs/images.md` lists all limits.
+//! A name is resolved once, every address that it has must be public, and the address that was
+//! checked is the one dialled: an answer of the DNS that changes meanwhile changes nothing. Each
+//! redirect goes through the same checks. `docs/images.md` lists all limits.
+//!
+//! ```
+//! use forebay_fetch::{Config, FetchError, Fetcher};
+//!
+//! # let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+//! # runtime.block_on(async {
+//! let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+//! let fetcher = Fetcher::new(&Config { local: Some(folder.into()), ..Config::default() })?;
+//! let file = fetcher.fetch(&format!("file://{}/Cargo.toml", folder.display())).await?;
+//! assert!(file.starts_with(b"[package]"));
+//!
+//! assert!(fetcher.fetch("file:///etc/hostname").await.is_err(), "it is outside of the folder");
+//! assert!(fetcher.fetch("http://127.0.0.1/").await.is_err(), "it is this machine");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # })?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod address;
 mod config;

@@ -2,6 +2,7 @@
 
 mod access;
 mod dialect;
+mod duration;
 mod grammar;
 mod images;
 mod limits;
@@ -17,16 +18,16 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use forebay_balance::Method;
 use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
 
 pub(crate) use self::access::{AccessFlags, access, keys, visible_keys};
 pub(crate) use self::dialect::DialectFlags;
+pub(crate) use self::duration::seconds;
 pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
-pub(crate) use self::replicas::ReplicaFlags;
+pub(crate) use self::replicas::{LoadBalance, ReplicaFlags};
 pub(crate) use self::responses::ResponseFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
@@ -447,34 +448,6 @@ pub(crate) enum Hand {
     Torch,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[value(rename_all = "snake_case")]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum LoadBalance {
-    /// One after the other.
-    RoundRobin,
-    /// The fewest requests.
-    #[value(alias = "total_requests")]
-    ShortestQueue,
-    /// The fewest tokens left to compute and to generate.
-    TotalTokens,
-    /// The longest cached beginning, weighed against imbalance; else the fewest requests.
-    #[default]
-    #[value(alias = "auto")]
-    PrefixAware,
-}
-
-impl From<LoadBalance> for Method {
-    fn from(flag: LoadBalance) -> Self {
-        match flag {
-            LoadBalance::RoundRobin => Self::RoundRobin,
-            LoadBalance::ShortestQueue => Self::ShortestQueue,
-            LoadBalance::TotalTokens => Self::TotalTokens,
-            LoadBalance::PrefixAware => Self::PrefixAware,
-        }
-    }
-}
-
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum GenerationConfig {
     /// The model's generation_config.json.
@@ -489,9 +462,4 @@ pub(crate) enum LogFormat {
     #[default]
     Text,
     Json,
-}
-
-pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
-    let value: f64 = text.parse().map_err(|_| "expected seconds")?;
-    Duration::try_from_secs_f64(value).map_err(|e| e.to_string())
 }

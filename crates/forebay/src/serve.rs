@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::net::TcpListener;
 use std::num::{NonZeroI32, NonZeroUsize};
 use std::path::Path;
 use std::sync::Arc;
@@ -15,8 +16,9 @@ use forebay_engine::{
 use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec, Site};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
-    AppState, BlockLog, EgressConfig, EgressMode, Guard, HealthThread, Intake, IntakeMode, Metrics,
-    ModelInfo, PooledModel, PoolingTask, ServerConfig, Sharing, StoreConfig, egress, pooled,
+    AppState, BlockLog, EgressConfig, EgressMode, EgressSink, Guard, HealthThread, Intake,
+    IntakeMode, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig, Sharing, StoreConfig,
+    egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -49,18 +51,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     }
     let name = flags.model_name().context("no model named")?;
     // Taken before minutes of downloads, so that a port in use is said at once.
-    let bound = Bound::open(&flags.listen)?;
-    let health_port = flags.listen.health_port;
-    let health = health_port.map(|port| listening::tcp(&flags.listen.host, port)).transpose()?;
-    let descriptors = descriptors::raise();
-    let max_connections = descriptors::connections(
-        flags.listen.max_connections,
-        descriptors,
-        flags.replicas.dp_size,
-    )?;
-    let (api_keys, admin_keys) = (flags.access.keys()?, flags.access.admin_keys()?);
-    let access = flags.access.access(bound.loopback()?.as_deref(), &api_keys);
-    let tls = flags.access.tls()?;
+    let (bound, health, door) = open(flags)?;
     let python = find_python(flags.run.python.as_deref());
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
@@ -96,23 +87,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         capacity: EGRESS_STEPS,
         window: Duration::from_micros(config.stream_flush_us),
     };
-    let (sink, egress) = egress(&metrics, egress_config, &guard)?;
-    let mut sink: Box<dyn Fn() -> Box<dyn OutputSink>> = Box::new(move || Box::new(sink.clone()));
-    let mut pooling = None;
-    if let Some(told) = &model.pooling {
-        let (pooled_sink, outputs) = pooled(metrics.clone(), EGRESS_STEPS, &guard)?;
-        sink = Box::new(move || Box::new(pooled_sink.clone()));
-        pooling = Some(PooledModel {
-            task: match told.task {
-                Task::Embed => PoolingTask::Embed,
-                Task::Score => PoolingTask::Score,
-            },
-            size: told.size as usize,
-            normalize: told.normalize,
-            sigmoid: told.sigmoid,
-            outputs,
-        });
-    }
+    let (egress_sink, egress) = egress(&metrics, egress_config, &guard)?;
+    let (sink, pooling) = sinks(&model, egress_sink, &metrics, &guard)?;
 
     let namer = secret::namer(flags.sharing.cache_secret_file.as_deref())?;
     let arena = Arena::new(config.arena_bytes).context("no arena")?;
@@ -154,43 +130,11 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         markers: grammar::markers(&tokenizer, dialect),
     };
     let server = ServerConfig {
-        api_keys,
-        admin_keys,
-        access,
-        router_key: flags.sharing.router_key.clone(),
         sharing: Sharing { namer, across_keys: flags.sharing.share_cache_across_keys },
-        responses: StoreConfig {
-            bytes: flags.responses.response_store_bytes,
-            ttl: Duration::from_secs(flags.responses.response_store_ttl),
-        },
-        hide_cached_tokens: flags.sharing.hide_cached_tokens,
-        root_path: flags.access.root_path.clone(),
-        trusted_proxies: flags.access.trusted_proxies.clone(),
-        max_connections,
-        tls,
-        max_client_priority: config.max_client_priority.unwrap_or(u32::MAX),
-        max_body_bytes: flags.limits.max_body_bytes,
-        max_json_bytes: flags.limits.max_json_bytes,
-        max_request_bytes_in_flight: config.max_request_bytes_in_flight,
-        header_timeout: flags.http.receive_timeout,
-        body_timeout: flags.http.receive_timeout,
-        send_timeout: flags.http.send_timeout,
-        max_unread_bytes: flags.http.max_unread_bytes,
-        drain_timeout: flags.http.drain_timeout,
-        egress: match config.egress {
-            Egress::Direct => EgressMode::Direct,
-            Egress::Tasks => EgressMode::Tasks,
-            Egress::Naive => EgressMode::Naive,
-        },
-        stream_interval: config.stream_interval,
-        webui: !flags.http.no_webui,
-        queue_while_loading: flags.http.queue_while_loading,
-        strict_params: flags.http.strict_params,
-        max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),
         guard: guard.clone(),
         log_lines_dropped: logs.dropped(),
         info: serde_json::to_value(&config)?,
-        ..ServerConfig::default()
+        ..settings(flags, &config, door)
     };
     let intake_mode = match config.inline_intake {
         true => IntakeMode::Engine(Arc::new(engine.clone())),
@@ -225,7 +169,93 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     served
 }
 
-/// The events that end the server without a signal, and the logs that report them.
+/// Opens the listeners, the main one and that for health, and says who may come in.
+fn open(flags: &ServeFlags) -> Result<(Bound, Option<TcpListener>, ServerConfig)> {
+    let bound = Bound::open(&flags.listen)?;
+    let health_port = flags.listen.health_port;
+    let health = health_port.map(|port| listening::tcp(&flags.listen.host, port)).transpose()?;
+    let descriptors = descriptors::raise();
+    let max_connections = descriptors::connections(
+        flags.listen.max_connections,
+        descriptors,
+        flags.replicas.dp_size,
+    )?;
+    let (api_keys, admin_keys) = (flags.access.keys()?, flags.access.admin_keys()?);
+    let access = flags.access.access(bound.loopback()?.as_deref(), &api_keys);
+    let tls = flags.access.tls()?;
+    let door = ServerConfig {
+        api_keys,
+        admin_keys,
+        access,
+        max_connections,
+        tls,
+        ..ServerConfig::default()
+    };
+    Ok((bound, health, door))
+}
+
+/// Makes a sink for each replica.
+type Sinks = Box<dyn Fn() -> Box<dyn OutputSink>>;
+
+/// The way of the replicas' outputs, and the model if it pools.
+fn sinks(
+    model: &Model,
+    egress: EgressSink,
+    metrics: &Arc<Metrics>,
+    guard: &Guard,
+) -> Result<(Sinks, Option<PooledModel>)> {
+    let Some(told) = &model.pooling else {
+        return Ok((Box::new(move || Box::new(egress.clone())), None));
+    };
+    let (sink, outputs) = pooled(Arc::clone(metrics), EGRESS_STEPS, guard)?;
+    let pooling = PooledModel {
+        task: match told.task {
+            Task::Embed => PoolingTask::Embed,
+            Task::Score => PoolingTask::Score,
+        },
+        size: told.size as usize,
+        normalize: told.normalize,
+        sigmoid: told.sigmoid,
+        outputs,
+    };
+    Ok((Box::new(move || Box::new(sink.clone())), Some(pooling)))
+}
+
+/// The server's settings behind its `door`, but for what only a running process has.
+fn settings(flags: &ServeFlags, config: &Config, door: ServerConfig) -> ServerConfig {
+    ServerConfig {
+        router_key: flags.sharing.router_key.clone(),
+        responses: StoreConfig {
+            bytes: flags.responses.response_store_bytes,
+            ttl: Duration::from_secs(flags.responses.response_store_ttl),
+        },
+        hide_cached_tokens: flags.sharing.hide_cached_tokens,
+        root_path: flags.access.root_path.clone(),
+        trusted_proxies: flags.access.trusted_proxies.clone(),
+        max_client_priority: config.max_client_priority.unwrap_or(u32::MAX),
+        max_body_bytes: flags.limits.max_body_bytes,
+        max_json_bytes: flags.limits.max_json_bytes,
+        max_request_bytes_in_flight: config.max_request_bytes_in_flight,
+        header_timeout: flags.http.receive_timeout,
+        body_timeout: flags.http.receive_timeout,
+        send_timeout: flags.http.send_timeout,
+        max_unread_bytes: flags.http.max_unread_bytes,
+        drain_timeout: flags.http.drain_timeout,
+        egress: match config.egress {
+            Egress::Direct => EgressMode::Direct,
+            Egress::Tasks => EgressMode::Tasks,
+            Egress::Naive => EgressMode::Naive,
+        },
+        stream_interval: config.stream_interval,
+        webui: !flags.http.no_webui,
+        queue_while_loading: flags.http.queue_while_loading,
+        strict_params: flags.http.strict_params,
+        max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),
+        ..door
+    }
+}
+
+/// What ends the server without a signal, and who is told.
 struct Life {
     engine_ended: oneshot::Receiver<()>,
     guard: Guard,

@@ -4,8 +4,37 @@
 //! A [`Source`] is the form that a client asks for. [`Grammars`] compiles it on threads of its own,
 //! and keeps the result for the next request with the same source. Each choice gets a
 //! [`forebay_engine::Constraint`], which the engine asks for a mask before every token. The parser
-//! is llguidance's (Earley over derivatives of regular expressions). This crate adds the needs of a
-//! server: limits, a cache, other notations, and other restrictions of an answer.
+//! is llguidance's (Earley over derivatives of regular expressions); this crate adds what a server
+//! needs around it: limits, a cache, other notations, and what else may restrict an answer.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use forebay_grammar::{Bounds, Form, GrammarConfig, Grammars, Wanted};
+//! use forebay_text::Tokenizer;
+//!
+//! # let end = 0;
+//! # let vocabulary = 2048;
+//! let file = "../text/tests/data/tiny-llama-tokenizer.json";
+//! let tokenizer = Arc::new(Tokenizer::from_file(file.as_ref())?);
+//! let config = GrammarConfig::default();
+//! let grammars =
+//!     Grammars::new(config, Arc::clone(&tokenizer), &[end], vocabulary, &|thread, work| {
+//!         thread.spawn(work)
+//!     })?;
+//! let bounds = Bounds { ends: [end].into(), ..Bounds::default() };
+//! let source = Some(Form::Choice(["yes".to_owned(), "no".to_owned()].into()).into());
+//! let wanted = Wanted { source, reasoning: None, bounds, choices: 1, said: Vec::new() };
+//!
+//! let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+//! let mut constraints = runtime.block_on(grammars.constraints(wanted))?;
+//! let mut constraint = constraints.pop().expect("one choice");
+//! for id in tokenizer.encode_as_text("no")? {
+//!     constraint.accept(id)?;
+//! }
+//! assert!(constraint.accept(tokenizer.encode_as_text("!")?[0]).is_err(), "it has ended");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod arguments;
 mod calls;

@@ -3,6 +3,19 @@
 //! The cache is laid out as `huggingface_hub` lays it out, and its variables are read: `HF_TOKEN`,
 //! `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and the proxy's.
 //! Why it is our own code: `docs/adr/0044-models-are-fetched-by-the-binary.md`.
+//!
+//! ```no_run
+//! use forebay_hub::{Hub, HubError, Interpreter, ModelName, Progress, Settings};
+//!
+//! let settings = Settings::from_env(None, false)?;
+//! let interpreter = Interpreter { path: "python3".into(), prepare: |_command| {} };
+//! let hub = Hub::new(settings, Progress::new(), interpreter)?;
+//! let mut found = hub.find(&ModelName::parse("Qwen/Qwen3-0.6B", None)?, true)?;
+//! // Its config is here: whoever can't run it says so before its weights come.
+//! hub.complete(&mut found)?;
+//! println!("{}", found.path.display());
+//! # Ok::<(), HubError>(())
+//! ```
 
 mod cache;
 mod choose;

@@ -9,6 +9,21 @@
 //! Every page is in exactly one of three states: *free* (holds nothing worth keeping), *cached*
 //! (holds a named block that nobody uses) or *held* (leased at least once). `free + cached + held`
 //! is always the number of pages.
+//!
+//! ```
+//! use forebay_kvcache::{Found, Namer, Tiers};
+//!
+//! let mut tiers = Tiers::new(2, 0);
+//! // A request computes a page, and says what it holds.
+//! let lease = tiers.allocate().expect("a free page");
+//! let name = Namer::open().chain(0, &[5, 6, 7, 8], 4)[0];
+//! assert!(tiers.name(&lease, name));
+//! tiers.release(lease);
+//! // Another one with the same tokens finds it.
+//! let Some(Found::Hot(lease)) = tiers.find(name) else { panic!("it is cached") };
+//! assert_eq!((tiers.hot().counts().held, tiers.hot().counts().free), (1, 1));
+//! tiers.release(lease);
+//! ```
 
 mod event;
 mod hash;

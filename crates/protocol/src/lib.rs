@@ -2,6 +2,24 @@
 //!
 //! `docs/protocol.md` is the specification. The Python twin is `python/forebay/protocol`; golden
 //! fixtures in `tests/wire/` are checked from both languages.
+//!
+//! ```
+//! use forebay_protocol::{Frame, FrameError, HEADER_BYTES, Header, Row, StepPlan, Want};
+//!
+//! let mut plan = StepPlan::default();
+//! plan.begin(1);
+//! plan.push_row(Row { slot: 3, start: 0, length: 5, want: Want::Tokens(1) });
+//! let mut bytes = Vec::new();
+//! plan.encode(&mut bytes)?;
+//!
+//! // The other side reads a header, and then as many words as it says.
+//! let (head, body) = bytes.split_at(HEADER_BYTES);
+//! let header = Header::decode(head.try_into().expect("a header"))?;
+//! let word = |bytes: &[u8]| i32::from_le_bytes(bytes.try_into().expect("four bytes"));
+//! let frame = Frame::new(header, body.chunks_exact(4).map(word).collect())?;
+//! assert_eq!(StepPlan::decode(&frame)?, plan);
+//! # Ok::<(), FrameError>(())
+//! ```
 
 mod copy;
 mod dtype;

@@ -12,6 +12,22 @@
 //! |---|---|---|
 //! | `--threads` | `serve` | connections: each thread accepts, and drives the connections to backends that its clients need |
 //! | 1 | `watch`, `sources` | health checks, load of idle backends, block events; the list of backends |
+//!
+//! ```no_run
+//! use std::net::TcpListener;
+//!
+//! use forebay_router::{Policy, Router, RouterConfig, Sources};
+//!
+//! let urls = vec!["http://10.0.0.1:8000".to_owned(), "http://10.0.0.2:8000".to_owned()];
+//! let config = RouterConfig::default();
+//! let sources = Sources { urls, ..config.sources };
+//! let config = RouterConfig { policy: Policy::CacheAware, sources, ..config };
+//! let router = Router::start(config, TcpListener::bind("0.0.0.0:8080")?)?;
+//! // Until somebody asks for its end; then running requests may finish.
+//! std::io::stdin().read_line(&mut String::new())?;
+//! router.stop(std::future::pending());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod admission;
 mod ask;

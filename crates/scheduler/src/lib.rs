@@ -27,14 +27,57 @@
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
-//! The files have these rules:
+//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets
+//! a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer`
+//! (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image
+//! is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset`
+//! (the hand died, quarantine), `integrity` (what is always true).
 //!
-//! - `queue`: the next request; `share`: the request that has to give way.
-//! - `plan`: the rows; `words`: the size of a plan; `prompts`: log-probabilities of prompts.
-//! - `transfer`: copies between tiers; `sparse`: pages given up while a request goes on.
-//! - `images`: the next image in the tower.
-//! - `retire`: slots and pages, preemption; `apply`: tokens, ends.
-//! - `reset`: the hand's death, quarantine; `integrity`: facts that are always true.
+//! A request's two tokens, from a device that says 42 whatever it is asked:
+//!
+//! ```
+//! use forebay_protocol::{ROW_OK, StepPlan, StepResult};
+//! use forebay_scheduler::{ApplyError, Event, Request, Scheduler};
+//! # use forebay_scheduler::{Namer, Policy, STEP_WORDS, SchedulerConfig};
+//! # let config = SchedulerConfig {
+//! #     slots: 4,
+//! #     max_running: 2,
+//! #     pages: 16,
+//! #     page_size: 4,
+//! #     token_budget: 16,
+//! #     prefix_cache: true,
+//! #     namer: Namer::open(),
+//! #     block_events: false,
+//! #     policy: Policy::Fcfs,
+//! #     fair: true,
+//! #     step_words: STEP_WORDS,
+//! #     vector_size: 0,
+//! #     tokens_a_row: 1,
+//! #     host: None,
+//! #     sparse: None,
+//! #     tower: None,
+//! # };
+//!
+//! let mut scheduler = Scheduler::new(config);
+//! let prompt = [11, 12, 13].into();
+//! scheduler.submit(Request { id: 7, prompt, max_tokens: 2, ..Request::default() });
+//!
+//! let (mut plan, mut events) = (StepPlan::default(), Vec::new());
+//! while scheduler.next_plan(&mut plan, &mut events) {
+//!     let samples = plan.rows().filter(|row| row.want.samples()).count();
+//!     let result = StepResult {
+//!         step: plan.step(),
+//!         tokens: vec![42; samples],
+//!         row_errors: vec![ROW_OK; plan.rows().len()],
+//!         ..StepResult::default()
+//!     };
+//!     scheduler.apply(&result, &mut events)?;
+//! }
+//!
+//! let is_token = |event: &&Event| matches!(event, Event::Token { id: 7, token: 42, .. });
+//! assert_eq!(events.iter().filter(is_token).count(), 2);
+//! # Ok::<(), ApplyError>(())
+//! ```
 
 mod apply;
 mod config;

@@ -35,7 +35,7 @@ pub(crate) fn cors(access: &Access) -> Option<CorsLayer> {
         .allow_origin(allowed)
         .allow_methods([Method::GET, Method::POST])
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([crate::routes::REQUEST_ID])
+        .expose_headers([crate::names::REQUEST_ID])
         .max_age(PREFLIGHT_AGE);
     Some(layer)
 }

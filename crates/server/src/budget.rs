@@ -12,8 +12,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use forebay_api::ApiError;
 
-use crate::call::Submission;
-
 /// Bytes of a body, its copy in one piece and what is parsed of it, for each byte of the body.
 pub(crate) const UNREAD: usize = 4;
 /// Bytes of a parsed request for each byte of its body: the strings, the rendered prompt, its token
@@ -64,8 +62,8 @@ impl Budget {
     ///
     /// # Errors
     /// As [`Charge::set`].
-    pub(crate) fn choices(&self, submissions: &[Submission]) -> Result<Charge, ApiError> {
-        self.charge(submissions.iter().map(cost).fold(0, usize::saturating_add))
+    pub(crate) fn choices(&self, prompts: impl Iterator<Item = Size>) -> Result<Charge, ApiError> {
+        self.charge(prompts.map(|size| size.bytes()).fold(0, usize::saturating_add))
     }
 
     /// Charges a request for prompts of so many tokens in all, which are pooled.
@@ -89,19 +87,32 @@ impl Budget {
     }
 }
 
-/// The bytes that the choices of a prompt take.
-fn cost(submission: &Submission) -> usize {
-    let Submission { prompt, terms, max_tokens, .. } = submission;
-    let tokens = (*max_tokens).min(EXPECTED) as usize;
-    let candidates = terms.generation.sampling.logprobs.map_or(0, |top| 1 + usize::from(top));
-    // An admitted choice has the prompt's tokens once more.
-    let choice = CHOICE + TOKEN * prompt.len() + tokens * (GENERATED + CANDIDATE * candidates);
-    let allowed = terms.generation.sampling.allowed.as_ref().map_or(0, |ids| ids.len());
-    // Choices share the ids that are allowed, and so do prompts: each counts them, which is more
-    // than enough.
-    let told = terms.generation.prompt_logprobs.map_or(0, |tail| 1 + usize::from(tail.most));
-    (TOKEN * (prompt.len() + allowed) + CANDIDATE * told * prompt.len())
-        .saturating_add(choice.saturating_mul(terms.generation.n as usize))
+/// A prompt and its choices, by what they may take.
+pub(crate) struct Size {
+    /// Tokens of the prompt.
+    pub(crate) prompt: usize,
+    /// Most tokens of a choice.
+    pub(crate) max_tokens: u32,
+    pub(crate) choices: usize,
+    /// Log-probabilities of each token.
+    pub(crate) candidates: usize,
+    /// Ids that are the only ones allowed.
+    pub(crate) allowed: usize,
+    /// Log-probabilities of each token of the prompt.
+    pub(crate) told: usize,
+}
+
+impl Size {
+    fn bytes(&self) -> usize {
+        let Self { prompt, max_tokens, choices, candidates, allowed, told } = *self;
+        let tokens = max_tokens.min(EXPECTED) as usize;
+        // An admitted choice has the prompt's tokens once more.
+        let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + CANDIDATE * candidates);
+        // Choices share the ids that are allowed, and so do prompts: each counts them, which is
+        // more than enough.
+        (TOKEN * (prompt + allowed) + CANDIDATE * told * prompt)
+            .saturating_add(choice.saturating_mul(choices))
+    }
 }
 
 /// The charge of a request, until it is dropped.

@@ -6,103 +6,31 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
-use forebay_api::{ApiError, Generation, Limits, MaxTokens};
-use forebay_dialect::{Place, Reading};
+use forebay_api::{ApiError, Generation};
+use forebay_dialect::Reading;
 use forebay_engine::{
-    BlockHash, Embeds, EngineRequest, Past, Picture, PromptImage, Request, RequestId, SlotSpec,
-    SubmitError,
+    BlockHash, Constraint, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
 };
-use forebay_text::StopTable;
 
+use crate::alive::LiveGuard;
 use crate::budget::Charge;
-use crate::config::EgressMode;
 use crate::constrain;
 use crate::engine::Engine;
-use crate::ignored::note;
 use crate::images::{ImageFile, Shown};
 use crate::peers::{Peer, Resume};
-use crate::state::{LiveGuard, Shared};
+use crate::state::Shared;
 use crate::stream::delta::{Delta, End};
 use crate::stream::egress::Registration;
 use crate::stream::mailbox::{Receiver, Sender, Wake, mailbox};
+use crate::stream::mode::EgressMode;
 use crate::stream::outlet::{Chunk, Encoder, Outlet};
 use crate::stream::speller::Speller;
 use crate::stream::tally::Tally;
+use crate::submission::Submission;
+use crate::terms::Terms;
 
 /// Choices that are submitted before the HTTP thread looks after others.
 pub(crate) const CHOICES_A_TURN: usize = 16;
-
-/// The state that prompts with the same parameters share, and all their choices.
-pub(crate) struct Terms {
-    pub(crate) generation: Generation,
-    /// Ascending, each once.
-    pub(crate) stop_ids: Arc<[i32]>,
-    /// The stop strings.
-    pub(crate) stops: Arc<StopTable>,
-    /// The settings by which answers are read; `None`: they are text.
-    pub(crate) reading: Option<Reading>,
-    /// The part of an answer at which the prompt leaves a model that reasons; `None`: its tokens
-    /// tell.
-    pub(crate) thinks: Option<Place>,
-}
-
-impl Terms {
-    /// With the end-of-sequence ids that the model of `limits` can make.
-    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
-        let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
-        let mut stop_ids = generation.stop_ids(eos);
-        if first_unknown(&stop_ids, limits.vocab_size).is_some() {
-            let known = |id: &i32| first_unknown(&[*id], limits.vocab_size).is_none();
-            stop_ids = stop_ids.iter().copied().filter(known).collect();
-        }
-        Self { generation, stop_ids, stops, reading: None, thinks: None }
-    }
-}
-
-/// One prompt with its parameters.
-pub(crate) struct Submission {
-    pub(crate) prompt: Arc<[i32]>,
-    /// In place of the prompt's tokens.
-    pub(crate) embeds: Option<Embeds>,
-    /// The places of its images, and their files.
-    pub(crate) images: Arc<[PromptImage]>,
-    pub(crate) files: Vec<Arc<ImageFile>>,
-    pub(crate) terms: Arc<Terms>,
-    /// Tokens to generate.
-    pub(crate) max_tokens: u32,
-}
-
-impl Submission {
-    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens,
-    /// whoever made them. A client that asks for more tokens than there is room for gets those, and
-    /// is told.
-    pub(crate) fn new(
-        state: &Shared,
-        prompt: Vec<i32>,
-        terms: Arc<Terms>,
-        limits: Limits,
-        param: &'static str,
-    ) -> Result<Self, ApiError> {
-        let max_tokens = terms.generation.room(prompt.len(), limits, param)?;
-        if let MaxTokens::Exactly(wanted) = terms.generation.max_tokens
-            && wanted > max_tokens
-        {
-            if state.config.strict_params {
-                let (limit, prompt) = (limits.context_length, prompt.len());
-                let max_tokens = Some(wanted);
-                return Err(ApiError::ContextLength { param, limit, prompt, max_tokens });
-            }
-            note(format!("max_tokens={max_tokens}"));
-        }
-        check_tokens(&prompt, limits, param)?;
-        let images = Arc::default();
-        Ok(Self { prompt: prompt.into(), embeds: None, images, files: vec![], terms, max_tokens })
-    }
-
-    fn prompt_tokens(&self) -> u32 {
-        u32::try_from(self.prompt.len()).unwrap_or(u32::MAX)
-    }
-}
 
 /// Engine requests of one client request, all choices of all prompts. Dropping it aborts those that
 /// have not ended. So a client that has gone away frees its slots and pages, with a stream as with
@@ -119,6 +47,17 @@ pub(crate) struct Call {
     _charge: Charge,
 }
 
+/// A call's request, as each of its choices needs it.
+#[derive(Clone, Copy)]
+struct Origin<'a> {
+    state: &'a Shared,
+    peer: &'a Peer,
+    streamed: bool,
+    arrived: Instant,
+    /// The tokens that the client has already, from another brain.
+    said: &'a [i32],
+}
+
 impl Call {
     /// Submits every choice of every prompt, or none; `peer` is who sent it. Of many choices it
     /// submits some at a time, and others get the thread in between; dropping the future aborts
@@ -133,7 +72,7 @@ impl Call {
         arrived: Instant,
         peer: &Peer,
     ) -> Result<Self, ApiError> {
-        let charge = state.budget.choices(&submissions)?;
+        let charge = state.budget.choices(submissions.iter().map(Submission::size))?;
         let resume = peer.resume();
         if let Some(resume) = resume {
             check_resume(resume, &submissions, streamed, state)?;
@@ -147,28 +86,16 @@ impl Call {
             let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
             peer.name_blocks(state, salt, &submission.prompt);
         }
-        let prompts = submissions.iter();
-        let mut tally =
-            Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.terms.generation.n)));
-        if submissions
-            .iter()
-            .any(|prompt| prompt.terms.reading.as_ref().is_some_and(Reading::reasons))
-        {
-            tally.show_reasoning();
-        }
-        if state.config.hide_cached_tokens {
-            tally.hide_cached();
-        }
+        let mut tally = tally(&submissions, state);
         let prompt_tokens = tally.prompt_tokens();
         let wake = match (streamed, state.config.egress) {
             (false, _) => Wake::AtEnd,
             (true, EgressMode::Naive) => Wake::EveryDelta,
             (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
         };
-        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms, &state.model.marks);
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
-            let mut speller = spell(&submission.terms);
+            let mut speller = spell(state, &submission.terms);
             let before = before(&mut speller, resume, &submission.terms.generation);
             tally.add(0, &before);
             resumed = Some((speller, before));
@@ -198,83 +125,98 @@ impl Call {
             _charge: charge,
         };
         let mut senders = senders.into_iter();
+        let from = Origin { state, peer, streamed, arrived, said };
         for (submission, constraints) in submissions.into_iter().zip(restricted) {
-            let mut constraints = constraints.into_iter().flatten();
-            let prompt_tokens = submission.prompt_tokens();
-            let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
-            let names = shared_names(state, salt, &submission);
-            let Submission { prompt, embeds, images, files, terms, max_tokens } = submission;
-            let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
-                Arc::new(Shown::new(Arc::clone(file), &state.intake))
-            };
-            let pictures: Vec<Arc<dyn Picture>> = files.iter().map(show).collect();
-            let generation = &terms.generation;
-            let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
-            let seed = seed.unwrap_or_else(rand::random);
-            state.metrics.submitted(generation.n);
-            let interval = streamed
-                .then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
-            for (choice, sender) in (0..generation.n).zip(&mut senders) {
-                if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
-                    tokio::task::yield_now().await;
-                }
-                // A prompt is told of once, by the first of its choices, and not again by whoever
-                // goes on with a stream.
-                let told = generation.prompt_logprobs.filter(|_| choice == 0 && said.is_empty());
-                let told = told.filter(|tail| (tail.first as usize) < prompt.len());
-                if max_tokens == 0 && told.is_none() {
-                    call.alive.push(None);
-                    nothing(sender);
-                    continue;
-                }
-                let id = state.next_id();
-                state.egress.register(Registration {
-                    id,
-                    sender,
-                    engine: Arc::clone(&state.engine),
-                    speller: speller.take().unwrap_or_else(|| spell(&terms)),
-                    eos: Arc::clone(&state.model.eos),
-                    prompt_tokens,
-                    arrived,
-                    interval,
-                })?;
-                let request = Request {
-                    id: id.0,
-                    prompt: Arc::clone(&prompt),
-                    images: Arc::clone(&images),
-                    generated: resume.map_or_else(Vec::new, |resume| resume.generated.clone()),
-                    names: Arc::clone(&names),
-                    max_tokens,
-                    spec: SlotSpec {
-                        sampling: generation.params(seed, choice),
-                        stop_ids: Arc::clone(&terms.stop_ids),
-                        pooling: None,
-                        embeds: embeds.as_ref().map(|embeds| embeds.offset),
-                    },
-                    priority: generation.priority,
-                    cache_salt: salt,
-                    client: peer.client(),
-                    probe: peer.is_probe(),
-                    masked: false,
-                    prompt_logprobs: told,
-                    arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
-                    past: Past::default(),
-                };
-                let submitted = EngineRequest {
-                    request,
-                    constraint: constraints.next(),
-                    pictures: pictures.clone(),
-                    payloads: embeds.iter().map(|embeds| Arc::clone(&embeds.payload)).collect(),
-                    preference: generation.preference.clone(),
-                };
-                if let Err(error) = state.engine.submit(submitted) {
-                    state.egress.forget(id);
-                    return Err(submit_error(error));
-                }
-                call.alive.push(Some(id));
-            }
+            call.submit(submission, constraints, &mut senders, &mut speller, from).await?;
         }
         Ok(call)
+    }
+
+    /// Submits the choices of a prompt, which take the next of `senders`. `speller` has read the
+    /// part of a stream that the client has already; the first choice takes it.
+    async fn submit(
+        &mut self,
+        submission: Submission,
+        constraints: Option<Vec<Box<dyn Constraint>>>,
+        senders: &mut std::vec::IntoIter<Sender>,
+        speller: &mut Option<Speller>,
+        Origin { state, peer, streamed, arrived, said }: Origin<'_>,
+    ) -> Result<(), ApiError> {
+        let mut constraints = constraints.into_iter().flatten();
+        let prompt_tokens = submission.prompt_tokens();
+        let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
+        let names = shared_names(state, salt, &submission);
+        let Submission { prompt, embeds, images, files, terms, max_tokens } = submission;
+        let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
+            Arc::new(Shown::new(Arc::clone(file), &state.intake))
+        };
+        let pictures: Vec<Arc<dyn Picture>> = files.iter().map(show).collect();
+        let generation = &terms.generation;
+        let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
+        let seed = seed.unwrap_or_else(rand::random);
+        state.metrics.submitted(generation.n);
+        let interval =
+            streamed.then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
+        for (choice, sender) in (0..generation.n).zip(&mut *senders) {
+            if !self.alive.is_empty() && self.alive.len().is_multiple_of(CHOICES_A_TURN) {
+                tokio::task::yield_now().await;
+            }
+            // A prompt is told of once, by the first of its choices, and not again by whoever
+            // goes on with a stream.
+            let told = generation.prompt_logprobs.filter(|_| choice == 0 && said.is_empty());
+            let told = told.filter(|tail| (tail.first as usize) < prompt.len());
+            if max_tokens == 0 && told.is_none() {
+                self.alive.push(None);
+                nothing(sender);
+                continue;
+            }
+            let id = state.next_id();
+            state.egress.register(Registration {
+                id,
+                sender,
+                engine: Arc::clone(&state.engine),
+                speller: speller.take().unwrap_or_else(|| spell(state, &terms)),
+                eos: Arc::clone(&state.model.eos),
+                prompt_tokens,
+                arrived,
+                interval,
+            })?;
+            let request = Request {
+                id: id.0,
+                prompt: Arc::clone(&prompt),
+                images: Arc::clone(&images),
+                generated: said.to_vec(),
+                names: Arc::clone(&names),
+                max_tokens,
+                spec: SlotSpec {
+                    sampling: generation.params(seed, choice),
+                    stop_ids: Arc::clone(&terms.stop_ids),
+                    pooling: None,
+                    embeds: embeds.as_ref().map(|embeds| embeds.offset),
+                },
+                priority: generation.priority,
+                cache_salt: salt,
+                client: peer.client(),
+                probe: peer.is_probe(),
+                masked: false,
+                prompt_logprobs: told,
+                arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
+                past: Past::default(),
+            };
+            let submitted = EngineRequest {
+                request,
+                constraint: constraints.next(),
+                pictures: pictures.clone(),
+                payloads: embeds.iter().map(|embeds| Arc::clone(&embeds.payload)).collect(),
+                preference: generation.preference.clone(),
+            };
+            if let Err(error) = state.engine.submit(submitted) {
+                state.egress.forget(id);
+                return Err(submit_error(error));
+            }
+            self.alive.push(Some(id));
+        }
+        Ok(())
     }
 
     /// Tokens so far.
@@ -355,6 +297,25 @@ impl Drop for Call {
     }
 }
 
+fn spell(state: &Shared, terms: &Terms) -> Speller {
+    Speller::new(state.text.tokenizer(), terms, &state.model.marks)
+}
+
+/// Counts of nothing yet, of these prompts and their choices.
+fn tally(submissions: &[Submission], state: &Shared) -> Tally {
+    let prompts = submissions.iter();
+    let mut tally =
+        Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.terms.generation.n)));
+    if submissions.iter().any(|prompt| prompt.terms.reading.as_ref().is_some_and(Reading::reasons))
+    {
+        tally.show_reasoning();
+    }
+    if state.config.hide_cached_tokens {
+        tally.hide_cached();
+    }
+    tally
+}
+
 /// Ends a choice of which no tokens are wanted: nobody has to compute anything.
 fn nothing(mut sender: Sender) {
     let mut delta = Delta { end: Some(End::Length), ..Delta::default() };
@@ -368,21 +329,6 @@ fn shared_names(state: &Shared, salt: u64, submission: &Submission) -> Arc<[Bloc
         return Arc::default();
     }
     state.engine.block_names(salt, &submission.prompt).into()
-}
-
-/// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids
-/// were checked before: this is for texts, whose tokenizer may know more tokens than the model.
-pub(crate) fn check_tokens(ids: &[i32], limits: Limits, param: &str) -> Result<(), ApiError> {
-    let Some(id) = first_unknown(ids, limits.vocab_size) else { return Ok(()) };
-    let reason = format!(
-        "`{param}`: the text has token {id}, and the model has only those below {}",
-        limits.vocab_size
-    );
-    Err(ApiError::invalid(param, reason))
-}
-
-fn first_unknown(ids: &[i32], vocab_size: u32) -> Option<i32> {
-    ids.iter().copied().find(|&id| !u32::try_from(id).is_ok_and(|id| id < vocab_size))
 }
 
 /// Only a stream with one choice is gone on with, and only if there is anything left of it.

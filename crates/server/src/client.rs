@@ -4,18 +4,15 @@
 //! /64 to choose addresses from, so that is one client. Behind a proxy that is trusted, the address
 //! is the one that the proxy tells.
 
-use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
 
-use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use ipnet::IpNet;
 
 use crate::keys::Keys;
-use crate::state::Shared;
 
 const FORWARDED_FOR: &str = "x-forwarded-for";
 /// The bits of an IPv6 address that its owner cannot choose.
@@ -128,32 +125,6 @@ impl Clients {
         let key = KeyId(keys.shown(&parts.headers));
         let remote = parts.extensions.get().copied().unwrap_or(Remote::Local);
         (self.id(key, remote, &parts.headers), key)
-    }
-}
-
-/// Identifies a request once; whoever asks again gets the same answer.
-fn identified(parts: &mut Parts, state: &Shared) -> (ClientId, KeyId) {
-    if let Some(known) = parts.extensions.get() {
-        return *known;
-    }
-    let found = state.clients.identify(&state.config.api_keys, parts);
-    parts.extensions.insert(found);
-    found
-}
-
-impl FromRequestParts<Shared> for ClientId {
-    type Rejection = Infallible;
-
-    async fn from_request_parts(parts: &mut Parts, state: &Shared) -> Result<Self, Infallible> {
-        Ok(identified(parts, state).0)
-    }
-}
-
-impl FromRequestParts<Shared> for KeyId {
-    type Rejection = Infallible;
-
-    async fn from_request_parts(parts: &mut Parts, state: &Shared) -> Result<Self, Infallible> {
-        Ok(identified(parts, state).1)
     }
 }
 

@@ -13,24 +13,12 @@ use serde_json::{Map, Value};
 
 use crate::client::TrustedProxies;
 use crate::guard::Guard;
-use crate::images::ImageModel;
+use crate::images::model::ImageModel;
 use crate::keys::Keys;
-use crate::pooling::PooledModel;
+use crate::pooling::model::PooledModel;
 use crate::store::StoreConfig;
+use crate::stream::mode::EgressMode;
 use crate::tls::Tls;
-
-/// The way of streamed chunks to their sockets.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum EgressMode {
-    /// The egress thread writes them: prepared events, no wake-up.
-    #[default]
-    Direct,
-    /// The connections' tasks write them: prepared events, one wake-up for all that is pending.
-    Tasks,
-    /// As servers do it that take every token by itself: a wake-up, a chunk object and a write
-    /// each. To measure the others by.
-    Naive,
-}
 
 /// The clients that share cached blocks.
 #[derive(Debug, Clone)]

@@ -8,8 +8,9 @@ use forebay_engine::Constraint;
 use forebay_grammar::{Bounds, GrammarError, Reasoning, Start, Wanted};
 use forebay_text::Tokenizer;
 
-use crate::call::{Submission, Terms};
 use crate::state::Shared;
+use crate::submission::Submission;
+use crate::terms::Terms;
 
 /// The constraints of a submission's choices, each of which has already said `said`; `None`:
 /// nothing restricts them.

@@ -22,8 +22,10 @@
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod access;
+mod alive;
 mod budget;
 mod call;
+mod caller;
 mod client;
 mod config;
 mod connection;
@@ -36,12 +38,13 @@ mod intake;
 mod keys;
 mod limits;
 mod live;
+mod loaded;
 mod loading;
 mod metrics;
+mod names;
 mod peers;
 mod places;
 mod pooling;
-mod prompt_logprobs;
 mod reply;
 mod reserve;
 mod routes;
@@ -53,11 +56,13 @@ mod stall;
 mod state;
 mod store;
 mod stream;
+mod submission;
+mod terms;
 mod text;
 mod tls;
 
 pub use client::TrustedProxies;
-pub use config::{EgressMode, ModelInfo, ServerConfig, Sharing};
+pub use config::{ModelInfo, ServerConfig, Sharing};
 pub use engine::Engine;
 pub use forebay_api::Access;
 pub use guard::Guard;
@@ -73,4 +78,5 @@ pub use socket::Listener;
 pub use state::AppState;
 pub use store::StoreConfig;
 pub use stream::egress::{Egress, EgressConfig, EgressSink, egress};
+pub use stream::mode::EgressMode;
 pub use tls::Tls;

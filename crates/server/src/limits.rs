@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::body::{Body, HttpBody};
 use axum::extract::{FromRequest, FromRequestParts, Query, Request};
 use axum::http::Uri;
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use forebay_api::ApiError;
 use forebay_api::limits::{Limited, takes_embeds, takes_images};
 use http_body_util::BodyExt;
@@ -18,85 +18,13 @@ use crate::budget::Charge;
 use crate::client::ClientId;
 use crate::ignored::ignore;
 use crate::intake::LARGE_BODY;
+use crate::intake::body::{BodyLimit, Pieces};
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
 /// The time for which a refused body is read and thrown away, so that a client that is still
 /// sending gets to read the answer.
 const LINGER: Duration = Duration::from_secs(5);
-
-/// Bytes of a piece below which it is copied to the one before it: a client that sends a byte a
-/// piece would have us keep much more.
-const SMALL_PIECE: usize = 4096;
-
-/// A body as it came in. Putting the pieces of a large one together takes a while, and is left to
-/// whoever parses it.
-#[derive(Debug, Default)]
-pub(crate) struct Pieces {
-    whole: Vec<Bytes>,
-    /// Small ones that came last.
-    small: BytesMut,
-}
-
-impl Pieces {
-    /// Bytes.
-    pub(crate) fn len(&self) -> usize {
-        self.whole.iter().map(Bytes::len).sum::<usize>() + self.small.len()
-    }
-
-    fn push(&mut self, piece: Bytes) {
-        // The first is most often the only one.
-        let is_first = self.whole.is_empty() && self.small.is_empty();
-        if piece.len() < SMALL_PIECE && !is_first {
-            return self.small.extend_from_slice(&piece);
-        }
-        if !self.small.is_empty() {
-            self.whole.push(std::mem::take(&mut self.small).freeze());
-        }
-        self.whole.push(piece);
-    }
-
-    /// The whole. Most bodies come in one piece, which is not copied.
-    pub(crate) fn join(mut self) -> Bytes {
-        if !self.small.is_empty() {
-            self.whole.push(self.small.freeze());
-        }
-        if self.whole.len() > 1 {
-            self.whole.concat().into()
-        } else {
-            self.whole.pop().unwrap_or_default()
-        }
-    }
-}
-
-/// Most bytes of a body.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct BodyLimit {
-    /// Bytes.
-    pub(crate) most: usize,
-    /// Bytes beside embeddings and images.
-    pub(crate) json: usize,
-    /// The flag that sets the latter.
-    pub(crate) json_flag: &'static str,
-}
-
-impl BodyLimit {
-    fn of(state: &Shared, embeds: bool) -> Self {
-        let config = &state.config;
-        let (json, json_flag) = if config.max_body_bytes < config.max_json_bytes {
-            (config.max_body_bytes, "--max-body-bytes")
-        } else {
-            (config.max_json_bytes, "--max-json-bytes")
-        };
-        Self { most: if embeds { config.max_body_bytes } else { json }, json, json_flag }
-    }
-
-    /// The error for a client whose body is over it.
-    pub(crate) fn error(self, limit: usize) -> ApiError {
-        let flag = if limit > self.json { "--max-body-bytes" } else { self.json_flag };
-        ApiError::BodyTooLarge { limit, flag }
-    }
-}
 
 /// A request's body, and whose it is.
 pub(crate) struct Upload {
@@ -120,13 +48,24 @@ impl FromRequest<Shared> for Upload {
     }
 }
 
+/// Most bytes of a body, which may carry embeddings or images.
+fn body_limit(state: &Shared, embeds: bool) -> BodyLimit {
+    let config = &state.config;
+    let (json, json_flag) = if config.max_body_bytes < config.max_json_bytes {
+        (config.max_body_bytes, "--max-body-bytes")
+    } else {
+        (config.max_json_bytes, "--max-json-bytes")
+    };
+    BodyLimit { most: if embeds { config.max_body_bytes } else { json }, json, json_flag }
+}
+
 /// Reads and parses a body. The charge is for what it takes: it is to be kept until that is gone.
 pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<(T, Arc<Charge>), ApiError>
 where
     T: DeserializeOwned + Limited + Send + 'static,
 {
     let images = state.model.images.is_some() && takes_images(T::PARAMS);
-    let limit = BodyLimit::of(state, images || takes_embeds(T::PARAMS));
+    let limit = body_limit(state, images || takes_embeds(T::PARAMS));
     let charge = Arc::new(state.budget.open());
     let turns = state.intake.turns();
     let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
@@ -139,7 +78,7 @@ where
 
 /// A body as it is, whatever route it is for.
 pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Charge), ApiError> {
-    let limit = BodyLimit::of(state, true);
+    let limit = body_limit(state, true);
     let charge = state.budget.open();
     let turns = state.intake.turns();
     let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;

@@ -9,10 +9,11 @@ use crate::client::Clients;
 use crate::config::{ModelInfo, ServerConfig};
 use crate::engine::Engine;
 use crate::intake::Intake;
-use crate::live::Live;
-use crate::loading::Loaded;
+use crate::live::shown::Live;
+use crate::loaded::Loaded;
 use crate::metrics::Metrics;
-use crate::peers::{BlockLog, Book, Peer};
+use crate::peers::book::Book;
+use crate::peers::log::BlockLog;
 use crate::store::Store;
 use crate::stream::egress::Egress;
 use forebay_api::limits::{SHOWN_BYTES, cut};
@@ -191,29 +192,10 @@ impl Inner {
         }
     }
 
-    /// Counts a call, which `peer` sent, until the guard is dropped.
-    pub(crate) fn enter(self: &Arc<Self>, peer: &Peer) -> LiveGuard {
-        let tag = peer.tag();
-        self.book.enter(tag);
-        LiveGuard { state: Arc::clone(self), router: tag.map(|tag| tag.router) }
-    }
-
     /// Waits until no call is alive.
     pub(crate) async fn idle(&self) {
         // The book lives in self, so waiting cannot fail.
         let _ = self.book.watch().wait_for(|&live| live == 0).await;
-    }
-}
-
-/// Counts a call as alive.
-pub(crate) struct LiveGuard {
-    state: Shared,
-    router: Option<u64>,
-}
-
-impl Drop for LiveGuard {
-    fn drop(&mut self) {
-        self.state.book.leave(self.router);
     }
 }
 

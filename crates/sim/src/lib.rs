@@ -7,8 +7,21 @@
 //! a hash of its tokens in the same way. Time is the machine's or virtual; virtual time jumps from
 //! event to event and makes hours of traffic a matter of CPU seconds.
 //!
-//! A [`Profile`] says the time of a step. It is a TOML file, built in or made by [`fit`] from the
-//! notes of a [`Recorder`] about a real device. docs/simulation.md is the user's page.
+//! How long a step takes is said by a [`Profile`], a TOML file, built in or made by [`fit`] from
+//! what a [`Recorder`] wrote about a real device. docs/simulation.md is the user's page.
+//!
+//! ```
+//! use forebay_sim::{Profile, ProfileError, SimText, StepLoad, next_token};
+//!
+//! let profile = Profile::find("h100-llama-3.1-8b")?;
+//! let decode = |rows| StepLoad { rows, decode_rows: rows, ..StepLoad::default() };
+//! let (one, many) = (profile.time.median_us(&decode(1)), profile.time.median_us(&decode(256)));
+//! assert!(one < many && many < 256.0 * one, "a batch is cheaper than its requests one by one");
+//!
+//! let text = SimText::endless((0..100).collect());
+//! assert_eq!(next_token(&text, &[1, 2, 3], 3), next_token(&text, &[1, 2, 3], 3));
+//! # Ok::<(), ProfileError>(())
+//! ```
 
 mod clock;
 mod copies;

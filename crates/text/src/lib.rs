@@ -14,6 +14,27 @@
 //! |---|---|---|
 //! | N, given by the caller | [`TextPool`] | render, encode |
 //! | none | everything else | runs on the caller's thread |
+//!
+//! ```
+//! use std::path::Path;
+//! use std::sync::Arc;
+//!
+//! use forebay_text::{Detokenizer, StopStrings, StopTable, TextError, Tokenizer};
+//!
+//! let tokenizer = Tokenizer::from_file(Path::new("tests/data/tiny-llama-tokenizer.json"))?;
+//! let ids = tokenizer.encode("Tea, please. STOP And cake.", false)?;
+//!
+//! let mut detokenizer = Detokenizer::new(Arc::new(tokenizer), true);
+//! let mut stops = StopStrings::new(Arc::new(StopTable::new(vec!["STOP".into()])), false);
+//! let (mut text, mut stopped) = (String::new(), None);
+//! for id in ids {
+//!     let mut delta = String::new();
+//!     detokenizer.push(id, &mut delta);
+//!     stopped = stops.push(&delta, &mut text);
+//! }
+//! assert_eq!((text.as_str(), stopped), ("Tea, please. ", Some(0)));
+//! # Ok::<(), TextError>(())
+//! ```
 
 mod backend;
 mod cache;

@@ -7,6 +7,28 @@
 //!
 //! The values are those of transformers' `Qwen2VLImageProcessor` with its default backend, before
 //! it subtracts the mean; `docs/images.md` says for which files that is exact.
+//!
+//! ```
+//! use forebay_vision::{DataUrl, Header, Identity, Limits, Preparer, Processing};
+//!
+//! // A PNG of 64 x 32 pixels.
+//! let url = "data:image/png;base64,\
+//!     iVBORw0KGgoAAAANSUhEUgAAAEAAAAAgCAIAAAAt/+nTAAAAN0lEQVR42u3PQQkAAAgEsItjHGMbyww+\
+//!     hcEKLNP1WgQEBAQEBAQEBAQEBAQEBAQEBAQEBAQErhYqNACXmk2CgAAAAABJRU5ErkJggg==";
+//! let file = DataUrl::parse(url)?.expect("no other URL").decode(1 << 20)?;
+//! let header = Header::read(&file, &Limits::default())?;
+//! assert_eq!(header.size(), (64, 32));
+//!
+//! // Patches of 16 x 16 pixels, and 2 x 2 of them are a position of the prompt.
+//! let processing = Processing::new(16, 2, 32 * 32, 1 << 20)?;
+//! let grid = processing.grid(64, 32);
+//! assert_eq!(grid.positions(), 2);
+//! let mut patches = vec![0; processing.bytes(grid)];
+//! Preparer::new().prepare(&file, &header, &processing, &mut patches)?;
+//! assert_eq!(patches[0], 200, "the red of its first pixel");
+//! assert_eq!(Identity::of(&file, &processing), Identity::of(&file, &processing));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod alpha;
 mod data_url;

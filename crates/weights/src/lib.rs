@@ -5,6 +5,28 @@
 //! the compiled kernels compute. Whatever is beyond them is [`ModelError::Elsewhere`], with the
 //! reason, and the hand in Python serves it. Files are read with bounds on everything that they
 //! say: a damaged one is an error.
+//!
+//! ```
+//! use forebay_weights::{ModelError, Shape};
+//! use serde_json::{Value, json};
+//!
+//! let config = json!({
+//!     "architectures": ["LlamaForCausalLM"],
+//!     "vocab_size": 49_152,
+//!     "hidden_size": 576,
+//!     "intermediate_size": 1536,
+//!     "num_hidden_layers": 30,
+//!     "num_attention_heads": 9,
+//!     "num_key_value_heads": 3,
+//! });
+//! let shape = Shape::of(config.as_object().expect("an object"))?;
+//! assert_eq!((shape.layers, shape.head_dim), (30, 64));
+//!
+//! let other = json!({"architectures": ["MambaForCausalLM"]});
+//! let error = Shape::of(other.as_object().expect("an object")).unwrap_err();
+//! assert!(matches!(error, ModelError::Elsewhere(_)), "a hand in Python may serve it");
+//! # Ok::<(), ModelError>(())
+//! ```
 
 mod angles;
 mod checkpoint;

@@ -8,10 +8,9 @@
 //! Every parameter is in the table: a test compares it with the fields of the request types. The
 //! server's resource tests make their cases from it.
 
-mod table;
 mod walk;
 
-pub use table::{ROUTES, RouteLimits};
+pub use crate::cut::{SHOWN_BYTES, cut};
 pub use walk::Weight;
 pub(crate) use walk::check;
 
@@ -73,8 +72,6 @@ pub const INERT: &[&str] = &[
     "prompt_cache_key",
     "prompt_cache_retention",
 ];
-/// Longest string that is accepted where none is expected: the error shows it.
-pub const SHOWN_BYTES: usize = 64;
 
 /// The values that a parameter may have. A value of another shape is left to the parser, which
 /// refuses it without keeping it.
@@ -170,14 +167,4 @@ pub fn takes_images(params: Params) -> bool {
         }
         _ => false,
     })
-}
-
-/// `text`, cut to at most `bytes` bytes where it is longer: for errors, which show what a client
-/// sent.
-pub fn cut(text: &str, bytes: usize) -> std::borrow::Cow<'_, str> {
-    if text.len() <= bytes {
-        return text.into();
-    }
-    let end = (0..=bytes).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
-    format!("{}...", &text[..end]).into()
 }

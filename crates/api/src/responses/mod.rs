@@ -158,32 +158,11 @@ impl ResponsesRequest {
         if input.is_empty() && before.is_empty() {
             return Err(invalid("input", "required and missing"));
         }
-        let mut turns = Turns::new(limits.images);
-        if let Some(instructions) = self.instructions {
-            let mut content = Content::default();
-            content.text(instructions);
-            turns.message("system", content);
-        }
-        for (index, item) in before.iter().enumerate() {
-            // What was wrong with it has been said before.
-            item.add(&mut turns, &format!("previous_response_id[{index}]"), &mut Vec::new())?;
-        }
-        for (index, item) in input.iter().enumerate() {
-            item.add(&mut turns, &format!("input[{index}]"), ignored)?;
-        }
-        let Functions { functions, paths, kinds, texts } =
-            functions(self.tools.unwrap_or_default(), ignored)?;
-        let choice = self.tool_choice.map(|choice| named(choice, &kinds));
-        let mut tools =
-            OfferedTools::new(Some(functions), choice.as_ref(), self.parallel_tool_calls)
-                .map_err(|error| placed(error, &paths))?;
-        for (tool, path) in tools.functions.iter_mut().zip(&paths) {
-            tool.path = format!("{path}.parameters");
-        }
-        if let Some(demand) = &mut tools.demand {
-            demand.param = in_tools(&demand.param, &paths);
-        }
-        tools.bind(texts);
+        let images = limits.images;
+        let turns = conversation(self.instructions, before, &input, images, ignored)?;
+        let functions = functions(self.tools.unwrap_or_default(), ignored)?;
+        let Offered { tools, paths, kinds } =
+            offered(functions, self.tool_choice, self.parallel_tool_calls)?;
         let effort = self.reasoning.unwrap_or_default().effort;
         let thinks = (effort.as_deref() == Some("none")).then_some(false);
         let format = self.text.unwrap_or_default().format;
@@ -291,6 +270,56 @@ impl TextFormat {
         });
         ResponseFormat { kind, json_schema, ..ResponseFormat::default() }
     }
+}
+
+/// The conversation: what was said `before`, and behind that the `input`.
+fn conversation(
+    instructions: Option<String>,
+    before: &[&Item],
+    input: &[Item],
+    most_images: u32,
+    ignored: &mut Vec<String>,
+) -> Result<Turns, ApiError> {
+    let mut turns = Turns::new(most_images);
+    if let Some(instructions) = instructions {
+        let mut content = Content::default();
+        content.text(instructions);
+        turns.message("system", content);
+    }
+    for (index, item) in before.iter().enumerate() {
+        // What was wrong with it has been said before.
+        item.add(&mut turns, &format!("previous_response_id[{index}]"), &mut Vec::new())?;
+    }
+    for (index, item) in input.iter().enumerate() {
+        item.add(&mut turns, &format!("input[{index}]"), ignored)?;
+    }
+    Ok(turns)
+}
+
+/// The tools of a request.
+struct Offered {
+    tools: OfferedTools,
+    /// Their places in the request.
+    paths: Vec<String>,
+    kinds: Vec<(String, ToolKind)>,
+}
+
+fn offered(
+    Functions { functions, paths, kinds, texts }: Functions,
+    choice: Option<Value>,
+    parallel: Option<bool>,
+) -> Result<Offered, ApiError> {
+    let choice = choice.map(|choice| named(choice, &kinds));
+    let mut tools = OfferedTools::new(Some(functions), choice.as_ref(), parallel)
+        .map_err(|error| placed(error, &paths))?;
+    for (tool, path) in tools.functions.iter_mut().zip(&paths) {
+        tool.path = format!("{path}.parameters");
+    }
+    if let Some(demand) = &mut tools.demand {
+        demand.param = in_tools(&demand.param, &paths);
+    }
+    tools.bind(texts);
+    Ok(Offered { tools, paths, kinds })
 }
 
 /// An error of what chats call otherwise, by the names of this API.

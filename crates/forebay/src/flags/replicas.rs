@@ -5,10 +5,40 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
+use forebay_balance::Method;
+use serde::Serialize;
 
-use super::{LoadBalance, seconds};
+use super::duration::seconds;
 use crate::affinity::AffinityFlag;
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[value(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum LoadBalance {
+    /// One after the other.
+    RoundRobin,
+    /// The fewest requests.
+    #[value(alias = "total_requests")]
+    ShortestQueue,
+    /// The fewest tokens left to compute and to generate.
+    TotalTokens,
+    /// The longest cached beginning, weighed against imbalance; else the fewest requests.
+    #[default]
+    #[value(alias = "auto")]
+    PrefixAware,
+}
+
+impl From<LoadBalance> for Method {
+    fn from(flag: LoadBalance) -> Self {
+        match flag {
+            LoadBalance::RoundRobin => Self::RoundRobin,
+            LoadBalance::ShortestQueue => Self::ShortestQueue,
+            LoadBalance::TotalTokens => Self::TotalTokens,
+            LoadBalance::PrefixAware => Self::PrefixAware,
+        }
+    }
+}
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Replicas")]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::seconds;
+use super::duration::seconds;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Scheduling")]

@@ -13,7 +13,8 @@
 
 use std::collections::HashMap;
 
-use super::{Direction, PageCopy, Span, Tiers};
+use super::Tiers;
+use super::copies::{Direction, PageCopy, Span};
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
 

@@ -9,7 +9,7 @@ use forebay_engine::{Grid, ImageId, Payload, Picture, PictureError, Placement};
 use forebay_vision::{Header, Identity, ImageError, Preparer, Processing};
 use tokio::runtime::Handle;
 
-use super::ImageModel;
+use super::model::ImageModel;
 use crate::budget::Charge;
 use crate::intake::Intake;
 

@@ -6,6 +6,7 @@
 //! nobody has them: an image that was seen before costs neither.
 
 mod file;
+pub(crate) mod model;
 mod prompt;
 
 use std::sync::Arc;
@@ -13,27 +14,15 @@ use std::sync::Arc;
 use bytes::Bytes;
 use forebay_api::{ApiError, ImagePart, Limits};
 use forebay_fetch::FetchError;
-use forebay_vision::{DataUrl, ImageError, Processing};
+use forebay_vision::{DataUrl, ImageError};
 use tokio::task::JoinSet;
 
 pub(crate) use file::{ImageFile, Shown};
+pub use model::ImageModel;
 pub(crate) use prompt::{SeenPrompt, spread};
 
 use crate::budget::Charge;
 use crate::state::Shared;
-
-/// The images that the served model takes, and their limits.
-#[derive(Debug, Clone, Copy)]
-pub struct ImageModel {
-    /// The processing that cuts images.
-    pub processing: Processing,
-    /// The token that stands for a position of an image.
-    pub token: i32,
-    /// Most images of a request.
-    pub most: u32,
-    /// The limits of one image.
-    pub limits: forebay_vision::Limits,
-}
 
 /// Reads the files of a conversation's images, and what their headers say.
 ///

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use forebay_api::ApiError;
 use forebay_engine::PromptImage;
 
-use super::ImageFile;
+use super::file::ImageFile;
 
 /// A prompt, and where its images stand.
 #[derive(Debug, Default)]

@@ -6,6 +6,7 @@
 //! (`room`). Then the intake threads convert the data and write it there, once. Only then is the
 //! request submitted. A client that goes away gives back what it has, wherever it is on this way.
 
+pub(crate) mod body;
 mod room;
 pub(crate) mod turns;
 mod workers;
@@ -22,7 +23,7 @@ use tokio::sync::Semaphore;
 use crate::budget::Charge;
 use crate::engine::Engine;
 use crate::guard::Guard;
-use crate::limits::{BodyLimit, Pieces};
+use body::{BodyLimit, Pieces};
 use room::Room;
 use turns::Turns;
 use workers::Workers;

@@ -2,6 +2,7 @@
 //! second, and only while somebody watches.
 
 mod requests;
+pub(crate) mod shown;
 mod snapshot;
 mod tick;
 mod trace;
@@ -12,23 +13,12 @@ use axum::http::Response;
 use forebay_api::ApiError;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_engine::{EngineHandle, Moment, Status, What};
-use forebay_webui::{Feed, FeedBody, Watchers};
-use parking_lot::Mutex;
+use forebay_webui::{Feed, FeedBody};
 use serde::Serialize;
-use tokio::sync::watch;
 
-use crate::live::snapshot::Snapshot;
 use crate::live::tick::Watch;
 pub(crate) use crate::live::trace::trace;
 use crate::state::Shared;
-
-/// The watchers, and the pictures that they are shown.
-#[derive(Default)]
-pub(crate) struct Live {
-    watchers: Watchers,
-    /// `None`: nobody watches, and nobody asks the engines.
-    shown: Mutex<Option<watch::Receiver<Arc<Snapshot>>>>,
-}
 
 /// Opens a feed. It ends when the client leaves, or when the server drains.
 ///

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use forebay_engine::{EngineHandle, MOST_VIEWS, Moment, Phase, RequestView, Since, What};
 
-use crate::live::snapshot::Snapshot;
+use crate::live::shown::Snapshot;
 use crate::live::tick::RequestTick;
 
 /// A watcher's knowledge of requests.

@@ -4,31 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_engine::{EngineHandle, RequestView};
-use forebay_replicas::ReplicaReport;
 use forebay_webui::INTERVAL;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
+use super::shown::{Seen, Snapshot};
 use crate::state::Shared;
 
 /// The longest time that an engine thread may take to tell its requests. After it, those of before
 /// are shown.
 const PATIENCE: Duration = Duration::from_millis(200);
-
-/// The state of the replicas at a moment.
-#[derive(Default)]
-pub(super) struct Snapshot {
-    pub(super) now_us: u64,
-    pub(super) replicas: Vec<Seen>,
-}
-
-/// The state of a replica.
-pub(super) struct Seen {
-    pub(super) engine: EngineHandle,
-    pub(super) report: ReplicaReport,
-    /// Its requests.
-    pub(super) views: Arc<[RequestView]>,
-}
 
 /// The snapshots from now on. Their task begins with the first who follows, and ends after the
 /// last.

@@ -5,7 +5,7 @@ use forebay_webui::INTERVAL;
 use serde::Serialize;
 
 use crate::live::requests::Told;
-use crate::live::snapshot::{Seen, Snapshot};
+use crate::live::shown::{Seen, Snapshot};
 use crate::state::Shared;
 
 /// Steps of before that a new watcher is shown.

@@ -6,7 +6,8 @@
 //! for the key.
 
 pub(crate) mod blocks;
-mod book;
+pub(crate) mod book;
+pub(crate) mod log;
 
 use std::convert::Infallible;
 use std::sync::{Arc, Once, OnceLock};
@@ -27,17 +28,16 @@ use subtle::ConstantTimeEq;
 
 use crate::client::{ClientId, KeyId};
 use crate::limits::{self, Upload};
+use crate::names::random_hex;
 use crate::reply::Failure;
-use crate::routes::random_hex;
 use crate::state::{Shared, now};
 use crate::stream::delta::Delta;
 use crate::stream::outlet::Encoder;
 use crate::stream::tally::Tally;
 
 pub(crate) use blocks::wait;
-pub use blocks::{BlockLog, ReplicaBlocks};
-pub(crate) use book::Book;
 use book::Pace;
+pub use log::{BlockLog, ReplicaBlocks};
 
 /// A stream that began at another brain.
 #[derive(Debug)]

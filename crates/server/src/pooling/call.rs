@@ -7,14 +7,16 @@ use forebay_api::{ApiError, Limits, PoolingUsage};
 use forebay_engine::{EngineRequest, Pooling, Preference, Request, RequestId, SlotSpec};
 use tokio::sync::oneshot;
 
-use super::PooledModel;
 use super::inputs::Input;
 use super::lane::{Answer, Expected};
+use super::model::PooledModel;
+use crate::alive::LiveGuard;
 use crate::budget::Charge;
-use crate::call::{CHOICES_A_TURN, check_priority, check_tokens, submit_error};
+use crate::call::{CHOICES_A_TURN, check_priority, submit_error};
 use crate::engine::Engine;
 use crate::peers::Peer;
-use crate::state::{LiveGuard, Shared};
+use crate::state::Shared;
+use crate::terms::check_tokens;
 
 /// Engine requests of one client request. Dropping it aborts those that have not ended: this is how
 /// a client that has gone away frees what it held.

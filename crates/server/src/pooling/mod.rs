@@ -7,41 +7,19 @@
 mod call;
 mod inputs;
 mod lane;
+pub(crate) mod model;
 mod vectors;
 
 use forebay_api::ApiError;
 
 pub use lane::{Pooled, PooledSink, pooled};
+pub use model::{PooledModel, PoolingTask};
 
 pub(crate) use call::{Place, PooledCall, check_lengths};
 pub(crate) use inputs::{Input, encode_inputs, encode_pairs};
 pub(crate) use vectors::{Form, cosine, form, scores};
 
 use crate::state::Inner;
-
-/// The output of a model that pools.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PoolingTask {
-    /// Vectors of texts.
-    Embed,
-    /// One number, of how well the two texts of a pair go together.
-    Score,
-}
-
-/// A model that pools.
-#[derive(Debug, Clone)]
-pub struct PooledModel {
-    /// The output of the model.
-    pub task: PoolingTask,
-    /// Numbers of a vector.
-    pub size: usize,
-    /// Its authors divide vectors by their length.
-    pub normalize: bool,
-    /// Its authors squeeze scores into 0 to 1.
-    pub sigmoid: bool,
-    /// The other end of the sink that the engine was started with.
-    pub outputs: Pooled,
-}
 
 impl Inner {
     /// The model, if it pools.

@@ -1,31 +1,45 @@
 //! `POST /v1/completions`.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionPrompts,
     CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds, PromptTokenLogprobs, TokenOutput,
+    ValidCompletion,
 };
 use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
+use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::{matched_stop, stop_reason, token_name};
-use crate::call::{Call, Submission, Terms};
-use crate::limits::{self, Upload};
-use crate::peers::Peer;
-use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
+use crate::call::Call;
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
 use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, Logprobs};
+use crate::stream::events::{Chunks, Cut};
 use crate::stream::outlet::Encoder;
-use crate::stream::sse::{self, Chunks, Cut};
+use crate::stream::prompt_logprobs::{self, Awaited, PromptLogprobs};
+use crate::stream::sse;
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
+use crate::terms::Terms;
 use crate::text::{encode_prompts, text_error};
+
+impl Admissible for CompletionRequest {
+    type Valid = ValidCompletion;
+
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<ValidCompletion, ApiError> {
+        let mut valid = self.validate(&door.state.model.defaults, door.limits)?;
+        door.routing.fill(&mut valid.generation);
+        Ok(valid)
+    }
+}
 
 /// Continues one or more prompts. With `stream`, chunks come as server-sent events.
 #[utoipa::path(
@@ -38,45 +52,30 @@ use crate::text::{encode_prompts, text_error};
     ),
 )]
 pub(crate) async fn completions(
-    State(state): State<Shared>,
     wire: Wire,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid }: Admitted<CompletionRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<CompletionRequest>(body, &state).await?;
-    let model = state.model_name(request.model.as_deref())?;
-    let model_limits = state.admit()?;
-    let valid = request.validate(&state.model.defaults, model_limits)?;
-    let mut generation = valid.generation;
-    routing.fill(&mut generation);
+    let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
+    let generation = valid.generation;
     let skip_special = generation.skip_special_tokens;
     // Of each prompt's choices `n` are returned.
     let (made, n) = (generation.n as usize, valid.n as usize);
-    let tokenizer = || state.text.tokenizer().clone();
     let shown = Shown { tokens: valid.tokens, top: valid.logprobs, apart: valid.prompt_logprobs };
     let told = generation.prompt_logprobs.is_some();
-    let terms = Arc::new(Terms::new(generation, &state.model.eos, model_limits));
-    let mut echoes = Vec::new();
+    let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
+    let echoes = if valid.echo { given(&valid.prompts) } else { Vec::new() };
     let submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {
-            if valid.echo {
-                echoes.extend(prompts.iter().map(|prompt| match prompt {
-                    Prompt::Text(text) => Some(text.as_str().into()),
-                    Prompt::Tokens(_) => None,
-                }));
-            }
-            let most = Some(model_limits.context_length as usize);
+            let most = Some(limits.context_length as usize);
             let special = valid.add_special_tokens;
             let encoded =
                 encode_prompts(&state.text, prompts, special, most, "prompt", &charge).await?;
-            let submissions = encoded.into_iter().map(|ids| {
-                Submission::new(&state, ids, Arc::clone(&terms), model_limits, "prompt")
-            });
+            let submissions = encoded
+                .into_iter()
+                .map(|ids| Submission::new(&state, ids, Arc::clone(&terms), limits, "prompt"));
             submissions.collect::<Result<Vec<_>, _>>()?
         }
-        CompletionPrompts::Embeds(embeds) => embedded(&state, embeds, &terms, model_limits).await?,
+        CompletionPrompts::Embeds(embeds) => embedded(&state, embeds, &terms, limits).await?,
     };
     let echoes = echo_texts(&state, echoes, &submissions, skip_special).await?;
     drop(charge);
@@ -84,14 +83,7 @@ pub(crate) async fn completions(
     let prompts = echoes.into_iter().zip(&submissions);
     let mut states: Vec<ChoiceState> = prompts
         .flat_map(|(echo, submission)| std::iter::repeat_n((echo, &submission.prompt), n))
-        .map(|(echo, prompt)| ChoiceState {
-            echoed: echo.as_ref().and(shown.top).map(|_| Arc::clone(prompt)),
-            echo,
-            tokenizer: shown.top.or(shown.apart).map(|_| tokenizer()),
-            shown,
-            prompt: valid.tokens.ids.then(|| Arc::clone(prompt)),
-            ..ChoiceState::default()
-        })
+        .map(|(echo, prompt)| ChoiceState::new(echo, prompt, shown, state.text.tokenizer()))
         .collect();
     let prompts = submissions.len();
     let name = peer.name("cmpl-");
@@ -176,6 +168,16 @@ async fn embedded(
     submissions.collect()
 }
 
+/// The prompts that are text; `None` for those that are tokens.
+fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
+    let CompletionPrompts::Prompts(prompts) = prompts else { return Vec::new() };
+    let text = |prompt: &Prompt| match prompt {
+        Prompt::Text(text) => Some(text.as_str().into()),
+        Prompt::Tokens(_) => None,
+    };
+    prompts.iter().map(text).collect()
+}
+
 /// The text of each prompt, for all its choices; `None` where it is not wanted. `known` are those
 /// that came as text. The others fit the context by now, and are decoded where nobody waits for it.
 async fn echo_texts(
@@ -236,6 +238,22 @@ struct ChoiceState {
 }
 
 impl ChoiceState {
+    fn new(
+        echo: Option<Arc<str>>,
+        prompt: &Arc<[i32]>,
+        shown: Shown,
+        tokenizer: &Arc<Tokenizer>,
+    ) -> Self {
+        Self {
+            echoed: echo.as_ref().and(shown.top).map(|_| Arc::clone(prompt)),
+            echo,
+            tokenizer: shown.top.or(shown.apart).map(|_| Arc::clone(tokenizer)),
+            shown,
+            prompt: shown.tokens.ids.then(|| Arc::clone(prompt)),
+            ..Self::default()
+        }
+    }
+
     fn choice(&mut self, index: u32, delta: &mut Delta) -> CompletionChoice {
         let text = delta.parts.as_content().unwrap_or_default();
         let text = match self.echo.take() {

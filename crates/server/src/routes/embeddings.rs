@@ -1,27 +1,76 @@
 //! `POST /v1/embeddings`.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use axum::extract::State;
 use axum::response::Response;
+use forebay_api::limits::{Limited, Params};
 use forebay_api::{
     ApiError, Embedding, EmbeddingRequest, EmbeddingResponse, ErrorBody, PoolingData,
-    PoolingResponse, PoolingUsage,
+    PoolingResponse, PoolingUsage, ValidEmbedding,
 };
+use serde::Deserialize;
 
-use super::random_hex;
-use crate::budget::Charge;
-use crate::limits::{self, Upload};
-use crate::peers::Peer;
+use super::admitted::{Admissible, Admission, Admitted, Door};
+use crate::names::random_hex;
 use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, scores};
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
 use crate::state::{Shared, now};
 
 /// Numbers in a response from which on it is written beside the HTTP threads: others wait for
 /// those.
 const LARGE: usize = 1 << 15;
+
+impl Admissible for EmbeddingRequest {
+    type Valid = ValidEmbedding;
+
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    fn suits(&self, state: &Shared) -> Result<(), ApiError> {
+        state.embedder().map(|_| ())
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<ValidEmbedding, ApiError> {
+        let model = door.state.pooled_model()?;
+        self.validate(door.limits, model.size, model.normalize)
+    }
+}
+
+/// The same body where a model that scores is welcome too.
+#[derive(Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Poolable(EmbeddingRequest);
+
+impl Limited for Poolable {
+    const PARAMS: Params = EmbeddingRequest::PARAMS;
+}
+
+impl Admissible for Poolable {
+    type Valid = ValidEmbedding;
+
+    fn model(&self) -> Option<&str> {
+        self.0.model()
+    }
+
+    fn suits(&self, state: &Shared) -> Result<(), ApiError> {
+        let fits: &[&str] = match state.pooled_model()?.task {
+            PoolingTask::Embed => &["embed", "encode"],
+            PoolingTask::Score => &["score", "classify"],
+        };
+        match self.0.task.as_deref().filter(|task| !fits.contains(task)) {
+            None => Ok(()),
+            Some(task) => {
+                let reason = format!("`task`: the model does {}, and not {task}", fits[0]);
+                Err(ApiError::invalid("task", reason))
+            }
+        }
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<ValidEmbedding, ApiError> {
+        self.0.validate_at(door)
+    }
+}
 
 /// Turns texts into vectors.
 #[utoipa::path(
@@ -34,17 +83,11 @@ const LARGE: usize = 1 << 15;
     ),
 )]
 pub(crate) async fn embeddings(
-    State(state): State<Shared>,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid }: Admitted<EmbeddingRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<EmbeddingRequest>(body, &state).await?;
-    let name = state.model_name(request.model.as_deref())?;
+    let name = admission.model.clone();
     let id = format!("embd-{}", random_hex());
-    let Embedded { vectors, wanted, usage, large } =
-        embed(&state, request, charge, &peer, routing, (&id, arrived)).await?;
+    let Embedded { vectors, wanted, usage, large } = embed(admission, valid, &id).await?;
     let write = move || reply::ok(&response(vectors, wanted, id, name, usage));
     if large {
         let written = tokio::task::spawn_blocking(write).await;
@@ -67,27 +110,22 @@ pub(super) struct Embedded {
 /// Has the texts of a request computed; the request is called `id` in traces.
 ///
 /// # Errors
-/// The model makes no vectors, or one of the texts is not taken.
+/// One of the texts is not taken.
 pub(super) async fn embed(
-    state: &Shared,
-    request: EmbeddingRequest,
-    charge: Arc<Charge>,
-    peer: &Peer,
-    routing: Routing,
-    (id, arrived): (&str, Instant),
+    Admission { state, peer, arrived, limits, routing, charge, .. }: Admission,
+    valid: ValidEmbedding,
+    id: &str,
 ) -> Result<Embedded, ApiError> {
-    let model = state.embedder()?;
-    let model_limits = state.admit()?;
-    let valid = request.validate(model_limits, model.size, model.normalize)?;
+    let model = state.pooled_model()?;
     let special = valid.add_special_tokens;
-    let most = model_limits.context_length as usize;
+    let most = limits.context_length as usize;
     let inputs =
         encode_inputs(&state.text, valid.prompts, special, valid.truncate, most, "input", &charge)
             .await?;
     drop(charge);
     let (priority, cache_salt) = (valid.priority, valid.cache_salt);
     let place = Place { param: "input", priority, cache_salt, preference: routing.0 };
-    let call = PooledCall::start(state, model, inputs, model_limits, place, arrived, peer).await?;
+    let call = PooledCall::start(&state, model, inputs, limits, place, arrived, &peer).await?;
     let mut call = call.named(id);
     let vectors = call.collect().await?;
     let wanted =
@@ -107,50 +145,23 @@ pub(super) async fn embed(
     ),
 )]
 pub(crate) async fn pooling(
-    State(state): State<Shared>,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid }: Admitted<Poolable>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<EmbeddingRequest>(body, &state).await?;
-    let name = state.model_name(request.model.as_deref())?;
+    let (state, name) = (Arc::clone(&admission.state), admission.model.clone());
     let model = state.pooled_model()?;
-    let fits: &[&str] = match model.task {
-        PoolingTask::Embed => &["embed", "encode"],
-        PoolingTask::Score => &["score", "classify"],
-    };
-    if let Some(task) = request.task.as_deref().filter(|task| !fits.contains(task)) {
-        let reason = format!("`task`: the model does {}, and not {task}", fits[0]);
-        return Err(ApiError::invalid("task", reason).into());
-    }
-    let model_limits = state.admit()?;
-    let valid = request.validate(model_limits, model.size, model.normalize)?;
-    let most = model_limits.context_length as usize;
-    let (special, cut) = (valid.add_special_tokens, valid.truncate);
-    let inputs =
-        encode_inputs(&state.text, valid.prompts, special, cut, most, "input", &charge).await?;
-    drop(charge);
     let id = format!("pool-{}", random_hex());
-    let (priority, cache_salt) = (valid.priority, valid.cache_salt);
-    let place = Place { param: "input", priority, cache_salt, preference: routing.0 };
-    let call =
-        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer).await?;
-    let mut call = call.named(&id);
-    let vectors = call.collect().await?;
+    let Embedded { vectors, mut wanted, usage, .. } = embed(admission, valid, &id).await?;
     let vectors: Vec<Box<[f32]>> = match model.task {
         PoolingTask::Embed => vectors,
         PoolingTask::Score => {
+            wanted.normalize = false;
             scores(&vectors, model.sigmoid).into_iter().map(|score| [score].into()).collect()
         }
     };
-    let normalize = valid.normalize && model.task == PoolingTask::Embed;
-    let wanted = Form { dimensions: valid.dimensions, normalize, format: valid.format };
     let data = vectors.into_iter().enumerate();
     let data = data
         .map(|(index, vector)| PoolingData { index, object: "pooling", data: form(vector, wanted) })
         .collect();
-    let usage = call.usage();
     Ok(reply::ok(&PoolingResponse { id, object: "list", created: now(), model: name, data, usage }))
 }
 

@@ -3,29 +3,46 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
-    ApiError, ErrorBody, GenerateFinish, GenerateMeta, GenerateOutput, GenerateRequest,
-    LogprobTriple, StopReason,
+    ApiError, ErrorBody, GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput,
+    GenerateRequest, ImagePart, LogprobTriple, Prompt, StopReason, ValidGenerate,
 };
 use forebay_text::Tokenizer;
 
-use super::random_hex;
-use crate::call::{Call, Submission, Terms};
+use super::admitted::{Admissible, Admission, Admitted, Door};
+use crate::call::Call;
 use crate::images::{self, SeenPrompt};
-use crate::limits::{self, Upload};
-use crate::peers::Peer;
-use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
+use crate::names::random_hex;
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
-use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, End};
+use crate::stream::events;
 use crate::stream::outlet::Encoder;
+use crate::stream::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::stream::sse;
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
+use crate::terms::Terms;
 use crate::text::encode_prompts;
+
+impl Admissible for GenerateRequest {
+    /// The parameter that carries prompts, and the rest.
+    type Valid = (&'static str, ValidGenerate);
+
+    fn model(&self) -> Option<&str> {
+        None
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<Self::Valid, ApiError> {
+        let param = self.prompt_param();
+        let mut valid = self.validate(&door.state.model.defaults, door.limits)?;
+        for generation in &mut valid.generations {
+            door.routing.fill(generation);
+        }
+        Ok((param, valid))
+    }
+}
 
 /// Continues a prompt or a batch of prompts. With `stream`, each event carries the text so far.
 #[utoipa::path(
@@ -38,58 +55,29 @@ use crate::text::encode_prompts;
     ),
 )]
 pub(crate) async fn generate(
-    State(state): State<Shared>,
     wire: Wire,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid: (param, valid) }: Admitted<GenerateRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<GenerateRequest>(body, &state).await?;
-    let param = request.prompt_param();
-    let model_limits = state.admit()?;
-    let valid = request.validate(&state.model.defaults, model_limits)?;
-    let terms = valid.generations.into_iter().map(|mut generation| {
-        routing.fill(&mut generation);
-        Arc::new(Terms::new(generation, &state.model.eos, model_limits))
-    });
+    let Admission { state, peer, arrived, limits, charge, .. } = admission;
+    let terms = valid
+        .generations
+        .into_iter()
+        .map(|generation| Arc::new(Terms::new(generation, &state.model.eos, limits)));
     let terms: Vec<Arc<Terms>> = terms.collect();
-    let mut prompts = Vec::with_capacity(valid.items.len());
-    let mut terms_of = Vec::with_capacity(valid.items.len());
-    let (mut outputs, mut made) = (Vec::<Accumulated>::new(), Vec::new());
-    let (mut parts, mut shown) = (Vec::new(), Vec::with_capacity(valid.items.len()));
-    for item in valid.items {
-        shown.push(item.images.len());
-        parts.extend(item.images);
-        let generation = &terms[item.generation].generation;
-        let id = item.rid.unwrap_or_else(random_hex);
-        for _ in 0..generation.n {
-            outputs.push(Accumulated {
-                id: id.clone(),
-                arrived,
-                with_logprobs: generation.sampling.logprobs.is_some(),
-                text: valid.text_in_logprobs.then(|| state.text.tokenizer().clone()),
-                total: Delta::default(),
-                start: generation.prompt_logprobs.map(|tail| tail.first - 1),
-                first: 0,
-                told: Arc::default(),
-            });
-        }
-        made.push(generation.n);
-        prompts.push(item.prompt);
-        terms_of.push(Arc::clone(&terms[item.generation]));
-    }
-    let most = Some(model_limits.context_length as usize);
-    let mut files = images::read(&state, parts, model_limits).await?.into_iter();
+    let text = valid.text_in_logprobs.then(|| state.text.tokenizer());
+    let batch = Batch::new(valid.items, &terms, text, arrived);
+    let Batch { prompts, terms, parts, shown, mut outputs, made } = batch;
+    let most = Some(limits.context_length as usize);
+    let mut files = images::read(&state, parts, limits).await?.into_iter();
     let encoded = encode_prompts(&state.text, prompts, true, most, param, &charge).await?;
     drop(charge);
-    let submissions = encoded.into_iter().zip(terms_of).zip(shown).map(|((ids, terms), shown)| {
+    let submissions = encoded.into_iter().zip(terms).zip(shown).map(|((ids, terms), shown)| {
         let files: Vec<_> = files.by_ref().take(shown).collect();
         let seen = match state.model.images {
             Some(model) => images::spread(ids, model.token, &files, param)?,
             None => SeenPrompt { ids, images: Arc::default() },
         };
-        let mut submission = Submission::new(&state, seen.ids, terms, model_limits, param)?;
+        let mut submission = Submission::new(&state, seen.ids, terms, limits, param)?;
         (submission.images, submission.files) = (seen.images, files);
         Ok::<_, ApiError>(submission)
     });
@@ -126,6 +114,61 @@ pub(crate) async fn generate(
         Ok([one]) if !valid.batch => Ok(reply::ok(&one)),
         Ok(batch) => Ok(reply::ok(&batch)),
         Err(batch) => Ok(reply::ok(&batch)),
+    }
+}
+
+/// The prompts of a request, and what their answers gather in.
+struct Batch {
+    prompts: Vec<Prompt>,
+    terms: Vec<Arc<Terms>>,
+    /// The images of all prompts, one after the other, and the number of each prompt's.
+    parts: Vec<ImagePart>,
+    shown: Vec<usize>,
+    outputs: Vec<Accumulated>,
+    /// Choices of each prompt.
+    made: Vec<u32>,
+}
+
+impl Batch {
+    /// `all` has the terms that items name, `text` writes tokens where they go with their
+    /// log-probabilities.
+    fn new(
+        items: Vec<GenerateItem>,
+        all: &[Arc<Terms>],
+        text: Option<&Arc<Tokenizer>>,
+        arrived: Instant,
+    ) -> Self {
+        let count = items.len();
+        let mut batch = Self {
+            prompts: Vec::with_capacity(count),
+            terms: Vec::with_capacity(count),
+            parts: Vec::new(),
+            shown: Vec::with_capacity(count),
+            outputs: Vec::new(),
+            made: Vec::with_capacity(count),
+        };
+        for item in items {
+            batch.shown.push(item.images.len());
+            batch.parts.extend(item.images);
+            let terms = &all[item.generation];
+            let generation = &terms.generation;
+            let id = item.rid.unwrap_or_else(random_hex);
+            let output = |_| Accumulated {
+                id: id.clone(),
+                arrived,
+                with_logprobs: generation.sampling.logprobs.is_some(),
+                text: text.cloned(),
+                total: Delta::default(),
+                start: generation.prompt_logprobs.map(|tail| tail.first - 1),
+                first: 0,
+                told: Arc::default(),
+            };
+            batch.outputs.extend((0..generation.n).map(output));
+            batch.made.push(generation.n);
+            batch.prompts.push(item.prompt);
+            batch.terms.push(Arc::clone(terms));
+        }
+        batch
     }
 }
 
@@ -229,7 +272,7 @@ impl GenerateEncoder {
     ) -> serde_json::Result<()> {
         let output = &mut self.outputs[choice as usize];
         output.total.merge(delta);
-        sse::event(&output.output(choice, self.batch.then_some(choice), tally), out)
+        events::event(&output.output(choice, self.batch.then_some(choice), tally), out)
     }
 }
 

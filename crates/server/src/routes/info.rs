@@ -18,13 +18,15 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 use utoipa::ToSchema;
 
-use crate::call::{Call, Submission, Terms};
+use crate::call::Call;
 use crate::intake::IntakeStats;
 use crate::metrics::Parts;
 use crate::peers::Peer;
 use crate::pooling::{Input, Place, PooledCall};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, not_serving};
+use crate::submission::Submission;
+use crate::terms::Terms;
 
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";

@@ -7,25 +7,41 @@ use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, ErrorBody, LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot,
-    LlamaTimings, TokenizeInput, TokenizeRequest,
+    LlamaTimings, TokenizeInput, TokenizeRequest, ValidLlama,
 };
 use forebay_text::Tokenizer;
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::matched_stop;
-use crate::call::{Call, Submission, Terms};
+use crate::call::Call;
 use crate::limits::{self, Upload};
-use crate::peers::Peer;
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
 use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, End, Logprobs};
+use crate::stream::events;
 use crate::stream::outlet::Encoder;
 use crate::stream::sse;
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
+use crate::terms::Terms;
 use crate::text::{encode_chat, encode_prompts};
+
+impl Admissible for LlamaRequest {
+    type Valid = ValidLlama;
+
+    fn model(&self) -> Option<&str> {
+        None
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<ValidLlama, ApiError> {
+        let mut valid = self.validate(&door.state.model.defaults, door.limits)?;
+        door.routing.fill(&mut valid.generation);
+        Ok(valid)
+    }
+}
 
 /// Continues a prompt, in the words of llama.cpp's server.
 #[utoipa::path(
@@ -38,30 +54,23 @@ use crate::text::{encode_chat, encode_prompts};
     ),
 )]
 pub(crate) async fn completion(
-    State(state): State<Shared>,
     wire: Wire,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid }: Admitted<LlamaRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<LlamaRequest>(body, &state).await?;
-    let model_limits = state.admit()?;
-    let mut valid = request.validate(&state.model.defaults, model_limits)?;
-    routing.fill(&mut valid.generation);
+    let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let writer = Writer {
         arrived,
-        model: state.model_name(None)?,
+        model,
         tokenizer: valid.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone()),
         tokens: valid.return_tokens || valid.stream,
     };
-    let terms = Arc::new(Terms::new(valid.generation, &state.model.eos, model_limits));
-    let most = Some(model_limits.context_length as usize);
+    let terms = Arc::new(Terms::new(valid.generation, &state.model.eos, limits));
+    let most = Some(limits.context_length as usize);
     let encoded = encode_prompts(&state.text, valid.prompts, true, most, "prompt", &charge).await?;
     drop(charge);
     let submissions = encoded
         .into_iter()
-        .map(|ids| Submission::new(&state, ids, Arc::clone(&terms), model_limits, "prompt"));
+        .map(|ids| Submission::new(&state, ids, Arc::clone(&terms), limits, "prompt"));
     let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
     let name = peer.name("cmpl-");
     let call = Call::start(&state, submissions, valid.stream, arrived, &peer).await?;
@@ -158,7 +167,7 @@ impl Encoder for LlamaEncoder {
         if delta.parts.is_empty() && delta.tokens.is_empty() && delta.end.is_none() {
             return Ok(());
         }
-        sse::event(&self.writer.completion(choice, delta, tally), out)
+        events::event(&self.writer.completion(choice, delta, tally), out)
     }
 
     fn end(&mut self, _: &Tally, _: &mut Vec<u8>) -> serde_json::Result<()> {

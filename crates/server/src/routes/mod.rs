@@ -1,5 +1,6 @@
 //! The routes and what every one of them goes through.
 
+mod admitted;
 mod chat;
 mod completions;
 mod embeddings;
@@ -22,7 +23,7 @@ use std::time::Instant;
 
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::{HeaderName, HeaderValue, Method, Uri};
+use axum::http::{HeaderValue, Method, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -36,6 +37,7 @@ use crate::client::KeyId;
 use crate::guard;
 use crate::ignored;
 use crate::loading::hold;
+use crate::names::{REQUEST_ID, random_hex};
 use crate::peers::blocks::blocks;
 use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
@@ -43,7 +45,6 @@ use crate::shapes::tell_errors;
 use crate::state::Shared;
 use crate::stream::delta::End;
 
-pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest `x-request-id` that is echoed, in bytes.
 const MAX_REQUEST_ID: usize = 256;
 
@@ -269,11 +270,6 @@ async fn name_request(request: Request, next: Next) -> Response {
         response.headers_mut().insert(REQUEST_ID, id);
     }
     response
-}
-
-/// 128 random bits as 32 hexadecimal digits.
-pub(crate) fn random_hex() -> String {
-    format!("{:032x}", rand::random::<u128>())
 }
 
 /// vLLM's `stop_reason`: what ended the text, unless it was end-of-sequence.

@@ -1,25 +1,50 @@
 //! `POST /rerank` and `POST /score`, under each of the paths that clients know.
 
-use std::sync::Arc;
-use std::time::Instant;
-
-use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, ErrorBody, Pairs, PoolingUsage, Prompt, RerankDocument, RerankRequest,
-    RerankResponse, RerankResult, ScoreData, ScoreRequest, ScoreResponse,
+    RerankResponse, RerankResult, ScoreData, ScoreRequest, ScoreResponse, ValidRerank,
 };
 
-use super::random_hex;
-use crate::budget::Charge;
-use crate::limits::{self, Upload};
-use crate::peers::Peer;
+use super::admitted::{Admissible, Admission, Admitted, Door};
+use crate::names::random_hex;
 use crate::pooling::{
     Place, PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
 };
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
 use crate::state::{Shared, now};
+
+impl Admissible for RerankRequest {
+    type Valid = ValidRerank;
+
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    fn suits(&self, state: &Shared) -> Result<(), ApiError> {
+        state.pooled_model().map(|_| ())
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<ValidRerank, ApiError> {
+        self.validate(door.limits)
+    }
+}
+
+impl Admissible for ScoreRequest {
+    type Valid = Pairs;
+
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    fn suits(&self, state: &Shared) -> Result<(), ApiError> {
+        state.pooled_model().map(|_| ())
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<Pairs, ApiError> {
+        self.validate(door.limits)
+    }
+}
 
 /// Puts documents into the order of how well they answer a query.
 #[utoipa::path(
@@ -32,19 +57,10 @@ use crate::state::{Shared, now};
     ),
 )]
 pub(crate) async fn rerank(
-    State(state): State<Shared>,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid }: Admitted<RerankRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<RerankRequest>(body, &state).await?;
-    let model = state.model_name(request.model.as_deref())?;
-    state.pooled_model()?;
-    let valid = request.validate(state.admit()?)?;
     let id = format!("rerank-{}", random_hex());
-    let (found, usage) =
-        score_pairs(&state, &valid.pairs, (&id, arrived), routing, &peer, &charge).await?;
+    let (found, usage) = score_pairs(&admission, &valid.pairs, &id).await?;
     let mut order: Vec<usize> = (0..found.len()).collect();
     // Of equal scores the first document stays first.
     order.sort_by(|&a, &b| found[b].total_cmp(&found[a]));
@@ -57,6 +73,7 @@ pub(crate) async fn rerank(
             .then(|| RerankDocument { text: std::mem::take(&mut documents[index]) }),
         relevance_score: found[index],
     });
+    let model = admission.model;
     Ok(reply::ok(&RerankResponse { id, model, usage, results: results.collect() }))
 }
 
@@ -71,35 +88,24 @@ pub(crate) async fn rerank(
     ),
 )]
 pub(crate) async fn score(
-    State(state): State<Shared>,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid: pairs }: Admitted<ScoreRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<ScoreRequest>(body, &state).await?;
-    let model = state.model_name(request.model.as_deref())?;
-    state.pooled_model()?;
-    let pairs = request.validate(state.admit()?)?;
     let id = format!("score-{}", random_hex());
-    let (found, usage) =
-        score_pairs(&state, &pairs, (&id, arrived), routing, &peer, &charge).await?;
+    let (found, usage) = score_pairs(&admission, &pairs, &id).await?;
     let data = found.into_iter().enumerate();
     let data = data.map(|(index, score)| ScoreData { index, object: "score", score }).collect();
+    let model = admission.model;
     Ok(reply::ok(&ScoreResponse { id, object: "list", created: now(), model, data, usage }))
 }
 
 /// A score for each pair: what a cross-encoder says, or the cosine of an embedder's vectors.
 async fn score_pairs(
-    state: &Shared,
+    admission: &Admission,
     pairs: &Pairs,
-    (id, arrived): (&str, Instant),
-    routing: Routing,
-    peer: &Peer,
-    charge: &Arc<Charge>,
+    id: &str,
 ) -> Result<(Vec<f32>, PoolingUsage), ApiError> {
-    let model = state.pooled_model()?;
-    let limits = state.limits()?;
+    let Admission { state, peer, limits, charge, .. } = admission;
+    let (model, limits) = (state.pooled_model()?, *limits);
     let inputs = match model.task {
         PoolingTask::Score => {
             encode_pairs(&state.text, pairs, limits.context_length as usize, charge).await?
@@ -120,8 +126,9 @@ async fn score_pairs(
     };
     let (param, priority) = (pairs.params[1], pairs.priority);
     let cache_salt = pairs.cache_salt.clone();
-    let place = Place { param, priority, cache_salt, preference: routing.0 };
-    let call = PooledCall::start(state, model, inputs, limits, place, arrived, peer).await?;
+    let place = Place { param, priority, cache_salt, preference: admission.routing.0.clone() };
+    let call =
+        PooledCall::start(state, model, inputs, limits, place, admission.arrived, peer).await?;
     let mut call = call.named(id);
     let vectors = call.collect().await?;
     let found = match model.task {

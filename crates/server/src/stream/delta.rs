@@ -3,7 +3,7 @@
 use forebay_api::ApiError;
 use forebay_dialect::Parts;
 
-use crate::prompt_logprobs::PromptLogprobs;
+use crate::stream::prompt_logprobs::PromptLogprobs;
 
 /// Log-probabilities below this are written as this: JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;

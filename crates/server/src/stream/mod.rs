@@ -7,6 +7,7 @@
 //! - [`tally`]: the tokens of a call, for its usage.
 //! - [`delta`]: the new text, log-probabilities and end of a choice.
 //! - [`mailbox`]: where the egress thread leaves a delta for its response.
+//! - [`events`]: the bytes of server-sent events.
 //! - [`outlet`]: how a streamed response lets the egress thread write its events.
 //! - [`wire`]: the connection of a request, as far as its answer may use it.
 //! - [`line`]: the socket of that connection, which the egress thread writes to as well.
@@ -14,9 +15,12 @@
 
 pub(crate) mod delta;
 pub(crate) mod egress;
+pub(crate) mod events;
 pub(crate) mod line;
 pub(crate) mod mailbox;
+pub(crate) mod mode;
 pub(crate) mod outlet;
+pub(crate) mod prompt_logprobs;
 pub(crate) mod speller;
 pub(crate) mod sse;
 pub(crate) mod tally;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use forebay_api::ApiError;
 
 use crate::stream::delta::Delta;
+use crate::stream::events;
 use crate::stream::line::Line;
-use crate::stream::sse;
 use crate::stream::tally::Tally;
 
 /// Writes the events of one dialect. A delta never has an error for an end.
@@ -25,9 +25,9 @@ pub(crate) trait Encoder: Send + 'static {
     }
     /// Appends an error, with which the stream ends.
     fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
-        sse::event(&error.body(), out)?;
+        events::event(&error.body(), out)?;
         if self.is_said_done() {
-            out.extend_from_slice(sse::DONE);
+            out.extend_from_slice(events::DONE);
         }
         Ok(())
     }

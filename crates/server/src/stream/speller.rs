@@ -6,7 +6,7 @@ use forebay_api::Generation;
 use forebay_dialect::{Parser, Part, Parts};
 use forebay_text::{Detokenizer, StopStrings, Tokenizer};
 
-use crate::call::Terms;
+use crate::terms::Terms;
 
 /// Makes text of tokens and parts of text, holds back what may become a stop string, and finds
 /// those. Stop strings are looked for in what the reader is to see, and nowhere else.

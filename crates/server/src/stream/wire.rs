@@ -7,9 +7,9 @@ use axum::extract::FromRequestParts;
 use axum::http::Version;
 use axum::http::request::Parts;
 
-use crate::config::EgressMode;
 use crate::state::Shared;
 use crate::stream::line::Line;
+use crate::stream::mode::EgressMode;
 
 /// The line to write chunks to past hyper; `None` where that is switched off, or where answers have
 /// no chunks (HTTP/1.0).

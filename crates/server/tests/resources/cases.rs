@@ -1,6 +1,7 @@
 //! Bodies from the table of limits.
 
-use forebay_api::limits::{Bound, Param, Params, ROUTES};
+use forebay_api::ROUTES;
+use forebay_api::limits::{Bound, Param, Params};
 
 /// A parameter of a route, and where its value goes.
 pub(crate) struct Case {

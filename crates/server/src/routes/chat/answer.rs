@@ -13,8 +13,8 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::routes::{matched_stop, stop_reason, token_name};
 use crate::stream::delta::{Candidate, Delta, Logprobs};
+use crate::stream::events::{Chunks, Cut};
 use crate::stream::outlet::Encoder;
-use crate::stream::sse::{Chunks, Cut};
 use crate::stream::tally::Tally;
 
 /// The ids of calls if the model gives them none. A brain that goes on with another's stream gives

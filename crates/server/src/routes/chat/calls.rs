@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay_api::{ApiError, CUSTOM_INPUT, CallDemand, Calls, OfferedTools, Structure, TextForm};
-use forebay_dialect::{ArgumentStyle, Instead, Marks, Place};
+use forebay_dialect::{ArgumentStyle, Dialect, Instead, Marks, Place};
 use forebay_grammar::{CallArguments, CallForm, CallText, Form, Source, Whitespace};
 use serde_json::json;
 
@@ -23,20 +23,8 @@ pub(super) fn form(
     structure: Option<Structure>,
     thinks: Place,
 ) -> Result<Option<Structure>, ApiError> {
-    let demand = tools.demand.clone();
     let dialect = state.model.dialect;
-    let demand = match (demand, &structure) {
-        _ if tools.functions.is_empty() => return Ok(structure),
-        (Some(demand), _) => demand,
-        (None, None) => return Ok(None),
-        // Calls of such a model are text, which has to have the form.
-        (None, Some(_)) if dialect.calls_name().is_none() => return Ok(structure),
-        (None, Some(content)) => CallDemand {
-            callable: (0..tools.functions.len()).collect(),
-            calls: Calls::Any,
-            param: content.param.clone(),
-        },
-    };
+    let Some(demand) = demand(tools, structure.as_ref(), dialect) else { return Ok(structure) };
     let CallDemand { callable, calls, param } = demand;
     let (instead, content) = match (calls, structure) {
         (Calls::Some | Calls::Named, structure) => {
@@ -108,7 +96,29 @@ pub(super) fn form(
     Ok(Some(Structure { param, source }))
 }
 
-/// True if all demands are forms of texts, the first of which came in `param`.
+/// The demand on calls of an answer whose content has to have the form of `structure`. `None`: they
+/// need none, and the content has its form alone.
+fn demand(
+    tools: &OfferedTools,
+    structure: Option<&Structure>,
+    dialect: Dialect,
+) -> Option<CallDemand> {
+    if tools.functions.is_empty() {
+        return None;
+    }
+    if tools.demand.is_some() {
+        return tools.demand.clone();
+    }
+    // Calls of a model that has no way of its own are text, which has to have the form.
+    let content = structure.filter(|_| dialect.calls_name().is_some())?;
+    Some(CallDemand {
+        callable: (0..tools.functions.len()).collect(),
+        calls: Calls::Any,
+        param: content.param.clone(),
+    })
+}
+
+/// Whether it is only forms of texts that ask for something, the first of which came in `param`.
 fn of_texts(tools: &OfferedTools, param: &str) -> bool {
     tools.functions.iter().any(|tool| tool.text.as_ref().is_some_and(|text| text.path == param))
 }

@@ -4,23 +4,32 @@ mod answer;
 mod calls;
 mod prepare;
 
-use std::time::Instant;
-
-use axum::extract::State;
 use axum::response::Response;
-use forebay_api::{ChatCompletion, ChatRequest, ErrorBody};
+use forebay_api::{ApiError, ChatCompletion, ChatRequest, ErrorBody, ValidChat};
 
+use super::admitted::{Admissible, Admission, Admitted, Door};
 use crate::call::Call;
-use crate::limits::{self, Upload};
-use crate::peers::Peer;
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
-use crate::state::Shared;
-use crate::stream::sse::{self, Chunks};
+use crate::stream::events::Chunks;
+use crate::stream::sse;
 use crate::stream::wire::Wire;
 pub(crate) use answer::CallIds;
 use answer::{ChatEncoder, Tokens, choice};
 pub(crate) use prepare::{prepare, render};
+
+impl Admissible for ChatRequest {
+    type Valid = ValidChat;
+
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<ValidChat, ApiError> {
+        let mut chat = self.validate(&door.state.model.defaults, door.limits)?;
+        door.routing.fill(&mut chat.generation);
+        Ok(chat)
+    }
+}
 
 /// Answers a conversation. With `stream`, chunks come as server-sent events.
 #[utoipa::path(
@@ -33,24 +42,16 @@ pub(crate) use prepare::{prepare, render};
     ),
 )]
 pub(crate) async fn chat_completions(
-    State(state): State<Shared>,
     wire: Wire,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid: chat }: Admitted<ChatRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<ChatRequest>(body, &state).await?;
-    let model = state.model_name(request.model.as_deref())?;
-    let model_limits = state.admit()?;
-    let mut chat = request.validate(&state.model.defaults, model_limits)?;
-    routing.fill(&mut chat.generation);
+    let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let of_prompt = chat.generation.prompt_logprobs;
     let tokens = Tokens { tokenizer, output: chat.tokens };
     let streaming = chat.streaming;
     let n = chat.generation.n;
-    let prepared = prepare(&state, chat, model_limits, &charge, "messages").await?;
+    let prepared = prepare(&state, chat, limits, &charge, "messages").await?;
     drop(charge);
     let prompt_token_ids = tokens.output.ids.then(|| prepared.prompt.to_vec());
 

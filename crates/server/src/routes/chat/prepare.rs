@@ -7,10 +7,11 @@ use forebay_dialect::{Reading, Start, Tools};
 
 use super::calls;
 use crate::budget::Charge;
-use crate::call::{Submission, Terms};
 use crate::ignored::ignore;
 use crate::images::{self, ImageFile, SeenPrompt};
 use crate::state::Shared;
+use crate::submission::Submission;
+use crate::terms::Terms;
 use crate::text::encode_chat;
 
 /// A conversation as tokens.

@@ -9,8 +9,8 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use crate::routes::chat::CallIds;
 use crate::shapes;
 use crate::stream::delta::{Delta, End};
+use crate::stream::events;
 use crate::stream::outlet::Encoder;
-use crate::stream::sse;
 use crate::stream::tally::Tally;
 
 /// Writes a message.
@@ -191,7 +191,7 @@ fn event(name: &str, data: Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
         #[serde(flatten)]
         data: &'a Value,
     }
-    sse::named(name, &Named { kind: name, data: &data }, out)
+    events::named(name, &Named { kind: name, data: &data }, out)
 }
 
 impl Encoder for Blocks {
@@ -250,7 +250,7 @@ impl Encoder for Blocks {
     }
 
     fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
-        sse::named("error", &shapes::anthropic(error), out)
+        events::named("error", &shapes::anthropic(error), out)
     }
 
     fn resumable(&self) -> bool {

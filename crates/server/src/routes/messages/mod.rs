@@ -4,25 +4,36 @@ mod answer;
 #[cfg(test)]
 mod tests;
 
-use std::time::Instant;
-
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{ApiError, ErrorBody, Limits, MessagesRequest, ValidChat};
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::chat::{CallIds, prepare, render};
 use crate::call::Call;
 use crate::ignored::ignore;
 use crate::limits::{self, Upload};
-use crate::peers::Peer;
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
 use crate::state::Shared;
 use crate::stream::sse;
 use crate::stream::wire::Wire;
 use answer::{Blocks, Writer};
+
+impl Admissible for MessagesRequest {
+    type Valid = ValidChat;
+
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<ValidChat, ApiError> {
+        let mut chat = validate(door.state, self, door.limits)?;
+        door.routing.fill(&mut chat.generation);
+        Ok(chat)
+    }
+}
 
 /// Answers a conversation in Anthropic's dialect. With `stream`, typed events come.
 #[utoipa::path(
@@ -35,20 +46,12 @@ use answer::{Blocks, Writer};
     ),
 )]
 pub(crate) async fn messages(
-    State(state): State<Shared>,
     wire: Wire,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid: chat }: Admitted<MessagesRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<MessagesRequest>(body, &state).await?;
-    let model = state.model_name(request.model.as_deref())?;
-    let model_limits = state.admit()?;
-    let mut chat = validate(&state, request, model_limits)?;
-    routing.fill(&mut chat.generation);
+    let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let streamed = chat.streaming.is_some();
-    let submission = prepare(&state, chat, model_limits, &charge, "messages").await?;
+    let submission = prepare(&state, chat, limits, &charge, "messages").await?;
     drop(charge);
     let name = peer.name("msg_");
     let call = Call::start(&state, vec![submission], streamed, arrived, &peer).await?;

@@ -6,10 +6,17 @@ use forebay_api::{ApiError, ErrorBody, OllamaShowRequest};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::served;
 use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
+
+/// Behind a model's name it says nothing.
+const LATEST: &str = ":latest";
+
+/// The name by which a model is served.
+pub(super) fn served(wanted: Option<&str>) -> Option<&str> {
+    wanted.map(|name| name.strip_suffix(LATEST).unwrap_or(name))
+}
 
 /// Lists the served model under its names.
 #[utoipa::path(
@@ -84,7 +91,7 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     let (request, _charge) = limits::read::<OllamaShowRequest>(body, &state).await?;
     let name = request.model.or(request.name);
     let name = name.ok_or_else(|| ApiError::invalid("model", "`model`: required and missing"))?;
-    served(&state, Some(&name))?;
+    state.model_name(served(Some(&name)))?;
     let config = &state.config.info["model"]["config"];
     let family = config["model_type"].as_str().unwrap_or_default();
     let limits = state.limits()?;

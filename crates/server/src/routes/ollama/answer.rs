@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use crate::routes::chat::CallIds;
 use crate::shapes;
 use crate::stream::delta::Delta;
+use crate::stream::events;
 use crate::stream::outlet::Encoder;
-use crate::stream::sse;
 use crate::stream::tally::Tally;
 
 /// The route of the objects.
@@ -179,13 +179,13 @@ impl Encoder for Lines {
         if said.is_empty() {
             return Ok(());
         }
-        sse::line(&self.writer.object(said), out)
+        events::line(&self.writer.object(said), out)
     }
 
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
         let mut last = self.writer.object(Said::default());
         self.writer.finish(&mut last, self.reason, tally);
-        sse::line(&last, out)
+        events::line(&last, out)
     }
 
     fn is_said_done(&self) -> bool {
@@ -193,7 +193,7 @@ impl Encoder for Lines {
     }
 
     fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
-        sse::line(&shapes::ollama(error), out)
+        events::line(&shapes::ollama(error), out)
     }
 
     fn media_type(&self) -> &'static str {

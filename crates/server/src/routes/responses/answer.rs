@@ -13,8 +13,8 @@ use super::keep::Keeper;
 use crate::budget::Charge;
 use crate::routes::chat::CallIds;
 use crate::stream::delta::Delta;
+use crate::stream::events;
 use crate::stream::outlet::Encoder;
-use crate::stream::sse;
 use crate::stream::tally::Tally;
 
 /// Most events of a token. A stream that goes on elsewhere counts on from a number that no event
@@ -92,7 +92,7 @@ impl Events<'_> {
         event["type"] = json!(name);
         event["sequence_number"] = json!(*self.sequence);
         *self.sequence += 1;
-        sse::named(name, &event, out)
+        events::named(name, &event, out)
     }
 
     /// Appends a piece of a text.
@@ -111,7 +111,7 @@ impl Events<'_> {
             sequence_number: *self.sequence,
         };
         *self.sequence += 1;
-        sse::named(kind, &piece, out)
+        events::named(kind, &piece, out)
     }
 }
 

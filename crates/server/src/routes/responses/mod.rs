@@ -23,19 +23,20 @@ use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use utoipa::ToSchema;
 
+use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::chat::{CallIds, prepare};
-use crate::call::{Call, Submission};
+use crate::budget::Charge;
+use crate::call::Call;
 use crate::client::KeyId;
 use crate::guard;
 use crate::ignored::ignore;
-use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
 use crate::state::Shared;
 use crate::store::{Kept, Owner, Turn};
 use crate::stream::sse;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
 use answer::{Answer, Head};
 use keep::Keeper;
 
@@ -47,6 +48,45 @@ const EVICTED: HeaderName = HeaderName::from_static("x-forebay-responses-evicted
 const RENDERED: usize = 3;
 /// Copies of what a response repeats: its own, and those in what is written.
 const REPEATED: usize = 3;
+
+/// A turn of a conversation.
+pub(crate) struct NextTurn {
+    valid: ValidResponses,
+    owner: Owner,
+    /// What was said before.
+    before: Vec<Arc<Turn>>,
+    /// For what was said before, until the prompt is token ids.
+    front: Charge,
+}
+
+impl Admissible for ResponsesRequest {
+    type Valid = NextTurn;
+
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<NextTurn, ApiError> {
+        let (state, owner) = (door.state, owner(door.key));
+        let before = match &self.previous_response_id {
+            Some(id) => previous(state, owner, id)?,
+            None => Vec::new(),
+        };
+        // The conversation in front is rendered with the rest, and came with another request.
+        let front = state.budget.open();
+        front.set(before.iter().map(|turn| turn.bytes() * RENDERED).sum())?;
+        let turns = before.iter().flat_map(|turn| turn.input.iter().chain(&turn.output));
+        let said: Vec<&Item> = turns.collect();
+        let mut ignored = Vec::new();
+        let defaults = &state.model.defaults;
+        let mut valid = self.validate(&said, defaults, door.limits, &mut ignored)?;
+        for name in &ignored {
+            ignore(state, name)?;
+        }
+        door.routing.fill(&mut valid.chat.generation);
+        Ok(NextTurn { valid, owner, before, front })
+    }
+}
 
 /// Answers a conversation, or the next turn of one that is kept. With `stream`, typed events come;
 /// with `background`, the response comes at once and is computed behind that.
@@ -60,33 +100,12 @@ const REPEATED: usize = 3;
     ),
 )]
 pub(crate) async fn responses(
-    State(state): State<Shared>,
     wire: Wire,
-    peer: Peer,
-    key: KeyId,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid: turn }: Admitted<ResponsesRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<ResponsesRequest>(body, &state).await?;
-    let model = state.model_name(request.model.as_deref())?;
-    let model_limits = state.admit()?;
-    let owner = owner(key);
-    let before = match &request.previous_response_id {
-        Some(id) => previous(&state, owner, id)?,
-        None => Vec::new(),
-    };
-    // The conversation in front is rendered with the rest, and came with another request.
-    let front = state.budget.open();
-    front.set(before.iter().map(|turn| turn.bytes() * RENDERED).sum())?;
-    let turns = before.iter().flat_map(|turn| turn.input.iter().chain(&turn.output));
-    let said: Vec<&Item> = turns.collect();
-    let mut ignored = Vec::new();
-    let valid = request.validate(&said, &state.model.defaults, model_limits, &mut ignored)?;
-    for name in &ignored {
-        ignore(&state, name)?;
-    }
-    let ValidResponses { mut chat, kinds, input, store, background, sealed, echo } = valid;
+    let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
+    let NextTurn { valid, owner, before, front } = turn;
+    let ValidResponses { chat, kinds, input, store, background, sealed, echo } = valid;
     // These outlive the body.
     let held = state.budget.open();
     let items: usize = input.iter().map(Item::bytes).sum();
@@ -96,9 +115,8 @@ pub(crate) async fn responses(
         let reason = "`background`: this server keeps no responses (--response-store-bytes)";
         return Err(ApiError::invalid("background", reason).into());
     }
-    routing.fill(&mut chat.generation);
     let streamed = chat.streaming.is_some();
-    let submission = prepare(&state, chat, model_limits, &charge, "input").await?;
+    let submission = prepare(&state, chat, limits, &charge, "input").await?;
     drop((charge, front));
     let name = peer.name("resp_");
     let ids = CallIds { response: name.id.clone(), form: state.model.dialect.ids() };

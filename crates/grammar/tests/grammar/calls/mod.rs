@@ -1,7 +1,9 @@
 //! Calls of tools: what a grammar forces is what the family writes, and what its parser reads.
 
-#[path = "../../../dialect/tests/turns/mod.rs"]
+mod schemas;
+#[path = "../../../../dialect/tests/turns/mod.rs"]
 mod turns;
+mod walks;
 
 use std::sync::Arc;
 
@@ -9,16 +11,14 @@ use forebay_dialect::{
     ArgumentStyle, CallGrammar, Choice, Dialect, Evidence, Instead, Marks, Parser, Parts, Place,
     Reading, Start, Tools,
 };
-use forebay_engine::Constraint;
 use forebay_grammar::{
-    CallArguments, CallForm, CallText, Form, GrammarConfig, GrammarError, Grammars, Source,
+    CallArguments, CallForm, CallText, Form, GrammarConfig, GrammarError, Grammars,
 };
-use forebay_text::Tokenizer;
-use proptest::prelude::*;
-use serde_json::{Map, Value, json};
+use schemas::is_valid;
+use serde_json::{Value, json};
 use turns::{Answer, FAMILIES, Family};
 
-use crate::support::{Bench, EOS, allowed, may};
+use crate::support::Bench;
 
 fn dialect(family: &Family) -> Dialect {
     let evidence = Evidence { template: family.turn, has_token: &|_| false };
@@ -138,301 +138,6 @@ fn what_is_forced_is_what_the_template_writes() {
             assert!(fits(&tools, Instead::Text, true, &text), "{name}: {text}");
         }
     }
-}
-
-/// Whether a value is valid, by the keywords of [`schema`].
-fn is_valid(root: &Value, schema: &Value, value: &Value) -> bool {
-    let Value::Object(map) = schema else { return schema == &Value::Bool(true) };
-    let kind = |name: &str| match (name, value) {
-        ("null", Value::Null) | ("boolean", Value::Bool(_)) => true,
-        ("integer", Value::Number(number)) => number.as_f64().is_some_and(|x| x.fract() == 0.0),
-        ("number", Value::Number(_)) | ("string", Value::String(_)) => true,
-        ("array", Value::Array(_)) | ("object", Value::Object(_)) => true,
-        _ => false,
-    };
-    map.iter().all(|(key, says)| match (key.as_str(), value) {
-        ("$ref", _) => {
-            let target = says.as_str().and_then(|target| target.strip_prefix('#'));
-            target.and_then(|target| root.pointer(target)).is_some_and(|s| is_valid(root, s, value))
-        }
-        ("type", _) => match says {
-            Value::Array(names) => names.iter().filter_map(Value::as_str).any(kind),
-            name => name.as_str().is_some_and(kind),
-        },
-        ("enum", _) => says.as_array().is_some_and(|all| all.contains(value)),
-        ("const", _) => says == value,
-        ("anyOf", _) => {
-            says.as_array().is_some_and(|all| all.iter().any(|s| is_valid(root, s, value)))
-        }
-        ("minimum", Value::Number(number)) => number.as_f64() >= says.as_f64(),
-        ("maximum", Value::Number(number)) => number.as_f64() <= says.as_f64(),
-        ("minLength", Value::String(text)) => {
-            text.chars().count() as u64 >= says.as_u64().expect("a number")
-        }
-        ("maxLength", Value::String(text)) => {
-            text.chars().count() as u64 <= says.as_u64().expect("a number")
-        }
-        // The only one.
-        ("pattern", Value::String(text)) => {
-            assert_eq!(says, "^[a-c]+$");
-            !text.is_empty() && text.chars().all(|c| ('a'..='c').contains(&c))
-        }
-        ("items", Value::Array(all)) => all.iter().all(|item| is_valid(root, says, item)),
-        ("minItems", Value::Array(all)) => all.len() as u64 >= says.as_u64().expect("a number"),
-        ("maxItems", Value::Array(all)) => all.len() as u64 <= says.as_u64().expect("a number"),
-        ("properties", Value::Object(fields)) => fields
-            .iter()
-            .all(|(name, value)| says.get(name).is_none_or(|schema| is_valid(root, schema, value))),
-        ("required", Value::Object(fields)) => says.as_array().is_some_and(|all| {
-            all.iter().all(|n| fields.contains_key(n.as_str().expect("a name")))
-        }),
-        ("additionalProperties", Value::Object(fields)) => fields.iter().all(|(name, value)| {
-            map.get("properties").is_some_and(|known| known.get(name).is_some())
-                || is_valid(root, says, value)
-        }),
-        _ => true,
-    })
-}
-
-/// Schemas of values, all of whose strings are short: a walk at random hardly ends a long one.
-fn schema() -> impl Strategy<Value = Value> {
-    let text = json!({"type": "string", "maxLength": 5});
-    let leaf = prop::sample::select(vec![
-        text.clone(),
-        json!({"type": "string", "minLength": 2, "maxLength": 4}),
-        json!({"type": "string", "pattern": "^[a-c]+$", "maxLength": 4}),
-        json!({"enum": ["red", "light <green>", "\n"]}),
-        json!({"enum": ["1", 2, null, "null"]}),
-        json!({"const": "a \"b\""}),
-        json!({"type": "integer"}),
-        json!({"type": "integer", "minimum": -3, "maximum": 40}),
-        json!({"type": "number"}),
-        json!({"type": "boolean"}),
-        json!({"type": "null"}),
-        json!({"type": ["string", "null"], "maxLength": 5}),
-        json!({"type": ["integer", "string", "boolean"], "maxLength": 4}),
-        json!({"anyOf": [{"type": "integer", "maximum": 5}, {"type": "string", "maxLength": 3}]}),
-        json!({"anyOf": [text, {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}]}),
-        json!({"$ref": "#/$defs/point"}),
-        json!({"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}),
-    ]);
-    leaf.prop_recursive(2, 12, 3, |inner| {
-        let fields = prop::collection::btree_map("[a-z]{1,4}", (inner.clone(), any::<bool>()), 0..3);
-        prop_oneof![
-            (inner, 0..2_u32, 2..4_u32).prop_map(
-                |(items, least, most)| json!({"type": "array", "items": items, "minItems": least, "maxItems": most})
-            ),
-            fields.prop_map(object),
-        ]
-    })
-}
-
-fn object(fields: std::collections::BTreeMap<String, (Value, bool)>) -> Value {
-    let required: Vec<&String> =
-        fields.iter().filter(|(_, (_, required))| *required).map(|(name, _)| name).collect();
-    let properties: Map<String, Value> =
-        fields.iter().map(|(name, (schema, _))| (name.clone(), schema.clone())).collect();
-    json!({"type": "object", "properties": properties, "required": required, "additionalProperties": false})
-}
-
-/// Schemas of arguments.
-fn arguments() -> impl Strategy<Value = Value> {
-    let fields = prop::collection::btree_map("[a-z][a-z_]{0,6}", (schema(), any::<bool>()), 0..4);
-    fields.prop_map(|fields| {
-        let mut schema = object(fields);
-        schema["$defs"] = json!({"point": {
-            "type": "object",
-            "properties": {"x": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}},
-            "required": ["x", "next"],
-            "additionalProperties": false,
-        }});
-        schema
-    })
-}
-
-/// The tokenizer of the tests, whose special tokens are a family's marks.
-fn marked(family: &Family) -> (Arc<Tokenizer>, Marks) {
-    const PLACES: [&str; 8] = [
-        "<repo_name>",
-        "<reponame>",
-        "<file_sep>",
-        "<filename>",
-        "<gh_stars>",
-        "<issue_start>",
-        "<issue_comment>",
-        "<issue_closed>",
-    ];
-    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../text/tests/data/tiny-llama-tokenizer.json");
-    let mut json = std::fs::read_to_string(file).expect("a file");
-    let marks = family.marks.iter().filter(|mark| !mark.contains("think") && mark.len() > 3);
-    let marks: Vec<&str> = marks.copied().take(PLACES.len()).collect();
-    for (place, mark) in PLACES.iter().zip(&marks) {
-        let mark = Value::from(*mark).to_string();
-        json = json.replace(&format!("\"{place}\""), &mark);
-    }
-    let tokenizer = Tokenizer::from_bytes(json.as_bytes()).expect("a tokenizer");
-    let id = |mark: &&str| ((*mark).to_owned(), tokenizer.token_to_id(mark).expect("a token"));
-    let marks = Marks::new(marks.iter().map(id));
-    (Arc::new(tokenizer), marks)
-}
-
-/// Walks through the masks by `seed` from what was `said`; `None`: there was no end.
-fn walk(
-    tokenizer: &Tokenizer,
-    constraint: &mut dyn Constraint,
-    mut said: Vec<i32>,
-    seed: u64,
-    ends: bool,
-) -> Option<String> {
-    let mut state = seed;
-    for _ in 0..600 {
-        let mut ids = allowed(constraint);
-        assert!(!ids.is_empty());
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Where it may end or go on, it does either.
-        if ids.contains(&EOS) && (ends || ids.len() == 1 || state >> 62 != 0) {
-            return Some(tokenizer.decode(&said, false).expect("text"));
-        }
-        ids.retain(|&id| id != EOS);
-        let id = ids[(state >> 33) as usize % ids.len()];
-        constraint.accept(id).expect("it was allowed");
-        said.push(id);
-    }
-    None
-}
-
-/// Whether there may be a number in it that is JSON and no double, such as `2E937`.
-fn is_out_of_range(text: &str) -> bool {
-    let mut rest = text.split(['e', 'E']).skip(1).map(|rest| rest.trim_start_matches(['+', '-']));
-    rest.any(|rest| rest.bytes().take_while(u8::is_ascii_digit).count() > 2)
-}
-
-/// A bench for each family, with its marks as special tokens or without.
-struct Walks {
-    benches: Vec<(Bench, Marks)>,
-}
-
-impl Walks {
-    fn new(special: bool) -> Self {
-        let bench = |family: &Family| {
-            let (tokenizer, marks) = marked(family);
-            match special {
-                true => (Bench::of(tokenizer, GrammarConfig::default()), marks),
-                false => (Bench::new(GrammarConfig::default()), Marks::default()),
-            }
-        };
-        Self { benches: FAMILIES.iter().map(bench).collect() }
-    }
-
-    /// Draws an answer of each family, and has it read.
-    fn check(
-        &self,
-        tools: &[(String, Value)],
-        chosen: usize,
-        (instead, parallel): (Instead, bool),
-        seed: u64,
-    ) -> Result<usize, TestCaseError> {
-        let mut ended = 0;
-        for (family, (bench, marks)) in FAMILIES.iter().zip(&self.benches) {
-            let name = family.name;
-            if instead == Instead::Text && name == "openai" {
-                continue;
-            }
-            // Harmony's messages are made of special tokens.
-            if marks == &Marks::default() && name == "openai" && parallel {
-                continue;
-            }
-            let some = &tools[..chosen.min(tools.len())];
-            let form = form(family, some, instead, parallel, marks);
-            let lark = form.lark.clone();
-            let source: Source = calls(form).into();
-            let mut constraint = bench.rules(crate::support::wanted(Some(source)));
-            let mut said = Vec::new();
-            if instead == Instead::Text {
-                // A walk at random does not come upon the mark of a call.
-                let open = written(family, vec![("\u{0}".to_owned(), json!({}))]);
-                let open = open.split('\u{0}').next().unwrap_or_default();
-                let family_can = family.can(Answer {
-                    content: "I look.\n".into(),
-                    calls: vec![weather("a")],
-                    ..Answer::default()
-                });
-                let open = format!("{}{open}", family_can.content);
-                said = bench.tokenizer.encode(&open, false).expect("tokens");
-                for &id in &said {
-                    prop_assert!(may(&mut *constraint, id), "{name}: {open:?} {lark}");
-                    constraint.accept(id).expect("it was allowed");
-                }
-            }
-            let text = walk(&bench.tokenizer, &mut *constraint, said, seed, !parallel);
-            let Some(text) = text.filter(|text| !is_out_of_range(text)) else { continue };
-            ended += 1;
-            let (answer, complete) = read(family, tools, &text);
-            prop_assert_eq!(answer.calls.len(), complete as usize, "{}: {}", name, text);
-            prop_assert!(complete >= 1 && (parallel || complete == 1), "{name}: {text}");
-            let content = if instead == Instead::Text
-                && family
-                    .can(Answer {
-                        content: "x".into(),
-                        calls: vec![weather("a")],
-                        ..Answer::default()
-                    })
-                    .content
-                    == "x"
-            {
-                "I look."
-            } else {
-                ""
-            };
-            prop_assert_eq!(answer.content.trim(), content, "{}: {}", name, text);
-            for (tool, value) in &answer.calls {
-                let known = some.iter().find(|(name, _)| name == tool);
-                let (_, schema) =
-                    known.ok_or_else(|| TestCaseError::fail(format!("{name}: {tool}")))?;
-                prop_assert!(is_valid(schema, schema, value), "{name}: {text}\n{value}\n{schema}");
-            }
-        }
-        Ok(ended)
-    }
-}
-
-fn walks(special: bool) {
-    let walks = Walks::new(special);
-    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig {
-        cases: 40,
-        failure_persistence: None,
-        max_shrink_iters: 60,
-        ..ProptestConfig::default()
-    });
-    let ended = std::cell::Cell::new(0);
-    let strategy = (
-        prop::collection::vec(arguments(), 3),
-        1..4_usize,
-        prop::sample::select(vec![Instead::Nothing, Instead::Text]),
-        any::<bool>(),
-        any::<u64>(),
-    );
-    runner
-        .run(&strategy, |(schemas, chosen, instead, parallel, seed)| {
-            let names = ["get_weather", "write.file-2", "ping"];
-            let tools: Vec<_> = names.map(str::to_owned).into_iter().zip(schemas).collect();
-            ended.set(ended.get() + walks.check(&tools, chosen, (instead, parallel), seed)?);
-            Ok(())
-        })
-        .expect("valid calls");
-    // Most walks come to an end.
-    assert!(ended.get() > 40 * FAMILIES.len() / 2, "{}", ended.get());
-}
-
-#[test]
-fn whatever_the_masks_allow_is_read_as_calls_that_are_valid() {
-    walks(false);
-}
-
-#[test]
-fn marks_that_are_special_tokens_are_read_too() {
-    walks(true);
 }
 
 #[test]
@@ -618,7 +323,6 @@ fn reasoning_whose_marks_are_no_tokens_is_a_part_of_the_grammar() {
     }
 }
 
-/// `Grammars` is what a server has.
 /// A tool that takes a text of this form.
 fn taking_text(family: &Family, text: Form, marks: &Marks) -> CallForm {
     let schema = json!({"type": "object", "properties": {"input": {"type": "string"}}});

@@ -1,97 +1,19 @@
 //! A scheduler and a device in one, with every promise checked on the way.
 
+mod checks;
+mod requests;
+
 use std::collections::{BTreeMap, VecDeque};
 
-use forebay_protocol::{
-    Frame, HEADER_BYTES, Header, Pooling, PromptLogprobs, PromptLogprobsWant, SlotSpec, StepPlan,
-    StepResult, Want,
-};
+use forebay_protocol::{PromptLogprobs, StepPlan, StepResult, Want};
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Namer, Policy, PromptTail, Request, STEP_WORDS, Scheduler,
-    SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig,
 };
 
-use crate::device::{Copier, Device, append, next_token, of_prompt, read_prompt, vector};
+use crate::device::{Copier, Device, append, read_prompt, vector};
 use crate::seeing::{Arena, SlotImages};
-
-/// A small machine.
-pub(crate) fn config() -> SchedulerConfig {
-    SchedulerConfig {
-        slots: 6,
-        max_running: 4,
-        pages: 16,
-        page_size: 4,
-        token_budget: 16,
-        prefix_cache: true,
-        namer: Namer::open(),
-        block_events: true,
-        policy: Policy::Fcfs,
-        fair: false,
-        step_words: STEP_WORDS,
-        vector_size: 2,
-        tokens_a_row: 1,
-        host: None,
-        sparse: None,
-        tower: None,
-    }
-}
-
-/// A request without frills.
-pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
-    Request { id, prompt: prompt.into(), max_tokens, ..Request::default() }
-}
-
-/// A request for a vector.
-pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
-    let spec = SlotSpec { pooling: Some(Pooling { segment }), ..SlotSpec::default() };
-    Request { spec, ..request(id, prompt, 0) }
-}
-
-/// What a request gives when it is alone, after what it was given before.
-pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
-    let mut tokens = read_prompt(&request.prompt, request.spec.embeds, &request.images);
-    tokens.extend_from_slice(&request.generated);
-    let mut given = Vec::new();
-    if request.max_tokens == 0 && request.spec.pooling.is_none() {
-        // What follows the last token does not matter.
-        tokens.pop();
-    }
-    if request.max_tokens == 0 {
-        let finite = next_token(&tokens).is_some();
-        return (given, if finite { Finish::Length } else { Finish::NotFinite });
-    }
-    loop {
-        let Some(token) = next_token(&tokens) else {
-            return (given, Finish::NotFinite);
-        };
-        tokens.push(token);
-        given.push(token);
-        if request.spec.stop_ids.contains(&token) {
-            return (given, Finish::Stop { token });
-        }
-        if request.generated.len() + given.len() == request.max_tokens as usize {
-            return (given, Finish::Length);
-        }
-    }
-}
-
-/// A request for log-probabilities of its prompt's tokens from `first` on.
-pub(crate) fn telling(id: u64, prompt: Vec<i32>, first: u32, max_tokens: u32) -> Request {
-    let prompt_logprobs = Some(PromptTail { first, most: 2 });
-    Request { prompt_logprobs, ..request(id, prompt, max_tokens) }
-}
-
-/// What a request is told of its prompt when it is alone.
-fn told_alone(request: &Request) -> PromptLogprobs {
-    let mut told = PromptLogprobs::default();
-    if let Some(PromptTail { first, most }) = request.prompt_logprobs {
-        for at in first as usize..request.prompt.len() {
-            let given = of_prompt(&request.prompt[..=at], most.into());
-            given.into_iter().for_each(|one| append(&mut told, one));
-        }
-    }
-    told
-}
+use requests::told_alone;
+pub(crate) use requests::{alone, config, pooled, request, telling};
 
 /// A client's view of a request, and its place in the order.
 pub(crate) struct Client {
@@ -516,39 +438,6 @@ impl Harness {
         client.arriving = false;
     }
 
-    fn check_plan(&mut self, plan: &StepPlan) {
-        assert_eq!(plan.step(), self.last_step + 1, "steps are numbered without gaps");
-        self.last_step = plan.step();
-        let mut slots: Vec<u32> = plan.rows().map(|row| row.slot).collect();
-        check_words(plan, self.config.step_words);
-        let length: u32 = plan.rows().map(|row| row.length).sum();
-        let decodes =
-            plan.rows().filter(|row| row.length == 1 && row.want.samples()).count() as u32;
-        let budget = self.config.token_budget.max(decodes + self.config.page_size);
-        let alone = self.config.pages == 0 && plan.rows().len() == 1;
-        assert!(length <= budget || alone);
-        let answer =
-            |want: PromptLogprobsWant| PromptLogprobsWant::answer_words(want.count, want.most);
-        let words: usize = plan.prompt_logprobs().map(answer).sum();
-        let tokens: u32 = plan.prompt_logprobs().map(|want| want.count).sum();
-        assert!(words <= self.config.step_words || tokens == 1, "{words} words of an answer");
-        for slot in plan.new_slots().map(|new| new.slot) {
-            let sees = plan.image_spans().any(|(of, _, _)| of == slot);
-            assert!(slots.contains(&slot) || sees, "slot {slot} is written for nothing");
-            let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
-            assert!(!named, "slot {slot} is in flight");
-        }
-        for (slot, index, page) in plan.page_writes() {
-            let sees = plan.image_spans().any(|(of, _, _)| of == slot);
-            let used =
-                page.is_none() || self.config.sparse.is_some() || slots.contains(&slot) || sees;
-            assert!(used, "page {index} is given to slot {slot} for nothing");
-        }
-        slots.sort_unstable();
-        slots.dedup();
-        assert_eq!(slots.len(), plan.rows().len(), "one row a slot");
-    }
-
     fn execute(&mut self, plan: &StepPlan) {
         self.device.write_tables(plan, |slot| {
             let images = &self.clients[&self.slot_owner[&slot]].request.images;
@@ -625,43 +514,4 @@ impl Harness {
         }
         self.flights.push_back(flight);
     }
-
-    /// Whoever is most important and resident has a row at least every other time; with copies
-    /// under way it may wait for one, or be alone and want for a page that only they have.
-    fn check_progress(&mut self) {
-        if let Some(id) = self.most_important().filter(|_| !self.was_reset) {
-            let copying = self.copier.outstanding() > 0;
-            let client = self.clients.get_mut(&id).expect("submitted");
-            if !client.resident || copying || !client.request.images.is_empty() {
-                client.idle = 0;
-            }
-            assert!(client.idle <= 2 * self.depth as u32, "{id} starves");
-        }
-    }
-
-    fn check(&mut self) {
-        let mut unread = vec![];
-        self.scheduler.take_unread_patches(&mut unread);
-        unread.into_iter().for_each(|patches| self.arena.free(patches));
-        self.scheduler.check_integrity().unwrap_or_else(|wrong| panic!("{wrong}"));
-        let stats = self.scheduler.stats();
-        let pages = stats.pages_free + stats.pages_cached + stats.pages_held;
-        assert_eq!(pages, self.config.pages as usize);
-        assert_eq!(stats.running + stats.waiting, self.live().count());
-        assert_eq!(self.scheduler.live().count(), self.live().count());
-        let probes = self.live().filter(|(_, client)| client.request.probe && client.resident);
-        assert!(stats.running <= self.config.max_running as usize + probes.count());
-    }
-}
-
-/// Two new slots are within the limit, or there is only one; and a reader takes the plan.
-fn check_words(plan: &StepPlan, limit: usize) {
-    assert!(plan.words() <= limit || plan.new_slots().count() <= 1, "{} words", plan.words());
-    let mut bytes = Vec::new();
-    plan.encode(&mut bytes).expect("within the limit");
-    let (head, body) = bytes.split_at(HEADER_BYTES);
-    let header = Header::decode(head.try_into().expect("a header")).expect("a good one");
-    let words = body.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().expect("four")));
-    let frame = Frame::new(header, words.collect()).expect("a frame");
-    assert_eq!(StepPlan::decode(&frame).as_ref(), Ok(plan));
 }

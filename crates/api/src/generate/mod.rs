@@ -1,30 +1,30 @@
-//! `POST /generate`, SGLang's native dialect.
+//! `POST /generate`, SGLang's native dialect: requests.
+
+mod one_or_many;
+mod output;
 
 use std::collections::HashMap;
-use std::fmt;
-use std::marker::PhantomData;
 
 use forebay_engine::PromptTail;
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
-use serde::ser::{Serialize, SerializeTuple, Serializer};
+use serde::Deserialize;
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::images::{ImageData, ImagePart};
 use crate::inert::Inert;
 use crate::prompt::{Prompt, Prompts, Strings};
-use crate::response::StopReason;
 use crate::sampling::{
     Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total,
 };
 use crate::structure::{Raw, Spellings};
+pub use one_or_many::OneOrMany;
+pub use output::{GenerateFinish, GenerateMeta, GenerateOutput, LogprobTriple};
 
 /// Tokens that this dialect generates where the client does not say.
 const DEFAULT_MAX_TOKENS: u32 = 128;
 
 /// A native generation request: one prompt, or a batch.
-#[derive(Debug, serde::Deserialize, ToSchema)]
+#[derive(Debug, Deserialize, ToSchema)]
 pub struct GenerateRequest {
     /// A prompt or a list of prompts.
     #[schema(value_type = Option<Object>)]
@@ -90,7 +90,7 @@ pub struct GenerateRequest {
 }
 
 /// Sampling parameters of the native dialect.
-#[derive(Debug, Clone, Default, serde::Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, Deserialize, ToSchema)]
 pub struct GenerateSampling {
     /// Most tokens to generate; 128 where absent.
     pub max_new_tokens: Option<u32>,
@@ -151,39 +151,6 @@ pub struct GenerateSampling {
     custom_params: Inert,
 }
 
-/// An object, or a list of them.
-#[derive(Debug, Clone, PartialEq)]
-pub enum OneOrMany<T> {
-    /// An object.
-    One(T),
-    /// A list.
-    Many(Vec<T>),
-}
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for OneOrMany<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct OneOrManyVisitor<T>(PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for OneOrManyVisitor<T> {
-            type Value = OneOrMany<T>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object or a list of objects")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
-                T::deserialize(MapAccessDeserializer::new(map)).map(OneOrMany::One)
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-                let mut many = Vec::new();
-                while let Some(one) = seq.next_element()? {
-                    many.push(one);
-                }
-                Ok(OneOrMany::Many(many))
-            }
-        }
-        deserializer.deserialize_any(OneOrManyVisitor(PhantomData))
-    }
-}
-
 /// One prompt of a native request.
 #[derive(Debug)]
 pub struct GenerateItem {
@@ -240,38 +207,13 @@ impl GenerateRequest {
             inert.refuse(param)?;
         }
         let wants_logprobs = self.return_logprob.unwrap_or(false);
-        let start = self.logprob_start_len.filter(|_| wants_logprobs).unwrap_or(-1);
-        if start < -1 {
-            let reason = format!("`logprob_start_len`: {start} is not at least -1");
-            return Err(ApiError::invalid("logprob_start_len", reason));
-        }
-        // What has a log-probability is behind the first token that is listed.
-        let first = u32::try_from(start).ok().map(|start| start + 1);
+        let first = first_told(self.logprob_start_len.filter(|_| wants_logprobs))?;
         let param = self.prompt_param();
-        let prompts = match (self.text, self.input_ids) {
-            (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => text,
-            (None, Some(ids @ (Prompts::Tokens(_) | Prompts::TokenLists(_)))) => ids,
-            (Some(_), None) => {
-                return Err(ApiError::invalid("text", "`text`: expected a string or strings"));
-            }
-            (None, Some(_)) => {
-                return Err(ApiError::invalid("input_ids", "`input_ids`: expected token ids"));
-            }
-            (None, None) | (Some(_), Some(_)) => {
-                return Err(ApiError::invalid(
-                    "text",
-                    "exactly one of `text` and `input_ids` is needed",
-                ));
-            }
-        };
+        let prompts = one_of(self.text, self.input_ids)?;
         let many = prompts.is_many();
         let prompts = prompts.validate(param, limits.vocab_size)?;
         let count = prompts.len();
         check_total(param, count)?;
-        let one_each = |param: &str, length: usize| {
-            let reason = format!("`{param}`: {length} entries for {count} prompts");
-            if length == count { Ok(()) } else { Err(ApiError::invalid(param, reason)) }
-        };
         let logprobs = if wants_logprobs {
             Some(check_logprobs("top_logprobs_num", self.top_logprobs_num.unwrap_or(0))?)
         } else {
@@ -294,7 +236,7 @@ impl GenerateRequest {
                 vec![params.validate(&outer, defaults, limits)?]
             }
             Some(OneOrMany::Many(list)) => {
-                one_each("sampling_params", list.len())?;
+                one_each("sampling_params", list.len(), count)?;
                 let validate = |p: GenerateSampling| p.validate(&outer, defaults, limits);
                 list.into_iter().map(validate).collect::<Result<_, _>>()?
             }
@@ -302,7 +244,7 @@ impl GenerateRequest {
         let rids: Vec<Option<String>> = match self.rid {
             None => vec![None; count],
             Some(Strings(rids)) => {
-                one_each("rid", rids.len())?;
+                one_each("rid", rids.len(), count)?;
                 rids.into_iter().map(Some).collect()
             }
         };
@@ -338,6 +280,39 @@ impl GenerateRequest {
             text_in_logprobs: self.return_text_in_logprobs.unwrap_or(false),
         })
     }
+}
+
+/// Position of the first token of a prompt that has a log-probability: behind the first one that is
+/// listed. `None`: none is listed.
+fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
+    let start = start.unwrap_or(-1);
+    if start < -1 {
+        let reason = format!("`logprob_start_len`: {start} is not at least -1");
+        return Err(ApiError::invalid("logprob_start_len", reason));
+    }
+    Ok(u32::try_from(start).ok().map(|start| start + 1))
+}
+
+/// The prompts, of which there are texts or ids.
+fn one_of(text: Option<Prompts>, ids: Option<Prompts>) -> Result<Prompts, ApiError> {
+    match (text, ids) {
+        (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => Ok(text),
+        (None, Some(ids @ (Prompts::Tokens(_) | Prompts::TokenLists(_)))) => Ok(ids),
+        (Some(_), None) => Err(ApiError::invalid("text", "`text`: expected a string or strings")),
+        (None, Some(_)) => Err(ApiError::invalid("input_ids", "`input_ids`: expected token ids")),
+        (None, None) | (Some(_), Some(_)) => {
+            Err(ApiError::invalid("text", "exactly one of `text` and `input_ids` is needed"))
+        }
+    }
+}
+
+/// Refuses a list that has not an entry for each prompt.
+fn one_each(param: &str, length: usize, count: usize) -> Result<(), ApiError> {
+    if length == count {
+        return Ok(());
+    }
+    let reason = format!("`{param}`: {length} entries for {count} prompts");
+    Err(ApiError::invalid(param, reason))
 }
 
 /// The wishes that do not come with the sampling parameters.
@@ -407,97 +382,12 @@ impl GenerateSampling {
     }
 }
 
-/// The answer to a native request, also as a chunk of a stream.
-#[derive(Debug, serde::Serialize, ToSchema)]
-pub struct GenerateOutput {
-    /// Number of the prompt and choice in the batch; only in the chunks of a batch.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub index: Option<u32>,
-    /// All of the text so far.
-    pub text: String,
-    /// All of the generated tokens so far.
-    pub output_ids: Vec<i32>,
-    /// About the request.
-    pub meta_info: GenerateMeta,
-}
-
-/// About a native request.
-#[derive(Debug, serde::Serialize, ToSchema)]
-pub struct GenerateMeta {
-    /// The client's `rid`, or one made up.
-    pub id: String,
-    /// Why it ended; null before the end.
-    pub finish_reason: Option<GenerateFinish>,
-    /// Tokens of the prompt.
-    pub prompt_tokens: u32,
-    /// Tokens generated so far.
-    pub completion_tokens: u32,
-    /// Prompt tokens found in the prefix cache.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub cached_tokens: Option<u32>,
-    /// Seconds since the request arrived.
-    pub e2e_latency: f64,
-    /// One (log-probability, id, text) a token of the prompt, from `logprob_start_len` on; the
-    /// first one's log-probability is null.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Vec<Object>>)]
-    pub input_token_logprobs: Option<Vec<LogprobTriple>>,
-    /// The most likely tokens for each of these; null for the first.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Vec<Object>>)]
-    pub input_top_logprobs: Option<Vec<Option<Vec<LogprobTriple>>>>,
-    /// One (log-probability, id, text) a generated token.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Vec<Object>>)]
-    pub output_token_logprobs: Option<Vec<LogprobTriple>>,
-    /// The most likely tokens for each generated one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Vec<Object>>)]
-    pub output_top_logprobs: Option<Vec<Vec<LogprobTriple>>>,
-}
-
-/// Why a native request ended.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, ToSchema)]
-#[serde(tag = "type", rename_all = "lowercase")]
-pub enum GenerateFinish {
-    /// A stop string or stop token.
-    Stop {
-        /// The stop string or token that ended the output.
-        matched: StopReason,
-    },
-    /// As many tokens as asked for.
-    Length {
-        /// The number of tokens in the output.
-        length: u32,
-    },
-}
-
-/// A token as the native dialect writes it: `[log-probability, id, text or null]`.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LogprobTriple {
-    /// Natural log-probability; null for a token without a token before it.
-    pub logprob: Option<f32>,
-    /// Token id.
-    pub id: i32,
-    /// The token's text, where asked for.
-    pub text: Option<String>,
-}
-
-impl Serialize for LogprobTriple {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut tuple = serializer.serialize_tuple(3)?;
-        tuple.serialize_element(&self.logprob)?;
-        tuple.serialize_element(&self.id)?;
-        tuple.serialize_element(&self.text)?;
-        tuple.end()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::response::StopReason;
     use crate::sampling::MaxTokens;
 
     fn validate(body: Value) -> Result<ValidGenerate, ApiError> {

@@ -1,0 +1,14 @@
+//! Texts of clients, as errors show them.
+
+/// Longest string that is accepted where none is expected: the error shows it.
+pub const SHOWN_BYTES: usize = 64;
+
+/// `text`, cut to at most `bytes` bytes where it is longer: for errors, which show what a client
+/// sent.
+pub fn cut(text: &str, bytes: usize) -> std::borrow::Cow<'_, str> {
+    if text.len() <= bytes {
+        return text.into();
+    }
+    let end = (0..=bytes).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+    format!("{}...", &text[..end]).into()
+}

@@ -1,0 +1,92 @@
+//! `POST /generate`: answers.
+
+use serde::ser::{Serialize, SerializeTuple, Serializer};
+use utoipa::ToSchema;
+
+use crate::response::StopReason;
+
+/// The answer to a native request, also as a chunk of a stream.
+#[derive(Debug, serde::Serialize, ToSchema)]
+pub struct GenerateOutput {
+    /// Number of the prompt and choice in the batch; only in the chunks of a batch.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub index: Option<u32>,
+    /// All of the text so far.
+    pub text: String,
+    /// All of the generated tokens so far.
+    pub output_ids: Vec<i32>,
+    /// About the request.
+    pub meta_info: GenerateMeta,
+}
+
+/// About a native request.
+#[derive(Debug, serde::Serialize, ToSchema)]
+pub struct GenerateMeta {
+    /// The client's `rid`, or one made up.
+    pub id: String,
+    /// Why it ended; null before the end.
+    pub finish_reason: Option<GenerateFinish>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens generated so far.
+    pub completion_tokens: u32,
+    /// Prompt tokens found in the prefix cache.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cached_tokens: Option<u32>,
+    /// Seconds since the request arrived.
+    pub e2e_latency: f64,
+    /// One (log-probability, id, text) a token of the prompt, from `logprob_start_len` on; the
+    /// first one's log-probability is null.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub input_token_logprobs: Option<Vec<LogprobTriple>>,
+    /// The most likely tokens for each of these; null for the first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub input_top_logprobs: Option<Vec<Option<Vec<LogprobTriple>>>>,
+    /// One (log-probability, id, text) a generated token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub output_token_logprobs: Option<Vec<LogprobTriple>>,
+    /// The most likely tokens for each generated one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub output_top_logprobs: Option<Vec<Vec<LogprobTriple>>>,
+}
+
+/// Why a native request ended.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "lowercase")]
+pub enum GenerateFinish {
+    /// A stop string or stop token.
+    Stop {
+        /// Which.
+        matched: StopReason,
+    },
+    /// As many tokens as asked for.
+    Length {
+        /// How many.
+        length: u32,
+    },
+}
+
+/// A token as the native dialect writes it: `[log-probability, id, text or null]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LogprobTriple {
+    /// Natural log-probability; null for a token without a token before it.
+    pub logprob: Option<f32>,
+    /// Token id.
+    pub id: i32,
+    /// The token's text, where asked for.
+    pub text: Option<String>,
+}
+
+impl Serialize for LogprobTriple {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut tuple = serializer.serialize_tuple(3)?;
+        tuple.serialize_element(&self.logprob)?;
+        tuple.serialize_element(&self.id)?;
+        tuple.serialize_element(&self.text)?;
+        tuple.end()
+    }
+}

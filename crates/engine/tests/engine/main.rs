@@ -1,0 +1,5 @@
+//! The owner thread against a simulated hand in virtual time.
+
+mod payloads;
+mod requests;
+mod rig;

@@ -1,0 +1,242 @@
+//! Copies between the tiers: what is asked for, what a plan names, and what becomes of a copy that
+//! has ended.
+
+use std::collections::HashMap;
+
+use super::Tiers;
+use crate::hash::{BlockHash, BuildNameHasher};
+use crate::pool::{Host, Hot, Lease};
+
+/// Which way a block is copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the hot tier to the host tier.
+    Save,
+    /// From the host tier to the hot tier.
+    Restore,
+    /// From a page of the host tier to the index page of the same number, in backed tiers.
+    RestoreIndex,
+}
+
+/// Positions of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// The first, counted from the page's own.
+    pub first: u32,
+    /// How many.
+    pub count: u32,
+}
+
+/// A copy of one page, as a plan names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageCopy {
+    /// Its number.
+    pub ticket: u32,
+    /// Which way.
+    pub direction: Direction,
+    /// The page in the hot tier; `None` where only an index comes back.
+    pub hot: Option<u32>,
+    /// The page in the host tier.
+    pub host: u32,
+    /// The part of it; `None`: all.
+    pub span: Option<Span>,
+}
+
+/// A copy whose end was not reported.
+#[derive(Debug)]
+pub(super) struct Copying {
+    pub(super) direction: Direction,
+    /// The block; `None`: rows of a page that is not full.
+    pub(super) name: Option<BlockHash>,
+    pub(super) hot: Option<Lease<Hot>>,
+    pub(super) host: Lease<Host>,
+    pub(super) span: Option<Span>,
+    /// Its block can be found at the target when it has ended.
+    pub(super) publish: bool,
+    /// A plan has named it.
+    pub(super) sent: bool,
+}
+
+impl Tiers {
+    /// Starts to bring a block back that was found in the host tier: the page it will be on, and
+    /// the ticket. `None`, and the lease is given back, if every hot page is held.
+    pub fn restore(&mut self, name: BlockHash, host: Lease<Host>) -> Option<(Lease<Hot>, u32)> {
+        let Some(hot) = self.allocate() else {
+            self.host.release(host);
+            return None;
+        };
+        let waiter = self.hot.join(&hot);
+        let ticket = self.start(Direction::Restore, Some(name), Some(hot), host);
+        self.unsent.push_back(ticket);
+        Some((waiter, ticket))
+    }
+
+    /// Asks for a block of the hot tier to be saved when there is time.
+    pub fn want_saved(&mut self, name: BlockHash) {
+        if self.host.size() == 0 || self.hot.is_saved(name) || !self.is_wanted.insert(name) {
+            return;
+        }
+        self.wanted.push_back(name);
+        if self.wanted.len() > 2 * self.hot.size() as usize {
+            // Most of them are gone.
+            let (hot, is_wanted) = (&self.hot, &mut self.is_wanted);
+            self.wanted.retain(|&name| hot.contains(name) || !is_wanted.remove(&name));
+        }
+    }
+
+    /// The next restore to tell the hand of.
+    pub fn next_restore(&mut self) -> Option<PageCopy> {
+        let ticket = self.unsent.pop_front()?;
+        self.send(ticket)
+    }
+
+    /// Starts the next save that was asked for, unless `most` are under way.
+    pub fn next_save(&mut self, most: u32) -> Option<PageCopy> {
+        while self.saving < most {
+            let name = self.wanted.pop_front()?;
+            self.is_wanted.remove(&name);
+            if let Some(copy) = self.save(name) {
+                return Some(copy);
+            }
+        }
+        None
+    }
+
+    /// Starts to save the longest unused block that is in the hot tier only, as long as fewer than
+    /// `goal` hot pages can be given up without a loss, and fewer than `most` saves are under way.
+    pub fn sweep(&mut self, goal: u32, most: u32) -> Option<PageCopy> {
+        let enough = self.hot.spare() + self.saving >= goal;
+        if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
+            return None;
+        }
+        // To take the host page of a block that could itself be given up without a loss would gain
+        // nothing, for ever.
+        if self.host.next_evicted().is_some_and(|name| self.hot.contains(name)) {
+            return None;
+        }
+        self.save(self.hot.oldest_unsaved()?)
+    }
+
+    fn save(&mut self, name: BlockHash) -> Option<PageCopy> {
+        if self.hot.is_saved(name) || self.under_way.contains_key(&name) {
+            return None;
+        }
+        if self.backed.is_some() {
+            return self.save_backed(name);
+        }
+        if self.host.available() == 0 {
+            self.moves.refused += u64::from(self.hot.contains(name));
+            return None;
+        }
+        let hot = self.hot.share(name)?;
+        let Some((host, evicted)) = self.host.allocate() else {
+            self.hot.release(hot);
+            return None;
+        };
+        if let Some(evicted) = evicted {
+            self.hot.set_saved(evicted.name, false);
+        }
+        self.saving += 1;
+        let ticket = self.start(Direction::Save, Some(name), Some(hot), host);
+        self.send(ticket)
+    }
+
+    pub(super) fn start(
+        &mut self,
+        direction: Direction,
+        name: Option<BlockHash>,
+        hot: Option<Lease<Hot>>,
+        host: Lease<Host>,
+    ) -> u32 {
+        let ticket = self.next_ticket;
+        // It has 31 bits on the wire. No copy is under way for two billion others.
+        self.next_ticket = (ticket + 1) & i32::MAX.cast_unsigned();
+        if let Some(name) = name {
+            self.moving(direction).insert(name, ticket);
+        }
+        let copy = Copying { direction, name, hot, host, span: None, publish: true, sent: false };
+        self.copies.insert(ticket, copy);
+        ticket
+    }
+
+    pub(super) fn send(&mut self, ticket: u32) -> Option<PageCopy> {
+        let copy = self.copies.get_mut(&ticket)?;
+        copy.sent = true;
+        let hot = copy.hot.as_ref().map(Lease::page);
+        let Copying { direction, host, span, .. } = copy;
+        Some(PageCopy { ticket, direction: *direction, hot, host: host.page(), span: *span })
+    }
+
+    /// The copies of named blocks that go this way.
+    pub(super) fn moving(
+        &mut self,
+        direction: Direction,
+    ) -> &mut HashMap<BlockHash, u32, BuildNameHasher> {
+        match (direction, &mut self.backed) {
+            (Direction::RestoreIndex, Some(backed)) => backed.indexing(),
+            _ => &mut self.under_way,
+        }
+    }
+
+    /// The hand has reported the end of a copy. False: there is no such copy.
+    pub fn ended(&mut self, ticket: u32, fine: bool) -> bool {
+        let Some(copy) = self.copies.remove(&ticket) else { return false };
+        let Copying { direction, name, hot, host, span, publish, .. } = copy;
+        if let Some(name) = name
+            && self.moving(direction).get(&name) == Some(&ticket)
+        {
+            self.moving(direction).remove(&name);
+        }
+        self.saving -= u32::from(direction == Direction::Save && span.is_none());
+        self.moves.failed += u64::from(!fine);
+        let name = name.filter(|_| publish);
+        if let Some(hot) = hot.as_ref().filter(|_| direction == Direction::Save) {
+            self.note_save(hot, span.is_none(), fine);
+        }
+        match (direction, fine, &hot) {
+            (Direction::Save, _, Some(hot)) if span.is_some() => {
+                span.into_iter().for_each(|span| self.rows_left(hot, span, fine));
+            }
+            (Direction::Save, true, _) => self.was_saved(name, &host),
+            (Direction::Save, false, _) => self.sweeping_fails = true,
+            (Direction::Restore, true, Some(hot)) => {
+                self.moves.restored += 1;
+                if let Some(name) = name {
+                    self.came_back(hot, name);
+                }
+            }
+            (Direction::RestoreIndex, true, _) => self.index_is_there(host.page()),
+            // Nobody knows which side is to blame. What was not read once is not tried again.
+            (Direction::Restore | Direction::RestoreIndex, false, _) => {
+                name.into_iter().for_each(|name| self.not_readable(name));
+            }
+            (Direction::Restore, true, None) => {}
+        }
+        hot.into_iter().for_each(|hot| self.hot.release(hot));
+        self.host.release(host);
+        true
+    }
+
+    fn was_saved(&mut self, name: Option<BlockHash>, host: &Lease<Host>) {
+        self.moves.saved += 1;
+        if let Some(name) = name
+            && (self.backed.is_some() || self.host.name(host, name))
+        {
+            self.hot.set_saved(name, true);
+        }
+    }
+
+    fn not_readable(&mut self, name: BlockHash) {
+        if self.backed.is_some() {
+            return self.forget(name);
+        }
+        self.host.forget(name);
+        self.hot.set_saved(name, false);
+    }
+
+    /// Whether a block is being saved, or will be.
+    #[must_use]
+    pub fn will_be_saved(&self, name: BlockHash) -> bool {
+        self.under_way.contains_key(&name) || self.is_wanted.contains(&name)
+    }
+}

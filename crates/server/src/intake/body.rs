@@ -1,0 +1,67 @@
+//! Bodies as they come in, and their limits.
+
+use bytes::{Bytes, BytesMut};
+use forebay_api::ApiError;
+
+/// Bytes of a piece below which it is copied to the one before it: a client that sends a byte a
+/// piece would have us keep much more.
+const SMALL_PIECE: usize = 4096;
+
+/// A body as it came in. Putting the pieces of a large one together takes a while, and is left to
+/// whoever parses it.
+#[derive(Debug, Default)]
+pub(crate) struct Pieces {
+    whole: Vec<Bytes>,
+    /// Small ones that came last.
+    small: BytesMut,
+}
+
+impl Pieces {
+    /// Bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.whole.iter().map(Bytes::len).sum::<usize>() + self.small.len()
+    }
+
+    pub(crate) fn push(&mut self, piece: Bytes) {
+        // The first is most often the only one.
+        let is_first = self.whole.is_empty() && self.small.is_empty();
+        if piece.len() < SMALL_PIECE && !is_first {
+            return self.small.extend_from_slice(&piece);
+        }
+        if !self.small.is_empty() {
+            self.whole.push(std::mem::take(&mut self.small).freeze());
+        }
+        self.whole.push(piece);
+    }
+
+    /// The whole. Most bodies come in one piece, which is not copied.
+    pub(crate) fn join(mut self) -> Bytes {
+        if !self.small.is_empty() {
+            self.whole.push(self.small.freeze());
+        }
+        if self.whole.len() > 1 {
+            self.whole.concat().into()
+        } else {
+            self.whole.pop().unwrap_or_default()
+        }
+    }
+}
+
+/// Most bytes of a body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BodyLimit {
+    /// Bytes.
+    pub(crate) most: usize,
+    /// Bytes beside embeddings and images.
+    pub(crate) json: usize,
+    /// The flag that sets the latter.
+    pub(crate) json_flag: &'static str,
+}
+
+impl BodyLimit {
+    /// The error for a client whose body is over it.
+    pub(crate) fn error(self, limit: usize) -> ApiError {
+        let flag = if limit > self.json { "--max-body-bytes" } else { self.json_flag };
+        ApiError::BodyTooLarge { limit, flag }
+    }
+}

@@ -1,0 +1,32 @@
+//! The replicas as whoever watches is shown them.
+
+use std::sync::Arc;
+
+use forebay_engine::{EngineHandle, RequestView};
+use forebay_replicas::ReplicaReport;
+use forebay_webui::Watchers;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+/// The watchers, and the pictures that they are shown.
+#[derive(Default)]
+pub(crate) struct Live {
+    pub(super) watchers: Watchers,
+    /// `None`: nobody watches, and nobody asks the engines.
+    pub(super) shown: Mutex<Option<watch::Receiver<Arc<Snapshot>>>>,
+}
+
+/// How the replicas are at a moment.
+#[derive(Default)]
+pub(super) struct Snapshot {
+    pub(super) now_us: u64,
+    pub(super) replicas: Vec<Seen>,
+}
+
+/// How a replica is.
+pub(super) struct Seen {
+    pub(super) engine: EngineHandle,
+    pub(super) report: ReplicaReport,
+    /// Its requests.
+    pub(super) views: Arc<[RequestView]>,
+}

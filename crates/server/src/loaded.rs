@@ -1,0 +1,32 @@
+//! The moment from which on the model no longer loads.
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::sleep;
+
+/// How often the engine is asked, by one task for all who wait.
+const PERIOD: Duration = Duration::from_millis(10);
+
+/// Tells that the model no longer loads. It has a task only once somebody waits.
+#[derive(Debug, Default)]
+pub(crate) struct Loaded(OnceLock<watch::Receiver<bool>>);
+
+impl Loaded {
+    /// Waits until the model has been loaded, or cannot be; `is_loading` tells.
+    pub(crate) async fn wait(&self, is_loading: impl Fn() -> bool + Send + 'static) {
+        let told = self.0.get_or_init(|| {
+            let (tell, told) = watch::channel(false);
+            tokio::spawn(async move {
+                while is_loading() {
+                    sleep(PERIOD).await;
+                }
+                let _ = tell.send(true);
+            });
+            told
+        });
+        // A sender that is gone has told it, or the server ends.
+        let _ = told.clone().wait_for(|&loaded| loaded).await;
+    }
+}

@@ -1,0 +1,11 @@
+//! Names of requests and of what is made for them.
+
+use axum::http::HeaderName;
+
+/// The header of a request's name.
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// 128 random bits as 32 hexadecimal digits.
+pub(crate) fn random_hex() -> String {
+    format!("{:032x}", rand::random::<u128>())
+}

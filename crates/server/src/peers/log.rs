@@ -1,0 +1,256 @@
+//! The blocks of the prefix caches, and their changes.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_engine::{BlockEvent, BlockHash, BlockObserver, Place};
+use parking_lot::Mutex;
+use rustc_hash::FxBuildHasher;
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+/// Events that are kept for routers that follow; who is further behind gets everything anew.
+const KEPT: usize = 1 << 16;
+/// The bits of an event that say which tiers hold a block: the device's memory, the host's.
+/// Neither: it was dropped.
+const DEVICE: u64 = 1;
+const HOST: u64 = 2;
+
+/// The name of a block as routers know it: half of its hash, but for the bits that say where it is.
+pub(super) fn short(name: BlockHash) -> u64 {
+    name.number() as u64 & !(DEVICE | HOST)
+}
+
+fn tiers(place: Place) -> u64 {
+    match place {
+        Place::Device => DEVICE,
+        Place::Host => HOST,
+        Place::Both => DEVICE | HOST,
+    }
+}
+
+#[derive(Debug, Default)]
+struct Log {
+    /// How many replicas hold each block, on their devices and in host memory.
+    holders: HashMap<u64, [u32; 2], FxBuildHasher>,
+    events: VecDeque<u64>,
+    /// Number of the first of them.
+    first: u64,
+}
+
+impl Log {
+    fn next(&self) -> u64 {
+        self.first + self.events.len() as u64
+    }
+
+    fn push(&mut self, event: u64) {
+        if self.events.len() == KEPT {
+            self.events.pop_front();
+            self.first += 1;
+        }
+        self.events.push_back(event);
+    }
+
+    /// A replica that had a block in some tiers has it in others now.
+    fn moved(&mut self, name: u64, from: u64, to: u64) {
+        let holders = self.holders.entry(name).or_default();
+        let before = held(holders);
+        for (count, tier) in holders.iter_mut().zip([DEVICE, HOST]) {
+            *count += u32::from(to & tier != 0);
+            *count = count.saturating_sub(u32::from(from & tier != 0));
+        }
+        let now = held(holders);
+        if now == 0 {
+            self.holders.remove(&name);
+        }
+        if now != before {
+            self.push(name | now);
+        }
+    }
+
+    /// The answer to who has all events before number `after`: the number of the next, whether all
+    /// starts anew, and events.
+    fn since(&self, after: u64) -> Vec<u8> {
+        let mut out = self.next().to_le_bytes().to_vec();
+        let known = after >= self.first && after <= self.next();
+        out.extend_from_slice(&u64::from(!known).to_le_bytes());
+        if known {
+            let new = self.events.iter().skip((after - self.first) as usize);
+            new.for_each(|event| out.extend_from_slice(&event.to_le_bytes()));
+        } else {
+            let all = self.holders.iter().map(|(name, holders)| name | held(holders));
+            all.for_each(|event| out.extend_from_slice(&event.to_le_bytes()));
+        }
+        out
+    }
+}
+
+/// The tiers in which somebody holds a block.
+fn held(&[device, host]: &[u32; 2]) -> u64 {
+    DEVICE * u64::from(device > 0) + HOST * u64::from(host > 0)
+}
+
+/// The blocks of all replicas, and their changes.
+#[derive(Debug, Clone)]
+pub struct BlockLog {
+    log: Arc<Mutex<Log>>,
+    changed: watch::Sender<()>,
+}
+
+impl Default for BlockLog {
+    /// A log whose first number was drawn: a router that followed an earlier brain here is told
+    /// everything anew.
+    fn default() -> Self {
+        let first = u64::from(rand::random::<u32>()) << 16 | 1;
+        Self {
+            log: Arc::new(Mutex::new(Log { first, ..Log::default() })),
+            changed: watch::Sender::new(()),
+        }
+    }
+}
+
+impl BlockLog {
+    /// The observer of one replica's changes.
+    #[must_use]
+    pub fn replica(&self) -> ReplicaBlocks {
+        ReplicaBlocks { log: self.clone(), blocks: HashMap::default() }
+    }
+
+    /// Waits until there is an event behind number `after`, for at most `wait`; gives the answer to
+    /// who has all events before it.
+    pub(super) async fn follow(&self, after: u64, wait: Duration) -> Vec<u8> {
+        let mut changed = self.changed.subscribe();
+        if self.log.lock().next() == after {
+            // After the limit, the answer has no new blocks.
+            let _ = timeout(wait, changed.changed()).await;
+        }
+        self.log.lock().since(after)
+    }
+}
+
+/// Passes on what one replica stores and drops.
+#[derive(Debug)]
+pub struct ReplicaBlocks {
+    log: BlockLog,
+    /// And in which tiers they are.
+    blocks: HashMap<u64, u64, FxBuildHasher>,
+}
+
+impl BlockObserver for ReplicaBlocks {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        let mut log = self.log.log.lock();
+        for event in events {
+            match event {
+                BlockEvent::Stored(name, place) => {
+                    let before = self.blocks.insert(short(name), tiers(place)).unwrap_or(0);
+                    log.moved(short(name), before, tiers(place));
+                }
+                BlockEvent::Dropped(name) => {
+                    if let Some(before) = self.blocks.remove(&short(name)) {
+                        log.moved(short(name), before, 0);
+                    }
+                }
+                BlockEvent::Cleared => {
+                    self.blocks.drain().for_each(|(name, before)| log.moved(name, before, 0));
+                }
+            }
+        }
+        drop(log);
+        self.log.changed.send_replace(());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn numbers(bytes: &[u8]) -> Vec<u64> {
+        bytes.chunks(8).map(|part| u64::from_le_bytes(part.try_into().unwrap())).collect()
+    }
+
+    /// A router that follows.
+    #[derive(Default)]
+    struct Follower {
+        after: u64,
+        blocks: HashMap<u64, u64>,
+    }
+
+    impl Follower {
+        fn read(&mut self, log: &BlockLog) {
+            let numbers = numbers(&log.log.lock().since(self.after));
+            self.after = numbers[0];
+            if numbers[1] == 1 {
+                self.blocks.clear();
+            }
+            for &event in &numbers[2..] {
+                let (name, tiers) = (event & !3, event & 3);
+                if tiers == 0 {
+                    self.blocks.remove(&name);
+                } else {
+                    self.blocks.insert(name, tiers);
+                }
+            }
+        }
+    }
+
+    proptest! {
+        /// Whenever a follower looks, and whatever replicas hold in common, it knows what at least
+        /// one of them holds.
+        #[test]
+        fn a_follower_knows_what_is_there(
+            moves in prop::collection::vec((0usize..2, 0u128..8, 0u8..10), 0..120),
+        ) {
+            let log = BlockLog::default();
+            let mut replicas = [log.replica(), log.replica()];
+            let mut held = [HashMap::new(), HashMap::new()];
+            let mut follower = Follower::default();
+            for (replica, name, kind) in moves {
+                let name = BlockHash::from(name << 2);
+                match kind {
+                    0..5 => {
+                        let place =
+                            [Place::Device, Place::Host, Place::Both][usize::from(kind) % 3];
+                        held[replica].insert(short(name), tiers(place));
+                        replicas[replica].changed(vec![BlockEvent::Stored(name, place)]);
+                    }
+                    5..8 => {
+                        held[replica].remove(&short(name));
+                        replicas[replica].changed(vec![BlockEvent::Dropped(name)]);
+                    }
+                    8 => {
+                        held[replica].clear();
+                        replicas[replica].changed(vec![BlockEvent::Cleared]);
+                    }
+                    9 => follower.read(&log),
+                    _ => {}
+                }
+            }
+            follower.read(&log);
+            let [mut all, other] = held;
+            for (name, tiers) in other {
+                *all.entry(name).or_insert(0) |= tiers;
+            }
+            prop_assert_eq!(follower.blocks, all);
+        }
+    }
+
+    #[test]
+    fn who_is_too_far_behind_starts_anew() {
+        let log = BlockLog::default();
+        let mut replica = log.replica();
+        let mut follower = Follower::default();
+        follower.read(&log);
+        let names = (0..KEPT as u128 + 10).map(|name| BlockHash::from(name << 2));
+        let stored = |name| BlockEvent::Stored(name, Place::Device);
+        replica.changed(names.map(stored).collect());
+        let answer = numbers(&log.log.lock().since(follower.after));
+        assert_eq!((answer[1], answer.len()), (1, KEPT + 12));
+        follower.read(&log);
+        assert_eq!(follower.blocks.len(), KEPT + 10);
+        // The next number of another brain is nothing that this one has.
+        assert_eq!(numbers(&log.log.lock().since(7))[1], 1);
+    }
+}

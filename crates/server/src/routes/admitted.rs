@@ -1,0 +1,89 @@
+//! The front of every route that has the model compute: one order of checks for all of them.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use forebay_api::limits::Limited;
+use forebay_api::{ApiError, Limits};
+use serde::de::DeserializeOwned;
+
+use crate::budget::Charge;
+use crate::client::KeyId;
+use crate::limits::{self, Upload};
+use crate::peers::Peer;
+use crate::reply::Failure;
+use crate::routing::Routing;
+use crate::state::Shared;
+
+/// A body that a route takes, and its checks.
+pub(crate) trait Admissible: DeserializeOwned + Limited + Send + 'static {
+    /// A body in which only the prompt's length can be wrong.
+    type Valid: Send;
+
+    /// The model that is asked for, as the server may call it.
+    fn model(&self) -> Option<&str>;
+
+    /// Checks that the model does what the route is for.
+    ///
+    /// # Errors
+    /// It does something else.
+    fn suits(&self, _state: &Shared) -> Result<(), ApiError> {
+        Ok(())
+    }
+
+    /// Checks the rest.
+    ///
+    /// # Errors
+    /// The first parameter that is wrong.
+    fn validate_at(self, door: &Door<'_>) -> Result<Self::Valid, ApiError>;
+}
+
+/// The server as a body is checked against it, and the client whose body it is.
+pub(crate) struct Door<'a> {
+    pub(crate) state: &'a Shared,
+    pub(crate) limits: Limits,
+    /// Headers that fill in what the body does not say.
+    pub(crate) routing: &'a Routing,
+    pub(crate) key: KeyId,
+}
+
+/// A request that may be computed.
+pub(crate) struct Admitted<T: Admissible> {
+    pub(crate) admission: Admission,
+    pub(crate) valid: T::Valid,
+}
+
+/// A request without its body.
+pub(crate) struct Admission {
+    pub(crate) state: Shared,
+    pub(crate) peer: Peer,
+    pub(crate) arrived: Instant,
+    /// The served name of the model.
+    pub(crate) model: String,
+    pub(crate) limits: Limits,
+    pub(crate) routing: Routing,
+    /// For what the body takes, until its prompts are token ids.
+    pub(crate) charge: Arc<Charge>,
+}
+
+impl<T: Admissible> FromRequest<Shared> for Admitted<T> {
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, state: &Shared) -> Result<Self, Failure> {
+        let (mut parts, body) = request.into_parts();
+        let Ok(peer) = Peer::from_request_parts(&mut parts, state).await;
+        let Ok(key) = KeyId::from_request_parts(&mut parts, state).await;
+        let routing = Routing::from_request_parts(&mut parts, state).await?;
+        let Ok(upload) = Upload::from_request(Request::from_parts(parts, body), state).await;
+        let arrived = Instant::now();
+        let (body, charge) = limits::read::<T>(upload, state).await?;
+        let model = state.model_name(body.model())?;
+        body.suits(state)?;
+        let limits = state.admit()?;
+        let valid = body.validate_at(&Door { state, limits, routing: &routing, key })?;
+        let state = Arc::clone(state);
+        let admission = Admission { state, peer, arrived, model, limits, routing, charge };
+        Ok(Self { admission, valid })
+    }
+}

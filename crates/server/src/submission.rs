@@ -1,0 +1,70 @@
+//! A prompt on its way to the engine.
+
+use std::sync::Arc;
+
+use forebay_api::{ApiError, Generation, Limits, MaxTokens};
+use forebay_engine::{Embeds, PromptImage};
+
+use crate::budget::Size;
+use crate::ignored::note;
+use crate::images::ImageFile;
+use crate::state::Shared;
+use crate::terms::{Terms, check_tokens};
+
+/// One prompt with its parameters.
+pub(crate) struct Submission {
+    pub(crate) prompt: Arc<[i32]>,
+    /// In place of the prompt's tokens.
+    pub(crate) embeds: Option<Embeds>,
+    /// Where its images stand, and their files.
+    pub(crate) images: Arc<[PromptImage]>,
+    pub(crate) files: Vec<Arc<ImageFile>>,
+    pub(crate) terms: Arc<Terms>,
+    /// Tokens to generate.
+    pub(crate) max_tokens: u32,
+}
+
+impl Submission {
+    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens,
+    /// whoever made them. A client that asks for more tokens than there is room for gets those, and
+    /// is told.
+    pub(crate) fn new(
+        state: &Shared,
+        prompt: Vec<i32>,
+        terms: Arc<Terms>,
+        limits: Limits,
+        param: &'static str,
+    ) -> Result<Self, ApiError> {
+        let max_tokens = terms.generation.room(prompt.len(), limits, param)?;
+        if let MaxTokens::Exactly(wanted) = terms.generation.max_tokens
+            && wanted > max_tokens
+        {
+            if state.config.strict_params {
+                let (limit, prompt) = (limits.context_length, prompt.len());
+                let max_tokens = Some(wanted);
+                return Err(ApiError::ContextLength { param, limit, prompt, max_tokens });
+            }
+            note(format!("max_tokens={max_tokens}"));
+        }
+        check_tokens(&prompt, limits, param)?;
+        let images = Arc::default();
+        Ok(Self { prompt: prompt.into(), embeds: None, images, files: vec![], terms, max_tokens })
+    }
+
+    pub(crate) fn prompt_tokens(&self) -> u32 {
+        u32::try_from(self.prompt.len()).unwrap_or(u32::MAX)
+    }
+
+    /// How much memory it may take.
+    pub(crate) fn size(&self) -> Size {
+        let Generation { sampling, prompt_logprobs, n, .. } = &self.terms.generation;
+        Size {
+            prompt: self.prompt.len(),
+            max_tokens: self.max_tokens,
+            choices: *n as usize,
+            candidates: sampling.logprobs.map_or(0, |top| 1 + usize::from(top)),
+            allowed: sampling.allowed.as_ref().map_or(0, |ids| ids.len()),
+            told: prompt_logprobs.map_or(0, |tail| 1 + usize::from(tail.most)),
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! The parameters of a request, as every choice of every prompt has them.
+
+use std::sync::Arc;
+
+use forebay_api::{ApiError, Generation, Limits};
+use forebay_dialect::{Place, Reading};
+use forebay_text::StopTable;
+
+/// The state that prompts with the same parameters share, and all their choices.
+pub(crate) struct Terms {
+    pub(crate) generation: Generation,
+    /// Ascending, each once.
+    pub(crate) stop_ids: Arc<[i32]>,
+    /// The stop strings.
+    pub(crate) stops: Arc<StopTable>,
+    /// How answers are read; `None`: they are text.
+    pub(crate) reading: Option<Reading>,
+    /// Where the prompt leaves a model that reasons; `None`: its tokens tell.
+    pub(crate) thinks: Option<Place>,
+}
+
+impl Terms {
+    /// With the end-of-sequence ids that the model of `limits` can make.
+    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
+        let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
+        let mut stop_ids = generation.stop_ids(eos);
+        if first_unknown(&stop_ids, limits.vocab_size).is_some() {
+            let known = |id: &i32| first_unknown(&[*id], limits.vocab_size).is_none();
+            stop_ids = stop_ids.iter().copied().filter(known).collect();
+        }
+        Self { generation, stop_ids, stops, reading: None, thinks: None }
+    }
+}
+
+/// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids
+/// were checked before: this is for texts, whose tokenizer may know more tokens than the model.
+pub(crate) fn check_tokens(ids: &[i32], limits: Limits, param: &str) -> Result<(), ApiError> {
+    let Some(id) = first_unknown(ids, limits.vocab_size) else { return Ok(()) };
+    let reason = format!(
+        "`{param}`: the text has token {id}, and the model has only those below {}",
+        limits.vocab_size
+    );
+    Err(ApiError::invalid(param, reason))
+}
+
+fn first_unknown(ids: &[i32], vocab_size: u32) -> Option<i32> {
+    ids.iter().copied().find(|&id| !u32::try_from(id).is_ok_and(|id| id < vocab_size))
+}
