@@ -45,7 +45,7 @@ openai_request! {
         pub reasoning_effort: Option<String>,
         /// True if the model is to think, for templates that ask.
         pub enable_thinking: Option<bool>,
-        /// The same in OpenRouter's words, and how long at most.
+        /// The settings of reasoning in OpenRouter's words, with a limit on its tokens.
         pub reasoning: Option<ReasoningRequest>,
         /// Reasoning is part of the answer; true where absent.
         pub include_reasoning: Option<bool>,
@@ -66,11 +66,11 @@ openai_request! {
 /// The `reasoning` parameter.
 #[derive(Debug, Clone, Default, serde::Deserialize, ToSchema)]
 pub struct ReasoningRequest {
-    /// As `reasoning_effort`.
+    /// The effort, as in `reasoning_effort`.
     pub effort: Option<String>,
-    /// As `thinking_budget`.
+    /// The limit on the tokens of reasoning, as in `thinking_budget`.
     pub max_tokens: Option<i64>,
-    /// As `enable_thinking`.
+    /// The switch for reasoning, as in `enable_thinking`.
     pub enabled: Option<bool>,
     /// True: as `include_reasoning` false.
     pub exclude: Option<bool>,
@@ -88,9 +88,9 @@ pub struct ChatMessage {
     pub name: Option<String>,
     /// Reasoning of an earlier turn, for templates that use it.
     pub reasoning_content: Option<String>,
-    /// The same under another name.
+    /// The reasoning before the message, under another name.
     pub reasoning: Option<String>,
-    /// The same under another name.
+    /// The reasoning before the message, under another name.
     pub thinking: Option<String>,
     /// Tool calls of an earlier turn, for templates that use them.
     #[schema(value_type = Option<Vec<Object>>)]
@@ -137,7 +137,7 @@ pub struct ChatPrompt {
 /// The effort that a request asks of the model's reasoning.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Effort {
-    /// In words: `low`, `medium`, `high`, or what else its template knows.
+    /// The effort in words: `low`, `medium`, `high`, or another word of the template.
     pub level: Option<String>,
     /// True if the model is to think at all; `None` leaves it to the template.
     pub thinks: Option<bool>,
@@ -313,11 +313,11 @@ pub struct ValidChat {
 /// The treatment of a model's reasoning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReasoningOutput {
-    /// It stands apart.
+    /// Reasoning stands apart from the content.
     Apart,
-    /// It is left out.
+    /// Reasoning is left out.
     LeftOut,
-    /// It is content, as the model writes it.
+    /// Reasoning is content, as the model writes it.
     Content,
 }
 

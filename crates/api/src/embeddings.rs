@@ -38,8 +38,8 @@ pub struct EmbeddingRequest {
     pub cache_salt: Option<String>,
     /// Accepted; nothing depends on it.
     pub user: Option<String>,
-    /// For `/pooling`: `embed`, `score` or `classify`, as the model does; nothing else can be
-    /// chosen.
+    /// The task of `/pooling`: `embed`, `score` or `classify`, as the model does. No other task can
+    /// be chosen.
     pub task: Option<String>,
 }
 
@@ -210,12 +210,12 @@ pub enum Vector {
 pub struct PoolingUsage {
     /// Tokens of all inputs.
     pub prompt_tokens: u32,
-    /// The same.
+    /// The number of tokens in all, which are those of the prompts.
     pub total_tokens: u32,
 }
 
 impl PoolingUsage {
-    /// Of inputs of so many tokens.
+    /// Counts inputs of so many tokens.
     pub fn new(prompt_tokens: u32) -> Self {
         Self { prompt_tokens, total_tokens: prompt_tokens }
     }

@@ -91,7 +91,7 @@ pub enum ApiError {
     /// No such model.
     #[error("The model `{model}` does not exist.")]
     UnknownModel {
-        /// As the client named it.
+        /// The model's name, as the client wrote it.
         model: String,
     },
     /// No such response, or none any more.
@@ -99,7 +99,7 @@ pub enum ApiError {
         "No response `{response}` is kept: it was not stored, or is deleted, too old, or was the oldest when room was needed."
     )]
     UnknownResponse {
-        /// As the client named it.
+        /// The response's name, as the client wrote it.
         response: String,
         /// The parameter that named it; `None`: the path did.
         param: Option<&'static str>,
@@ -107,7 +107,7 @@ pub enum ApiError {
     /// No such request, or none that is still remembered.
     #[error("Nothing is known of request `{id}`, or not any more: only the last are remembered.")]
     UnknownRequest {
-        /// As the client named it.
+        /// The request's id, as the client wrote it.
         id: String,
     },
     /// No API key, or the wrong one.
@@ -400,14 +400,14 @@ pub struct ErrorBody {
 /// The fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorObject {
-    /// For people.
+    /// The message for people.
     pub message: String,
     /// OpenAI's class of the error, such as `invalid_request_error`.
     #[serde(rename = "type")]
     pub kind: String,
     /// Path of the parameter at fault.
     pub param: Option<String>,
-    /// For programs.
+    /// The code for programs.
     pub code: Option<String>,
 }
 

@@ -193,14 +193,14 @@ pub struct GenerateItem {
     pub rid: Option<String>,
     /// Number of its parameters in [`ValidGenerate::generations`].
     pub generation: usize,
-    /// Its images, in order.
+    /// The images of the prompt, in order.
     pub images: Vec<ImagePart>,
 }
 
 /// A native request without anything left to check but the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidGenerate {
-    /// At least one.
+    /// The prompts, at least one.
     pub items: Vec<GenerateItem>,
     /// Everything else: one for all prompts, or one a prompt.
     pub generations: Vec<Generation>,
@@ -465,7 +465,7 @@ pub enum GenerateFinish {
         /// The stop string or token that ended the output.
         matched: StopReason,
     },
-    /// As many tokens as asked for.
+    /// The answer has as many tokens as were asked for.
     Length {
         /// The number of tokens in the output.
         length: u32,

@@ -75,7 +75,7 @@ pub struct LlamaRequest {
 /// A llama.cpp request without anything left to check but the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidLlama {
-    /// At least one.
+    /// The prompts, at least one.
     pub prompts: Vec<Prompt>,
     /// The answer is a list.
     pub batch: bool,
@@ -196,7 +196,7 @@ pub struct LlamaCompletion {
     pub tokens: Vec<i32>,
     /// True in the last chunk.
     pub stop: bool,
-    /// At the end: everything else.
+    /// The fields of the last chunk; `None` before it.
     #[serde(flatten)]
     pub end: Option<LlamaEnd>,
     /// Log-probabilities of the tokens, where asked for.
@@ -230,7 +230,7 @@ pub struct LlamaEnd {
 pub struct LlamaTimings {
     /// Tokens of the prompt that were computed.
     pub prompt_n: u32,
-    /// Those that were found in the prefix cache.
+    /// The number of prompt tokens that were found in the prefix cache.
     pub cache_n: u32,
     /// Tokens that were generated.
     pub predicted_n: u32,
@@ -245,9 +245,9 @@ pub struct LlamaTimings {
 pub struct LlamaProbability {
     /// The token.
     pub id: i32,
-    /// Its text.
+    /// The text of the token.
     pub token: String,
-    /// Its bytes.
+    /// The bytes of the token.
     pub bytes: Vec<u8>,
     /// Natural logarithm.
     pub logprob: f32,
@@ -272,7 +272,7 @@ impl LlamaEnd {
 /// A row of the device's tables, as llama.cpp's server shows it.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct LlamaSlot {
-    /// Its number.
+    /// The number of the slot.
     pub id: u32,
     /// Positions that a request may use.
     pub n_ctx: u32,

@@ -85,9 +85,9 @@ pub(crate) struct ToolChoice {
     /// `auto`, `any`, `tool` or `none`.
     #[serde(rename = "type")]
     kind: String,
-    /// Of `tool`: which.
+    /// The name of the tool, for the kind `tool`.
     name: Option<String>,
-    /// At most one call.
+    /// True if at most one call is allowed.
     disable_parallel_tool_use: Option<bool>,
 }
 
@@ -143,7 +143,7 @@ pub(crate) struct Block {
     tool_use_id: Option<String>,
     is_error: Option<bool>,
     content: Option<TextOr<Inner>>,
-    /// Of thinking: what we made of it ourselves.
+    /// The signature of a block of thinking, which this server made itself.
     #[serde(default, rename = "signature")]
     _signature: Inert,
 }

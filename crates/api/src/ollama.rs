@@ -110,7 +110,7 @@ pub struct OllamaEmbedRequest {
 pub struct OllamaShowRequest {
     /// Name of the model.
     pub model: Option<String>,
-    /// The same, as older clients say it.
+    /// The model's name, as older clients send it.
     pub name: Option<String>,
 }
 
@@ -136,16 +136,16 @@ pub(crate) struct OllamaOptions {
     top_k: Option<i32>,
     /// Least probability, as a part of the largest.
     min_p: Option<f32>,
-    /// For the same answer again.
+    /// The seed; equal seeds give equal answers.
     seed: Option<i64>,
     /// Texts that end the answer.
     #[schema(value_type = Option<Vec<String>>)]
     stop: Option<Strings>,
     /// Factor for tokens that were there.
     repeat_penalty: Option<f32>,
-    /// As in OpenAI's API.
+    /// The presence penalty of OpenAI's API.
     presence_penalty: Option<f32>,
-    /// As in OpenAI's API.
+    /// The frequency penalty of OpenAI's API.
     frequency_penalty: Option<f32>,
 }
 
@@ -161,7 +161,7 @@ struct OllamaMessage {
     images: Option<Strings>,
     tool_calls: Option<Vec<OllamaCall>>,
     tool_call_id: Option<String>,
-    /// Of a result: the tool that gave it.
+    /// The tool that gave a result.
     tool_name: Option<String>,
 }
 
@@ -185,7 +185,7 @@ struct OllamaFunction {
 pub enum OllamaAsk {
     /// Nothing: the model is to be there, or to go.
     Load {
-        /// It is to go.
+        /// True if the model is to be unloaded.
         unload: bool,
     },
     /// An answer in a conversation.
@@ -280,7 +280,7 @@ impl OllamaGenerateRequest {
 }
 
 impl OllamaEmbedRequest {
-    /// The same in OpenAI's words.
+    /// The same request in OpenAI's words.
     #[must_use]
     pub fn in_openai(self) -> EmbeddingRequest {
         EmbeddingRequest {

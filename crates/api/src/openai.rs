@@ -17,7 +17,7 @@ pub struct Streaming {
 /// The form in which tokens appear beside their text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenOutput {
-    /// Their ids come with the answer.
+    /// True if the tokens' ids come with the answer.
     pub ids: bool,
     /// Log-probabilities name them by their ids.
     pub as_ids: bool,

@@ -9,23 +9,24 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Of a request: who sends it, see [`RouterTag`].
+/// The request header with the router that sends a request: [`RouterTag`].
 pub const ROUTER_HEADER: &str = "x-forebay-router";
-/// Of a router's request: its key. Brains that have one do what routers ask only with it.
+/// The request header with a router's key. A brain that has a key serves routers only with it.
 pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
-/// Of a response: how many backends died under the request. It is not to be tried again.
+/// The response header with the number of backends that died under the request. The request is not
+/// to be tried again.
 pub const DEATHS_HEADER: &str = "x-forebay-deaths";
-/// Of a response: see [`LoadReport`].
+/// The response header with a [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
-/// Of a response that is kept: its name, with which clients go on from it.
+/// The response header with the name of a kept response, by which clients go on from it.
 pub const RESPONSE_HEADER: &str = "x-forebay-response";
-/// Of a stream that another brain can go on with: its name. Of a request that asks to go on with
-/// one: the same.
+/// The header with the name of a stream. A response has it if another brain can go on with the
+/// stream, and a request if it asks to go on.
 pub const STREAM_HEADER: &str = "x-forebay-stream";
-/// Of a request that goes on with a stream: how many bytes of the body are token ids, ahead of what
-/// the client sent.
+/// The request header of a stream that goes on: the number of bytes of the body that are token ids,
+/// ahead of the client's own body.
 pub const RESUME_HEADER: &str = "x-forebay-resume";
-/// Of a response: names of blocks of the prompt, see [`sample_blocks`].
+/// The response header with names of blocks of the prompt: [`sample_blocks`].
 pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
 /// The beginning of a comment of a stream.
 pub const COMMENT: &[u8] = b": forebay ";
@@ -54,7 +55,7 @@ impl Pairs<'_> {
 /// A router's words with each request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RouterTag {
-    /// Its name, drawn when it started.
+    /// The name of the router, drawn when it started.
     pub router: u64,
     /// Number of this dispatch to this backend, from 1.
     pub seq: u64,

@@ -44,11 +44,11 @@ pub struct RerankRequest {
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(untagged)]
 pub enum Document {
-    /// Its text.
+    /// The text of the document.
     Plain(String),
     /// Cohere's form.
     Object {
-        /// Its text.
+        /// The text of the document.
         text: String,
     },
 }
@@ -142,7 +142,7 @@ pub struct ScoreRequest {
 pub struct Pairs {
     /// One, or as many as `second`.
     pub first: Vec<String>,
-    /// At least one.
+    /// The second texts, at least one.
     pub second: Vec<String>,
     /// Tokens to keep of a pair.
     pub truncate: Option<usize>,
@@ -291,7 +291,7 @@ pub struct RerankResult {
 /// A document of a response.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct RerankDocument {
-    /// Its text.
+    /// The text of the document.
     pub text: String,
 }
 

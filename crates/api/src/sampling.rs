@@ -16,15 +16,15 @@ use crate::structure::{Spellings, Structure};
 /// The values of the model's `generation_config.json`, for parameters that the client leaves out.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GenerationDefaults {
-    /// As the parameter of this name.
+    /// The default of `temperature`.
     pub temperature: Option<f32>,
-    /// As the parameter of this name.
+    /// The default of `top_p`.
     pub top_p: Option<f32>,
-    /// As the parameter of this name.
+    /// The default of `top_k`.
     pub top_k: Option<i32>,
-    /// As the parameter of this name.
+    /// The default of `min_p`.
     pub min_p: Option<f32>,
-    /// As the parameter of this name.
+    /// The default of `repetition_penalty`.
     pub repetition_penalty: Option<f32>,
 }
 
@@ -47,7 +47,8 @@ pub struct Limits {
 /// The limit on the tokens to generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaxTokens {
-    /// As the client said: fewer where it does not fit, which the client is told.
+    /// The client's number. It becomes smaller if the context has no room for it, and the client is
+    /// told.
     Exactly(u32),
     /// A default: fewer where it does not fit.
     AtMost(u32),

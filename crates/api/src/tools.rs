@@ -21,9 +21,9 @@ pub struct CallDemand {
 /// The number of calls that a request demands of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Calls {
-    /// As often as the model sees fit.
+    /// The model chooses the number of calls.
     Any,
-    /// At least once.
+    /// There is at least one call.
     Some,
     /// Once: the client has named the tool.
     Named,
@@ -32,7 +32,7 @@ pub enum Calls {
 /// A function that a model may call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OfferedTool {
-    /// Its name.
+    /// The name of the function.
     pub name: String,
     /// The JSON schema of its arguments.
     pub schema: Value,
@@ -49,18 +49,18 @@ pub struct OfferedTool {
 pub struct TextForm {
     /// A grammar in Lark, or a regular expression.
     pub definition: String,
-    /// It is a regular expression.
+    /// True for a regular expression, false for a grammar.
     pub is_regex: bool,
-    /// Its path in the request.
+    /// The path of the form in the request.
     pub path: String,
 }
 
 /// The tools of a request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct OfferedTools {
-    /// As the chat template sees them. Empty: there are none, or none may be called.
+    /// The tools as the chat template sees them. Empty: there are none, or none may be called.
     pub described: Vec<Value>,
-    /// The same, as they are called.
+    /// The tools as functions that may be called.
     pub functions: Vec<OfferedTool>,
     /// True if an answer may have several calls.
     pub parallel: bool,

@@ -13,9 +13,9 @@ use crate::dataset::seed::{Purpose, generator};
 /// The shape of a ramp from the first rate to the last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum RampUp {
-    /// By the same amount from request to request.
+    /// The rate grows by the same amount from request to request.
     Linear,
-    /// By the same factor from request to request.
+    /// The rate grows by the same factor from request to request.
     Exponential,
 }
 

@@ -21,7 +21,7 @@ struct Process {
     parent: u32,
     user: u64,
     system: u64,
-    /// Of children that have ended and were waited for.
+    /// The user time of children that have ended and were waited for.
     ended_user: u64,
     ended_system: u64,
 }

@@ -43,9 +43,9 @@ impl fmt::Display for Rate {
 /// CPU time of one server process over the measured window.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ProcessCpu {
-    /// Its id.
+    /// The id of the process.
     pub pid: u32,
-    /// Its name.
+    /// The name of the process.
     pub name: String,
     /// Seconds in user mode, its ended children's included.
     pub user_seconds: f64,
@@ -172,9 +172,9 @@ pub struct Settings {
     pub label: Option<String>,
     /// Kind of server.
     pub backend: String,
-    /// Its address.
+    /// The address of the server.
     pub base_url: String,
-    /// Its model.
+    /// The model that was asked for.
     pub model: String,
     /// The dataset.
     pub dataset_name: String,
@@ -205,9 +205,9 @@ pub struct Summary {
     pub failed: u64,
     /// Prompt tokens of those that succeeded.
     pub total_input_tokens: u64,
-    /// Of these, text.
+    /// The number of input tokens that are text.
     pub total_input_text_tokens: u64,
-    /// Of these, images.
+    /// The number of input tokens that are images.
     pub total_input_vision_tokens: u64,
     /// Tokens generated, by the server's count.
     pub total_output_tokens: u64,
@@ -256,11 +256,11 @@ pub struct Costs {
     pub max_lateness_ms: f64,
     /// CPU time of this client over the measured window.
     pub client_cpu_seconds: f64,
-    /// The same for each generated token, in microseconds.
+    /// The client's CPU time for each generated token, in microseconds.
     pub client_cpu_us_per_token: f64,
     /// CPU time of the server's processes over the window, if it was asked for.
     pub server_cpu: Option<Vec<ProcessCpu>>,
-    /// The same for each generated token, in microseconds.
+    /// The server's CPU time for each generated token, in microseconds.
     pub server_cpu_us_per_token: Option<f64>,
 }
 

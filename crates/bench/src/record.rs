@@ -15,7 +15,7 @@ pub struct Record {
     pub chunks: Vec<Chunk>,
     /// Prompt tokens: the server's count, or the client's where the server gives none.
     pub input_tokens: u32,
-    /// Of these, tokens that are not text.
+    /// The number of prompt tokens that are not text.
     pub vision_tokens: u32,
     /// Generated tokens: the server's count, or what was asked for where it gives none.
     pub output_tokens: u32,

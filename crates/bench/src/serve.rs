@@ -105,7 +105,7 @@ async fn wait_until_ready(client: &Client, patience: Duration) -> Result<()> {
 
 /// The names of the model.
 struct Model {
-    /// As the server knows it.
+    /// The server's name for the model.
     served: String,
     /// The model whose tokenizer counts.
     tokenizer: String,

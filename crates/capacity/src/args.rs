@@ -63,7 +63,7 @@ pub struct PlanArgs {
     /// Size of each replica's host tier in GB (10^9 bytes).
     #[arg(long, value_name = "GB", conflicts_with = "hicache_ratio", value_parser = from_zero)]
     pub hicache_size: Option<f64>,
-    /// The same, in pages for each page of the device; 0: none.
+    /// The size of the host tier, in pages for each page of the device; 0: none.
     #[arg(long, value_name = "RATIO", value_parser = from_zero)]
     pub hicache_ratio: Option<f64>,
     /// The time at which a block is copied to the host tier.
@@ -106,10 +106,10 @@ pub enum Router {
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]
 pub enum WritePolicy {
-    /// As soon as it is computed.
+    /// Blocks are copied as soon as they are computed.
     #[default]
     WriteThrough,
-    /// At its second use.
+    /// Blocks are copied at their second use.
     WriteThroughSelective,
     /// Blocks are copied just before the device needs their pages.
     WriteBack,
@@ -142,7 +142,7 @@ pub enum SloMetric {
 pub struct Slo {
     /// The latency.
     pub metric: SloMetric,
-    /// Its limit in milliseconds.
+    /// The limit in milliseconds.
     pub limit_ms: f64,
 }
 

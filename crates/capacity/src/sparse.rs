@@ -55,7 +55,7 @@ pub enum KvSaveOrder {
 }
 
 impl KvSaveOrder {
-    /// As a hand is told.
+    /// The name in the configuration of a hand.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

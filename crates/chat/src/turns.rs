@@ -37,7 +37,7 @@ pub(crate) struct Sampling {
 /// The ways in which an answer ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// By itself.
+    /// The answer ended by itself.
     Whole(End),
     /// The user stopped it.
     Stopped,
@@ -49,7 +49,7 @@ pub(crate) struct Conversation {
     pub(crate) model: String,
     system: Option<String>,
     sampling: Sampling,
-    /// Of user and assistant in turn.
+    /// The messages of user and assistant in turn.
     messages: Vec<(&'static str, String)>,
 }
 

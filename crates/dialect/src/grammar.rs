@@ -29,7 +29,7 @@ pub enum Instead {
 /// The grammar of an answer, in llguidance's Lark. Rules of arguments are missing in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallGrammar {
-    /// Its rules, beginning with `start`.
+    /// The rules of the grammar, beginning with `start`.
     pub lark: String,
     /// The rule for the arguments of each tool, in the order of the tools.
     pub arguments: Vec<String>,

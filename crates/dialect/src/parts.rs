@@ -29,7 +29,7 @@ pub enum Part<'a> {
     Content(&'a str),
     /// The reasoning before the answer.
     Reasoning(&'a str),
-    /// It calls a tool.
+    /// The answer calls a tool.
     Call {
         /// Number of the call in the answer, from 0.
         index: u32,

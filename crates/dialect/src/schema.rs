@@ -13,7 +13,7 @@ const STEPS: u32 = 512;
 /// The tools that a request offers: names and the JSON Schemas of their arguments.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Tools {
-    /// In the order of the request.
+    /// The names, in the order of the request.
     names: Vec<String>,
     schemas: HashMap<String, Value>,
 }

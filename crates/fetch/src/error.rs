@@ -62,7 +62,7 @@ pub enum FetchError {
     /// The connection ended before the file, or what came is not HTTP.
     #[error("the answer of {0} broke off")]
     Broken(String),
-    /// It took too long.
+    /// The fetch took too long.
     #[error("the file did not come within {0:?}")]
     TooSlow(Duration),
     /// `file:` URLs are not read.

@@ -16,9 +16,9 @@ pub(crate) enum AffinityFlag {
     Auto,
     /// `[brain=LIST|]LIST[;LIST...][|LIST[;LIST...]...]`
     Lists {
-        /// Of the brain; empty: any.
+        /// The processors of the brain; empty: any.
         brain: Vec<usize>,
-        /// Of each replica, those of its ranks.
+        /// The processors of each replica's ranks.
         replicas: Vec<Vec<Vec<usize>>>,
     },
 }

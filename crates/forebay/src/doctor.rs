@@ -48,9 +48,9 @@ struct Finding {
 #[serde(rename_all = "lowercase")]
 enum State {
     Ok,
-    /// It serves, and could do so better or with more.
+    /// The machine serves, and could do so better or with more.
     Note,
-    /// It does not serve.
+    /// The machine does not serve.
     Problem,
 }
 

@@ -366,7 +366,7 @@ pub(crate) enum Quantization {
     #[value(name = "w8a8_int8")]
     #[serde(rename = "w8a8_int8")]
     W8A8Int8,
-    /// Both with a scale every 32 positions, as the file has them.
+    /// 8 or 4 bits with a scale every 32 positions, as the file has them.
     Gguf,
     /// 8-bit floats: the checkpoint's, or made of it while it is loaded.
     #[value(aliases = ["fbgemm_fp8", "w8a8_fp8"])]
@@ -433,7 +433,7 @@ pub(crate) enum Device {
     Cpu,
     Cuda,
     Sim,
-    /// For tests: a CPU whose work is done as late as an accelerator's may be.
+    /// A CPU whose work is done as late as an accelerator's may be, for tests.
     #[value(hide = true)]
     Deferred,
 }

@@ -34,9 +34,9 @@ pub(crate) struct HostTier {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum HostSize {
-    /// In bytes.
+    /// The size in bytes.
     Bytes(u64),
-    /// In pages of the device's.
+    /// The size in pages for each page of the device.
     Ratio(f64),
 }
 

@@ -18,7 +18,7 @@ const PANIC: &str = "panic: ";
 
 /// A compiled source. Requests get copies of its matcher.
 pub(crate) struct Template {
-    /// At the beginning; copying it needs nobody else to look at it.
+    /// The matcher at its beginning. A copy of it is independent of it.
     matcher: Mutex<Matcher>,
     /// The mask of an answer's first token. It is computed once, because the first mask is by far
     /// the dearest.

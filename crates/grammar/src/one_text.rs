@@ -51,7 +51,7 @@ const COMMON: &[(&str, &str)] = &[
 /// The place of a text in the grammar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// In a JSON string.
+    /// The text is in a JSON string.
     Json,
     /// Between tags, as it is.
     Tags,

@@ -69,11 +69,11 @@ pub struct CallForm {
 pub struct CallArguments {
     /// Name of the rule.
     pub rule: String,
-    /// Their JSON schema, as text.
+    /// The JSON schema of the arguments, as text.
     pub schema: Arc<str>,
     /// The schema's path in the request, which errors name.
     pub path: Arc<str>,
-    /// They are one text, of this form, and the schema says nothing.
+    /// The form of the text that the arguments are; the schema then says nothing.
     pub text: Option<CallText>,
 }
 
@@ -92,7 +92,8 @@ pub struct CallText {
 /// answer's length is used up.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub enum Whitespace {
-    /// At each place one space, or a line's end and an indentation of at most 24 blanks.
+    /// White space is at each place one space, or a line's end and an indentation of at most 24
+    /// blanks.
     #[default]
     Bounded,
     /// None.

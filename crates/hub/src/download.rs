@@ -240,7 +240,7 @@ impl Downloader<'_> {
 struct Partial {
     path: PathBuf,
     file: File,
-    /// For messages.
+    /// The name of the file, for messages.
     name: String,
 }
 

@@ -32,7 +32,7 @@ const MEGABYTES: u32 = 93;
 /// The Python whose packages are looked into, and whose pip downloads one.
 #[derive(Debug, Clone)]
 pub struct Interpreter {
-    /// As the user names it: `python3` is looked up as shells do.
+    /// The interpreter's path, as the user names it: `python3` is looked up as shells do.
     pub path: PathBuf,
     /// Has a command inherit nothing secret.
     pub prepare: fn(&mut Command),

@@ -32,7 +32,7 @@ pub enum HubError {
     Revision {
         /// `org/name`.
         repository: String,
-        /// As it was named.
+        /// The revision, as it was named.
         revision: String,
     },
     /// The hub knows no such repository, or does not show it to us.

@@ -29,7 +29,7 @@ pub struct Found {
     pub name: Option<String>,
     /// A directory in the layout of Hugging Face, or a GGUF file: the first of its parts.
     pub path: PathBuf,
-    /// Of the hub.
+    /// The commit of the hub.
     pub commit: Option<String>,
     lacks: Option<Lacks>,
 }
@@ -46,9 +46,9 @@ struct Lacks {
 pub enum Token {
     /// There is none.
     Unset,
-    /// It is somebody's.
+    /// The token belongs to a user.
     Taken,
-    /// It is nobody's.
+    /// The token belongs to no user.
     Refused,
     /// The server does not tell; mirrors need not.
     Unknown,

@@ -9,7 +9,7 @@ pub enum Place {
     Device,
     /// The host's memory only.
     Host,
-    /// Both.
+    /// The block is in device memory and in host memory.
     Both,
 }
 

@@ -51,7 +51,7 @@ impl<T> Drop for Lease<T> {
 /// A block that was given up for another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evicted {
-    /// Its name.
+    /// The name of the evicted block.
     pub name: BlockHash,
     /// Another tier holds it too.
     pub saved: bool,

@@ -21,7 +21,7 @@ pub enum Direction {
     Save,
     /// From the host to the device, at once: nothing in flight names the target.
     Restore,
-    /// The same of index keys alone, to the index page that has the number of the host's page.
+    /// Index keys alone are restored, to the index page that has the number of the host's page.
     RestoreIndex,
 }
 
@@ -37,7 +37,7 @@ pub struct Span {
 /// A copy of one page, all layers of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
-    /// Its number, which its end is reported with.
+    /// The number of the copy, which the report of its end names.
     pub ticket: u32,
     /// The direction of the copy.
     pub direction: Direction,

@@ -41,7 +41,7 @@ fn unfit(kind: Kind, error: &serde_json::Error) -> FrameError {
 /// Hand to brain, first of all: the process is there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Its process id.
+    /// The process id of the hand.
     pub pid: u32,
 }
 
@@ -86,15 +86,16 @@ pub struct HandConfig {
     pub expert_parallel: bool,
     /// Threads that compute on a CPU; `None`: the physical cores that the process may use.
     pub threads: Option<u32>,
-    /// Of dummy weights.
+    /// The seed of dummy weights.
     pub seed: u64,
     /// Bytes that all files of packed weights may take together; 0: none is read or written.
     pub weight_cache_bytes: u64,
     /// Size of the host's tier. With neither this nor a ratio there is none.
     pub host_bytes: Option<u64>,
-    /// The same, in pages for each page of the device.
+    /// The size of the host tier, in pages for each page of the device.
     pub host_ratio: Option<f64>,
-    /// The same, in pages: those that an earlier hand was given, whose content is there.
+    /// The size of the host tier in pages: those that an earlier hand was given, whose content is
+    /// there.
     pub host_pages: Option<u32>,
     /// Share of the memory that is free beside weights and pages, which the host's tier may have.
     pub host_share: f64,
@@ -131,19 +132,19 @@ pub struct StoreRequest {
 pub enum StoreOp {
     /// Sets a value.
     Set {
-        /// Its key.
+        /// The key.
         key: String,
         /// The value.
         value: String,
     },
     /// Asks for a value, and waits until it is there.
     Get {
-        /// Its key.
+        /// The key.
         key: String,
     },
     /// Adds to a number, which is 0 before; asks for the sum.
     Add {
-        /// Its key.
+        /// The key.
         key: String,
         /// The number that is added.
         amount: i64,
@@ -160,7 +161,7 @@ pub enum StoreOp {
     },
     /// Sets a value if it is the expected one; asks what it is then.
     CompareSet {
-        /// Its key.
+        /// The key.
         key: String,
         /// The value that has to be there before; empty: none may be.
         expected: String,
@@ -179,7 +180,7 @@ pub enum StoreOp {
 /// Brain to hand: an answer of the store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreReply {
-    /// Of the question.
+    /// The id of the question.
     pub id: u64,
     /// A value in base64, where one was asked for.
     pub value: Option<String>,

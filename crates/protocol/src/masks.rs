@@ -81,9 +81,9 @@ impl StepMasks {
 pub enum MaskPlace {
     /// There is none: everything is allowed.
     Everything,
-    /// At this byte of the arena.
+    /// The mask is at this byte of the arena.
     Arena(u32),
-    /// In the frame, so many masks after its first.
+    /// The mask is in the frame, so many masks after its first.
     Inline(usize),
 }
 
@@ -94,7 +94,7 @@ pub struct ReceivedMasks {
     pub step: u64,
     /// One a masked row, in row order.
     pub places: Vec<MaskPlace>,
-    /// Those in the frame, one after the other.
+    /// The masks in the frame, one after the other.
     words: Vec<u32>,
 }
 

@@ -78,7 +78,7 @@ pub struct Row {
     pub start: u32,
     /// Number of positions.
     pub length: u32,
-    /// Its purpose.
+    /// The purpose of the row.
     pub want: Want,
 }
 

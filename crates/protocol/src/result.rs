@@ -26,7 +26,8 @@ pub struct SampledLogprobs<'a> {
 pub struct StepResult {
     /// The plan's step number.
     pub step: u64,
-    /// Of the rows that sample, in row order; one each unless `token_counts` says otherwise.
+    /// The tokens of the rows that sample, in row order; one each unless `token_counts` says
+    /// otherwise.
     pub tokens: Vec<i32>,
     /// One a row, in row order: [`ROW_OK`] or [`ROW_NOT_FINITE`].
     pub row_errors: Vec<i32>,
@@ -51,7 +52,8 @@ pub struct StepResult {
     pub copy_timing: CopyTiming,
     /// The places of the rows that sparse slots read.
     pub sparse_rows: SparseRows,
-    /// Of the tokens of prompts that the plan asks for, in its order; `None`: it asks for none.
+    /// The log-probabilities of prompts that the plan asks for, in its order; `None`: it asks for
+    /// none.
     pub prompt_logprobs: Option<Box<PromptLogprobs>>,
 }
 

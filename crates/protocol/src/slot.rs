@@ -117,21 +117,21 @@ impl NewSlot<'_> {
 /// The sampling parameters of a new slot, as they stand in a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SlotSampling<'a> {
-    /// As [`SamplingParams`] have it.
+    /// The temperature, as in [`SamplingParams`].
     pub temperature: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub top_p: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub min_p: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub repetition_penalty: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub presence_penalty: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub frequency_penalty: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub top_k: i32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub seed: u64,
     /// Token ids whose logits something is added to.
     pub bias_ids: &'a [i32],
@@ -144,7 +144,7 @@ pub struct SlotSampling<'a> {
 pub struct SlotWrite<'a> {
     /// Row of the device tables.
     pub slot: u32,
-    /// Its tokens; empty where they are in the arena.
+    /// The tokens of the slot; empty if they are in the arena.
     pub tokens: &'a [i32],
     /// The number of tokens, in the plan or in the arena.
     pub token_count: u32,

@@ -30,9 +30,10 @@ pub struct ReplicasConfig {
 
 /// The parts of a replica.
 pub struct Member {
-    /// Its limits; those of the queue hold for all replicas together, which also have one namer.
+    /// The limits of the engine; those of the queue hold for all replicas together, which also have
+    /// one namer.
     pub config: EngineConfig,
-    /// Its hand.
+    /// The hand of the engine.
     pub executor: Box<dyn Executor>,
     /// The receiver of its outputs.
     pub sink: Box<dyn OutputSink>,

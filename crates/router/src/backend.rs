@@ -23,7 +23,7 @@ use crate::policy::Candidate;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`{url}` is not the URL of a backend: {reason}")]
 pub struct UrlError {
-    /// As it was given.
+    /// The URL, as it was given.
     pub url: String,
     /// The reason, for the user.
     pub reason: &'static str,
@@ -77,7 +77,7 @@ impl BackendUrl {
 struct Health {
     up: bool,
     was_up: bool,
-    /// Of the same outcome, in a row.
+    /// The number of failed checks in a row.
     failures: u32,
     successes: u32,
 }
@@ -85,13 +85,14 @@ struct Health {
 /// The finding of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Check {
-    /// It takes requests.
+    /// The backend takes requests.
     Fine,
-    /// It answers, and takes none: it loads, or drains. What it has it may finish.
+    /// The backend answers, and takes no new requests: it loads, or drains. Requests that it has
+    /// may end there.
     Refuses,
     /// Nobody listens there. Connections that are open may live on: so do some servers shut down.
     Absent,
-    /// It does not answer.
+    /// The backend does not answer.
     Silent,
 }
 
@@ -111,7 +112,7 @@ struct Life {
     /// Deaths so far. A dispatch that breaks when there are more than at its beginning was in
     /// flight at one.
     deaths: u64,
-    /// It was found dead and has not answered since.
+    /// True if the backend was found dead and has not answered since.
     dead: bool,
     /// The process, as it calls itself; 0: not known.
     epoch: u64,

@@ -17,7 +17,8 @@ pub enum Watch {
     /// something changes.
     #[default]
     Acknowledged,
-    /// The same, but a report erases what was dispatched since it was made.
+    /// Reports ride on responses, but a report erases the requests that were dispatched since it
+    /// was made.
     Unacknowledged,
     /// Each backend is asked again and again, and the answer erases what was dispatched meanwhile.
     Polled(Duration),

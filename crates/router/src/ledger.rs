@@ -14,8 +14,8 @@ use forebay_api::peer::LoadReport;
 pub enum Accounting {
     /// Nothing: dispatches count until they end.
     Acknowledged,
-    /// It erases them, as where load is polled or reported without saying what it counts. To
-    /// measure the other by.
+    /// A report erases these requests. A router does so that polls load, or whose reports do not
+    /// say which requests they count. This is here to be compared with the other.
     Overwritten,
 }
 

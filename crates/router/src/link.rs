@@ -29,7 +29,7 @@ pub(crate) struct Link {
     sender: SendRequest<Payload>,
     connection: Pin<Box<Connection<TokioIo<TcpStream>, Payload>>>,
     closed: bool,
-    /// It has answered before.
+    /// True if the link has answered before.
     used: bool,
 }
 

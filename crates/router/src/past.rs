@@ -17,7 +17,7 @@ const SHORTEST_TRIAL: Duration = Duration::from_secs(1);
 /// The part of a request in a backend's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// It was on trial there.
+    /// The request was on trial there.
     OnTrial,
     /// Another was.
     Bystander,
@@ -32,7 +32,7 @@ pub(crate) struct Past {
     unexplained: u8,
     /// The time that the request had been with the backend that died last.
     lived: Duration,
-    /// It has to be tried alone.
+    /// True if the request has to be tried alone.
     suspect: bool,
 }
 

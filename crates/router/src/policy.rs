@@ -18,8 +18,8 @@ pub enum Policy {
     /// The one that has most of the prompt in its cache, unless it has too much to do.
     #[default]
     CacheAware,
-    /// The same for the same `x-routing-key`, `routing_key`, `session_id` or `user`; without one,
-    /// that with the fewest requests.
+    /// The backend is the same for the same `x-routing-key`, `routing_key`, `session_id` or `user`.
+    /// A request without one goes to the backend with the fewest requests.
     Session,
 }
 

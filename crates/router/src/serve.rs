@@ -71,7 +71,7 @@ pub struct Router {
 enum Stage {
     Serving,
     Closing,
-    /// At once.
+    /// Requests are ended at once.
     Cutting,
 }
 

@@ -72,7 +72,7 @@ const POSTED: &[&str] = &[
 
 /// A response of the router.
 pub(crate) enum Answer {
-    /// Its own.
+    /// The router's own answer.
     Own(Full<Bytes>),
     /// The news of the router's backends, as long as the client listens.
     Fed(FeedBody),

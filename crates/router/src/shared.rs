@@ -194,7 +194,7 @@ impl Shared {
 pub(crate) enum Choice {
     /// A backend gets the request.
     Sent(Sent),
-    /// Those that could get it each have a suspect on trial.
+    /// Each backend that could get the request has a suspect on trial.
     OnTrial,
     /// Nobody takes it.
     Nobody,

@@ -6,11 +6,11 @@ use serde::Serialize;
 /// The order of admission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// By arrival.
+    /// The order of arrival.
     Fcfs,
-    /// By priority, larger first, then by arrival.
+    /// The order of priority, larger first, then of arrival.
     Priority,
-    /// By priority, smaller first, then by arrival.
+    /// The order of priority, smaller first, then of arrival.
     PriorityAscending,
 }
 
@@ -72,7 +72,7 @@ impl SchedulerConfig {
 /// A vision tower, and what there is for what it gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tower {
-    /// Its layers.
+    /// The number of layers of the tower.
     pub layers: u32,
     /// Image pages; the largest image that requests bring fits.
     pub pages: u32,
@@ -113,7 +113,7 @@ impl Sparse {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SavePolicy {
-    /// As soon as it is computed.
+    /// Blocks are saved as soon as they are computed.
     #[default]
     WriteThrough,
     /// Blocks are saved when a second request uses them.
@@ -127,7 +127,7 @@ pub enum SavePolicy {
 /// The tier of host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostTier {
-    /// Its pages.
+    /// The number of pages of the host tier.
     pub pages: u32,
     /// The time at which blocks are saved.
     pub policy: SavePolicy,

@@ -47,8 +47,8 @@ impl PromptImage {
         placed.collect()
     }
 
-    /// Those of `images` that meet the block of `size` positions from `start` on, as names of
-    /// blocks tell them apart.
+    /// The `images` that meet the block of `size` positions from `start` on, in the form that names
+    /// of blocks use.
     pub fn within(
         images: &[Self],
         start: u32,
@@ -99,9 +99,9 @@ pub fn image_words(images: &[PromptImage]) -> u64 {
 /// Work that is left before a needed image is on pages.
 #[derive(Debug)]
 enum Work {
-    /// Its patches are not there.
+    /// The patches of the image are not there.
     Wanted,
-    /// They are, at this byte of the arena.
+    /// The patches of the image are at this byte of the arena.
     Placed { patches: u32 },
     /// The tower has computed some of its layers.
     Encoding { number: u32, end: u32, patches: u32, pages: ImageLease },

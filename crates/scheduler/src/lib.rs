@@ -96,7 +96,7 @@ struct FlightRow {
 struct FlightImage {
     /// The request that waits for it.
     handle: Handle,
-    /// Its positions in that request end here.
+    /// The end of the image's positions in that request.
     end: u32,
 }
 

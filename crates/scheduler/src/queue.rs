@@ -36,9 +36,9 @@ pub(crate) struct Ticket {
 pub(crate) struct Queue {
     /// Without it all requests are one client's: turns go by arrival.
     fair: bool,
-    /// Those that were admitted before.
+    /// The requests that were admitted before.
     returning: BTreeMap<Key, Ticket>,
-    /// By rank. None is empty.
+    /// The lanes by rank. None is empty.
     lanes: BTreeMap<i64, Lane>,
 }
 
@@ -60,7 +60,7 @@ struct Account {
     /// The start of its first waiting request, or of its next one: the end of the last one that was
     /// admitted.
     start: u64,
-    /// By arrival.
+    /// The waiting requests, by arrival.
     waiting: BTreeMap<i64, Ticket>,
 }
 

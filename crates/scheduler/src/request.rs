@@ -35,8 +35,8 @@ pub struct Request {
     pub max_tokens: u32,
     /// The parameters that the device needs of it.
     pub spec: SlotSpec,
-    /// Its tokens are sampled by masks, which somebody else fills: its rows are
-    /// [`forebay_protocol::Want::Masked`].
+    /// True if masks restrict the request's tokens. Its rows are
+    /// [`forebay_protocol::Want::Masked`], and somebody else fills the masks.
     pub masked: bool,
     /// Log-probabilities of the prompt's tokens; for prompts of tokens, not of embeddings, that are
     /// not pooled.
@@ -45,15 +45,16 @@ pub struct Request {
     pub priority: i32,
     /// The request's client: within a priority, clients take turns.
     pub client: u64,
-    /// It asks whether the model computes: it goes before everybody, a full queue does not refuse
-    /// it, and it need not wait for one of [`crate::SchedulerConfig::max_running`].
+    /// True if the request asks whether the model computes. It goes before all others, and a full
+    /// queue does not refuse it. It need not wait for one of
+    /// [`crate::SchedulerConfig::max_running`].
     pub probe: bool,
     /// Requests share cached blocks only with requests of the same salt; 0: none was asked for.
     pub cache_salt: u64,
     /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
     /// took it. It is only told ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
-    /// Its history with another scheduler, if there was one.
+    /// The history with another scheduler, if there was one.
     pub past: Past,
 }
 
@@ -61,10 +62,11 @@ pub struct Request {
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
-    /// It was admitted there: it goes before whoever never was, and its next admission is a replay.
+    /// True if the other scheduler had admitted it. It then goes before requests that never were
+    /// admitted, and its next admission is a replay.
     pub admitted: bool,
-    /// It is suspected of having killed the hand there, and is tried alone until it has got past
-    /// this many positions.
+    /// The number of positions up to which a suspect is tried alone. A suspect may have killed the
+    /// hand of the other scheduler. `None`: it is no suspect.
     pub suspect: Option<u32>,
 }
 
@@ -135,9 +137,9 @@ pub(crate) struct Residence {
 /// The state of a request.
 #[derive(Debug)]
 pub(crate) enum State {
-    /// In a queue, owning nothing.
+    /// The request is in a queue, and owns nothing.
     Waiting,
-    /// Its leading blocks come back from the host tier: these copies are waited for. No plan has
+    /// The leading blocks of the request come back from the host tier by these copies. No plan has
     /// named its slot and pages yet.
     Arriving { residence: Residence, pending: VecDeque<u32> },
     /// Computing tokens that it knows.

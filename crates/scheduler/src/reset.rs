@@ -20,8 +20,8 @@ impl Scheduler {
         self.start_again(!self.computes())
     }
 
-    /// The same where copies are to blame, because none of them ended: nobody is suspected, and
-    /// what was being restored is forgotten.
+    /// Resets after a death for which copies are to blame, because none of them ended. No request
+    /// becomes a suspect, and blocks that were being restored are forgotten.
     pub fn reset_for_copies(&mut self) {
         self.start_again(true);
     }

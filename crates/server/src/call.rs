@@ -109,7 +109,7 @@ impl Submission {
 /// a whole response.
 pub(crate) struct Call {
     engine: Arc<dyn Engine>,
-    /// By choice; `None` once it has ended.
+    /// The engine requests by choice; `None` once one has ended.
     alive: Vec<Option<RequestId>>,
     receiver: Receiver,
     span: tracing::Span,

@@ -27,8 +27,8 @@ pub enum EgressMode {
     Direct,
     /// The connections' tasks write them: prepared events, one wake-up for all that is pending.
     Tasks,
-    /// As servers do it that take every token by itself: a wake-up, a chunk object and a write
-    /// each. To measure the others by.
+    /// Every token costs a wake-up, a chunk object and a write, as in servers without batching.
+    /// This mode is here to be compared with the others.
     Naive,
 }
 
@@ -163,7 +163,7 @@ pub struct ModelInfo {
     pub eos: Arc<[i32]>,
     /// Sampling parameters that the model's generation config sets.
     pub defaults: GenerationDefaults,
-    /// Its output in place of text.
+    /// The output in place of text.
     pub pooling: Option<PooledModel>,
     /// The content of its tokenizer_config.json.
     pub tokenizer_config: Map<String, Value>,

@@ -43,7 +43,7 @@ impl Guard {
         self.start(Builder::new().name(name.into()), work)
     }
 
-    /// As [`Guard::spawn`], with a name and a stack of one's own.
+    /// Starts a thread as [`Guard::spawn`] does, with a name and a stack of one's own.
     ///
     /// # Errors
     /// The system has no room for a thread.

@@ -78,7 +78,7 @@ pub(crate) struct Awaited {
     /// The prompt of each choice, and whether it is the one that brings them.
     choices: Vec<(usize, bool)>,
     prompts: Vec<Told>,
-    /// By choice.
+    /// The deltas that are held back, by choice.
     held: Vec<Delta>,
 }
 

@@ -80,9 +80,9 @@ pub async fn serve(
 
 /// All open connections. Dropping it cuts them.
 struct Connections {
-    /// Those that are served, and how.
+    /// The connections that are served, and their setup.
     usual: (Arc<Places>, Setup),
-    /// Those beyond the limit, which get to know that, and how the server is.
+    /// The connections beyond the limit, which get an error or the server's health.
     reserve: (Arc<Places>, Setup),
     /// Given up for a moment when there are no descriptors left: who waits to be accepted can be
     /// turned away then.

@@ -49,7 +49,7 @@ pub struct SimConfig {
 /// A simulated vision tower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SimTower {
-    /// Its layers.
+    /// The number of layers of the tower.
     pub layers: u32,
     /// Image pages.
     pub pages: u32,
@@ -166,7 +166,7 @@ struct Pending {
     at_us: u64,
     /// `None`: the group becomes ready; a step may also end in death.
     outcome: Option<Result<StepResult, &'static str>>,
-    /// It has no rows and waits for copies; another plan ends that.
+    /// The time since which a plan without rows waits for copies; another plan ends the wait.
     waits_since: Option<u64>,
 }
 

@@ -16,7 +16,7 @@ use crate::profile::{CopyModel, DeviceModel, Jitter};
 pub struct SparseModel {
     /// Positions that a row chooses in each layer; 0: the model chooses none.
     pub top_k: u32,
-    /// Those of them that are in no hot row and on no page.
+    /// The number of chosen positions that are in no hot row and on no page.
     pub miss_rows: f64,
     /// Layers that copy what they miss.
     pub layers: u32,
@@ -88,7 +88,7 @@ pub struct Timing {
 /// The time for which a step was computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Span {
-    /// Its first microsecond.
+    /// The first microsecond.
     pub start_us: u64,
     /// The first one after it.
     pub end_us: u64,

@@ -45,7 +45,8 @@ impl Detokenizer {
         Self::showing(tokenizer, skip_special_tokens, Arc::default())
     }
 
-    /// The same, where the special tokens `shown` (ascending) give text all the same.
+    /// Makes a detokenizer with which the special tokens `shown` (ascending) give text all the
+    /// same.
     pub fn showing(
         tokenizer: Arc<Tokenizer>,
         skip_special_tokens: bool,

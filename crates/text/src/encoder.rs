@@ -60,7 +60,7 @@ pub(crate) struct Work {
 struct Part {
     text: usize,
     range: Range<usize>,
-    /// It goes into the cache.
+    /// True if the part goes into the cache.
     kept: bool,
     ids: OnceLock<Arc<[i32]>>,
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 /// all choices: a search of its own needs only [`StopStrings`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct StopTable {
-    /// As the client listed them.
+    /// The stop strings, as the client listed them.
     texts: Vec<String>,
     stops: Vec<Stop>,
 }
@@ -16,8 +16,8 @@ struct Stop {
     /// The caller's index.
     index: usize,
     text: Box<[u8]>,
-    /// For each length of a matched beginning, the length of its longest proper end that is a
-    /// beginning too.
+    /// The next shorter beginning to try. For each length of a matched beginning, it is the length
+    /// of the longest proper end that is a beginning too.
     fallback: Box<[u32]>,
 }
 

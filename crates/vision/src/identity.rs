@@ -25,7 +25,7 @@ impl Identity {
         Self(name)
     }
 
-    /// Its bytes.
+    /// The bytes of the identity.
     pub fn as_bytes(&self) -> &[u8; 16] {
         &self.0
     }

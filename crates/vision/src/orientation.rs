@@ -11,7 +11,7 @@ pub struct Orientation(u8);
 const TILE: usize = 32;
 
 impl Orientation {
-    /// As they are stored.
+    /// The orientation of an image that is upright as it is stored.
     pub const UPRIGHT: Self = Self(1);
 
     /// Of an Exif block without its `Exif\0\0`; upright where there is none, or a damaged one.

@@ -23,7 +23,7 @@ pub struct Angles {
 }
 
 impl Angles {
-    /// Those of the first `positions`.
+    /// Computes the angles of the first `positions`.
     ///
     /// # Errors
     /// A scaling with a number that makes no sense.

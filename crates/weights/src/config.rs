@@ -53,11 +53,12 @@ pub struct Shape {
     pub mlp_bias: bool,
     /// Query and key heads are normalised before they are rotated.
     pub head_norms: bool,
-    /// Of the norms.
+    /// The epsilon of the norms.
     pub rms_norm_eps: f64,
     /// The base of the rotary embedding.
     pub rope_theta: f64,
-    /// Its scaling with the names of transformers 4, `rope_type` among them; `None`: there is none.
+    /// The scaling of rotary positions with the names of transformers 4, `rope_type` among them;
+    /// `None`: there is none.
     pub rope_scaling: Option<Map<String, Value>>,
     /// Positions that the model was made for.
     pub max_positions: u64,

@@ -83,7 +83,7 @@ pub fn content_key(files: &[PathBuf], facts: &Value) -> io::Result<String> {
 pub struct Entry {
     /// `BF16`, `F32` or `U8`.
     pub dtype: String,
-    /// In elements.
+    /// The shape in elements.
     pub shape: Vec<usize>,
 }
 
@@ -116,9 +116,9 @@ struct Header {
 
 /// Why a file is not used.
 enum Fault {
-    /// Its header is not what its name promises.
+    /// The header of the file does not match its name.
     Header(String),
-    /// The header is, and the data is not.
+    /// The header of the file matches its name, and the data does not match the header.
     Data(String),
 }
 

@@ -139,9 +139,9 @@ pub enum Bound {
 /// A parameter and its bound.
 #[derive(Debug, PartialEq)]
 pub struct Param {
-    /// As clients write it.
+    /// The parameter's name, as clients write it.
     pub name: &'static str,
-    /// Its permitted values.
+    /// The permitted values.
     pub bound: Bound,
 }
 

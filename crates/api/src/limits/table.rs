@@ -23,9 +23,9 @@ use crate::tokenize::{DetokenizeRequest, TokenizeRequest};
 /// A route that takes a body.
 #[derive(Debug)]
 pub struct RouteLimits {
-    /// Its path, as it is documented.
+    /// The path of the route, as in the documentation.
     pub path: &'static str,
-    /// Its parameters.
+    /// The parameters of the route.
     pub params: Params,
 }
 

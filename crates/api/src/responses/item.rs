@@ -15,7 +15,7 @@ use crate::turns::{Content, Turns};
 /// type out.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Item {
-    /// Its kind.
+    /// The kind of the item.
     #[serde(rename = "type", default = "message")]
     kind: String,
     #[serde(skip_serializing_if = "Option::is_none")]

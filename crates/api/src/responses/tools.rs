@@ -10,13 +10,13 @@ use crate::tools::TextForm;
 /// The kind of a tool, before it became a function that the model may call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToolKind {
-    /// Its input is text: the function has it as its only argument, [`CUSTOM_INPUT`].
+    /// The tool's input is text: its function has the text as its only argument, [`CUSTOM_INPUT`].
     Custom,
-    /// It is one of a namespace.
+    /// The tool is one of a namespace.
     Of {
         /// The namespace.
         namespace: String,
-        /// Its name there.
+        /// The name of the tool in its namespace.
         name: String,
     },
 }

@@ -49,15 +49,15 @@ impl Backed {
 /// A block that was found, with the right to use it.
 #[derive(Debug)]
 pub struct BackedBlock {
-    /// Its page of the host tier.
+    /// The block's page of the host tier.
     pub host: Lease<Host>,
-    /// Its hot page, or the one that a copy brings it to.
+    /// The block's hot page, or the one that a copy brings it to.
     pub hot: Option<Lease<Hot>>,
     /// The copy to wait for before the hot page is read.
     pub pending: Option<u32>,
     /// The host's memory has its content.
     pub saved: bool,
-    /// Its index keys are on the device.
+    /// True if the block's index keys are on the device.
     pub indexed: bool,
 }
 

@@ -47,7 +47,7 @@ pub struct Span {
 /// A copy of one page, as a plan names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
-    /// Its number.
+    /// The number of the copy.
     pub ticket: u32,
     /// The direction of the copy.
     pub direction: Direction,
@@ -62,11 +62,12 @@ pub struct PageCopy {
 /// The tier in which a block was found, with the right to use it.
 #[derive(Debug)]
 pub enum Found {
-    /// On the device.
+    /// The block is on the device.
     Hot(Lease<Hot>),
-    /// On its way there: the page it will be on, and the copy to wait for.
+    /// The block is on its way to the device: the page that it will be on, and the copy to wait
+    /// for.
     Arriving(Lease<Hot>, u32),
-    /// In the host's memory.
+    /// The block is in the host's memory.
     Host(Lease<Host>),
 }
 
@@ -93,7 +94,7 @@ struct Copying {
     hot: Option<Lease<Hot>>,
     host: Lease<Host>,
     span: Option<Span>,
-    /// Its block can be found at the target when it has ended.
+    /// True if the block can be found at the target when the copy has ended.
     publish: bool,
     /// A plan has named it.
     sent: bool,
@@ -104,7 +105,7 @@ struct Copying {
 pub struct Tiers {
     hot: PagePool<Hot>,
     host: PagePool<Host>,
-    /// By ticket. Those that no plan has named yet are in `unsent` too.
+    /// The copies by ticket. Those that no plan has named yet are in `unsent` too.
     copies: BTreeMap<u32, Copying>,
     /// The copies whose blocks can be found when they have ended.
     under_way: HashMap<BlockHash, u32, BuildNameHasher>,

@@ -10,11 +10,11 @@ use crate::live::tick::RequestTick;
 /// A watcher's knowledge of requests.
 #[derive(Debug, Default)]
 pub(super) struct Told {
-    /// Of each replica: the place of its next moment.
+    /// The place of each replica's next moment.
     places: Vec<u64>,
-    /// As they were told.
+    /// The requests as they were told.
     known: HashMap<u64, (usize, RequestView)>,
-    /// Those that no look has seen yet, as their moments tell them.
+    /// The requests that no look has seen yet, as their moments tell them.
     unseen: HashMap<u64, (usize, RequestView)>,
 }
 

@@ -63,7 +63,7 @@ struct Exchange {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Peer {
     client: Option<ClientId>,
-    /// Its router's words; most requests have none.
+    /// The exchange with its router; most requests have none.
     exchange: Option<Arc<Exchange>>,
     /// The salt of its key; 0 where keys make no difference.
     tenant: u64,

@@ -35,9 +35,9 @@ pub struct PooledModel {
     pub task: PoolingTask,
     /// Numbers of a vector.
     pub size: usize,
-    /// Its authors divide vectors by their length.
+    /// True if the model's authors divide vectors by their length.
     pub normalize: bool,
-    /// Its authors squeeze scores into 0 to 1.
+    /// True if the model's authors squeeze scores into 0 to 1.
     pub sigmoid: bool,
     /// The other end of the sink that the engine was started with.
     pub outputs: Pooled,

@@ -211,7 +211,7 @@ struct Shown {
     tokens: TokenOutput,
     /// Log-probabilities, with so many alternatives.
     top: Option<u8>,
-    /// Those of the prompt apart, with so many alternatives.
+    /// The log-probabilities of the prompt, apart from the answer's, with so many alternatives.
     apart: Option<u8>,
 }
 
@@ -222,7 +222,7 @@ struct ChoiceState {
     echo: Option<Arc<str>>,
     /// The prompt's tokens, where their log-probabilities are to be sent with the text.
     echoed: Option<Arc<[i32]>>,
-    /// These log-probabilities.
+    /// The log-probabilities of the prompt.
     told: Arc<PromptLogprobs>,
     /// Characters of all tokens' text so far.
     offset: u32,

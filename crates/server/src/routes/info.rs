@@ -348,7 +348,7 @@ pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Fai
 /// The server's version.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Version {
-    /// As of the release.
+    /// The version of the release.
     version: &'static str,
 }
 

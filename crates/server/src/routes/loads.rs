@@ -27,8 +27,8 @@ pub(crate) struct When {
 /// The load of the server, as a whole and of each replica.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Loads {
-    /// As routers are told: `requests` are alive, `running` choices have a slot, `waiting` ones
-    /// have none, `tokens` of work are left, `pages_free` can be taken.
+    /// The report that routers get: `requests` are alive, `running` choices have a slot, and
+    /// `waiting` ones have none. `tokens` of work are left, and `pages_free` can be taken.
     #[serde(flatten)]
     #[schema(value_type = Object)]
     report: LoadReport,

@@ -19,8 +19,8 @@ pub(crate) type Candidate = (i32, f32);
 /// when they are written, so that a reader who is slow holds up numbers only.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Logprobs {
-    /// Of all tokens, in order; of each the sampled one first, then the most likely ones,
-    /// descending.
+    /// The candidates of all tokens, in order. Of each token the sampled one is first, then come
+    /// the most likely ones, descending.
     candidates: Vec<Candidate>,
     /// The end of each token's candidates.
     ends: Vec<u32>,
@@ -85,9 +85,9 @@ pub(crate) enum End {
     Text(String),
     /// The only call that it was to make is complete.
     Call,
-    /// As many tokens as asked for.
+    /// The answer has as many tokens as were asked for.
     Length,
-    /// It was not served to its end.
+    /// The answer broke off with an error.
     Error(ApiError),
 }
 

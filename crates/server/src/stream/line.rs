@@ -40,7 +40,7 @@ pub(crate) struct Line {
 pub(crate) enum Written {
     /// The socket has it.
     Whole,
-    /// It is with the line, which is shut: the connection's task must be woken to write the rest.
+    /// The line is shut and holds the bytes: the connection's task must be woken to write the rest.
     Waiting,
 }
 

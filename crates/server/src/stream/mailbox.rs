@@ -27,16 +27,18 @@ use crate::stream::tally::Tally;
 /// The time at which a reader is woken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wake {
-    /// For a stream: when something is pending. Deltas that come before it looks are merged.
+    /// The reader of a stream is woken when something is pending. Deltas that come before it looks
+    /// are merged.
     Pending,
-    /// For a stream, as servers without batching do it: at every delta, and each is read by itself.
+    /// The reader of a stream is woken at every delta, and reads each by itself, as in servers
+    /// without batching.
     EveryDelta,
     /// The reader is woken when all choices have ended, or one in an error.
     AtEnd,
 }
 
 struct Inner {
-    /// By choice.
+    /// The pending deltas, by choice.
     deltas: Vec<Option<Delta>>,
     /// Choices that have a delta.
     dirty: Vec<u32>,
@@ -48,7 +50,7 @@ struct Inner {
     /// Weight of what is pending, and how much of it there may be.
     unread: usize,
     limit: usize,
-    /// It has been more.
+    /// True if more than the limit was unread.
     overflown: bool,
     /// Nobody will read any more.
     gone: bool,
@@ -144,7 +146,7 @@ impl Inner {
 pub(crate) enum Sent {
     /// More may follow.
     Taken,
-    /// It was the last: it had an end, or too much had not been read.
+    /// The delta was the last: it had an end, or too much was unread.
     Ended,
 }
 

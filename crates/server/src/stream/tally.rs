@@ -15,7 +15,7 @@ pub(crate) struct Tally {
     hidden: bool,
     /// Generated tokens by choice.
     generated: Vec<u32>,
-    /// Those of them that are reasoning.
+    /// The number of tokens of each choice that are reasoning.
     reasoning: Vec<u32>,
     /// The model is known to reason, so that they are told.
     reasons: bool,

@@ -30,11 +30,11 @@ struct Part {
     first: Vec<usize>,
     last: Vec<usize>,
     alone: Vec<usize>,
-    /// It can match nothing.
+    /// True if the part can match nothing.
     nullable: bool,
-    /// It can match nothing, whatever comes next.
+    /// True if the part can match nothing, whatever comes next.
     surely_nullable: bool,
-    /// It is a lookahead.
+    /// True if the part is a lookahead.
     is_lookahead: bool,
 }
 

@@ -97,7 +97,7 @@ impl Normaliser {
 #[derive(Debug)]
 pub(crate) struct Added {
     content: String,
-    /// It is looked for in the normalised text, and not in the text as it came.
+    /// True if the token is looked for in the normalised text, and not in the text as it came.
     normalised: bool,
 }
 

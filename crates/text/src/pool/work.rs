@@ -246,9 +246,9 @@ impl Pairs {
 /// The state of an input that was started.
 #[derive(Debug)]
 pub(super) enum Started {
-    /// It is encoded, or has failed; the answer is still to be given.
+    /// The input is encoded, or has failed; the answer is still to be given.
     Done(Reply, Result<Vec<Encoded>, TextError>),
-    /// It is long and was cut.
+    /// The input is long and was cut.
     Long(Arc<Long>),
 }
 

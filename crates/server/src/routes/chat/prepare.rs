@@ -17,7 +17,7 @@ use crate::text::encode_chat;
 pub(crate) struct Rendered {
     pub(crate) seen: SeenPrompt,
     files: Vec<Arc<ImageFile>>,
-    /// As the template wrote it.
+    /// The text as the template wrote it.
     text: String,
 }
 

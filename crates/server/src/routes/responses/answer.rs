@@ -46,7 +46,7 @@ pub(super) struct Answer {
     open: Option<Open>,
     opened: bool,
     sequence: u64,
-    /// As [`Delta::finish_reason`] says it.
+    /// The reason, in the words of [`Delta::finish_reason`].
     finish: Option<&'static str>,
 }
 

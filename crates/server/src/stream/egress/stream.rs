@@ -31,7 +31,7 @@ pub(super) enum Due {
     Now,
     /// The chunk waits for more tokens.
     Later,
-    /// At this time.
+    /// The chunk is sent at this time.
     At(Instant),
 }
 
