@@ -326,7 +326,7 @@ impl Call {
     /// Waits for the whole output of each choice.
     ///
     /// # Errors
-    /// That of the first choice that was not served to its end; the others are aborted.
+    /// The error of the first choice that was not served to its end; the others are aborted.
     pub(crate) async fn collect(&mut self) -> Result<Vec<Delta>, ApiError> {
         let mut out = Vec::with_capacity(self.alive.len());
         poll_fn(|context| self.poll(context, &mut out)).await;
