@@ -37,7 +37,7 @@ _PROCESSES = 4
 
 
 def processes(found: Results, workload: str, server: str) -> str:
-    """Who used the CPU: the largest first."""
+    """The CPU time by process: the largest first."""
     rows = [
         run.values["processes_us_per_token"] for run in found.runs if (run.workload, run.server) == (workload, server)
     ]
@@ -176,7 +176,7 @@ def micro(found: Results) -> str:
 
 
 def agreement(found: Results) -> str:
-    """What several clients say of the same server; in brackets our number by theirs."""
+    """The numbers of several clients about the same server; in brackets our number by theirs."""
     keys = {
         "output_throughput": "tokens/s",
         "mean_ttft_ms": "mean TTFT ms",
@@ -197,7 +197,7 @@ def agreement(found: Results) -> str:
 
 
 def host_tier(found: Results) -> str:
-    """What the tier gives a second turn and an overload, and what saving costs."""
+    """The gain of the tier for a second turn and an overload, and the cost of saving."""
     rows = [
         [
             "second turn, TTFT ms",
@@ -279,7 +279,7 @@ def image_prepare(found: Results) -> str:
 
 
 def masks(found: Results) -> str:
-    """What forms of answers cost; the ratio is of output rates to the first row."""
+    """The cost of forms of answers; the ratio is of output rates to the first row."""
     head = ["answers", "output tokens/s", "ratio", "ITL mean ms", "p99 ms", "masks", "us a mask"]
     rows = []
     for workload in found.workloads():
@@ -329,7 +329,7 @@ def outposts(found: Results) -> str:
 
 
 def router(found: Results) -> str:
-    """What stands in front of simulated backends; the ratios are the first row's by this row's."""
+    """The numbers of each kind of front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
     head += ["most on one", "mean spread", "router us/token", "backend us/token"]
     rows = []
@@ -363,7 +363,7 @@ def embeddings(found: Results) -> str:
 
 
 def replicas(found: Results) -> str:
-    """How even each policy is, and its latencies; the ratios are to the first policy's."""
+    """The evenness of each policy, and its latencies; the ratios are to the first policy's."""
     head = [
         "scenario",
         "replica chosen by",
@@ -387,7 +387,7 @@ def replicas(found: Results) -> str:
 
 
 def accuracy(found: Results) -> str:
-    """What each way of computing costs in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
+    """The cost of each way of computing in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
     parts = []
     if ways := found.servers("accuracy"):
         rows = []
@@ -411,7 +411,7 @@ def accuracy(found: Results) -> str:
 
 
 def tool_calls(found: Results) -> str:
-    """How many requests were answered by a call that is valid, and by the right one."""
+    """The number of requests that were answered by a call that is valid, and by the right one."""
     head = ["asked for", "calls", "valid", "the right function", "right", "in a fence", "right in a fence"]
     keys = ("requests", "called", "valid", "named", "right", "fenced_called", "fenced_right")
     rows = []
