@@ -97,7 +97,7 @@ pub enum Router {
     /// The one with the fewest requests.
     LeastLoaded,
     /// The one with the fewest tokens to compute before this request's first: those that wait
-    /// there, and what it has not cached of this.
+    /// there, and the uncached ones of this.
     PrefixAware,
 }
 

@@ -9,7 +9,7 @@ use serde::Serialize;
 /// Flags of sparse decoding.
 #[derive(Debug, Clone, Args, Serialize)]
 pub struct SparseArgs {
-    /// Keep most KV of a running request in host memory only, where the profile's model chooses few
+    /// Keep most KV of a running request in host memory only, if the profile's model chooses few
     /// positions for each token.
     #[arg(long)]
     pub enable_hisparse: bool,

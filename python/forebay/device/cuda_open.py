@@ -1,4 +1,5 @@
 """The check that there is a GPU to compute on; without one, it gives the reason and advice in one line."""
+
 from __future__ import annotations
 
 import os

@@ -23,7 +23,7 @@ pub enum DatasetName {
     /// Groups of prompts that start alike.
     #[value(alias = "shared-prefix")]
     GeneratedSharedPrefix,
-    /// A recorded trace in Mooncake's format: times, lengths and what is shared.
+    /// A recorded trace in Mooncake's format: times, lengths and shared parts.
     #[value(alias = "mooncake")]
     Trace,
     /// A JSONL file of prompts.

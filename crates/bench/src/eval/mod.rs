@@ -55,7 +55,7 @@ pub struct Gsm8kArgs {
     /// Seconds after which a request has failed.
     #[arg(long, value_name = "SECONDS", default_value_t = 21600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
-    /// Write the numbers and what they belong to as a JSON object.
+    /// Write the numbers and the settings as a JSON object.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
     /// Write every prompt and answer, a JSON object a line.

@@ -21,8 +21,8 @@ pub(crate) struct ScheduleFlags {
     /// as long as its client does.
     #[arg(long, default_value = "0", value_parser = seconds)]
     pub(crate) queue_timeout: Duration,
-    /// All requests are as one client's: whoever came first goes first, with however many and
-    /// however long requests.
+    /// All requests are as one client's: the first that came goes first, however many or long the
+    /// requests of a client are.
     #[arg(long)]
     pub(crate) disable_fair_queueing: bool,
     /// Largest `priority`, and smallest below 0, that clients may ask for; others are answered 400
@@ -36,7 +36,7 @@ pub(crate) struct ScheduleFlags {
     /// Tokens a KV page [default: 64 for latent attention on CUDA, else 16].
     #[arg(long, visible_alias = "block-size", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) page_size: Option<u32>,
-    /// Share of the device's free memory for weights, KV pages and, on CUDA, what steps take;
+    /// Share of the device's free memory for weights, KV pages and, on CUDA, the memory of steps;
     /// replicas on a CPU divide it [default: 0.9 on CUDA, else 0.3].
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
     pub(crate) mem_fraction_static: Option<f64>,

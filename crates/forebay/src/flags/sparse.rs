@@ -7,7 +7,7 @@ use serde::Deserialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sparse decoding")]
 pub(crate) struct SparseFlags {
-    /// Keep most KV of a running request in host memory only, where the model chooses few positions
+    /// Keep most KV of a running request in host memory only, if the model chooses few positions
     /// for each token. It turns the host tier on.
     #[arg(long)]
     pub(crate) enable_hisparse: bool,

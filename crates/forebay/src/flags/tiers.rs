@@ -7,7 +7,7 @@ use serde::Serialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Host memory tier")]
 pub(crate) struct TierFlags {
-    /// Keep KV pages in host memory too: what the device gives up is copied back instead of
+    /// Keep KV pages in host memory too: pages that the device gives up are copied back instead of
     /// computed again.
     #[arg(long, visible_alias = "enable-hicache")]
     pub(crate) enable_hierarchical_cache: bool,
