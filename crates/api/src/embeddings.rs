@@ -57,7 +57,7 @@ pub enum EncodingFormat {
 /// An embeddings request without anything left to check but the inputs' lengths.
 #[derive(Debug, PartialEq)]
 pub struct ValidEmbedding {
-    /// From 1 to [`crate::limits::INPUTS`].
+    /// The prompts, from 1 to [`crate::limits::INPUTS`].
     pub prompts: Vec<Prompt>,
     /// The form in which vectors are written.
     pub format: EncodingFormat,

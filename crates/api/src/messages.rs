@@ -251,7 +251,7 @@ impl Thinking {
 }
 
 impl ToolChoice {
-    /// In the chat API's words.
+    /// The value in the chat API's words.
     fn in_chat(&self) -> Result<Value, ApiError> {
         match (self.kind.as_str(), &self.name) {
             ("auto" | "none", _) => Ok(json!(self.kind)),

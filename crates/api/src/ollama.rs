@@ -183,7 +183,7 @@ struct OllamaFunction {
 /// The content of an Ollama request.
 #[derive(Debug)]
 pub enum OllamaAsk {
-    /// Nothing: the model is to be there, or to go.
+    /// A request without a prompt: the model is to be loaded, or to go.
     Load {
         /// True if the model is to be unloaded.
         unload: bool,
@@ -280,7 +280,7 @@ impl OllamaGenerateRequest {
 }
 
 impl OllamaEmbedRequest {
-    /// The same request in OpenAI's words.
+    /// Converts the request to OpenAI's words.
     #[must_use]
     pub fn in_openai(self) -> EmbeddingRequest {
         EmbeddingRequest {

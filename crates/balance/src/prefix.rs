@@ -90,7 +90,7 @@ impl<N: Copy + Eq + Hash> PrefixIndex<N> {
         self.places.len()
     }
 
-    /// Nothing is known.
+    /// True if nothing is known.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()

@@ -114,7 +114,7 @@ fn parse(stat: &str) -> Option<Process> {
     })
 }
 
-/// Those of `all` that are one of `roots` or below one.
+/// The processes of `all` that are one of `roots` or below one.
 fn below(all: &BTreeMap<u32, Process>, roots: &[u32]) -> BTreeMap<u32, Process> {
     let mut found = BTreeMap::new();
     let mut open = roots.to_vec();

@@ -90,11 +90,11 @@ pub struct Histogram {
 /// The distributions of a run, in milliseconds: keys such as `p99_ttft_ms`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Latencies {
-    /// From the send to the end.
+    /// The time from the send to the end.
     pub e2e_latency: Stats,
-    /// From the send to the first token.
+    /// The time from the send to the first token.
     pub ttft: Stats,
-    /// From the intended arrival to the first token.
+    /// The time from the intended arrival to the first token.
     pub ttft_intended: Stats,
     /// Time per output token after the first.
     pub tpot: Stats,
@@ -197,7 +197,7 @@ pub struct Settings {
 /// The measurements of a run's requests. Times are in seconds unless a name says otherwise.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Summary {
-    /// From the first send to the last end.
+    /// The time from the first send to the last end.
     pub duration: f64,
     /// Requests that succeeded.
     pub completed: u64,
@@ -292,7 +292,7 @@ pub struct Details {
     pub input_lens: Vec<u32>,
     /// Generated tokens.
     pub output_lens: Vec<u32>,
-    /// From the send to the first token; 0 if there was none.
+    /// The times from the send to the first token; 0 if there was none.
     pub ttfts: Vec<f64>,
     /// Gaps between tokens.
     pub itls: Vec<Vec<f64>>,
@@ -300,7 +300,7 @@ pub struct Details {
     pub start_times: Vec<f64>,
     /// Intended arrivals, from the start of the run.
     pub intended_times: Vec<f64>,
-    /// From the send to the end.
+    /// The times from the send to the end.
     pub latencies: Vec<f64>,
     /// Generated texts.
     pub generated_texts: Vec<String>,

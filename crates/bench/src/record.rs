@@ -42,7 +42,7 @@ pub enum Outcome {
     /// Completely.
     #[default]
     Success,
-    /// With an HTTP status other than 200, an error event, or a broken connection; the text is for
-    /// people.
+    /// The request had an HTTP status other than 200, an error event, or a broken connection; the
+    /// text is for people.
     Failed(String),
 }

@@ -154,7 +154,7 @@ pub(crate) struct Run {
     pub(crate) prompt_tokens: u64,
     /// Prompt tokens found in a tier.
     pub(crate) cached_tokens: u64,
-    /// Those of them that were in the host tier.
+    /// The number of cached tokens that were in the host tier.
     pub(crate) host_tokens: u64,
     pub(crate) preemptions: u64,
     /// Most requests that waited at a time at one replica.

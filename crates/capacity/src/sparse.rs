@@ -45,7 +45,7 @@ pub enum KvSave {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSaveOrder {
-    /// Nothing.
+    /// Saves delay no work.
     #[default]
     Behind,
     /// The rows of the next step.

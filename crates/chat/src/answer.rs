@@ -59,7 +59,7 @@ pub(crate) struct End {
     pub(crate) tokens: Option<u32>,
     /// Why it ended.
     pub(crate) reason: Option<String>,
-    /// From the request to the first piece, and from there to the last.
+    /// The time from the request to the first piece, and from there to the last.
     pub(crate) first: Duration,
     pub(crate) rest: Duration,
 }

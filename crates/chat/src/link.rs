@@ -64,7 +64,7 @@ impl Link {
         Ok(Self { place, root, host: HeaderValue::from_str(name)?, key })
     }
 
-    /// To a server that listens on a Unix socket.
+    /// Makes a link to a server that listens on a Unix socket.
     pub(crate) fn unix(path: PathBuf) -> Self {
         let host = HeaderValue::from_static("localhost");
         Self { place: Place::Unix(path), root: String::new(), host, key: None }

@@ -18,7 +18,7 @@ pub const CONTENT: &str = "content";
 /// The output that is allowed in place of calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instead {
-    /// Nothing: there is at least one call.
+    /// No other output: there is at least one call.
     Nothing,
     /// Any text, also before the calls. Behind them the answer ends.
     Text,
@@ -53,13 +53,13 @@ pub enum ArgumentStyle {
 /// An argument in tags. Strings stand in them as they are, and other values as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ArgumentTags {
-    /// Before an argument's name.
+    /// The text before an argument's name.
     pub before_name: &'static str,
-    /// Between the name and a value that is a string.
+    /// The text between the name and a value that is a string.
     pub before_text: String,
-    /// Between the name and any other value.
+    /// The text between the name and any other value.
     pub before_json: String,
-    /// After a value.
+    /// The text after a value.
     pub after: &'static str,
     /// The marks that end a value at any place.
     pub stops: Vec<&'static str>,
@@ -233,7 +233,7 @@ impl Calls {
         }
     }
 
-    /// The same without marks.
+    /// The frame without marks.
     fn bare_frame(&self) -> Frame {
         let (open, close) = match self.body {
             Body::List(_) | Body::Python => ("[", "]"),

@@ -30,7 +30,7 @@ pub trait Constraint: fmt::Debug + Send {
 pub enum Allowed {
     /// Every token may come next: what is in the mask means nothing.
     Everything,
-    /// Those of the mask.
+    /// The tokens of the mask are allowed.
     Some,
 }
 

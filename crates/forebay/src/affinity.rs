@@ -26,9 +26,9 @@ pub(crate) enum AffinityFlag {
 /// Processors by number.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Affinity {
-    /// Of all threads of the brain; empty: any.
+    /// The processors of all threads of the brain; empty: any.
     pub(crate) brain: Vec<usize>,
-    /// Of each hand, replica by replica and rank by rank; none: any.
+    /// The processors of each hand, replica by replica and rank by rank; none: any.
     pub(crate) hands: Vec<Vec<usize>>,
 }
 
@@ -85,7 +85,7 @@ impl AffinityFlag {
                 Ok(Affinity { brain: Vec::new(), hands })
             }
             Self::Lists { brain, replicas } => {
-                /// As many as there are to be, or one for all.
+                /// Makes `count` values of `given`, which are as many, or one for all.
                 fn spread<T: Clone>(given: &[T], count: usize, of: &str) -> Result<Vec<T>> {
                     match given {
                         [one] => Ok(vec![one.clone(); count]),

@@ -114,10 +114,9 @@ pub(crate) struct Config {
     pub(crate) chat: Option<ChatFacts>,
     /// The output of the model in place of tokens.
     pub(crate) pooling: Option<Pooling>,
-    /// Nothing is computed: answers are made up, in the time that this says. `None` with a real
-    /// device.
+    /// The simulation that makes up answers, in the time that it says. `None` with a real device.
     pub(crate) simulated: Option<Simulated>,
-    /// The same, of each replica.
+    /// The simulation of each replica.
     #[serde(skip)]
     pub(crate) simulated_replicas: Vec<Simulated>,
 }

@@ -384,7 +384,7 @@ pub(crate) enum Quantization {
 }
 
 impl Quantization {
-    /// As on the command line.
+    /// The name on the command line.
     pub(crate) fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
@@ -414,7 +414,7 @@ pub(crate) enum AttentionBackend {
 }
 
 impl AttentionBackend {
-    /// As the hand knows it.
+    /// The name in the configuration of a hand.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Triton => "triton",

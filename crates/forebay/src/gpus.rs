@@ -28,7 +28,7 @@ impl Gpus {
         Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
     }
 
-    /// As many as there are device files, all of them visible.
+    /// Makes the GPUs of so many device files, all of them visible.
     #[cfg(test)]
     pub(crate) fn of(files: usize) -> Self {
         Self { named: None, files }

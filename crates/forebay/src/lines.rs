@@ -18,7 +18,7 @@ use tracing_subscriber::fmt::MakeWriter;
 const MOST: usize = 4 << 20;
 /// The time for which the end of the process waits until the last lines are written.
 pub(crate) const LAST_LINES: Duration = Duration::from_secs(1);
-/// The same for a panic, which may be about to end the process.
+/// The time for which a panic, which may be about to end the process, waits for its line.
 const PANIC: Duration = Duration::from_millis(200);
 
 enum Message {

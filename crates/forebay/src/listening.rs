@@ -66,7 +66,7 @@ impl Bound {
         })
     }
 
-    /// For the server. The file lives until the second part is dropped.
+    /// Makes the server's listener. The file lives until the second part is dropped.
     pub(crate) fn listener(self) -> io::Result<(Listener, Option<SocketFile>)> {
         Ok(match self {
             Self::Tcp(listener) => (tokio::net::TcpListener::from_std(listener)?.into(), None),

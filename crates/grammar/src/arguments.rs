@@ -89,7 +89,7 @@ struct Field<'v> {
 }
 
 impl<'a> Arguments<'a> {
-    /// For tool number `tool`, whose schema is `root`.
+    /// Makes the grammar's arguments of tool number `tool`, whose schema is `root`.
     pub(crate) fn new(
         root: &'a Value,
         marks: &'a Marks,

@@ -130,7 +130,7 @@ impl Template {
     }
 }
 
-/// As much of an error as a client wants to read: beyond its first line it repeats the grammar.
+/// The part of an error that a client wants to read: beyond its first line it repeats the grammar.
 pub(crate) fn brief(said: &str) -> String {
     const MOST: usize = 300;
     let line = said.lines().find(|line| !line.trim().is_empty()).unwrap_or_default().trim();

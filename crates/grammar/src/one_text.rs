@@ -53,7 +53,7 @@ const COMMON: &[(&str, &str)] = &[
 pub(crate) enum Place {
     /// The text is in a JSON string.
     Json,
-    /// Between tags, as it is.
+    /// The text is between tags, as it is.
     Tags,
 }
 

@@ -103,7 +103,7 @@ pub enum Whitespace {
 }
 
 impl Whitespace {
-    /// As a regular expression; `None`: there is none.
+    /// The white space as a regular expression; `None`: there is none.
     pub(crate) fn pattern(&self) -> Option<&str> {
         match self {
             Self::Bounded => Some(r"( |\n(\t{0,6}| {0,24}))"),

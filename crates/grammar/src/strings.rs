@@ -13,7 +13,7 @@ use crate::tag::below;
 pub(crate) struct Text {
     /// The right side of a terminal.
     pub(crate) terminal: String,
-    /// It is a value that the schema lists.
+    /// True if the text is a value that the schema lists.
     pub(crate) listed: bool,
 }
 

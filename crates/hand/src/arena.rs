@@ -91,7 +91,7 @@ impl Payloads for Arena {
 #[must_use]
 pub struct Region {
     range: Range,
-    /// As asked for; the range may be longer.
+    /// The bytes that were asked for; the range may be longer.
     bytes: usize,
     arena: Arena,
 }

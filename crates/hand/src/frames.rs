@@ -131,7 +131,7 @@ impl FrameWriter {
         Ok(())
     }
 
-    /// Nothing waits.
+    /// True if no frame waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }

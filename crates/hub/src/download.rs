@@ -271,7 +271,7 @@ struct State<'a> {
     partial: Partial,
     hashes: Hashes,
     position: u64,
-    /// Nothing of it is of an earlier run.
+    /// True if no part of the file is of an earlier run.
     fresh: bool,
     progress: FileProgress<'a>,
 }

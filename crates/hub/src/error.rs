@@ -57,10 +57,10 @@ pub enum HubError {
         /// HTTP's.
         status: u16,
     },
-    /// Nothing of it is here, and nothing may be downloaded.
+    /// The model is not here, and nothing may be downloaded.
     #[error("{0} is not in the cache, and offline nothing is downloaded")]
     NotCached(String),
-    /// Nothing of it is here that could be removed.
+    /// The model is not here, so there is nothing to remove.
     #[error("{0} is not in the cache; `forebay ls` shows what is")]
     NotStored(String),
     /// A part of it is here, and nothing may be downloaded.
@@ -114,9 +114,9 @@ pub enum HubError {
         folder: String,
         /// The file's path in the repository.
         file: String,
-        /// With its unit.
+        /// The free space with its unit.
         free: String,
-        /// With its unit.
+        /// The needed space with its unit.
         needed: String,
     },
     /// A file can't be read or written.

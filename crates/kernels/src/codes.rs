@@ -36,7 +36,7 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// As the C interface counts them; 0, and what is not known, is not quantised.
+    /// The format by its number in the C interface; 0, and any unknown number, is not quantised.
     pub(crate) fn of(number: u32) -> Option<Self> {
         [Self::Int8, Self::Q8_0, Self::Q4_0, Self::Q4_1]
             .get(number.checked_sub(1)? as usize)

@@ -48,7 +48,7 @@ impl Dtype {
 /// The number format in which a matrix is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Storage {
-    /// In the model's type.
+    /// The matrix is in the model's type.
     Plain,
     /// 8 bits and a scale an output, made of the model's type.
     Int8,
@@ -61,7 +61,7 @@ pub enum Storage {
 }
 
 impl Storage {
-    /// As the C interface counts them.
+    /// The number of the storage in the C interface.
     fn number(self) -> u32 {
         match self {
             Self::Plain => 0,
@@ -210,7 +210,7 @@ pub struct Layer {
     pub qkv: Matrix,
     /// One an output.
     pub qkv_bias: Option<Bytes>,
-    /// Of query heads and of key heads, `[head_dim]` each.
+    /// The norms of query heads and of key heads, `[head_dim]` each.
     pub head_norms: Option<(Bytes, Bytes)>,
     /// `[hidden, heads * head_dim]`.
     pub output: Matrix,
@@ -231,7 +231,7 @@ pub struct Layer {
 /// The sizes of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sizes {
-    /// Of weights, activations and pages.
+    /// The type of weights, activations and pages.
     pub dtype: Dtype,
     /// Elements of the residual stream.
     pub hidden: usize,
@@ -251,7 +251,7 @@ pub struct Sizes {
     pub page_size: usize,
     /// Pages.
     pub page_count: usize,
-    /// Of the norms.
+    /// The epsilon of the norms.
     pub eps: f32,
 }
 
@@ -300,9 +300,9 @@ pub struct Weights {
     pub head: Matrix,
     /// One after the other.
     pub layers: Vec<Layer>,
-    /// Of the angles at each position, `[positions, head_dim / 2]`.
+    /// The cosines of the angles at each position, `[positions, head_dim / 2]`.
     pub cos: Vec<f32>,
-    /// As `cos`.
+    /// The sines of the angles, of the shape of `cos`.
     pub sin: Vec<f32>,
 }
 

@@ -86,7 +86,7 @@ pub struct BatchSpec {
     vectors: *mut f32,
 }
 
-/// Between the two products of a layer's second part.
+/// The function between the two products of a layer's second part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Activation {
     Gelu,
@@ -195,12 +195,12 @@ struct Work<E> {
     wide: Vec<f32>,
     attended: Vec<E>,
     activated: Vec<E>,
-    /// Of the layer that is being computed.
+    /// The keys of the layer that is being computed.
     keys: Vec<E>,
     values: Vec<E>,
     arranged: Vec<f32>,
     attention: attention::Work,
-    /// Of the last layer, where only the first state of each prompt counts.
+    /// The attention of the last layer, in which only the first state of each prompt counts.
     last_attention: attention::Work,
     queues: Vec<Queue>,
     scratch: Vec<Scratch<E>>,

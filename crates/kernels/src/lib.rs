@@ -84,9 +84,9 @@ enum Typed {
 
 /// The work that a team does together.
 enum Job<'a, E> {
-    /// Of a decoder.
+    /// A step of a decoder.
     Step(&'a Step<'a, E>),
-    /// Of an encoder.
+    /// A pass of an encoder.
     Pass(&'a Pass<'a, E>),
 }
 
@@ -147,7 +147,7 @@ bodies! {
     avx512bf16_bf16: Bf16, tile::Avx512Bf16, dots::Vnni;
 }
 
-/// As [`bodies`], with tiles, which are this member's from here on until it ends.
+/// Makes bodies as [`bodies`] does, with tiles, which are this member's from here on until it ends.
 #[cfg(target_arch = "x86_64")]
 macro_rules! tiled_bodies {
     ($($name:ident: $element:ty, $kernel:ty;)*) => {

@@ -25,9 +25,10 @@ const AHEAD: usize = 4096;
 /// A packed weight matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a, E> {
-    /// As [`crate::pack::pack`] leaves them, or [`crate::quantise`] where there is a format.
+    /// The panels in the order of [`crate::pack::pack`], or of [`crate::quantise`] if there is a
+    /// format.
     pub(crate) panels: *const E,
-    /// Of quantised weights.
+    /// The format of quantised weights.
     pub(crate) format: Option<Format>,
     /// Outputs, without padding.
     pub(crate) outputs: usize,

@@ -118,7 +118,7 @@ impl DerefMut for Room {
 pub struct Shared(Option<Mapping>);
 
 impl Shared {
-    /// Nothing.
+    /// Makes an empty mapping.
     #[must_use]
     pub fn none() -> Self {
         Self(None)

@@ -19,7 +19,7 @@ pub(crate) struct Shape {
     pub(crate) kv_heads: usize,
     pub(crate) head_dim: usize,
     pub(crate) page_size: usize,
-    /// Of attention scores.
+    /// The factor of attention scores.
     pub(crate) scale: f32,
 }
 

@@ -17,9 +17,9 @@ const LOOKS: u32 = 64;
 /// The point at which `members` threads wait for each other, any number of times.
 pub(crate) struct Meeting {
     members: usize,
-    /// Those that have come to this turn.
+    /// The number of members that have come to this turn.
     come: AtomicUsize,
-    /// Of turns that are over.
+    /// The number of turns that are over.
     turn: AtomicUsize,
     asleep: AtomicUsize,
     lock: Mutex<()>,

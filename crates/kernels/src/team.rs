@@ -38,7 +38,7 @@ impl TeamSpec {
     }
 }
 
-/// As [`TeamSpec`], complete.
+/// A [`TeamSpec`] whose parts are all there.
 #[derive(Clone, Copy)]
 pub(crate) struct OpenMp {
     parallel: Parallel,
@@ -59,7 +59,7 @@ pub(crate) struct Team {
 pub(crate) enum Kind {
     OpenMp(OpenMp),
     Kept(Arc<Threads>),
-    /// They are started for each call.
+    /// The threads are started for each call.
     Started,
 }
 

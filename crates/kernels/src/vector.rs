@@ -25,7 +25,7 @@ pub(crate) trait Vector: Copy {
     fn at_least(self, bound: f32) -> Self;
     /// Not above `bound`; what is not a number stays so.
     fn at_most(self, bound: f32) -> Self;
-    /// To the nearest integer, of numbers below 2^22.
+    /// Rounds to the nearest integer, for numbers below 2^22.
     fn round(self) -> Self;
     /// `self * 2^n` for integers `n` from -200 to 127; 0 below -126.
     fn times_power(self, n: Self) -> Self;
@@ -52,7 +52,7 @@ pub(crate) trait Vector: Copy {
     }
 }
 
-/// For any processor.
+/// A vector for any processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Array([f32; LANES]);
 

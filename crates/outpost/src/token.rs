@@ -44,7 +44,7 @@ impl fmt::Display for JoinToken {
 }
 
 impl fmt::Debug for JoinToken {
-    /// Without the secret.
+    /// Writes the token without the secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{KIND}.{}...", hex(&self.fingerprint[..4]))
     }

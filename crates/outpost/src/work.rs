@@ -23,7 +23,7 @@ use crate::token::JoinToken;
 
 type Stream = TlsStream<TcpStream>;
 
-/// Between two attempts to join.
+/// The pause between two attempts to join.
 const PAUSE: Duration = Duration::from_secs(1);
 /// Messages of the brain that nobody has read yet.
 const UNREAD: usize = 64;
@@ -142,7 +142,7 @@ impl Door {
     }
 }
 
-/// From joining the brain to losing it. No hand is left behind.
+/// Runs from joining the brain to losing it. No hand is left behind.
 async fn session(door: &Door, spawn: &Spawn) -> Over {
     let WorkSettings { brain, name, hands, .. } = &door.settings;
     let purpose = Purpose::Join { name: name.clone(), hands: *hands };

@@ -17,9 +17,9 @@ pub const COPY_FAILED: i32 = 1;
 /// The direction in which a page is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the device to the host, behind the rows of the plan that names it.
+    /// The page goes from the device to the host, behind the rows of the plan that names it.
     Save,
-    /// From the host to the device, at once: nothing in flight names the target.
+    /// The page goes from the host to the device, at once: nothing in flight names the target.
     Restore,
     /// Index keys alone are restored, to the index page that has the number of the host's page.
     RestoreIndex,
@@ -86,9 +86,9 @@ impl Span {
 /// Microseconds that each direction's engine was busy, and that rows waited, since the last result.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyTiming {
-    /// With saves.
+    /// The time of saves.
     pub save_us: u32,
-    /// With restores.
+    /// The time of restores.
     pub restore_us: u32,
     /// Microseconds that rows waited for copies.
     pub waited_us: u32,

@@ -21,7 +21,7 @@ pub struct SamplingParams {
     pub presence_penalty: f32,
     /// Subtracted per occurrence from the logit of each generated token.
     pub frequency_penalty: f32,
-    /// With the position, the only source of randomness.
+    /// The seed: with the position, the only source of randomness.
     pub seed: u64,
     /// Generated tokens before a stop id may be sampled.
     pub min_tokens: u32,
@@ -192,7 +192,7 @@ pub(crate) struct SlotRecord {
 impl SlotRecord {
     pub(crate) const WORDS: usize = 11;
 
-    /// Of a slot whose tokens are in the plan.
+    /// Makes the record of a slot whose tokens are in the plan.
     pub(crate) fn new(new: &NewSlot<'_>) -> Self {
         let params = &new.spec.sampling;
         let min_total = new.prompt_len.saturating_add(params.min_tokens).min(i32::MAX as u32);
@@ -256,7 +256,8 @@ impl SlotRecord {
         ]
     }
 
-    /// With its record of floats and its parts of the lists of biases.
+    /// The sampling parameters, with the record of floats and the slot's parts of the lists of
+    /// biases.
     pub(crate) fn sampling<'a>(
         self,
         floats: &[f32; SLOT_FLOATS],

@@ -19,7 +19,7 @@ pub(crate) struct Asked<'a> {
     pub(crate) room: u64,
     /// Tokens that each replica has cached; empty: none.
     pub(crate) cached: Vec<u64>,
-    /// Its leading blocks, to be remembered until it has computed them.
+    /// The leading blocks of the request, to be remembered until it has computed them.
     pub(crate) names: Arc<[BlockHash]>,
 }
 

@@ -8,7 +8,7 @@ use forebay_engine::{Facts, Stats, Status};
 pub struct ReplicaReport {
     /// The status, as the engine says.
     pub status: Status,
-    /// After its last step.
+    /// The counts after the last step.
     pub stats: Stats,
     /// The load at this moment, by the ledger.
     pub load: Load,

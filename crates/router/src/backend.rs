@@ -90,7 +90,7 @@ pub(crate) enum Check {
     /// The backend answers, and takes no new requests: it loads, or drains. Requests that it has
     /// may end there.
     Refuses,
-    /// Nobody listens there. Connections that are open may live on: so do some servers shut down.
+    /// Nobody listens there. Open connections may live on: some servers shut down in this way.
     Absent,
     /// The backend does not answer.
     Silent,
@@ -130,7 +130,7 @@ impl Life {
         }
     }
 
-    /// It has answered, and calls itself `epoch`.
+    /// Notes that the backend has answered, and calls itself `epoch`.
     fn speak(&mut self, epoch: u64) {
         let known = std::mem::replace(&mut self.epoch, epoch);
         if known != 0 && known != epoch && !self.dead {
@@ -154,7 +154,7 @@ pub(crate) struct Counters {
 pub(crate) struct Backend {
     pub(crate) id: u32,
     pub(crate) url: BackendUrl,
-    /// For the `host` header.
+    /// The value of the `host` header.
     pub(crate) host: HeaderValue,
     name: u64,
     state: Mutex<State>,
@@ -172,7 +172,7 @@ pub(crate) struct Backend {
     pub(crate) gone: Arc<Notify>,
     /// Wakes its health check.
     pub(crate) suspected: Notify,
-    /// It was taken off the list.
+    /// True if the backend was taken off the list.
     pub(crate) removed: AtomicBool,
     pub(crate) counters: Counters,
 }
@@ -220,8 +220,8 @@ impl Backend {
         self.forebay.load(Ordering::Relaxed)
     }
 
-    /// It as a candidate, and whether a suspect is on trial here; `None` while it takes no
-    /// requests.
+    /// The backend as a candidate, and true if a suspect is on trial here; `None` while the backend
+    /// takes no requests.
     pub(crate) fn candidate(&self, now: Instant) -> Option<(Candidate, bool)> {
         let state = self.state.lock();
         let candidate = || Candidate {

@@ -18,7 +18,7 @@ pub struct BreakerConfig {
 }
 
 impl Default for BreakerConfig {
-    /// As SGLang's router.
+    /// The defaults of SGLang's router.
     fn default() -> Self {
         Self {
             failures: 10,

@@ -84,7 +84,7 @@ pub struct RetryConfig {
 }
 
 impl Default for RetryConfig {
-    /// As SGLang's router.
+    /// The defaults of SGLang's router.
     fn default() -> Self {
         Self {
             retries: 5,

@@ -30,7 +30,7 @@ pub struct BodyLimits {
 }
 
 impl Default for BodyLimits {
-    /// As a brain.
+    /// The defaults of a brain.
     fn default() -> Self {
         Self { whole: 64 << 20, json: 4 << 20, all: 1 << 30 }
     }

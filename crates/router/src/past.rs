@@ -21,7 +21,7 @@ pub(crate) enum Role {
     OnTrial,
     /// Another was.
     Bystander,
-    /// Nobody was.
+    /// No request was on trial there.
     Present,
 }
 

@@ -46,7 +46,7 @@ pub(crate) struct Relay {
     /// Kept, with its body, only where another backend may be asked to go on.
     ask: Option<Arc<Ask>>,
     kind: Kind,
-    /// To be given before anything else.
+    /// The bytes to give before anything else.
     first: Bytes,
     state: State,
     /// The last bytes given were the end of an event.

@@ -29,7 +29,7 @@ use crate::watch::watch;
 
 /// The time that connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The same, once there is no more patience.
+/// The time that connections may take to end once requests were ended at once.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after the system refused a connection, most likely for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

@@ -37,7 +37,7 @@ const DEFAULT_LEASE: Duration = Duration::from_secs(60);
 const MAX_LEASES: usize = 1024;
 /// Largest body of a registration.
 const REGISTRATION: BodyLimits = BodyLimits { whole: 1 << 16, json: 1 << 16, all: 0 };
-/// By this OpenAI's clients are told not to try again by themselves.
+/// The header that tells OpenAI's clients not to try again by themselves.
 const SHOULD_RETRY: &str = "x-should-retry";
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";

@@ -23,8 +23,8 @@ const PROBE: Duration = Duration::from_secs(1);
 const WAIT: Duration = Duration::from_secs(20);
 /// Least time between two questions to the same backend about its load.
 const PACE: Duration = Duration::from_millis(5);
-/// The same about its blocks: until they are known, a text counts for the backend that it was sent
-/// to.
+/// The time between two questions about a backend's blocks. Until they are known, a text counts for
+/// the backend that it was sent to.
 const BLOCKS_PACE: Duration = Duration::from_millis(20);
 /// The time that a backend has to be without requests of ours before it is asked about its load.
 /// Requests that come one after the other bring the load along. A question between them would be
@@ -194,8 +194,8 @@ async fn poll_load(shared: &Shared, backend: &Backend, interval: Duration) {
     }
 }
 
-/// As long as responses come, load comes with them. Otherwise the backend is asked to answer when
-/// it has another number of requests.
+/// Follows the load of a backend. It comes with responses as long as there are any. Otherwise the
+/// backend is asked to answer when it has another number of requests.
 async fn follow_load(shared: &Shared, backend: &Backend) {
     let mut link = None;
     let mut first = true;

@@ -144,8 +144,8 @@ impl HostTier {
     /// The default of `prefetch`.
     pub const PREFETCH: u32 = 4;
 
-    /// As sparse decoding needs it: what is computed is saved, and what was saved is not computed
-    /// again.
+    /// The tier as sparse decoding needs it: computed blocks are saved, and saved ones are not
+    /// computed again.
     pub(crate) fn with(self, sparse: Option<Sparse>) -> Self {
         match sparse {
             None => self,

@@ -141,8 +141,8 @@ impl Images {
         grid.positions().div_ceil(self.tower.page_tokens)
     }
 
-    /// Nothing is left of the device's state, and no request has anything of it. `read`: patches
-    /// that plans in flight have named.
+    /// Forgets the device's state and each request's part of it. `read`: patches that plans in
+    /// flight have named.
     pub(crate) fn hand_died(&mut self, read: impl Iterator<Item = u32>) {
         debug_assert!(self.work.is_empty() && self.seeing.is_empty(), "nobody needs anything");
         self.unread.extend(read);
@@ -204,7 +204,7 @@ impl Images {
         (work.end > first).then_some(work)
     }
 
-    /// Nobody needs an image any more that is not on pages.
+    /// Drops the work for an image that is not on pages and that no request needs any more.
     fn drop_work(&mut self, image: ImageId) {
         match self.work.remove(&image) {
             Some(Work::Placed { patches }) => self.unread.push(patches),

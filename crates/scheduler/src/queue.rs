@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, HashMap};
 use crate::Handle;
 use crate::request::Key;
 
-/// Before every priority.
+/// The rank before every priority.
 pub(crate) const PROBE_RANK: i64 = i64::MIN;
 /// Units of virtual time a token, so that an even share of a small cost is more than nothing.
 const UNITS: u64 = 256;
@@ -34,7 +34,7 @@ pub(crate) struct Ticket {
 /// All waiting requests but the suspects.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    /// Without it all requests are one client's: turns go by arrival.
+    /// True for turns by client. Otherwise all requests are one client's: turns go by arrival.
     fair: bool,
     /// The requests that were admitted before.
     returning: BTreeMap<Key, Ticket>,
@@ -65,7 +65,7 @@ struct Account {
 }
 
 impl Account {
-    /// Its place among the clients that wait.
+    /// The client's place among the clients that wait.
     fn turn(&self) -> Option<(u64, i64)> {
         self.waiting.first_key_value().map(|(&arrival, _)| (self.start, arrival))
     }

@@ -87,7 +87,7 @@ pub(crate) struct Pages {
     pub(crate) hot: Vec<Option<Lease>>,
     /// The pages of the host's tier behind them; empty unless requests can be sparse.
     pub(crate) host: Vec<Lease<Host>>,
-    /// For the hot rows of a sparse request; empty: it is not sparse.
+    /// The leases for the hot rows of a sparse request; empty: it is not sparse.
     pub(crate) rows: Vec<Lease>,
 }
 
@@ -176,9 +176,9 @@ impl State {
 /// A live request. `cached <= computed <= total`, everything else follows.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    /// As it was submitted. `past` is kept as it is now. Prompt, generated tokens and names move to
-    /// the fields below at its first admission: until then a thousand choices in the queue have one
-    /// prompt.
+    /// The request as it was submitted. `past` is kept as it is now. Prompt, generated tokens and
+    /// names move to the fields below at its first admission: until then a thousand choices in the
+    /// queue have one prompt.
     pub(crate) request: Request,
     pub(crate) key: Key,
     /// Prompt and generated tokens as far as they are known; empty before the first admission.
@@ -198,11 +198,11 @@ pub(crate) struct Entry {
     /// Names of its leading full blocks, as far as they were needed; empty before the first
     /// admission.
     pub(crate) names: Vec<BlockHash>,
-    /// Its blocks were brought back from the host tier before its turn, once.
+    /// True if the request's blocks were brought back from the host tier before its turn, once.
     pub(crate) prefetched: bool,
     /// Positions that were computed when it lost its pages.
     pub(crate) lost: u32,
-    /// It was sparse when it ran last.
+    /// True if the request was sparse when it ran last.
     pub(crate) was_sparse: bool,
 }
 
@@ -232,7 +232,7 @@ impl Entry {
         }
     }
 
-    /// Its place in the queue.
+    /// The request's place in the queue.
     pub(crate) fn ticket(&self, handle: Handle) -> Ticket {
         Ticket { key: self.key, handle, client: self.request.client, cost: self.limit.into() }
     }

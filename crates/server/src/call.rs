@@ -47,7 +47,7 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    /// With the end-of-sequence ids that the model of `limits` can make.
+    /// Makes the terms with the end-of-sequence ids that the model of `limits` can make.
     pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
         let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
         let mut stop_ids = generation.stop_ids(eos);
@@ -62,7 +62,7 @@ impl Terms {
 /// One prompt with its parameters.
 pub(crate) struct Submission {
     pub(crate) prompt: Arc<[i32]>,
-    /// In place of the prompt's tokens.
+    /// The embeddings in place of the prompt's tokens.
     pub(crate) embeds: Option<Embeds>,
     /// The places of its images, and their files.
     pub(crate) images: Arc<[PromptImage]>,

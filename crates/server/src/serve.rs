@@ -23,7 +23,7 @@ use crate::state::{AppState, Shared};
 
 /// The time that connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The same, once there is no more patience.
+/// The time that connections may take to end once requests were ended at once.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after the system refused a connection for a reason that is not the client's.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

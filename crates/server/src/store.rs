@@ -75,26 +75,26 @@ impl Drop for Weight {
 /// A response on its way into the store.
 #[derive(Debug)]
 pub(crate) struct Finished {
-    /// As it is sent.
+    /// The body as it is sent.
     pub(crate) body: Bytes,
     pub(crate) input: Vec<Item>,
     pub(crate) output: Vec<Item>,
     /// The conversation before.
     pub(crate) before: Vec<Arc<Turn>>,
-    /// It was computed behind its answer.
+    /// True if the response was computed behind its answer.
     pub(crate) background: bool,
 }
 
 /// A response that is kept.
 #[derive(Debug, Clone)]
 pub(crate) struct Kept {
-    /// As it is sent.
+    /// The body as it is sent.
     pub(crate) body: Bytes,
     /// The conversation, its own turn at the end. Empty while it is computed.
     pub(crate) turns: Vec<Arc<Turn>>,
-    /// It is computed behind its answer.
+    /// True while the response is computed behind its answer.
     pub(crate) running: bool,
-    /// It was, or is.
+    /// True if the response is or was computed behind its answer.
     pub(crate) background: bool,
 }
 

@@ -107,7 +107,7 @@ impl SimControl {
         self.change(|faults| faults.hang_starts = count);
     }
 
-    /// From now on a step that computes a slot written with this token kills the group.
+    /// Has every later step that computes a slot written with this token kill the group.
     pub fn poison(&self, token: i32) {
         self.change(|faults| faults.poison = Some(token));
     }

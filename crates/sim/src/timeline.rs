@@ -58,7 +58,7 @@ impl SparseModel {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SaveOrder {
-    /// Nothing.
+    /// Saves delay no work.
     #[default]
     Behind,
     /// The rows of the next plan, on the device.
@@ -92,7 +92,7 @@ pub struct Span {
     pub start_us: u64,
     /// The first one after it.
     pub end_us: u64,
-    /// From the end of the step before it.
+    /// The time from the end of the step before it.
     pub gap_us: u64,
 }
 

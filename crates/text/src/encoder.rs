@@ -37,7 +37,7 @@ pub(crate) struct Texts {
     pub(crate) add_special_tokens: bool,
     /// Tokens that each may have, those around it not counted: encoding ends where there are more.
     pub(crate) most: Option<usize>,
-    /// Of the one text that a chat is: the special tokens that are ordinary text, as sorted ranges.
+    /// The special tokens of a chat that are ordinary text, as sorted ranges of its one text.
     pub(crate) plain: Vec<Range<usize>>,
 }
 
@@ -314,7 +314,7 @@ impl Encoder {
 }
 
 impl Work {
-    /// In how many pieces this is encoded.
+    /// The number of pieces in which this is encoded.
     pub(crate) fn pieces(&self) -> usize {
         self.pieces.len()
     }
@@ -325,7 +325,8 @@ impl Work {
     }
 }
 
-/// As [`Cuts::next`], and not at or in one of `plain`, which is a token by its looks alone.
+/// The next cut as in [`Cuts::next`], but not at or in one of `plain`, which is a token by its
+/// looks alone.
 fn next_cut(
     cuts: &Cuts,
     text: &str,

@@ -30,7 +30,7 @@ pub(crate) struct Pieces {
     metaspace_drops_first: bool,
     /// Tokens of the form `<0x0A>` are bytes.
     byte_fallback: bool,
-    /// Up to this many of this character are cut from the start of the text.
+    /// The character that is cut from the start of the text, and its largest number.
     pub(crate) strip_left: Option<(char, usize)>,
 }
 

@@ -12,7 +12,7 @@ use crate::orientation::Orientation;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     pub(crate) source: Source,
-    /// As stored.
+    /// The width of the stored image.
     pub(crate) width: u32,
     pub(crate) height: u32,
     pub(crate) orientation: Orientation,

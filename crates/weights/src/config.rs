@@ -130,7 +130,7 @@ impl Shape {
     }
 }
 
-/// As Python has it.
+/// True for a value that Python takes for true.
 fn truthy(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null | Value::Bool(false)) => false,

@@ -27,8 +27,8 @@ const VERSION: u32 = 2;
 const EDGE: u64 = 1 << 20;
 const PIECES: u64 = 64;
 const PIECE: usize = 4096;
-/// Of one read, and of one sum: enough that calls cost nothing, and that the threads end at about
-/// the same time.
+/// The bytes of one read, and of one sum: enough that calls cost nothing, and that the threads end
+/// at about the same time.
 const CHUNK: usize = 16 << 20;
 const LENGTH: usize = 8;
 const ALIGNMENT: usize = 64;

@@ -57,7 +57,7 @@ struct Walk {
 }
 
 struct Failure {
-    /// From the inside out.
+    /// The steps of the path, from the inside out.
     path: Vec<Step>,
     reason: String,
 }
@@ -346,7 +346,7 @@ struct Key(Params);
 /// The meaning of a key.
 enum Name {
     Known(&'static Param),
-    /// Nothing that is read; of a long one the beginning.
+    /// A name that is not read; of a long one the beginning.
     Other(String),
 }
 

@@ -268,7 +268,7 @@ impl ResponsesRequest {
 }
 
 impl TextFormat {
-    /// Without the schema, which may be large.
+    /// The format without the schema, which may be large.
     fn echo(&self) -> Value {
         match self.kind.as_str() {
             "json_schema" => json!({

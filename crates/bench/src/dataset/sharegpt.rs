@@ -111,7 +111,7 @@ pub(crate) struct Filter {
 }
 
 impl Filter {
-    /// As the flags say.
+    /// Reads the flags.
     pub(crate) fn new(args: &SharegptArgs) -> Self {
         Self { output_len: args.sharegpt_output_len, context_len: args.sharegpt_context_len }
     }

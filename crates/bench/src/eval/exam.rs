@@ -28,7 +28,7 @@ pub(super) struct Exam {
 }
 
 impl Question {
-    /// As a prompt shows it, without its answer.
+    /// The question in the form of a prompt, without its answer.
     fn asked(&self) -> String {
         format!("Question: {}\nAnswer:", self.question)
     }

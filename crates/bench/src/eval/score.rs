@@ -51,7 +51,7 @@ impl Answer {
 pub(super) struct Score {
     /// Questions asked.
     pub(super) num_questions: usize,
-    /// Of these, requests that failed.
+    /// The number of questions whose request failed.
     pub(super) failed: usize,
     /// Answers that are right.
     pub(super) correct: usize,

@@ -24,12 +24,12 @@ const FIELDS: [&str; 6] = ["type", "id", "name", "function", "arguments", "param
 enum Stage {
     #[default]
     Open,
-    /// Before a field's name.
+    /// The reader is before a field's name.
     Field,
     /// Inside a key; true if the next character is escaped.
     Key(bool),
     Colon,
-    /// Before or in a value.
+    /// The reader is before or in a value.
     Value,
     Next,
 }

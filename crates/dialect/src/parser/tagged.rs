@@ -26,7 +26,7 @@ enum Stage {
     Key,
     /// The attribute of an argument that declares its type.
     Declared,
-    /// Before a value.
+    /// The reader is before a value.
     Open,
     /// Right at the beginning of a value.
     First,

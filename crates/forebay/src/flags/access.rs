@@ -48,7 +48,7 @@ pub(crate) struct AccessFlags {
     /// Certificate as PEM, with its chain after it: connections are encrypted.
     #[arg(long, value_name = "FILE", requires = "ssl_keyfile")]
     pub(crate) ssl_certfile: Option<PathBuf>,
-    /// Its key as PEM, not encrypted.
+    /// The key of the certificate as PEM, not encrypted.
     #[arg(long, value_name = "FILE", requires = "ssl_certfile")]
     pub(crate) ssl_keyfile: Option<PathBuf>,
 }

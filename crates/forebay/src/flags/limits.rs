@@ -29,7 +29,7 @@ pub(crate) struct LimitFlags {
 }
 
 impl LimitFlags {
-    /// As given, or what suits this machine.
+    /// The bytes as given, or a default that suits this machine.
     pub(crate) fn request_bytes(&self) -> usize {
         self.max_request_bytes_in_flight.unwrap_or_else(|| share(memory()))
     }

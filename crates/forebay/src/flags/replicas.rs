@@ -31,7 +31,8 @@ pub(crate) struct ReplicaFlags {
     /// Give each rank whole experts, in place of a part of each; as many ranks as --tp-size.
     #[arg(long, visible_alias = "enable-ep-moe")]
     pub(crate) enable_expert_parallel: bool,
-    /// The same, by the number of ranks; 1: experts are divided like other matrices.
+    /// The number of ranks by which experts are divided, whole; 1: experts are divided like other
+    /// matrices.
     #[arg(long, visible_alias = "expert-parallel-size", value_name = "RANKS")]
     pub(crate) ep_size: Option<u32>,
     #[command(flatten)]

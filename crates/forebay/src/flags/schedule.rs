@@ -49,7 +49,7 @@ pub(crate) struct ScheduleFlags {
     /// Order of the waiting queue.
     #[arg(long, visible_alias = "scheduling-policy", value_enum, default_value_t)]
     pub(crate) schedule_policy: SchedulePolicy,
-    /// With the priority policy, the smaller number goes first (as in vLLM).
+    /// Have the smaller number go first under the priority policy (as in vLLM).
     #[arg(long)]
     pub(crate) schedule_low_priority_values_first: bool,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.

@@ -23,7 +23,7 @@ pub(crate) struct TierFlags {
     /// Waiting requests whose blocks are brought back before their turn; 0: none [default: 4].
     #[arg(long, value_name = "REQUESTS", value_parser = clap::value_parser!(u32).range(..=1024))]
     pub(crate) hicache_prefetch_requests: Option<u32>,
-    /// The same as vLLM has it: a host tier of so many GiB for all replicas together.
+    /// A host tier of so many GiB for all replicas together, as in vLLM.
     #[arg(long, value_name = "GIB", conflicts_with_all = ["hicache_ratio", "hicache_size"], value_parser = positive)]
     pub(crate) kv_offloading_size: Option<f64>,
     /// The component that copies; there is one.

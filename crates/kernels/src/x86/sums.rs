@@ -8,7 +8,7 @@ use crate::tile::{LANES, MAX_ROWS, Outputs};
 /// Two vectors of outputs a row.
 pub(super) type Sums<const M: usize> = [[__m512; 2]; M];
 
-/// Nothing, or what is there already.
+/// The first sums: zeros, or the content of `out`.
 ///
 /// # Safety
 /// `out` has `M` rows; the processor has the instructions (here and below).

@@ -27,11 +27,12 @@ use backed::Backed;
 /// The direction in which a block is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the hot tier to the host tier.
+    /// The block goes from the hot tier to the host tier.
     Save,
-    /// From the host tier to the hot tier.
+    /// The block goes from the host tier to the hot tier.
     Restore,
-    /// From a page of the host tier to the index page of the same number, in backed tiers.
+    /// The block's index keys go from a page of the host tier to the index page of the same number,
+    /// in backed tiers.
     RestoreIndex,
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// With at most `limit` requests in line.
+    /// Makes the room with at most `limit` requests in line.
     pub(crate) fn new(payloads: Arc<dyn Payloads>, limit: usize) -> Self {
         let freed = Arc::new(Notify::new());
         let told = Arc::clone(&freed);

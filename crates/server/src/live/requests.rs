@@ -35,8 +35,8 @@ impl Told {
         self.known.clear();
     }
 
-    /// Those that have changed, and those that have ended. One that has come and gone in between is
-    /// in both.
+    /// The requests that have changed, and those that have ended. A request that has come and gone
+    /// in between is in both.
     pub(super) fn changes(&mut self, snapshot: &Snapshot) -> (Vec<RequestTick>, Vec<u64>) {
         let mut news = Vec::with_capacity(snapshot.replicas.len());
         for (at, seen) in snapshot.replicas.iter().enumerate() {

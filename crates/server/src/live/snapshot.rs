@@ -26,7 +26,7 @@ pub(super) struct Snapshot {
 pub(super) struct Seen {
     pub(super) engine: EngineHandle,
     pub(super) report: ReplicaReport,
-    /// Its requests.
+    /// The requests of the replica.
     pub(super) views: Arc<[RequestView]>,
 }
 

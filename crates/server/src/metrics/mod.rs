@@ -76,7 +76,8 @@ impl Timeline {
         }
     }
 
-    /// It waited so long for its first step, and so many tokens of its prompt were found.
+    /// Notes that the request waited so long for its first step, and that so many tokens of its
+    /// prompt were found.
     pub(crate) fn admitted(&mut self, queue_us: u64, cached_tokens: u32) {
         self.queued = Some(Duration::from_micros(queue_us));
         self.cached_tokens = cached_tokens;
@@ -184,11 +185,11 @@ impl Registrar {
 /// Numbers of the server's parts beside the replicas.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Parts {
-    /// Of the text pool.
+    /// The counts of the text pool.
     pub(crate) text: TextStats,
-    /// Of the threads that compile forms of answers.
+    /// The counts of the threads that compile forms of answers.
     pub(crate) grammars: GrammarStats,
-    /// Of the way of large requests.
+    /// The counts of the way of large requests.
     pub(crate) intake: IntakeStats,
     /// Log lines that nobody took in time.
     pub(crate) dropped: u64,

@@ -169,7 +169,7 @@ impl BlockObserver for ReplicaBlocks {
     }
 }
 
-/// From where on, and for how long.
+/// The place from which to answer, and the time to wait.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Since {
     #[serde(default)]

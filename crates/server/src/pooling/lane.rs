@@ -23,7 +23,7 @@ pub(super) type Answer = Result<Vec<Box<[f32]>>, ApiError>;
 
 /// A call that waits.
 pub(super) struct Expected {
-    /// Its inputs, at least one; the first one's name is the call's.
+    /// The ids of the inputs, at least one; the first one's name is the call's.
     pub(super) ids: Vec<RequestId>,
     /// Tokens of each.
     pub(super) prompt_tokens: Vec<u32>,

@@ -127,8 +127,8 @@ pub(crate) async fn completions(
     }))
 }
 
-/// Of each prompt's `made` choices the `n` whose tokens are the most likely on average, the best
-/// first. Where all are returned they stay in order.
+/// The `n` choices of each prompt's `made` ones whose tokens are the most likely on average, the
+/// best first. If all are returned they stay in order.
 fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     if made == n {
         return deltas;
@@ -226,7 +226,7 @@ struct ChoiceState {
     told: Arc<PromptLogprobs>,
     /// Characters of all tokens' text so far.
     offset: u32,
-    /// To write log-probabilities with, where they are asked for.
+    /// The tokenizer that writes log-probabilities, if they are asked for.
     tokenizer: Option<Arc<Tokenizer>>,
     shown: Shown,
     /// The prompt's ids, where they are still to be sent.

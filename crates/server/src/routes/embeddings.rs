@@ -60,7 +60,7 @@ pub(super) struct Embedded {
     /// The form in which they are wanted.
     pub(super) wanted: Form,
     pub(super) usage: PoolingUsage,
-    /// To write them takes long.
+    /// True if writing the vectors takes long.
     large: bool,
 }
 

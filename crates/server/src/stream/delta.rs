@@ -102,13 +102,14 @@ pub(crate) struct Delta {
     pub(crate) reasoning_tokens: u32,
     /// One a token of `tokens`, where asked for.
     pub(crate) logprobs: Logprobs,
-    /// Of the prompt's tokens, where asked for; all have come with the first token.
+    /// The log-probabilities of the prompt's tokens, if asked for; all have come with the first
+    /// token.
     pub(crate) prompt: PromptLogprobs,
-    /// With the first token: prompt tokens found in the prefix cache.
+    /// The number of prompt tokens found in the prefix cache; it comes with the first token.
     pub(crate) cached_tokens: Option<u32>,
     /// Set in the last delta.
     pub(crate) end: Option<End>,
-    /// With the end: the choice has a complete call of a tool, which the model has chosen.
+    /// True at the end if the choice has a complete call of a tool, which the model has chosen.
     pub(crate) called: bool,
 }
 

@@ -61,7 +61,7 @@ impl Line {
         let _ = self.gate.compare_exchange(SHUT, ASKED, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// From here on, hyper writes.
+    /// Shuts the line: from here on, hyper writes.
     pub(crate) fn shut(&self) {
         self.gate.store(SHUT, Ordering::Release);
     }

@@ -52,7 +52,7 @@ struct Inner {
     limit: usize,
     /// True if more than the limit was unread.
     overflown: bool,
-    /// Nobody will read any more.
+    /// True if nobody will read any more.
     gone: bool,
     wake: Wake,
     waker: Option<Waker>,
@@ -230,7 +230,7 @@ impl Drop for Sender {
 }
 
 impl Receiver {
-    /// From here on deltas may be written through `outlet`, which writes what is read here too: see
+    /// Lets deltas be written through `outlet` from here on, which writes pending ones too: see
     /// [`Receiver::encode`].
     pub(crate) fn lend(&self, outlet: Outlet) {
         self.inner.lock().outlet = Some(outlet);

@@ -147,7 +147,7 @@ impl Chunks {
         Ok(Self { head, streaming, prepared, prompt_token_ids: None })
     }
 
-    /// The same, with the prompt's token ids in the first chunk.
+    /// Puts the prompt's token ids into the first chunk.
     pub(crate) fn with_prompt(self, prompt_token_ids: Option<Vec<i32>>) -> Self {
         Self { prompt_token_ids, ..self }
     }

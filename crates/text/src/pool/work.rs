@@ -44,7 +44,7 @@ pub(super) enum Input {
     },
     /// The first texts are often one and the same.
     Pairs(Vec<(Arc<str>, String)>),
-    /// To become text again.
+    /// The ids that are to become text again.
     Ids(Vec<i32>),
     Chat(Box<Chat>),
 }

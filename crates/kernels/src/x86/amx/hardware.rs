@@ -59,12 +59,14 @@ impl Hardware {
         result == 0
     }
 
-    /// Before a thread's work: others may have shaped the thread's tiles.
+    /// Forgets the shape of the tiles. The call comes before a thread's work: others may have
+    /// shaped the thread's tiles.
     pub(crate) fn forget() {
         SHAPE.set(Shape::NONE);
     }
 
-    /// After a thread's work: the kernel need not keep tiles any more.
+    /// Releases the tiles. The call comes after a thread's work: the kernel need not keep tiles any
+    /// more.
     ///
     /// # Safety
     /// The processor has tiles.

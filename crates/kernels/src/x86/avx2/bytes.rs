@@ -16,7 +16,7 @@ use crate::vnni::format;
 
 /// AVX2 alone.
 pub(crate) struct Avx2Dots;
-/// With AVX-VNNI.
+/// The dot products of AVX-VNNI.
 pub(crate) struct AvxVnni;
 
 /// Inner positions of a pass over rows that have one scale: as 16 bits, they and the panel's fit

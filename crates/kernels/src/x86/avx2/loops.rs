@@ -140,7 +140,7 @@ trait Numbers {
 
 /// Each row's [`BLOCK`] side by side.
 struct ByRow;
-/// As [`Kernel::arrange`](crate::tile::Kernel::arrange) leaves them.
+/// The numbers in the order of [`Kernel::arrange`](crate::tile::Kernel::arrange).
 struct Arranged;
 
 impl Numbers for ByRow {

@@ -44,7 +44,7 @@ impl CallIds {
 /// The form in which tokens are shown.
 #[derive(Clone)]
 pub(super) struct Tokens {
-    /// To write log-probabilities with, where they are asked for.
+    /// The tokenizer that writes log-probabilities, if they are asked for.
     pub(super) tokenizer: Option<Arc<Tokenizer>>,
     pub(super) output: TokenOutput,
 }

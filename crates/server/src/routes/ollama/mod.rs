@@ -32,7 +32,7 @@ pub(crate) use about::{__path_ps, __path_show, __path_tags, __path_version};
 pub(crate) use about::{ps, show, tags, version};
 use answer::{Kind, Lines, Writer};
 
-/// Behind a model's name it says nothing.
+/// The suffix of a model's name that has no meaning here.
 const LATEST: &str = ":latest";
 
 /// The served name that a request means.

@@ -52,7 +52,7 @@ pub(crate) struct Registration {
     pub(crate) engine: Arc<dyn Engine>,
     /// The speller. If the stream began at another brain, the speller has read the tokens so far.
     pub(crate) speller: Speller,
-    /// To tell end-of-sequence from the client's own stop tokens.
+    /// The end-of-sequence ids, to tell them from the client's own stop tokens.
     pub(crate) eos: Arc<[i32]>,
     pub(crate) prompt_tokens: u32,
     pub(crate) arrived: Instant,
