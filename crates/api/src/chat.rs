@@ -79,7 +79,7 @@ pub struct ReasoningRequest {
 /// One message of a conversation.
 #[derive(Debug, Clone, serde::Deserialize, ToSchema)]
 pub struct ChatMessage {
-    /// `system`, `user`, `assistant`, `tool`, or what else the chat template knows.
+    /// `system`, `user`, `assistant`, `tool`, or another role of the chat template.
     pub role: String,
     /// A string, or a list of parts of type `text`.
     #[schema(value_type = Option<String>)]

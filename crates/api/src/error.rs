@@ -219,7 +219,8 @@ pub enum ApiError {
         /// The engine's state, as a machine-readable code.
         code: &'static str,
     },
-    /// Backends of a router died while they had the request. It may be what killed them.
+    /// Backends of a router died while they had the request. The request may be the cause of the
+    /// deaths.
     #[error(
         "{deaths} servers died while they had this request; it is not tried again, as it may be what they died of"
     )]

@@ -190,7 +190,7 @@ fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
 pub struct LlamaCompletion {
     /// Number of the prompt.
     pub index: u32,
-    /// The text; in a stream, what is new.
+    /// The text; in a stream, the new text.
     pub content: String,
     /// Ids of the tokens, where asked for or in a stream.
     pub tokens: Vec<i32>,
@@ -258,7 +258,7 @@ pub struct LlamaProbability {
 }
 
 impl LlamaEnd {
-    /// Says what ended the text; `None`: its length. `eos` tells whether it was end-of-sequence.
+    /// Sets the end of the text; `None`: its length. `eos` tells whether it was end-of-sequence.
     pub fn stopped(&mut self, by: Option<StopReason>, eos: bool) {
         (self.stop_type, self.stopping_word) = match by {
             None => ("limit", String::new()),

@@ -168,8 +168,8 @@ pub(crate) struct Source {
 }
 
 impl MessagesRequest {
-    /// Checks everything that can be checked before the prompt is tokenised. The names of what had
-    /// no effect are added to `ignored`.
+    /// Checks everything that can be checked before the prompt is tokenised. The names of
+    /// parameters without effect are added to `ignored`.
     ///
     /// # Errors
     /// The first parameter that is out of range or not served.

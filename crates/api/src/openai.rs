@@ -123,8 +123,8 @@ macro_rules! openai_request {
             #[serde(alias = "data_parallel_rank")]
             pub routed_dp_rank: Option<i64>,
             /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.
-            /// Whoever does not know it cannot find out by the time of an answer what was asked
-            /// before.
+            /// A client that does not know the salt cannot find out earlier prompts by the time of
+            /// an answer.
             pub cache_salt: Option<String>,
             /// Words that the answer does not have.
             #[schema(value_type = Option<Vec<String>>)]

@@ -13,7 +13,7 @@ pub struct Parsed<T> {
     pub request: T,
     /// The weight of the parsed value.
     pub weight: Weight,
-    /// Names of what it asks and nothing reads.
+    /// Names of parameters of the request that nothing reads.
     pub unread: Vec<String>,
 }
 

@@ -33,7 +33,7 @@ pub const COMMENT: &[u8] = b": forebay ";
 /// Most names that [`BLOCKS_HEADER`] has.
 pub const MAX_SAMPLED_BLOCKS: usize = 32;
 
-/// A header or comment is not what it has to be.
+/// A header or comment of another form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("`{0}` is missing or malformed")]
 pub struct PeerError(pub &'static str);
@@ -133,7 +133,7 @@ impl LoadReport {
         );
     }
 
-    /// Reads what [`LoadReport::encode`] wrote.
+    /// Reads the output of [`LoadReport::encode`].
     ///
     /// # Errors
     /// A part is missing or no number.
@@ -155,8 +155,8 @@ impl LoadReport {
     }
 }
 
-/// A comment in a stream. All that came before it is complete: who has that and the ids of all
-/// comments so far can have the stream continued by another brain.
+/// A comment in a stream. All bytes before it are complete. With them and the ids of all comments
+/// so far, another brain can go on with the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Comment<'a> {
     /// Ids of the tokens since the last comment, in decimal, joined with commas.

@@ -274,7 +274,7 @@ pub struct Completion {
 pub struct CompletionChoice {
     /// Number of the choice over all prompts.
     pub index: u32,
-    /// The text; in a stream, what is new.
+    /// The text; in a stream, the new text.
     pub text: String,
     /// Log-probabilities, where asked for.
     pub logprobs: Option<CompletionLogprobs>,

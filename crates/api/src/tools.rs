@@ -1,4 +1,4 @@
-//! Tools that a model may call: what is offered, and what is asked of it.
+//! Tools that a model may call, and the demands on its calls.
 
 use std::collections::HashSet;
 
@@ -36,7 +36,7 @@ pub struct OfferedTool {
     pub name: String,
     /// The JSON schema of its arguments.
     pub schema: Value,
-    /// Arguments are valid by that, and not only what the model takes for it.
+    /// Arguments are valid by the schema, and not only in the model's opinion.
     pub strict: bool,
     /// The schema's path in the request.
     pub path: String,

@@ -113,7 +113,7 @@ pub struct RunFlags {
     pub no_progress: bool,
 }
 
-/// Flags that say what is kept of the run.
+/// Flags about the files that keep the run.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Result")]
 pub struct ResultFlags {

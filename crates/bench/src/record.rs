@@ -17,7 +17,8 @@ pub struct Record {
     pub input_tokens: u32,
     /// The number of prompt tokens that are not text.
     pub vision_tokens: u32,
-    /// Generated tokens: the server's count, or what was asked for where it gives none.
+    /// Generated tokens: the server's count, or the number that was asked for if the server gives
+    /// none.
     pub output_tokens: u32,
     /// The generated text.
     pub text: String,

@@ -1,8 +1,8 @@
 //! Capacity planning: how many replicas a recorded traffic needs.
 //!
 //! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
-//! step times in place of devices. `search` looks for the least number that meets the objectives,
-//! `outcome` says what one number of replicas gives, `report` shows it.
+//! step times in place of devices. `search` looks for the least number that meets the objectives.
+//! `outcome` has the results of one number of replicas, and `report` shows them.
 
 mod args;
 mod images;

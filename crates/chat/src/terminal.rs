@@ -1,4 +1,4 @@
-//! Lines that the user types, and what becomes of them.
+//! Lines that the user types, and their effects.
 
 use std::io::{self, Write};
 

@@ -1,4 +1,4 @@
-//! The slot tables: what each slot's tokens, pages and sampling parameters are.
+//! The slot tables: each slot's tokens, pages and sampling parameters.
 
 use std::collections::HashMap;
 

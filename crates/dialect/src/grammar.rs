@@ -12,7 +12,7 @@ use crate::parser::Place;
 
 /// Any text, as a regular expression. A token that is special is no text.
 const ANY: &str = "/(?s:.*)/";
-/// The rule of what is said in place of calls, which others write.
+/// The rule of the output in place of calls, which others write.
 pub const CONTENT: &str = "content";
 
 /// The output that is allowed in place of calls.
@@ -97,8 +97,8 @@ impl Marks {
     }
 
     /// Text that `text`, the right side of a terminal, describes, and then `close`, of which the
-    /// text has nothing. Gives the definition of the terminal `name` and what stands for both on a
-    /// rule's right side.
+    /// text has nothing. Gives the definition of the terminal `name`, and the text that stands for
+    /// both on a rule's right side.
     pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
         // One terminal has text and close together: two would be cut where the text is longest,
         // which is within the close.

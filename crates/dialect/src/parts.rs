@@ -86,7 +86,7 @@ impl Parts {
         self.push(Kind::Content, 0, text);
     }
 
-    /// Appends what `write` adds to a text, as content.
+    /// Appends the output of `write`, as content.
     pub fn content_with<R>(&mut self, write: impl FnOnce(&mut String) -> R) -> R {
         let before = self.text.len();
         let result = write(&mut self.text);
@@ -137,7 +137,7 @@ impl Parts {
         }
     }
 
-    /// Appends what came later, and leaves it empty.
+    /// Appends the newer parts, and leaves `newer` empty.
     pub fn append(&mut self, newer: &mut Self) {
         let before = self.end();
         let joins = match (self.runs.last(), newer.runs.first()) {

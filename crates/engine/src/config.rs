@@ -24,7 +24,7 @@ pub struct EngineConfig {
     pub fair: bool,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
     pub lookahead: u32,
-    /// Most requests that wait; see [`crate::Waiting`] for what each client may have of it.
+    /// Most requests that wait; see [`crate::Waiting`] for each client's share.
     pub max_queued: usize,
     /// Microseconds that a request may wait to be admitted for the first time; 0: as long as it
     /// takes.

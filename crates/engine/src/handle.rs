@@ -127,8 +127,8 @@ impl EngineHandle {
         self.order(Order::FlushCache(reply));
     }
 
-    /// Has the engine thread do `work` between two steps. Everything waits meanwhile: it is there
-    /// to measure what it costs to do work here that other threads could do.
+    /// Has the engine thread do `work` between two steps. Everything waits meanwhile. It is there
+    /// to measure the cost of work here that other threads could do.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         self.order(Order::Run(work));
     }
@@ -138,7 +138,7 @@ impl EngineHandle {
         self.shared.draining.store(true, Ordering::Release);
     }
 
-    /// Aborts what is alive, stops the hand and ends the thread.
+    /// Aborts all requests, stops the hand and ends the thread.
     pub fn stop(&self) {
         self.drain();
         self.order(Order::Stop);

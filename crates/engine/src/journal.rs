@@ -175,7 +175,7 @@ impl Journal {
     }
 }
 
-/// The engine thread's side: what it has not written into the journal yet.
+/// The engine thread's side: the entries that it has not written into the journal yet.
 #[derive(Debug, Default)]
 pub struct Notes {
     /// Steps in flight, oldest first.
@@ -245,7 +245,7 @@ impl Notes {
         self.moment(id, at_us, What::Finished { reason });
     }
 
-    /// Writes what is new into the journal.
+    /// Writes the new entries into the journal.
     pub fn write(&mut self, journal: &Journal) {
         if self.steps.is_empty() && self.moments.is_empty() {
             return;

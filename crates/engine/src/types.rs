@@ -52,7 +52,7 @@ pub struct Preference {
 /// A request whose hand has died, on its way to another replica.
 #[derive(Debug)]
 pub struct Orphan {
-    /// The request, with what it has generated so far.
+    /// The request, with the tokens that it has generated so far.
     pub request: EngineRequest,
     /// The time of arrival and the request's share of the queue, if it was never admitted.
     pub(crate) queued: Option<Arrival>,
@@ -234,7 +234,7 @@ pub enum SubmitError {
 /// The engine's state as /health tells it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Status {
-    /// The hand is loading for the first time; the text says what.
+    /// The hand is loading for the first time; the text names the part.
     Starting(String),
     /// Steps run.
     Ready,
@@ -246,7 +246,7 @@ pub enum Status {
     Failed(String),
 }
 
-/// The hand's facts and what follows from them, known once the engine has been ready.
+/// The hand's facts and their consequences, known once the engine has been ready.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Facts {
     /// Positions a request may use: the configured context length, or the whole KV pool where that

@@ -12,7 +12,7 @@ use serde::Serialize;
 /// of processors as in taskset, with `|` between replicas, and `;` between the ranks of a replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AffinityFlag {
-    /// The hands get equal parts of what the process may use.
+    /// The hands get equal parts of the processors that the process may use.
     Auto,
     /// `[brain=LIST|]LIST[;LIST...][|LIST[;LIST...]...]`
     Lists {

@@ -1,5 +1,5 @@
-//! Flags and model made into one resolved configuration. What is printed at /server_info and sent
-//! to the hand is this.
+//! Flags and model made into one resolved configuration. This is printed at /server_info and sent
+//! to the hand.
 
 use std::path::PathBuf;
 

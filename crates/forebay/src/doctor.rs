@@ -1,5 +1,5 @@
-//! `forebay doctor`: what of this machine matters for serving, in plain words, and what to do about
-//! it.
+//! `forebay doctor`: the facts about this machine that matter for serving, in plain words, with
+//! advice.
 
 mod machine;
 mod software;

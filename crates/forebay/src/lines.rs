@@ -1,8 +1,8 @@
 //! Log lines on their way to stderr, which nobody may be reading.
 //!
-//! A pipe that nobody empties takes 64 KiB, and then every write to it waits, whoever writes. So
-//! lines are left with a thread of their own. What it has not written yet is bounded: lines beyond
-//! that are dropped, counted, and said as soon as somebody reads again.
+//! A pipe that nobody empties takes 64 KiB, and then every write to it waits, by any thread. So
+//! lines are left with a thread of their own. Its queue is bounded: lines beyond that are dropped,
+//! counted, and reported as soon as somebody reads again.
 
 use std::io::{self, Write};
 use std::sync::Arc;

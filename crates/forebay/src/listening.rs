@@ -1,4 +1,4 @@
-//! Opens what connections come by, before anything that takes long.
+//! Opens the sockets for connections, before anything that takes long.
 
 use std::fs;
 use std::io;

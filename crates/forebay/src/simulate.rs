@@ -1,4 +1,4 @@
-//! The simulated device: what it says, and the commands that make and show profiles.
+//! The simulated device: its answers, and the commands that make and show profiles.
 
 use std::path::PathBuf;
 use std::sync::Arc;

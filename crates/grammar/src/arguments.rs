@@ -1,8 +1,9 @@
 //! Arguments of calls that are not written as JSON: in tags, as Python's, or as Gemma's.
 //!
 //! A schema is walked, and each value that it describes becomes a rule in the family's own
-//! notation. What can't be said there is an error with its path. Where a schema allows more than a
-//! rule can say, such as further properties beside those that it names, the rule says less.
+//! notation. A schema that can't be expressed there is an error with its path. Where a schema
+//! allows more than a rule can say, such as further properties beside those that it names, the rule
+//! says less.
 
 use std::collections::HashMap;
 
@@ -66,7 +67,7 @@ pub(crate) struct Arguments<'a> {
     /// Number of the tool: names of rules begin with it.
     tool: usize,
     lines: Vec<String>,
-    /// Rules of references, by what they refer to.
+    /// Rules of references, by their targets.
     references: HashMap<String, String>,
     any: Option<String>,
     notation: Notation,

@@ -1,6 +1,6 @@
 //! A grammar as one terminal: the text that is the only argument of a call.
 //!
-//! In a JSON string every text becomes what JSON writes for it. Only the literals and the regular
+//! In a JSON string every text is escaped as JSON demands. Only the literals and the regular
 //! expressions of a grammar know characters, so only they are rewritten. Rules become terminals,
 //! because the end of the text may begin as more of it would, and llguidance's lexer does not look
 //! ahead for where a lexeme ends. A grammar that refers to itself can't be written so, and is

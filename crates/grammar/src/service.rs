@@ -202,8 +202,8 @@ impl Grammars {
         Ok(Self(Arc::new(Inner { config, compile, attic, shared })))
     }
 
-    /// The constraints of a request's choices. Nothing of it is done by the caller's thread; a
-    /// caller that stops waiting leaves what was begun to others.
+    /// The constraints of a request's choices. The caller's thread does none of the work. A caller
+    /// that stops waiting leaves begun work to others.
     ///
     /// # Errors
     /// The source is at fault, there is no room for it, or it takes too long.

@@ -48,7 +48,7 @@ pub enum Form {
     Calls(Arc<CallForm>),
 }
 
-/// Calls of tools: a dialect's grammar, and what it leaves to be written.
+/// Calls of tools: a dialect's grammar, and the parts that others write.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallForm {
     /// The grammar, without the rules of arguments and of [`forebay_dialect::CONTENT`].

@@ -30,7 +30,7 @@ pub(crate) enum StreamError {
     /// Ranks have different pools, so that they can't follow the same plans.
     #[error("ranks have different models, or pools: {0:?} pages")]
     Pools(Vec<u32>),
-    /// A rank asks the store for what it can't have.
+    /// A rank asks the store for an impossible value.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The peer wrote something else.

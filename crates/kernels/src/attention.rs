@@ -3,8 +3,8 @@
 //! Keys are taken in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al.
 //! 2022), and blocks in spans of [`SPAN`] positions, which are put together at the end (Dao et al.
 //! 2023): members share a long row by spans. Both are counted from the request's beginning. So a
-//! query's result depends on nothing but its own row: not on how its prompt was cut into chunks,
-//! nor on what is computed beside it.
+//! query's result depends on nothing but its own row: not on the chunks of its prompt, nor on other
+//! work beside it.
 
 mod blocks;
 

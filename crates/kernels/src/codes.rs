@@ -1,9 +1,9 @@
 //! Numbers as 8-bit integers with a scale: how quantised weights are stored, and activations made
 //! to fit them.
 //!
-//! Weights are kept as unsigned codes, activations as signed ones, because that is what the
-//! processors' dot products of bytes take. An offset adds to a product the offset times the sum of
-//! the activations. So each row brings its sums along and nothing is lost: integer sums are exact.
+//! Weights are kept as unsigned codes, activations as signed ones, for the processors' dot products
+//! of bytes. An offset adds to a product the offset times the sum of the activations. So each row
+//! brings its sums along and nothing is lost: integer sums are exact.
 
 use crate::element::Element;
 use crate::tile::LANES;

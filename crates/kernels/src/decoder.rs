@@ -1,7 +1,7 @@
 //! A decoder for callers in Rust: the C interface with its promises kept by types and checks.
 //!
-//! Weights, pages and tables are what the caller says they are, or [`Decoder::new`] and
-//! [`Decoder::step`] say what is wrong: nothing here is unsafe to call.
+//! Weights, pages and tables have the form that the caller states, or [`Decoder::new`] and
+//! [`Decoder::step`] return the fault. Nothing here is unsafe to call.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -77,7 +77,7 @@ impl Storage {
     }
 }
 
-/// A matrix to be packed: what it is, not its values.
+/// A matrix to be packed: its shape and format, not its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packing {
     /// Rows.
@@ -218,7 +218,7 @@ pub struct Layer {
     pub output_bias: Option<Bytes>,
     /// `[hidden]`.
     pub post_norm: Bytes,
-    /// Gates and then what they gate, `[2 * intermediate, hidden]`, interleaved.
+    /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved.
     pub gate_up: Matrix,
     /// `[2 * intermediate]`.
     pub gate_up_bias: Option<Bytes>,
@@ -439,7 +439,7 @@ impl Decoder {
         Ok(Self { model, sizes, _weights: weights, _pages: pages })
     }
 
-    /// Computes a step: writes keys and values of every row, and what is wanted.
+    /// Computes a step: writes keys and values of every row, and the wanted outputs.
     ///
     /// # Errors
     /// A row outside of the tables, or of what the model has; nothing was written then.

@@ -240,8 +240,8 @@ pub extern "C" fn fb_build() -> *const c_char {
     NAME.as_ptr().cast()
 }
 
-/// Uses nothing better than the level of this name from now on, for whoever wants to test or
-/// compare; false if there is none. Null: the fastest again.
+/// Uses nothing better than the level of this name from now on, for tests and comparisons; false if
+/// there is none. Null: the fastest again.
 ///
 /// # Safety
 /// `name` is a string or null; nothing else of the library runs.
@@ -397,7 +397,7 @@ fn team_of(threads: u32, spec: &TeamSpec) -> Team {
 /// dimension: an odd one, or one of a quantised matrix that is not a multiple of 32.
 ///
 /// # Safety
-/// `spec` and `team` describe what is there; everything but the descriptions themselves stays until
+/// `spec` and `team` describe valid memory; everything but the descriptions themselves stays until
 /// [`fb_model_free`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_model_new(
@@ -437,7 +437,7 @@ pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
 /// vocabulary.
 ///
 /// # Safety
-/// `model` is of [`fb_model_new`] and computes nothing else; `step` describes what is there, with
+/// `model` is of [`fb_model_new`] and computes nothing else. `step` describes valid memory, with
 /// rows inside the tables.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) -> i32 {

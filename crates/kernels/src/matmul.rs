@@ -1,5 +1,4 @@
-//! Products with packed matrices, and what is done with each result while it is still in a
-//! register.
+//! Products with packed matrices, and the work on each result while it is still in a register.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;

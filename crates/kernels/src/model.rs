@@ -1,4 +1,4 @@
-//! A decoder as a list of what to compute, and one step of it.
+//! A decoder as a list of computations, and one step of it.
 
 use std::ffi::c_void;
 
@@ -11,7 +11,7 @@ use crate::step::{FEW, QUEUES_A_LAYER, Step};
 use crate::team::{Queue, Team};
 
 /// One layer, as the caller describes it. Matrices are packed, vectors as in the checkpoint; a null
-/// pointer is what the layer has not.
+/// pointer stands for a part that the layer lacks.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct LayerSpec {
@@ -34,7 +34,7 @@ pub struct LayerSpec {
     pub(crate) formats: [u32; 4],
 }
 
-/// A decoder, as the caller describes it. What it points to lives as long as the model.
+/// A decoder, as the caller describes it. The memory that it points to lives as long as the model.
 #[repr(C)]
 pub struct ModelSpec {
     /// 0: float32, 1: bfloat16; of weights, activations and pages.

@@ -1,6 +1,6 @@
 //! Threads of our own that stay: for a process that has no OpenMP.
 //!
-//! Members meet hundreds of times a step, some microseconds apart, so whoever waits looks again and
+//! Members meet hundreds of times a step, some microseconds apart, so a waiting one looks again and
 //! again at first. After some tenths of a millisecond it sleeps: others want the processors too.
 
 use std::cell::UnsafeCell;

@@ -1,4 +1,4 @@
-//! Sixteen floats at a time, for what is not a product. Loops over arrays would do, but compilers
+//! Sixteen floats at a time, for all work but products. Loops over arrays would do, but compilers
 //! turn them into vectors only now and then.
 
 use crate::tile::LANES;

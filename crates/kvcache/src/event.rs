@@ -13,7 +13,7 @@ pub enum Place {
     Both,
 }
 
-/// A change of what the tiers hold. Who applies all of them in order knows their blocks.
+/// A change of the tiers' content. A reader that applies all of them in order knows their blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockEvent {
     /// This block is in these tiers from now on, or will be when the steps that are planned by now

@@ -48,7 +48,7 @@ pub type Spawn = Arc<dyn Fn(&HandOrder) -> io::Result<(RankProcess, Socket)> + S
 /// Why an outpost does not go on. Losing the brain is no reason: it is joined again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Ended {
-    /// The brain, or whatever answers at its address, is not the token's.
+    /// The server at the brain's address is not the token's.
     #[error("{0} has another certificate than the token names: the token is another server's")]
     Stranger(String),
     /// The brain does not want this outpost.

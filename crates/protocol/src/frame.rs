@@ -32,7 +32,7 @@ pub enum Kind {
     Ready = 4,
     /// Brain to hand: one step to execute.
     Plan = 5,
-    /// Hand to brain: what a step gave.
+    /// Hand to brain: the result of a step.
     Result = 6,
     /// Hand to brain: last words.
     Fatal = 7,
@@ -96,7 +96,7 @@ pub enum FrameError {
     /// A column that a frame of this kind does not have.
     #[error("malformed frame: unknown column {0}")]
     Column(u32),
-    /// The text of a JSON frame is not what its kind asks for.
+    /// The text of a JSON frame is no message of its kind.
     #[error("{kind:?} frame: {reason}")]
     Message {
         /// The frame's kind.

@@ -72,7 +72,8 @@ pub struct HandConfig {
     pub attention_backend: Option<String>,
     /// Most rows of a graph; 0: there are no graphs.
     pub graph_rows: u32,
-    /// Share of the device's memory for weights, pages, and what steps take where that is measured.
+    /// Share of the device's memory for weights and pages, and for the memory of steps if that is
+    /// measured.
     pub mem_fraction_static: f64,
     /// A fixed size of the KV pool in tokens.
     pub max_total_tokens: Option<u64>,
@@ -108,7 +109,7 @@ pub struct HandConfig {
     pub hot_row_tokens: Option<u32>,
     /// The positions that a row chooses, as the user has them; the model must agree.
     pub sparse_top_k: Option<u32>,
-    /// Positions of all image pages; `None`: what the hand finds right for the model.
+    /// Positions of all image pages; `None`: the hand chooses a number for the model.
     pub image_pool_tokens: Option<u64>,
     /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
     /// the next plan.
@@ -159,7 +160,7 @@ pub enum StoreOp {
         /// The keys.
         keys: Vec<String>,
     },
-    /// Sets a value if it is the expected one; asks what it is then.
+    /// Sets a value if it is the expected one, and answers the value after that.
     CompareSet {
         /// The key.
         key: String,

@@ -49,7 +49,7 @@ impl StepMasks {
         masks.zip(&self.masked).map(|(mask, &masked)| masked.then_some(mask))
     }
 
-    /// Writes the frame to `out`, replacing what it holds. `place` gets each mask and answers the
+    /// Writes the frame to `out`, whose old content is lost. `place` gets each mask and answers the
     /// byte offset in the arena where it put it, or `None` to leave it in the frame (the arena is
     /// full).
     ///

@@ -1,4 +1,4 @@
-//! The step result: what one step gave.
+//! The step result: the outputs of one step.
 
 use crate::copy::{COPIED_WORDS, CopyTiming};
 use crate::frame::{Frame, FrameError, Kind, as_words, encode, floats};
@@ -124,7 +124,7 @@ impl StepResult {
         counts.chain(std::iter::repeat_n(1, one_each))
     }
 
-    /// Writes the result's frame to `out`, replacing what it holds.
+    /// Writes the result's frame to `out`, whose old content is lost.
     ///
     /// # Errors
     /// The frame would be larger than a reader takes.

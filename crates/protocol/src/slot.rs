@@ -73,8 +73,8 @@ pub struct SlotSpec {
     /// others.
     pub pooling: Option<Pooling>,
     /// Byte offset in the arena of embeddings that stand for the prompt's tokens, one row of
-    /// `hidden_size` elements each. Its blocks are nobody's but its own: they have no name, because
-    /// its tokens do not say what is in them.
+    /// `hidden_size` elements each. Its blocks have no names and belong to it alone, because its
+    /// tokens do not tell their content.
     pub embeds: Option<u32>,
 }
 
@@ -91,7 +91,7 @@ impl SlotSpec {
 pub struct NewSlot<'a> {
     /// Row of the device tables.
     pub slot: u32,
-    /// Prompt and, for a replayed or preempted request, what was generated so far.
+    /// Prompt and, for a replayed or preempted request, the tokens that it generated so far.
     pub tokens: &'a [i32],
     /// The number of `tokens` that are the prompt.
     pub prompt_len: u32,

@@ -43,7 +43,7 @@ pub struct Member {
 
 pub(crate) struct Shared {
     pub(crate) dispatch: Mutex<Dispatch>,
-    /// `None`: the policy does not ask what is cached.
+    /// `None`: the policy does not look at cached blocks.
     blocks: Option<Blocks>,
     clock: Arc<dyn Clock>,
     engines: OnceLock<Vec<EngineHandle>>,
@@ -225,7 +225,7 @@ impl Replicas {
         self.0.dispatch.lock().drained.iter().all(|&drained| drained)
     }
 
-    /// Aborts what is alive, stops the hands and ends the threads.
+    /// Aborts all requests, stops the hands and ends the threads.
     pub fn stop(&self) {
         self.0.draining.store(true, Ordering::Release);
         self.0.engines().iter().for_each(EngineHandle::stop);

@@ -1,4 +1,4 @@
-//! One backend: its books, its health, and what was counted of it.
+//! One backend: its books, its health, and its counts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

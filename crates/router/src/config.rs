@@ -13,14 +13,15 @@ use crate::policy::{Policy, Thresholds};
 /// The way in which the router learns its backends' load.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Watch {
-    /// Reports ride on responses and say what they count; idle backends are asked to tell when
-    /// something changes.
+    /// Reports ride on responses and tell the requests that they count; idle backends are asked to
+    /// tell when something changes.
     #[default]
     Acknowledged,
     /// Reports ride on responses, but a report erases the requests that were dispatched since it
     /// was made.
     Unacknowledged,
-    /// Each backend is asked again and again, and the answer erases what was dispatched meanwhile.
+    /// Each backend is asked again and again, and the answer erases the requests that were
+    /// dispatched meanwhile.
     Polled(Duration),
 }
 
@@ -139,11 +140,11 @@ pub struct RouterConfig {
     /// Keys of which clients must show one, if there are any; it is passed on. The router itself
     /// shows the first where it asks backends something.
     pub api_keys: Vec<String>,
-    /// Key that is needed to see what the router knows of its backends; where there is none, a
-    /// client's will do.
+    /// Key that is needed to see the router's knowledge of its backends; without one, a client's
+    /// key is enough.
     pub admin_key: Option<String>,
-    /// Key that the router shows to brains: they tell only those routers what they know that have
-    /// it.
+    /// Key that the router shows to brains. They tell their blocks and loads only to routers with
+    /// the key.
     pub router_key: Option<String>,
     /// Clients with different keys share cached blocks at the backends.
     pub share_cache_across_keys: bool,

@@ -82,7 +82,7 @@ impl Ledger {
         true
     }
 
-    /// The backend is gone, and what it reported with it.
+    /// The backend is gone, and its report with it.
     pub fn forget(&mut self) {
         self.report = None;
         self.since = 0;

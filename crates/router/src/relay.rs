@@ -1,8 +1,8 @@
-//! A response on its way to the client, whatever happens to the backends behind it.
+//! A response on its way to the client, which survives failures of the backends behind it.
 //!
 //! A stream that a brain has tagged goes on with another brain when it breaks. Any other stream
-//! ends with an error event, and what is no stream ends by closing the connection, since its length
-//! can't be kept any more.
+//! ends with an error event. A response that is no stream ends by closing the connection, since its
+//! length can't be kept any more.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ pub(crate) struct Relay {
     state: State,
     /// The last bytes given were the end of an event.
     between: bool,
-    /// The router ends what is alive.
+    /// The router ends all running requests.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
     _live: Live,
 }

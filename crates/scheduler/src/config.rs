@@ -27,8 +27,8 @@ pub struct SchedulerConfig {
     pub pages: u32,
     /// Positions a page.
     pub page_size: u32,
-    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets what they
-    /// leave, but at least one page.
+    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets the rest,
+    /// but at least one page.
     pub token_budget: u32,
     /// True if blocks are shared between requests.
     pub prefix_cache: bool,
@@ -69,7 +69,7 @@ impl SchedulerConfig {
     }
 }
 
-/// A vision tower, and what there is for what it gives.
+/// A vision tower, and the memory for its output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tower {
     /// The number of layers of the tower.

@@ -183,8 +183,8 @@ pub struct Stats {
     pub images: ImageStats,
 }
 
-/// Numbers of images; all 0 where the model sees none. Those of pages and of what waits are of the
-/// moment, the others only grow.
+/// Numbers of images; all 0 where the model sees none. Counts of pages and of waiting images are of
+/// the moment, the others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct ImageStats {
     /// Image pages.
@@ -228,7 +228,7 @@ pub struct SparseStats {
     pub waited_us: u64,
 }
 
-/// Numbers of the host tier; all 0 without one. Those of pages and of what is under way are of the
+/// Numbers of the host tier; all 0 without one. Counts of pages and of copies under way are of the
 /// moment, the others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct HostStats {

@@ -571,6 +571,6 @@ impl Scheduler {
 enum Next {
     Image(Handle, PromptImage),
     Nothing,
-    /// Whoever is next waits, and too many pages are held.
+    /// The next request waits, and too many pages are held.
     NoRoom,
 }

@@ -1,4 +1,4 @@
-//! Decides what a replica computes next. Pure and synchronous: no I/O, no clock, no threads, and no
+//! Plans the next steps of a replica. Pure and synchronous: no I/O, no clock, no threads, and no
 //! order that depends on hashing.
 //!
 //! Three verbs: [`Scheduler::submit`] a request, take the [`Scheduler::next_plan`],

@@ -4,9 +4,9 @@
 //! before goes first, by arrival. The others take turns by client, and each client's own requests
 //! go by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). A request costs
 //! its prompt and the tokens that it may generate. Its client's next one starts at its end in
-//! virtual time, and the earliest start goes first. Virtual time grows by an even share of what is
-//! admitted, so that a stream of new clients cannot keep an older one waiting for ever. When nobody
-//! of a rank waits, its clients owe nothing any more.
+//! virtual time, and the earliest start goes first. Virtual time grows by an even share of the
+//! admitted work, so that a stream of new clients cannot keep an older one waiting for ever. When
+//! nobody of a rank waits, its clients owe nothing any more.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -1,4 +1,4 @@
-//! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the
+//! A request as the scheduler sees it: its tokens, its three numbers, and its property on the
 //! device.
 
 use std::collections::VecDeque;
@@ -25,7 +25,7 @@ pub struct Request {
     pub images: Arc<[PromptImage]>,
     /// Tokens that were generated before, by another brain or another replica; none is a stop id,
     /// and they are fewer than `max_tokens`, which counts them. The request goes on after them,
-    /// exactly as if it had generated them here, and only what is new comes out.
+    /// exactly as if it had generated them here, and only new tokens come out.
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of both, as far as somebody has computed them already.
     pub names: Arc<[BlockHash]>,

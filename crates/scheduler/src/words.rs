@@ -1,5 +1,5 @@
 //! The size of plans. The hand refuses a frame of more than [`MAX_WORDS`]. A plan must not come to
-//! that, whatever its requests bring along: prompts, biases, stop ids, pages.
+//! that, with all that its requests bring along: prompts, biases, stop ids, pages.
 //!
 //! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`],
 //! and one request alone is at most [`MAX_REQUEST_WORDS`], or refused at the door. Those who run

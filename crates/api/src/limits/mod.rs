@@ -172,8 +172,7 @@ pub fn takes_images(params: Params) -> bool {
     })
 }
 
-/// `text`, cut to at most `bytes` bytes where it is longer: for errors, which show what a client
-/// sent.
+/// `text`, cut to at most `bytes` bytes if it is longer: for errors, which show the client's words.
 pub fn cut(text: &str, bytes: usize) -> std::borrow::Cow<'_, str> {
     if text.len() <= bytes {
         return text.into();

@@ -49,7 +49,7 @@ pub(crate) fn check(body: &str, params: Params) -> Result<(Weight, Vec<String>),
 #[derive(Default)]
 struct Walk {
     weight: Weight,
-    /// Names of what nothing reads, at most [`UNREAD`].
+    /// Names of parameters that nothing reads, at most [`UNREAD`].
     unread: Vec<String>,
     /// The object that is being walked, where it is not the body.
     within: Vec<&'static str>,

@@ -46,7 +46,7 @@ impl DatasetName {
     }
 }
 
-/// Flags that say what is sent.
+/// Flags about the requests that are sent.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset")]
 pub struct DatasetArgs {
@@ -120,7 +120,7 @@ pub struct RandomArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: sharegpt")]
 pub struct SharegptArgs {
-    /// Tokens to generate, whatever length the answer in the file has.
+    /// Tokens to generate, in place of the length of the answer in the file.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub sharegpt_output_len: Option<u32>,
     /// Keep every conversation whose prompt and answer fit in this many tokens

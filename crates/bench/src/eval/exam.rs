@@ -1,4 +1,4 @@
-//! The questions, what is asked of the model, and how an answer is read.
+//! The questions, the prompts, and the reading of answers.
 
 use std::collections::HashSet;
 use std::path::Path;

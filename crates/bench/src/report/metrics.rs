@@ -1,4 +1,5 @@
-//! The rows of the comparison, in `bench_serving`'s order, and what a ratio to the first run says.
+//! The rows of the comparison, in `bench_serving`'s order, and the meaning of a ratio to the first
+//! run.
 
 use super::Run;
 

@@ -1,4 +1,4 @@
-//! Flags about who may know what is cached.
+//! Flags about the clients that may share cached prompts, or know of them.
 
 use std::path::PathBuf;
 

@@ -4,10 +4,10 @@
 //! same names. A *save* copies a block from the hot tier to the host tier, a *restore* copies it
 //! back. Each copy has a number, its *ticket*, until the hand has reported its end.
 //!
-//! The rules: a copy leases its source and its target until its end is reported, whatever becomes
-//! of the requests around it. A block can be found in a tier only when its copy was reported done.
-//! A copy that ends does not publish a block that was forgotten meanwhile. Nothing here waits: if
-//! the host tier has no page, a block is not saved.
+//! The rules: a copy leases its source and its target until its end is reported, even if the
+//! requests around it end. A block can be found in a tier only when its copy was reported done. A
+//! copy that ends does not publish a block that was forgotten meanwhile. Nothing here waits: if the
+//! host tier has no page, a block is not saved.
 //!
 //! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier
 //! from the start. The hot page can then be given up while the request goes on; `backed` has the
@@ -190,8 +190,8 @@ impl Tiers {
         self.leased_by_copies().any(|page| self.hot.leases(page) == 1)
     }
 
-    /// Leases a hot page whose content is nobody's. Never waits for a save: what has to go goes.
-    /// `None`: every page is held.
+    /// Leases a hot page whose content is nobody's. Never waits for a save: an unsaved block may be
+    /// dropped. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<Lease<Hot>> {
         let (lease, evicted) = self.hot.allocate()?;
@@ -243,7 +243,7 @@ impl Tiers {
         Some((waiter, ticket))
     }
 
-    /// Says what a hot page holds. False where another page holds that block already or the page
+    /// Names the block of a hot page. False where another page holds that block already or the page
     /// has a name.
     pub fn name(&mut self, lease: &Lease<Hot>, name: BlockHash) -> bool {
         let named = self.hot.name(lease, name);
@@ -486,8 +486,8 @@ impl Tiers {
     }
 
     /// The hand died: the hot tier and all copies are gone with it. Every other lease of the hot
-    /// tier must be back. The host tier stays, but for what was being restored if copies are to
-    /// `blame`: whoever tried that again would lose the next hand too.
+    /// tier must be back. The host tier stays, except for blocks that were being restored if copies
+    /// are to `blame`. Another try would cost the next hand too.
     pub fn hand_died(&mut self, blame: bool) {
         self.index_is_gone();
         for (_, copy) in std::mem::take(&mut self.copies) {
@@ -520,14 +520,15 @@ impl Tiers {
         empty
     }
 
-    /// Has the tiers note from now on which blocks they get and lose. Whoever asks must take them.
+    /// Has the tiers note from now on which blocks they get and lose. A caller of this must take
+    /// them.
     pub fn note_events(&mut self) {
         self.noting = true;
         self.hot.note_changes();
         self.host.note_changes();
     }
 
-    /// Appends what was noted since the last time.
+    /// Appends the events since the last time.
     pub fn take_events(&mut self, into: &mut Vec<BlockEvent>) {
         if !self.noting {
             return;

@@ -11,7 +11,7 @@ use tokio::sync::{Mutex, Notify, Semaphore};
 pub(crate) struct Room {
     payloads: Arc<dyn Payloads>,
     freed: Arc<Notify>,
-    /// Held by whoever is first in line.
+    /// Held by the first request in line.
     turn: Mutex<()>,
     places: Semaphore,
     limit: usize,

@@ -1,7 +1,6 @@
 //! Prometheus metrics, with the names, labels and buckets that vLLM's dashboards know, and ours.
 //!
-//! What the engine counts is read at scrape time; what happens to a request is observed by the
-//! egress thread.
+//! Counts of the engine are read at scrape time; the egress thread observes requests.
 
 mod http;
 mod sources;
@@ -151,7 +150,7 @@ impl<S> ReadMetrics<S> {
 struct Registrar {
     registry: Registry,
     model: String,
-    /// The replica; 0 also for what is not a replica's.
+    /// The replica; 0 also for metrics that belong to no replica.
     engine: String,
 }
 

@@ -137,7 +137,7 @@ impl BlockLog {
     }
 }
 
-/// Passes on what one replica stores and drops.
+/// Passes on the blocks that one replica stores and drops.
 #[derive(Debug)]
 pub struct ReplicaBlocks {
     log: BlockLog,

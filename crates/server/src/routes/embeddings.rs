@@ -96,7 +96,7 @@ pub(super) async fn embed(
     Ok(Embedded { vectors, wanted, usage: call.usage(), large })
 }
 
-/// Gives what the model makes of texts, vectors or scores, as vLLM's route of this name does.
+/// Gives the model's output for texts, vectors or scores, as vLLM's route of this name does.
 #[utoipa::path(
     post,
     path = "/pooling",

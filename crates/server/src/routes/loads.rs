@@ -32,12 +32,12 @@ pub(crate) struct Loads {
     #[serde(flatten)]
     #[schema(value_type = Object)]
     report: LoadReport,
-    /// One object a replica: what is running, what was counted.
+    /// One object a replica: its running requests and its counts.
     #[schema(value_type = Vec<Object>)]
     loads: Vec<Value>,
 }
 
-/// Tells what the server has to do, now or when that changes.
+/// Tells the load of the server, now or when it changes.
 #[utoipa::path(
     get,
     path = "/v1/loads",

@@ -1,4 +1,4 @@
-//! A conversation on its way to the engine, whatever dialect it came in.
+//! A conversation on its way to the engine, from any dialect.
 
 use std::sync::Arc;
 
