@@ -99,8 +99,7 @@ impl Generation {
     /// Tokens to generate after a prompt of `prompt` tokens that came in `param`.
     ///
     /// # Errors
-    /// The prompt is empty, or it does not fit the context together with the least of what is to be
-    /// generated.
+    /// The prompt is empty, or it does not fit the context together with the least output.
     pub fn room(
         &self,
         prompt: usize,

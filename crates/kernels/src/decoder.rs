@@ -442,7 +442,7 @@ impl Decoder {
     /// Computes a step: writes keys and values of every row, and the wanted outputs.
     ///
     /// # Errors
-    /// A row outside of the tables, or of what the model has; nothing was written then.
+    /// A row is outside of the tables, or of the model; nothing was written then.
     pub fn step(&mut self, rows: &Rows<'_>, wanted: Wanted<'_>) -> Result<(), Unfit> {
         let count = rows.check(&self.sizes)?;
         let &Sizes { vocabulary, hidden, .. } = &self.sizes;

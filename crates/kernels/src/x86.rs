@@ -1,4 +1,4 @@
-//! [`Kernel`] with AVX-512, and (`avx2`) with what most processors have.
+//! [`Kernel`] with AVX-512, and (`avx2`) with the instructions of most processors.
 
 mod amx;
 mod avx2;

@@ -1,8 +1,8 @@
 //! Responses that clients ask for again, or go on from.
 //!
 //! All of them together have a bound in bytes and each has an age at which it goes. They are apart
-//! by API key: nobody finds another's, and whoever keeps most gives room first, its oldest response
-//! ahead of the others.
+//! by API key: no client finds another's. The key that keeps most gives room first, its oldest
+//! response ahead of the others.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use forebay_api::Item;
 use parking_lot::Mutex;
 use tokio::task::AbortHandle;
 
-/// Bounds of what is kept.
+/// Bounds of the kept responses.
 #[derive(Debug, Clone, Copy)]
 pub struct StoreConfig {
     /// Most bytes of all responses with their conversations; 0: none is kept.

@@ -59,7 +59,7 @@ impl PageBytes {
     }
 }
 
-/// The copy engines of both directions. The caller says what time it is.
+/// The copy engines of both directions. The caller gives the time.
 #[derive(Debug, Default)]
 pub struct CopyEngines {
     model: CopyModel,

@@ -19,7 +19,7 @@ use crate::timeline::SparseModel;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceModel {
-    /// Any step: launches, sampling, what else does not depend on its content.
+    /// Any step: launches, sampling, all parts that do not depend on its content.
     pub step_us: f64,
     /// Reading the weights.
     pub weights_us: f64,

@@ -1,4 +1,4 @@
-//! Encoding in parts: what was encoded before is looked up, what is long is cut.
+//! Encoding in parts: parts that were encoded before are looked up, and long ones are cut.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ const PART_BYTES: usize = 8 << 10;
 /// this size. Encoding so little costs about as much as a lookup.
 const KEPT_BYTES: usize = 2 << 10;
 
-/// A tokenizer with the memory of what it encoded.
+/// A tokenizer with the memory of encoded texts.
 #[derive(Debug)]
 pub struct Encoder {
     tokenizer: Arc<Tokenizer>,
@@ -66,7 +66,7 @@ struct Part {
 }
 
 impl Encoder {
-    /// An encoder that keeps at most `cache_bytes` of what it encoded; none with 0.
+    /// An encoder that keeps at most `cache_bytes` of encoded text; none with 0.
     pub fn new(tokenizer: Arc<Tokenizer>, cache_bytes: usize) -> Self {
         let cached = cache_bytes > 0 && !tokenizer.cuts().is_empty();
         let cache = cached.then(|| TextCache::new(cache_bytes));
@@ -95,7 +95,7 @@ impl Encoder {
         Ok(self.finish(&work)?.pop().unwrap_or_default())
     }
 
-    /// Bytes of text that were encoded so far, or begun to be: what the cache had is not among
+    /// Bytes of text that were encoded so far, or begun to be; those from the cache are not among
     /// them.
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded.load(Ordering::Relaxed)

@@ -26,7 +26,7 @@ pub(crate) enum Source {
 }
 
 impl Header {
-    /// Reads the header of `file`, and refuses what is beyond `limits`.
+    /// Reads the header of `file`, and refuses an image beyond `limits`.
     ///
     /// # Errors
     /// The format is none that is read, the header is damaged, or the image is empty, too large or

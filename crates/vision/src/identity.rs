@@ -1,4 +1,4 @@
-//! The name of an image: of its bytes, and of what is done to them.
+//! The name of an image: of its bytes, and of its processing.
 
 use std::fmt;
 

@@ -74,8 +74,7 @@ impl Shape {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// A model that is not a dense decoder of the families here, or a config without what it must
-    /// have.
+    /// The model is not a dense decoder of the families here, or the config lacks a needed value.
     pub fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
         let family = family(config)?;
         if truthy(config.get("quantization_config")) {

@@ -1,5 +1,5 @@
-//! From files on this machine to the description of a model that the brain and the hand work from:
-//! what `forebay.weights.describe` prints, of the models that are read here.
+//! The way from files on this machine to the description of a model that the brain and the hand
+//! work from. It is the output of `forebay.weights.describe`, for the models that are read here.
 
 use std::collections::BTreeSet;
 use std::fs;

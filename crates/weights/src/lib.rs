@@ -2,9 +2,9 @@
 //! of safetensors and GGUF.
 //!
 //! `python/forebay/weights` reads the same files for every family; here are the dense decoders that
-//! the compiled kernels compute. Whatever is beyond them is [`ModelError::Elsewhere`], with the
-//! reason, and the hand in Python serves it. Files are read with bounds on everything that they
-//! say: a damaged one is an error.
+//! the compiled kernels compute. Any other model is [`ModelError::Elsewhere`], with the reason, and
+//! the hand in Python serves it. Files are read with bounds on everything that they say: a damaged
+//! one is an error.
 
 mod angles;
 mod checkpoint;

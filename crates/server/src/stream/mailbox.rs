@@ -2,14 +2,14 @@
 //! by.
 //!
 //! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a
-//! reader that is slow finds more at once, and nothing is dropped. What nobody has read may grow to
-//! a limit: then the response ends with an error, what it held is freed, and whoever writes is told
+//! reader that is slow finds more at once, and nothing is dropped. Unread deltas may grow to a
+//! limit. Beyond it the response ends with an error, its content is freed, and the writer is told
 //! to stop.
 //!
 //! A streamed response lends the mailbox its encoder and its connection. As long as the
 //! connection's line is open and nothing is pending, a delta does not stop here. The thread that
 //! brings the delta writes it to the socket, and the response is not woken. The response gets the
-//! rest: what comes while the line is shut (a slow reader, an answer whose head has not been
+//! rest: deltas that come while the line is shut (a slow reader, an answer whose head has not been
 //! written), and every end.
 
 use std::collections::VecDeque;
@@ -47,7 +47,7 @@ struct Inner {
     tally: Tally,
     running: usize,
     failed: bool,
-    /// Weight of what is pending, and how much of it there may be.
+    /// Weight of the pending deltas, and its limit.
     unread: usize,
     limit: usize,
     /// True if more than the limit was unread.

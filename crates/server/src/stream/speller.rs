@@ -1,4 +1,4 @@
-//! From one request's tokens to what may be sent.
+//! The way from one request's tokens to the text that may be sent.
 
 use std::sync::Arc;
 

@@ -20,7 +20,7 @@ pub(crate) struct Follow {
     sets: Vec<Set>,
     /// Positions after each other, by index in `sets`.
     pairs: BTreeSet<(usize, usize)>,
-    /// Characters that are a match by themselves, whatever follows them.
+    /// Characters that are a match by themselves, with any text behind them.
     alone: Vec<usize>,
 }
 
@@ -32,7 +32,7 @@ struct Part {
     alone: Vec<usize>,
     /// True if the part can match nothing.
     nullable: bool,
-    /// True if the part can match nothing, whatever comes next.
+    /// True if the part can match nothing, with any text behind it.
     surely_nullable: bool,
     /// True if the part is a lookahead.
     is_lookahead: bool,

@@ -40,8 +40,8 @@ pub struct EgressConfig {
     pub threads: usize,
     /// Steps and registrations that may wait for each.
     pub capacity: usize,
-    /// Least time between two chunks of a stream: what comes sooner is merged. The first token and
-    /// the end do not wait.
+    /// Least time between two chunks of a stream: tokens that come sooner are merged. The first
+    /// token and the end do not wait.
     pub window: Duration,
 }
 
@@ -69,7 +69,7 @@ enum Message {
 }
 
 /// The engines' side of the egress threads: give a clone to each engine when it is started. When
-/// the last is dropped, nobody will end what has not ended.
+/// the last sink is dropped, requests that have not ended never will.
 #[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,
