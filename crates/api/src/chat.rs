@@ -18,8 +18,8 @@ openai_request! {
     pub struct ChatRequest {
         /// The conversation so far.
         pub messages: Vec<ChatMessage>,
-        /// Most tokens to generate; `max_tokens` is its older name. The rest of the context where
-        /// absent.
+        /// The largest number of tokens to generate; `max_tokens` is its older name. The rest of
+        /// the context where absent.
         pub max_completion_tokens: Option<u32>,
         /// Return log-probabilities.
         pub logprobs: Option<bool>,
@@ -84,7 +84,7 @@ pub struct ChatMessage {
     /// A string, or a list of parts of type `text`.
     #[schema(value_type = Option<String>)]
     pub content: Option<MessageContent>,
-    /// Name of the speaker, for templates that use it.
+    /// The name of the speaker, for templates that use it.
     pub name: Option<String>,
     /// Reasoning of an earlier turn, for templates that use it.
     pub reasoning_content: Option<String>,
@@ -156,7 +156,7 @@ pub struct Rendering {
     pub tools: Vec<Value>,
     /// The effort of the model's reasoning.
     pub effort: Effort,
-    /// Most images; 0: the model sees none.
+    /// The largest number of images; 0: the model sees none.
     pub images: u32,
 }
 

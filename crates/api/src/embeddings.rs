@@ -14,7 +14,7 @@ use crate::sampling::Limits;
 /// Texts to turn into vectors.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct EmbeddingRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
     #[schema(value_type = Object)]
@@ -119,7 +119,7 @@ pub struct PoolingResponse {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// One an input, in their order.
     pub data: Vec<PoolingData>,
@@ -130,7 +130,7 @@ pub struct PoolingResponse {
 /// The vector of one input.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct PoolingData {
-    /// Number of the input.
+    /// The number of the input.
     pub index: usize,
     /// `pooling`.
     pub object: &'static str,
@@ -176,7 +176,7 @@ pub struct EmbeddingResponse {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// One an input, in their order.
     pub data: Vec<Embedding>,
@@ -189,7 +189,7 @@ pub struct EmbeddingResponse {
 pub struct Embedding {
     /// `embedding`.
     pub object: &'static str,
-    /// Number of the input.
+    /// The number of the input.
     pub index: usize,
     /// The vector.
     pub embedding: Vector,

@@ -6,9 +6,9 @@ use utoipa::ToSchema;
 
 use crate::limits::cut;
 
-/// Most bytes of a message: what a client sent is in some of them.
+/// The largest number of bytes of a message: what a client sent is in some of them.
 const MESSAGE_BYTES: usize = 1024;
-/// Most bytes of a parameter's path.
+/// The largest number of bytes of a parameter's path.
 const PARAM_BYTES: usize = 256;
 
 /// Why a request is answered with an error.

@@ -21,15 +21,15 @@ pub struct LlamaRequest {
     /// A string, a list of token ids, or a list of several of either.
     #[schema(value_type = Object)]
     pub prompt: Prompts,
-    /// Most tokens to generate; -1: the rest of the context, as where absent.
+    /// The largest number of tokens to generate; -1: the rest of the context, as where absent.
     pub n_predict: Option<i64>,
     /// 0 is greedy.
     pub temperature: Option<f32>,
-    /// Number of candidates; 0 is off.
+    /// The number of candidates; 0 is off.
     pub top_k: Option<i32>,
     /// Nucleus mass.
     pub top_p: Option<f32>,
-    /// Share of the largest probability below which tokens are dropped.
+    /// The share of the largest probability below which tokens are dropped.
     pub min_p: Option<f32>,
     /// Divides (or multiplies) the logits of tokens seen before.
     pub repeat_penalty: Option<f32>,
@@ -188,7 +188,7 @@ fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
 /// An answer, or a chunk of its stream, as llama.cpp's server gives it.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct LlamaCompletion {
-    /// Number of the prompt.
+    /// The number of the prompt.
     pub index: u32,
     /// The text; in a stream, the new text.
     pub content: String,
@@ -207,7 +207,7 @@ pub struct LlamaCompletion {
 /// The end of an answer.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct LlamaEnd {
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// `eos`, `word`, `limit` or `none`.
     pub stop_type: &'static str,

@@ -27,7 +27,7 @@ const ROLES: [&str; 3] = ["user", "assistant", "system"];
 /// A request of Anthropic's dialect. `/v1/messages/count_tokens` takes it too.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct MessagesRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// The conversation so far.
     #[schema(value_type = Vec<Object>)]
@@ -35,7 +35,7 @@ pub struct MessagesRequest {
     /// The system prompt: a string, or a list of blocks of text.
     #[schema(value_type = Option<String>)]
     system: Option<TextOr<Block>>,
-    /// Most tokens to generate; the rest of the context where absent.
+    /// The largest number of tokens to generate; the rest of the context where absent.
     pub max_tokens: Option<u32>,
     /// Strings that end the text.
     #[schema(value_type = Option<Vec<String>>)]
@@ -46,7 +46,7 @@ pub struct MessagesRequest {
     pub temperature: Option<f32>,
     /// Nucleus mass.
     pub top_p: Option<f32>,
-    /// Number of candidates; -1 or 0 is off.
+    /// The number of candidates; -1 or 0 is off.
     pub top_k: Option<i32>,
     /// The switch for reasoning, and its largest number of tokens.
     thinking: Option<Thinking>,
@@ -75,7 +75,7 @@ pub(crate) struct Thinking {
     /// `enabled`, `disabled` or `adaptive`.
     #[serde(rename = "type")]
     kind: String,
-    /// Most tokens of it.
+    /// The largest number of tokens of it.
     budget_tokens: Option<u32>,
 }
 

@@ -30,7 +30,7 @@ pub const RESUME_HEADER: &str = "x-forebay-resume";
 pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
 /// The beginning of a comment of a stream.
 pub const COMMENT: &[u8] = b": forebay ";
-/// Most names that [`BLOCKS_HEADER`] has.
+/// The largest number of names that [`BLOCKS_HEADER`] has.
 pub const MAX_SAMPLED_BLOCKS: usize = 32;
 
 /// A header or comment of another form.
@@ -57,7 +57,7 @@ impl Pairs<'_> {
 pub struct RouterTag {
     /// The name of the router, drawn when it started.
     pub router: u64,
-    /// Number of this dispatch to this backend, from 1.
+    /// The number of this dispatch to this backend, from 1.
     pub seq: u64,
     /// Every dispatch below this has arrived, or never will.
     pub floor: u64,
@@ -98,7 +98,7 @@ impl RouterTag {
 pub struct LoadReport {
     /// Drawn when the brain started: numbers of another epoch mean nothing.
     pub epoch: u64,
-    /// Number of this report; larger is later.
+    /// The number of this report; larger is later.
     pub at: u64,
     /// Every dispatch of this router up to this number is counted here, or has ended.
     pub seen: u64,

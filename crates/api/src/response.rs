@@ -75,7 +75,7 @@ pub struct ChatCompletion {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// The choices.
     pub choices: Vec<ChatChoice>,
@@ -93,7 +93,7 @@ pub struct ChatCompletion {
 /// A choice of a chat completion.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ChatChoice {
-    /// Number of the choice.
+    /// The number of the choice.
     pub index: u32,
     /// The model's message.
     pub message: ResponseMessage,
@@ -156,7 +156,7 @@ pub struct FunctionCall {
 /// A choice in a chunk of a chat completion's stream.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ChatChunkChoice<'a> {
-    /// Number of the choice.
+    /// The number of the choice.
     pub index: u32,
     /// The new part.
     pub delta: ChatDelta<'a>,
@@ -199,7 +199,7 @@ pub struct ChatDelta<'a> {
 /// The new part of a call.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 pub struct ToolCallDelta<'a> {
-    /// Number of the call in the choice.
+    /// The number of the call in the choice.
     pub index: u32,
     /// The id that the tool's answer refers to; only in the first chunk of a call.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -261,7 +261,7 @@ pub struct Completion {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// The choices: those of the first prompt, then those of the second...
     pub choices: Vec<CompletionChoice>,
@@ -272,7 +272,7 @@ pub struct Completion {
 /// A choice of a completion.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct CompletionChoice {
-    /// Number of the choice over all prompts.
+    /// The number of the choice over all prompts.
     pub index: u32,
     /// The text; in a stream, the new text.
     pub text: String,

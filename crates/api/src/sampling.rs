@@ -40,7 +40,7 @@ pub struct Limits {
     pub vocab_size: u32,
     /// Replicas are numbered from 0 to below this.
     pub replicas: u32,
-    /// Most images of a request; 0: the model sees none.
+    /// The largest number of images of a request; 0: the model sees none.
     pub images: u32,
 }
 
@@ -89,7 +89,7 @@ pub struct Generation {
     pub structure: Option<Structure>,
     /// Words that the answer does not have; none is empty.
     pub bad_words: Vec<String>,
-    /// Most tokens of the reasoning before the answer.
+    /// The largest number of tokens of the reasoning before the answer.
     pub thinking_budget: Option<u32>,
     /// Log-probabilities of each prompt, which the first of its choices brings.
     pub prompt_logprobs: Option<PromptTail>,

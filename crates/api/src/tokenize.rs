@@ -12,7 +12,7 @@ use crate::tools::OfferedTools;
 /// Text, or a conversation, to tokenise.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct TokenizeRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// Text, or a list of texts. Either this or `messages`.
     #[schema(value_type = Option<Vec<String>>)]
@@ -147,7 +147,7 @@ pub struct TokenizeResponse {
 /// Tokens to turn into text.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct DetokenizeRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// Token ids.
     pub tokens: Vec<i32>,

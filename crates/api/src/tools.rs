@@ -218,7 +218,8 @@ impl OfferedTools {
         }
     }
 
-    /// Number of the tool that an object names, as the chat API or as the Responses API does it.
+    /// The number of the tool that an object names, as the chat API or as the Responses API does
+    /// it.
     fn named(&self, fields: &Map<String, Value>, path: &str) -> Result<usize, ApiError> {
         let function = fields.get("function").unwrap_or(&Value::Null);
         let name = function.get("name").or(fields.get("name")).and_then(Value::as_str);

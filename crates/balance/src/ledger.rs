@@ -30,7 +30,7 @@ pub struct Load {
     pub work: Work,
     /// The number of requests that have not begun to generate.
     pub in_prefill: u64,
-    /// Most requests at a time, ever.
+    /// The largest number of requests at a time, ever.
     pub peak: u64,
     /// Requests that ever came here.
     pub dispatched: u64,

@@ -74,7 +74,7 @@ pub struct RequestFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Run")]
 pub struct RunFlags {
-    /// Most requests under way at once; without --request-rate a closed loop.
+    /// The largest number of requests under way at once; without --request-rate a closed loop.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_concurrency: Option<u32>,
     /// Requests to send before the run: the first prompt, for at most 32 tokens.

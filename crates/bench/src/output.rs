@@ -170,7 +170,7 @@ impl<'de> Deserialize<'de> for Latencies {
 pub struct Settings {
     /// The user's name for the run.
     pub label: Option<String>,
-    /// Kind of server.
+    /// The kind of server.
     pub backend: String,
     /// The address of the server.
     pub base_url: String,
@@ -184,7 +184,7 @@ pub struct Settings {
     pub request_rate: Rate,
     /// Shape of the gaps' distribution.
     pub burstiness: f64,
-    /// Most requests under way at once.
+    /// The largest number of requests under way at once.
     pub max_concurrency: Option<u64>,
     /// Seed of the dataset and the arrivals.
     pub seed: u64,
@@ -221,9 +221,9 @@ pub struct Summary {
     pub output_throughput: f64,
     /// All tokens per second.
     pub total_throughput: f64,
-    /// Most generated tokens in one second.
+    /// The largest number of generated tokens in one second.
     pub max_output_tokens_per_s: f64,
-    /// Most requests under way in one second.
+    /// The largest number of requests under way in one second.
     pub max_concurrent_requests: u64,
     /// Requests under way, on average.
     pub concurrency: f64,

@@ -30,7 +30,7 @@ pub struct PlanArgs {
     /// Instead: the share of the requests that must meet all objectives.
     #[arg(long, value_name = "SHARE", conflicts_with = "slo_percentile", value_parser = share)]
     pub goodput: Option<f64>,
-    /// Most replicas to try.
+    /// The largest number of replicas to try.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub max_replicas: u32,
     /// The policy that chooses a replica for a request.
@@ -45,22 +45,22 @@ pub struct PlanArgs {
     /// Write everything to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
-    /// Most requests that run at a time on a replica.
+    /// The largest number of requests that run at a time on a replica.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_running_requests: u32,
-    /// Most tokens a step.
+    /// The largest number of tokens a step.
     #[arg(long, visible_alias = "max-num-batched-tokens", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub chunked_prefill_size: u32,
     /// Tokens a KV page.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub page_size: u32,
-    /// Size of a replica's KV pool in tokens [default: the profile's].
+    /// The size of a replica's KV pool in tokens [default: the profile's].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_total_tokens: Option<u64>,
     /// Do not share the KV pages of equal beginnings.
     #[arg(long, visible_alias = "no-enable-prefix-caching")]
     pub disable_radix_cache: bool,
-    /// Size of each replica's host tier in GB (10^9 bytes).
+    /// The size of each replica's host tier in GB (10^9 bytes).
     #[arg(long, value_name = "GB", conflicts_with = "hicache_ratio", value_parser = from_zero)]
     pub hicache_size: Option<f64>,
     /// The size of the host tier, in pages for each page of the device; 0: none.

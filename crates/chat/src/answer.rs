@@ -8,7 +8,7 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use serde::Deserialize;
 
-/// Longest line of a stream.
+/// The longest line of a stream.
 const LONGEST: usize = 16 << 20;
 
 /// More of an answer.

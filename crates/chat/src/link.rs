@@ -20,7 +20,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use url::Url;
 
-/// Most bytes of an answer that is read whole.
+/// The largest number of bytes of an answer that is read whole.
 const MOST: usize = 16 << 20;
 
 /// The address of a server.

@@ -16,7 +16,7 @@ use crate::link::{Link, refusal, whole};
 /// holds.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 pub(crate) struct Sampling {
-    /// Most tokens of an answer.
+    /// The largest number of tokens of an answer.
     #[arg(long, value_name = "TOKENS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_tokens: Option<u32>,

@@ -16,7 +16,7 @@ enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Run {
     kind: Kind,
-    /// Number of the call, where it belongs to one.
+    /// The number of the call, where it belongs to one.
     call: u32,
     /// The end of the run in the text of all.
     end: u32,
@@ -31,7 +31,7 @@ pub enum Part<'a> {
     Reasoning(&'a str),
     /// The answer calls a tool.
     Call {
-        /// Number of the call in the answer, from 0.
+        /// The number of the call in the answer, from 0.
         index: u32,
         /// The tool, whole.
         name: &'a str,
@@ -40,7 +40,7 @@ pub enum Part<'a> {
     },
     /// More of a call's arguments; all of a call's, joined, are a JSON object.
     Arguments {
-        /// Number of the call.
+        /// The number of the call.
         index: u32,
         /// A piece of JSON.
         text: &'a str,

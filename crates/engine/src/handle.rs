@@ -54,7 +54,7 @@ pub(crate) struct Shared {
 pub struct Size {
     /// Rows of the device tables.
     pub slots: u32,
-    /// Most requests that run.
+    /// The largest number of requests that run.
     pub max_running: u32,
     /// Tokens a page.
     pub page_size: u32,
@@ -210,7 +210,7 @@ impl EngineHandle {
         room == 0 || positions(&request.request) <= u64::from(room)
     }
 
-    /// Most requests that may wait.
+    /// The largest number of requests that may wait.
     #[must_use]
     pub fn max_queued(&self) -> usize {
         self.shared.max_queued

@@ -15,7 +15,7 @@ pub const KEPT_STEPS: usize = 4096;
 pub const KEPT_MOMENTS: usize = 1 << 16;
 /// Tokens of a request between two moments that tell of them.
 pub(crate) const TOKENS_A_MOMENT: u32 = 64;
-/// Most entries that are copied at a time: the engine thread waits for no more.
+/// The largest number of entries that are copied at a time: the engine thread waits for no more.
 const COPIED: usize = 1024;
 
 /// A step that has ended. Times are microseconds, those of a moment by the engine's clock.
@@ -60,7 +60,7 @@ pub enum What {
     Queued {
         /// Tokens of its prompt.
         prompt: u32,
-        /// Most tokens that it may generate.
+        /// The largest number of tokens that it may generate.
         max_tokens: u32,
     },
     /// The request got a slot and pages.

@@ -56,7 +56,7 @@ pub(crate) struct Config {
     /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
     pub(crate) gpus: Vec<String>,
     pub(crate) attention_backend: Option<&'static str>,
-    /// Most rows of a CUDA graph; 0: every step is launched operator by operator.
+    /// The largest number of rows of a CUDA graph; 0: every step is launched operator by operator.
     pub(crate) graph_rows: u32,
     pub(crate) dtype: &'static str,
     pub(crate) quantization: Option<Quantization>,
@@ -433,8 +433,8 @@ fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Devic
     Ok((device, each))
 }
 
-/// Most rows of a graph: by default all that a step may have. The deferred device has graphs only
-/// where a test asks for them.
+/// The largest number of rows of a graph: by default all that a step may have. The deferred device
+/// has graphs only where a test asks for them.
 fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     let graphs = matches!(device, Device::Cuda | Device::Deferred);
     let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();

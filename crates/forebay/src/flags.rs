@@ -143,8 +143,8 @@ pub(crate) struct HttpFlags {
     /// is cut, and its request ended.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) send_timeout: Duration,
-    /// Most bytes of an answer that wait for its client, as they would be written; then it ends
-    /// with an error.
+    /// The largest number of bytes of an answer that wait for its client, as they would be written;
+    /// then it ends with an error.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_unread_bytes: usize,
     /// Threads that parse requests, and write heads and ends of answers.
@@ -163,8 +163,8 @@ pub(crate) struct HttpFlags {
     /// the end do not wait.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stream_interval: u32,
-    /// Least microseconds between two chunks of a stream: tokens that come sooner are merged. The
-    /// first token and the end do not wait.
+    /// The least microseconds between two chunks of a stream: tokens that come sooner are merged.
+    /// The first token and the end do not wait.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
     pub(crate) stream_flush_us: u64,
     /// Threads that apply chat templates and tokenise.
@@ -215,7 +215,7 @@ pub(crate) struct ModelFlags {
     /// start then does not order them again; 0: none [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
     pub(crate) weight_cache_gib: Option<u32>,
-    /// Longest prompt and answer together, in tokens [default: the model's].
+    /// The longest prompt and answer together, in tokens [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
     pub(crate) context_length: Option<u32>,
     /// File with a Jinja chat template that replaces the model's.
@@ -248,8 +248,8 @@ pub(crate) struct RunFlags {
     /// Launch every step operator by operator, without CUDA graphs.
     #[arg(long, visible_alias = "disable-cuda-graph", conflicts_with = "cuda_graph_max_bs")]
     pub(crate) enforce_eager: bool,
-    /// Most rows of a CUDA graph; steps with more are launched operator by operator [default:
-    /// --max-running-requests].
+    /// The largest number of rows of a CUDA graph; steps with more are launched operator by
+    /// operator [default: --max-running-requests].
     #[arg(long, visible_alias = "max-cudagraph-capture-size", value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) cuda_graph_max_bs: Option<u32>,
     /// Threads of the model's arithmetic [default: the physical cores that it may use].
@@ -295,8 +295,8 @@ pub(crate) struct SimFlags {
     /// twice this [default: 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(crate) sim_output_tokens: Option<u32>,
-    /// Most tokens that a step gives a request, as if the device guessed several and checked them;
-    /// a hash draws their number [default: 1].
+    /// The largest number of tokens that a step gives a request, as if the device guessed several
+    /// and checked them; a hash draws their number [default: 1].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) sim_tokens_a_row: Option<u32>,
     /// Answers that the device gives in place of made-up words: JSON lines, see docs/simulation.md.

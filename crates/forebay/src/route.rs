@@ -34,8 +34,8 @@ pub(crate) struct RouteFlags {
     /// kept as long.
     #[arg(long, default_value = "60", value_parser = seconds)]
     receive_timeout: Duration,
-    /// Most connections of clients at a time; by default as the limit of open files allows, each
-    /// with one to a backend.
+    /// The largest number of connections of clients at a time; by default as the limit of open
+    /// files allows, each with one to a backend.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
     /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas
@@ -91,10 +91,10 @@ struct BackendFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Bodies of requests")]
 struct BodyFlags {
-    /// Largest request body in bytes.
+    /// The largest request body in bytes.
     #[arg(long, default_value_t = 64 << 20, visible_alias = "max-body-bytes")]
     max_payload_size: usize,
-    /// Largest request body in bytes without `prompt_embeds`.
+    /// The largest request body in bytes without `prompt_embeds`.
     #[arg(long, default_value_t = 4 << 20)]
     max_json_bytes: usize,
     /// Bytes that the bodies of all requests may take together; beyond that, requests get 429.
@@ -175,13 +175,13 @@ struct TroubleFlags {
     /// Milliseconds to wait once every backend was tried.
     #[arg(long, default_value_t = 50)]
     retry_initial_backoff_ms: u64,
-    /// Longest such wait.
+    /// The longest such wait.
     #[arg(long, default_value_t = 30_000)]
     retry_max_backoff_ms: u64,
     /// Factor by which each wait is longer than the one before.
     #[arg(long, default_value_t = 1.5)]
     retry_backoff_multiplier: f64,
-    /// Share of a wait that is left to chance, 0 to 1.
+    /// The share of a wait that is left to chance, 0 to 1.
     #[arg(long, default_value_t = 0.2, value_parser = share)]
     retry_jitter_factor: f64,
     /// Give up after one attempt. Streams that break are taken over all the same.

@@ -44,7 +44,8 @@ pub(crate) struct TextFlags {
     /// busy are tokenised together.
     #[arg(long)]
     pub(crate) enable_dynamic_batch_tokenizer: bool,
-    /// Most prompts that a text thread takes at a time [default: bounded by their length only].
+    /// The largest number of prompts that a text thread takes at a time [default: bounded by their
+    /// length only].
     #[arg(long, value_name = "N")]
     pub(crate) dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
     /// For those used to SGLang, and answered with a warning: a prompt never waits for others to

@@ -19,7 +19,7 @@ use crate::schema::with_options;
 use crate::source::Whitespace;
 use crate::strings::texts;
 
-/// Deepest nesting of values.
+/// The deepest nesting of values.
 const DEPTH: usize = 32;
 /// Keywords that say nothing about a value.
 const SILENT: [&str; 15] = [
@@ -64,7 +64,7 @@ pub(crate) struct Arguments<'a> {
     marks: &'a Marks,
     whitespace: &'a Whitespace,
     lenient: bool,
-    /// Number of the tool: names of rules begin with it.
+    /// The number of the tool: names of rules begin with it.
     tool: usize,
     lines: Vec<String>,
     /// Rules of references, by their targets.

@@ -12,7 +12,7 @@ use llguidance::regex_to_lark;
 use crate::error::GrammarError;
 use crate::lark::literal;
 
-/// Deepest nesting of groups.
+/// The deepest nesting of groups.
 const DEPTH: usize = 64;
 
 /// Converts the grammar to Lark.

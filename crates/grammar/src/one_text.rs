@@ -18,7 +18,7 @@ use crate::source::Form;
 
 type Written = Result<String, GrammarError>;
 
-/// Deepest nesting of a regular expression.
+/// The deepest nesting of a regular expression.
 const DEPTH: u32 = 128;
 
 /// Lark's common terminals, as regular expressions.

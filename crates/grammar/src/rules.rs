@@ -33,7 +33,7 @@ pub struct Reasoning {
     pub markers: Markers,
     /// The part of the answer at which the prompt leaves the model.
     pub start: Start,
-    /// Most tokens of it; `None`: as many as it takes.
+    /// The largest number of tokens of it; `None`: as many as it takes.
     pub budget: Option<u32>,
 }
 

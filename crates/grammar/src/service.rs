@@ -37,10 +37,10 @@ use crate::vocabulary::Vocabulary;
 
 /// Room for llguidance's recursion over nested schemas.
 const STACK_BYTES: usize = 32 << 20;
-/// Most templates that are kept.
+/// The largest number of templates that are kept.
 const TEMPLATES: usize = 512;
-/// Most bytes of the sources of the templates that are kept: a template takes many times its
-/// source.
+/// The largest number of bytes of the sources of the templates that are kept: a template takes many
+/// times its source.
 const TEMPLATE_BYTES: usize = 16 << 20;
 
 /// The settings by which grammars are compiled.

@@ -4,17 +4,18 @@ use std::sync::Arc;
 
 use forebay_dialect::{ArgumentStyle, Marks};
 
-/// Most bytes of a schema or a structural tag.
+/// The largest number of bytes of a schema or a structural tag.
 pub const SCHEMA_BYTES: usize = 2 << 20;
-/// Most bytes of a grammar, or of all choices together.
+/// The largest number of bytes of a grammar, or of all choices together.
 pub const GRAMMAR_BYTES: usize = 256 << 10;
-/// Most bytes of a regular expression: compiled, one takes some hundred times as much.
+/// The largest number of bytes of a regular expression: compiled, one takes some hundred times as
+/// much.
 pub const REGEX_BYTES: usize = 32 << 10;
-/// Deepest nesting of a schema or a structural tag.
+/// The deepest nesting of a schema or a structural tag.
 pub const SCHEMA_DEPTH: usize = 64;
 /// Most JSON values of a schema or a structural tag.
 pub const SCHEMA_VALUES: usize = 1 << 16;
-/// Most choices.
+/// The largest number of choices.
 pub const CHOICES: usize = 16_384;
 
 /// The form of an answer, with nothing left to look up: equal sources are compiled once.
@@ -67,7 +68,7 @@ pub struct CallForm {
 /// The arguments of a tool.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallArguments {
-    /// Name of the rule.
+    /// The name of the rule.
     pub rule: String,
     /// The JSON schema of the arguments, as text.
     pub schema: Arc<str>,
@@ -148,7 +149,7 @@ impl Source {
         self.form.bytes()
     }
 
-    /// Most bytes that such a source may have.
+    /// The largest number of bytes that such a source may have.
     #[must_use]
     pub fn limit(&self) -> usize {
         match &self.form {

@@ -19,7 +19,7 @@ pub(crate) struct Text {
 
 /// References and alternatives that are followed one into the other.
 const DEPTH: usize = 32;
-/// Most ways to be a string of one schema.
+/// The largest number of ways to be a string of one schema.
 const MOST: usize = 4096;
 
 /// The regular expression for the keywords of strings in a schema; listed values are not looked at.

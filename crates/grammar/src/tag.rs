@@ -11,7 +11,7 @@ use crate::schema;
 use crate::size;
 use crate::source::Whitespace;
 
-/// Deepest nesting of formats.
+/// The deepest nesting of formats.
 const DEPTH: usize = 32;
 /// Any text.
 const ANY: &str = "/(?s:.*)/";

@@ -45,7 +45,7 @@ impl Markers {
 #[derive(Debug, Clone)]
 pub(crate) struct Thinking {
     markers: Markers,
-    /// Most tokens of it, without the markers.
+    /// The largest number of tokens of it, without the markers.
     budget: Option<u32>,
     /// Tokens said of it, those of a marker that is not complete included.
     spent: u32,

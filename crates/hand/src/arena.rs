@@ -12,7 +12,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use crate::space::{Range, Space};
 
-/// Largest arena: plans name offsets as signed 32-bit words.
+/// The largest arena: plans name offsets as signed 32-bit words.
 pub const MAX_ARENA_BYTES: u32 = i32::MAX as u32;
 
 /// An anonymous file that a hand maps and the brain writes to, from any thread. The kernel copies

@@ -245,7 +245,7 @@ pub struct Sizes {
     pub intermediate: usize,
     /// Tokens.
     pub vocabulary: usize,
-    /// Most positions of a request.
+    /// The largest number of positions of a request.
     pub positions: usize,
     /// Positions of a page.
     pub page_size: usize,

@@ -13,7 +13,7 @@ const OWN_VERSION: u16 = 1;
 const MAGIC: [u8; 4] = *b"fbw1";
 /// Bytes of a [`Knock`].
 pub(crate) const KNOCK_BYTES: usize = 40;
-/// Most bytes of a message.
+/// The largest number of bytes of a message.
 const LONGEST: usize = 1 << 20;
 
 /// The first bytes of a connection: their number is fixed, so that nothing of a stranger is parsed.

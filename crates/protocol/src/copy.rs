@@ -6,8 +6,8 @@ pub const COPY_WORDS: usize = 4;
 pub const SPAN_WORDS: usize = 2;
 /// Words of a record of a result's `copied` column.
 pub(crate) const COPIED_WORDS: usize = 2;
-/// Longest wait of a plan without rows, in microseconds: a request that comes meanwhile waits that
-/// long at most.
+/// The longest wait of a plan without rows, in microseconds: a request that comes meanwhile waits
+/// that long at most.
 pub const MAX_WAIT_US: u32 = 1000;
 /// The end of a copy that was done.
 pub const COPY_OK: i32 = 0;

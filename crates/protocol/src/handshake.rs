@@ -62,18 +62,18 @@ pub struct HandConfig {
     pub page_size: u32,
     /// Rows of the device tables.
     pub slots: u32,
-    /// Most positions of a request.
+    /// The largest number of positions of a request.
     pub context_length: u32,
-    /// Most tokens of a step.
+    /// The largest number of tokens of a step.
     pub chunked_prefill_size: u32,
-    /// Most requests that run at a time, which is most rows of a step.
+    /// The largest number of requests that run at a time, which is most rows of a step.
     pub max_running_requests: u32,
     /// The implementation of attention (`triton`, `torch`, `fa3`); `None`: the device's best.
     pub attention_backend: Option<String>,
-    /// Most rows of a graph; 0: there are no graphs.
+    /// The largest number of rows of a graph; 0: there are no graphs.
     pub graph_rows: u32,
-    /// Share of the device's memory for weights and pages, and for the memory of steps if that is
-    /// measured.
+    /// The share of the device's memory for weights and pages, and for the memory of steps if that
+    /// is measured.
     pub mem_fraction_static: f64,
     /// A fixed size of the KV pool in tokens.
     pub max_total_tokens: Option<u64>,
@@ -91,14 +91,15 @@ pub struct HandConfig {
     pub seed: u64,
     /// Bytes that all files of packed weights may take together; 0: none is read or written.
     pub weight_cache_bytes: u64,
-    /// Size of the host's tier. With neither this nor a ratio there is none.
+    /// The size of the host's tier. With neither this nor a ratio there is none.
     pub host_bytes: Option<u64>,
     /// The size of the host tier, in pages for each page of the device.
     pub host_ratio: Option<f64>,
     /// The size of the host tier in pages: those that an earlier hand was given, whose content is
     /// there.
     pub host_pages: Option<u32>,
-    /// Share of the memory that is free beside weights and pages, which the host's tier may have.
+    /// The share of the memory that is free beside weights and pages, which the host's tier may
+    /// have.
     pub host_share: f64,
     /// Copies take at least as long as at this speed, in GB a second; for tests.
     pub copy_gbps: Option<f64>,
@@ -220,7 +221,7 @@ pub struct Ready {
     pub device: String,
     /// Seconds from spawn to ready, as the hand counts them.
     pub load_seconds: f64,
-    /// Most tokens that a row which samples may give.
+    /// The largest number of tokens that a row which samples may give.
     #[serde(default = "one")]
     pub tokens_a_row: u32,
     /// Pages of the host's tier; 0 without one.

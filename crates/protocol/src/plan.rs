@@ -22,7 +22,7 @@ const UNUSED: u32 = 23;
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
 pub const PAGE_WRITE_WORDS: usize = 3;
-/// Most words of a row: its record, the number of tokens that it may give, and its
+/// The largest number of words of a row: its record, the number of tokens that it may give, and its
 /// log-probabilities of the prompt.
 pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1 + PROMPT_LOGPROBS_WORDS;
 /// Words of a record of the `rows` column.
@@ -76,7 +76,7 @@ pub struct Row {
     pub slot: u32,
     /// First position to compute.
     pub start: u32,
-    /// Number of positions.
+    /// The number of positions.
     pub length: u32,
     /// The purpose of the row.
     pub want: Want,
@@ -289,7 +289,8 @@ impl StepPlan {
         })
     }
 
-    /// Most words of the plan's frame after its header, as long as nothing is spilled.
+    /// The largest number of words of the plan's frame after its header, as long as nothing is
+    /// spilled.
     #[must_use]
     pub fn words(&self) -> usize {
         let columns = self.columns(&self.slots, &self.tokens);

@@ -10,9 +10,9 @@ pub struct SamplingParams {
     pub temperature: f32,
     /// Nucleus mass, 1 is off.
     pub top_p: f32,
-    /// Number of candidates, 0 is off.
+    /// The number of candidates, 0 is off.
     pub top_k: i32,
-    /// Share of the largest probability below which tokens are dropped, 0 is off.
+    /// The share of the largest probability below which tokens are dropped, 0 is off.
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of seen tokens, 1 is off (Keskar et al.
     /// 2019).

@@ -15,7 +15,7 @@ pub(crate) struct Asked<'a> {
     pub(crate) preference: &'a Preference,
     /// Tokens to compute before the next one is generated, if nothing is cached.
     pub(crate) tokens: u64,
-    /// Most tokens that it may still generate.
+    /// The largest number of tokens that it may still generate.
     pub(crate) room: u64,
     /// Tokens that each replica has cached; empty: none.
     pub(crate) cached: Vec<u64>,

@@ -76,11 +76,11 @@ pub struct RetryConfig {
     pub retries: u32,
     /// Pause once every backend was tried.
     pub first_pause: Duration,
-    /// Longest pause.
+    /// The longest pause.
     pub last_pause: Duration,
     /// The factor by which each pause is longer than the one before.
     pub factor: f64,
-    /// Share of a pause that is left to chance.
+    /// The share of a pause that is left to chance.
     pub jitter: f64,
 }
 
@@ -125,13 +125,13 @@ pub struct RouterConfig {
     pub breaker: BreakerConfig,
     /// The retries of requests.
     pub retry: RetryConfig,
-    /// Longest time that a request may take.
+    /// The longest time that a request may take.
     pub request_timeout: Duration,
-    /// Longest time that a connection to a backend may take to open.
+    /// The longest time that a connection to a backend may take to open.
     pub connect_timeout: Duration,
-    /// Longest time for a request's head, and then its body, to arrive.
+    /// The longest time for a request's head, and then its body, to arrive.
     pub receive_timeout: Duration,
-    /// Most connections of clients at a time; those beyond are closed.
+    /// The largest number of connections of clients at a time; those beyond are closed.
     pub max_connections: usize,
     /// The limits on request bodies, in bytes.
     pub bodies: BodyLimits,

@@ -21,9 +21,9 @@ const EMBEDS: &[u8] = b"\"prompt_embeds\"";
 /// The limits on bodies, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BodyLimits {
-    /// Largest body in bytes.
+    /// The largest body in bytes.
     pub whole: usize,
-    /// Largest body in bytes of a request without `prompt_embeds`.
+    /// The largest body in bytes of a request without `prompt_embeds`.
     pub json: usize,
     /// Bytes that the bodies of all requests may take together.
     pub all: usize,

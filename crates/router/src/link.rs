@@ -21,7 +21,7 @@ use tokio::net::TcpStream;
 use crate::backend::BackendUrl;
 use crate::payload::Payload;
 
-/// Most idle connections that are kept for each backend.
+/// The largest number of idle connections that are kept for each backend.
 const MAX_IDLE: usize = 1024;
 
 /// A connection and its driver.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 const MAX_DEATHS: u8 = 3;
 /// Deaths that nobody else is to blame for.
 const MAX_UNEXPLAINED: u8 = 2;
-/// Least time that a trial takes, unless something is produced sooner.
+/// The least time that a trial takes, unless something is produced sooner.
 const SHORTEST_TRIAL: Duration = Duration::from_secs(1);
 
 /// The part of a request in a backend's death.

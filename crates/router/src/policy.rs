@@ -26,7 +26,7 @@ pub enum Policy {
 /// The limits above which `cache_aware` looks at loads instead, as in SGLang's router.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Thresholds {
-    /// Least share of a prompt for which a backend is chosen by its cache.
+    /// The least share of a prompt for which a backend is chosen by its cache.
     pub cache: f32,
     /// Requests by which loads may differ.
     pub balance_abs: u32,
@@ -49,7 +49,7 @@ pub struct Candidate {
     pub requests: u32,
     /// Tokens it holds or has been sent: decides between equal numbers of requests.
     pub tokens: u64,
-    /// Share of the prompt in its cache.
+    /// The share of the prompt in its cache.
     pub cached: f32,
 }
 

@@ -30,12 +30,12 @@ use crate::registry::Source;
 use crate::relay::{Cut, Relay};
 use crate::shared::Worker;
 
-/// Longest lease of a backend that registers, and the lease of one that does not say.
+/// The longest lease of a backend that registers, and the lease of one that does not say.
 const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
 const DEFAULT_LEASE: Duration = Duration::from_secs(60);
-/// Most backends that may have a lease.
+/// The largest number of backends that may have a lease.
 const MAX_LEASES: usize = 1024;
-/// Largest body of a registration.
+/// The largest body of a registration.
 const REGISTRATION: BodyLimits = BodyLimits { whole: 1 << 16, json: 1 << 16, all: 0 };
 /// The header that tells OpenAI's clients not to try again by themselves.
 const SHOULD_RETRY: &str = "x-should-retry";

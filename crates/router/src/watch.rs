@@ -21,7 +21,7 @@ use crate::shared::Shared;
 const PROBE: Duration = Duration::from_secs(1);
 /// The longest time that an idle backend may keep a question about its load.
 const WAIT: Duration = Duration::from_secs(20);
-/// Least time between two questions to the same backend about its load.
+/// The least time between two questions to the same backend about its load.
 const PACE: Duration = Duration::from_millis(5);
 /// The time between two questions about a backend's blocks. Until they are known, a text counts for
 /// the backend that it was sent to.
@@ -30,7 +30,7 @@ const BLOCKS_PACE: Duration = Duration::from_millis(20);
 /// Requests that come one after the other bring the load along. A question between them would be
 /// answered just as the next one arrives.
 const QUIET: Duration = Duration::from_millis(100);
-/// Longest answer to any of these questions.
+/// The longest answer to any of these questions.
 const MAX_ANSWER: usize = 64 << 20;
 
 /// Watches a backend until it is taken off the list.

@@ -20,7 +20,7 @@ pub struct SchedulerConfig {
     /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to
     /// [`MAX_IN_FLIGHT`] steps.
     pub slots: u32,
-    /// Most requests that have a slot at a time.
+    /// The largest number of requests that have a slot at a time.
     pub max_running: u32,
     /// Pages of the device; 0: the model keeps no keys and values, so that a prompt is computed
     /// whole or not at all.
@@ -46,7 +46,7 @@ pub struct SchedulerConfig {
     pub step_words: usize,
     /// Numbers of a vector, where the model pools: results have a size too.
     pub vector_size: u32,
-    /// Most tokens that a row which samples may give; at least 1.
+    /// The largest number of tokens that a row which samples may give; at least 1.
     pub tokens_a_row: u32,
     /// The tier of host memory, if there is one. Without pages or without the prefix cache it is of
     /// no use.
@@ -58,7 +58,7 @@ pub struct SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Most positions that a request alone has room for.
+    /// The largest number of positions that a request alone has room for.
     #[must_use]
     pub fn most_positions(&self) -> u32 {
         let pages = match (self.sparse, self.host) {
@@ -131,7 +131,7 @@ pub struct HostTier {
     pub pages: u32,
     /// The time at which blocks are saved.
     pub policy: SavePolicy,
-    /// Most copies that a plan starts; at least 1.
+    /// The largest number of copies that a plan starts; at least 1.
     pub copies_a_step: u32,
     /// Waiting requests whose blocks are brought back before their turn.
     pub prefetch: u32,

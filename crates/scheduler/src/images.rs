@@ -88,7 +88,7 @@ impl PromptImage {
     }
 }
 
-/// Most words of a plan that says where images stand, with their pages.
+/// The largest number of words of a plan that says where images stand, with their pages.
 #[must_use]
 pub fn image_words(images: &[PromptImage]) -> u64 {
     // A page has one position at least.
@@ -259,7 +259,8 @@ impl Entry {
 }
 
 impl Scheduler {
-    /// Most positions that one row of a request may have now, as far as images are concerned.
+    /// The largest number of positions that one row of a request may have now, as far as images are
+    /// concerned.
     pub(crate) fn visible(&self, handle: Handle) -> u32 {
         let entry = &self.requests[handle];
         if entry.request.images.is_empty() {

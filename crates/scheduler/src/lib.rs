@@ -76,8 +76,8 @@ pub use crate::request::{Past, Request};
 pub use crate::view::{Phase, Planned, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
-/// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the
-/// serial loop, and gives the same tokens.
+/// The largest number of plans whose results are outstanding. A caller may stay below: with one at
+/// a time it is the serial loop, and gives the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
 
 /// A row of a step in flight.

@@ -29,9 +29,9 @@ pub struct Request {
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of both, as far as somebody has computed them already.
     pub names: Arc<[BlockHash]>,
-    /// Most tokens to generate; 0 where the prompt is pooled, or nothing but log-probabilities of
-    /// its tokens is wanted. `prompt.len() + max_tokens` is at most the context length, and fits
-    /// into the page pool, if the model has one.
+    /// The largest number of tokens to generate; 0 where the prompt is pooled, or nothing but
+    /// log-probabilities of its tokens is wanted. `prompt.len() + max_tokens` is at most the
+    /// context length, and fits into the page pool, if the model has one.
     pub max_tokens: u32,
     /// The parameters that the device needs of it.
     pub spec: SlotSpec,
@@ -184,7 +184,7 @@ pub(crate) struct Entry {
     /// Prompt and generated tokens as far as they are known; empty before the first admission.
     pub(crate) tokens: Vec<i32>,
     pub(crate) prompt_len: u32,
-    /// Most tokens it may ever have.
+    /// The largest number of tokens it may ever have.
     pub(crate) limit: u32,
     /// Positions whose keys and values were found in a tier at the last admission.
     pub(crate) cached: u32,

@@ -63,7 +63,7 @@ pub struct RequestView {
     pub computed: u32,
     /// Tokens that it has generated.
     pub generated: u32,
-    /// Most tokens that it may generate.
+    /// The largest number of tokens that it may generate.
     pub max_tokens: u32,
     /// The time of arrival, in microseconds of the engine's clock.
     pub arrived_us: u64,

@@ -17,7 +17,8 @@ use crate::{Handle, Scheduler};
 pub const STEP_WORDS: usize = 1 << 22;
 /// Words for the rows and pages of those who run already.
 const RUNNING_WORDS: u64 = 1 << 20;
-/// Most words of a plan that one request may come to need. [`request_words`] counts them.
+/// The largest number of words of a plan that one request may come to need. [`request_words`]
+/// counts them.
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 
 /// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`,

@@ -63,31 +63,34 @@ pub struct ServerConfig {
     pub root_path: String,
     /// Proxies that are believed when they tell the sender of a request.
     pub trusted_proxies: TrustedProxies,
-    /// Most connections at a time. A few more are answered, with 503 or how the server is.
+    /// The largest number of connections at a time. A few more are answered, with 503 or how the
+    /// server is.
     pub max_connections: usize,
     /// Certificate and key, where connections are encrypted.
     pub tls: Option<Tls>,
     /// Largest `priority`, and smallest below 0, that clients may ask for.
     pub max_client_priority: u32,
-    /// Largest request body in bytes; only embeddings or images may exceed `max_json_bytes` of it.
+    /// The largest request body in bytes; only embeddings or images may exceed `max_json_bytes` of
+    /// it.
     pub max_body_bytes: usize,
-    /// Largest request body without its embeddings and images in bytes.
+    /// The largest request body without its embeddings and images in bytes.
     pub max_json_bytes: usize,
-    /// Most bytes that all requests take together, from their bodies to their expected output.
+    /// The largest number of bytes that all requests take together, from their bodies to their
+    /// expected output.
     pub max_request_bytes_in_flight: usize,
-    /// Longest time for a request's head to arrive; also how long an idle connection is kept.
+    /// The longest time for a request's head to arrive; also how long an idle connection is kept.
     pub header_timeout: Duration,
-    /// Longest time for a request's body to arrive.
+    /// The longest time for a request's body to arrive.
     pub body_timeout: Duration,
-    /// Longest time in which a client may take none of the bytes that wait for it. Then its
+    /// The longest time in which a client may take none of the bytes that wait for it. Then its
     /// connection is cut.
     pub send_timeout: Duration,
-    /// Most bytes of a response that wait for its client, as they would be written; then it ends
-    /// with an error.
+    /// The largest number of bytes of a response that wait for its client, as they would be
+    /// written; then it ends with an error.
     pub max_unread_bytes: usize,
     /// The time for which running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
-    /// Longest time that /health_generate waits for its token.
+    /// The longest time that /health_generate waits for its token.
     pub health_timeout: Duration,
     /// The way of chunks to their sockets.
     pub egress: EgressMode,

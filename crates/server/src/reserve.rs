@@ -30,9 +30,9 @@ use crate::tls::Tls;
 
 /// Connections beyond the limit, and at most at a health listener.
 pub(crate) const RESERVE: usize = 64;
-/// Longest time for a head to arrive there.
+/// The longest time for a head to arrive there.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest time in which a client there takes nothing.
+/// The longest time in which a client there takes nothing.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 

@@ -17,7 +17,7 @@ use tokio::task::AbortHandle;
 /// Bounds of the kept responses.
 #[derive(Debug, Clone, Copy)]
 pub struct StoreConfig {
-    /// Most bytes of all responses with their conversations; 0: none is kept.
+    /// The largest number of bytes of all responses with their conversations; 0: none is kept.
     pub bytes: usize,
     /// The time for which a response is kept.
     pub ttl: Duration,

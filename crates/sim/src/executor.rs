@@ -34,7 +34,7 @@ pub struct SimConfig {
     pub hidden_size: u32,
     /// The answers of requests.
     pub text: SimText,
-    /// Most tokens that a row gives, as if drafts were accepted; 1: one each.
+    /// The largest number of tokens that a row gives, as if drafts were accepted; 1: one each.
     pub tokens_a_row: u32,
     /// The device's name.
     pub device: String,

@@ -8,7 +8,7 @@ use super::{Bound, DEPTH, INERT, Param, Params, SHOWN_BYTES, UNREAD, VALUES, cut
 use crate::error::ApiError;
 use crate::inert::Inert;
 
-/// Longest key of `logit_bias`, in bytes: the error shows it.
+/// The longest key of `logit_bias`, in bytes: the error shows it.
 const KEY_BYTES: usize = SHOWN_BYTES;
 
 /// The findings of a walk through a body.

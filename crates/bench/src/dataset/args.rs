@@ -93,7 +93,7 @@ pub struct DatasetArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: random, image, embeddings")]
 pub struct RandomArgs {
-    /// Most tokens of a prompt's text.
+    /// The largest number of tokens of a prompt's text.
     #[arg(
         long,
         visible_aliases = ["random-input", "input-len"],
@@ -102,7 +102,7 @@ pub struct RandomArgs {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub random_input_len: u32,
-    /// Most tokens to generate.
+    /// The largest number of tokens to generate.
     #[arg(
         long,
         visible_aliases = ["random-output", "output-len"],

@@ -17,9 +17,9 @@ use crate::WorkItem;
 
 /// Prompts and answers shorter than this are left out, as `vllm bench serve` does.
 const SHORTEST: u32 = 4;
-/// Longest prompt, unless a context length is given.
+/// The longest prompt, unless a context length is given.
 const LONGEST_PROMPT: u32 = 1024;
-/// Longest prompt and answer together, unless a context length is given.
+/// The longest prompt and answer together, unless a context length is given.
 const LONGEST_TOTAL: u32 = 2048;
 
 /// The first two turns of a conversation.

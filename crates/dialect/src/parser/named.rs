@@ -22,7 +22,8 @@ enum Stage {
     Arguments(Arguments),
 }
 
-/// Most bytes between a name and its arguments: so many are needed to say that JSON follows.
+/// The largest number of bytes between a name and its arguments: so many are needed to say that
+/// JSON follows.
 const BETWEEN: usize = 64;
 
 impl Named {

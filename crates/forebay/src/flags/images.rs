@@ -16,10 +16,10 @@ pub(crate) struct ImageFlags {
     /// largest image, at least 8192].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_pool_tokens: Option<u64>,
-    /// Most images of a request.
+    /// The largest number of images of a request.
     #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) limit_images: u32,
-    /// Most pixels of an image as it comes; it is resized then.
+    /// The largest number of pixels of an image as it comes; it is resized then.
     #[arg(long, value_name = "PIXELS", default_value = "50000000", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) max_image_pixels: u64,
     /// Fetch no images by their URLs.

@@ -14,7 +14,7 @@ pub(crate) struct TierFlags {
     /// Pages of the host tier for each page of the device [default: 2].
     #[arg(long, value_name = "RATIO", conflicts_with = "hicache_size", value_parser = ratio)]
     pub(crate) hicache_ratio: Option<f64>,
-    /// Size of each replica's host tier in GB (10^9 bytes), instead of a ratio.
+    /// The size of each replica's host tier in GB (10^9 bytes), instead of a ratio.
     #[arg(long, value_name = "GB", value_parser = positive)]
     pub(crate) hicache_size: Option<f64>,
     /// The time at which a block is copied to the host tier [default: write_through].
@@ -29,7 +29,8 @@ pub(crate) struct TierFlags {
     /// The component that copies; there is one.
     #[arg(long, value_enum, requires = "kv_offloading_size")]
     pub(crate) kv_offloading_backend: Option<Backend>,
-    /// Most copies that a step starts [default: 32, or twice the pages of a step's prefill].
+    /// The largest number of copies that a step starts [default: 32, or twice the pages of a step's
+    /// prefill].
     #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) kv_copy_pages_per_step: Option<u32>,
     /// The way in which a preempted or replayed request gets its KV back: copied from the host

@@ -29,7 +29,7 @@ pub struct ImageModel {
     pub processing: Processing,
     /// The token that stands for a position of an image.
     pub token: i32,
-    /// Most images of a request.
+    /// The largest number of images of a request.
     pub most: u32,
     /// The limits of one image.
     pub limits: forebay_vision::Limits,

@@ -43,7 +43,7 @@ impl Pace {
         (RATE as u128 * self.window().as_micros() / 1_000_000) as usize
     }
 
-    /// Longest turn while others wait.
+    /// The longest turn while others wait.
     fn longest(self) -> Duration {
         10 * self.window()
     }

@@ -23,7 +23,7 @@ use crate::state::Shared;
 
 /// Events that are kept for routers that follow; who is further behind gets everything anew.
 const KEPT: usize = 1 << 16;
-/// Longest wait for an event.
+/// The longest wait for an event.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// The bits of an event that say which tiers hold a block: the device's memory, the host's.
@@ -54,7 +54,7 @@ struct Log {
     /// The number of replicas that hold each block, on their devices and in host memory.
     holders: HashMap<u64, [u32; 2], FxBuildHasher>,
     events: VecDeque<u64>,
-    /// Number of the first of them.
+    /// The number of the first of them.
     first: u64,
 }
 

@@ -54,7 +54,7 @@ struct Exchange {
     resume: Option<Resume>,
     /// Names of the prompt's blocks.
     blocks: OnceLock<String>,
-    /// Name of a stream that another brain can go on with.
+    /// The name of a stream that another brain can go on with.
     stream: OnceLock<String>,
 }
 

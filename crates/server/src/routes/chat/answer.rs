@@ -21,7 +21,7 @@ use crate::stream::tally::Tally;
 /// the same ones.
 #[derive(Debug, Clone)]
 pub(crate) struct CallIds {
-    /// Name of the response.
+    /// The name of the response.
     pub(crate) response: String,
     pub(crate) form: Ids,
 }

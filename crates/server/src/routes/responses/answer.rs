@@ -17,8 +17,8 @@ use crate::stream::outlet::Encoder;
 use crate::stream::sse;
 use crate::stream::tally::Tally;
 
-/// Most events of a token. A stream that goes on elsewhere counts on from a number that no event
-/// had.
+/// The largest number of events of a token. A stream that goes on elsewhere counts on from a number
+/// that no event had.
 const EVENTS_A_TOKEN: u64 = 16;
 
 /// The part that is the same in all states of a response.

@@ -30,7 +30,7 @@ use stream::{Due, Scratch, Stream};
 
 pub(crate) use stream::request_error;
 
-/// Longest time that a thread which is behind gathers tokens before it writes.
+/// The longest time that a thread which is behind gathers tokens before it writes.
 const GATHER: Duration = Duration::from_millis(5);
 
 /// The settings of the egress threads.
@@ -40,7 +40,7 @@ pub struct EgressConfig {
     pub threads: usize,
     /// Steps and registrations that may wait for each.
     pub capacity: usize,
-    /// Least time between two chunks of a stream: tokens that come sooner are merged. The first
+    /// The least time between two chunks of a stream: tokens that come sooner are merged. The first
     /// token and the end do not wait.
     pub window: Duration,
 }
