@@ -433,8 +433,8 @@ pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
     }
 }
 
-/// Computes a step. 0, or why not: 1 a page that is not there, 2 a token that is not of the
-/// vocabulary.
+/// Computes a step. Returns 0, or the reason for a refusal. 1 is a page that is not there, and 2 a
+/// token outside of the vocabulary.
 ///
 /// # Safety
 /// `model` is of [`fb_model_new`] and computes nothing else. `step` describes valid memory, with

@@ -78,7 +78,7 @@ impl ImagePool {
         ImageLease(lease.0.iter().map(|lease| self.pages.join(lease)).collect())
     }
 
-    /// Gives a lease back, the last page first: it is also given up first.
+    /// Gives a lease back, the last page first: that page is also evicted first.
     pub fn release(&mut self, mut lease: ImageLease) {
         self.pages.release_all(&mut lease.0);
     }

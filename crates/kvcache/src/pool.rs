@@ -48,7 +48,7 @@ impl<T> Drop for Lease<T> {
     }
 }
 
-/// A block that was given up for another.
+/// A cached block that was evicted to make room for another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evicted {
     /// The name of the evicted block.
@@ -156,8 +156,8 @@ impl<T> PagePool<T> {
         self.named.contains_key(&name)
     }
 
-    /// Says whether another tier holds a block too. Where it does, its page is given up before
-    /// others. Nothing, if no page holds it here.
+    /// Notes that another tier holds a block too, or no more. A page whose block another tier holds
+    /// is evicted before others. Nothing happens if no page holds the block here.
     pub fn set_saved(&mut self, name: BlockHash, saved: bool) {
         let Some(&page) = self.named.get(&name) else { return };
         let entry = &mut self.pages[page as usize];

@@ -214,7 +214,7 @@ pub struct SparseStats {
     pub requests: usize,
     /// Times that a request became sparse while it ran.
     pub conversions: u64,
-    /// Pages that running requests gave up.
+    /// The number of pages that running requests dropped.
     pub pages_dropped: u64,
     /// Positions that sparse requests chose, over rows and layers.
     pub selected: u64,
@@ -252,7 +252,7 @@ pub struct HostStats {
     pub blocks_restored: u64,
     /// Copies that the hand could not do.
     pub copies_failed: u64,
-    /// Blocks that the device gave up and the host tier did not have.
+    /// The number of blocks that the device dropped and the host tier did not have.
     pub dropped_unsaved: u64,
     /// Blocks that were not saved because copies used every host page.
     pub saves_refused: u64,

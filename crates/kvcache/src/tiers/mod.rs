@@ -81,7 +81,7 @@ pub struct Moves {
     pub restored: u64,
     /// Copies that the hand could not do.
     pub failed: u64,
-    /// Blocks that the device gave up and no other tier had.
+    /// The number of blocks that the device dropped and no other tier had.
     pub dropped_unsaved: u64,
     /// Blocks that were not saved, because every page of the host tier was in use.
     pub refused: u64,
@@ -429,8 +429,8 @@ impl Tiers {
         self.hot.release_all(leases);
     }
 
-    /// A request with these leading blocks was here: its first block is the last one that a tier
-    /// gives up.
+    /// Notes that a request with these leading blocks was here: its first block is the last one that
+    /// a tier evicts.
     pub fn touch(&mut self, names: &[BlockHash]) {
         for &name in names.iter().rev() {
             self.hot.touch(name);
