@@ -1,4 +1,4 @@
-"""What each mechanism is worth: Forebay with and without it, side by side.
+"""The worth of each mechanism: Forebay with and without it, side by side.
 
     python -m benchmarks.ablations --rounds 3 --only lookahead
 
@@ -65,14 +65,14 @@ class Switch:
     profile: str | None = None
     """Of the simulated device; None is the real hand."""
     elsewhere: str = ""
-    """What the same idea was published to gain where it is a patch, on other machines and models."""
+    """The published gain of the same idea as a patch, on other machines and models."""
     kind: type[Forebay] = Forebay
     once: Callable[[Server, Workload], dict[str, Any]] = measure
     """A measurement of a server of that kind."""
 
     @property
     def title(self) -> str:
-        """What its rows are called."""
+        """The title of its rows."""
         return f"{self.name}: {self.workload.name}"
 
     @property

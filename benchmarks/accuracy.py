@@ -1,4 +1,4 @@
-"""What quantised products cost in accuracy and what they are worth in time: SmolLM2-135M-Instruct on the CPU.
+"""The cost of quantised products in accuracy and their worth in time: SmolLM2-135M-Instruct on the CPU.
 
     python -m benchmarks.accuracy --text GSM8K_TEST.jsonl
 
@@ -163,7 +163,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def cases() -> dict[str, Launch]:
-    """What is timed."""
+    """The steps that are timed."""
     decodes = {f"decode, {rows} rows": step(range(rows), CONTEXT, 1) for rows in (1, 8, 32)}
     return {**decodes, f"prompt of {PROMPT}": step([PROMPT_SLOT], 0, PROMPT)}
 

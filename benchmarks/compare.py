@@ -86,7 +86,7 @@ def compare_together(
 
 
 def largest(settings: Sequence[Setting]) -> Setting:
-    """What a server needs that is to run all of them. They differ in sizes only."""
+    """The setting of a server that is to run all of them. They differ in sizes only."""
     return replace(
         settings[0],
         streams=max(setting.streams for setting in settings),

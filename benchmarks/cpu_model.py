@@ -26,7 +26,7 @@ TEMPLATE = {"smollm2": 31, coder.NAME: 29}
 RESULTS = {"smollm2": "cpu_model", coder.NAME: "cpu_coder"}
 """The names of the results, on processors without tiles."""
 TILES = "_amx"
-"""What follows the name on processors with them: both have a table of their own."""
+"""The suffix of the name of processors with tiles, which have a table of their own."""
 REQUESTS = {1: 6, 8: 24}
 
 

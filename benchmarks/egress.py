@@ -1,10 +1,10 @@
-"""What a streamed chunk costs on its way out, by who writes it: CPU microseconds, user and kernel.
+"""The cost of a streamed chunk on its way out, by its writer: CPU microseconds, user and kernel.
 
     python -m benchmarks.egress --rounds 3 --streams 64,2048
 
-The simulated device makes a token every 30 microseconds whatever the number of streams: slowly enough for a chunk each,
-so that what is compared is the cost of a chunk and not how many are merged. The whole process is counted: sockets,
-detokenisation, scheduler.
+The simulated device makes a token every 30 microseconds whatever the number of streams. That is slow enough for a chunk
+each, so the comparison is of the cost of a chunk and not of the number that are merged. The whole process is counted:
+sockets, detokenisation, scheduler.
 """
 
 from __future__ import annotations

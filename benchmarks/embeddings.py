@@ -3,8 +3,8 @@
     python -m benchmarks.embeddings --servers forebay-sim,forebay,vllm --rates 1,2,4
 
 On the simulated device, which takes no time, what is left is the host: parsing, tokenising, scheduling, and writing the
-vectors. The rates of a server begin at the lowest and end where it can't keep up: at the first rate at which its
-median is above a second, or a request fails. A rate counts only if the load generator kept its schedule.
+vectors. The rates of a server begin at the lowest and end at the first that it can't keep up. At that rate its median
+is above a second, or a request fails. A rate counts only if the load generator kept its schedule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIM_RATES = [100, 300, 600, 800, 1000, 1200, 1400, 1600, 2000]
 """Of the simulated device: far more than a processor's arithmetic allows."""
 INPUT = 500
 SECONDS = 10
-"""How long each rate is kept up."""
+"""The seconds for which each rate is kept up."""
 TOO_SLOW_MS = 1000.0
 SETTING = Setting(model=models.EMBEDDER, streams=256, context=512, step_tokens=2048, dtype="float32", pooling=True)
 

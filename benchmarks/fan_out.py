@@ -1,9 +1,9 @@
-"""What a step of several ranks costs the engine's thread: the plan to all of them, their results back and compared.
+"""The cost of a step of several ranks to the engine's thread: the plan to all of them, their results back and compared.
 
     python -m benchmarks.fan_out --rounds 5
 
-The hands compute nothing. What counts is the processor time of the one thread that feeds them, not how long the hands
-take, so their number may be larger than that of the processors.
+The hands compute nothing. The measure is the processor time of the one thread that feeds the hands, and not the time of
+the hands. So their number may be larger than that of the processors.
 """
 
 from __future__ import annotations

@@ -118,12 +118,12 @@ class Installed:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The server's name in the table."""
         return self.server.name
 
     @property
     def health(self) -> str:
-        """What answers once it is ready."""
+        """The path that answers once it is ready."""
         return self.server.health
 
     def command(self, setting: Setting, port: int) -> list[str]:

@@ -150,7 +150,7 @@ def plans(runner: ModelRunner, case: Case) -> Iterator[Plan]:
 
 
 def fits(runner: ModelRunner, case: Case) -> bool:
-    """Whether the pool has pages for it."""
+    """True if the pool has pages for it."""
     total = case.start + case.length + case.steps + PROFILED + WARM
     return case.rows * -(-total // runner.config.page_size) <= runner.kv.page_count
 
@@ -228,7 +228,7 @@ def shape_results(shape: str, device: str, cases: list[Case], deadline: float) -
 
 
 def commit() -> str:
-    """What was measured."""
+    """The commit that was measured."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""How fast each server's host side is: streamed chat on a model that costs next to nothing.
+"""The speed of each server's host side: streamed chat on a model that costs next to nothing.
 
     python -m benchmarks.host_ceiling --rounds 3 --streams 64,1024
 

@@ -1,12 +1,12 @@
-"""What a burst of images does to the streams beside it: gaps between tokens, by who decodes the burst.
+"""The effect of a burst of images on the streams beside it: gaps between tokens, by the decoder of the burst.
 
     python -m benchmarks.images --rounds 3
 
-As `benchmarks.intake`, with images: 64 streams decode on a simulated device whose every step takes 5 ms, and once a
-second 96 chats come at the same moment, each with another image of 1200x1200 (a PNG file of noise in eight levels,
-about 1.6 MB, 2.2 MB in base64). The simulated vision tower takes no time. So what moves the gaps is the host: JSON,
-base64, hashes, decoding, the resize, the copy into the arena. In one row another server gets the bursts: the same work,
-by a process that has nothing to do with the streams.
+The load is that of `benchmarks.intake`, with images. 64 streams decode on a simulated device whose every step takes 5
+ms. Once a second 96 chats come at the same moment, each with another image of 1200x1200. An image is a PNG file of
+noise in eight levels, about 1.6 MB, 2.2 MB in base64. The simulated vision tower takes no time. So what moves the gaps
+is the host: JSON, base64, hashes, decoding, the resize, the copy into the arena. In one row another server gets the
+bursts: the same work, by a process that has nothing to do with the streams.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def send(port: int, contents: Sequence[bytes], count: int) -> list[float]:
 
 
 def encoded(port: int) -> float:
-    """How many images have gone through the tower."""
+    """The number of images that have gone through the tower."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", "/metrics")

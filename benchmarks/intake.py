@@ -1,12 +1,12 @@
-"""What a burst of large requests does to the streams beside it: gaps between tokens, by who reads the burst.
+"""The effect of a burst of large requests on the streams beside it: gaps between tokens, by the reader of the burst.
 
     python -m benchmarks.intake --rounds 3
 
 64 streams decode on a simulated device whose every step takes 5 ms, whatever is in it. Once a second 96 requests with
 1.4 MB of embeddings each (as many positions as an image has in SGLang's own measurement) come at the same moment. So
-what moves the gaps between the streams' tokens is the host: parsing, base64, conversion, the copy into the arena; and,
-on a machine with few cores, the kernel that carries 180 MB over loopback and the clients. One row shows what these do
-by themselves: its bursts go to a process that throws them away.
+only the host moves the gaps between the streams' tokens, by parsing, base64, conversion and the copy into the arena. On
+a machine with few cores, the kernel that carries 180 MB over loopback does too, and so do the clients. One row shows
+what these do by themselves: its bursts go to a process that throws them away.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MORE_KEPT = ("median_itl_ms", "max_itl_ms")
 
 
 class Bursts(Enum):
-    """Where the large requests go."""
+    """The target of the large requests."""
 
     NOWHERE = "not sent"
     ELSEWHERE = "to a process that throws them away"
@@ -188,7 +188,7 @@ def elsewhere() -> Iterator[int]:
 
 
 def running_requests(port: int) -> float:
-    """How many the server says it runs."""
+    """The number of running requests, as the server reports it."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     try:
         connection.request("GET", "/metrics")

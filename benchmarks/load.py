@@ -40,7 +40,7 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sent. Prompts are random words, answers run to their full length whatever the model says."""
+    """The requests that are sent. Prompts are random words, and answers run to their full length."""
 
     name: str
     setting: Setting

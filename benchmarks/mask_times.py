@@ -1,4 +1,4 @@
-"""How long masks of a vocabulary of 151 936 tokens take: the first one of a schema, and those of a walk behind it.
+"""The time of masks of a vocabulary of 151 936 tokens: the first one of a schema, and those of a walk behind it.
 
     python -m benchmarks.mask_times --rounds 5
 

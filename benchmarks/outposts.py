@@ -1,4 +1,4 @@
-"""What an outpost adds to a step: the round trip to a hand that computes nothing, here and behind an outpost.
+"""The time that an outpost adds to a step: the round trip to a hand that computes nothing, here and behind an outpost.
 
     python -m benchmarks.outposts --rounds 5
 

@@ -25,7 +25,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Stat:
-    """What /proc/PID/stat says about a process."""
+    """The fields of /proc/PID/stat about a process."""
 
     pid: int
     name: str
@@ -36,7 +36,7 @@ class Stat:
 
     @property
     def alive(self) -> bool:
-        """Whether it is more than an exit status that waits to be read."""
+        """True if it is more than an exit status that waits to be read."""
         return self.state not in "ZX"
 
 
@@ -106,7 +106,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Running:

@@ -40,11 +40,11 @@ class Results:
     rounds: int = 0
     """0: nothing was timed."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What is to be known of each server."""
+    """The notes about each server."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Servers, or a workload on a server, that were left out, and why."""
     elsewhere: dict[str, str] = field(default_factory=dict)
-    """What the same idea as a switch's was published to gain."""
+    """The published gain of the same idea as a switch's."""
     runs: list[Run] = field(default_factory=list)
 
     def workloads(self) -> list[str]:
@@ -98,7 +98,7 @@ def median_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def machine(cpuinfo: str, meminfo: str, packages: Mapping[str, str]) -> dict[str, Any]:
-    """What a reader has to know of the machine. Nothing that names it."""
+    """The facts about the machine for a reader. Nothing that names it."""
     model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()

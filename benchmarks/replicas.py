@@ -40,7 +40,7 @@ MORE_KEPT = ("p99_tpot_ms", "p99_e2e_latency_ms")
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is sent, and to what."""
+    """The requests that are sent, and their target."""
 
     key: str
     workload: Workload
@@ -137,7 +137,7 @@ class Sampler:
 
 
 def balance(counts: Sequence[Sequence[int]], peaks: Sequence[int]) -> dict[str, float]:
-    """How even it was: the most requests at one replica, and the mean of the fullest less the emptiest."""
+    """The evenness: the most requests at one replica, and the mean of the fullest less the emptiest."""
     busy = [sample for sample in counts if sum(sample) > 0]
     return {
         "most_at_one": float(max(peaks, default=0)),

@@ -2,11 +2,10 @@
 
     python -m benchmarks.router --rounds 3 [--scenes latency,ceiling,seed,...]
 
-*latency*, *ceiling* and *merged-ceiling* compare a backend with and without a router in front of it; nginx, which knows
-nothing of models, shows what any proxy costs on the machine. The others have four backends, each
-of which runs as many requests as it is sent, so that what moves the numbers is where requests go: `most` is the most
-that any backend had at a time while all clients were busy (a quarter of them is perfect), asked of the backends
-themselves every 20 ms.
+*latency*, *ceiling* and *merged-ceiling* compare a backend with and without a router in front of it. nginx, which knows
+nothing of models, shows the cost of any proxy on the machine. The others have four backends, each of which runs as many
+requests as it is sent, so the choice of a backend moves the numbers. `most` is the most requests that any backend had
+at a time while all clients were busy; a quarter of them is perfect. The backends themselves are asked every 20 ms.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class Scene(Workload):
     profiles: tuple[str, ...] = (STEPS_OF_5_MS,) * BACKENDS
     """One a backend."""
     policies: bool = True
-    """Whether every policy is tried, or only the default one."""
+    """True if every policy is tried, and not only the default one."""
 
 
 @dataclass(frozen=True)
 class Front(Target):
-    """What clients talk to: a router, or the first backend itself."""
+    """The server that clients talk to: a router, or the first backend itself."""
 
     flags: tuple[str, ...] = ()
 
@@ -238,7 +237,7 @@ def prompts(seed: int, count: int) -> str:
 
 
 def arguments(scene: Scene, folder: Path) -> tuple[str, ...]:
-    """What the load generator is told beyond lengths and numbers."""
+    """The arguments of the load generator beyond lengths and numbers."""
     match key_of(scene):
         case "heavy-tails":
             file = folder / "prompts.jsonl"

@@ -1,8 +1,8 @@
 """The servers that are compared: how each is started, and what makes it comparable to the others.
 
-All serve the same weights in the same type on the same number of threads, may run as many requests at a time as there
-are streams, compute at most the same number of tokens in a step, look up no cached prefixes, and log no requests. What
-differs is said in `note`, which the tables show.
+All serve the same weights in the same type on the same number of threads. They may run as many requests at a time as
+there are streams, and compute at most the same number of tokens in a step. They look up no cached prefixes, and log no
+requests. What differs is said in `note`, which the tables show.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERVED_NAME = "model"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a benchmark asks of every server."""
+    """The demands of a benchmark on every server."""
 
     model: str
     """A name of `models.NAMES`."""
@@ -57,13 +57,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Target(ABC):
-    """What the load generator talks to."""
+    """The server that the load generator talks to."""
 
     name: str
     backend: str
     """The name that `forebay bench serve --backend` knows it by."""
     note: str = ""
-    """What is to be known when its numbers are read."""
+    """A note for readers of its numbers."""
 
     @abstractmethod
     def missing(self) -> str | None:
@@ -89,11 +89,11 @@ class Server(Target):
 
     @property
     def start_seconds(self) -> float:
-        """How long it may take to get ready."""
+        """The longest time in seconds that it may take to get ready."""
         return 600.0
 
     def fits(self, setting: Setting) -> bool:
-        """Whether it can run that many streams."""
+        """True if it can run that many streams."""
         return True
 
 
@@ -104,7 +104,7 @@ class Forebay(Server):
     flags: tuple[str, ...] = ()
     """Further flags."""
     prefix_cache: bool = False
-    """Whether equal beginnings share their pages."""
+    """True if equal beginnings share their pages."""
     profile: str | None = None
     """The simulated device's profile; None is the real hand."""
     build: Path | None = field(default=None, repr=False)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.startup --rounds 3
 
-Each server is started twice a round: after the files that it reads (its packages, its program, the weights) were put
-out of the kernel's page cache, and then with what that start left there. The clock runs from the start of the process.
-Forebay keeps weights as it computes with them; its first start, which can't find them yet, is a server of its own here.
-*GGUF* is Forebay with the file that the default model comes in (Q4_1), whose weights have to be dequantised.
+Each server is started twice a round. Before the first start, the files that it reads (its packages, its program, the
+weights) are put out of the kernel's page cache. The second start finds those that the first left there. The clock runs
+from the start of the process. Forebay keeps weights as it computes with them; its first start, which can't find them
+yet, is a server of its own here. *GGUF* is Forebay with the file that the default model comes in (Q4_1), whose weights
+have to be dequantised.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ FILL_SECONDS = 60.0
 
 
 class Startable(Protocol):
-    """What `measure` has to know of a server."""
+    """The interface of a server for `measure`."""
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The server's name in the table."""
 
     @property
     def health(self) -> str:
@@ -68,7 +69,7 @@ GGUF: list[Server] = [
 
 
 def files(server: Server) -> Iterator[Path]:
-    """What a server may read: the environment its program is in, our kernels, the weights."""
+    """The files that a server may read: the environment its program is in, our kernels, the weights."""
     program = Path(server.command(SETTING, 0)[0])
     environment = next((folder for folder in program.parents if folder.parent in (ROOT, VENVS)), program.parent)
     for folder in (environment, ROOT / "python", models.MODELS):

@@ -11,8 +11,8 @@ Qwen2.5-Coder-0.5B on the CPU gets 40 requests, each of which one of six functio
 Calls that a model writes into its text, in a fence of code, are none: nothing tells them from an example. They are
 judged beside the others, so that one sees what the model knows and only says in the wrong place.
 
-A call is valid if there is such a function and its schema takes the arguments. It is right if it is the one that was
-wanted, with the same arguments; case, white space at the ends and a full stop make no difference in texts.
+A call is valid if there is such a function and its schema takes the arguments. It is right if it is the wanted one,
+with the same arguments. Case, white space at the ends and a full stop make no difference in texts.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def plain(value: Any) -> Any:
 
 
 def judge(task: dict[str, Any], name: str, arguments: Any) -> dict[str, bool]:
-    """What can be said of a call."""
+    """The judgement of a call."""
     schema = SCHEMAS.get(name)
     valid = schema is not None and Draft202012Validator(schema).is_valid(arguments)
     right = False
@@ -142,7 +142,7 @@ def judge(task: dict[str, Any], name: str, arguments: Any) -> dict[str, bool]:
 
 
 def called(task: dict[str, Any], choice: dict[str, Any]) -> dict[str, bool]:
-    """What can be said of an answer's call, if there is one."""
+    """The judgement of an answer's call, if there is one."""
     calls = choice["message"].get("tool_calls") or []
     if not calls:
         return {}

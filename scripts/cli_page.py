@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from what the binary says of its commands: `python scripts/cli_page.py BINARY`.
+"""Writes docs/cli.md from the help of the binary's commands: `python scripts/cli_page.py BINARY`.
 
 With --check nothing is written, and the exit status is 1 if the page is another one.
 """
@@ -16,29 +16,30 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/cli.md"
 COLUMNS = 110
 HEAD = """# The command line
 
-Made from `--help` by `make docs-cli`; a test compares the two (`tests/e2e/test_cli_page.py`). Exit statuses: 0, it did
-what was asked; 1, it could not, and the last line on standard error starts with `error: `; 2, the command line is none.
+Made from `--help` by `make docs-cli`; a test compares the two (`tests/e2e/test_cli_page.py`). Exit status 0: the
+command did its work. 1: it failed, and the last line on standard error starts with `error: `. 2: the command line is
+wrong.
 
-Models come from the Hugging Face hub, and are kept as its own library keeps them. So both find what the other has
-downloaded. These variables are read:
+Models come from the Hugging Face hub, and are kept in the format of its own library. So Forebay and the library find
+each other's downloads. These variables are read:
 
-| variable | what |
+| variable | meaning |
 |---|---|
 | `HF_TOKEN` | opens private and gated repositories; else the token that `hf auth login` left |
 | `HF_ENDPOINT` | a mirror of the hub |
-| `HF_HOME`, `HF_HUB_CACHE` | where downloads are kept |
-| `HF_HUB_OFFLINE` | 1: nothing is asked over the network |
+| `HF_HOME`, `HF_HUB_CACHE` | the folder for downloads |
+| `HF_HUB_OFFLINE` | 1: no request goes over the network |
 | `HF_HUB_DOWNLOAD_TIMEOUT` | seconds that a server may be silent; 20 |
 | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | a proxy, named by `http://`, perhaps with user and password |
 | `SSL_CERT_FILE`, `SSL_CERT_DIR` | certificates to know servers by, in place of the system's |
-| `FOREBAY_CACHE` | where Forebay keeps what it makes of models |
+| `FOREBAY_CACHE` | the folder for files that Forebay makes of models |
 | `FOREBAY_PYTHON` | the interpreter of hands, as `--python` |
 
 """
 
 
 def help_of(binary: Path, *command: str) -> str:
-    """What `--help` prints, whoever asks."""
+    """The output of `--help`, the same in every environment."""
     # Values of the environment would be printed behind their names.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
     environment |= {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}

@@ -1,10 +1,11 @@
-"""Whether our load generator says what others say of the same server.
+"""A check that our load generator reports the same numbers as others of the same server.
 
     python -m benchmarks.studies.agreement --rounds 5
 
-One Forebay server is loaded in turn by `forebay bench serve`, by `vllm bench serve` and, if it is installed, by vLLM's
-load generator written in Rust: A B C, A B C, with nothing in between. Requests have the same lengths and concurrency.
-The server's steps take a fixed time (or are those of a real model), so that the clients see the same thing.
+One Forebay server is loaded in turn by `forebay bench serve`, by `vllm bench serve` and by vLLM's load generator
+written in Rust, if that is installed. The order is A B C, A B C, with nothing in between. Requests have the same
+lengths and concurrency. The server's steps take a fixed time (or are those of a real model), so that the clients see
+the same thing.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def other_command(client: str, workload: Workload, url: str, result: Path) -> li
 
 
 def other(client: str, workload: Workload, running: Running) -> dict[str, Any]:
-    """What another load generator says. Raises ServerError."""
+    """The numbers of another load generator. Raises ServerError."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         result = Path(folder) / "result.json"

@@ -1,4 +1,4 @@
-"""Where a step's time goes on the CPU, and how far its products are from oneDNN's: SmolLM2-135M-Instruct in bfloat16.
+"""The parts of a step's time on the CPU, and its products beside oneDNN's: SmolLM2-135M-Instruct in bfloat16.
 
     python -m benchmarks.studies.cpu_parts --rounds 7
 

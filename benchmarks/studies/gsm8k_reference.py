@@ -43,7 +43,7 @@ from tests.e2e.models import SmolLM2
 
 STOP = ("Question", "Assistant:", "<|separator|>")
 LARGEST = 2**64 - 1
-"""What a number too large for any right answer is read as."""
+"""The value that stands for a number too large for any right answer."""
 
 Json = dict[str, Any]
 
@@ -176,7 +176,7 @@ def _ids(ids: int | list[int] | None) -> set[int]:
 
 
 def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to tell about each question whose prompt, text or number is not the same in both; empty: they agree.
+    """The differences of each question whose prompt, text or number is not the same in both; empty: they agree.
 
     Questions that only we were asked, after those of the reference, say nothing.
     """

@@ -1,9 +1,9 @@
-"""What sparse decoding from host memory is worth in simulated time: requests that run, tokens, what waits for saves.
+"""The worth of sparse decoding from host memory in simulated time: requests that run, tokens, and the wait for saves.
 
     python -m benchmarks.studies.hisparse
 
-Schedulers are real; devices, copies and misses take the time that a profile says, which nobody has measured. So one
-run is enough, and a ratio is of two simulations of the same traffic. How many of the chosen positions are missed is
+Schedulers are real; devices, copies and misses take the time that a profile says, which nobody has measured. So one run
+is enough, and a ratio is of two simulations of the same traffic. How many of the chosen positions are missed is
 assumed.
 """
 
@@ -53,7 +53,7 @@ RATIO = "8"
 
 
 def plan(setting: Setting, *flags: str) -> dict[str, Any]:
-    """What one replica gives."""
+    """The result of one replica."""
     with tempfile.TemporaryDirectory(prefix="forebay-plan-") as folder:
         trace, output = Path(folder) / "trace.jsonl", Path(folder) / "plan.json"
         trace.write_text("".join(lines(setting)))
@@ -122,7 +122,7 @@ def small(setting: Setting) -> str:
 
 
 def arms(setting: Setting) -> str:
-    """What waits for saves."""
+    """The table of the work that waits for saves."""
     found = {
         name: plan(setting, "--enable-hisparse", "--kv-save", save, "--kv-save-order", order)
         for name, (save, order) in ARMS.items()

@@ -6,8 +6,8 @@
     FOREBAY_KERNELS=avx2 python -m benchmarks.studies.kernel_turns --old /elsewhere/libforebay_kernels.so
 
 Steps as in `cpu_parts`, without a server. Each side is a process of its own, with its library beside a copy of the
-package; single steps alternate, and both processes are started anew several times, since where their memory happens
-to lie makes a difference of some percent. Medians, in milliseconds; ratios are of two steps that followed each other.
+package, and single steps alternate. Both processes are started anew several times, since the place of their memory
+makes a difference of some percent. Medians, in milliseconds; ratios are of two steps that followed each other.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     make bench-micro        # runs them, then this
 
-Criterion leaves an estimate of every benchmark below target/criterion; they are put beside each other by how much was
-running or cached, a row for each operation, so that what grows with it can be seen.
+Criterion leaves an estimate of every benchmark below target/criterion. The estimates are put beside each other by the
+number of running or cached things, a row for each operation, so that growth with it can be seen.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where the CPU time of a streamed token goes, from samples of the running server.
+"""The CPU time of a streamed token by its parts, from samples of the running server.
 
     python -m benchmarks.studies.profile --streams 2048
 
-Needs Linux's `perf`. One token a chunk, as in `benchmarks.egress`; samples are taken of every thread, each is put
-into the first group whose words its call stack has, and shares become microseconds by the CPU time that the load
-generator read from the server's own accounts in the same run.
+Needs Linux's `perf`. A chunk has one token, as in `benchmarks.egress`. Samples are taken of every thread, and each is
+put into the first group whose words its call stack has. The load generator reads the CPU time from the server's own
+accounts in the same run, which makes microseconds of shares.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GROUPS = [
 
 
 def group(thread: str, stack: str) -> str:
-    """What a sample is called."""
+    """The name of a sample."""
     for name, pattern, title in GROUPS:
         if thread.startswith(name) and re.search(pattern, stack):
             return f"{name}: {title}" if name else title

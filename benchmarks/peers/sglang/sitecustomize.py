@@ -2,7 +2,7 @@
 
 Python imports this module by itself where its folder is on PYTHONPATH. It answers every import from the package
 `sgl_kernel` with placeholders that may be passed around but not called. A dense Llama in bfloat16 with PyTorch's own
-attention calls none of them on a processor without AMX, where SGLang computes with plain PyTorch; a model that does
+attention calls none of them on a processor without AMX, where SGLang computes with plain PyTorch. A model that does
 call one fails with the kernel's name and not with a wrong answer.
 """
 

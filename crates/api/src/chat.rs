@@ -18,8 +18,8 @@ openai_request! {
     pub struct ChatRequest {
         /// The conversation so far.
         pub messages: Vec<ChatMessage>,
-        /// Most tokens to generate; `max_tokens` is its older name. The rest of the context where
-        /// absent.
+        /// The largest number of tokens to generate; `max_tokens` is its older name. The rest of
+        /// the context where absent.
         pub max_completion_tokens: Option<u32>,
         /// Return log-probabilities.
         pub logprobs: Option<bool>,
@@ -45,7 +45,7 @@ openai_request! {
         pub reasoning_effort: Option<String>,
         /// True if the model is to think, for templates that ask.
         pub enable_thinking: Option<bool>,
-        /// The same in OpenRouter's words, and how long at most.
+        /// The settings of reasoning in OpenRouter's words, with a limit on its tokens.
         pub reasoning: Option<ReasoningRequest>,
         /// Reasoning is part of the answer; true where absent.
         pub include_reasoning: Option<bool>,
@@ -66,11 +66,11 @@ openai_request! {
 /// The `reasoning` parameter.
 #[derive(Debug, Clone, Default, serde::Deserialize, ToSchema)]
 pub struct ReasoningRequest {
-    /// As `reasoning_effort`.
+    /// The effort, as in `reasoning_effort`.
     pub effort: Option<String>,
-    /// As `thinking_budget`.
+    /// The limit on the tokens of reasoning, as in `thinking_budget`.
     pub max_tokens: Option<i64>,
-    /// As `enable_thinking`.
+    /// The switch for reasoning, as in `enable_thinking`.
     pub enabled: Option<bool>,
     /// True: as `include_reasoning` false.
     pub exclude: Option<bool>,
@@ -79,18 +79,18 @@ pub struct ReasoningRequest {
 /// One message of a conversation.
 #[derive(Debug, Clone, serde::Deserialize, ToSchema)]
 pub struct ChatMessage {
-    /// `system`, `user`, `assistant`, `tool`, or what else the chat template knows.
+    /// `system`, `user`, `assistant`, `tool`, or another role of the chat template.
     pub role: String,
     /// A string, or a list of parts of type `text`.
     #[schema(value_type = Option<String>)]
     pub content: Option<MessageContent>,
-    /// Name of the speaker, for templates that use it.
+    /// The name of the speaker, for templates that use it.
     pub name: Option<String>,
     /// Reasoning of an earlier turn, for templates that use it.
     pub reasoning_content: Option<String>,
-    /// The same under another name.
+    /// The reasoning before the message, under another name.
     pub reasoning: Option<String>,
-    /// The same under another name.
+    /// The reasoning before the message, under another name.
     pub thinking: Option<String>,
     /// Tool calls of an earlier turn, for templates that use them.
     #[schema(value_type = Option<Vec<Object>>)]
@@ -137,7 +137,7 @@ pub struct ChatPrompt {
 /// The effort that a request asks of the model's reasoning.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Effort {
-    /// In words: `low`, `medium`, `high`, or what else its template knows.
+    /// The effort in words: `low`, `medium`, `high`, or another word of the template.
     pub level: Option<String>,
     /// True if the model is to think at all; `None` leaves it to the template.
     pub thinks: Option<bool>,
@@ -156,7 +156,7 @@ pub struct Rendering {
     pub tools: Vec<Value>,
     /// The effort of the model's reasoning.
     pub effort: Effort,
-    /// Most images; 0: the model sees none.
+    /// The largest number of images; 0: the model sees none.
     pub images: u32,
 }
 
@@ -313,11 +313,11 @@ pub struct ValidChat {
 /// The treatment of a model's reasoning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReasoningOutput {
-    /// It stands apart.
+    /// Reasoning stands apart from the content.
     Apart,
-    /// It is left out.
+    /// Reasoning is left out.
     LeftOut,
-    /// It is content, as the model writes it.
+    /// Reasoning is content, as the model writes it.
     Content,
 }
 

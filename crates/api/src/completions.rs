@@ -47,7 +47,7 @@ pub enum CompletionPrompts {
 /// A completion request without anything left to check but the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidCompletion {
-    /// At least one.
+    /// The prompts, at least one.
     pub prompts: CompletionPrompts,
     /// The tokenizer's special tokens go around text prompts.
     pub add_special_tokens: bool,

@@ -14,7 +14,7 @@ use crate::sampling::Limits;
 /// Texts to turn into vectors.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct EmbeddingRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
     #[schema(value_type = Object)]
@@ -38,8 +38,8 @@ pub struct EmbeddingRequest {
     pub cache_salt: Option<String>,
     /// Accepted; nothing depends on it.
     pub user: Option<String>,
-    /// For `/pooling`: `embed`, `score` or `classify`, as the model does; nothing else can be
-    /// chosen.
+    /// The task of `/pooling`: `embed`, `score` or `classify`, as the model does. No other task can
+    /// be chosen.
     pub task: Option<String>,
 }
 
@@ -57,7 +57,7 @@ pub enum EncodingFormat {
 /// An embeddings request without anything left to check but the inputs' lengths.
 #[derive(Debug, PartialEq)]
 pub struct ValidEmbedding {
-    /// From 1 to [`crate::limits::INPUTS`].
+    /// The prompts, from 1 to [`crate::limits::INPUTS`].
     pub prompts: Vec<Prompt>,
     /// The form in which vectors are written.
     pub format: EncodingFormat,
@@ -119,7 +119,7 @@ pub struct PoolingResponse {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// One an input, in their order.
     pub data: Vec<PoolingData>,
@@ -130,7 +130,7 @@ pub struct PoolingResponse {
 /// The vector of one input.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct PoolingData {
-    /// Number of the input.
+    /// The number of the input.
     pub index: usize,
     /// `pooling`.
     pub object: &'static str,
@@ -176,7 +176,7 @@ pub struct EmbeddingResponse {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// One an input, in their order.
     pub data: Vec<Embedding>,
@@ -189,7 +189,7 @@ pub struct EmbeddingResponse {
 pub struct Embedding {
     /// `embedding`.
     pub object: &'static str,
-    /// Number of the input.
+    /// The number of the input.
     pub index: usize,
     /// The vector.
     pub embedding: Vector,
@@ -210,12 +210,12 @@ pub enum Vector {
 pub struct PoolingUsage {
     /// Tokens of all inputs.
     pub prompt_tokens: u32,
-    /// The same.
+    /// The number of tokens in all, which are those of the prompts.
     pub total_tokens: u32,
 }
 
 impl PoolingUsage {
-    /// Of inputs of so many tokens.
+    /// Counts inputs of so many tokens.
     pub fn new(prompt_tokens: u32) -> Self {
         Self { prompt_tokens, total_tokens: prompt_tokens }
     }

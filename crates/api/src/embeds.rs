@@ -104,8 +104,8 @@ impl EmbeddedPrompt {
     /// Gives the matrix piece by piece, in the model's type.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`]: an element is not finite, or not in the model's type. Or what `write`
-    /// said.
+    /// [`ApiError::Invalid`]: an element is not finite, or not in the model's type. The error of
+    /// `write` is passed on.
     pub fn convert(
         &self,
         dtype: Dtype,

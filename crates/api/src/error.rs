@@ -6,9 +6,9 @@ use utoipa::ToSchema;
 
 use crate::cut::cut;
 
-/// Most bytes of a message: what a client sent is in some of them.
+/// The largest number of bytes of a message: what a client sent is in some of them.
 const MESSAGE_BYTES: usize = 1024;
-/// Most bytes of a parameter's path.
+/// The largest number of bytes of a parameter's path.
 const PARAM_BYTES: usize = 256;
 
 /// Why a request is answered with an error.
@@ -91,7 +91,7 @@ pub enum ApiError {
     /// No such model.
     #[error("The model `{model}` does not exist.")]
     UnknownModel {
-        /// As the client named it.
+        /// The model's name, as the client wrote it.
         model: String,
     },
     /// No such response, or none any more.
@@ -99,7 +99,7 @@ pub enum ApiError {
         "No response `{response}` is kept: it was not stored, or is deleted, too old, or was the oldest when room was needed."
     )]
     UnknownResponse {
-        /// As the client named it.
+        /// The response's name, as the client wrote it.
         response: String,
         /// The parameter that named it; `None`: the path did.
         param: Option<&'static str>,
@@ -107,7 +107,7 @@ pub enum ApiError {
     /// No such request, or none that is still remembered.
     #[error("Nothing is known of request `{id}`, or not any more: only the last are remembered.")]
     UnknownRequest {
-        /// As the client named it.
+        /// The request's id, as the client wrote it.
         id: String,
     },
     /// No API key, or the wrong one.
@@ -219,7 +219,8 @@ pub enum ApiError {
         /// The engine's state, as a machine-readable code.
         code: &'static str,
     },
-    /// Backends of a router died while they had the request. It may be what killed them.
+    /// Backends of a router died while they had the request. The request may be the cause of the
+    /// deaths.
     #[error(
         "{deaths} servers died while they had this request; it is not tried again, as it may be what they died of"
     )]
@@ -400,14 +401,14 @@ pub struct ErrorBody {
 /// The fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorObject {
-    /// For people.
+    /// The message for people.
     pub message: String,
     /// OpenAI's class of the error, such as `invalid_request_error`.
     #[serde(rename = "type")]
     pub kind: String,
     /// Path of the parameter at fault.
     pub param: Option<String>,
-    /// For programs.
+    /// The code for programs.
     pub code: Option<String>,
 }
 

@@ -218,7 +218,7 @@ impl<'de> Deserialize<'de> for Entry {
     }
 }
 
-/// Nothing, an image, or a list.
+/// A parameter that may be absent, one image, or a list.
 enum Listed<T> {
     None,
     One(ImageUrl),

@@ -21,15 +21,15 @@ pub struct LlamaRequest {
     /// A string, a list of token ids, or a list of several of either.
     #[schema(value_type = Object)]
     pub prompt: Prompts,
-    /// Most tokens to generate; -1: the rest of the context, as where absent.
+    /// The largest number of tokens to generate; -1: the rest of the context, as where absent.
     pub n_predict: Option<i64>,
     /// 0 is greedy.
     pub temperature: Option<f32>,
-    /// Number of candidates; 0 is off.
+    /// The number of candidates; 0 is off.
     pub top_k: Option<i32>,
     /// Nucleus mass.
     pub top_p: Option<f32>,
-    /// Share of the largest probability below which tokens are dropped.
+    /// The share of the largest probability below which tokens are dropped.
     pub min_p: Option<f32>,
     /// Divides (or multiplies) the logits of tokens seen before.
     pub repeat_penalty: Option<f32>,
@@ -75,7 +75,7 @@ pub struct LlamaRequest {
 /// A llama.cpp request without anything left to check but the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidLlama {
-    /// At least one.
+    /// The prompts, at least one.
     pub prompts: Vec<Prompt>,
     /// The answer is a list.
     pub batch: bool,
@@ -188,15 +188,15 @@ fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
 /// An answer, or a chunk of its stream, as llama.cpp's server gives it.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct LlamaCompletion {
-    /// Number of the prompt.
+    /// The number of the prompt.
     pub index: u32,
-    /// The text; in a stream, what is new.
+    /// The text; in a stream, the new text.
     pub content: String,
     /// Ids of the tokens, where asked for or in a stream.
     pub tokens: Vec<i32>,
     /// True in the last chunk.
     pub stop: bool,
-    /// At the end: everything else.
+    /// The fields of the last chunk; `None` before it.
     #[serde(flatten)]
     pub end: Option<LlamaEnd>,
     /// Log-probabilities of the tokens, where asked for.
@@ -207,7 +207,7 @@ pub struct LlamaCompletion {
 /// The end of an answer.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct LlamaEnd {
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// `eos`, `word`, `limit` or `none`.
     pub stop_type: &'static str,
@@ -230,7 +230,7 @@ pub struct LlamaEnd {
 pub struct LlamaTimings {
     /// Tokens of the prompt that were computed.
     pub prompt_n: u32,
-    /// Those that were found in the prefix cache.
+    /// The number of prompt tokens that were found in the prefix cache.
     pub cache_n: u32,
     /// Tokens that were generated.
     pub predicted_n: u32,
@@ -245,9 +245,9 @@ pub struct LlamaTimings {
 pub struct LlamaProbability {
     /// The token.
     pub id: i32,
-    /// Its text.
+    /// The text of the token.
     pub token: String,
-    /// Its bytes.
+    /// The bytes of the token.
     pub bytes: Vec<u8>,
     /// Natural logarithm.
     pub logprob: f32,
@@ -258,7 +258,7 @@ pub struct LlamaProbability {
 }
 
 impl LlamaEnd {
-    /// Says what ended the text; `None`: its length. `eos` tells whether it was end-of-sequence.
+    /// Sets the end of the text; `None`: its length. `eos` tells whether it was end-of-sequence.
     pub fn stopped(&mut self, by: Option<StopReason>, eos: bool) {
         (self.stop_type, self.stopping_word) = match by {
             None => ("limit", String::new()),
@@ -272,7 +272,7 @@ impl LlamaEnd {
 /// A row of the device's tables, as llama.cpp's server shows it.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct LlamaSlot {
-    /// Its number.
+    /// The number of the slot.
     pub id: u32,
     /// Positions that a request may use.
     pub n_ctx: u32,

@@ -19,7 +19,7 @@ use crate::turns::{Content, Turns};
 /// A conversation, `POST /api/chat`.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct OllamaChatRequest {
-    /// Name of the model; `:latest` behind it says nothing.
+    /// The name of the model; `:latest` behind it says nothing.
     pub model: Option<String>,
     /// The conversation; without one, the model is only to be loaded.
     #[serde(default)]
@@ -46,7 +46,7 @@ pub struct OllamaChatRequest {
 /// A prompt, `POST /api/generate`.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct OllamaGenerateRequest {
-    /// Name of the model; `:latest` behind it says nothing.
+    /// The name of the model; `:latest` behind it says nothing.
     pub model: Option<String>,
     /// The user's text; without it, the model is only to be loaded.
     #[serde(default)]
@@ -86,7 +86,7 @@ pub struct OllamaGenerateRequest {
 /// Texts to turn into vectors, `POST /api/embed`.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct OllamaEmbedRequest {
-    /// Name of the model; `:latest` behind it says nothing.
+    /// The name of the model; `:latest` behind it says nothing.
     pub model: Option<String>,
     /// A string, or a list of strings.
     #[schema(value_type = Object)]
@@ -108,9 +108,9 @@ pub struct OllamaEmbedRequest {
 /// The request of `POST /api/show`, which names the model to describe.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct OllamaShowRequest {
-    /// Name of the model.
+    /// The name of the model.
     pub model: Option<String>,
-    /// The same, as older clients say it.
+    /// The model's name, as older clients send it.
     pub name: Option<String>,
 }
 
@@ -126,7 +126,7 @@ struct Shared {
 /// Sampling parameters. Those about loading have no effect.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct OllamaOptions {
-    /// Most tokens to generate; below 0: the rest of the context.
+    /// The largest number of tokens to generate; below 0: the rest of the context.
     num_predict: Option<i64>,
     /// 0 is greedy.
     temperature: Option<f32>,
@@ -134,18 +134,18 @@ pub(crate) struct OllamaOptions {
     top_p: Option<f32>,
     /// Most likely tokens that are left.
     top_k: Option<i32>,
-    /// Least probability, as a part of the largest.
+    /// The least probability, as a part of the largest.
     min_p: Option<f32>,
-    /// For the same answer again.
+    /// The seed; equal seeds give equal answers.
     seed: Option<i64>,
     /// Texts that end the answer.
     #[schema(value_type = Option<Vec<String>>)]
     stop: Option<Strings>,
     /// Factor for tokens that were there.
     repeat_penalty: Option<f32>,
-    /// As in OpenAI's API.
+    /// The presence penalty of OpenAI's API.
     presence_penalty: Option<f32>,
-    /// As in OpenAI's API.
+    /// The frequency penalty of OpenAI's API.
     frequency_penalty: Option<f32>,
 }
 
@@ -161,7 +161,7 @@ struct OllamaMessage {
     images: Option<Strings>,
     tool_calls: Option<Vec<OllamaCall>>,
     tool_call_id: Option<String>,
-    /// Of a result: the tool that gave it.
+    /// The tool that gave a result.
     tool_name: Option<String>,
 }
 
@@ -183,9 +183,9 @@ struct OllamaFunction {
 /// The content of an Ollama request.
 #[derive(Debug)]
 pub enum OllamaAsk {
-    /// Nothing: the model is to be there, or to go.
+    /// A request without a prompt: the model is to be loaded, or to go.
     Load {
-        /// It is to go.
+        /// True if the model is to be unloaded.
         unload: bool,
     },
     /// An answer in a conversation.
@@ -280,7 +280,7 @@ impl OllamaGenerateRequest {
 }
 
 impl OllamaEmbedRequest {
-    /// The same in OpenAI's words.
+    /// Converts the request to OpenAI's words.
     #[must_use]
     pub fn in_openai(self) -> EmbeddingRequest {
         EmbeddingRequest {

@@ -17,7 +17,7 @@ pub struct Streaming {
 /// The form in which tokens appear beside their text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenOutput {
-    /// Their ids come with the answer.
+    /// True if the tokens' ids come with the answer.
     pub ids: bool,
     /// Log-probabilities name them by their ids.
     pub as_ids: bool,
@@ -64,9 +64,9 @@ macro_rules! openai_request {
         #[derive(Debug, serde::Deserialize, utoipa::ToSchema)]
         pub struct $name {
             $($own)*
-            /// Name of the model; the served one where absent.
+            /// The name of the model; the served one where absent.
             pub model: Option<String>,
-            /// Most tokens to generate.
+            /// The largest number of tokens to generate.
             pub max_tokens: Option<u32>,
             /// Tokens to generate before a stop string or stop token counts.
             pub min_tokens: Option<u32>,
@@ -76,9 +76,9 @@ macro_rules! openai_request {
             pub temperature: Option<f32>,
             /// Nucleus mass.
             pub top_p: Option<f32>,
-            /// Number of candidates; -1 or 0 is off.
+            /// The number of candidates; -1 or 0 is off.
             pub top_k: Option<i32>,
-            /// Share of the largest probability below which tokens are dropped.
+            /// The share of the largest probability below which tokens are dropped.
             pub min_p: Option<f32>,
             /// Makes sampling repeatable.
             pub seed: Option<i64>,
@@ -119,18 +119,19 @@ macro_rules! openai_request {
             pub stream_interval: Option<u32>,
             /// Requests with the same key are computed by the same replica.
             pub routing_key: Option<String>,
-            /// Number of the replica that is to compute it; `data_parallel_rank` is its older name.
+            /// The number of the replica that is to compute it; `data_parallel_rank` is its older
+            /// name.
             #[serde(alias = "data_parallel_rank")]
             pub routed_dp_rank: Option<i64>,
             /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.
-            /// Whoever does not know it cannot find out by the time of an answer what was asked
-            /// before.
+            /// A client that does not know the salt cannot find out earlier prompts by the time of
+            /// an answer.
             pub cache_salt: Option<String>,
             /// Words that the answer does not have.
             #[schema(value_type = Option<Vec<String>>)]
             pub bad_words: Option<$crate::prompt::Strings>,
-            /// Most tokens of the reasoning before the answer; then it is ended. -1: as many as it
-            /// takes.
+            /// The largest number of tokens of the reasoning before the answer; then it is ended.
+            /// -1: as many as it takes.
             #[serde(alias = "thinking_token_budget", alias = "reasoning_budget")]
             pub thinking_budget: Option<i64>,
             /// The form of the answer.

@@ -11,9 +11,9 @@ use crate::limits::{self, Limited, Weight};
 pub struct Parsed<T> {
     /// The request.
     pub request: T,
-    /// Its weight.
+    /// The weight of the parsed value.
     pub weight: Weight,
-    /// Names of what it asks and nothing reads.
+    /// Names of parameters of the request that nothing reads.
     pub unread: Vec<String>,
 }
 

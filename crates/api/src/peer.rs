@@ -9,30 +9,31 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Of a request: who sends it, see [`RouterTag`].
+/// The request header with the router that sends a request: [`RouterTag`].
 pub const ROUTER_HEADER: &str = "x-forebay-router";
-/// Of a router's request: its key. Brains that have one do what routers ask only with it.
+/// The request header with a router's key. A brain that has a key serves routers only with it.
 pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
-/// Of a response: how many backends died under the request. It is not to be tried again.
+/// The response header with the number of backends that died under the request. The request is not
+/// to be tried again.
 pub const DEATHS_HEADER: &str = "x-forebay-deaths";
-/// Of a response: see [`LoadReport`].
+/// The response header with a [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
-/// Of a response that is kept: its name, with which clients go on from it.
+/// The response header with the name of a kept response, by which clients go on from it.
 pub const RESPONSE_HEADER: &str = "x-forebay-response";
-/// Of a stream that another brain can go on with: its name. Of a request that asks to go on with
-/// one: the same.
+/// The header with the name of a stream. A response has it if another brain can go on with the
+/// stream, and a request if it asks to go on.
 pub const STREAM_HEADER: &str = "x-forebay-stream";
-/// Of a request that goes on with a stream: how many bytes of the body are token ids, ahead of what
-/// the client sent.
+/// The request header of a stream that goes on: the number of bytes of the body that are token ids,
+/// ahead of the client's own body.
 pub const RESUME_HEADER: &str = "x-forebay-resume";
-/// Of a response: names of blocks of the prompt, see [`sample_blocks`].
+/// The response header with names of blocks of the prompt: [`sample_blocks`].
 pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
 /// The beginning of a comment of a stream.
 pub const COMMENT: &[u8] = b": forebay ";
-/// Most names that [`BLOCKS_HEADER`] has.
+/// The largest number of names that [`BLOCKS_HEADER`] has.
 pub const MAX_SAMPLED_BLOCKS: usize = 32;
 
-/// A header or comment is not what it has to be.
+/// A header or comment of another form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("`{0}` is missing or malformed")]
 pub struct PeerError(pub &'static str);
@@ -54,9 +55,9 @@ impl Pairs<'_> {
 /// A router's words with each request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RouterTag {
-    /// Its name, drawn when it started.
+    /// The name of the router, drawn when it started.
     pub router: u64,
-    /// Number of this dispatch to this backend, from 1.
+    /// The number of this dispatch to this backend, from 1.
     pub seq: u64,
     /// Every dispatch below this has arrived, or never will.
     pub floor: u64,
@@ -97,7 +98,7 @@ impl RouterTag {
 pub struct LoadReport {
     /// Drawn when the brain started: numbers of another epoch mean nothing.
     pub epoch: u64,
-    /// Number of this report; larger is later.
+    /// The number of this report; larger is later.
     pub at: u64,
     /// Every dispatch of this router up to this number is counted here, or has ended.
     pub seen: u64,
@@ -132,7 +133,7 @@ impl LoadReport {
         );
     }
 
-    /// Reads what [`LoadReport::encode`] wrote.
+    /// Reads the output of [`LoadReport::encode`].
     ///
     /// # Errors
     /// A part is missing or no number.
@@ -154,8 +155,8 @@ impl LoadReport {
     }
 }
 
-/// A comment in a stream. All that came before it is complete: who has that and the ids of all
-/// comments so far can have the stream continued by another brain.
+/// A comment in a stream. All bytes before it are complete. With them and the ids of all comments
+/// so far, another brain can go on with the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Comment<'a> {
     /// Ids of the tokens since the last comment, in decimal, joined with commas.

@@ -19,7 +19,7 @@ use crate::sampling::Limits;
 /// Cohere.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct RerankRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// The query.
     pub query: String,
@@ -44,11 +44,11 @@ pub struct RerankRequest {
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(untagged)]
 pub enum Document {
-    /// Its text.
+    /// The text of the document.
     Plain(String),
     /// Cohere's form.
     Object {
-        /// Its text.
+        /// The text of the document.
         text: String,
     },
 }
@@ -100,7 +100,7 @@ impl Document {
 /// Texts to compare, in the shape of vLLM.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct ScoreRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// A string, compared with each of `text_2`, or as many as there. `queries`, `data_1` and
     /// `query` are other names of it.
@@ -142,7 +142,7 @@ pub struct ScoreRequest {
 pub struct Pairs {
     /// One, or as many as `second`.
     pub first: Vec<String>,
-    /// At least one.
+    /// The second texts, at least one.
     pub second: Vec<String>,
     /// Tokens to keep of a pair.
     pub truncate: Option<usize>,
@@ -268,7 +268,7 @@ impl Pairs {
 pub struct RerankResponse {
     /// `rerank-` and a random number.
     pub id: String,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// Tokens it took.
     pub usage: PoolingUsage,
@@ -279,7 +279,7 @@ pub struct RerankResponse {
 /// A document's place.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct RerankResult {
-    /// Number of the document in the request.
+    /// The number of the document in the request.
     pub index: usize,
     /// The document, where asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -291,7 +291,7 @@ pub struct RerankResult {
 /// A document of a response.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct RerankDocument {
-    /// Its text.
+    /// The text of the document.
     pub text: String,
 }
 
@@ -304,7 +304,7 @@ pub struct ScoreResponse {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// One a pair, in their order.
     pub data: Vec<ScoreData>,
@@ -315,7 +315,7 @@ pub struct ScoreResponse {
 /// The score of a pair.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ScoreData {
-    /// Number of the pair.
+    /// The number of the pair.
     pub index: usize,
     /// `score`.
     pub object: &'static str,

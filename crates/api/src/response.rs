@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 pub struct Usage {
     /// Tokens of the prompts, each counted once.
     pub prompt_tokens: u32,
-    /// Both together.
+    /// The number of tokens of prompt and answer together.
     pub total_tokens: u32,
     /// Tokens generated in all choices, an end-of-sequence token included.
     pub completion_tokens: u32,
@@ -48,7 +48,7 @@ impl Usage {
         }
     }
 
-    /// The same, which says how many of the generated tokens are reasoning.
+    /// Adds the number of generated tokens that are reasoning.
     #[must_use]
     pub fn with_reasoning(self, reasoning_tokens: u32) -> Self {
         let details = CompletionTokensDetails { reasoning_tokens };
@@ -75,7 +75,7 @@ pub struct ChatCompletion {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// The choices.
     pub choices: Vec<ChatChoice>,
@@ -93,7 +93,7 @@ pub struct ChatCompletion {
 /// A choice of a chat completion.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ChatChoice {
-    /// Number of the choice.
+    /// The number of the choice.
     pub index: u32,
     /// The model's message.
     pub message: ResponseMessage,
@@ -121,10 +121,10 @@ pub struct ResponseMessage {
     pub content: Option<String>,
     /// Always null.
     pub refusal: Option<String>,
-    /// Its reasoning, where the model writes that apart.
+    /// The reasoning, if the model writes it apart.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning: Option<String>,
-    /// The same under its other name.
+    /// The reasoning under its other name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
     /// The calls of tools that it asks for.
@@ -147,7 +147,7 @@ pub struct ToolCall {
 /// A function with its arguments.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, ToSchema)]
 pub struct FunctionCall {
-    /// Its name.
+    /// The name of the function.
     pub name: String,
     /// A JSON object, as the model wrote it. After a `length`, it may be cut.
     pub arguments: String,
@@ -156,7 +156,7 @@ pub struct FunctionCall {
 /// A choice in a chunk of a chat completion's stream.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ChatChunkChoice<'a> {
-    /// Number of the choice.
+    /// The number of the choice.
     pub index: u32,
     /// The new part.
     pub delta: ChatDelta<'a>,
@@ -167,7 +167,8 @@ pub struct ChatChunkChoice<'a> {
     /// The stop string or stop token; null for end-of-sequence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
-    /// At the end: the stop string or the token that ended it, end-of-sequence too.
+    /// The stop string or the token that ended the choice, end-of-sequence too; only in its last
+    /// chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
     /// Ids of the new tokens, where asked for.
@@ -187,7 +188,7 @@ pub struct ChatDelta<'a> {
     /// New reasoning.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning: Option<&'a str>,
-    /// The same under its other name.
+    /// The reasoning under its other name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<&'a str>,
     /// A call that begins, or more of one's arguments.
@@ -198,12 +199,12 @@ pub struct ChatDelta<'a> {
 /// The new part of a call.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 pub struct ToolCallDelta<'a> {
-    /// Number of the call in the choice.
+    /// The number of the call in the choice.
     pub index: u32,
-    /// In its first chunk: what the tool's answer is to refer to.
+    /// The id that the tool's answer refers to; only in the first chunk of a call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<&'a str>,
-    /// In its first chunk: `function`.
+    /// The word `function`; only in the first chunk of a call.
     #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
     pub kind: Option<&'static str>,
     /// The called function.
@@ -213,7 +214,7 @@ pub struct ToolCallDelta<'a> {
 /// The new part of a function call.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 pub struct FunctionDelta<'a> {
-    /// In its first chunk, whole.
+    /// The whole name; only in the first chunk of a call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<&'a str>,
     /// More of the arguments: a piece of JSON.
@@ -260,7 +261,7 @@ pub struct Completion {
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
-    /// Name of the model.
+    /// The name of the model.
     pub model: String,
     /// The choices: those of the first prompt, then those of the second...
     pub choices: Vec<CompletionChoice>,
@@ -271,9 +272,9 @@ pub struct Completion {
 /// A choice of a completion.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct CompletionChoice {
-    /// Number of the choice over all prompts.
+    /// The number of the choice over all prompts.
     pub index: u32,
-    /// The text; in a stream, what is new.
+    /// The text; in a stream, the new text.
     pub text: String,
     /// Log-probabilities, where asked for.
     pub logprobs: Option<CompletionLogprobs>,
@@ -281,7 +282,7 @@ pub struct CompletionChoice {
     pub finish_reason: Option<&'static str>,
     /// The stop string or stop token; null for end-of-sequence.
     pub stop_reason: Option<StopReason>,
-    /// At the end: the stop string or the token that ended it, end-of-sequence too.
+    /// The stop string or the token that ended the choice, end-of-sequence too; only at its end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
     /// Ids of the prompt's tokens, where asked for; in a stream, in the first chunk.

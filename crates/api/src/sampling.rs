@@ -16,15 +16,15 @@ use crate::structure::{Spellings, Structure};
 /// The values of the model's `generation_config.json`, for parameters that the client leaves out.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GenerationDefaults {
-    /// As the parameter of this name.
+    /// The default of `temperature`.
     pub temperature: Option<f32>,
-    /// As the parameter of this name.
+    /// The default of `top_p`.
     pub top_p: Option<f32>,
-    /// As the parameter of this name.
+    /// The default of `top_k`.
     pub top_k: Option<i32>,
-    /// As the parameter of this name.
+    /// The default of `min_p`.
     pub min_p: Option<f32>,
-    /// As the parameter of this name.
+    /// The default of `repetition_penalty`.
     pub repetition_penalty: Option<f32>,
 }
 
@@ -40,14 +40,15 @@ pub struct Limits {
     pub vocab_size: u32,
     /// Replicas are numbered from 0 to below this.
     pub replicas: u32,
-    /// Most images of a request; 0: the model sees none.
+    /// The largest number of images of a request; 0: the model sees none.
     pub images: u32,
 }
 
 /// The limit on the tokens to generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaxTokens {
-    /// As the client said: fewer where it does not fit, which the client is told.
+    /// The client's number. It becomes smaller if the context has no room for it, and the client is
+    /// told.
     Exactly(u32),
     /// A default: fewer where it does not fit.
     AtMost(u32),
@@ -88,7 +89,7 @@ pub struct Generation {
     pub structure: Option<Structure>,
     /// Words that the answer does not have; none is empty.
     pub bad_words: Vec<String>,
-    /// Most tokens of the reasoning before the answer.
+    /// The largest number of tokens of the reasoning before the answer.
     pub thinking_budget: Option<u32>,
     /// Log-probabilities of each prompt, which the first of its choices brings.
     pub prompt_logprobs: Option<PromptTail>,
@@ -98,8 +99,7 @@ impl Generation {
     /// Tokens to generate after a prompt of `prompt` tokens that came in `param`.
     ///
     /// # Errors
-    /// The prompt is empty, or it does not fit the context together with the least of what is to be
-    /// generated.
+    /// The prompt is empty, or it does not fit the context together with the least output.
     pub fn room(
         &self,
         prompt: usize,

@@ -33,13 +33,13 @@ pub struct ResponseFormat {
     /// A schema beside `json_object`, as llama.cpp takes it.
     #[schema(value_type = Option<Object>)]
     pub(crate) schema: Option<Raw>,
-    /// Of `structural_tag`: a tree of formats.
+    /// The tree of formats of `structural_tag`.
     #[schema(value_type = Option<Object>)]
     pub(crate) format: Option<Raw>,
-    /// Of `structural_tag`, in the older notation: tags with schemas.
+    /// The tags with schemas of `structural_tag`, in the older notation.
     #[schema(value_type = Option<Vec<Object>>)]
     pub(crate) structures: Option<Raw>,
-    /// Of `structural_tag`, in the older notation: beginnings of tags.
+    /// The beginnings of tags of `structural_tag`, in the older notation.
     #[schema(value_type = Option<Vec<String>>)]
     pub(crate) triggers: Option<Raw>,
 }

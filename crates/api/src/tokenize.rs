@@ -12,7 +12,7 @@ use crate::tools::OfferedTools;
 /// Text, or a conversation, to tokenise.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct TokenizeRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// Text, or a list of texts. Either this or `messages`.
     #[schema(value_type = Option<Vec<String>>)]
@@ -47,9 +47,9 @@ pub struct TokenizeRequest {
 pub enum TokenizeInput {
     /// Texts.
     Texts {
-        /// At least one.
+        /// The texts, at least one.
         texts: Vec<String>,
-        /// They came in a list.
+        /// True if the texts came in a list.
         many: bool,
         /// Put the tokenizer's special tokens around it.
         add_special_tokens: bool,
@@ -117,7 +117,7 @@ pub struct TokenizedTexts {
 /// Tokens with their texts.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct TokenPieces {
-    /// In order.
+    /// The pieces, in order.
     pub tokens: Vec<TokenPiece>,
 }
 
@@ -126,7 +126,7 @@ pub struct TokenPieces {
 pub struct TokenPiece {
     /// The token.
     pub id: i32,
-    /// Its text; U+FFFD where it is part of a character.
+    /// The text of the token; U+FFFD if the token is part of a character.
     pub piece: String,
 }
 
@@ -147,7 +147,7 @@ pub struct TokenizeResponse {
 /// Tokens to turn into text.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct DetokenizeRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// Token ids.
     pub tokens: Vec<i32>,
@@ -176,9 +176,9 @@ impl DetokenizeRequest {
 pub struct DetokenizeResponse {
     /// The text.
     pub prompt: String,
-    /// The same, as SGLang calls it.
+    /// The text, under SGLang's name.
     pub text: String,
-    /// The same, as llama.cpp calls it.
+    /// The text, under llama.cpp's name.
     pub content: String,
 }
 

@@ -1,4 +1,4 @@
-//! Tools that a model may call: what is offered, and what is asked of it.
+//! Tools that a model may call, and the demands on its calls.
 
 use std::collections::HashSet;
 
@@ -21,9 +21,9 @@ pub struct CallDemand {
 /// The number of calls that a request demands of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Calls {
-    /// As often as the model sees fit.
+    /// The model chooses the number of calls.
     Any,
-    /// At least once.
+    /// There is at least one call.
     Some,
     /// Once: the client has named the tool.
     Named,
@@ -32,11 +32,11 @@ pub enum Calls {
 /// A function that a model may call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OfferedTool {
-    /// Its name.
+    /// The name of the function.
     pub name: String,
     /// The JSON schema of its arguments.
     pub schema: Value,
-    /// Arguments are valid by that, and not only what the model takes for it.
+    /// Arguments are valid by the schema, and not only in the model's opinion.
     pub strict: bool,
     /// The schema's path in the request.
     pub path: String,
@@ -49,18 +49,18 @@ pub struct OfferedTool {
 pub struct TextForm {
     /// A grammar in Lark, or a regular expression.
     pub definition: String,
-    /// It is a regular expression.
+    /// True for a regular expression, false for a grammar.
     pub is_regex: bool,
-    /// Its path in the request.
+    /// The path of the form in the request.
     pub path: String,
 }
 
 /// The tools of a request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct OfferedTools {
-    /// As the chat template sees them. Empty: there are none, or none may be called.
+    /// The tools as the chat template sees them. Empty: there are none, or none may be called.
     pub described: Vec<Value>,
-    /// The same, as they are called.
+    /// The tools as functions that may be called.
     pub functions: Vec<OfferedTool>,
     /// True if an answer may have several calls.
     pub parallel: bool,
@@ -218,7 +218,8 @@ impl OfferedTools {
         }
     }
 
-    /// Number of the tool that an object names, as the chat API or as the Responses API does it.
+    /// The number of the tool that an object names, as the chat API or as the Responses API does
+    /// it.
     fn named(&self, fields: &Map<String, Value>, path: &str) -> Result<usize, ApiError> {
         let function = fields.get("function").unwrap_or(&Value::Null);
         let name = function.get("name").or(fields.get("name")).and_then(Value::as_str);

@@ -46,7 +46,7 @@ impl Content {
 }
 
 impl Turns {
-    /// With at most `most` images; 0: the model sees none.
+    /// Makes a conversation with at most `most` images; 0: the model sees none.
     pub(crate) fn new(most: u32) -> Self {
         Self { messages: Vec::new(), images: Images::new(most) }
     }

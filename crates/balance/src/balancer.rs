@@ -40,11 +40,11 @@ impl Ask<'_> {
     }
 }
 
-/// For a prompt that one target has cached as a whole it may have this many requests more than
-/// another, which has none of it ...
+/// The number of requests that a whole cached prompt is worth. A target that has all of it may have
+/// so many requests more than another that has none of it.
 const WHOLE_PROMPT: u64 = 16;
-/// ... and one more for every so many that the other has: among many requests a few more are not
-/// felt.
+/// The number of the other's requests that add one to [`WHOLE_PROMPT`]: among many requests a few
+/// more are not felt.
 const CROWD: u64 = 2;
 
 /// A policy, and whose turn it is among equals.

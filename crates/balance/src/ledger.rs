@@ -14,7 +14,7 @@ pub struct Work {
 }
 
 impl Work {
-    /// Both.
+    /// The tokens of prefill and decode together.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.prefill + self.decode
@@ -28,9 +28,9 @@ pub struct Load {
     pub requests: u64,
     /// The work that is left of the requests.
     pub work: Work,
-    /// Those that have not begun to generate.
+    /// The number of requests that have not begun to generate.
     pub in_prefill: u64,
-    /// Most requests at a time, ever.
+    /// The largest number of requests at a time, ever.
     pub peak: u64,
     /// Requests that ever came here.
     pub dispatched: u64,
@@ -52,13 +52,13 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Of `targets` idle targets.
+    /// Makes a ledger of `targets` idle targets.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { loads: vec![Load::default(); targets], entries: HashMap::default() }
     }
 
-    /// By target.
+    /// The loads, by target.
     #[must_use]
     pub fn loads(&self) -> &[Load] {
         &self.loads

@@ -24,7 +24,7 @@ pub struct PrefixIndex<N> {
 }
 
 impl<N: Copy + Eq + Hash> PrefixIndex<N> {
-    /// Of empty targets.
+    /// Makes the index of so many empty targets.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { targets, places: HashMap::default() }
@@ -90,7 +90,7 @@ impl<N: Copy + Eq + Hash> PrefixIndex<N> {
         self.places.len()
     }
 
-    /// Nothing is known.
+    /// True if nothing is known.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()

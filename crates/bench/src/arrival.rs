@@ -13,9 +13,9 @@ use crate::dataset::seed::{Purpose, generator};
 /// The shape of a ramp from the first rate to the last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum RampUp {
-    /// By the same amount from request to request.
+    /// The rate grows by the same amount from request to request.
     Linear,
-    /// By the same factor from request to request.
+    /// The rate grows by the same factor from request to request.
     Exponential,
 }
 
@@ -66,8 +66,8 @@ pub struct ArrivalArgs {
 ///
 /// A rate is met exactly, as in `vllm bench serve`. The gaps are drawn, and then all are scaled so
 /// that the last of `n` requests is sent at `n / rate`. The gaps are those of a Poisson process
-/// whose `n`-th arrival is known. Two runs at one rate then offer the same load whatever their
-/// seeds. A ramp is not scaled. The first request waits for its gap, too.
+/// whose `n`-th arrival is known. Two runs at one rate then offer the same load with any seed. A
+/// ramp is not scaled. The first request waits for its gap, too.
 ///
 /// With a ramp, each gap is drawn for a rate of its own. That of request `i` of `n` is
 /// `i / (n - 1)` of the way from the first rate to the last. The rate is a function of the request

@@ -21,7 +21,7 @@ struct Process {
     parent: u32,
     user: u64,
     system: u64,
-    /// Of children that have ended and were waited for.
+    /// The user time of children that have ended and were waited for.
     ended_user: u64,
     ended_system: u64,
 }
@@ -114,7 +114,7 @@ fn parse(stat: &str) -> Option<Process> {
     })
 }
 
-/// Those of `all` that are one of `roots` or below one.
+/// The processes of `all` that are one of `roots` or below one.
 fn below(all: &BTreeMap<u32, Process>, roots: &[u32]) -> BTreeMap<u32, Process> {
     let mut found = BTreeMap::new();
     let mut open = roots.to_vec();

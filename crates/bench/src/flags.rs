@@ -49,20 +49,20 @@ pub struct RequestFlags {
     /// A model or a tokenizer.json to count tokens with [default: the model].
     #[arg(long, value_name = "NAME")]
     pub tokenizer: Option<String>,
-    /// Let answers end where the model ends them, not only at their length.
+    /// Let the model end answers, not only their length.
     #[arg(long)]
     pub disable_ignore_eos: bool,
     /// Ask for answers in one piece.
     #[arg(long)]
     pub disable_stream: bool,
-    /// Ask OpenAI's routes for the token count in every event, for exact times where chunks hold
+    /// Ask OpenAI's routes for the token count in every event, for exact times if chunks hold
     /// several tokens.
     #[arg(long, conflicts_with = "disable_stream")]
     pub continuous_usage: bool,
     /// Sampling temperature; 0 is greedy.
     #[arg(long, default_value_t = 0.0)]
     pub temperature: f64,
-    /// Fields to add to every request, or to put in place of what is there.
+    /// Fields to add to every request, or to replace fields of it.
     #[arg(long, alias = "extra-body", value_name = "JSON", value_parser = object)]
     pub extra_request_body: Option<Map<String, Value>>,
     /// Seconds after which a request that has not ended has failed.
@@ -74,7 +74,7 @@ pub struct RequestFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Run")]
 pub struct RunFlags {
-    /// Most requests under way at once; without --request-rate a closed loop.
+    /// The largest number of requests under way at once; without --request-rate a closed loop.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_concurrency: Option<u32>,
     /// Requests to send before the run: the first prompt, for at most 32 tokens.
@@ -113,7 +113,7 @@ pub struct RunFlags {
     pub no_progress: bool,
 }
 
-/// Flags that say what is kept of the run.
+/// Flags about the files that keep the run.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Result")]
 pub struct ResultFlags {

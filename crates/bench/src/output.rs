@@ -43,9 +43,9 @@ impl fmt::Display for Rate {
 /// CPU time of one server process over the measured window.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ProcessCpu {
-    /// Its id.
+    /// The id of the process.
     pub pid: u32,
-    /// Its name.
+    /// The name of the process.
     pub name: String,
     /// Seconds in user mode, its ended children's included.
     pub user_seconds: f64,
@@ -90,11 +90,11 @@ pub struct Histogram {
 /// The distributions of a run, in milliseconds: keys such as `p99_ttft_ms`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Latencies {
-    /// From the send to the end.
+    /// The time from the send to the end.
     pub e2e_latency: Stats,
-    /// From the send to the first token.
+    /// The time from the send to the first token.
     pub ttft: Stats,
-    /// From the intended arrival to the first token.
+    /// The time from the intended arrival to the first token.
     pub ttft_intended: Stats,
     /// Time per output token after the first.
     pub tpot: Stats,
@@ -170,11 +170,11 @@ impl<'de> Deserialize<'de> for Latencies {
 pub struct Settings {
     /// The user's name for the run.
     pub label: Option<String>,
-    /// Kind of server.
+    /// The kind of server.
     pub backend: String,
-    /// Its address.
+    /// The address of the server.
     pub base_url: String,
-    /// Its model.
+    /// The model that was asked for.
     pub model: String,
     /// The dataset.
     pub dataset_name: String,
@@ -184,7 +184,7 @@ pub struct Settings {
     pub request_rate: Rate,
     /// Shape of the gaps' distribution.
     pub burstiness: f64,
-    /// Most requests under way at once.
+    /// The largest number of requests under way at once.
     pub max_concurrency: Option<u64>,
     /// Seed of the dataset and the arrivals.
     pub seed: u64,
@@ -197,7 +197,7 @@ pub struct Settings {
 /// The measurements of a run's requests. Times are in seconds unless a name says otherwise.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Summary {
-    /// From the first send to the last end.
+    /// The time from the first send to the last end.
     pub duration: f64,
     /// Requests that succeeded.
     pub completed: u64,
@@ -205,9 +205,9 @@ pub struct Summary {
     pub failed: u64,
     /// Prompt tokens of those that succeeded.
     pub total_input_tokens: u64,
-    /// Of these, text.
+    /// The number of input tokens that are text.
     pub total_input_text_tokens: u64,
-    /// Of these, images.
+    /// The number of input tokens that are images.
     pub total_input_vision_tokens: u64,
     /// Tokens generated, by the server's count.
     pub total_output_tokens: u64,
@@ -221,9 +221,9 @@ pub struct Summary {
     pub output_throughput: f64,
     /// All tokens per second.
     pub total_throughput: f64,
-    /// Most generated tokens in one second.
+    /// The largest number of generated tokens in one second.
     pub max_output_tokens_per_s: f64,
-    /// Most requests under way in one second.
+    /// The largest number of requests under way in one second.
     pub max_concurrent_requests: u64,
     /// Requests under way, on average.
     pub concurrency: f64,
@@ -256,11 +256,11 @@ pub struct Costs {
     pub max_lateness_ms: f64,
     /// CPU time of this client over the measured window.
     pub client_cpu_seconds: f64,
-    /// The same for each generated token, in microseconds.
+    /// The client's CPU time for each generated token, in microseconds.
     pub client_cpu_us_per_token: f64,
     /// CPU time of the server's processes over the window, if it was asked for.
     pub server_cpu: Option<Vec<ProcessCpu>>,
-    /// The same for each generated token, in microseconds.
+    /// The server's CPU time for each generated token, in microseconds.
     pub server_cpu_us_per_token: Option<f64>,
 }
 
@@ -292,7 +292,7 @@ pub struct Details {
     pub input_lens: Vec<u32>,
     /// Generated tokens.
     pub output_lens: Vec<u32>,
-    /// From the send to the first token; 0 if there was none.
+    /// The times from the send to the first token; 0 if there was none.
     pub ttfts: Vec<f64>,
     /// Gaps between tokens.
     pub itls: Vec<Vec<f64>>,
@@ -300,7 +300,7 @@ pub struct Details {
     pub start_times: Vec<f64>,
     /// Intended arrivals, from the start of the run.
     pub intended_times: Vec<f64>,
-    /// From the send to the end.
+    /// The times from the send to the end.
     pub latencies: Vec<f64>,
     /// Generated texts.
     pub generated_texts: Vec<String>,

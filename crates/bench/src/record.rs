@@ -15,9 +15,10 @@ pub struct Record {
     pub chunks: Vec<Chunk>,
     /// Prompt tokens: the server's count, or the client's where the server gives none.
     pub input_tokens: u32,
-    /// Of these, tokens that are not text.
+    /// The number of prompt tokens that are not text.
     pub vision_tokens: u32,
-    /// Generated tokens: the server's count, or what was asked for where it gives none.
+    /// Generated tokens: the server's count, or the number that was asked for if the server gives
+    /// none.
     pub output_tokens: u32,
     /// The generated text.
     pub text: String,
@@ -42,7 +43,7 @@ pub enum Outcome {
     /// Completely.
     #[default]
     Success,
-    /// With an HTTP status other than 200, an error event, or a broken connection; the text is for
-    /// people.
+    /// The request had an HTTP status other than 200, an error event, or a broken connection; the
+    /// text is for people.
     Failed(String),
 }

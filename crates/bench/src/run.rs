@@ -37,12 +37,13 @@ pub(crate) struct Work {
 /// The outcome of a request.
 #[derive(Debug)]
 pub(crate) struct Sent {
-    /// Its place in the list of work.
+    /// The place of the request in the list of work.
     pub(crate) index: usize,
     /// The time at which it should have been sent: its arrival, or without arrival times the time
     /// at which a place became free.
     pub(crate) intended_us: u64,
-    /// From the moment at which it had arrived and a place was free until it was sent.
+    /// The time from the moment at which the request had arrived and a place was free until it was
+    /// sent.
     pub(crate) late_us: u64,
     /// The reply to the request.
     pub(crate) reply: Reply,
@@ -51,7 +52,7 @@ pub(crate) struct Sent {
 /// The outcomes of all requests.
 #[derive(Debug)]
 pub(crate) struct Driven {
-    /// Those that ended, in the order of the work.
+    /// The requests that ended, in the order of the work.
     pub(crate) sent: Vec<Sent>,
     /// True if the user stopped the run before its end.
     pub(crate) interrupted: bool,

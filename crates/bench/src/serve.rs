@@ -23,9 +23,9 @@ use crate::{arrival, dataset, report, summary};
 
 /// Tokens that a warm-up request generates at most.
 const WARMUP_TOKENS: u32 = 32;
-/// Between the warm-up and the run, so that the server is at rest.
+/// The pause between the warm-up and the run, so that the server is at rest.
 const PAUSE: Duration = Duration::from_secs(1);
-/// Between two looks at a server that is not ready.
+/// The pause between two looks at a server that is not ready.
 const READY_PAUSE: Duration = Duration::from_millis(200);
 
 /// Measures a server: sends it a dataset by a schedule, prints the table and writes the files that
@@ -105,7 +105,7 @@ async fn wait_until_ready(client: &Client, patience: Duration) -> Result<()> {
 
 /// The names of the model.
 struct Model {
-    /// As the server knows it.
+    /// The server's name for the model.
     served: String,
     /// The model whose tokenizer counts.
     tokenizer: String,
@@ -239,7 +239,7 @@ fn measure(
 }
 
 impl Costs {
-    /// With the costs of each of `tokens` generated tokens.
+    /// Adds the costs of each of `tokens` generated tokens.
     fn per_token(self, tokens: u64) -> Self {
         let each = |seconds: f64| if tokens > 0 { seconds * 1e6 / tokens as f64 } else { 0.0 };
         let server = self

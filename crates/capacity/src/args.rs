@@ -30,7 +30,7 @@ pub struct PlanArgs {
     /// Instead: the share of the requests that must meet all objectives.
     #[arg(long, value_name = "SHARE", conflicts_with = "slo_percentile", value_parser = share)]
     pub goodput: Option<f64>,
-    /// Most replicas to try.
+    /// The largest number of replicas to try.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub max_replicas: u32,
     /// The policy that chooses a replica for a request.
@@ -45,25 +45,25 @@ pub struct PlanArgs {
     /// Write everything to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
-    /// Most requests that run at a time on a replica.
+    /// The largest number of requests that run at a time on a replica.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_running_requests: u32,
-    /// Most tokens a step.
+    /// The largest number of tokens a step.
     #[arg(long, visible_alias = "max-num-batched-tokens", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub chunked_prefill_size: u32,
     /// Tokens a KV page.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub page_size: u32,
-    /// Size of a replica's KV pool in tokens [default: the profile's].
+    /// The size of a replica's KV pool in tokens [default: the profile's].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_total_tokens: Option<u64>,
     /// Do not share the KV pages of equal beginnings.
     #[arg(long, visible_alias = "no-enable-prefix-caching")]
     pub disable_radix_cache: bool,
-    /// Size of each replica's host tier in GB (10^9 bytes).
+    /// The size of each replica's host tier in GB (10^9 bytes).
     #[arg(long, value_name = "GB", conflicts_with = "hicache_ratio", value_parser = from_zero)]
     pub hicache_size: Option<f64>,
-    /// The same, in pages for each page of the device; 0: none.
+    /// The size of the host tier, in pages for each page of the device; 0: none.
     #[arg(long, value_name = "RATIO", value_parser = from_zero)]
     pub hicache_ratio: Option<f64>,
     /// The time at which a block is copied to the host tier.
@@ -97,7 +97,7 @@ pub enum Router {
     /// The one with the fewest requests.
     LeastLoaded,
     /// The one with the fewest tokens to compute before this request's first: those that wait
-    /// there, and what it has not cached of this.
+    /// there, and the uncached ones of this.
     PrefixAware,
 }
 
@@ -106,10 +106,10 @@ pub enum Router {
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]
 pub enum WritePolicy {
-    /// As soon as it is computed.
+    /// Blocks are copied as soon as they are computed.
     #[default]
     WriteThrough,
-    /// At its second use.
+    /// Blocks are copied at their second use.
     WriteThroughSelective,
     /// Blocks are copied just before the device needs their pages.
     WriteBack,
@@ -142,7 +142,7 @@ pub enum SloMetric {
 pub struct Slo {
     /// The latency.
     pub metric: SloMetric,
-    /// Its limit in milliseconds.
+    /// The limit in milliseconds.
     pub limit_ms: f64,
 }
 

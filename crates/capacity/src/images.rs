@@ -1,4 +1,4 @@
-//! Images in a plan: who prepares them, and the tower that reads them.
+//! Images in a plan: the threads that prepare them, and the tower that reads them.
 
 use std::collections::VecDeque;
 

@@ -46,17 +46,17 @@ pub(crate) struct Outcome {
     pub(crate) itl_ms: Latency,
     /// Time to the last token.
     pub(crate) e2el_ms: Latency,
-    /// Share of the requests that meet all objectives.
+    /// The share of the requests that meet all objectives.
     pub(crate) goodput: f64,
-    /// Share of the prompt tokens that were found in the prefix cache.
+    /// The share of the prompt tokens that were found in the prefix cache.
     pub(crate) prefix_hit_rate: f64,
-    /// Share of the prompt tokens that were found in the host tier; it is part of the hits.
+    /// The share of the prompt tokens that were found in the host tier; it is part of the hits.
     pub(crate) host_hit_rate: f64,
-    /// Share of the time from the first arrival to the last end in which the devices computed.
+    /// The share of the time from the first arrival to the last end in which the devices computed.
     pub(crate) utilisation: f64,
-    /// Most requests that waited at a time at one replica.
+    /// The largest number of requests that waited at a time at one replica.
     pub(crate) queue_peak: usize,
-    /// Most requests that ran at a time on one replica.
+    /// The largest number of requests that ran at a time on one replica.
     pub(crate) running_peak: usize,
     /// Times a request lost its pages to another.
     pub(crate) preemptions: u64,

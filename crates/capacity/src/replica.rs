@@ -37,9 +37,9 @@ pub(crate) struct Replica {
     pub(crate) busy_us: u64,
     /// Requests that have not ended.
     pub(crate) alive: u32,
-    /// Most requests that waited at a time.
+    /// The largest number of requests that waited at a time.
     pub(crate) queue_peak: usize,
-    /// Most requests that ran at a time.
+    /// The largest number of requests that ran at a time.
     pub(crate) running_peak: usize,
     /// The next generated token. Generated tokens count up from the lowest integer, so that they
     /// are equal to no other token.

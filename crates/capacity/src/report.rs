@@ -44,7 +44,7 @@ pub(crate) struct PlanFile {
     /// The least number of replicas that meets the goal; `null` if none up to the largest tried
     /// does.
     answer: Option<u32>,
-    /// By the number of replicas.
+    /// The outcomes that were tried, by the number of replicas.
     tried: Vec<Outcome>,
     /// Time that passed in all simulations together.
     simulated_seconds: f64,

@@ -154,12 +154,12 @@ pub(crate) struct Run {
     pub(crate) prompt_tokens: u64,
     /// Prompt tokens found in a tier.
     pub(crate) cached_tokens: u64,
-    /// Those of them that were in the host tier.
+    /// The number of cached tokens that were in the host tier.
     pub(crate) host_tokens: u64,
     pub(crate) preemptions: u64,
-    /// Most requests that waited at a time at one replica.
+    /// The largest number of requests that waited at a time at one replica.
     pub(crate) queue_peak: usize,
-    /// Most requests that ran at a time on one replica.
+    /// The largest number of requests that ran at a time on one replica.
     pub(crate) running_peak: usize,
     /// Microseconds between neighbouring tokens of a request, ascending.
     pub(crate) itl_us: Vec<u32>,

@@ -9,7 +9,7 @@ use serde::Serialize;
 /// Flags of sparse decoding.
 #[derive(Debug, Clone, Args, Serialize)]
 pub struct SparseArgs {
-    /// Keep most KV of a running request in host memory only, where the profile's model chooses few
+    /// Keep most KV of a running request in host memory only, if the profile's model chooses few
     /// positions for each token.
     #[arg(long)]
     pub enable_hisparse: bool,
@@ -45,7 +45,7 @@ pub enum KvSave {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSaveOrder {
-    /// Nothing.
+    /// Saves delay no work.
     #[default]
     Behind,
     /// The rows of the next step.
@@ -55,7 +55,7 @@ pub enum KvSaveOrder {
 }
 
 impl KvSaveOrder {
-    /// As a hand is told.
+    /// The name in the configuration of a hand.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

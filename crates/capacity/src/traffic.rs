@@ -45,7 +45,7 @@ impl Arrival {
 /// The requests by their time of arrival.
 #[derive(Debug, Clone)]
 pub(crate) struct Traffic {
-    /// By time.
+    /// The arrivals, by time.
     pub(crate) arrivals: Vec<Arrival>,
 }
 

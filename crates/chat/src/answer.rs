@@ -8,7 +8,7 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use serde::Deserialize;
 
-/// Longest line of a stream.
+/// The longest line of a stream.
 const LONGEST: usize = 16 << 20;
 
 /// More of an answer.
@@ -59,7 +59,7 @@ pub(crate) struct End {
     pub(crate) tokens: Option<u32>,
     /// Why it ended.
     pub(crate) reason: Option<String>,
-    /// From the request to the first piece, and from there to the last.
+    /// The time from the request to the first piece, and from there to the last.
     pub(crate) first: Duration,
     pub(crate) rest: Duration,
 }

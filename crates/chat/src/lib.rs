@@ -1,8 +1,8 @@
 //! `forebay chat`: a conversation in a terminal, with a server that runs already or with one that
 //! is started for it.
 //!
-//! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, `turns`
-//! keeps what was said. `server` starts a server, `terminal` reads what is typed.
+//! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, and `turns`
+//! keeps the conversation. `server` starts a server, and `terminal` reads typed lines.
 
 mod answer;
 mod link;
@@ -66,7 +66,7 @@ fn is_url(target: &str) -> bool {
     ["http://", "https://"].iter().any(|scheme| target.starts_with(scheme))
 }
 
-/// Chats until the user ends it. `program` is what starts a server: this one.
+/// Chats until the user ends it. `program` starts a server: it is this program.
 ///
 /// # Errors
 /// The server cannot be reached or started, refuses, or breaks off.

@@ -20,7 +20,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use url::Url;
 
-/// Most bytes of an answer that is read whole.
+/// The largest number of bytes of an answer that is read whole.
 const MOST: usize = 16 << 20;
 
 /// The address of a server.
@@ -64,7 +64,7 @@ impl Link {
         Ok(Self { place, root, host: HeaderValue::from_str(name)?, key })
     }
 
-    /// To a server that listens on a Unix socket.
+    /// Makes a link to a server that listens on a Unix socket.
     pub(crate) fn unix(path: PathBuf) -> Self {
         let host = HeaderValue::from_static("localhost");
         Self { place: Place::Unix(path), root: String::new(), host, key: None }

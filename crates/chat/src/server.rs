@@ -28,7 +28,7 @@ const TAIL: u64 = 4096;
 pub(crate) struct Started {
     child: Child,
     link: Link,
-    /// Its socket and its log.
+    /// The folder of the server's socket and log.
     _folder: TempDir,
 }
 

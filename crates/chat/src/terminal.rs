@@ -1,4 +1,4 @@
-//! Lines that the user types, and what becomes of them.
+//! Lines that the user types, and their effects.
 
 use std::io::{self, Write};
 
@@ -12,7 +12,7 @@ use crate::link::Link;
 use crate::turns::{Conversation, Ended};
 
 const PROMPT: &str = "> ";
-/// Before a line that goes on with the one before.
+/// The prompt before a line that goes on with the one before.
 const MORE: &str = ". ";
 const HELP: &str = "\
 /new            begin a new conversation

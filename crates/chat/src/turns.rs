@@ -16,7 +16,7 @@ use crate::link::{Link, refusal, whole};
 /// holds.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 pub(crate) struct Sampling {
-    /// Most tokens of an answer.
+    /// The largest number of tokens of an answer.
     #[arg(long, value_name = "TOKENS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_tokens: Option<u32>,
@@ -37,7 +37,7 @@ pub(crate) struct Sampling {
 /// The ways in which an answer ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// By itself.
+    /// The answer ended by itself.
     Whole(End),
     /// The user stopped it.
     Stopped,
@@ -49,7 +49,7 @@ pub(crate) struct Conversation {
     pub(crate) model: String,
     system: Option<String>,
     sampling: Sampling,
-    /// Of user and assistant in turn.
+    /// The messages of user and assistant in turn.
     messages: Vec<(&'static str, String)>,
 }
 

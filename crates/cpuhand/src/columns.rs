@@ -17,7 +17,7 @@ pub(crate) struct Columns {
     pub(crate) last: Vec<i64>,
     /// `[s]`: the rows that sample.
     pub(crate) sampling: Vec<usize>,
-    /// Of those that sample, the ones with a mask.
+    /// The sampling rows that have a mask.
     pub(crate) masked: Vec<usize>,
 }
 
@@ -85,7 +85,7 @@ impl Columns {
         self.sampling.iter().map(|&row| self.last[row]).collect()
     }
 
-    /// As the kernels take them.
+    /// The rows in the form of the kernels.
     pub(crate) fn rows<'a>(
         &'a self,
         tables: &'a Tables,

@@ -18,9 +18,9 @@ pub(crate) struct Draw {
     pub(crate) temperature: f32,
     /// Candidates; 0, and the vocabulary or more: all.
     pub(crate) top_k: i32,
-    /// Their share; 1: all.
+    /// The share of the probability that candidates have; 1: all.
     pub(crate) top_p: f32,
-    /// Share of the largest probability; 0: all.
+    /// The share of the largest probability; 0: all.
     pub(crate) min_p: f32,
     /// The place of the token in the distribution, in 0 .. 1.
     pub(crate) u: f64,

@@ -20,11 +20,11 @@ const SHARED: usize = 32;
 /// The formats in which matrices are computed.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Formats {
-    /// In the model's type.
+    /// Matrices are computed in the model's type.
     Plain,
     /// All of them as 8-bit integers.
     Int8,
-    /// As a file has them in blocks: checkpoint name to GGUF's name of its type.
+    /// Matrices stay in a file's blocks: checkpoint name to GGUF's name of its type.
     Stored(BTreeMap<String, String>),
 }
 
@@ -320,7 +320,7 @@ fn dtype(number: TorchNumber) -> Dtype {
 #[derive(Clone, Copy)]
 pub(crate) enum Source<'a> {
     Checkpoint(&'a Checkpoint),
-    /// Of a seed.
+    /// Random weights of a seed.
     Random(u64),
 }
 

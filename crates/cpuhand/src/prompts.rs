@@ -8,7 +8,7 @@ use forebay_protocol::{PromptLogprobs, PromptLogprobsWant};
 
 use crate::sampler::{finite, likely};
 
-/// Of a slice's logits: 32 MiB are enough rows for a product to be a product of matrices.
+/// The bytes of a slice's logits: 32 MiB are enough rows for a product to be a product of matrices.
 const SLICE_BYTES: usize = 1 << 25;
 /// Matrices of a slice's size that the hand in Python has at a time. Here it is one; both have the
 /// same number of pages.

@@ -62,7 +62,7 @@ pub(crate) struct Runner {
 /// A runner, and how its weights are kept for the next start.
 pub(crate) struct Loaded {
     pub(crate) runner: Runner,
-    /// To be called when steps can be computed.
+    /// The function to call when steps can be computed.
     pub(crate) keep: Box<dyn FnOnce()>,
 }
 

@@ -24,7 +24,7 @@ pub struct Asked<'a> {
     pub host_tier: bool,
     /// True if the user named a backend of attention.
     pub attention_backend: bool,
-    /// Most positions of a request.
+    /// The largest number of positions of a request.
     pub context_length: u64,
     /// The value of `FOREBAY_KERNELS`.
     pub kernels: Option<&'a str>,

@@ -1,4 +1,4 @@
-//! The slot tables: what each slot's tokens, pages and sampling parameters are.
+//! The slot tables: each slot's tokens, pages and sampling parameters.
 
 use std::collections::HashMap;
 
@@ -45,7 +45,8 @@ pub(crate) struct Slot {
     pub(crate) allowed: Option<Vec<i32>>,
     /// Greedy and nothing else.
     pub(crate) plain: bool,
-    /// Of the tokens below the next position, where there is a penalty; of others it is not known.
+    /// The counts of the tokens below the next position, if there is a penalty; otherwise they are
+    /// not known.
     pub(crate) counts: HashMap<i32, Count>,
 }
 

@@ -10,7 +10,7 @@ pub(crate) struct Reasoning {
     pub(crate) aliases: &'static [&'static str],
     pub(crate) open: &'static str,
     pub(crate) close: &'static str,
-    /// It thinks first even where the prompt does not say so.
+    /// True if the model thinks first even if the prompt does not say so.
     pub(crate) begins: bool,
 }
 
@@ -26,7 +26,7 @@ pub(crate) struct Calls {
     pub(crate) section: (&'static str, &'static str),
     /// Around each.
     pub(crate) call: (&'static str, &'static str),
-    /// Between two.
+    /// The text between two calls.
     pub(crate) between: &'static str,
     /// The marks around a call are special tokens, which no argument can have in it.
     pub(crate) special: bool,
@@ -57,15 +57,15 @@ pub(crate) enum Body {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Named {
-    /// Before the name: what kind of call it is.
+    /// The text before the name, which tells the kind of call.
     pub(crate) before: &'static str,
-    /// Up to here, what stands before the name is left out.
+    /// The mark up to which the text before the name is left out.
     pub(crate) skip: &'static str,
     /// The mark at the end of the name.
     pub(crate) name_end: &'static str,
-    /// Between name and arguments.
+    /// The text between name and arguments.
     pub(crate) separator: &'static str,
-    /// After the arguments.
+    /// The text after the arguments.
     pub(crate) after: &'static str,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Tagged {
     pub(crate) key: (&'static str, &'static str),
     /// Around its value. An empty first one: it begins where the name's mark ends.
     pub(crate) value: (&'static str, &'static str),
-    /// After the last argument.
+    /// The text after the last argument.
     pub(crate) end: &'static str,
     /// Each argument says whether it is a string: `string="true">`.
     pub(crate) declares: bool,
@@ -86,7 +86,7 @@ pub(crate) struct Tagged {
 /// The form of call ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ids {
-    /// As OpenAI does it; the model does not see names, or takes any.
+    /// Ids have OpenAI's form; the model does not see them, or accepts any.
     #[default]
     Free,
     /// Nine letters and digits.
@@ -358,7 +358,7 @@ pub(crate) const THINK: Reasoning = Reasoning {
     begins: false,
 };
 
-/// The same of models that think even where the prompt does not open it.
+/// The reasoning of models that think even if the prompt does not open it.
 pub(crate) const THINK_FIRST: Reasoning = Reasoning {
     name: "deepseek_r1",
     aliases: &["deepseek-r1", "minimax_m2", "minimax", "minimax_m2_append_think"],

@@ -12,13 +12,13 @@ use crate::parser::Place;
 
 /// Any text, as a regular expression. A token that is special is no text.
 const ANY: &str = "/(?s:.*)/";
-/// The rule of what is said in place of calls, which others write.
+/// The rule of the output in place of calls, which others write.
 pub const CONTENT: &str = "content";
 
 /// The output that is allowed in place of calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instead {
-    /// Nothing: there is at least one call.
+    /// No other output: there is at least one call.
     Nothing,
     /// Any text, also before the calls. Behind them the answer ends.
     Text,
@@ -29,7 +29,7 @@ pub enum Instead {
 /// The grammar of an answer, in llguidance's Lark. Rules of arguments are missing in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallGrammar {
-    /// Its rules, beginning with `start`.
+    /// The rules of the grammar, beginning with `start`.
     pub lark: String,
     /// The rule for the arguments of each tool, in the order of the tools.
     pub arguments: Vec<String>,
@@ -53,13 +53,13 @@ pub enum ArgumentStyle {
 /// An argument in tags. Strings stand in them as they are, and other values as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ArgumentTags {
-    /// Before an argument's name.
+    /// The text before an argument's name.
     pub before_name: &'static str,
-    /// Between the name and a value that is a string.
+    /// The text between the name and a value that is a string.
     pub before_text: String,
-    /// Between the name and any other value.
+    /// The text between the name and any other value.
     pub before_json: String,
-    /// After a value.
+    /// The text after a value.
     pub after: &'static str,
     /// The marks that end a value at any place.
     pub stops: Vec<&'static str>,
@@ -97,8 +97,8 @@ impl Marks {
     }
 
     /// Text that `text`, the right side of a terminal, describes, and then `close`, of which the
-    /// text has nothing. Gives the definition of the terminal `name` and what stands for both on a
-    /// rule's right side.
+    /// text has nothing. Gives the definition of the terminal `name`, and the text that stands for
+    /// both on a rule's right side.
     pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
         // One terminal has text and close together: two would be cut where the text is longest,
         // which is within the close.
@@ -233,7 +233,7 @@ impl Calls {
         }
     }
 
-    /// The same without marks.
+    /// The frame without marks.
     fn bare_frame(&self) -> Frame {
         let (open, close) = match self.body {
             Body::List(_) | Body::Python => ("[", "]"),

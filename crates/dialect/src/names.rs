@@ -121,7 +121,7 @@ impl Evidence<'_> {
 }
 
 impl Dialect {
-    /// As chosen, or as found out.
+    /// Makes the dialect that was chosen or found out.
     ///
     /// # Errors
     /// A name is not known.
@@ -166,7 +166,7 @@ impl Dialect {
         calls || self.reasoning.is_some() || self.is_harmony()
     }
 
-    /// The same, where reasoning is text like other text.
+    /// Gives the same dialect, in which reasoning is text like other text.
     #[must_use]
     pub fn without_reasoning(self) -> Self {
         Self { reasoning: None, ..self }

@@ -16,7 +16,7 @@ enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Run {
     kind: Kind,
-    /// Number of the call, where it belongs to one.
+    /// The number of the call, where it belongs to one.
     call: u32,
     /// The end of the run in the text of all.
     end: u32,
@@ -29,9 +29,9 @@ pub enum Part<'a> {
     Content(&'a str),
     /// The reasoning before the answer.
     Reasoning(&'a str),
-    /// It calls a tool.
+    /// The answer calls a tool.
     Call {
-        /// Number of the call in the answer, from 0.
+        /// The number of the call in the answer, from 0.
         index: u32,
         /// The tool, whole.
         name: &'a str,
@@ -40,7 +40,7 @@ pub enum Part<'a> {
     },
     /// More of a call's arguments; all of a call's, joined, are a JSON object.
     Arguments {
-        /// Number of the call.
+        /// The number of the call.
         index: u32,
         /// A piece of JSON.
         text: &'a str,
@@ -86,7 +86,7 @@ impl Parts {
         self.push(Kind::Content, 0, text);
     }
 
-    /// Appends what `write` adds to a text, as content.
+    /// Appends the output of `write`, as content.
     pub fn content_with<R>(&mut self, write: impl FnOnce(&mut String) -> R) -> R {
         let before = self.text.len();
         let result = write(&mut self.text);
@@ -137,7 +137,7 @@ impl Parts {
         }
     }
 
-    /// Appends what came later, and leaves it empty.
+    /// Appends the newer parts, and leaves `newer` empty.
     pub fn append(&mut self, newer: &mut Self) {
         let before = self.end();
         let joins = match (self.runs.last(), newer.runs.first()) {

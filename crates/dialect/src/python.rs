@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Number, Value};
 
-/// Deepest nesting of a literal.
+/// The deepest nesting of a literal.
 const DEPTH: usize = 64;
 
 /// The value of a whole Python literal, if it is one that JSON has.

@@ -13,7 +13,7 @@ const STEPS: u32 = 512;
 /// The tools that a request offers: names and the JSON Schemas of their arguments.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Tools {
-    /// In the order of the request.
+    /// The names, in the order of the request.
     names: Vec<String>,
     schemas: HashMap<String, Value>,
 }
@@ -233,7 +233,7 @@ fn number(text: &str, kinds: Kinds) -> Option<Number> {
     }
 }
 
-/// Of the values that a schema lists, the one that is written so.
+/// The value of this spelling among those that a schema lists.
 fn listed(root: &Value, schema: &Value, text: &str, steps: &mut u32) -> Option<Value> {
     let schema = resolve(root, schema, steps)?;
     let values = schema.get("enum").and_then(Value::as_array).into_iter().flatten();

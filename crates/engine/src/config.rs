@@ -5,14 +5,14 @@ use forebay_scheduler::{Namer, Policy, SavePolicy};
 /// Everything the engine decides by; resolved, with nothing left to guess.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// Most requests that run at a time.
+    /// The largest number of requests that run at a time.
     pub max_running: u32,
     /// Rows of the device tables; more than `max_running`, because a slot is retired before it is
     /// free.
     pub slots: u32,
     /// Positions a page.
     pub page_size: u32,
-    /// Most tokens a step (chunked prefill).
+    /// The largest number of tokens a step (chunked prefill).
     pub token_budget: u32,
     /// Share full pages between requests with the same beginning.
     pub prefix_cache: bool,
@@ -24,7 +24,7 @@ pub struct EngineConfig {
     pub fair: bool,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
     pub lookahead: u32,
-    /// Most requests that wait; see [`crate::Waiting`] for what each client may have of it.
+    /// The largest number of requests that wait; see [`crate::Waiting`] for each client's share.
     pub max_queued: usize,
     /// Microseconds that a request may wait to be admitted for the first time; 0: as long as it
     /// takes.
@@ -52,7 +52,7 @@ pub struct EngineConfig {
 pub struct HostConfig {
     /// The time at which blocks are saved.
     pub policy: SavePolicy,
-    /// Most copies that a plan starts.
+    /// The largest number of copies that a plan starts.
     pub copies_a_step: u32,
     /// Waiting requests whose blocks are brought back before their turn.
     pub prefetch: u32,

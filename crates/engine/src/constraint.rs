@@ -28,9 +28,9 @@ pub trait Constraint: fmt::Debug + Send {
 /// The content of a mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Allowed {
-    /// Every token may come next: what is in the mask means nothing.
+    /// Every token may come next, and the mask has no meaning.
     Everything,
-    /// Those of the mask.
+    /// The tokens of the mask are allowed.
     Some,
 }
 

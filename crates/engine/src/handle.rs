@@ -54,7 +54,7 @@ pub(crate) struct Shared {
 pub struct Size {
     /// Rows of the device tables.
     pub slots: u32,
-    /// Most requests that run.
+    /// The largest number of requests that run.
     pub max_running: u32,
     /// Tokens a page.
     pub page_size: u32,
@@ -127,8 +127,8 @@ impl EngineHandle {
         self.order(Order::FlushCache(reply));
     }
 
-    /// Has the engine thread do `work` between two steps. Everything waits meanwhile: it is there
-    /// to measure what it costs to do work here that other threads could do.
+    /// Has the engine thread do `work` between two steps. Everything waits meanwhile. It is there
+    /// to measure the cost of work here that other threads could do.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         self.order(Order::Run(work));
     }
@@ -138,7 +138,7 @@ impl EngineHandle {
         self.shared.draining.store(true, Ordering::Release);
     }
 
-    /// Aborts what is alive, stops the hand and ends the thread.
+    /// Aborts all requests, stops the hand and ends the thread.
     pub fn stop(&self) {
         self.drain();
         self.order(Order::Stop);
@@ -210,7 +210,7 @@ impl EngineHandle {
         room == 0 || positions(&request.request) <= u64::from(room)
     }
 
-    /// Most requests that may wait.
+    /// The largest number of requests that may wait.
     #[must_use]
     pub fn max_queued(&self) -> usize {
         self.shared.max_queued

@@ -15,13 +15,13 @@ pub const KEPT_STEPS: usize = 4096;
 pub const KEPT_MOMENTS: usize = 1 << 16;
 /// Tokens of a request between two moments that tell of them.
 pub(crate) const TOKENS_A_MOMENT: u32 = 64;
-/// Most entries that are copied at a time: the engine thread waits for no more.
+/// The largest number of entries that are copied at a time: the engine thread waits for no more.
 const COPIED: usize = 1024;
 
 /// A step that has ended. Times are microseconds, those of a moment by the engine's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepNote {
-    /// Its number.
+    /// The number of the step.
     pub step: u64,
     /// The time at which the plan was handed over.
     pub planned_us: u64,
@@ -31,7 +31,7 @@ pub struct StepNote {
     pub device_us: u32,
     /// The time before the step that the device was idle although there was work.
     pub gap_us: u32,
-    /// Its work.
+    /// The work of the step.
     pub planned: Planned,
     /// The time that planning took.
     pub plan_us: u32,
@@ -54,37 +54,37 @@ pub struct Moment {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
-    /// Its head had arrived.
+    /// The head of the request had arrived.
     Received,
     /// The engine took it.
     Queued {
         /// Tokens of its prompt.
         prompt: u32,
-        /// Most tokens that it may generate.
+        /// The largest number of tokens that it may generate.
         max_tokens: u32,
     },
-    /// It got a slot and pages.
+    /// The request got a slot and pages.
     Admitted {
         /// Prompt tokens that were in the prefix cache.
         cached: u32,
     },
-    /// It came back after it had lost its pages or its hand.
+    /// The request came back after it had lost its pages or its hand.
     Replayed,
     /// Positions of its prompt were computed.
     Prefill {
         /// The number of tokens.
         tokens: u32,
     },
-    /// Its first token was sampled.
+    /// The first token was sampled.
     FirstToken,
     /// More tokens were sampled since the moment before.
     Tokens {
         /// The number of tokens.
         count: u32,
     },
-    /// It lost its pages.
+    /// The request lost its pages.
     Preempted,
-    /// It ended, and no moment follows.
+    /// The request ended, and no moment follows.
     Finished {
         /// Why, as `finish_reason` says it: `stop`, `length`, `abort` or `error`.
         reason: &'static str,
@@ -103,7 +103,7 @@ pub struct Since<T> {
 }
 
 impl<T> From<u64> for Since<T> {
-    /// Nothing yet, from a place on.
+    /// Makes an empty copy, from a place on.
     fn from(place: u64) -> Self {
         Self { entries: Vec::new(), lost: 0, next: place }
     }
@@ -131,8 +131,8 @@ impl<T: Copy> Ring<T> {
         self.kept.extend(entries.skip(skipped));
     }
 
-    /// Of the next [`COPIED`] from `into.next` on those that `wanted` takes. False: there are no
-    /// more.
+    /// Copies the entries that `wanted` takes, of the next [`COPIED`] from `into.next` on. False:
+    /// there are no more.
     fn copy(&self, into: &mut Since<T>, wanted: impl Fn(&T) -> bool) -> bool {
         let oldest = self.next - self.kept.len() as u64;
         let from = into.next.clamp(oldest, self.next);
@@ -175,7 +175,7 @@ impl Journal {
     }
 }
 
-/// The engine thread's side: what it has not written into the journal yet.
+/// The engine thread's side: the entries that it has not written into the journal yet.
 #[derive(Debug, Default)]
 pub struct Notes {
     /// Steps in flight, oldest first.
@@ -245,7 +245,7 @@ impl Notes {
         self.moment(id, at_us, What::Finished { reason });
     }
 
-    /// Writes what is new into the journal.
+    /// Writes the new entries into the journal.
     pub fn write(&mut self, journal: &Journal) {
         if self.steps.is_empty() && self.moments.is_empty() {
             return;

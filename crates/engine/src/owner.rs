@@ -41,7 +41,7 @@ pub(crate) struct Owner {
     peers: Option<Box<dyn Peers>>,
     shared: Arc<Shared>,
     lane: Receiver<Order>,
-    /// For those who put images where the hand reads them.
+    /// The orders' sender, for threads that put images where the hand reads them.
     orders: Sender<Order>,
     /// Known with the hand's first facts.
     scheduler: Option<Scheduler>,

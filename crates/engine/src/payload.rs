@@ -44,7 +44,7 @@ pub struct Embeds {
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     live: HashMap<u64, Vec<Arc<dyn Payload>>>,
-    /// With the last step that was planned while the request was alive, in order.
+    /// The payloads with the last step that was planned while the request was alive, in order.
     retired: VecDeque<(u64, Vec<Arc<dyn Payload>>)>,
 }
 

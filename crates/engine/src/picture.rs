@@ -7,8 +7,8 @@ use thiserror::Error;
 
 use crate::payload::Payload;
 
-/// An image as its request brought it. It is kept as long as the request lives: what the device has
-/// of it may be given up for other images, and dies with the hand.
+/// An image as its request brought it. It is kept as long as the request lives. The device's part
+/// of it may be dropped for other images, and dies with the hand.
 pub trait Picture: Debug + Send + Sync {
     /// Has its patches put where the hand reads them, by another thread. Called on the engine
     /// thread: it must not block.
@@ -40,7 +40,7 @@ impl Debug for Placement {
 }
 
 impl Placement {
-    /// A duty towards whoever is told by `done`.
+    /// A duty towards the caller of `done`.
     #[must_use]
     pub fn new(done: impl FnOnce(Placed) + Send + 'static) -> Self {
         Self(Some(Box::new(done)))

@@ -5,7 +5,8 @@
 pub(crate) enum Verdict {
     /// Start again at this time.
     RestartAt(u64),
-    /// It will not come back by itself. Where others serve meanwhile, try once more at this time.
+    /// The hand will not come back by itself. If others serve meanwhile, the owner tries once more
+    /// at this time.
     GiveUp {
         /// The time of the next start.
         again_at: u64,
@@ -32,7 +33,7 @@ pub(crate) struct Recovery {
 const FIRST_BACKOFF_US: u64 = 250_000;
 /// A hand that was ready this long did start, whatever killed it afterwards.
 const SETTLED_US: u64 = 5_000_000;
-/// From giving up to the next try, which doubles with each.
+/// The time from giving up to the next try, which doubles with each.
 const LONG_BACKOFF_US: u64 = 30_000_000;
 const LONGEST_BACKOFF_US: u64 = 300_000_000;
 

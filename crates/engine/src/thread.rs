@@ -1,4 +1,4 @@
-//! The engine's thread: what it is started with, and its end.
+//! The engine's thread: its start and its end.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub struct Hooks {
     /// Counts requests that were submitted and never yet admitted, of all engines that share it and
     /// so the limit.
     pub queued: Arc<Waiting>,
-    /// Called when the thread ends, for whatever reason, after the others were dropped.
+    /// Called when the thread ends, for any reason, after the others were dropped.
     pub on_exit: Box<dyn FnOnce() + Send>,
 }
 

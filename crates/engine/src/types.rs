@@ -33,7 +33,7 @@ pub struct EngineRequest {
 }
 
 impl EngineRequest {
-    /// Its name.
+    /// The id of the request.
     #[must_use]
     pub fn id(&self) -> RequestId {
         RequestId(self.request.id)
@@ -52,7 +52,7 @@ pub struct Preference {
 /// A request whose hand has died, on its way to another replica.
 #[derive(Debug)]
 pub struct Orphan {
-    /// The request, with what it has generated so far.
+    /// The request, with the tokens that it has generated so far.
     pub request: EngineRequest,
     /// The time of arrival and the request's share of the queue, if it was never admitted.
     pub(crate) queued: Option<Arrival>,
@@ -99,7 +99,7 @@ pub enum FinishReason {
     Length,
     /// [`crate::EngineHandle::abort`] was called, or the engine shut down.
     Abort,
-    /// It cannot be served.
+    /// The request cannot be served.
     Error(RequestError),
 }
 
@@ -109,7 +109,7 @@ pub enum RequestError {
     /// The model gave logits that are not finite.
     #[error("the model produced logits that are not finite")]
     NotFinite,
-    /// It was in flight, alone, when the hand died, twice.
+    /// The request was in flight, alone, when the hand died, twice.
     #[error("the request brought the model process down twice and is not tried again")]
     Poisoned,
     /// The hand is gone and does not come back.
@@ -126,7 +126,7 @@ pub enum RequestError {
         /// Why.
         error: PictureError,
     },
-    /// It waited too long for a place.
+    /// The request waited too long for a place.
     #[error("the request waited {seconds} seconds for its turn and is not tried any more")]
     QueueTimeout {
         /// The limit.
@@ -139,7 +139,7 @@ pub enum RequestError {
 /// A sampled token.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampledToken {
-    /// Its id.
+    /// The id of the token.
     pub id: i32,
     /// Natural log-probabilities when asked for: the sampled token first, then the most likely,
     /// descending.
@@ -174,7 +174,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Nothing yet.
+    /// Makes an empty output.
     #[must_use]
     pub fn of(id: RequestId) -> Self {
         Self { id, admission: None, prompt: None, token: None, pooled: None, finish: None }
@@ -211,7 +211,7 @@ pub enum SubmitError {
         /// Seconds after which another try may be worth while.
         retry_after: u32,
     },
-    /// It is more than one step's plan can carry: answer 400.
+    /// The request is more than one step's plan can carry: answer 400.
     #[error(
         "the request does not fit into a step: with its prompt, answer, `{param}` and pages it comes to {words} words, and {limit} are the most"
     )]
@@ -234,7 +234,7 @@ pub enum SubmitError {
 /// The engine's state as /health tells it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Status {
-    /// The hand is loading for the first time; the text says what.
+    /// The hand is loading for the first time; the text names the part.
     Starting(String),
     /// Steps run.
     Ready,
@@ -246,7 +246,7 @@ pub enum Status {
     Failed(String),
 }
 
-/// The hand's facts and what follows from them, known once the engine has been ready.
+/// The hand's facts and their consequences, known once the engine has been ready.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Facts {
     /// Positions a request may use: the configured context length, or the whole KV pool where that
@@ -257,7 +257,7 @@ pub struct Facts {
     pub prompt_length: u32,
     /// Tokens a page.
     pub page_size: u32,
-    /// As the hand told them.
+    /// The facts as the hand told them.
     #[serde(flatten)]
     pub hand: Ready,
 }

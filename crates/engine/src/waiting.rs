@@ -31,11 +31,11 @@ struct Inner {
 /// A request's share of the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// Its client.
+    /// The client of the request.
     pub(crate) client: u64,
     /// Tokens that it may come to.
     pub(crate) tokens: u64,
-    /// It is not counted among the others.
+    /// True if the request is a probe, which is not counted among the others.
     pub(crate) probe: bool,
 }
 

@@ -59,10 +59,10 @@ pub enum FetchError {
     /// The file is longer than it may be.
     #[error("the file has more than {0} bytes, which are the limit")]
     TooLarge(usize),
-    /// The connection ended before the file, or what came is not HTTP.
+    /// The connection ended before the file, or the answer is not HTTP.
     #[error("the answer of {0} broke off")]
     Broken(String),
-    /// It took too long.
+    /// The fetch took too long.
     #[error("the file did not come within {0:?}")]
     TooSlow(Duration),
     /// `file:` URLs are not read.

@@ -79,7 +79,7 @@ impl Fetcher {
         })))
     }
 
-    /// Most bytes of a file.
+    /// The largest number of bytes of a file.
     #[must_use]
     pub fn max_bytes(&self) -> usize {
         self.0.max_bytes

@@ -13,7 +13,7 @@ const LONGEST: usize = 8192;
 /// A host to ask, and for what.
 #[derive(Debug)]
 pub(crate) struct Place {
-    /// As the URL spells it: brackets around IPv6.
+    /// The host as the URL spells it: brackets around IPv6.
     pub(crate) host: String,
     /// The address, where the URL has one in place of a name.
     pub(crate) address: Option<IpAddr>,

@@ -12,13 +12,13 @@ use serde::Serialize;
 /// of processors as in taskset, with `|` between replicas, and `;` between the ranks of a replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AffinityFlag {
-    /// The hands get equal parts of what the process may use.
+    /// The hands get equal parts of the processors that the process may use.
     Auto,
     /// `[brain=LIST|]LIST[;LIST...][|LIST[;LIST...]...]`
     Lists {
-        /// Of the brain; empty: any.
+        /// The processors of the brain; empty: any.
         brain: Vec<usize>,
-        /// Of each replica, those of its ranks.
+        /// The processors of each replica's ranks.
         replicas: Vec<Vec<Vec<usize>>>,
     },
 }
@@ -26,9 +26,9 @@ pub(crate) enum AffinityFlag {
 /// Processors by number.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Affinity {
-    /// Of all threads of the brain; empty: any.
+    /// The processors of all threads of the brain; empty: any.
     pub(crate) brain: Vec<usize>,
-    /// Of each hand, replica by replica and rank by rank; none: any.
+    /// The processors of each hand, replica by replica and rank by rank; none: any.
     pub(crate) hands: Vec<Vec<usize>>,
 }
 
@@ -85,7 +85,7 @@ impl AffinityFlag {
                 Ok(Affinity { brain: Vec::new(), hands })
             }
             Self::Lists { brain, replicas } => {
-                /// As many as there are to be, or one for all.
+                /// Makes `count` values of `given`, which are as many, or one for all.
                 fn spread<T: Clone>(given: &[T], count: usize, of: &str) -> Result<Vec<T>> {
                     match given {
                         [one] => Ok(vec![one.clone(); count]),

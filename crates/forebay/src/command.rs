@@ -38,13 +38,13 @@ pub(crate) enum Command {
     Ls(ListFlags),
     /// Remove a downloaded model. Other revisions of it keep the files that they share.
     Rm(RemoveFlags),
-    /// Say what of this machine matters for serving, and what to do about it. The exit status is 1
-    /// if something prevents serving.
+    /// Report the facts about this machine that matter for serving, with advice. The exit status is
+    /// 1 if something prevents serving.
     Doctor(DoctorFlags),
-    /// Measure a server, and show what was measured.
+    /// Measure a server, and show the results.
     #[command(subcommand)]
     Bench(BenchCommand),
-    /// Measure how well a served model answers.
+    /// Measure the accuracy of a served model.
     #[command(subcommand)]
     Eval(EvalCommand),
     /// Profiles of simulated devices, for `serve --device sim` and for `plan`.
@@ -53,7 +53,7 @@ pub(crate) enum Command {
     /// A hand in Rust, as `serve` starts it: its socket is descriptor 3.
     #[command(hide = true)]
     Hand,
-    /// Say how many replicas a recorded traffic needs.
+    /// Compute the number of replicas that a recorded traffic needs.
     Plan(Box<PlanArgs>),
 }
 

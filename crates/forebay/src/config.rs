@@ -1,5 +1,5 @@
-//! Flags and model made into one resolved configuration. What is printed at /server_info and sent
-//! to the hand is this.
+//! Flags and model made into one resolved configuration. This is printed at /server_info and sent
+//! to the hand.
 
 use std::path::PathBuf;
 
@@ -56,7 +56,7 @@ pub(crate) struct Config {
     /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
     pub(crate) gpus: Vec<String>,
     pub(crate) attention_backend: Option<&'static str>,
-    /// Most rows of a CUDA graph; 0: every step is launched operator by operator.
+    /// The largest number of rows of a CUDA graph; 0: every step is launched operator by operator.
     pub(crate) graph_rows: u32,
     pub(crate) dtype: &'static str,
     pub(crate) quantization: Option<Quantization>,
@@ -114,10 +114,9 @@ pub(crate) struct Config {
     pub(crate) chat: Option<ChatFacts>,
     /// The output of the model in place of tokens.
     pub(crate) pooling: Option<Pooling>,
-    /// Nothing is computed: answers are made up, in the time that this says. `None` with a real
-    /// device.
+    /// The simulation that makes up answers, in the time that it says. `None` with a real device.
     pub(crate) simulated: Option<Simulated>,
-    /// The same, of each replica.
+    /// The simulation of each replica.
     #[serde(skip)]
     pub(crate) simulated_replicas: Vec<Simulated>,
 }
@@ -434,8 +433,8 @@ fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Devic
     Ok((device, each))
 }
 
-/// Most rows of a graph: by default all that a step may have. The deferred device has graphs only
-/// where a test asks for them.
+/// The largest number of rows of a graph: by default all that a step may have. The deferred device
+/// has graphs only where a test asks for them.
 fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     let graphs = matches!(device, Device::Cuda | Device::Deferred);
     let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();

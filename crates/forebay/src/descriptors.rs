@@ -6,10 +6,10 @@ use tracing::warn;
 
 /// More connections than this need a front with several processes anyway.
 const MOST_CONNECTIONS: u64 = 65_536;
-/// For files, logs, threads' wake-ups, connections beyond the limit that are told so, and new ones
-/// that are not counted yet.
+/// The descriptors for files, logs and threads' wake-ups. They are also for connections beyond the
+/// limit, which get an error, and for new ones that are not counted yet.
 const OTHERS: u64 = 192;
-/// For a hand: its socket, its process, and what starting another one needs.
+/// The descriptors for a hand: its socket, its process, and those of a new start.
 const PER_HAND: u64 = 8;
 
 /// Raises the limit of open files to the most that this user may have. Gives the limit.

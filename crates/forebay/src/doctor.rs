@@ -1,5 +1,5 @@
-//! `forebay doctor`: what of this machine matters for serving, in plain words, and what to do about
-//! it.
+//! `forebay doctor`: the facts about this machine that matter for serving, in plain words, with
+//! advice.
 
 mod machine;
 mod software;
@@ -48,9 +48,9 @@ struct Finding {
 #[serde(rename_all = "lowercase")]
 enum State {
     Ok,
-    /// It serves, and could do so better or with more.
+    /// The machine serves, and could do so better or with more.
     Note,
-    /// It does not serve.
+    /// The machine does not serve.
     Problem,
 }
 

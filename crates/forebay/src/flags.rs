@@ -136,16 +136,16 @@ pub(crate) struct HttpFlags {
     /// answered 503.
     #[arg(long)]
     pub(crate) queue_while_loading: bool,
-    /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle
-    /// connection is kept.
+    /// Seconds that a request's head, and then its body, may take to arrive; an idle connection is
+    /// kept as long.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
-    /// Seconds in which a client may take nothing of what waits to be written to it; then its
-    /// connection is cut, and its request ended.
+    /// Seconds in which a client may take none of the bytes that wait for it; then its connection
+    /// is cut, and its request ended.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) send_timeout: Duration,
-    /// Most bytes of an answer that wait for its client, as they would be written; then it ends
-    /// with an error.
+    /// The largest number of bytes of an answer that wait for its client, as they would be written;
+    /// then it ends with an error.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_unread_bytes: usize,
     /// Threads that parse requests, and write heads and ends of answers.
@@ -164,8 +164,8 @@ pub(crate) struct HttpFlags {
     /// the end do not wait.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stream_interval: u32,
-    /// Least microseconds between two chunks of a stream: what comes sooner is merged. The first
-    /// token and the end do not wait.
+    /// The least microseconds between two chunks of a stream: tokens that come sooner are merged.
+    /// The first token and the end do not wait.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
     pub(crate) stream_flush_us: u64,
     /// Threads that apply chat templates and tokenise.
@@ -174,8 +174,8 @@ pub(crate) struct HttpFlags {
     /// Threads that parse large requests and put embeddings into the arena.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) intake_threads: u16,
-    /// Have the engine thread do what the intake threads do, so that every step waits for it: to
-    /// measure what they are worth.
+    /// Have the engine thread do the work of the intake threads, so that every step waits for it.
+    /// The flag is there to measure the worth of these threads.
     #[arg(long)]
     pub(crate) inline_intake: bool,
     /// Seconds that running requests get to finish after SIGTERM.
@@ -192,7 +192,7 @@ pub(crate) struct ModelFlags {
     /// The folder for downloads [default: the hub's own cache].
     #[arg(long, value_name = "DIR")]
     pub(crate) download_dir: Option<PathBuf>,
-    /// Use only what was downloaded before.
+    /// Use only files that were downloaded before.
     #[arg(long)]
     pub(crate) offline: bool,
     /// Serve any causal model as an embedder: /v1/embeddings answers with its last token's state.
@@ -202,7 +202,7 @@ pub(crate) struct ModelFlags {
     /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,
-    /// Arithmetic; `auto` is bfloat16 where the processor computes it natively.
+    /// Arithmetic; `auto` is bfloat16 if the processor computes it natively.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
     /// The numbers of matrix products. `w8a8_int8` makes 8-bit integers of weights while it loads
@@ -216,7 +216,7 @@ pub(crate) struct ModelFlags {
     /// start then does not order them again; 0: none [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
     pub(crate) weight_cache_gib: Option<u32>,
-    /// Longest prompt and answer together, in tokens [default: the model's].
+    /// The longest prompt and answer together, in tokens [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
     pub(crate) context_length: Option<u32>,
     /// File with a Jinja chat template that replaces the model's.
@@ -249,8 +249,8 @@ pub(crate) struct RunFlags {
     /// Launch every step operator by operator, without CUDA graphs.
     #[arg(long, visible_alias = "disable-cuda-graph", conflicts_with = "cuda_graph_max_bs")]
     pub(crate) enforce_eager: bool,
-    /// Most rows of a CUDA graph; steps with more are launched operator by operator [default:
-    /// --max-running-requests].
+    /// The largest number of rows of a CUDA graph; steps with more are launched operator by
+    /// operator [default: --max-running-requests].
     #[arg(long, visible_alias = "max-cudagraph-capture-size", value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) cuda_graph_max_bs: Option<u32>,
     /// Threads of the model's arithmetic [default: the physical cores that it may use].
@@ -264,7 +264,7 @@ pub(crate) struct RunFlags {
     #[arg(long, default_value = "600", value_parser = seconds)]
     pub(crate) load_timeout: Duration,
     /// Bytes of the memory that carries embeddings to the hand; requests for which it has no room
-    /// wait. It is used only where something was written.
+    /// wait. Only written parts take memory.
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20, value_parser = clap::value_parser!(u32).range(65536..=i64::from(MAX_ARENA_BYTES)))]
     pub(crate) arena_bytes: u32,
     /// Failed respawns in a row before the hand is given up. While other replicas serve, it is
@@ -279,7 +279,7 @@ pub(crate) struct RunFlags {
     /// The process that started this one; when it ends, this one does.
     #[arg(long, value_name = "PID", hide = true)]
     pub(crate) parent: Option<i32>,
-    /// Write what each step asked and how long it took to this file, one JSON object a line (see
+    /// Write the load and the time of each step to this file, one JSON object a line (see
     /// `forebay sim fit`).
     #[arg(long, value_name = "FILE")]
     pub(crate) record_steps: Option<PathBuf>,
@@ -296,8 +296,8 @@ pub(crate) struct SimFlags {
     /// twice this [default: 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(crate) sim_output_tokens: Option<u32>,
-    /// Most tokens that a step gives a request, as if the device guessed several and checked them;
-    /// how many they are is drawn by a hash [default: 1].
+    /// The largest number of tokens that a step gives a request, as if the device guessed several
+    /// and checked them; a hash draws their number [default: 1].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) sim_tokens_a_row: Option<u32>,
     /// Answers that the device gives in place of made-up words: JSON lines, see docs/simulation.md.
@@ -367,7 +367,7 @@ pub(crate) enum Quantization {
     #[value(name = "w8a8_int8")]
     #[serde(rename = "w8a8_int8")]
     W8A8Int8,
-    /// Both with a scale every 32 positions, as the file has them.
+    /// 8 or 4 bits with a scale every 32 positions, as the file has them.
     Gguf,
     /// 8-bit floats: the checkpoint's, or made of it while it is loaded.
     #[value(aliases = ["fbgemm_fp8", "w8a8_fp8"])]
@@ -385,7 +385,7 @@ pub(crate) enum Quantization {
 }
 
 impl Quantization {
-    /// As on the command line.
+    /// The name on the command line.
     pub(crate) fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
@@ -408,14 +408,14 @@ pub(crate) enum AttentionBackend {
     /// PyTorch's operators: slow, and needs nothing else.
     #[value(aliases = ["torch_native", "sdpa", "TORCH_SDPA"])]
     Torch,
-    /// FlashAttention 3, where `flash_attn_interface` is installed, on Hopper in bfloat16; without
+    /// FlashAttention 3, if `flash_attn_interface` is installed, on Hopper in bfloat16; without
     /// graphs.
     #[value(aliases = ["flash_attn", "FLASH_ATTN"])]
     Fa3,
 }
 
 impl AttentionBackend {
-    /// As the hand knows it.
+    /// The name in the configuration of a hand.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Triton => "triton",
@@ -428,13 +428,13 @@ impl AttentionBackend {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Device {
-    /// The first GPU that is visible; where there is none, the CPU.
+    /// The first GPU that is visible; without one, the CPU.
     #[default]
     Auto,
     Cpu,
     Cuda,
     Sim,
-    /// For tests: a CPU whose work is done as late as an accelerator's may be.
+    /// A CPU whose work is done as late as an accelerator's may be, for tests.
     #[value(hide = true)]
     Deferred,
 }

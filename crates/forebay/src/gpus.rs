@@ -1,5 +1,5 @@
-//! GPUs, as far as a look at the system tells: what `--device auto` chooses, and which one each
-//! replica gets.
+//! GPUs, as far as a look at the system tells: the choice of `--device auto`, and the GPU of each
+//! replica.
 //!
 //! Whether PyTorch can compute on one is for the hand to say. Asking it first would cost every
 //! start the seconds that importing it takes, and defaults that depend on the device are resolved
@@ -28,7 +28,7 @@ impl Gpus {
         Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
     }
 
-    /// As many as there are device files, all of them visible.
+    /// Makes the GPUs of so many device files, all of them visible.
     #[cfg(test)]
     pub(crate) fn of(files: usize) -> Self {
         Self { named: None, files }

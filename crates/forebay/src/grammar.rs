@@ -1,4 +1,4 @@
-//! The form of answers: the threads that compile it, and what is around a model's reasoning.
+//! The form of answers: the threads that compile it, and the marks around a model's reasoning.
 
 use std::io;
 use std::sync::Arc;

@@ -68,7 +68,7 @@ impl Chosen {
         program(self.hand, python)
     }
 
-    /// As the banner says it.
+    /// The line of the banner.
     pub(crate) fn line(&self) -> String {
         match (self.hand, &self.hand_reason) {
             ("torch", Some(why)) => format!("  Computes with PyTorch: {why}\n"),

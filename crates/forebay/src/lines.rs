@@ -1,8 +1,8 @@
 //! Log lines on their way to stderr, which nobody may be reading.
 //!
-//! A pipe that nobody empties takes 64 KiB, and then every write to it waits, whoever writes. So
-//! lines are left with a thread of their own. What it has not written yet is bounded: lines beyond
-//! that are dropped, counted, and said as soon as somebody reads again.
+//! A pipe that nobody empties takes 64 KiB, and then every write to it waits, by any thread. So
+//! lines are left with a thread of their own. Its queue is bounded: lines beyond that are dropped,
+//! counted, and reported as soon as somebody reads again.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use tracing_subscriber::fmt::MakeWriter;
 const MOST: usize = 4 << 20;
 /// The time for which the end of the process waits until the last lines are written.
 pub(crate) const LAST_LINES: Duration = Duration::from_secs(1);
-/// The same for a panic, which may be about to end the process.
+/// The time for which a panic, which may be about to end the process, waits for its line.
 const PANIC: Duration = Duration::from_millis(200);
 
 enum Message {

@@ -1,4 +1,4 @@
-//! Opens what connections come by, before anything that takes long.
+//! Opens the sockets for connections, before anything that takes long.
 
 use std::fs;
 use std::io;
@@ -66,7 +66,7 @@ impl Bound {
         })
     }
 
-    /// For the server. The file lives until the second part is dropped.
+    /// Makes the server's listener. The file lives until the second part is dropped.
     pub(crate) fn listener(self) -> io::Result<(Listener, Option<SocketFile>)> {
         Ok(match self {
             Self::Tcp(listener) => (tokio::net::TcpListener::from_std(listener)?.into(), None),

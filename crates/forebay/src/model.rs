@@ -1,5 +1,4 @@
-//! Finds the model, downloads what is missing, and has a subprocess of the interpreter say what
-//! there is.
+//! Finds the model, downloads missing files, and has a subprocess of the interpreter describe it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

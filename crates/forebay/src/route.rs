@@ -30,12 +30,12 @@ pub(crate) struct RouteFlags {
     /// Seconds that running requests get to finish after SIGTERM.
     #[arg(long, default_value = "30", value_parser = seconds)]
     drain_timeout: Duration,
-    /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle
-    /// connection is kept.
+    /// Seconds that a request's head, and then its body, may take to arrive; an idle connection is
+    /// kept as long.
     #[arg(long, default_value = "60", value_parser = seconds)]
     receive_timeout: Duration,
-    /// Most connections of clients at a time; what the limit of open files leaves where absent,
-    /// each with one to a backend.
+    /// The largest number of connections of clients at a time; by default as the limit of open
+    /// files allows, each with one to a backend.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
     /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas
@@ -83,7 +83,7 @@ struct BackendFlags {
     /// `Authorization: Bearer KEY`.
     #[arg(long, env = "FOREBAY_REGISTRATION_KEY", hide_env_values = true, value_name = "KEY")]
     registration_key: Option<String>,
-    /// Backends that may register, as in 10.0.0.0/8,*.brains.internal:8000; any where absent.
+    /// Backends that may register, as in 10.0.0.0/8,*.brains.internal:8000; by default any.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "HOST")]
     allowed_backends: Vec<AllowedBackends>,
 }
@@ -91,10 +91,10 @@ struct BackendFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Bodies of requests")]
 struct BodyFlags {
-    /// Largest request body in bytes.
+    /// The largest request body in bytes.
     #[arg(long, default_value_t = 64 << 20, visible_alias = "max-body-bytes")]
     max_payload_size: usize,
-    /// Largest request body in bytes without `prompt_embeds`.
+    /// The largest request body in bytes without `prompt_embeds`.
     #[arg(long, default_value_t = 4 << 20)]
     max_json_bytes: usize,
     /// Bytes that the bodies of all requests may take together; beyond that, requests get 429.
@@ -106,19 +106,19 @@ struct BodyFlags {
 #[command(next_help_heading = "Keys")]
 struct KeyFlags {
     /// Keys of which clients must show one as `Authorization: Bearer KEY`; it is passed on. The
-    /// router shows the first where it asks backends something.
+    /// router shows the first in its own requests to backends.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Vec<String>,
     /// File with one such key a line.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Key for /backends, /v1/loads and /metrics; a client's where absent.
+    /// Key for /backends, /v1/loads and /metrics; without one, a client's key.
     #[arg(long, env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true, value_name = "KEY")]
     admin_api_key: Option<String>,
     /// Key that the router shows to brains, as their --router-key.
     #[arg(long, env = "FOREBAY_ROUTER_KEY", hide_env_values = true, value_name = "KEY")]
     router_key: Option<String>,
-    /// Clients with different keys share cached prompts: where the brains have this flag.
+    /// Clients with different keys share cached prompts, if the brains have this flag.
     #[arg(long)]
     share_cache_across_keys: bool,
 }
@@ -160,8 +160,8 @@ struct ChoiceFlags {
     /// measure those by.
     #[arg(long, value_parser = seconds, value_name = "SECONDS", conflicts_with = "no_load_acknowledgement")]
     load_watch_interval: Option<Duration>,
-    /// Let reports on responses erase what was dispatched since they were made. To measure what
-    /// acknowledgement is worth.
+    /// Let reports on responses erase the requests that were dispatched since they were made. The
+    /// flag is there to measure the worth of acknowledgement.
     #[arg(long)]
     no_load_acknowledgement: bool,
 }
@@ -175,13 +175,13 @@ struct TroubleFlags {
     /// Milliseconds to wait once every backend was tried.
     #[arg(long, default_value_t = 50)]
     retry_initial_backoff_ms: u64,
-    /// Longest such wait.
+    /// The longest such wait.
     #[arg(long, default_value_t = 30_000)]
     retry_max_backoff_ms: u64,
     /// Factor by which each wait is longer than the one before.
     #[arg(long, default_value_t = 1.5)]
     retry_backoff_multiplier: f64,
-    /// Share of a wait that is left to chance, 0 to 1.
+    /// The share of a wait that is left to chance, 0 to 1.
     #[arg(long, default_value_t = 0.2, value_parser = share)]
     retry_jitter_factor: f64,
     /// Give up after one attempt. Streams that break are taken over all the same.

@@ -9,9 +9,9 @@ use anyhow::{Context, Result, bail};
 use forebay_engine::Namer;
 use tracing::warn;
 
-/// Fewest bytes of a secret.
+/// The least number of bytes of a secret.
 const SHORTEST: usize = 32;
-/// Most bytes of the file: what is larger was not made for this.
+/// The largest number of bytes of the file: what is larger was not made for this.
 const LONGEST: u64 = 4096;
 
 /// The namer of blocks. Processes that read the same secret from the file name blocks equally.

@@ -1,4 +1,4 @@
-//! The simulated device: what it says, and the commands that make and show profiles.
+//! The simulated device: its answers, and the commands that make and show profiles.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -114,7 +114,7 @@ fn words(tokenizer: &Tokenizer, vocab_size: u32) -> Vec<i32> {
 #[derive(Debug, Args)]
 pub(crate) struct FitFlags {
     /// Recordings of `serve --record-steps`, or CSV tables with the columns rows, prefill_tokens,
-    /// context and step_us (and, where known, decode_rows and attention).
+    /// context and step_us (and, if known, decode_rows and attention).
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// The file of the profile, whose name is the file's [default: printed].

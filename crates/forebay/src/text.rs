@@ -32,19 +32,20 @@ pub(crate) struct TextFlags {
     /// Bytes of tokenised text kept for the next turn of a conversation; 0 keeps none.
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub(crate) text_cache_bytes: usize,
-    /// Let the strings of chats write special tokens: without this, what looks like one in a
-    /// message is text like other text.
+    /// Let the strings of chats write special tokens: without this, their spelling in a message is
+    /// text like other text.
     #[arg(long)]
     pub(crate) allow_special_tokens_in_content: bool,
     /// Tokens that /tokenize and /detokenize take at a time [default: four times the context, and
     /// 65536 at least].
     #[arg(long, value_name = "N")]
     pub(crate) max_tokenize_tokens: Option<NonZeroUsize>,
-    /// For those used to SGLang, and always on: what has come while the text threads were busy is
-    /// tokenised together.
+    /// For those used to SGLang, and always on: inputs that have come while the text threads were
+    /// busy are tokenised together.
     #[arg(long)]
     pub(crate) enable_dynamic_batch_tokenizer: bool,
-    /// Most prompts that a text thread takes at a time [default: bounded by their length only].
+    /// The largest number of prompts that a text thread takes at a time [default: bounded by their
+    /// length only].
     #[arg(long, value_name = "N")]
     pub(crate) dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
     /// For those used to SGLang, and answered with a warning: a prompt never waits for others to

@@ -16,7 +16,7 @@ const RATIO: f64 = 2.0;
 /// The host tier of each replica.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct HostTier {
-    /// Its size, in bytes or in pages for each page of the device.
+    /// The size of the host tier, in bytes or in pages for each page of the device.
     #[serde(flatten)]
     pub(crate) size: HostSize,
     pub(crate) write_policy: WritePolicy,
@@ -34,9 +34,9 @@ pub(crate) struct HostTier {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum HostSize {
-    /// In bytes.
+    /// The size in bytes.
     Bytes(u64),
-    /// In pages of the device's.
+    /// The size in pages for each page of the device.
     Ratio(f64),
 }
 

@@ -1,8 +1,9 @@
 //! Arguments of calls that are not written as JSON: in tags, as Python's, or as Gemma's.
 //!
 //! A schema is walked, and each value that it describes becomes a rule in the family's own
-//! notation. What can't be said there is an error with its path. Where a schema allows more than a
-//! rule can say, such as further properties beside those that it names, the rule says less.
+//! notation. A schema that can't be expressed there is an error with its path. Where a schema
+//! allows more than a rule can say, such as further properties beside those that it names, the rule
+//! says less.
 
 use std::collections::HashMap;
 
@@ -18,7 +19,7 @@ use crate::schema::with_options;
 use crate::source::Whitespace;
 use crate::strings::texts;
 
-/// Deepest nesting of values.
+/// The deepest nesting of values.
 const DEPTH: usize = 32;
 /// Keywords that say nothing about a value.
 const SILENT: [&str; 15] = [
@@ -63,10 +64,10 @@ pub(crate) struct Arguments<'a> {
     marks: &'a Marks,
     whitespace: &'a Whitespace,
     lenient: bool,
-    /// Number of the tool: names of rules begin with it.
+    /// The number of the tool: names of rules begin with it.
     tool: usize,
     lines: Vec<String>,
-    /// Rules of references, by what they refer to.
+    /// Rules of references, by their targets.
     references: HashMap<String, String>,
     any: Option<String>,
     notation: Notation,
@@ -89,7 +90,7 @@ struct Field<'v> {
 }
 
 impl<'a> Arguments<'a> {
-    /// For tool number `tool`, whose schema is `root`.
+    /// Makes the grammar's arguments of tool number `tool`, whose schema is `root`.
     pub(crate) fn new(
         root: &'a Value,
         marks: &'a Marks,

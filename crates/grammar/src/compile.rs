@@ -18,7 +18,7 @@ const PANIC: &str = "panic: ";
 
 /// A compiled source. Requests get copies of its matcher.
 pub(crate) struct Template {
-    /// At the beginning; copying it needs nobody else to look at it.
+    /// The matcher at its beginning. A copy of it is independent of it.
     matcher: Mutex<Matcher>,
     /// The mask of an answer's first token. It is computed once, because the first mask is by far
     /// the dearest.
@@ -130,7 +130,7 @@ impl Template {
     }
 }
 
-/// As much of an error as a client wants to read: beyond its first line it repeats the grammar.
+/// The part of an error that a client wants to read: beyond its first line it repeats the grammar.
 pub(crate) fn brief(said: &str) -> String {
     const MOST: usize = 300;
     let line = said.lines().find(|line| !line.trim().is_empty()).unwrap_or_default().trim();

@@ -12,10 +12,10 @@ use llguidance::regex_to_lark;
 use crate::error::GrammarError;
 use crate::lark::literal;
 
-/// Deepest nesting of groups.
+/// The deepest nesting of groups.
 const DEPTH: usize = 64;
 
-/// The same grammar in Lark.
+/// Converts the grammar to Lark.
 pub(crate) fn to_lark(text: &str) -> Result<String, GrammarError> {
     let mut reader = Reader { text, chars: text.char_indices().peekable(), used: BTreeSet::new() };
     let mut rules: BTreeMap<String, String> = BTreeMap::new();
@@ -102,7 +102,7 @@ impl Reader<'_> {
         if name.is_empty() { Err(self.error("expected a rule's name")) } else { Ok(name) }
     }
 
-    /// Up to the end of a rule or of a group.
+    /// Reads up to the end of a rule or of a group.
     fn alternatives(&mut self, depth: usize) -> Result<String, GrammarError> {
         if depth > DEPTH {
             return Err(self.error("groups are nested too deep"));

@@ -22,7 +22,7 @@ pub enum GrammarError {
     /// Too many sources wait to be compiled.
     #[error("too many grammars wait to be compiled")]
     Busy,
-    /// It is not compiled, and it will not be soon.
+    /// The grammar is not compiled, and will not be soon.
     #[error("the grammar was not compiled within {seconds} s")]
     Late {
         /// The limit.

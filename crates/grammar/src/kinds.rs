@@ -109,8 +109,8 @@ impl Kinds {
         }
     }
 
-    /// The same; without the keyword, what the others are about. They allow values of other kinds
-    /// too, which nobody has meant.
+    /// The declared kinds, or without the keyword the kinds that the other keywords are about.
+    /// Those keywords allow values of other kinds too, which nobody has meant.
     pub(crate) fn meant(schema: &Map<String, Value>) -> Self {
         if schema.contains_key("type") {
             return Self::declared(schema);

@@ -1,6 +1,6 @@
 //! A grammar as one terminal: the text that is the only argument of a call.
 //!
-//! In a JSON string every text becomes what JSON writes for it. Only the literals and the regular
+//! In a JSON string every text is escaped as JSON demands. Only the literals and the regular
 //! expressions of a grammar know characters, so only they are rewritten. Rules become terminals,
 //! because the end of the text may begin as more of it would, and llguidance's lexer does not look
 //! ahead for where a lexeme ends. A grammar that refers to itself can't be written so, and is
@@ -18,7 +18,7 @@ use crate::source::Form;
 
 type Written = Result<String, GrammarError>;
 
-/// Deepest nesting of a regular expression.
+/// The deepest nesting of a regular expression.
 const DEPTH: u32 = 128;
 
 /// Lark's common terminals, as regular expressions.
@@ -51,9 +51,9 @@ const COMMON: &[(&str, &str)] = &[
 /// The place of a text in the grammar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// In a JSON string.
+    /// The text is in a JSON string.
     Json,
-    /// Between tags, as it is.
+    /// The text is between tags, as it is.
     Tags,
 }
 

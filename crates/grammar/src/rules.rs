@@ -17,7 +17,7 @@ pub struct Bounds {
     /// Ids that may come where the grammar is at an end: the model's own, and those that the engine
     /// stops at.
     pub ends: Arc<[i32]>,
-    /// Before so many tokens, the answer does not end, unless nothing else can come.
+    /// The number of tokens before which the answer does not end, unless nothing else can come.
     pub min_tokens: u32,
     /// The only ids that can come, ascending.
     pub allowed: Option<Arc<[i32]>>,
@@ -33,7 +33,7 @@ pub struct Reasoning {
     pub markers: Markers,
     /// The part of the answer at which the prompt leaves the model.
     pub start: Start,
-    /// Most tokens of it; `None`: as many as it takes.
+    /// The largest number of tokens of it; `None`: as many as it takes.
     pub budget: Option<u32>,
 }
 

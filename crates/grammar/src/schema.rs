@@ -1,5 +1,5 @@
-//! JSON schemas: what is checked before llguidance sees one, and where in it something is that
-//! llguidance refuses.
+//! JSON schemas: the checks before llguidance sees one, and the place in a schema that llguidance
+//! refuses.
 
 use serde_json::{Map, Value, json};
 

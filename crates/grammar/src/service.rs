@@ -37,10 +37,10 @@ use crate::vocabulary::Vocabulary;
 
 /// Room for llguidance's recursion over nested schemas.
 const STACK_BYTES: usize = 32 << 20;
-/// Most templates that are kept.
+/// The largest number of templates that are kept.
 const TEMPLATES: usize = 512;
-/// Most bytes of the sources of the templates that are kept: a template takes many times its
-/// source.
+/// The largest number of bytes of the sources of the templates that are kept: a template takes many
+/// times its source.
 const TEMPLATE_BYTES: usize = 16 << 20;
 
 /// The settings by which grammars are compiled.
@@ -202,8 +202,8 @@ impl Grammars {
         Ok(Self(Arc::new(Inner { config, compile, attic, shared })))
     }
 
-    /// The constraints of a request's choices. Nothing of it is done by the caller's thread; a
-    /// caller that stops waiting leaves what was begun to others.
+    /// The constraints of a request's choices. The caller's thread does none of the work. A caller
+    /// that stops waiting leaves begun work to others.
     ///
     /// # Errors
     /// The source is at fault, there is no room for it, or it takes too long.

@@ -4,17 +4,18 @@ use std::sync::Arc;
 
 use forebay_dialect::{ArgumentStyle, Marks};
 
-/// Most bytes of a schema or a structural tag.
+/// The largest number of bytes of a schema or a structural tag.
 pub const SCHEMA_BYTES: usize = 2 << 20;
-/// Most bytes of a grammar, or of all choices together.
+/// The largest number of bytes of a grammar, or of all choices together.
 pub const GRAMMAR_BYTES: usize = 256 << 10;
-/// Most bytes of a regular expression: compiled, one takes some hundred times as much.
+/// The largest number of bytes of a regular expression: compiled, one takes some hundred times as
+/// much.
 pub const REGEX_BYTES: usize = 32 << 10;
-/// Deepest nesting of a schema or a structural tag.
+/// The deepest nesting of a schema or a structural tag.
 pub const SCHEMA_DEPTH: usize = 64;
 /// Most JSON values of a schema or a structural tag.
 pub const SCHEMA_VALUES: usize = 1 << 16;
-/// Most choices.
+/// The largest number of choices.
 pub const CHOICES: usize = 16_384;
 
 /// The form of an answer, with nothing left to look up: equal sources are compiled once.
@@ -48,7 +49,7 @@ pub enum Form {
     Calls(Arc<CallForm>),
 }
 
-/// Calls of tools: a dialect's grammar, and what it leaves to be written.
+/// Calls of tools: a dialect's grammar, and the parts that others write.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallForm {
     /// The grammar, without the rules of arguments and of [`forebay_dialect::CONTENT`].
@@ -67,13 +68,13 @@ pub struct CallForm {
 /// The arguments of a tool.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallArguments {
-    /// Name of the rule.
+    /// The name of the rule.
     pub rule: String,
-    /// Their JSON schema, as text.
+    /// The JSON schema of the arguments, as text.
     pub schema: Arc<str>,
     /// The schema's path in the request, which errors name.
     pub path: Arc<str>,
-    /// They are one text, of this form, and the schema says nothing.
+    /// The form of the text that the arguments are; the schema then says nothing.
     pub text: Option<CallText>,
 }
 
@@ -92,7 +93,8 @@ pub struct CallText {
 /// answer's length is used up.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub enum Whitespace {
-    /// At each place one space, or a line's end and an indentation of at most 24 blanks.
+    /// White space is at each place one space, or a line's end and an indentation of at most 24
+    /// blanks.
     #[default]
     Bounded,
     /// None.
@@ -102,7 +104,7 @@ pub enum Whitespace {
 }
 
 impl Whitespace {
-    /// As a regular expression; `None`: there is none.
+    /// The white space as a regular expression; `None`: there is none.
     pub(crate) fn pattern(&self) -> Option<&str> {
         match self {
             Self::Bounded => Some(r"( |\n(\t{0,6}| {0,24}))"),
@@ -147,7 +149,7 @@ impl Source {
         self.form.bytes()
     }
 
-    /// Most bytes that such a source may have.
+    /// The largest number of bytes that such a source may have.
     #[must_use]
     pub fn limit(&self) -> usize {
         match &self.form {

@@ -13,13 +13,13 @@ use crate::tag::below;
 pub(crate) struct Text {
     /// The right side of a terminal.
     pub(crate) terminal: String,
-    /// It is a value that the schema lists.
+    /// True if the text is a value that the schema lists.
     pub(crate) listed: bool,
 }
 
 /// References and alternatives that are followed one into the other.
 const DEPTH: usize = 32;
-/// Most ways to be a string of one schema.
+/// The largest number of ways to be a string of one schema.
 const MOST: usize = 4096;
 
 /// The regular expression for the keywords of strings in a schema; listed values are not looked at.

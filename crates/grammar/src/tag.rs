@@ -11,12 +11,12 @@ use crate::schema;
 use crate::size;
 use crate::source::Whitespace;
 
-/// Deepest nesting of formats.
+/// The deepest nesting of formats.
 const DEPTH: usize = 32;
 /// Any text.
 const ANY: &str = "/(?s:.*)/";
 
-/// The same in Lark, and the schemas in it, which the text has as they are with options.
+/// Converts the structural tag to Lark. Schemas in it keep the text's form, with options.
 pub(crate) fn to_lark(
     text: &str,
     whitespace: &Whitespace,
@@ -246,7 +246,7 @@ fn unanchored(pattern: &str) -> &str {
     if escaped { pattern } else { pattern.strip_suffix('$').unwrap_or(pattern) }
 }
 
-/// The same error at a place within `path`.
+/// The error at a place within `path`.
 pub(crate) fn below(path: &str, error: GrammarError) -> GrammarError {
     match error {
         GrammarError::Invalid { path: inner, reason } => {

@@ -14,7 +14,7 @@ pub struct Markers {
 /// The part of the answer that the model is in when it takes the first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
-    /// It may begin to reason, or answer.
+    /// The model may begin to reason, or answer.
     Open,
     /// The prompt has begun the reasoning.
     Inside,
@@ -45,11 +45,11 @@ impl Markers {
 #[derive(Debug, Clone)]
 pub(crate) struct Thinking {
     markers: Markers,
-    /// Most tokens of it, without the markers.
+    /// The largest number of tokens of it, without the markers.
     budget: Option<u32>,
     /// Tokens said of it, those of a marker that is not complete included.
     spent: u32,
-    /// It may begin at any time, and again: no form has to follow it.
+    /// True if reasoning may begin at any time, and again: no form has to follow it.
     again: bool,
     state: State,
 }
@@ -74,7 +74,7 @@ pub(crate) enum Phase {
     Free,
     /// This token comes next: the opening marker is begun, or the budget is spent.
     Forced(i32),
-    /// It is over.
+    /// The reasoning is over.
     Answer,
 }
 

@@ -36,7 +36,8 @@ pub(crate) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// Of the tokens below `vocab_size`. `eos` are the ids that may end an answer.
+    /// Makes the vocabulary of the tokens below `vocab_size`. `eos` are the ids that may end an
+    /// answer.
     pub(crate) fn new(
         tokenizer: &Arc<Tokenizer>,
         eos: &[i32],

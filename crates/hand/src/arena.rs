@@ -1,4 +1,5 @@
-//! The shared-memory arena: what is too big for the socket, named by its offset in the plan.
+//! The shared-memory arena, for data that is too big for the socket, named by its offset in the
+//! plan.
 
 use std::fmt;
 use std::io;
@@ -11,12 +12,12 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use crate::space::{Range, Space};
 
-/// Largest arena: plans name offsets as signed 32-bit words.
+/// The largest arena: plans name offsets as signed 32-bit words.
 pub const MAX_ARENA_BYTES: u32 = i32::MAX as u32;
 
-/// An anonymous file that a hand maps and the brain writes to, from any thread: what is put there
-/// is copied once, by the kernel. It has no name, so nothing is left behind however the processes
-/// end. Cheap to clone; it lives as long as a clone or a region does.
+/// An anonymous file that a hand maps and the brain writes to, from any thread. The kernel copies
+/// data once. It has no name, so nothing is left behind however the processes end. Cheap to clone;
+/// it lives as long as a clone or a region does.
 #[derive(Clone)]
 pub struct Arena(Arc<Inner>);
 
@@ -52,7 +53,7 @@ impl Arena {
         self.0.bytes
     }
 
-    /// Room for `bytes` bytes, with whatever was there before; `None` when there is none now.
+    /// Room for `bytes` bytes, with its old content; `None` when there is none now.
     #[must_use]
     pub fn take(&self, bytes: usize) -> Option<Region> {
         let range = self.0.space.lock().take(bytes)?;
@@ -91,7 +92,7 @@ impl Payloads for Arena {
 #[must_use]
 pub struct Region {
     range: Range,
-    /// As asked for; the range may be longer.
+    /// The bytes that were asked for; the range may be longer.
     bytes: usize,
     arena: Arena,
 }

@@ -36,7 +36,7 @@ const SHARED_BYTES: usize = 8192;
 pub struct HandSpec {
     /// The interpreter.
     pub program: PathBuf,
-    /// Its arguments, up to and with the module to run.
+    /// The arguments of the program, up to and with the module to run.
     pub args: Vec<OsString>,
     /// Variables set on top of the brain's own environment.
     pub env: Vec<(OsString, OsString)>,

@@ -30,7 +30,7 @@ pub(crate) enum StreamError {
     /// Ranks have different pools, so that they can't follow the same plans.
     #[error("ranks have different models, or pools: {0:?} pages")]
     Pools(Vec<u32>),
-    /// A rank asks the store for what it can't have.
+    /// A rank asks the store for an impossible value.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The peer wrote something else.
@@ -131,7 +131,7 @@ impl FrameWriter {
         Ok(())
     }
 
-    /// Nothing waits.
+    /// True if no frame waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }

@@ -22,8 +22,8 @@ const SOCKET_FD: i32 = 3;
 const ARENA_FD: i32 = 4;
 /// The descriptor of the memory of the host's tier, if there is one.
 const HOST_FD: i32 = 5;
-/// From SIGKILL to the end. A process that the kernel holds, in a driver or on a file system that
-/// hangs, does not end by that either.
+/// The time from SIGKILL to the end. A process that the kernel holds, in a driver or on a file
+/// system that hangs, does not end by that either.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 /// The time that a rank that closed its socket may take to leave an exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
@@ -53,7 +53,7 @@ pub struct RankProcess {
     child: Child,
     pid: Pid,
     pidfd: OwnedFd,
-    /// It did not end when it was killed.
+    /// True if the process did not end when it was killed.
     stuck: bool,
 }
 

@@ -8,7 +8,7 @@ use rustix::process::Signal;
 
 use crate::process::RankProcess;
 
-/// From the order to exit to SIGTERM, and from there to SIGKILL.
+/// The time from the order to exit to SIGTERM, and from there to SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
 
 /// The facts of a rank that a site needs.

@@ -10,8 +10,8 @@ const NANOSECONDS: u64 = 100_000;
 
 /// Has the kernel give `thread` short turns, and therefore soon. A thread that wakes with less to
 /// do goes before one that is in the middle of a long turn (EEVDF; slices can be asked for since
-/// Linux 6.12). Its share of the processor stays what it is, so nobody is starved by it, and
-/// everybody may ask for it.
+/// Linux 6.12). Its share of the processor does not change. So no thread is starved by it, and
+/// every thread may ask for it.
 ///
 /// # Errors
 /// The thread is not there. Kernels that know no slices say nothing.

@@ -9,11 +9,11 @@ use base64_simd::STANDARD;
 use forebay_protocol::{StoreOp, StoreReply, StoreRequest};
 use thiserror::Error;
 
-/// Most bytes of a value.
+/// The largest number of bytes of a value.
 const VALUE_BYTES: usize = 1 << 20;
-/// Most bytes of a key.
+/// The largest number of bytes of a key.
 const KEY_BYTES: usize = 1024;
-/// Most keys.
+/// The largest number of keys.
 const KEYS: usize = 1 << 16;
 
 /// A question that can't be answered, which ends the group.
@@ -25,7 +25,7 @@ pub(crate) enum StoreError {
     /// A value is not base64.
     #[error("a value of the store is not base64")]
     Base64,
-    /// A number is to be added to what is none.
+    /// A number is to be added to a value that is no number.
     #[error("the store has no number as {0:?}")]
     NoNumber(String),
     /// A rank asks while its last question is open.

@@ -166,7 +166,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// From the folder of `name` in a snapshot to the repository's folder.
+/// The path from the folder of `name` in a snapshot to the repository's folder.
 fn up(name: &str) -> PathBuf {
     let depth = name.split('/').count() + 1;
     std::iter::repeat_n("..", depth).collect()

@@ -170,7 +170,7 @@ fn all_parts(repository: &str, parts: Vec<String>) -> Result<Vec<String>, HubErr
     Err(HubError::Repository(format!("{repository} lacks {}", missing.join(", "))))
 }
 
-/// Of `stem-00002-of-00003.gguf` the stem and the numbers.
+/// The stem and the numbers of `stem-00002-of-00003.gguf`.
 pub(crate) fn part(name: &str) -> Option<(&str, u32, u32)> {
     let number = |text: &str| {
         let digits = text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());

@@ -26,11 +26,11 @@ const MAX_REDIRECTS: usize = 10;
 /// Why a request has no answer that can be used.
 #[derive(Debug)]
 pub(crate) enum Trouble {
-    /// Nothing came, or less than announced: worth another attempt.
+    /// The answer was empty, or shorter than announced: worth another attempt.
     Broken(String),
     /// The server refuses.
     Status(Refusal),
-    /// The server says what can't be so.
+    /// The server makes an impossible statement.
     Lie(String),
 }
 

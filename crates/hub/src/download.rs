@@ -240,7 +240,7 @@ impl Downloader<'_> {
 struct Partial {
     path: PathBuf,
     file: File,
-    /// For messages.
+    /// The name of the file, for messages.
     name: String,
 }
 
@@ -271,7 +271,7 @@ struct State<'a> {
     partial: Partial,
     hashes: Hashes,
     position: u64,
-    /// Nothing of it is of an earlier run.
+    /// True if no part of the file is of an earlier run.
     fresh: bool,
     progress: FileProgress<'a>,
 }

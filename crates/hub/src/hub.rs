@@ -29,7 +29,7 @@ pub struct Found {
     pub name: Option<String>,
     /// A directory in the layout of Hugging Face, or a GGUF file: the first of its parts.
     pub path: PathBuf,
-    /// Of the hub.
+    /// The commit of the hub.
     pub commit: Option<String>,
     lacks: Option<Lacks>,
 }
@@ -46,9 +46,9 @@ struct Lacks {
 pub enum Token {
     /// There is none.
     Unset,
-    /// It is somebody's.
+    /// The token belongs to a user.
     Taken,
-    /// It is nobody's.
+    /// The token belongs to no user.
     Refused,
     /// The server does not tell; mirrors need not.
     Unknown,
@@ -88,9 +88,9 @@ impl Hub {
         &self.settings
     }
 
-    /// Finds a model, and downloads what is missing except for safetensors: [`Hub::complete`]
-    /// brings those. Between the two, the caller may refuse what it can't run. Without `weights`
-    /// there need be no safetensors.
+    /// Finds a model, and downloads its missing files except for safetensors: [`Hub::complete`]
+    /// brings those. Between the two, the caller may refuse a model that it can't run. Without
+    /// `weights` there need be no safetensors.
     ///
     /// # Errors
     /// One line for the user.
@@ -112,7 +112,7 @@ impl Hub {
         }
     }
 
-    /// Downloads what [`Hub::find`] left.
+    /// Downloads the files that [`Hub::find`] left.
     ///
     /// # Errors
     /// One line for the user.

@@ -22,9 +22,9 @@ pub struct Progress {
     /// Milliseconds from `started` to the last line.
     said: AtomicU64,
     total: AtomicU64,
-    /// Of the total, what is here.
+    /// The bytes of the total that are here.
     here: AtomicU64,
-    /// Of that, what came over the network.
+    /// The bytes that came over the network.
     came: AtomicU64,
 }
 

@@ -23,7 +23,7 @@ pub struct Settings {
     pub hub_cache: PathBuf,
     /// Forebay's own cache.
     pub cache: PathBuf,
-    /// Nothing is asked over the network.
+    /// True if no request goes over the network.
     pub offline: bool,
     /// The longest time for which a server may be silent.
     pub patience: Duration,

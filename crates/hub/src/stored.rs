@@ -43,7 +43,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// As in a table.
+    /// The name in a table.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -3,8 +3,8 @@
 //! Keys are taken in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al.
 //! 2022), and blocks in spans of [`SPAN`] positions, which are put together at the end (Dao et al.
 //! 2023): members share a long row by spans. Both are counted from the request's beginning. So a
-//! query's result depends on nothing but its own row: not on how its prompt was cut into chunks,
-//! nor on what is computed beside it.
+//! query's result depends on nothing but its own row: not on the chunks of its prompt, nor on other
+//! work beside it.
 
 mod blocks;
 
@@ -118,7 +118,8 @@ impl Work {
         }
     }
 
-    /// As [`Self::add`], of queries that look at all `length` positions, those behind them too.
+    /// Adds queries as [`Self::add`] does. These queries look at all `length` positions, those
+    /// behind them too.
     pub(crate) fn add_whole(&mut self, shape: &Shape, queries: Queries, length: usize) {
         for kv_head in 0..shape.kv_heads {
             let held = Held { kv_head, ..queries.held };
@@ -133,7 +134,7 @@ impl Work {
         }
     }
 
-    /// After the last of [`Self::add`] or [`Self::add_whole`].
+    /// Orders the work. The call comes after the last of [`Self::add`] or [`Self::add_whole`].
     pub(crate) fn arrange(&mut self, shape: &Shape) {
         // The longest first, so that nobody is left with a long one at the end.
         self.units.sort_by_key(|unit| std::cmp::Reverse(unit.pairs()));
@@ -147,7 +148,7 @@ impl Work {
         }
     }
 
-    /// As members share it.
+    /// The work in the form that members share.
     pub(crate) fn shared(&mut self) -> Shared<'_> {
         Shared { units: &self.units, splits: &self.splits, sums: self.sums.as_mut_ptr() }
     }

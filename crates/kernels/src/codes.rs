@@ -1,9 +1,9 @@
 //! Numbers as 8-bit integers with a scale: how quantised weights are stored, and activations made
 //! to fit them.
 //!
-//! Weights are kept as unsigned codes, activations as signed ones, because that is what the
-//! processors' dot products of bytes take. An offset adds to a product the offset times the sum of
-//! the activations. So each row brings its sums along and nothing is lost: integer sums are exact.
+//! Weights are kept as unsigned codes, activations as signed ones, for the processors' dot products
+//! of bytes. An offset adds to a product the offset times the sum of the activations. So each row
+//! brings its sums along and nothing is lost: integer sums are exact.
 
 use crate::element::Element;
 use crate::vector::{LANES, Vector};
@@ -35,7 +35,7 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// As the C interface counts them; 0, and what is not known, is not quantised.
+    /// The format by its number in the C interface; 0, and any unknown number, is not quantised.
     pub(crate) fn of(number: u32) -> Option<Self> {
         [Self::Int8, Self::Q8_0, Self::Q4_0, Self::Q4_1]
             .get(number.checked_sub(1)? as usize)

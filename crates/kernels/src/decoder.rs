@@ -1,7 +1,7 @@
 //! A decoder for callers in Rust: the C interface with its promises kept by types and checks.
 //!
-//! Weights, pages and tables are what the caller says they are, or [`Decoder::new`] and
-//! [`Decoder::step`] say what is wrong: nothing here is unsafe to call.
+//! Weights, pages and tables have the form that the caller states, or [`Decoder::new`] and
+//! [`Decoder::step`] return the fault. Nothing here is unsafe to call.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -48,7 +48,7 @@ impl Dtype {
 /// The number format in which a matrix is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Storage {
-    /// In the model's type.
+    /// The matrix is in the model's type.
     Plain,
     /// 8 bits and a scale an output, made of the model's type.
     Int8,
@@ -61,7 +61,7 @@ pub enum Storage {
 }
 
 impl Storage {
-    /// As the C interface counts them.
+    /// The number of the storage in the C interface.
     fn number(self) -> u32 {
         match self {
             Self::Plain => 0,
@@ -77,7 +77,7 @@ impl Storage {
     }
 }
 
-/// A matrix to be packed: what it is, not its values.
+/// A matrix to be packed: its shape and format, not its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packing {
     /// Rows.
@@ -210,7 +210,7 @@ pub struct Layer {
     pub qkv: Matrix,
     /// One an output.
     pub qkv_bias: Option<Bytes>,
-    /// Of query heads and of key heads, `[head_dim]` each.
+    /// The norms of query heads and of key heads, `[head_dim]` each.
     pub head_norms: Option<(Bytes, Bytes)>,
     /// `[hidden, heads * head_dim]`.
     pub output: Matrix,
@@ -218,7 +218,7 @@ pub struct Layer {
     pub output_bias: Option<Bytes>,
     /// `[hidden]`.
     pub post_norm: Bytes,
-    /// Gates and then what they gate, `[2 * intermediate, hidden]`, interleaved.
+    /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved.
     pub gate_up: Matrix,
     /// `[2 * intermediate]`.
     pub gate_up_bias: Option<Bytes>,
@@ -231,7 +231,7 @@ pub struct Layer {
 /// The sizes of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sizes {
-    /// Of weights, activations and pages.
+    /// The type of weights, activations and pages.
     pub dtype: Dtype,
     /// Elements of the residual stream.
     pub hidden: usize,
@@ -245,13 +245,13 @@ pub struct Sizes {
     pub intermediate: usize,
     /// Tokens.
     pub vocabulary: usize,
-    /// Most positions of a request.
+    /// The largest number of positions of a request.
     pub positions: usize,
     /// Positions of a page.
     pub page_size: usize,
     /// Pages.
     pub page_count: usize,
-    /// Of the norms.
+    /// The epsilon of the norms.
     pub eps: f32,
 }
 
@@ -300,9 +300,9 @@ pub struct Weights {
     pub head: Matrix,
     /// One after the other.
     pub layers: Vec<Layer>,
-    /// Of the angles at each position, `[positions, head_dim / 2]`.
+    /// The cosines of the angles at each position, `[positions, head_dim / 2]`.
     pub cos: Vec<f32>,
-    /// As `cos`.
+    /// The sines of the angles, of the shape of `cos`.
     pub sin: Vec<f32>,
 }
 
@@ -439,10 +439,10 @@ impl Decoder {
         Ok(Self { model, sizes, _weights: weights, _pages: pages })
     }
 
-    /// Computes a step: writes keys and values of every row, and what is wanted.
+    /// Computes a step: writes keys and values of every row, and the wanted outputs.
     ///
     /// # Errors
-    /// A row outside of the tables, or of what the model has; nothing was written then.
+    /// A row is outside of the tables, or of the model; nothing was written then.
     pub fn step(&mut self, rows: &Rows<'_>, wanted: Wanted<'_>) -> Result<(), Unfit> {
         let count = rows.check(&self.sizes)?;
         let &Sizes { vocabulary, hidden, .. } = &self.sizes;

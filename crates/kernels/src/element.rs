@@ -12,7 +12,7 @@ pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
     const PAIR: usize;
     /// Exact.
     fn to_f32(self) -> f32;
-    /// To the nearest, ties to even.
+    /// Rounds to the nearest, ties to even.
     fn from_f32(value: f32) -> Self;
 }
 

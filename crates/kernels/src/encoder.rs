@@ -36,7 +36,8 @@ pub struct EncoderLayerSpec {
     output_norm_bias: *const c_void,
 }
 
-/// An encoder, as the caller describes it. What it points to lives as long as the encoder.
+/// An encoder, as the caller describes it. The memory that it points to lives as long as the
+/// encoder.
 #[repr(C)]
 pub struct EncoderSpec {
     /// 0: float32, 1: bfloat16; of weights.
@@ -53,7 +54,7 @@ pub struct EncoderSpec {
     activation: u32,
     /// 0: the mean of a prompt's states is its vector, 1: the first one is.
     pooling: u32,
-    /// Numbers of what is made of a vector by `pooler` and `classifier`; 0: the vector stays.
+    /// Numbers that `pooler` and `classifier` make of a vector; 0: the vector stays.
     scores: u32,
     threads: u32,
     eps: f32,
@@ -86,7 +87,7 @@ pub struct BatchSpec {
     vectors: *mut f32,
 }
 
-/// Between the two products of a layer's second part.
+/// The function between the two products of a layer's second part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Activation {
     Gelu,
@@ -195,12 +196,12 @@ struct Work<E> {
     wide: Vec<f32>,
     attended: Vec<E>,
     activated: Vec<E>,
-    /// Of the layer that is being computed.
+    /// The keys of the layer that is being computed.
     keys: Vec<E>,
     values: Vec<E>,
     arranged: Vec<f32>,
     attention: attention::Work,
-    /// Of the last layer, where only the first state of each prompt counts.
+    /// The attention of the last layer, in which only the first state of each prompt counts.
     last_attention: attention::Work,
     queues: Vec<Queue>,
     scratch: Vec<Scratch<E>>,
@@ -442,7 +443,7 @@ enum Typed {
 /// kernels cannot do.
 ///
 /// # Safety
-/// `spec` and `team` describe what is there; everything but the descriptions themselves stays until
+/// `spec` and `team` describe valid memory; everything but the descriptions themselves stays until
 /// [`fb_encoder_free`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_encoder_new(
@@ -478,8 +479,8 @@ pub unsafe extern "C" fn fb_encoder_free(encoder: *mut AnyEncoder) {
 /// support.
 ///
 /// # Safety
-/// `encoder` is of [`fb_encoder_new`] and computes nothing else; `batch` describes what is there,
-/// with rows inside the table.
+/// `encoder` is of [`fb_encoder_new`] and computes nothing else. `batch` describes valid memory,
+/// with rows inside the embedding table.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_encode(encoder: *mut AnyEncoder, batch: *const BatchSpec) -> i32 {
     unsafe fn typed<E: Number>(encoder: &mut Encoder<E>, batch: &BatchSpec) -> Result<(), Refused> {

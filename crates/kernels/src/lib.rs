@@ -102,9 +102,9 @@ unsafe fn compute<E: Number>(model: &mut Model<E>, step: &StepSpec) -> Result<()
 =======
 /// The work that a team does together.
 enum Job<'a, E> {
-    /// Of a decoder.
+    /// A step of a decoder.
     Step(&'a Step<'a, E>),
-    /// Of an encoder.
+    /// A pass of an encoder.
     Pass(&'a Pass<'a, E>),
 }
 
@@ -159,8 +159,8 @@ pub extern "C" fn fb_build() -> *const c_char {
     NAME.as_ptr().cast()
 }
 
-/// Uses nothing better than the level of this name from now on, for whoever wants to test or
-/// compare; false if there is none. Null: the fastest again.
+/// Uses nothing better than the level of this name from now on, for tests and comparisons; false if
+/// there is none. Null: the fastest again.
 ///
 /// # Safety
 /// `name` is a string or null; nothing else of the library runs.
@@ -309,7 +309,7 @@ fn team_of(threads: u32, spec: &TeamSpec) -> Team {
 /// dimension: an odd one, or one of a quantised matrix that is not a multiple of 32.
 ///
 /// # Safety
-/// `spec` and `team` describe what is there; everything but the descriptions themselves stays until
+/// `spec` and `team` describe valid memory; everything but the descriptions themselves stays until
 /// [`fb_model_free`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_model_new(
@@ -345,11 +345,11 @@ pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
     }
 }
 
-/// Computes a step. 0, or why not: 1 a page that is not there, 2 a token that is not of the
-/// vocabulary.
+/// Computes a step. Returns 0, or the reason for a refusal. 1 is a page that is not there, and 2 a
+/// token outside of the vocabulary.
 ///
 /// # Safety
-/// `model` is of [`fb_model_new`] and computes nothing else; `step` describes what is there, with
+/// `model` is of [`fb_model_new`] and computes nothing else. `step` describes valid memory, with
 /// rows inside the tables.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) -> i32 {

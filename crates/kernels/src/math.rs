@@ -1,5 +1,5 @@
-//! Functions of vectors. Sums are taken in a fixed order, so that results do not depend on what
-//! else a step computes.
+//! Functions of vectors. Sums are taken in a fixed order, so that results do not depend on other
+//! work of the step.
 
 use crate::element::Element;
 use crate::tile::Kernel;

@@ -1,5 +1,4 @@
-//! Products with packed matrices, and what is done with each result while it is still in a
-//! register.
+//! Products with packed matrices, and the work on each result while it is still in a register.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -25,9 +24,10 @@ const AHEAD: usize = 4096;
 /// A packed weight matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a, E> {
-    /// As [`crate::pack::pack`] leaves them, or [`crate::quantise`] where there is a format.
+    /// The panels in the order of [`crate::pack::pack`], or of [`crate::quantise`] if there is a
+    /// format.
     pub(crate) panels: *const E,
-    /// Of quantised weights.
+    /// The format of quantised weights.
     pub(crate) format: Option<Format>,
     /// Outputs, without padding.
     pub(crate) outputs: usize,

@@ -1,8 +1,8 @@
 //! Memory that steps read all over, in large pages where the system has them, and memory that
 //! another process writes.
 //!
-//! Many systems give large pages only to who asks for them. With small ones a step waits for the
-//! page tables as well, and what is fetched ahead stops at every 4 KiB.
+//! Many systems give large pages only to programs that ask for them. With small ones a step waits
+//! for the page tables as well, and fetching ahead stops at every 4 KiB.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -113,12 +113,12 @@ impl DerefMut for Room {
     }
 }
 
-/// Memory that another process writes and this one reads. Who writes says which part may be read,
-/// and leaves it alone until it is told that it was.
+/// Memory that another process writes and this one reads. A writer says which part may be read, and
+/// leaves it alone until it is told that it was.
 pub struct Shared(Option<Mapping>);
 
 impl Shared {
-    /// Nothing.
+    /// Makes an empty mapping.
     #[must_use]
     pub fn none() -> Self {
         Self(None)

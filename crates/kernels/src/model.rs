@@ -1,4 +1,4 @@
-//! A decoder as a list of what to compute, and one step of it.
+//! A decoder as a list of computations, and one step of it.
 
 use std::ffi::c_void;
 
@@ -11,7 +11,7 @@ use crate::step::{FEW, QUEUES_A_LAYER, Step};
 use crate::team::{Queue, Team};
 
 /// One layer, as the caller describes it. Matrices are packed, vectors as in the checkpoint; a null
-/// pointer is what the layer has not.
+/// pointer stands for a part that the layer lacks.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct LayerSpec {
@@ -30,11 +30,11 @@ pub struct LayerSpec {
     /// `[entries, kv_heads, head_dim]`.
     pub(crate) keys: *mut c_void,
     pub(crate) values: *mut c_void,
-    /// Of the four matrices in the order above, see [`Format::of`].
+    /// The formats of the four matrices in the order above, see [`Format::of`].
     pub(crate) formats: [u32; 4],
 }
 
-/// A decoder, as the caller describes it. What it points to lives as long as the model.
+/// A decoder, as the caller describes it. The memory that it points to lives as long as the model.
 #[repr(C)]
 pub struct ModelSpec {
     /// 0: float32, 1: bfloat16; of weights, activations and pages.
@@ -52,7 +52,7 @@ pub struct ModelSpec {
     pub(crate) page_count: u32,
     pub(crate) threads: u32,
     pub(crate) eps: f32,
-    /// Of attention scores.
+    /// The factor of attention scores.
     pub(crate) scale: f32,
     /// `[vocabulary, hidden]`, as in the checkpoint.
     pub(crate) embedding: *const c_void,
@@ -63,7 +63,7 @@ pub struct ModelSpec {
     pub(crate) cos: *const f32,
     pub(crate) sin: *const f32,
     pub(crate) layer: *const LayerSpec,
-    /// Of the head.
+    /// The format of the head.
     pub(crate) head_format: u32,
 }
 
@@ -184,7 +184,7 @@ const ROWS_A_MEMBER: usize = 4;
 struct Work<E> {
     /// The residual stream `[tokens, hidden]`.
     x: Vec<f32>,
-    /// The same of the tokens that sample, once the others are done.
+    /// The states of the tokens that sample, once the others are done.
     sampled_x: Vec<f32>,
     normed: Vec<E>,
     qkv: Vec<f32>,
@@ -192,7 +192,7 @@ struct Work<E> {
     gated: Vec<E>,
     tokens: Vec<Token<E>>,
     attention: attention::Work,
-    /// Of the last layer, where it is not the same.
+    /// The attention of the last layer, if it is not the same.
     last_attention: attention::Work,
     queues: Vec<Queue>,
     best: Vec<Best>,
@@ -207,7 +207,7 @@ struct Work<E> {
 
 #[derive(Clone, Copy)]
 pub(crate) struct Token<E> {
-    /// Its row of the embedding, or what was given in place of that.
+    /// The token's row of the embedding, or the input that was given in place of it.
     pub(crate) input: *const E,
     pub(crate) position: usize,
     /// The place of its keys and values.

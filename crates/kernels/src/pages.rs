@@ -3,7 +3,7 @@
 //! If sizes allow, [`GROUP`] positions of a head lie as the kernels read them, so that attention
 //! has nothing to put in order. Keys are `[dim / PAIR, GROUP, PAIR]`, values
 //! `[GROUP / PAIR, dim, PAIR]`. Of both there are `[entries / GROUP, kv_heads]` one after the
-//! other. A page is the same bytes at the same place as in any other order, so whoever copies whole
+//! other. A page is the same bytes at the same place as in any other order, so a copy of whole
 //! pages need not know. Otherwise entries lie `[entries, kv_heads, dim]`, and groups are put in
 //! order whenever they are read.
 
@@ -19,7 +19,7 @@ pub(crate) struct Shape {
     pub(crate) kv_heads: usize,
     pub(crate) head_dim: usize,
     pub(crate) page_size: usize,
-    /// Of attention scores.
+    /// The factor of attention scores.
     pub(crate) scale: f32,
 }
 

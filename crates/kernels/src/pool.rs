@@ -1,6 +1,6 @@
 //! Threads of our own that stay: for a process that has no OpenMP.
 //!
-//! Members meet hundreds of times a step, some microseconds apart, so whoever waits looks again and
+//! Members meet hundreds of times a step, some microseconds apart, so a waiting one looks again and
 //! again at first. After some tenths of a millisecond it sleeps: others want the processors too.
 
 use std::cell::UnsafeCell;
@@ -17,9 +17,9 @@ const LOOKS: u32 = 64;
 /// The point at which `members` threads wait for each other, any number of times.
 pub(crate) struct Meeting {
     members: usize,
-    /// Those that have come to this turn.
+    /// The number of members that have come to this turn.
     come: AtomicUsize,
-    /// Of turns that are over.
+    /// The number of turns that are over.
     turn: AtomicUsize,
     asleep: AtomicUsize,
     lock: Mutex<()>,

@@ -2,9 +2,9 @@
 //!
 //! PyTorch computes with OpenMP. A pool of our own would fight that one for the processors: its
 //! threads spin for a while after each region. So the very same threads are used, through the entry
-//! points that compilers call (the GNU OpenMP ABI), given as addresses by whoever loaded the
-//! library. A process without OpenMP brings threads that stay ([`Threads`]); without those, threads
-//! are started for each call.
+//! points that compilers call (the GNU OpenMP ABI). The program that loaded the library gives their
+//! addresses. A process without OpenMP brings threads that stay ([`Threads`]); without those,
+//! threads are started for each call.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ops::Range;
@@ -38,7 +38,7 @@ impl TeamSpec {
     }
 }
 
-/// As [`TeamSpec`], complete.
+/// A [`TeamSpec`] whose parts are all there.
 #[derive(Clone, Copy)]
 pub(crate) struct OpenMp {
     parallel: Parallel,
@@ -59,7 +59,7 @@ pub(crate) struct Team {
 pub(crate) enum Kind {
     OpenMp(OpenMp),
     Kept(Arc<Threads>),
-    /// They are started for each call.
+    /// The threads are started for each call.
     Started,
 }
 

@@ -42,7 +42,7 @@ pub(crate) enum Ahead<E> {
     Nothing,
     /// Half as much as a panel has.
     Half(*const E),
-    /// As much as a panel has.
+    /// The tile loads as much as a panel has.
     Whole(*const E),
 }
 
@@ -64,7 +64,7 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// Rows that one piece of work computes with a panel, at most [`MAX_BLOCK_ROWS`]: their
     /// activations stay in the second cache from panel to panel.
     const BLOCK_ROWS: usize = 96;
-    /// Its floats.
+    /// The kernel's vector of floats.
     type Vector: Vector;
     /// The numbers that rows are computed in: elements, or numbers made of them once for all
     /// panels. No larger than `f32`.

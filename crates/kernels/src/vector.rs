@@ -1,4 +1,4 @@
-//! Sixteen floats at a time, for what is not a product. Loops over arrays would do, but compilers
+//! Sixteen floats at a time, for all work but products. Loops over arrays would do, but compilers
 //! turn them into vectors only now and then.
 
 /// Lanes of a vector: what all loops over vectors are written for, whatever the processor has.
@@ -26,7 +26,7 @@ pub(crate) trait Vector: Copy {
     fn at_least(self, bound: f32) -> Self;
     /// Not above `bound`; what is not a number stays so.
     fn at_most(self, bound: f32) -> Self;
-    /// To the nearest integer, of numbers below 2^22.
+    /// Rounds to the nearest integer, for numbers below 2^22.
     fn round(self) -> Self;
     /// `self * 2^n` for integers `n` from -200 to 127; 0 below -126.
     fn times_power(self, n: Self) -> Self;

@@ -9,11 +9,11 @@ pub enum Place {
     Device,
     /// The host's memory only.
     Host,
-    /// Both.
+    /// The block is in device memory and in host memory.
     Both,
 }
 
-/// A change of what the tiers hold. Who applies all of them in order knows their blocks.
+/// A change of the tiers' content. A reader that applies all of them in order knows their blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockEvent {
     /// This block is in these tiers from now on, or will be when the steps that are planned by now

@@ -1,4 +1,4 @@
-//! The pool of image pages: what a vision tower gave for images, as long as there is room.
+//! The pool of image pages: a vision tower's output for images, as long as there is room.
 
 use crate::hash::{BlockHash, ImageId};
 use crate::pool::{Counts, Lease, PagePool};
@@ -78,13 +78,13 @@ impl ImagePool {
         ImageLease(lease.0.iter().map(|lease| self.pages.join(lease)).collect())
     }
 
-    /// Gives a lease back, the last page first: it is also given up first.
+    /// Gives a lease back, the last page first: that page is also evicted first.
     pub fn release(&mut self, mut lease: ImageLease) {
         self.pages.release_all(&mut lease.0);
     }
 
-    /// Forgets an image of so many pages, because its content cannot be trusted. Who leases it
-    /// keeps it.
+    /// Forgets an image of so many pages, because its content cannot be trusted. A lease on it
+    /// stays valid.
     pub fn forget(&mut self, image: ImageId, pages: u32) {
         for page in 0..pages as usize {
             self.pages.forget(name(image, page));

@@ -1,4 +1,4 @@
-//! The pool of one tier: which page holds which block, and who uses it.
+//! The pool of one tier: the block of each page, and the leases on it.
 
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -48,10 +48,10 @@ impl<T> Drop for Lease<T> {
     }
 }
 
-/// A block that was given up for another.
+/// A cached block that was evicted to make room for another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evicted {
-    /// Its name.
+    /// The name of the evicted block.
     pub name: BlockHash,
     /// Another tier holds it too.
     pub saved: bool,
@@ -103,7 +103,8 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// Has the pool note from now on which blocks it gets and loses. Whoever asks must take them.
+    /// Has the pool note from now on which blocks it gets and loses. A caller of this must take
+    /// them.
     pub fn note_changes(&mut self) {
         self.changed.get_or_insert_default();
     }
@@ -155,8 +156,8 @@ impl<T> PagePool<T> {
         self.named.contains_key(&name)
     }
 
-    /// Says whether another tier holds a block too. Where it does, its page is given up before
-    /// others. Nothing, if no page holds it here.
+    /// Notes that another tier holds a block too, or no more. A page whose block another tier holds
+    /// is evicted before others. Nothing happens if no page holds the block here.
     pub fn set_saved(&mut self, name: BlockHash, saved: bool) {
         let Some(&page) = self.named.get(&name) else { return };
         let entry = &mut self.pages[page as usize];
@@ -193,7 +194,7 @@ impl<T> PagePool<T> {
         self.pages[lease.page as usize].saved
     }
 
-    /// Makes the pool forget what a leased page holds. Who leases it keeps it.
+    /// Makes the pool forget the content of a leased page. The lease stays valid.
     pub fn unname(&mut self, lease: &Lease<T>) {
         if self.drop_name(lease.page).is_some() {
             self.pages[lease.page as usize].saved = false;
@@ -274,8 +275,8 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// Makes the pool forget which page holds a block, because its content cannot be trusted. Who
-    /// leases the page keeps it. False: no page holds it.
+    /// Makes the pool forget which page holds a block, because its content cannot be trusted. A
+    /// lease on the page stays valid. False: no page holds it.
     pub fn forget(&mut self, name: BlockHash) -> bool {
         let Some(&page) = self.named.get(&name) else {
             return false;

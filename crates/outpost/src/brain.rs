@@ -39,11 +39,11 @@ const LAST_WORDS: Duration = Duration::from_millis(300);
 const BURIAL: Duration = Duration::from_secs(10);
 /// The time between two messages of ranks that wait for an outpost.
 const WAITING: Duration = Duration::from_secs(1);
-/// Most hands of an outpost.
+/// The largest number of hands of an outpost.
 const MOST_HANDS: u32 = 256;
-/// Most characters of an outpost's name.
+/// The largest number of characters of an outpost's name.
 const LONGEST_NAME: usize = 64;
-/// Most characters of a sentence about a hand's end.
+/// The largest number of characters of a sentence about a hand's end.
 const LONGEST_STATUS: usize = 1000;
 /// Messages of an outpost that nobody has read yet.
 const UNREAD: usize = 64;

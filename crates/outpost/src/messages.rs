@@ -7,13 +7,13 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// Of these messages, and of what is relayed between them.
+/// The version of these messages, and of the frames that are relayed between them.
 const OWN_VERSION: u16 = 1;
 /// Begins every connection.
 const MAGIC: [u8; 4] = *b"fbw1";
 /// Bytes of a [`Knock`].
 pub(crate) const KNOCK_BYTES: usize = 40;
-/// Most bytes of a message.
+/// The largest number of bytes of a message.
 const LONGEST: usize = 1 << 20;
 
 /// The first bytes of a connection: their number is fixed, so that nothing of a stranger is parsed.
@@ -48,9 +48,9 @@ impl Knock {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Answer {
-    /// It goes on.
+    /// The outpost may go on.
     Welcome,
-    /// It does not, and another attempt would not either.
+    /// The outpost may not go on, and another attempt would not succeed either.
     Refused(String),
 }
 
@@ -60,7 +60,7 @@ pub(crate) enum Answer {
 pub(crate) enum Purpose {
     /// An outpost offers itself.
     Join {
-        /// For people.
+        /// The name for people.
         name: String,
         /// The number of hands that it can run at a time.
         hands: u32,
@@ -86,7 +86,7 @@ pub(crate) enum ToOutpost {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FromOutpost {
-    /// It lives.
+    /// The outpost lives.
     Pong,
     /// A hand has ended, or could not be started.
     Ended {

@@ -35,7 +35,7 @@ impl Default for Life {
 }
 
 impl Life {
-    /// It has ended; the first word counts.
+    /// Notes the end of the hand; the first note counts.
     pub(crate) fn end(&self, how: &str) {
         self.ended.lock().get_or_insert_with(|| how.to_owned());
         self.changed.notify_all();

@@ -10,7 +10,7 @@ use tokio::net::{TcpStream, UnixStream};
 const UNACKNOWLEDGED: Duration = Duration::from_secs(5);
 /// Silence of the other side after which it is lost: four pings.
 pub(crate) const SILENCE: Duration = Duration::from_secs(4);
-/// From one ping to the next.
+/// The time from one ping to the next.
 pub(crate) const PING: Duration = Duration::from_secs(1);
 /// The time that one side may take to open a connection.
 pub(crate) const OPENING: Duration = Duration::from_secs(5);

@@ -1,4 +1,4 @@
-//! TLS 1.3 between one brain, which its certificate's fingerprint names, and whoever has the token.
+//! TLS 1.3 between one brain, which its certificate's fingerprint names, and holders of the token.
 
 use std::io;
 use std::sync::Arc;

@@ -8,8 +8,8 @@ use thiserror::Error;
 const KIND: &str = "fbw1";
 const BYTES: usize = 32;
 
-/// A line such as `fbw1.CERTIFICATE.SECRET`, both in hexadecimal. Whoever has it can run hands for
-/// the brain, and sees its requests.
+/// A line such as `fbw1.CERTIFICATE.SECRET`, both in hexadecimal. A holder of the token can run
+/// hands for the brain, and sees its requests.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
     /// SHA-256 of the brain's certificate.
@@ -44,7 +44,7 @@ impl fmt::Display for JoinToken {
 }
 
 impl fmt::Debug for JoinToken {
-    /// Without the secret.
+    /// Writes the token without the secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{KIND}.{}...", hex(&self.fingerprint[..4]))
     }

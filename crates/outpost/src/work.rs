@@ -23,7 +23,7 @@ use crate::token::JoinToken;
 
 type Stream = TlsStream<TcpStream>;
 
-/// Between two attempts to join.
+/// The pause between two attempts to join.
 const PAUSE: Duration = Duration::from_secs(1);
 /// Messages of the brain that nobody has read yet.
 const UNREAD: usize = 64;
@@ -48,7 +48,7 @@ pub type Spawn = Arc<dyn Fn(&HandOrder) -> io::Result<(RankProcess, Socket)> + S
 /// Why an outpost does not go on. Losing the brain is no reason: it is joined again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Ended {
-    /// The brain, or whatever answers at its address, is not the token's.
+    /// The server at the brain's address is not the token's.
     #[error("{0} has another certificate than the token names: the token is another server's")]
     Stranger(String),
     /// The brain does not want this outpost.
@@ -142,7 +142,7 @@ impl Door {
     }
 }
 
-/// From joining the brain to losing it. No hand is left behind.
+/// Runs from joining the brain to losing it. No hand is left behind.
 async fn session(door: &Door, spawn: &Spawn) -> Over {
     let WorkSettings { brain, name, hands, .. } = &door.settings;
     let purpose = Purpose::Join { name: name.clone(), hands: *hands };

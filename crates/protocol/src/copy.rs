@@ -6,8 +6,8 @@ pub const COPY_WORDS: usize = 4;
 pub const SPAN_WORDS: usize = 2;
 /// Words of a record of a result's `copied` column.
 pub(crate) const COPIED_WORDS: usize = 2;
-/// Longest wait of a plan without rows, in microseconds: a request that comes meanwhile waits that
-/// long at most.
+/// The longest wait of a plan without rows, in microseconds: a request that comes meanwhile waits
+/// that long at most.
 pub const MAX_WAIT_US: u32 = 1000;
 /// The end of a copy that was done.
 pub const COPY_OK: i32 = 0;
@@ -17,11 +17,11 @@ pub const COPY_FAILED: i32 = 1;
 /// The direction in which a page is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the device to the host, behind the rows of the plan that names it.
+    /// The page goes from the device to the host, behind the rows of the plan that names it.
     Save,
-    /// From the host to the device, at once: nothing in flight names the target.
+    /// The page goes from the host to the device, at once: nothing in flight names the target.
     Restore,
-    /// The same of index keys alone, to the index page that has the number of the host's page.
+    /// Index keys alone are restored, to the index page that has the number of the host's page.
     RestoreIndex,
 }
 
@@ -37,7 +37,7 @@ pub struct Span {
 /// A copy of one page, all layers of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
-    /// Its number, which its end is reported with.
+    /// The number of the copy, which the report of its end names.
     pub ticket: u32,
     /// The direction of the copy.
     pub direction: Direction,
@@ -86,9 +86,9 @@ impl Span {
 /// Microseconds that each direction's engine was busy, and that rows waited, since the last result.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyTiming {
-    /// With saves.
+    /// The time of saves.
     pub save_us: u32,
-    /// With restores.
+    /// The time of restores.
     pub restore_us: u32,
     /// Microseconds that rows waited for copies.
     pub waited_us: u32,

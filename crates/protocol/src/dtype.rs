@@ -13,7 +13,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Its name in `config` and `ready`.
+    /// The name of the type in `config` and `ready`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -7,8 +7,8 @@ use thiserror::Error;
 pub const VERSION: u16 = 4;
 /// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 24;
-/// Most words a frame may hold after its header (256 MiB). Readers refuse more, so writers make no
-/// larger frame.
+/// The largest number of words a frame may hold after its header (256 MiB). Readers refuse more, so
+/// writers make no larger frame.
 pub const MAX_WORDS: u32 = 1 << 26;
 /// Bytes that an encoded frame's buffer keeps for the next one, whatever the largest frame was.
 const KEPT_BYTES: usize = 1 << 20;
@@ -32,7 +32,7 @@ pub enum Kind {
     Ready = 4,
     /// Brain to hand: one step to execute.
     Plan = 5,
-    /// Hand to brain: what a step gave.
+    /// Hand to brain: the result of a step.
     Result = 6,
     /// Hand to brain: last words.
     Fatal = 7,
@@ -96,7 +96,7 @@ pub enum FrameError {
     /// A column that a frame of this kind does not have.
     #[error("malformed frame: unknown column {0}")]
     Column(u32),
-    /// The text of a JSON frame is not what its kind asks for.
+    /// The text of a JSON frame is no message of its kind.
     #[error("{kind:?} frame: {reason}")]
     Message {
         /// The frame's kind.
@@ -113,7 +113,7 @@ pub struct Header {
     pub kind: Kind,
     /// The step it belongs to, or 0.
     pub step: u64,
-    /// Number of columns.
+    /// The number of columns.
     pub columns: u32,
     /// Words after the header.
     pub words: u32,

@@ -41,7 +41,7 @@ fn unfit(kind: Kind, error: &serde_json::Error) -> FrameError {
 /// Hand to brain, first of all: the process is there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Its process id.
+    /// The process id of the hand.
     pub pid: u32,
 }
 
@@ -62,17 +62,18 @@ pub struct HandConfig {
     pub page_size: u32,
     /// Rows of the device tables.
     pub slots: u32,
-    /// Most positions of a request.
+    /// The largest number of positions of a request.
     pub context_length: u32,
-    /// Most tokens of a step.
+    /// The largest number of tokens of a step.
     pub chunked_prefill_size: u32,
-    /// Most requests that run at a time, which is most rows of a step.
+    /// The largest number of requests that run at a time, which is most rows of a step.
     pub max_running_requests: u32,
     /// The implementation of attention (`triton`, `torch`, `fa3`); `None`: the device's best.
     pub attention_backend: Option<String>,
-    /// Most rows of a graph; 0: there are no graphs.
+    /// The largest number of rows of a graph; 0: there are no graphs.
     pub graph_rows: u32,
-    /// Share of the device's memory for weights, pages, and what steps take where that is measured.
+    /// The share of the device's memory for weights and pages, and for the memory of steps if that
+    /// is measured.
     pub mem_fraction_static: f64,
     /// A fixed size of the KV pool in tokens.
     pub max_total_tokens: Option<u64>,
@@ -86,17 +87,19 @@ pub struct HandConfig {
     pub expert_parallel: bool,
     /// Threads that compute on a CPU; `None`: the physical cores that the process may use.
     pub threads: Option<u32>,
-    /// Of dummy weights.
+    /// The seed of dummy weights.
     pub seed: u64,
     /// Bytes that all files of packed weights may take together; 0: none is read or written.
     pub weight_cache_bytes: u64,
-    /// Size of the host's tier. With neither this nor a ratio there is none.
+    /// The size of the host's tier. With neither this nor a ratio there is none.
     pub host_bytes: Option<u64>,
-    /// The same, in pages for each page of the device.
+    /// The size of the host tier, in pages for each page of the device.
     pub host_ratio: Option<f64>,
-    /// The same, in pages: those that an earlier hand was given, whose content is there.
+    /// The size of the host tier in pages: those that an earlier hand was given, whose content is
+    /// there.
     pub host_pages: Option<u32>,
-    /// Share of the memory that is free beside weights and pages, which the host's tier may have.
+    /// The share of the memory that is free beside weights and pages, which the host's tier may
+    /// have.
     pub host_share: f64,
     /// Copies take at least as long as at this speed, in GB a second; for tests.
     pub copy_gbps: Option<f64>,
@@ -107,7 +110,7 @@ pub struct HandConfig {
     pub hot_row_tokens: Option<u32>,
     /// The positions that a row chooses, as the user has them; the model must agree.
     pub sparse_top_k: Option<u32>,
-    /// Positions of all image pages; `None`: what the hand finds right for the model.
+    /// Positions of all image pages; `None`: the hand chooses a number for the model.
     pub image_pool_tokens: Option<u64>,
     /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
     /// the next plan.
@@ -131,19 +134,19 @@ pub struct StoreRequest {
 pub enum StoreOp {
     /// Sets a value.
     Set {
-        /// Its key.
+        /// The key.
         key: String,
         /// The value.
         value: String,
     },
     /// Asks for a value, and waits until it is there.
     Get {
-        /// Its key.
+        /// The key.
         key: String,
     },
     /// Adds to a number, which is 0 before; asks for the sum.
     Add {
-        /// Its key.
+        /// The key.
         key: String,
         /// The number that is added.
         amount: i64,
@@ -158,9 +161,9 @@ pub enum StoreOp {
         /// The keys.
         keys: Vec<String>,
     },
-    /// Sets a value if it is the expected one; asks what it is then.
+    /// Sets a value if it is the expected one, and answers the value after that.
     CompareSet {
-        /// Its key.
+        /// The key.
         key: String,
         /// The value that has to be there before; empty: none may be.
         expected: String,
@@ -179,7 +182,7 @@ pub enum StoreOp {
 /// Brain to hand: an answer of the store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreReply {
-    /// Of the question.
+    /// The id of the question.
     pub id: u64,
     /// A value in base64, where one was asked for.
     pub value: Option<String>,
@@ -218,7 +221,7 @@ pub struct Ready {
     pub device: String,
     /// Seconds from spawn to ready, as the hand counts them.
     pub load_seconds: f64,
-    /// Most tokens that a row which samples may give.
+    /// The largest number of tokens that a row which samples may give.
     #[serde(default = "one")]
     pub tokens_a_row: u32,
     /// Pages of the host's tier; 0 without one.

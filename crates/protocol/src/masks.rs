@@ -49,7 +49,7 @@ impl StepMasks {
         masks.zip(&self.masked).map(|(mask, &masked)| masked.then_some(mask))
     }
 
-    /// Writes the frame to `out`, replacing what it holds. `place` gets each mask and answers the
+    /// Writes the frame to `out`, whose old content is lost. `place` gets each mask and answers the
     /// byte offset in the arena where it put it, or `None` to leave it in the frame (the arena is
     /// full).
     ///
@@ -81,9 +81,9 @@ impl StepMasks {
 pub enum MaskPlace {
     /// There is none: everything is allowed.
     Everything,
-    /// At this byte of the arena.
+    /// The mask is at this byte of the arena.
     Arena(u32),
-    /// In the frame, so many masks after its first.
+    /// The mask is in the frame, so many masks after its first.
     Inline(usize),
 }
 
@@ -94,7 +94,7 @@ pub struct ReceivedMasks {
     pub step: u64,
     /// One a masked row, in row order.
     pub places: Vec<MaskPlace>,
-    /// Those in the frame, one after the other.
+    /// The masks in the frame, one after the other.
     words: Vec<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! The step plan: what the hand has to write and compute in one step.
+//! The step plan: the writes and computations of a hand in one step.
 
 mod images;
 mod prompts;
@@ -22,8 +22,8 @@ const UNUSED: u32 = 23;
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
 pub const PAGE_WRITE_WORDS: usize = 3;
-/// Most words of a row: its record, how many tokens it may give, and what it is to give of its
-/// prompt.
+/// The largest number of words of a row: its record, the number of tokens that it may give, and its
+/// log-probabilities of the prompt.
 pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1 + PROMPT_LOGPROBS_WORDS;
 /// Words of a record of the `rows` column.
 const ROW_RECORD_WORDS: usize = 4;
@@ -76,9 +76,9 @@ pub struct Row {
     pub slot: u32,
     /// First position to compute.
     pub start: u32,
-    /// Number of positions.
+    /// The number of positions.
     pub length: u32,
-    /// Its purpose.
+    /// The purpose of the row.
     pub want: Want,
 }
 
@@ -139,8 +139,8 @@ fn take_pair(rest: &mut &[i32], slot: i32) -> Option<u32> {
 }
 
 impl StepPlan {
-    /// Empties the plan for step `step`. It keeps its memory, but not what only one large step
-    /// needed.
+    /// Empties the plan for step `step`. It keeps its memory, but not the part that only one large
+    /// step needed.
     pub fn begin(&mut self, step: u64) {
         self.step = step;
         empty(&mut self.slots);
@@ -289,7 +289,8 @@ impl StepPlan {
         })
     }
 
-    /// Most words of the plan's frame after its header, as long as nothing is spilled.
+    /// The largest number of words of the plan's frame after its header, as long as nothing is
+    /// spilled.
     #[must_use]
     pub fn words(&self) -> usize {
         let columns = self.columns(&self.slots, &self.tokens);
@@ -325,7 +326,7 @@ impl StepPlan {
         ]
     }
 
-    /// Writes the plan's frame to `out`, replacing what it holds.
+    /// Writes the plan's frame to `out`, whose old content is lost.
     ///
     /// # Errors
     /// The frame would be larger than a reader takes.

@@ -1,4 +1,4 @@
-//! The step result: what one step gave.
+//! The step result: the outputs of one step.
 
 use crate::copy::{COPIED_WORDS, CopyTiming};
 use crate::frame::{Frame, FrameError, Kind, as_words, encode, floats};
@@ -26,7 +26,8 @@ pub struct SampledLogprobs<'a> {
 pub struct StepResult {
     /// The plan's step number.
     pub step: u64,
-    /// Of the rows that sample, in row order; one each unless `token_counts` says otherwise.
+    /// The tokens of the rows that sample, in row order; one each unless `token_counts` says
+    /// otherwise.
     pub tokens: Vec<i32>,
     /// One a row, in row order: [`ROW_OK`] or [`ROW_NOT_FINITE`].
     pub row_errors: Vec<i32>,
@@ -51,7 +52,8 @@ pub struct StepResult {
     pub copy_timing: CopyTiming,
     /// The places of the rows that sparse slots read.
     pub sparse_rows: SparseRows,
-    /// Of the tokens of prompts that the plan asks for, in its order; `None`: it asks for none.
+    /// The log-probabilities of prompts that the plan asks for, in its order; `None`: it asks for
+    /// none.
     pub prompt_logprobs: Option<Box<PromptLogprobs>>,
 }
 
@@ -122,7 +124,7 @@ impl StepResult {
         counts.chain(std::iter::repeat_n(1, one_each))
     }
 
-    /// Writes the result's frame to `out`, replacing what it holds.
+    /// Writes the result's frame to `out`, whose old content is lost.
     ///
     /// # Errors
     /// The frame would be larger than a reader takes.

@@ -10,9 +10,9 @@ pub struct SamplingParams {
     pub temperature: f32,
     /// Nucleus mass, 1 is off.
     pub top_p: f32,
-    /// Number of candidates, 0 is off.
+    /// The number of candidates, 0 is off.
     pub top_k: i32,
-    /// Share of the largest probability below which tokens are dropped, 0 is off.
+    /// The share of the largest probability below which tokens are dropped, 0 is off.
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of seen tokens, 1 is off (Keskar et al.
     /// 2019).
@@ -21,7 +21,7 @@ pub struct SamplingParams {
     pub presence_penalty: f32,
     /// Subtracted per occurrence from the logit of each generated token.
     pub frequency_penalty: f32,
-    /// With the position, the only source of randomness.
+    /// The seed: with the position, the only source of randomness.
     pub seed: u64,
     /// Generated tokens before a stop id may be sampled.
     pub min_tokens: u32,
@@ -73,8 +73,8 @@ pub struct SlotSpec {
     /// others.
     pub pooling: Option<Pooling>,
     /// Byte offset in the arena of embeddings that stand for the prompt's tokens, one row of
-    /// `hidden_size` elements each. Its blocks are nobody's but its own: they have no name, because
-    /// its tokens do not say what is in them.
+    /// `hidden_size` elements each. Its blocks have no names and belong to it alone, because its
+    /// tokens do not tell their content.
     pub embeds: Option<u32>,
 }
 
@@ -91,7 +91,7 @@ impl SlotSpec {
 pub struct NewSlot<'a> {
     /// Row of the device tables.
     pub slot: u32,
-    /// Prompt and, for a replayed or preempted request, what was generated so far.
+    /// Prompt and, for a replayed or preempted request, the tokens that it generated so far.
     pub tokens: &'a [i32],
     /// The number of `tokens` that are the prompt.
     pub prompt_len: u32,
@@ -117,21 +117,21 @@ impl NewSlot<'_> {
 /// The sampling parameters of a new slot, as they stand in a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SlotSampling<'a> {
-    /// As [`SamplingParams`] have it.
+    /// The temperature, as in [`SamplingParams`].
     pub temperature: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub top_p: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub min_p: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub repetition_penalty: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub presence_penalty: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub frequency_penalty: f32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub top_k: i32,
-    /// As above.
+    /// The parameter of this name, as in [`SamplingParams`].
     pub seed: u64,
     /// Token ids whose logits something is added to.
     pub bias_ids: &'a [i32],
@@ -144,7 +144,7 @@ pub struct SlotSampling<'a> {
 pub struct SlotWrite<'a> {
     /// Row of the device tables.
     pub slot: u32,
-    /// Its tokens; empty where they are in the arena.
+    /// The tokens of the slot; empty if they are in the arena.
     pub tokens: &'a [i32],
     /// The number of tokens, in the plan or in the arena.
     pub token_count: u32,
@@ -192,7 +192,7 @@ pub(crate) struct SlotRecord {
 impl SlotRecord {
     pub(crate) const WORDS: usize = 11;
 
-    /// Of a slot whose tokens are in the plan.
+    /// Makes the record of a slot whose tokens are in the plan.
     pub(crate) fn new(new: &NewSlot<'_>) -> Self {
         let params = &new.spec.sampling;
         let min_total = new.prompt_len.saturating_add(params.min_tokens).min(i32::MAX as u32);
@@ -256,7 +256,8 @@ impl SlotRecord {
         ]
     }
 
-    /// With its record of floats and its parts of the lists of biases.
+    /// The sampling parameters, with the record of floats and the slot's parts of the lists of
+    /// biases.
     pub(crate) fn sampling<'a>(
         self,
         floats: &[f32; SLOT_FLOATS],

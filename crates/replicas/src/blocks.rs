@@ -13,7 +13,7 @@ pub(crate) enum News {
     Changed(usize, Vec<BlockEvent>),
     /// A request with these blocks was sent to a replica.
     Sent(usize, Arc<[BlockHash]>),
-    /// It has computed them, or never will.
+    /// The request has computed its blocks, or never will.
     Settled(usize, Arc<[BlockHash]>),
 }
 

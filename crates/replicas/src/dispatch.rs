@@ -15,11 +15,11 @@ pub(crate) struct Asked<'a> {
     pub(crate) preference: &'a Preference,
     /// Tokens to compute before the next one is generated, if nothing is cached.
     pub(crate) tokens: u64,
-    /// Most tokens that it may still generate.
+    /// The largest number of tokens that it may still generate.
     pub(crate) room: u64,
     /// Tokens that each replica has cached; empty: none.
     pub(crate) cached: Vec<u64>,
-    /// Its leading blocks, to be remembered until it has computed them.
+    /// The leading blocks of the request, to be remembered until it has computed them.
     pub(crate) names: Arc<[BlockHash]>,
 }
 

@@ -77,7 +77,7 @@ impl BlockObserver for Observer {
 pub(crate) struct Observers(Vec<Box<dyn BlockObserver>>);
 
 impl Observers {
-    /// As one; `None`: nobody listens.
+    /// Makes one observer of several; `None`: nobody listens.
     pub(crate) fn join(mut all: Vec<Box<dyn BlockObserver>>) -> Option<Box<dyn BlockObserver>> {
         match all.len() {
             0 | 1 => all.pop(),

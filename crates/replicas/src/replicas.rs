@@ -30,9 +30,10 @@ pub struct ReplicasConfig {
 
 /// The parts of a replica.
 pub struct Member {
-    /// Its limits; those of the queue hold for all replicas together, which also have one namer.
+    /// The limits of the engine; those of the queue hold for all replicas together, which also have
+    /// one namer.
     pub config: EngineConfig,
-    /// Its hand.
+    /// The hand of the engine.
     pub executor: Box<dyn Executor>,
     /// The receiver of its outputs.
     pub sink: Box<dyn OutputSink>,
@@ -42,7 +43,7 @@ pub struct Member {
 
 pub(crate) struct Shared {
     pub(crate) dispatch: Mutex<Dispatch>,
-    /// `None`: the policy does not ask what is cached.
+    /// `None`: the policy does not look at cached blocks.
     blocks: Option<Blocks>,
     clock: Arc<dyn Clock>,
     engines: OnceLock<Vec<EngineHandle>>,
@@ -224,7 +225,7 @@ impl Replicas {
         self.0.dispatch.lock().drained.iter().all(|&drained| drained)
     }
 
-    /// Aborts what is alive, stops the hands and ends the threads.
+    /// Aborts all requests, stops the hands and ends the threads.
     pub fn stop(&self) {
         self.0.draining.store(true, Ordering::Release);
         self.0.engines().iter().for_each(EngineHandle::stop);

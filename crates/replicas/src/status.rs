@@ -6,13 +6,13 @@ use forebay_engine::{Facts, Stats, Status};
 /// One replica.
 #[derive(Debug, Clone)]
 pub struct ReplicaReport {
-    /// As its engine says.
+    /// The status, as the engine says.
     pub status: Status,
-    /// After its last step.
+    /// The counts after the last step.
     pub stats: Stats,
-    /// By the ledger: this moment.
+    /// The load at this moment, by the ledger.
     pub load: Load,
-    /// It finishes what it has and gets nothing new.
+    /// True if the replica finishes its requests and gets no new ones.
     pub drained: bool,
 }
 

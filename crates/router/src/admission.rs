@@ -85,7 +85,7 @@ pub struct AllowedBackends {
 enum Hosts {
     /// This one, in small letters.
     One(String),
-    /// Those below a domain, with its dot.
+    /// The hosts below a domain, which is written with its dot.
     Below(String),
     /// Addresses that begin with the same bits.
     Network { address: IpAddr, bits: u8 },

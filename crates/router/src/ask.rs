@@ -45,7 +45,7 @@ pub(crate) struct Ask {
     body: Bytes,
     /// The share of the budget for bodies that the body takes.
     _held: Held,
-    /// To sample with where the client gave no seed.
+    /// The seed to sample with if the client gave none.
     seed: u64,
     /// Until when it has to be answered.
     pub(crate) deadline: Instant,

@@ -1,4 +1,4 @@
-//! One backend: its books, its health, and what was counted of it.
+//! One backend: its books, its health, and its counts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,7 +23,7 @@ use crate::policy::Candidate;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`{url}` is not the URL of a backend: {reason}")]
 pub struct UrlError {
-    /// As it was given.
+    /// The URL, as it was given.
     pub url: String,
     /// The reason, for the user.
     pub reason: &'static str,
@@ -77,7 +77,7 @@ impl BackendUrl {
 struct Health {
     up: bool,
     was_up: bool,
-    /// Of the same outcome, in a row.
+    /// The number of failed checks in a row.
     failures: u32,
     successes: u32,
 }
@@ -85,13 +85,14 @@ struct Health {
 /// The finding of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Check {
-    /// It takes requests.
+    /// The backend takes requests.
     Fine,
-    /// It answers, and takes none: it loads, or drains. What it has it may finish.
+    /// The backend answers, and takes no new requests: it loads, or drains. Requests that it has
+    /// may end there.
     Refuses,
-    /// Nobody listens there. Connections that are open may live on: so do some servers shut down.
+    /// Nobody listens there. Open connections may live on: some servers shut down in this way.
     Absent,
-    /// It does not answer.
+    /// The backend does not answer.
     Silent,
 }
 
@@ -111,7 +112,7 @@ struct Life {
     /// Deaths so far. A dispatch that breaks when there are more than at its beginning was in
     /// flight at one.
     deaths: u64,
-    /// It was found dead and has not answered since.
+    /// True if the backend was found dead and has not answered since.
     dead: bool,
     /// The process, as it calls itself; 0: not known.
     epoch: u64,
@@ -129,7 +130,7 @@ impl Life {
         }
     }
 
-    /// It has answered, and calls itself `epoch`.
+    /// Notes that the backend has answered, and calls itself `epoch`.
     fn speak(&mut self, epoch: u64) {
         let known = std::mem::replace(&mut self.epoch, epoch);
         if known != 0 && known != epoch && !self.dead {
@@ -153,7 +154,7 @@ pub(crate) struct Counters {
 pub(crate) struct Backend {
     pub(crate) id: u32,
     pub(crate) url: BackendUrl,
-    /// For the `host` header.
+    /// The value of the `host` header.
     pub(crate) host: HeaderValue,
     name: u64,
     state: Mutex<State>,
@@ -171,7 +172,7 @@ pub(crate) struct Backend {
     pub(crate) gone: Arc<Notify>,
     /// Wakes its health check.
     pub(crate) suspected: Notify,
-    /// It was taken off the list.
+    /// True if the backend was taken off the list.
     pub(crate) removed: AtomicBool,
     pub(crate) counters: Counters,
 }
@@ -219,8 +220,8 @@ impl Backend {
         self.forebay.load(Ordering::Relaxed)
     }
 
-    /// It as a candidate, and whether a suspect is on trial here; `None` while it takes no
-    /// requests.
+    /// The backend as a candidate, and true if a suspect is on trial here; `None` while the backend
+    /// takes no requests.
     pub(crate) fn candidate(&self, now: Instant) -> Option<(Candidate, bool)> {
         let state = self.state.lock();
         let candidate = || Candidate {

@@ -18,7 +18,7 @@ pub struct BreakerConfig {
 }
 
 impl Default for BreakerConfig {
-    /// As SGLang's router.
+    /// The defaults of SGLang's router.
     fn default() -> Self {
         Self {
             failures: 10,
@@ -116,8 +116,8 @@ impl Breaker {
         }
     }
 
-    /// The backend answers its health checks again after it was gone: what it did before says
-    /// nothing.
+    /// The backend answers its health checks again after it was gone: its earlier failures count no
+    /// more.
     pub fn reset(&mut self) {
         self.state = State::Closed;
         self.failures.clear();

@@ -13,13 +13,15 @@ use crate::policy::{Policy, Thresholds};
 /// The way in which the router learns its backends' load.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Watch {
-    /// Reports ride on responses and say what they count; idle backends are asked to tell when
-    /// something changes.
+    /// Reports ride on responses and tell the requests that they count; idle backends are asked to
+    /// tell when something changes.
     #[default]
     Acknowledged,
-    /// The same, but a report erases what was dispatched since it was made.
+    /// Reports ride on responses, but a report erases the requests that were dispatched since it
+    /// was made.
     Unacknowledged,
-    /// Each backend is asked again and again, and the answer erases what was dispatched meanwhile.
+    /// Each backend is asked again and again, and the answer erases the requests that were
+    /// dispatched meanwhile.
     Polled(Duration),
 }
 
@@ -74,16 +76,16 @@ pub struct RetryConfig {
     pub retries: u32,
     /// Pause once every backend was tried.
     pub first_pause: Duration,
-    /// Longest pause.
+    /// The longest pause.
     pub last_pause: Duration,
     /// The factor by which each pause is longer than the one before.
     pub factor: f64,
-    /// Share of a pause that is left to chance.
+    /// The share of a pause that is left to chance.
     pub jitter: f64,
 }
 
 impl Default for RetryConfig {
-    /// As SGLang's router.
+    /// The defaults of SGLang's router.
     fn default() -> Self {
         Self {
             retries: 5,
@@ -123,13 +125,13 @@ pub struct RouterConfig {
     pub breaker: BreakerConfig,
     /// The retries of requests.
     pub retry: RetryConfig,
-    /// Longest time that a request may take.
+    /// The longest time that a request may take.
     pub request_timeout: Duration,
-    /// Longest time that a connection to a backend may take to open.
+    /// The longest time that a connection to a backend may take to open.
     pub connect_timeout: Duration,
-    /// Longest time for a request's head, and then its body, to arrive.
+    /// The longest time for a request's head, and then its body, to arrive.
     pub receive_timeout: Duration,
-    /// Most connections of clients at a time; those beyond are closed.
+    /// The largest number of connections of clients at a time; those beyond are closed.
     pub max_connections: usize,
     /// The limits on request bodies, in bytes.
     pub bodies: BodyLimits,
@@ -138,11 +140,11 @@ pub struct RouterConfig {
     /// Keys of which clients must show one, if there are any; it is passed on. The router itself
     /// shows the first where it asks backends something.
     pub api_keys: Vec<String>,
-    /// Key that is needed to see what the router knows of its backends; where there is none, a
-    /// client's will do.
+    /// Key that is needed to see the router's knowledge of its backends; without one, a client's
+    /// key is enough.
     pub admin_key: Option<String>,
-    /// Key that the router shows to brains: they tell only those routers what they know that have
-    /// it.
+    /// Key that the router shows to brains. They tell their blocks and loads only to routers with
+    /// the key.
     pub router_key: Option<String>,
     /// Clients with different keys share cached blocks at the backends.
     pub share_cache_across_keys: bool,

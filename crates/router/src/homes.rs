@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 
 use crate::scan::{members, plain_string};
 
-/// Most responses whose backends are known. Of others every backend is asked.
+/// The largest number of responses whose backends are known. Of others every backend is asked.
 const MOST: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
-/// Longest name of a response, in bytes.
+/// The longest name of a response, in bytes.
 const LONGEST: usize = 128;
 /// The prefix of the paths of single responses.
 const PATH: &str = "/v1/responses/";

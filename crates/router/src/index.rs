@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Bytes of text that are named together: about two pages of 16 tokens.
 const TEXT_BLOCK: usize = 128;
-/// Most texts that are known; the least recently used are forgotten.
+/// The largest number of texts that are known; the least recently used are forgotten.
 const MAX_TEXTS: usize = 1 << 20;
 /// Brains with names of their own whose blocks are known for one text. Brains with one secret give
 /// the same names and count as one.
@@ -64,7 +64,7 @@ impl Known {
 /// A prompt's beginning, and what it stands for.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
-    /// Share of the prompt, above 0, at most 1.
+    /// The share of the prompt, above 0, at most 1.
     share: f32,
     known: Known,
 }

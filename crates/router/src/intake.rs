@@ -21,16 +21,16 @@ const EMBEDS: &[u8] = b"\"prompt_embeds\"";
 /// The limits on bodies, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BodyLimits {
-    /// Largest body in bytes.
+    /// The largest body in bytes.
     pub whole: usize,
-    /// Largest body in bytes of a request without `prompt_embeds`.
+    /// The largest body in bytes of a request without `prompt_embeds`.
     pub json: usize,
     /// Bytes that the bodies of all requests may take together.
     pub all: usize,
 }
 
 impl Default for BodyLimits {
-    /// As a brain.
+    /// The defaults of a brain.
     fn default() -> Self {
         Self { whole: 64 << 20, json: 4 << 20, all: 1 << 30 }
     }

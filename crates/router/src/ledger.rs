@@ -12,14 +12,14 @@ use forebay_api::peer::LoadReport;
 /// The effect of a report on requests that were dispatched since it was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accounting {
-    /// Nothing: dispatches count until they end.
+    /// A report changes nothing: dispatches count until they end.
     Acknowledged,
-    /// It erases them, as where load is polled or reported without saying what it counts. To
-    /// measure the other by.
+    /// A report erases these requests. A router does so that polls load, or whose reports do not
+    /// say which requests they count. This is here to be compared with the other.
     Overwritten,
 }
 
-/// Of one dispatch that has not ended.
+/// The work of one dispatch that has not ended.
 #[derive(Debug, Clone, Copy)]
 struct Dispatched {
     tokens: u32,
@@ -82,7 +82,7 @@ impl Ledger {
         true
     }
 
-    /// The backend is gone, and what it reported with it.
+    /// The backend is gone, and its report with it.
     pub fn forget(&mut self) {
         self.report = None;
         self.since = 0;

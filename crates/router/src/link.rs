@@ -21,7 +21,7 @@ use tokio::net::TcpStream;
 use crate::backend::BackendUrl;
 use crate::payload::Payload;
 
-/// Most idle connections that are kept for each backend.
+/// The largest number of idle connections that are kept for each backend.
 const MAX_IDLE: usize = 1024;
 
 /// A connection and its driver.
@@ -29,7 +29,7 @@ pub(crate) struct Link {
     sender: SendRequest<Payload>,
     connection: Pin<Box<Connection<TokioIo<TcpStream>, Payload>>>,
     closed: bool,
-    /// It has answered before.
+    /// True if the link has answered before.
     used: bool,
 }
 

@@ -46,7 +46,7 @@ struct BackendTick {
     in_flight: u32,
     running: u32,
     waiting: u32,
-    /// As it reported last; null where it never did.
+    /// The tokens of the last report; null if there was none.
     tokens: Option<u64>,
     pages_free: Option<u64>,
     sent: u64,

@@ -11,17 +11,17 @@ use std::time::{Duration, Instant};
 const MAX_DEATHS: u8 = 3;
 /// Deaths that nobody else is to blame for.
 const MAX_UNEXPLAINED: u8 = 2;
-/// Least time that a trial takes, unless something is produced sooner.
+/// The least time that a trial takes, unless something is produced sooner.
 const SHORTEST_TRIAL: Duration = Duration::from_secs(1);
 
 /// The part of a request in a backend's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// It was on trial there.
+    /// The request was on trial there.
     OnTrial,
     /// Another was.
     Bystander,
-    /// Nobody was.
+    /// No request was on trial there.
     Present,
 }
 
@@ -32,7 +32,7 @@ pub(crate) struct Past {
     unexplained: u8,
     /// The time that the request had been with the backend that died last.
     lived: Duration,
-    /// It has to be tried alone.
+    /// True if the request has to be tried alone.
     suspect: bool,
 }
 

@@ -1,4 +1,4 @@
-//! A body that is sent to a backend: what a client sent, and ahead of it what the router adds.
+//! A body that is sent to a backend: the client's body, and ahead of it the router's addition.
 
 use std::convert::Infallible;
 use std::pin::Pin;

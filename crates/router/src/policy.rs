@@ -18,15 +18,15 @@ pub enum Policy {
     /// The one that has most of the prompt in its cache, unless it has too much to do.
     #[default]
     CacheAware,
-    /// The same for the same `x-routing-key`, `routing_key`, `session_id` or `user`; without one,
-    /// that with the fewest requests.
+    /// The backend is the same for the same `x-routing-key`, `routing_key`, `session_id` or `user`.
+    /// A request without one goes to the backend with the fewest requests.
     Session,
 }
 
 /// The limits above which `cache_aware` looks at loads instead, as in SGLang's router.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Thresholds {
-    /// Least share of a prompt for which a backend is chosen by its cache.
+    /// The least share of a prompt for which a backend is chosen by its cache.
     pub cache: f32,
     /// Requests by which loads may differ.
     pub balance_abs: u32,
@@ -49,7 +49,7 @@ pub struct Candidate {
     pub requests: u32,
     /// Tokens it holds or has been sent: decides between equal numbers of requests.
     pub tokens: u64,
-    /// Share of the prompt in its cache.
+    /// The share of the prompt in its cache.
     pub cached: f32,
 }
 

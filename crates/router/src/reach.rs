@@ -57,7 +57,7 @@ pub(crate) struct Reached {
 /// No response, or one that is to be passed on although another backend might do better.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// Nobody could be asked, or nobody answered.
+    /// No backend could be asked, or none answered.
     Api(ApiError),
     /// The last backend refused.
     Refused(Response<Bytes>),

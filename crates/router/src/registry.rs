@@ -1,4 +1,4 @@
-//! The list of backends, and who named them.
+//! The list of backends, and the sources of their names.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

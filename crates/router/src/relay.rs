@@ -1,8 +1,8 @@
-//! A response on its way to the client, whatever happens to the backends behind it.
+//! A response on its way to the client, which survives failures of the backends behind it.
 //!
 //! A stream that a brain has tagged goes on with another brain when it breaks. Any other stream
-//! ends with an error event, and what is no stream ends by closing the connection, since its length
-//! can't be kept any more.
+//! ends with an error event. A response that is no stream ends by closing the connection, since its
+//! length can't be kept any more.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -46,12 +46,12 @@ pub(crate) struct Relay {
     /// Kept, with its body, only where another backend may be asked to go on.
     ask: Option<Arc<Ask>>,
     kind: Kind,
-    /// To be given before anything else.
+    /// The bytes to give before anything else.
     first: Bytes,
     state: State,
     /// The last bytes given were the end of an event.
     between: bool,
-    /// The router ends what is alive.
+    /// The router ends all running requests.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
     _live: Live,
 }

@@ -29,7 +29,7 @@ use crate::watch::watch;
 
 /// The time that connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The same, once there is no more patience.
+/// The time that connections may take to end once requests were ended at once.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after the system refused a connection, most likely for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -63,7 +63,7 @@ pub struct Router {
     shared: Arc<Shared>,
     stop: watch::Sender<Stage>,
     threads: Vec<std::thread::JoinHandle<()>>,
-    /// Runs what is asked of backends without a client.
+    /// Runs the questions to backends that come without a client.
     watching: Runtime,
 }
 
@@ -71,7 +71,7 @@ pub struct Router {
 enum Stage {
     Serving,
     Closing,
-    /// At once.
+    /// Requests are ended at once.
     Cutting,
 }
 
@@ -133,8 +133,8 @@ impl Router {
         let _ = self.shared.broken.subscribe().wait_for(|&broken| broken).await;
     }
 
-    /// Refuses new requests, lets the running ones finish within the drain timeout or until `hurry`
-    /// is ready, ends what is left, and stops. False: a part of it had panicked.
+    /// Refuses new requests, and lets the running ones finish within the drain timeout or until
+    /// `hurry` is ready. Then it ends the rest, and stops. False: a part of it had panicked.
     pub fn stop(self, hurry: impl Future<Output = ()>) -> bool {
         self.shared.draining.store(true, Ordering::Release);
         let limit = self.shared.config.drain_timeout;

@@ -30,14 +30,14 @@ use crate::registry::Source;
 use crate::relay::{Cut, Relay};
 use crate::shared::Worker;
 
-/// Longest lease of a backend that registers, and the lease of one that does not say.
+/// The longest lease of a backend that registers, and the lease of one that does not say.
 const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
 const DEFAULT_LEASE: Duration = Duration::from_secs(60);
-/// Most backends that may have a lease.
+/// The largest number of backends that may have a lease.
 const MAX_LEASES: usize = 1024;
-/// Largest body of a registration.
+/// The largest body of a registration.
 const REGISTRATION: BodyLimits = BodyLimits { whole: 1 << 16, json: 1 << 16, all: 0 };
-/// By this OpenAI's clients are told not to try again by themselves.
+/// The header that tells OpenAI's clients not to try again by themselves.
 const SHOULD_RETRY: &str = "x-should-retry";
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -72,7 +72,7 @@ const POSTED: &[&str] = &[
 
 /// A response of the router.
 pub(crate) enum Answer {
-    /// Its own.
+    /// The router's own answer.
     Own(Full<Bytes>),
     /// The news of the router's backends, as long as the client listens.
     Fed(FeedBody),

@@ -45,7 +45,7 @@ pub(crate) struct Shared {
     pub(crate) own_key: Option<HeaderValue>,
     /// The seed of the names of texts, so that nobody can construct texts with one name.
     text_root: u64,
-    /// For connections of clients.
+    /// The places for connections of clients.
     pub(crate) places: Arc<Semaphore>,
     /// The memory that the bodies of requests take.
     pub(crate) budget: Arc<Budget>,
@@ -194,9 +194,9 @@ impl Shared {
 pub(crate) enum Choice {
     /// A backend gets the request.
     Sent(Sent),
-    /// Those that could get it each have a suspect on trial.
+    /// Each backend that could get the request has a suspect on trial.
     OnTrial,
-    /// Nobody takes it.
+    /// No backend takes the request.
     Nobody,
 }
 

@@ -21,16 +21,16 @@ use crate::shared::Shared;
 const PROBE: Duration = Duration::from_secs(1);
 /// The longest time that an idle backend may keep a question about its load.
 const WAIT: Duration = Duration::from_secs(20);
-/// Least time between two questions to the same backend about its load.
+/// The least time between two questions to the same backend about its load.
 const PACE: Duration = Duration::from_millis(5);
-/// The same about its blocks: until they are known, a text counts for the backend that it was sent
-/// to.
+/// The time between two questions about a backend's blocks. Until they are known, a text counts for
+/// the backend that it was sent to.
 const BLOCKS_PACE: Duration = Duration::from_millis(20);
 /// The time that a backend has to be without requests of ours before it is asked about its load.
 /// Requests that come one after the other bring the load along. A question between them would be
 /// answered just as the next one arrives.
 const QUIET: Duration = Duration::from_millis(100);
-/// Longest answer to any of these questions.
+/// The longest answer to any of these questions.
 const MAX_ANSWER: usize = 64 << 20;
 
 /// Watches a backend until it is taken off the list.
@@ -194,8 +194,8 @@ async fn poll_load(shared: &Shared, backend: &Backend, interval: Duration) {
     }
 }
 
-/// As long as responses come, load comes with them. Otherwise the backend is asked to answer when
-/// it has another number of requests.
+/// Follows the load of a backend. It comes with responses as long as there are any. Otherwise the
+/// backend is asked to answer when it has another number of requests.
 async fn follow_load(shared: &Shared, backend: &Backend) {
     let mut link = None;
     let mut first = true;

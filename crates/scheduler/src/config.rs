@@ -6,11 +6,11 @@ use serde::Serialize;
 /// The order of admission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// By arrival.
+    /// The order of arrival.
     Fcfs,
-    /// By priority, larger first, then by arrival.
+    /// The order of priority, larger first, then of arrival.
     Priority,
-    /// By priority, smaller first, then by arrival.
+    /// The order of priority, smaller first, then of arrival.
     PriorityAscending,
 }
 
@@ -20,15 +20,15 @@ pub struct SchedulerConfig {
     /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to
     /// [`MAX_IN_FLIGHT`] steps.
     pub slots: u32,
-    /// Most requests that have a slot at a time.
+    /// The largest number of requests that have a slot at a time.
     pub max_running: u32,
     /// Pages of the device; 0: the model keeps no keys and values, so that a prompt is computed
     /// whole or not at all.
     pub pages: u32,
     /// Positions a page.
     pub page_size: u32,
-    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets what they
-    /// leave, but at least one page.
+    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets the rest,
+    /// but at least one page.
     pub token_budget: u32,
     /// True if blocks are shared between requests.
     pub prefix_cache: bool,
@@ -46,7 +46,7 @@ pub struct SchedulerConfig {
     pub step_words: usize,
     /// Numbers of a vector, where the model pools: results have a size too.
     pub vector_size: u32,
-    /// Most tokens that a row which samples may give; at least 1.
+    /// The largest number of tokens that a row which samples may give; at least 1.
     pub tokens_a_row: u32,
     /// The tier of host memory, if there is one. Without pages or without the prefix cache it is of
     /// no use.
@@ -58,7 +58,7 @@ pub struct SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Most positions that a request alone has room for.
+    /// The largest number of positions that a request alone has room for.
     #[must_use]
     pub fn most_positions(&self) -> u32 {
         let pages = match (self.sparse, self.host) {
@@ -69,10 +69,10 @@ impl SchedulerConfig {
     }
 }
 
-/// A vision tower, and what there is for what it gives.
+/// A vision tower, and the memory for its output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tower {
-    /// Its layers.
+    /// The number of layers of the tower.
     pub layers: u32,
     /// Image pages; the largest image that requests bring fits.
     pub pages: u32,
@@ -113,7 +113,7 @@ impl Sparse {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SavePolicy {
-    /// As soon as it is computed.
+    /// Blocks are saved as soon as they are computed.
     #[default]
     WriteThrough,
     /// Blocks are saved when a second request uses them.
@@ -127,11 +127,11 @@ pub enum SavePolicy {
 /// The tier of host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostTier {
-    /// Its pages.
+    /// The number of pages of the host tier.
     pub pages: u32,
     /// The time at which blocks are saved.
     pub policy: SavePolicy,
-    /// Most copies that a plan starts; at least 1.
+    /// The largest number of copies that a plan starts; at least 1.
     pub copies_a_step: u32,
     /// Waiting requests whose blocks are brought back before their turn.
     pub prefetch: u32,
@@ -144,8 +144,8 @@ impl HostTier {
     /// The default of `prefetch`.
     pub const PREFETCH: u32 = 4;
 
-    /// As sparse decoding needs it: what is computed is saved, and what was saved is not computed
-    /// again.
+    /// The tier as sparse decoding needs it: computed blocks are saved, and saved ones are not
+    /// computed again.
     pub(crate) fn with(self, sparse: Option<Sparse>) -> Self {
         match sparse {
             None => self,

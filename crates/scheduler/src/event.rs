@@ -14,9 +14,9 @@ pub enum Finish {
         /// The id.
         token: i32,
     },
-    /// It has all the tokens it may have, or its vector.
+    /// The request has all the tokens it may have, or its vector.
     Length,
-    /// Its logits were not finite.
+    /// The request's logits were not finite.
     NotFinite,
 }
 
@@ -24,19 +24,19 @@ pub enum Finish {
 /// poisoned request has none.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// It got a slot and pages.
+    /// The request got a slot and pages.
     Admitted {
         /// The request's id.
         id: u64,
         /// Prompt tokens found in the prefix cache, told at the first admission; 0 at later ones.
         cached_tokens: u32,
-        /// It was admitted before, and computes again what it lost.
+        /// True if the request was admitted before, and computes again the positions that it lost.
         replayed: bool,
-        /// It has no row before blocks of its have come back from the host tier: [`Event::Arrived`]
-        /// tells when, unless it is preempted.
+        /// True if the request has no row before blocks have come back from the host tier.
+        /// [`Event::Arrived`] tells when they have, unless the request is preempted.
         restoring: bool,
     },
-    /// Its blocks are on the device.
+    /// The request's blocks are on the device.
     Arrived {
         /// The request's id.
         id: u64,
@@ -65,25 +65,25 @@ pub enum Event {
     PromptLogprobs {
         /// The request's id.
         id: u64,
-        /// As many entries a token as were asked for, the token first.
+        /// The log-probabilities, as many entries a token as were asked for, the token first.
         logprobs: PromptLogprobs,
     },
-    /// Its vector was computed.
+    /// The request's vector was computed.
     Pooled {
         /// The request's id.
         id: u64,
-        /// As the model made it, neither cut nor normalised.
+        /// The vector as the model made it, neither cut nor normalised.
         vector: Box<[f32]>,
     },
-    /// It ended.
+    /// The request ended.
     Finished {
         /// The request's id.
         id: u64,
         /// Why.
         reason: Finish,
     },
-    /// It needs an image that is nowhere: its patches have to be put into the arena. Others may
-    /// need it too, and none is told again.
+    /// The request needs an image that is nowhere: its patches have to be put into the arena.
+    /// Others may need the image too, and this event comes only once.
     ImageWanted {
         /// The request's id.
         id: u64,
@@ -183,15 +183,15 @@ pub struct Stats {
     pub images: ImageStats,
 }
 
-/// Numbers of images; all 0 where the model sees none. Those of pages and of what waits are of the
-/// moment, the others only grow.
+/// Numbers of images; all 0 where the model sees none. Counts of pages and of waiting images are of
+/// the moment, the others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct ImageStats {
     /// Image pages.
     pub pages: usize,
-    /// Those that requests lease.
+    /// The number of pages that requests lease.
     pub pages_held: usize,
-    /// Those that hold an image which nobody uses.
+    /// The number of pages that hold an image without a lease.
     pub pages_cached: usize,
     /// Images that somebody needs and that are on no page.
     pub waiting: usize,
@@ -214,27 +214,27 @@ pub struct SparseStats {
     pub requests: usize,
     /// Times that a request became sparse while it ran.
     pub conversions: u64,
-    /// Pages that running requests gave up.
+    /// The number of pages that running requests dropped.
     pub pages_dropped: u64,
     /// Positions that sparse requests chose, over rows and layers.
     pub selected: u64,
-    /// Those that were on pages of the device.
+    /// The number of chosen positions that were on pages of the device.
     pub on_pages: u64,
-    /// Those that were in hot rows.
+    /// The number of chosen positions that were in hot rows.
     pub in_rows: u64,
-    /// Those that were copied from the host's memory.
+    /// The number of chosen positions that were copied from the host's memory.
     pub missed: u64,
     /// Microseconds that rows waited for copies.
     pub waited_us: u64,
 }
 
-/// Numbers of the host tier; all 0 without one. Those of pages and of what is under way are of the
+/// Numbers of the host tier; all 0 without one. Counts of pages and of copies under way are of the
 /// moment, the others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct HostStats {
-    /// Its pages.
+    /// The number of pages of the host tier.
     pub pages: usize,
-    /// Those that hold a named block, or that copies use.
+    /// The number of pages that hold a named block, or that copies use.
     pub pages_used: usize,
     /// Positions that it has room for.
     pub tokens: usize,
@@ -252,7 +252,7 @@ pub struct HostStats {
     pub blocks_restored: u64,
     /// Copies that the hand could not do.
     pub copies_failed: u64,
-    /// Blocks that the device gave up and the host tier did not have.
+    /// The number of blocks that the device dropped and the host tier did not have.
     pub dropped_unsaved: u64,
     /// Blocks that were not saved because copies used every host page.
     pub saves_refused: u64,

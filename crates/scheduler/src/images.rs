@@ -47,8 +47,8 @@ impl PromptImage {
         placed.collect()
     }
 
-    /// Those of `images` that meet the block of `size` positions from `start` on, as names of
-    /// blocks tell them apart.
+    /// The `images` that meet the block of `size` positions from `start` on, in the form that names
+    /// of blocks use.
     pub fn within(
         images: &[Self],
         start: u32,
@@ -88,7 +88,7 @@ impl PromptImage {
     }
 }
 
-/// Most words of a plan that says where images stand, with their pages.
+/// The largest number of words of a plan that says where images stand, with their pages.
 #[must_use]
 pub fn image_words(images: &[PromptImage]) -> u64 {
     // A page has one position at least.
@@ -99,9 +99,9 @@ pub fn image_words(images: &[PromptImage]) -> u64 {
 /// Work that is left before a needed image is on pages.
 #[derive(Debug)]
 enum Work {
-    /// Its patches are not there.
+    /// The patches of the image are not there.
     Wanted,
-    /// They are, at this byte of the arena.
+    /// The patches of the image are at this byte of the arena.
     Placed { patches: u32 },
     /// The tower has computed some of its layers.
     Encoding { number: u32, end: u32, patches: u32, pages: ImageLease },
@@ -141,8 +141,8 @@ impl Images {
         grid.positions().div_ceil(self.tower.page_tokens)
     }
 
-    /// Nothing is left of the device's state, and no request has anything of it. `read`: patches
-    /// that plans in flight have named.
+    /// Forgets the device's state and each request's part of it. `read`: patches that plans in
+    /// flight have named.
     pub(crate) fn hand_died(&mut self, read: impl Iterator<Item = u32>) {
         debug_assert!(self.work.is_empty() && self.seeing.is_empty(), "nobody needs anything");
         self.unread.extend(read);
@@ -204,7 +204,7 @@ impl Images {
         (work.end > first).then_some(work)
     }
 
-    /// Nobody needs an image any more that is not on pages.
+    /// Drops the work for an image that is not on pages and that no request needs any more.
     fn drop_work(&mut self, image: ImageId) {
         match self.work.remove(&image) {
             Some(Work::Placed { patches }) => self.unread.push(patches),
@@ -259,7 +259,8 @@ impl Entry {
 }
 
 impl Scheduler {
-    /// Most positions that one row of a request may have now, as far as images are concerned.
+    /// The largest number of positions that one row of a request may have now, as far as images are
+    /// concerned.
     pub(crate) fn visible(&self, handle: Handle) -> u32 {
         let entry = &self.requests[handle];
         if entry.request.images.is_empty() {
@@ -571,6 +572,6 @@ impl Scheduler {
 enum Next {
     Image(Handle, PromptImage),
     Nothing,
-    /// Whoever is next waits, and too many pages are held.
+    /// The next request waits, and too many pages are held.
     NoRoom,
 }

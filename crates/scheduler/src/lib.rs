@@ -1,4 +1,4 @@
-//! Decides what a replica computes next. Pure and synchronous: no I/O, no clock, no threads, and no
+//! Plans the next steps of a replica. Pure and synchronous: no I/O, no clock, no threads, and no
 //! order that depends on hashing.
 //!
 //! Three verbs: [`Scheduler::submit`] a request, take the [`Scheduler::next_plan`],
@@ -119,8 +119,8 @@ pub use crate::request::{Past, Request};
 pub use crate::view::{Phase, Planned, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
-/// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the
-/// serial loop, and gives the same tokens.
+/// The largest number of plans whose results are outstanding. A caller may stay below: with one at
+/// a time it is the serial loop, and gives the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
 
 /// A row of a step in flight.
@@ -139,7 +139,7 @@ struct FlightRow {
 struct FlightImage {
     /// The request that waits for it.
     handle: Handle,
-    /// Its positions in that request end here.
+    /// The end of the image's positions in that request.
     end: u32,
 }
 

@@ -119,7 +119,7 @@ impl Scheduler {
     }
 }
 
-/// Of a row, as a result has them.
+/// The log-probabilities of a row's prompt, as a result has them.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct PromptLogprobsOf<'a> {
     ranks: &'a [i32],
@@ -138,7 +138,7 @@ impl<'a> PromptLogprobsOf<'a> {
         all.map_or_else(Self::default, of)
     }
 
-    /// Those of the next row, which are taken away. All have their lengths checked.
+    /// Takes the log-probabilities of the next row. All have their lengths checked.
     pub(crate) fn take(&mut self, row: &FlightRow) -> Self {
         let (count, most) = row.prompt.map_or((0, 0), |want| (want.count, want.most));
         let (tokens, entries) = (count as usize, count as usize * (1 + most as usize));
@@ -149,7 +149,7 @@ impl<'a> PromptLogprobsOf<'a> {
         Self { ranks, ids, values }
     }
 
-    /// Without the first `told` tokens.
+    /// The log-probabilities without the first `told` tokens.
     fn from(self, told: u32, most: u32) -> PromptLogprobs {
         let (tokens, entries) = (told as usize, told as usize * (1 + most as usize));
         PromptLogprobs {

@@ -4,16 +4,16 @@
 //! before goes first, by arrival. The others take turns by client, and each client's own requests
 //! go by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). A request costs
 //! its prompt and the tokens that it may generate. Its client's next one starts at its end in
-//! virtual time, and the earliest start goes first. Virtual time grows by an even share of what is
-//! admitted, so that a stream of new clients cannot keep an older one waiting for ever. When nobody
-//! of a rank waits, its clients owe nothing any more.
+//! virtual time, and the earliest start goes first. Virtual time grows by an even share of the
+//! admitted work, so that a stream of new clients cannot keep an older one waiting for ever. When
+//! nobody of a rank waits, its clients owe nothing any more.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::Handle;
 use crate::request::Key;
 
-/// Before every priority.
+/// The rank before every priority.
 pub(crate) const PROBE_RANK: i64 = i64::MIN;
 /// Units of virtual time a token, so that an even share of a small cost is more than nothing.
 const UNITS: u64 = 256;
@@ -34,11 +34,11 @@ pub(crate) struct Ticket {
 /// All waiting requests but the suspects.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    /// Without it all requests are one client's: turns go by arrival.
+    /// True for turns by client. Otherwise all requests are one client's: turns go by arrival.
     fair: bool,
-    /// Those that were admitted before.
+    /// The requests that were admitted before.
     returning: BTreeMap<Key, Ticket>,
-    /// By rank. None is empty.
+    /// The lanes by rank. None is empty.
     lanes: BTreeMap<i64, Lane>,
 }
 
@@ -60,12 +60,12 @@ struct Account {
     /// The start of its first waiting request, or of its next one: the end of the last one that was
     /// admitted.
     start: u64,
-    /// By arrival.
+    /// The waiting requests, by arrival.
     waiting: BTreeMap<i64, Ticket>,
 }
 
 impl Account {
-    /// Its place among the clients that wait.
+    /// The client's place among the clients that wait.
     fn turn(&self) -> Option<(u64, i64)> {
         self.waiting.first_key_value().map(|(&arrival, _)| (self.start, arrival))
     }

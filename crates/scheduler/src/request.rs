@@ -1,4 +1,4 @@
-//! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the
+//! A request as the scheduler sees it: its tokens, its three numbers, and its property on the
 //! device.
 
 use std::collections::VecDeque;
@@ -25,18 +25,18 @@ pub struct Request {
     pub images: Arc<[PromptImage]>,
     /// Tokens that were generated before, by another brain or another replica; none is a stop id,
     /// and they are fewer than `max_tokens`, which counts them. The request goes on after them,
-    /// exactly as if it had generated them here, and only what is new comes out.
+    /// exactly as if it had generated them here, and only new tokens come out.
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of both, as far as somebody has computed them already.
     pub names: Arc<[BlockHash]>,
-    /// Most tokens to generate; 0 where the prompt is pooled, or nothing but log-probabilities of
-    /// its tokens is wanted. `prompt.len() + max_tokens` is at most the context length, and fits
-    /// into the page pool, if the model has one.
+    /// The largest number of tokens to generate; 0 where the prompt is pooled, or nothing but
+    /// log-probabilities of its tokens is wanted. `prompt.len() + max_tokens` is at most the
+    /// context length, and fits into the page pool, if the model has one.
     pub max_tokens: u32,
     /// The parameters that the device needs of it.
     pub spec: SlotSpec,
-    /// Its tokens are sampled by masks, which somebody else fills: its rows are
-    /// [`forebay_protocol::Want::Masked`].
+    /// True if masks restrict the request's tokens. Its rows are
+    /// [`forebay_protocol::Want::Masked`], and somebody else fills the masks.
     pub masked: bool,
     /// Log-probabilities of the prompt's tokens; for prompts of tokens, not of embeddings, that are
     /// not pooled.
@@ -45,15 +45,16 @@ pub struct Request {
     pub priority: i32,
     /// The request's client: within a priority, clients take turns.
     pub client: u64,
-    /// It asks whether the model computes: it goes before everybody, a full queue does not refuse
-    /// it, and it need not wait for one of [`crate::SchedulerConfig::max_running`].
+    /// True if the request asks whether the model computes. It goes before all others, and a full
+    /// queue does not refuse it. It need not wait for one of
+    /// [`crate::SchedulerConfig::max_running`].
     pub probe: bool,
     /// Requests share cached blocks only with requests of the same salt; 0: none was asked for.
     pub cache_salt: u64,
     /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
     /// took it. It is only told ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
-    /// Its history with another scheduler, if there was one.
+    /// The history with another scheduler, if there was one.
     pub past: Past,
 }
 
@@ -61,10 +62,11 @@ pub struct Request {
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
-    /// It was admitted there: it goes before whoever never was, and its next admission is a replay.
+    /// True if the other scheduler had admitted it. It then goes before requests that never were
+    /// admitted, and its next admission is a replay.
     pub admitted: bool,
-    /// It is suspected of having killed the hand there, and is tried alone until it has got past
-    /// this many positions.
+    /// The number of positions up to which a suspect is tried alone. A suspect may have killed the
+    /// hand of the other scheduler. `None`: it is no suspect.
     pub suspect: Option<u32>,
 }
 
@@ -85,7 +87,7 @@ pub(crate) struct Pages {
     pub(crate) hot: Vec<Option<Lease>>,
     /// The pages of the host's tier behind them; empty unless requests can be sparse.
     pub(crate) host: Vec<Lease<Host>>,
-    /// For the hot rows of a sparse request; empty: it is not sparse.
+    /// The leases for the hot rows of a sparse request; empty: it is not sparse.
     pub(crate) rows: Vec<Lease>,
 }
 
@@ -135,9 +137,9 @@ pub(crate) struct Residence {
 /// The state of a request.
 #[derive(Debug)]
 pub(crate) enum State {
-    /// In a queue, owning nothing.
+    /// The request is in a queue, and owns nothing.
     Waiting,
-    /// Its leading blocks come back from the host tier: these copies are waited for. No plan has
+    /// The leading blocks of the request come back from the host tier by these copies. No plan has
     /// named its slot and pages yet.
     Arriving { residence: Residence, pending: VecDeque<u32> },
     /// Computing tokens that it knows.
@@ -174,15 +176,15 @@ impl State {
 /// A live request. `cached <= computed <= total`, everything else follows.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    /// As it was submitted. `past` is kept as it is now. Prompt, generated tokens and names move to
-    /// the fields below at its first admission: until then a thousand choices in the queue have one
-    /// prompt.
+    /// The request as it was submitted. `past` is kept as it is now. Prompt, generated tokens and
+    /// names move to the fields below at its first admission: until then a thousand choices in the
+    /// queue have one prompt.
     pub(crate) request: Request,
     pub(crate) key: Key,
     /// Prompt and generated tokens as far as they are known; empty before the first admission.
     pub(crate) tokens: Vec<i32>,
     pub(crate) prompt_len: u32,
-    /// Most tokens it may ever have.
+    /// The largest number of tokens it may ever have.
     pub(crate) limit: u32,
     /// Positions whose keys and values were found in a tier at the last admission.
     pub(crate) cached: u32,
@@ -196,11 +198,11 @@ pub(crate) struct Entry {
     /// Names of its leading full blocks, as far as they were needed; empty before the first
     /// admission.
     pub(crate) names: Vec<BlockHash>,
-    /// Its blocks were brought back from the host tier before its turn, once.
+    /// True if the request's blocks were brought back from the host tier before its turn, once.
     pub(crate) prefetched: bool,
     /// Positions that were computed when it lost its pages.
     pub(crate) lost: u32,
-    /// It was sparse when it ran last.
+    /// True if the request was sparse when it ran last.
     pub(crate) was_sparse: bool,
 }
 
@@ -230,7 +232,7 @@ impl Entry {
         }
     }
 
-    /// Its place in the queue.
+    /// The request's place in the queue.
     pub(crate) fn ticket(&self, handle: Handle) -> Ticket {
         Ticket { key: self.key, handle, client: self.request.client, cost: self.limit.into() }
     }

@@ -12,7 +12,7 @@ use crate::request::Entry;
 use crate::{Flight, FlightRow, Request, Scheduler};
 
 impl Scheduler {
-    /// The hand died: nothing is left of the device's state and of what was in flight. Live
+    /// The hand died: nothing is left of the device's state and of the steps in flight. Live
     /// requests wait to be replayed from their prompt and the tokens known so far. Returns the ids
     /// of poisoned requests; they are removed and have no event.
     pub fn reset(&mut self) -> Vec<u64> {
@@ -20,8 +20,8 @@ impl Scheduler {
         self.start_again(!self.computes())
     }
 
-    /// The same where copies are to blame, because none of them ended: nobody is suspected, and
-    /// what was being restored is forgotten.
+    /// Resets after a death for which copies are to blame, because none of them ended. No request
+    /// becomes a suspect, and blocks that were being restored are forgotten.
     pub fn reset_for_copies(&mut self) {
         self.start_again(true);
     }

@@ -7,8 +7,8 @@ use std::collections::HashMap;
 use crate::queue::Ticket;
 use crate::{Event, Handle, Scheduler};
 
-/// Of all tokens that steps have room for, at most one in this many goes into computing again what
-/// a client had to give way for.
+/// The share of computing again after giving way: of all tokens that steps have room for, at most
+/// one in this many.
 const YIELD_SHARE: u64 = 4;
 
 /// Each client's share of the running requests.
@@ -16,11 +16,11 @@ const YIELD_SHARE: u64 = 4;
 pub(crate) struct Shares {
     /// Residents of each client that has any.
     residents: HashMap<u64, u32>,
-    /// Somebody gave way for this request: it is the next to be admitted.
+    /// The request for which another gave way: it is the next to be admitted.
     promised: Option<Ticket>,
-    /// Nobody has to give way before this step.
+    /// The step before which no request has to give way.
     rested_at: u64,
-    /// Nobody had to give way when this was last looked at, and nothing has changed since.
+    /// True if no request had to give way at the last look, and nothing has changed since.
     settled: bool,
 }
 

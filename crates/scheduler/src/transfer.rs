@@ -21,7 +21,7 @@ const SAVING_SHARE: u32 = 8;
 const READY_SHARE: u32 = 10;
 const READY_PAGES: u32 = 64;
 
-/// Most requests whose blocks are remembered until they are saved.
+/// The largest number of requests whose blocks are remembered until they are saved.
 const UNFINISHED: usize = 64;
 
 /// The pages of a request that is admitted.

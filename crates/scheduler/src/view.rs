@@ -39,20 +39,20 @@ impl Planned {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// It has no slot, or its blocks are still coming back from the host tier.
+    /// The request has no slot, or its blocks are still coming back from the host tier.
     Queued,
-    /// It computes tokens that it knows.
+    /// The request computes tokens that it knows.
     Prefill,
-    /// It generates.
+    /// The request generates.
     Decode,
 }
 
 /// A live request at one moment. It tells counts, and no token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestView {
-    /// Its name.
+    /// The id of the request.
     pub id: u64,
-    /// Its phase.
+    /// The phase of the request.
     pub phase: Phase,
     /// Tokens of its prompt.
     pub prompt: u32,
@@ -63,7 +63,7 @@ pub struct RequestView {
     pub computed: u32,
     /// Tokens that it has generated.
     pub generated: u32,
-    /// Most tokens that it may generate.
+    /// The largest number of tokens that it may generate.
     pub max_tokens: u32,
     /// The time of arrival, in microseconds of the engine's clock.
     pub arrived_us: u64,

@@ -1,5 +1,5 @@
 //! The size of plans. The hand refuses a frame of more than [`MAX_WORDS`]. A plan must not come to
-//! that, whatever its requests bring along: prompts, biases, stop ids, pages.
+//! that, with all that its requests bring along: prompts, biases, stop ids, pages.
 //!
 //! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`],
 //! and one request alone is at most [`MAX_REQUEST_WORDS`], or refused at the door. Those who run
@@ -17,7 +17,8 @@ use crate::{Handle, Scheduler};
 pub const STEP_WORDS: usize = 1 << 22;
 /// Words for the rows and pages of those who run already.
 const RUNNING_WORDS: u64 = 1 << 20;
-/// Most words of a plan that one request may come to need. [`request_words`] counts them.
+/// The largest number of words of a plan that one request may come to need. [`request_words`]
+/// counts them.
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 
 /// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`,

@@ -37,7 +37,7 @@ pub(crate) const CHOICES_A_TURN: usize = 16;
 /// a whole response.
 pub(crate) struct Call {
     engine: Arc<dyn Engine>,
-    /// By choice; `None` once it has ended.
+    /// The engine requests by choice; `None` once one has ended.
     alive: Vec<Option<RequestId>>,
     receiver: Receiver,
     span: tracing::Span,
@@ -268,7 +268,7 @@ impl Call {
     /// Waits for the whole output of each choice.
     ///
     /// # Errors
-    /// That of the first choice that was not served to its end; the others are aborted.
+    /// The error of the first choice that was not served to its end; the others are aborted.
     pub(crate) async fn collect(&mut self) -> Result<Vec<Delta>, ApiError> {
         let mut out = Vec::with_capacity(self.alive.len());
         poll_fn(|context| self.poll(context, &mut out)).await;

@@ -35,10 +35,10 @@ pub struct Sharing {
 pub struct ServerConfig {
     /// Keys of which clients must show one, if there are any.
     pub api_keys: Keys,
-    /// Keys for what changes the server or tells about it; these routes need one of them, if there
-    /// are any. They are good for all else too.
+    /// Keys for routes that change the server or tell about it; these routes need one of them, if
+    /// there are any. They are good for all else too.
     pub admin_keys: Keys,
-    /// Key of routers, which are told what the prefix caches hold.
+    /// Key of routers, which are told the blocks of the prefix caches.
     pub router_key: Option<String>,
     /// The clients that share cached blocks.
     pub sharing: Sharing,
@@ -49,35 +49,36 @@ pub struct ServerConfig {
     /// The prefix that paths may have, such as `/llm`: a proxy in front has it in its URLs. Empty,
     /// or without a slash at its end.
     pub root_path: String,
-    /// Proxies that are believed when they tell whom a request came from.
+    /// Proxies that are believed when they tell the sender of a request.
     pub trusted_proxies: TrustedProxies,
-    /// Most connections at a time. A few more are answered, with 503 or how the server is.
+    /// The largest number of connections at a time. A few more are answered, with 503 or how the
+    /// server is.
     pub max_connections: usize,
     /// Certificate and key, where connections are encrypted.
     pub tls: Option<Tls>,
     /// Largest `priority`, and smallest below 0, that clients may ask for.
     pub max_client_priority: u32,
-    /// Largest request body in bytes; what is more than `max_json_bytes` of it must be embeddings
-    /// or images.
+    /// The largest request body in bytes; only embeddings or images may exceed `max_json_bytes` of
+    /// it.
     pub max_body_bytes: usize,
-    /// Largest request body without its embeddings and images in bytes.
+    /// The largest request body without its embeddings and images in bytes.
     pub max_json_bytes: usize,
-    /// Most bytes that all requests take together, from their bodies to what they are expected to
-    /// generate.
+    /// The largest number of bytes that all requests take together, from their bodies to their
+    /// expected output.
     pub max_request_bytes_in_flight: usize,
-    /// Longest time for a request's head to arrive; also how long an idle connection is kept.
+    /// The longest time for a request's head to arrive; also how long an idle connection is kept.
     pub header_timeout: Duration,
-    /// Longest time for a request's body to arrive.
+    /// The longest time for a request's body to arrive.
     pub body_timeout: Duration,
-    /// Longest time in which a client may take nothing of what waits to be written to it. Then its
+    /// The longest time in which a client may take none of the bytes that wait for it. Then its
     /// connection is cut.
     pub send_timeout: Duration,
-    /// Most bytes of a response that wait for its client, as they would be written; then it ends
-    /// with an error.
+    /// The largest number of bytes of a response that wait for its client, as they would be
+    /// written; then it ends with an error.
     pub max_unread_bytes: usize,
     /// The time for which running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
-    /// Longest time that /health_generate waits for its token.
+    /// The longest time that /health_generate waits for its token.
     pub health_timeout: Duration,
     /// The way of chunks to their sockets.
     pub egress: EgressMode,
@@ -95,7 +96,7 @@ pub struct ServerConfig {
     /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and
     /// 65536 at least.
     pub max_tokenize_tokens: Option<usize>,
-    /// Watches over the threads: what it has seen, /health says.
+    /// Watches over the threads; /health reports its findings.
     pub guard: Guard,
     /// Log lines that nobody took in time, for /metrics.
     pub log_lines_dropped: Arc<AtomicU64>,
@@ -151,7 +152,7 @@ pub struct ModelInfo {
     pub eos: Arc<[i32]>,
     /// Sampling parameters that the model's generation config sets.
     pub defaults: GenerationDefaults,
-    /// Its output in place of text.
+    /// The output in place of text.
     pub pooling: Option<PooledModel>,
     /// The content of its tokenizer_config.json.
     pub tokenizer_config: Map<String, Value>,

@@ -30,9 +30,9 @@ use crate::tls::Tls;
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) router: Router,
-    /// Longest time for a head, and for a TLS handshake, to arrive.
+    /// The longest time for a head, and for a TLS handshake, to arrive.
     pub(crate) header_timeout: Duration,
-    /// Longest time in which a client takes nothing of what waits for it.
+    /// The longest time in which a client takes nothing of what waits for it.
     pub(crate) send_timeout: Duration,
     /// True if a connection may carry a second request.
     pub(crate) keep_alive: bool,

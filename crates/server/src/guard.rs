@@ -1,6 +1,6 @@
 //! One watch over all threads, and over the tasks that live as long as the server.
 //!
-//! A thread that panics takes along what only it can do, while the others go on as if nothing had
+//! A thread that panics takes its own work along, while the others go on as if nothing had
 //! happened. So threads are started through a [`Guard`]. When one of them panics, /health says so,
 //! and new requests are refused from then on. The caller of [`Guard::failed`] ends the process in
 //! order: requests that can finish do so, the others get an error, and a supervisor starts the
@@ -30,8 +30,8 @@ impl Default for Guard {
 }
 
 impl Guard {
-    /// Starts the thread `name`. What `work` owns is dropped after a panic has been reported, so
-    /// that whoever learns of it by that finds the server failed.
+    /// Starts the thread `name`. The values that `work` owns are dropped after a panic has been
+    /// reported. So a thread that learns of the panic by the drop finds the server failed.
     ///
     /// # Errors
     /// The system has no room for a thread.
@@ -43,7 +43,7 @@ impl Guard {
         self.start(Builder::new().name(name.into()), work)
     }
 
-    /// As [`Guard::spawn`], with a name and a stack of one's own.
+    /// Starts a thread as [`Guard::spawn`] does, with a name and a stack of one's own.
     ///
     /// # Errors
     /// The system has no room for a thread.

@@ -12,7 +12,7 @@ use crate::state::Shared;
 
 /// Names of parameters that had no effect, with commas between them.
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-forebay-ignored");
-/// Most bytes of the header: names beyond are left out.
+/// The largest number of bytes of the header: names beyond are left out.
 const MOST_BYTES: usize = 1024;
 
 tokio::task_local! {

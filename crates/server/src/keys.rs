@@ -15,7 +15,7 @@ const X_API_KEY: &str = "x-api-key";
 pub struct Keys(Vec<Box<str>>);
 
 impl Keys {
-    /// These keys. Empty ones are left out: nobody can mean to accept them.
+    /// Makes the set of these keys. Empty ones are left out: nobody can mean to accept them.
     pub fn new<K: Into<String>>(keys: impl IntoIterator<Item = K>) -> Self {
         let keys = keys.into_iter().map(|key| key.into().into_boxed_str());
         Self(keys.filter(|key| !key.is_empty()).collect())

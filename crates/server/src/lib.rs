@@ -6,12 +6,12 @@
 //! outputs go through [`EgressSink`] to the egress thread, which makes text of them. The egress
 //! thread writes chunks of a stream to the socket itself (`line`). It leaves everything else in the
 //! request's mailbox, from which the response takes it (`sse`). That is an answer in one piece,
-//! chunks that a slow reader could not take, and every end. A response that is dropped aborts what
-//! it waits for. The outputs of a model that pools are vectors and take another way
-//! ([`PooledSink`], `pooling`).
+//! chunks that a slow reader could not take, and every end. A response that is dropped aborts its
+//! requests. The outputs of a model that pools are vectors and take another way ([`PooledSink`],
+//! `pooling`).
 //!
-//! Where a router is in front, `peers` reads what it says and answers it: load, blocks, and what
-//! another brain needs to go on with a stream.
+//! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
+//! with which another brain goes on with a stream.
 //!
 //! | threads | who | what |
 //! |---|---|---|

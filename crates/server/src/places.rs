@@ -27,7 +27,7 @@ pub(crate) struct Places {
 #[derive(Debug, Default)]
 struct Inner {
     taken: usize,
-    /// By how long they have been idle, the longest first.
+    /// The idle connections by the length of their idleness, the longest first.
     idle: BTreeMap<u64, Arc<Place>>,
     next: u64,
 }
@@ -50,7 +50,7 @@ impl Inner {
 #[derive(Debug)]
 pub(crate) struct Place {
     state: AtomicU8,
-    /// Its key among the idle ones.
+    /// The key of the place among the idle ones.
     since: AtomicU64,
     go: Notify,
 }

@@ -1,9 +1,9 @@
 //! The answers that need no free connection: the liveness of the process, and the state of the
 //! server.
 //!
-//! The main listener has a few places beyond its limit. Whoever gets one is told so, unless it asks
-//! for `/livez` or `/health`. A health listener (`--health-port`) has a thread of its own besides,
-//! which nothing else runs on.
+//! The main listener has a few places beyond its limit. A client of such a connection is told so,
+//! unless it asks for `/livez` or `/health`. A health listener (`--health-port`) has a thread of
+//! its own besides, which nothing else runs on.
 
 use std::io;
 use std::net::TcpListener;
@@ -30,9 +30,9 @@ use crate::tls::Tls;
 
 /// Connections beyond the limit, and at most at a health listener.
 pub(crate) const RESERVE: usize = 64;
-/// Longest time for a head to arrive there.
+/// The longest time for a head to arrive there.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest time in which a client there takes nothing.
+/// The longest time in which a client there takes nothing.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -68,7 +68,7 @@ pub struct HealthThread {
 }
 
 impl HealthThread {
-    /// Answers whoever comes to `listener`, in plain HTTP.
+    /// Answers clients of `listener`, in plain HTTP.
     ///
     /// # Errors
     /// The system gives no thread, or the listener cannot be waited for.

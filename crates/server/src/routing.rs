@@ -12,7 +12,7 @@ use crate::state::Shared;
 
 /// Ours, and that of SGLang's router.
 const KEY_HEADERS: [&str; 2] = ["x-routing-key", "x-smg-routing-key"];
-/// As vLLM has it.
+/// The header of vLLM for a replica.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// The headers' wishes.

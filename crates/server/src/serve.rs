@@ -23,7 +23,7 @@ use crate::state::{AppState, Shared};
 
 /// The time that connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The same, once there is no more patience.
+/// The time that connections may take to end once requests were ended at once.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after the system refused a connection for a reason that is not the client's.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -31,9 +31,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 const NOTHING: &str = "/dev/null";
 
 /// Serves until `shutdown` is ready, then drains: new requests get 503 while the running ones have
-/// `drain_timeout` to finish. What is left then, or as soon as `hurry` is ready, is aborted, each
-/// with its terminal event; connections are closed, and this returns. The engine is left drained,
-/// not stopped.
+/// `drain_timeout` to finish. Requests that are left then, or as soon as `hurry` is ready, are
+/// aborted, each with its terminal event. Connections are closed, and this returns. The engine is
+/// left drained, not stopped.
 ///
 /// # Errors
 /// None once it runs; the spare descriptor cannot be opened.
@@ -80,12 +80,12 @@ pub async fn serve(
 
 /// All open connections. Dropping it cuts them.
 struct Connections {
-    /// Those that are served, and how.
+    /// The connections that are served, and their setup.
     usual: (Arc<Places>, Setup),
-    /// Those beyond the limit, which get to know that, and how the server is.
+    /// The connections beyond the limit, which get an error or the server's health.
     reserve: (Arc<Places>, Setup),
-    /// Given up for a moment when there are no descriptors left: who waits to be accepted can be
-    /// turned away then.
+    /// The file is closed for a moment when there are no descriptors left: a waiting connection can
+    /// then be turned away.
     spare: Option<File>,
     graceful: GracefulShutdown,
     tasks: JoinSet<()>,

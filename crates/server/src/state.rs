@@ -35,7 +35,7 @@ pub(crate) struct Inner {
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) text: Arc<TextPool>,
     pub(crate) intake: Arc<Intake>,
-    /// Of bytes that requests take.
+    /// The budget of bytes that requests take.
     pub(crate) budget: Budget,
     pub(crate) egress: Egress,
     pub(crate) store: Store,

@@ -1,8 +1,8 @@
 //! Responses that clients ask for again, or go on from.
 //!
 //! All of them together have a bound in bytes and each has an age at which it goes. They are apart
-//! by API key: nobody finds another's, and whoever keeps most gives room first, its oldest response
-//! ahead of the others.
+//! by API key: no client finds another's. The key that keeps most gives room first, its oldest
+//! response ahead of the others.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use forebay_api::Item;
 use parking_lot::Mutex;
 use tokio::task::AbortHandle;
 
-/// Bounds of what is kept.
+/// Bounds of the kept responses.
 #[derive(Debug, Clone, Copy)]
 pub struct StoreConfig {
-    /// Most bytes of all responses with their conversations; 0: none is kept.
+    /// The largest number of bytes of all responses with their conversations; 0: none is kept.
     pub bytes: usize,
     /// The time for which a response is kept.
     pub ttl: Duration,
@@ -75,26 +75,26 @@ impl Drop for Weight {
 /// A response on its way into the store.
 #[derive(Debug)]
 pub(crate) struct Finished {
-    /// As it is sent.
+    /// The body as it is sent.
     pub(crate) body: Bytes,
     pub(crate) input: Vec<Item>,
     pub(crate) output: Vec<Item>,
     /// The conversation before.
     pub(crate) before: Vec<Arc<Turn>>,
-    /// It was computed behind its answer.
+    /// True if the response was computed behind its answer.
     pub(crate) background: bool,
 }
 
 /// A response that is kept.
 #[derive(Debug, Clone)]
 pub(crate) struct Kept {
-    /// As it is sent.
+    /// The body as it is sent.
     pub(crate) body: Bytes,
     /// The conversation, its own turn at the end. Empty while it is computed.
     pub(crate) turns: Vec<Arc<Turn>>,
-    /// It is computed behind its answer.
+    /// True while the response is computed behind its answer.
     pub(crate) running: bool,
-    /// It was, or is.
+    /// True if the response is or was computed behind its answer.
     pub(crate) background: bool,
 }
 

@@ -11,7 +11,7 @@ use crate::budget::Charge;
 /// A conversation as a prompt.
 pub(crate) struct RenderedChat {
     pub(crate) ids: Vec<i32>,
-    /// As the template wrote it.
+    /// The text as the template wrote it.
     pub(crate) text: String,
     /// Parameters that the template does not know.
     pub(crate) ignored: Vec<&'static str>,

@@ -1,4 +1,4 @@
-//! TLS: the certificate, its key, and what makes an encrypted stream of a connection.
+//! TLS: the certificate, its key, and the acceptor that encrypts a connection.
 
 use std::fmt::{self, Display};
 use std::fs;

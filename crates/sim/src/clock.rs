@@ -29,7 +29,7 @@ impl SimClock {
         Self::Virtual(Arc::default())
     }
 
-    /// In virtual time, moves on to `at_us` unless it is later already.
+    /// Moves virtual time on to `at_us` unless it is later already.
     pub(crate) fn advance_to(&self, at_us: u64) {
         if let Self::Virtual(now) = self {
             now.fetch_max(at_us, Ordering::AcqRel);

@@ -17,12 +17,12 @@ struct Copying {
 /// The outcome of a copy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CopyFault {
-    /// It is done.
+    /// The copy is done.
     #[default]
     None,
-    /// It takes its time and can't be done.
+    /// The copy takes its time and fails.
     Fails,
-    /// It never ends.
+    /// The copy never ends.
     Hangs,
 }
 
@@ -59,7 +59,7 @@ impl PageBytes {
     }
 }
 
-/// The copy engines of both directions. The caller says what time it is.
+/// The copy engines of both directions. The caller gives the time.
 #[derive(Debug, Default)]
 pub struct CopyEngines {
     model: CopyModel,

@@ -147,8 +147,8 @@ fn push_logprobs(result: &mut StepResult, text: &SimText, token: i32, top: usize
     }
 }
 
-/// The same for a token of a prompt. How likely it is depends on the token, so that none is taken
-/// for another.
+/// Appends the log-probabilities of a token of a prompt. Its probability depends on the token, so
+/// that none is taken for another.
 fn push_of_prompt(all: &mut PromptLogprobs, text: &SimText, token: i32, most: u32) {
     const STEPS: i32 = 64;
     let logprob = -0.5 - token.rem_euclid(STEPS) as f32 / STEPS as f32;

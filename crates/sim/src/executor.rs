@@ -34,7 +34,7 @@ pub struct SimConfig {
     pub hidden_size: u32,
     /// The answers of requests.
     pub text: SimText,
-    /// Most tokens that a row gives, as if drafts were accepted; 1: one each.
+    /// The largest number of tokens that a row gives, as if drafts were accepted; 1: one each.
     pub tokens_a_row: u32,
     /// The device's name.
     pub device: String,
@@ -49,7 +49,7 @@ pub struct SimConfig {
 /// A simulated vision tower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SimTower {
-    /// Its layers.
+    /// The number of layers of the tower.
     pub layers: u32,
     /// Image pages.
     pub pages: u32,
@@ -107,7 +107,7 @@ impl SimControl {
         self.change(|faults| faults.hang_starts = count);
     }
 
-    /// From now on a step that computes a slot written with this token kills the group.
+    /// Has every later step that computes a slot written with this token kill the group.
     pub fn poison(&self, token: i32) {
         self.change(|faults| faults.poison = Some(token));
     }
@@ -166,7 +166,7 @@ struct Pending {
     at_us: u64,
     /// `None`: the group becomes ready; a step may also end in death.
     outcome: Option<Result<StepResult, &'static str>>,
-    /// It has no rows and waits for copies; another plan ends that.
+    /// The time since which a plan without rows waits for copies; another plan ends the wait.
     waits_since: Option<u64>,
 }
 

@@ -23,7 +23,7 @@ const MEDIAN_TO_SIGMA: f64 = 1.4826;
 /// A fitted model, and how far it is from the samples.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fit {
-    /// The model. Its jitter is what it leaves unexplained.
+    /// The model. Its jitter is the unexplained part.
     pub model: DeviceModel,
     /// Steps that were looked at.
     pub samples: usize,

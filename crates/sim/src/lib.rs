@@ -2,10 +2,10 @@
 //! time a device would take.
 //!
 //! The token at a position is a hash of all tokens before it. So a request gets the same tokens
-//! whatever the batch, the chunking, the prefix hits, the lookahead, preemption or replay. A real
-//! model has exactly this invariance in exact arithmetic. The vector of a prompt that is pooled is
-//! a hash of its tokens in the same way. Time is the machine's or virtual; virtual time jumps from
-//! event to event and makes hours of traffic a matter of CPU seconds.
+//! with any batch, chunking, prefix hits, lookahead, preemption or replay. A real model has exactly
+//! this invariance in exact arithmetic. The vector of a prompt that is pooled is a hash of its
+//! tokens in the same way. Time is the machine's or virtual; virtual time jumps from event to event
+//! and makes hours of traffic a matter of CPU seconds.
 //!
 //! How long a step takes is said by a [`Profile`], a TOML file, built in or made by [`fit`] from
 //! what a [`Recorder`] wrote about a real device. docs/simulation.md is the user's page.

@@ -19,7 +19,7 @@ use crate::timeline::SparseModel;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceModel {
-    /// Any step: launches, sampling, what else does not depend on its content.
+    /// Any step: launches, sampling, all parts that do not depend on its content.
     pub step_us: f64,
     /// Reading the weights.
     pub weights_us: f64,
@@ -100,7 +100,7 @@ impl Jitter {
         Self { sigma, seed, ranks: 1 }
     }
 
-    /// The same of a group of ranks: a step is as long as its longest rank.
+    /// Makes the jitter of a group of ranks: a step is as long as its longest rank.
     #[must_use]
     pub fn of_ranks(self, ranks: u32) -> Self {
         Self { ranks: ranks.max(1), ..self }
@@ -223,7 +223,7 @@ impl CopyModel {
 /// Why there is no profile.
 #[derive(Debug, Error)]
 pub enum ProfileError {
-    /// It is neither built in nor a file.
+    /// The name is neither built in nor a file.
     #[error("{name} is neither a profile that is built in ({built_in}) nor a file")]
     Unknown {
         /// The name that was asked for.
@@ -239,7 +239,7 @@ pub enum ProfileError {
         /// Why.
         source: std::io::Error,
     },
-    /// It does not say what a profile says.
+    /// The file is no valid profile.
     #[error("profile {name}: {reason}")]
     Malformed {
         /// The profile.
@@ -259,7 +259,7 @@ const BUILT_IN: [(&str, &str); 6] = [
 ];
 
 impl Profile {
-    /// Those that are built in.
+    /// The profiles that are built in.
     ///
     /// # Errors
     /// None: the tests read each.

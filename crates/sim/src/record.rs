@@ -1,4 +1,4 @@
-//! Writes down what each step asked of a device and how long that took, for [`crate::fit`].
+//! Writes down each step's load and its time on a device, for [`crate::fit`].
 
 use std::collections::VecDeque;
 use std::io::{BufWriter, Write};

@@ -1,6 +1,6 @@
-//! Least squares with coefficients that can't be negative, for a handful of columns.
+//! The least squares with coefficients that can't be negative, for a handful of columns.
 
-/// Most columns.
+/// The largest number of columns.
 pub(crate) const COLUMNS: usize = 5;
 
 /// One equation: what the columns are, and what they should add up to.

@@ -36,21 +36,21 @@ impl SimText {
         Self { words: words.into(), end: None, mean_tokens: 0, vector_size: 1, script: None }
     }
 
-    /// The same, with the token `end` at the end of an answer. Answers have `mean_tokens` tokens on
-    /// average, `end` included: their lengths are spread evenly over `1 ..= 2 * mean_tokens - 1`,
-    /// each drawn by a hash of its prompt.
+    /// Makes text with the token `end` at the end of an answer. Answers have `mean_tokens` tokens
+    /// on average, `end` included. Their lengths are spread evenly over
+    /// `1 ..= 2 * mean_tokens - 1`, each drawn by a hash of its prompt.
     #[must_use]
     pub fn ending(words: Vec<i32>, end: i32, mean_tokens: u32) -> Self {
         Self { end: Some(end), mean_tokens: mean_tokens.max(1), ..Self::endless(words) }
     }
 
-    /// The same, for a model that makes vectors of `size` numbers of its prompts.
+    /// Gives the text of a model that makes vectors of `size` numbers of its prompts.
     #[must_use]
     pub fn with_vectors(self, size: u32) -> Self {
         Self { vector_size: size.max(1) as usize, ..self }
     }
 
-    /// The same, with answers by `script` where it has them.
+    /// Gives a text with answers by `script` for the prompts that it knows.
     #[must_use]
     pub fn scripted(self, script: Arc<dyn Script>) -> Self {
         Self { script: Some(script), ..self }

@@ -16,9 +16,9 @@ use crate::profile::{CopyModel, DeviceModel, Jitter};
 pub struct SparseModel {
     /// Positions that a row chooses in each layer; 0: the model chooses none.
     pub top_k: u32,
-    /// Those of them that are in no hot row and on no page.
+    /// The number of chosen positions that are in no hot row and on no page.
     pub miss_rows: f64,
-    /// Layers that copy what they miss.
+    /// Layers that copy missing rows.
     pub layers: u32,
     /// Bytes of a position in one layer.
     pub row_bytes: f64,
@@ -29,7 +29,7 @@ pub struct SparseModel {
 }
 
 impl SparseModel {
-    /// Microseconds that so many rows of sparse slots take for what they miss.
+    /// Microseconds that so many missing rows of sparse slots take.
     #[must_use]
     pub fn gather_us(&self, rows: u32) -> f64 {
         let bytes = f64::from(rows) * self.miss_rows * f64::from(self.layers) * self.row_bytes;
@@ -58,7 +58,7 @@ impl SparseModel {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SaveOrder {
-    /// Nothing.
+    /// Saves delay no work.
     #[default]
     Behind,
     /// The rows of the next plan, on the device.
@@ -88,15 +88,15 @@ pub struct Timing {
 /// The time for which a step was computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Span {
-    /// Its first microsecond.
+    /// The first microsecond.
     pub start_us: u64,
     /// The first one after it.
     pub end_us: u64,
-    /// From the end of the step before it.
+    /// The time from the end of the step before it.
     pub gap_us: u64,
 }
 
-/// The time of one device. The caller says what time it is.
+/// The time of one device. The caller gives the time.
 #[derive(Debug)]
 pub struct Timeline {
     timing: Timing,
@@ -131,8 +131,8 @@ impl Timeline {
         self.busy_until
     }
 
-    /// Takes a plan with rows that comes at `now_us`, and starts its copies. `fault` says what
-    /// becomes of each.
+    /// Takes a plan with rows that comes at `now_us`, and starts its copies. `fault` gives the
+    /// outcome of each.
     pub fn compute(
         &mut self,
         plan: &StepPlan,
@@ -194,7 +194,7 @@ impl Timeline {
         (self.busy_until, self.last_end) = (at_us, at_us);
     }
 
-    /// Puts into a result of `now_us` which copies have ended, and what waited for them.
+    /// Puts the copies that have ended, and the waits for them, into a result of `now_us`.
     pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
         self.copies.report(now_us, result);
         let waited_us = std::mem::take(&mut self.waited_us);

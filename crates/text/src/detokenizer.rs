@@ -11,7 +11,7 @@ const WINDOW_LIMIT: usize = 64;
 
 /// Turns the ids of one request into text, one id at a time.
 ///
-/// The pieces, joined, are what [`Tokenizer::decode`] gives for all ids at once, and each id costs
+/// The pieces, joined, are the text of [`Tokenizer::decode`] for all ids at once, and each id costs
 /// O(1) amortised. Text is given as soon as it is final: only the bytes of an incomplete character
 /// are held back.
 ///
@@ -45,7 +45,8 @@ impl Detokenizer {
         Self::showing(tokenizer, skip_special_tokens, Arc::default())
     }
 
-    /// The same, where the special tokens `shown` (ascending) give text all the same.
+    /// Makes a detokenizer with which the special tokens `shown` (ascending) give text all the
+    /// same.
     pub fn showing(
         tokenizer: Arc<Tokenizer>,
         skip_special_tokens: bool,
@@ -80,8 +81,8 @@ impl Detokenizer {
         }
     }
 
-    /// Appends what was held back, for the end of the text: a character that never completed
-    /// becomes U+FFFD.
+    /// Appends the bytes that were held back, for the end of the text: a character that never
+    /// completed becomes U+FFFD.
     pub fn finish(&mut self, out: &mut String) {
         match &mut self.state {
             State::Bytes(incomplete) => incomplete.finish(out),

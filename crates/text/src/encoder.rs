@@ -1,4 +1,4 @@
-//! Encoding in parts: what was encoded before is looked up, what is long is cut.
+//! Encoding in parts: parts that were encoded before are looked up, and long ones are cut.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ const PART_BYTES: usize = 8 << 10;
 /// this size. Encoding so little costs about as much as a lookup.
 const KEPT_BYTES: usize = 2 << 10;
 
-/// A tokenizer with the memory of what it encoded.
+/// A tokenizer with the memory of encoded texts.
 #[derive(Debug)]
 pub struct Encoder {
     tokenizer: Arc<Tokenizer>,
@@ -37,7 +37,7 @@ pub(crate) struct Texts {
     pub(crate) add_special_tokens: bool,
     /// Tokens that each may have, those around it not counted: encoding ends where there are more.
     pub(crate) most: Option<usize>,
-    /// Of the one text that a chat is: the special tokens that are ordinary text, as sorted ranges.
+    /// The special tokens of a chat that are ordinary text, as sorted ranges of its one text.
     pub(crate) plain: Vec<Range<usize>>,
 }
 
@@ -60,13 +60,13 @@ pub(crate) struct Work {
 struct Part {
     text: usize,
     range: Range<usize>,
-    /// It goes into the cache.
+    /// True if the part goes into the cache.
     kept: bool,
     ids: OnceLock<Arc<[i32]>>,
 }
 
 impl Encoder {
-    /// An encoder that keeps at most `cache_bytes` of what it encoded; none with 0.
+    /// An encoder that keeps at most `cache_bytes` of encoded text; none with 0.
     pub fn new(tokenizer: Arc<Tokenizer>, cache_bytes: usize) -> Self {
         let cached = cache_bytes > 0 && !tokenizer.cuts().is_empty();
         let cache = cached.then(|| TextCache::new(cache_bytes));
@@ -95,7 +95,7 @@ impl Encoder {
         Ok(self.finish(&work)?.pop().unwrap_or_default())
     }
 
-    /// Bytes of text that were encoded so far, or begun to be: what the cache had is not among
+    /// Bytes of text that were encoded so far, or begun to be; those from the cache are not among
     /// them.
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded.load(Ordering::Relaxed)
@@ -314,7 +314,7 @@ impl Encoder {
 }
 
 impl Work {
-    /// In how many pieces this is encoded.
+    /// The number of pieces in which this is encoded.
     pub(crate) fn pieces(&self) -> usize {
         self.pieces.len()
     }
@@ -325,7 +325,8 @@ impl Work {
     }
 }
 
-/// As [`Cuts::next`], and not at or in one of `plain`, which is a token by its looks alone.
+/// The next cut as in [`Cuts::next`], but not at or in one of `plain`, which is a token by its
+/// looks alone.
 fn next_cut(
     cuts: &Cuts,
     text: &str,

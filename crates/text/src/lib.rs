@@ -2,13 +2,12 @@
 //!
 //! Going in, a [`TextPool`] runs chat templates ([`ChatTemplate`]) and the tokenizer
 //! ([`Tokenizer`]) on its own threads, so that a long prompt never holds up an HTTP thread. Its
-//! [`Encoder`] cuts long texts where this changes no id and remembers what was encoded before, so
-//! that a conversation's history is encoded once. Coming out, each request has one [`Detokenizer`]
-//! and one [`StopStrings`]: token ids become text that is final, with nothing of a stop string in
-//! it.
+//! [`Encoder`] cuts long texts at places where this changes no id, and remembers encoded parts. So
+//! a conversation's history is encoded once. Coming out, each request has one [`Detokenizer`] and
+//! one [`StopStrings`]: token ids become text that is final, with nothing of a stop string in it.
 //!
 //! The reference for all of it is Hugging Face: `tokenizers` for ids and text, `transformers` with
-//! `jinja2` for chat templates. The tests compare with what those give.
+//! `jinja2` for chat templates. The tests compare with their outputs.
 //!
 //! | threads | who | what |
 //! |---|---|---|

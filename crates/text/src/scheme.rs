@@ -2,7 +2,7 @@
 //!
 //! Hugging Face's decoders take the whole list of tokens. For the decoders that nearly all models
 //! use, the same text can be built token by token from a table; this module recognises them and
-//! computes the table's entries. Whatever it does not recognise is decoded in windows, see
+//! computes the table's entries. Tokens of any other decoder are decoded in windows, see
 //! [`crate::Detokenizer`].
 
 use serde_json::Value;
@@ -30,7 +30,7 @@ pub(crate) struct Pieces {
     metaspace_drops_first: bool,
     /// Tokens of the form `<0x0A>` are bytes.
     byte_fallback: bool,
-    /// Up to this many of this character are cut from the start of the text.
+    /// The character that is cut from the start of the text, and its largest number.
     pub(crate) strip_left: Option<(char, usize)>,
 }
 

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-/// The stop strings of a request, with what a search for them needs. It is made once and shared by
+/// The stop strings of a request, with the tables for their search. It is made once and shared by
 /// all choices: a search of its own needs only [`StopStrings`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct StopTable {
-    /// As the client listed them.
+    /// The stop strings, as the client listed them.
     texts: Vec<String>,
     stops: Vec<Stop>,
 }
@@ -16,8 +16,8 @@ struct Stop {
     /// The caller's index.
     index: usize,
     text: Box<[u8]>,
-    /// For each length of a matched beginning, the length of its longest proper end that is a
-    /// beginning too.
+    /// The next shorter beginning to try. For each length of a matched beginning, it is the length
+    /// of the longest proper end that is a beginning too.
     fallback: Box<[u32]>,
 }
 
@@ -63,13 +63,12 @@ impl Stop {
     }
 }
 
-/// Finds the stop strings of one request in text that comes in parts, and holds back what may be
-/// the beginning of one.
+/// Finds the stop strings of one request in text that comes in parts, and holds back text that may
+/// be the beginning of one.
 ///
 /// The match that ends earliest in the text wins; of several that end there, the longest, then the
-/// first listed. What is held back is the longest end of the text so far with which some stop
-/// string begins, and no more. Each byte costs one Knuth-Morris-Pratt step a stop string,
-/// amortised.
+/// first listed. The held text is the longest end of the text so far with which some stop string
+/// begins, and no more. Each byte costs one Knuth-Morris-Pratt step a stop string, amortised.
 #[derive(Debug)]
 pub struct StopStrings {
     table: Arc<StopTable>,
@@ -147,7 +146,8 @@ impl StopStrings {
         None
     }
 
-    /// The text has ended: appends what was held back as a possible beginning of a stop string.
+    /// Appends the text that was held back as a possible beginning of a stop string: the text has
+    /// ended.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held[self.held_from..]);
         self.held.clear();

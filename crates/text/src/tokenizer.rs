@@ -1,4 +1,4 @@
-//! A Hugging Face tokenizer, with a table of what each token adds to the text.
+//! A Hugging Face tokenizer, with a table of the bytes that each token adds to the text.
 
 use std::ops::Range;
 use std::path::Path;
@@ -204,8 +204,8 @@ impl Tokenizer {
         self.plain.encode(&self.inner, text, plain, go_on)
     }
 
-    /// The ids of `text` as [`Tokenizer::encode`] gives them without what the post-processor adds,
-    /// but that nothing in it is a special token.
+    /// The ids of `text` as [`Tokenizer::encode`] gives them, without those of the post-processor
+    /// and without special tokens.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -246,8 +246,8 @@ impl Tokenizer {
         all.filter_map(token).collect()
     }
 
-    /// The ids of two texts as one prompt, with what the post-processor puts around and between
-    /// them, and where the second one begins.
+    /// The ids of two texts as one prompt, with the ids that the post-processor puts around and
+    /// between them, and the place at which the second text begins.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].

@@ -1,4 +1,4 @@
-//! Pixels of any kind as three bytes: grey is spread, 16 bits become 8, what is transparent shows
+//! Pixels of any kind as three bytes: grey is spread, 16 bits become 8, and transparent parts show
 //! white.
 
 use image::ColorType;

@@ -66,7 +66,7 @@ pub enum ImageError {
         /// The largest ratio.
         limit: u32,
     },
-    /// To decode it would take more memory than its pixels explain.
+    /// The file needs more memory for decoding than its pixels explain.
     #[error("the {0} file takes too much memory to decode")]
     TooMuchMemory(Format),
     /// The file is cut off, or its content contradicts itself.

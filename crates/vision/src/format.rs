@@ -71,7 +71,7 @@ impl Format {
         Err(unread(file).map_or(ImageError::UnknownFormat, ImageError::UnreadFormat))
     }
 
-    /// Its name.
+    /// The name of the format.
     pub fn name(self) -> &'static str {
         match self {
             Self::Png => "PNG",

@@ -12,7 +12,7 @@ use crate::orientation::Orientation;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     pub(crate) source: Source,
-    /// As stored.
+    /// The width of the stored image.
     pub(crate) width: u32,
     pub(crate) height: u32,
     pub(crate) orientation: Orientation,
@@ -26,7 +26,7 @@ pub(crate) enum Source {
 }
 
 impl Header {
-    /// Reads the header of `file`, and refuses what is beyond `limits`.
+    /// Reads the header of `file`, and refuses an image beyond `limits`.
     ///
     /// # Errors
     /// The format is none that is read, the header is damaged, or the image is empty, too large or

@@ -1,4 +1,4 @@
-//! The name of an image: of its bytes, and of what is done to them.
+//! The name of an image: of its bytes, and of its processing.
 
 use std::fmt;
 
@@ -25,7 +25,7 @@ impl Identity {
         Self(name)
     }
 
-    /// Its bytes.
+    /// The bytes of the identity.
     pub fn as_bytes(&self) -> &[u8; 16] {
         &self.0
     }

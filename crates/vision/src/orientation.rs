@@ -11,10 +11,10 @@ pub struct Orientation(u8);
 const TILE: usize = 32;
 
 impl Orientation {
-    /// As they are stored.
+    /// The orientation of an image that is upright as it is stored.
     pub const UPRIGHT: Self = Self(1);
 
-    /// Of an Exif block without its `Exif\0\0`; upright where there is none, or a damaged one.
+    /// Reads an Exif block without its `Exif\0\0`; upright if there is none, or a damaged one.
     pub(crate) fn of_exif(exif: &[u8]) -> Self {
         Named::from_exif_chunk(exif).map_or(Self::UPRIGHT, |named| Self(named.to_exif()))
     }

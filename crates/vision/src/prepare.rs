@@ -27,13 +27,14 @@ impl Preparer {
         Self::default()
     }
 
-    /// Decodes `file`, whose header is `header`, and writes its patches: `[patches, 3, patch,
-    /// patch]` bytes, positions row by row and the `merge` x `merge` patches of each together.
-    /// `patches` has [`Processing::bytes`] of them, for the grid of [`Header::size`].
+    /// Decodes `file`, whose header is `header`, and writes its patches:
+    /// `[patches, 3, patch, patch]` bytes, positions row by row and the `merge` x `merge` patches
+    /// of each together. `patches` has [`Processing::bytes`] of them, for the grid of
+    /// [`Header::size`].
     ///
     /// # Errors
-    /// The file is damaged, or takes more memory than its pixels explain. What is in `patches` then
-    /// is unspecified.
+    /// The file is damaged, or takes more memory than its pixels explain. The content of `patches`
+    /// is then unspecified.
     ///
     /// # Panics
     /// `patches` has another length.

@@ -127,7 +127,7 @@ impl Processing {
         width as usize * height as usize * 3
     }
 
-    /// These numbers as bytes, all of them.
+    /// The numbers of the processing as bytes, all of them.
     pub(crate) fn to_bytes(self) -> [u8; 24] {
         let mut bytes = [0; 24];
         bytes[..4].copy_from_slice(&self.patch.to_le_bytes());

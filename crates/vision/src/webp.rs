@@ -1,4 +1,5 @@
-//! WebP's container (RFC 9649): what its decoder allocates before it checks is checked here.
+//! WebP's container (RFC 9649): sizes that its decoder allocates before it checks them are checked
+//! here.
 
 use crate::error::ImageError;
 use crate::format::Format;

@@ -16,7 +16,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Time between two ticks of a feed.
 pub const INTERVAL: Duration = Duration::from_millis(250);
-/// Most feeds at a time.
+/// The largest number of feeds at a time.
 const MOST: usize = 64;
 
 /// The number of watchers at a time.

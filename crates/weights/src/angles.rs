@@ -2,8 +2,8 @@
 //! 2023).
 //!
 //! All of it is done in 32 bits, operation by operation as PyTorch does it
-//! (`python/forebay/layers/rotary.py`): what a scalar is divided by becomes a reciprocal first.
-//! Both hands have the same angles so.
+//! (`python/forebay/layers/rotary.py`). The divisor of a scalar becomes a reciprocal first. Both
+//! hands have the same angles so.
 
 use std::f32::consts::TAU;
 
@@ -23,7 +23,7 @@ pub struct Angles {
 }
 
 impl Angles {
-    /// Those of the first `positions`.
+    /// Computes the angles of the first `positions`.
     ///
     /// # Errors
     /// A scaling with a number that makes no sense.

@@ -45,7 +45,7 @@ enum Files {
 
 struct Gguf {
     weights: HashMap<String, GgufTensor>,
-    /// In the order of the files.
+    /// The names, in the order of the files.
     names: Vec<String>,
     /// Query heads and key heads, whose halves the llama converter makes alternate, as the original
     /// Llama code did.

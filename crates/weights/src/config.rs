@@ -53,11 +53,12 @@ pub struct Shape {
     pub mlp_bias: bool,
     /// Query and key heads are normalised before they are rotated.
     pub head_norms: bool,
-    /// Of the norms.
+    /// The epsilon of the norms.
     pub rms_norm_eps: f64,
     /// The base of the rotary embedding.
     pub rope_theta: f64,
-    /// Its scaling with the names of transformers 4, `rope_type` among them; `None`: there is none.
+    /// The scaling of rotary positions with the names of transformers 4, `rope_type` among them;
+    /// `None`: there is none.
     pub rope_scaling: Option<Map<String, Value>>,
     /// Positions that the model was made for.
     pub max_positions: u64,
@@ -73,8 +74,7 @@ impl Shape {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// A model that is not a dense decoder of the families here, or a config without what it must
-    /// have.
+    /// The model is not a dense decoder of the families here, or the config lacks a needed value.
     pub fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
         let family = family(config)?;
         if truthy(config.get("quantization_config")) {
@@ -129,7 +129,7 @@ impl Shape {
     }
 }
 
-/// As Python has it.
+/// True for a value that Python takes for true.
 fn truthy(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null | Value::Bool(false)) => false,

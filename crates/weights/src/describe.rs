@@ -1,5 +1,5 @@
-//! From files on this machine to the description of a model that the brain and the hand work from:
-//! what `forebay.weights.describe` prints, of the models that are read here.
+//! The way from files on this machine to the description of a model that the brain and the hand
+//! work from. It is the output of `forebay.weights.describe`, for the models that are read here.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,7 +20,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// which hold all metadata of any known model.
 const REBUILD_VERSION: u32 = 1;
 const KEY_BYTES: u64 = 32 << 20;
-/// Of a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
+/// The limit on a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
 const MOST_JSON: u64 = 256 << 20;
 
 /// The files to describe, and the purpose.

@@ -1,5 +1,5 @@
-//! JSON as Python writes it: names of what is kept on disk are hashes of such texts, and both hands
-//! make the same.
+//! JSON as Python writes it. Names of files on disk are hashes of such texts, and both hands make
+//! the same.
 
 use std::fmt::Write;
 

@@ -1,5 +1,5 @@
-//! Weights as they are computed with, kept on disk from one start to the next: the files of
-//! `python/forebay/weights/packed.py`, byte for byte what either hand can read.
+//! Weights as they are computed with, kept on disk from one start to the next. The files are those
+//! of `python/forebay/weights/packed.py`, byte for byte, and either hand can read them.
 //!
 //! A file is safetensors, so that any tool can look into it. It is read into memory of its own, not
 //! mapped. Such memory can lie in large pages, and a step that reads all weights from 4 KiB pages
@@ -27,8 +27,8 @@ const VERSION: u32 = 2;
 const EDGE: u64 = 1 << 20;
 const PIECES: u64 = 64;
 const PIECE: usize = 4096;
-/// Of one read, and of one sum: enough that calls cost nothing, and that the threads end at about
-/// the same time.
+/// The bytes of one read, and of one sum: enough that calls cost nothing, and that the threads end
+/// at about the same time.
 const CHUNK: usize = 16 << 20;
 const LENGTH: usize = 8;
 const ALIGNMENT: usize = 64;
@@ -39,7 +39,7 @@ const SEAL: &str = "seal";
 const SUMS: &str = "sums";
 const LOCK: &str = ".lock";
 
-/// The name of what becomes of a model's files under `facts`.
+/// The name of the packed weights of a model's files under `facts`.
 ///
 /// The name depends on each file's size, its time of change, its first and last MiB and 64 pieces
 /// in between. To read all of a large model would cost as much time as the cache saves. A file that
@@ -83,7 +83,7 @@ pub fn content_key(files: &[PathBuf], facts: &Value) -> io::Result<String> {
 pub struct Entry {
     /// `BF16`, `F32` or `U8`.
     pub dtype: String,
-    /// In elements.
+    /// The shape in elements.
     pub shape: Vec<usize>,
 }
 
@@ -116,9 +116,9 @@ struct Header {
 
 /// Why a file is not used.
 enum Fault {
-    /// Its header is not what its name promises.
+    /// The header of the file does not match its name.
     Header(String),
-    /// The header is, and the data is not.
+    /// The header of the file matches its name, and the data does not match the header.
     Data(String),
 }
 
@@ -133,7 +133,7 @@ impl From<io::Error> for Fault {
 ///
 /// Nothing here is an error for a server of the model. A file that can't be read is treated as
 /// absent, and one that can't be written is not written. One line on standard error tells the
-/// reason. Every byte is checked as it is read: a file whose data is not what was written is
+/// reason. Every byte is checked as it is read: a file with other data than were written is
 /// removed, and as if it had not been there.
 pub struct PackedFile {
     path: PathBuf,
@@ -166,7 +166,7 @@ impl PackedFile {
     }
 
     /// Fills all these tensors, of which each has the size of its entry; false if that can't be,
-    /// and then their content is anything. `each` calls what it is given for every number below a
+    /// and then their content is anything. `each` calls its argument for every number below a
     /// count, in any order and by any threads. `report` gets bytes done and in all.
     pub fn read(
         &mut self,
@@ -207,7 +207,7 @@ impl PackedFile {
         }
     }
 
-    /// Takes the file away, as far as that is possible: what was read of it is not right.
+    /// Takes the file away, as far as that is possible: its data are wrong.
     pub fn remove(&mut self) {
         self.found = None;
         let _ = fs::remove_file(&self.path);

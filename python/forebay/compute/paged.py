@@ -86,7 +86,7 @@ class BlockAnswers:
     def __init__(self, size: Size, captured: bool, sampling: Int64s, ask: Ask, device: Device) -> None:
         self.size = size
         self.captured = captured
-        """Whether graphs do the step."""
+        """True if graphs do the step."""
         self._sampling = sampling
         self.beside = None if ask.simple else SampledColumns(ask, device)
         rows = size.rows if self.beside is None else 0

@@ -82,9 +82,7 @@ class Compute(Protocol):
         """The most likely tokens [s], the first of equal ones, and whether all logits were finite, bool [s]."""
 
     def states(self, launch: Launch) -> torch.Tensor:
-        """The states that `head` makes logits of, [s + k, hidden]: of rows that sample, then before the tokens of
-        prompts.
-        """
+        """The states for `head`, [s + k, hidden]: of rows that sample, then before the tokens of prompts."""
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [m, vocabulary] of some states [m, hidden]."""

@@ -19,9 +19,7 @@ from forebay.state.staging import StepInputs
 
 
 class Answers(Protocol):
-    """The sampled tokens of a step, in host memory that has the content when the step's last event is reached; `s`
-    rows.
-    """
+    """The sampled tokens of a step, in host memory that is complete at the step's last event; `s` rows."""
 
     @property
     def tokens(self) -> Int32s:

@@ -1,5 +1,4 @@
-"""The check that there is a GPU to compute on. If there is none, it says why, in one line that tells a user what to do.
-"""
+"""The check that there is a GPU to compute on; without one, it gives the reason and advice in one line."""
 
 from __future__ import annotations
 

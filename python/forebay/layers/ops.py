@@ -29,9 +29,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters to draw tokens for the `r` rows that have a temperature. Those that the host decides are no
-    tensors.
-    """
+    """The parameters of draws for the `r` rows with a temperature. Those that the host decides are no tensors."""
 
     temperature: torch.Tensor  # float32 [r]
     u: torch.Tensor  # float64 [r]: where in the distribution the token is
@@ -252,9 +250,7 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 
 
 def least_kept(values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of tokens that `most_likely` keeps, and the least likely of these, [r, 1] each, from the largest [r,
-    width].
-    """
+    """The number of tokens that `most_likely` keeps, and the least likely, [r, 1] each, of the largest [r, width]."""
     ranked = torch.arange(values.shape[1], device=values.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)

@@ -100,8 +100,7 @@ class Copier:
         select.select([self._news, socket], [], [], us / 1e6)
 
     def report(self) -> tuple[Int32s, Int32s, Int32s]:
-        """The copies that ended since the last call, `[c, 2]`, the time that they took, `[2]`, and the time that rows
-        waited, `[1]`.
+        """The copies that ended since the last call, `[c, 2]`, their time, `[2]`, and the time that rows waited, `[1]`.
 
         The last two are `[0]` where that is nothing.
         """

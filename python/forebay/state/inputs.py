@@ -49,9 +49,7 @@ class PromptRows:
         self._row_bytes = hidden * dtype.itemsize
 
     def given(self, slot: Int64s, start: Int64s) -> Given | None:
-        """The inputs in the arena of rows [r] that begin at `start`; None: there are none. Raises `PlanError`. For the
-        host.
-        """
+        """Inputs in the arena of rows [r] from `start` on; None: there are none. Raises `PlanError`. For the host."""
         tables = self._tables
         embeds = tables.embeds[slot]
         if np.maximum.reduce(embeds) < 0:
@@ -65,8 +63,7 @@ class PromptRows:
         return Given(used, embeds, prompt_len)
 
     def addresses(self, given: Given) -> Int64s:
-        """The address in this process's memory of the embedding of position 0 of each row's slot; 0 if not `used`, [r].
-        """
+        """The address in this process of the embedding of each row's slot at position 0; 0 if not `used`, [r]."""
         return np.where(given.used, self._arena.ctypes.data + given.embeds, 0)
 
     def rows(self, span: Span) -> npt.NDArray[np.uint8]:

@@ -260,9 +260,7 @@ def _description(
 
 
 def _images(directory: Path, model: ModelConfig | EncoderConfig, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The way from an image to patches, and the tokens that stand for them; None: the model sees none. Raises
-    ModelError.
-    """
+    """The way from an image to patches, and their tokens; None: the model sees no images. Raises ModelError."""
     if not isinstance(model, ModelConfig) or model.vision is None:
         return None
     tokens = {key: integer(config, key) for key in _IMAGE_TOKENS}

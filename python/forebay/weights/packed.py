@@ -212,9 +212,7 @@ class PackedFile:
             yield
 
     def _make_room(self, size: int) -> bool:
-        """Makes room for a file of `size` bytes; others may go for it. False if it may not be written. For the only
-        writer.
-        """
+        """Makes room for `size` bytes; other files may go for it. False if there is no room. For the only writer."""
         if size > self._limit:
             self._say(f"is not written: it would take {_mib(size)} of the {_mib(self._limit)} that all may take")
             return False

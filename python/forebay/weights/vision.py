@@ -111,8 +111,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The way from an image to patches, and from their bytes to a tower's input. A decoder of images needs all of it.
-    """
+    """The way from an image to patches and a tower's input. A decoder of images needs all of it."""
 
     patch: int
     merge: int
@@ -231,9 +230,7 @@ def vision_of(d: Mapping[str, Any], architecture: str, hidden: int, layers: int)
 
 
 def read_preprocessing(directory: Path, vision: Vision) -> Preprocessing:
-    """The preprocessing that a repository describes for its tower. Raises ModelError, also for values that would be
-    used wrongly.
-    """
+    """The preprocessing of a repository for its tower. Raises ModelError, also for values that it would misuse."""
     found: dict[str, Any] = {}
     for name in PREPROCESSOR_FILES:
         values = read_json(directory / name, optional=True)

@@ -47,14 +47,14 @@ pub struct GenerateRequest {
     /// Position of the first token of the prompt that is listed with its log-probability; -1: none
     /// is. That of the first listed one is null.
     pub logprob_start_len: Option<i32>,
-    /// Name of the request, or one a prompt; it comes back in `meta_info.id`.
+    /// The name of the request, or one a prompt; it comes back in `meta_info.id`.
     #[schema(value_type = Option<Vec<String>>)]
     pub rid: Option<Strings>,
     /// Larger is sooner, under the priority policy.
     pub priority: Option<i32>,
     /// Requests with the same key are computed by the same replica.
     pub routing_key: Option<String>,
-    /// Number of the replica that is to compute it; `data_parallel_rank` is its older name.
+    /// The number of the replica that is to compute it; `data_parallel_rank` is its older name.
     #[serde(alias = "data_parallel_rank")]
     pub routed_dp_rank: Option<i64>,
     /// Blocks of the prompts are shared only with requests of the same salt, 1 to 256 bytes.
@@ -92,7 +92,7 @@ pub struct GenerateRequest {
 /// Sampling parameters of the native dialect.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
 pub struct GenerateSampling {
-    /// Most tokens to generate; 128 where absent.
+    /// The largest number of tokens to generate; 128 where absent.
     pub max_new_tokens: Option<u32>,
     /// Tokens to generate before a stop string or stop token counts.
     pub min_new_tokens: Option<u32>,
@@ -102,9 +102,9 @@ pub struct GenerateSampling {
     pub temperature: Option<f32>,
     /// Nucleus mass.
     pub top_p: Option<f32>,
-    /// Number of candidates; -1 or 0 is off.
+    /// The number of candidates; -1 or 0 is off.
     pub top_k: Option<i32>,
-    /// Share of the largest probability below which tokens are dropped.
+    /// The share of the largest probability below which tokens are dropped.
     pub min_p: Option<f32>,
     /// Makes sampling repeatable; `seed` is accepted too.
     #[serde(alias = "seed")]
@@ -158,16 +158,16 @@ pub struct GenerateItem {
     pub prompt: Prompt,
     /// The client's name for it.
     pub rid: Option<String>,
-    /// Number of its parameters in [`ValidGenerate::generations`].
+    /// The number of its parameters in [`ValidGenerate::generations`].
     pub generation: usize,
-    /// Its images, in order.
+    /// The images of the prompt, in order.
     pub images: Vec<ImagePart>,
 }
 
 /// A native request without anything left to check but the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidGenerate {
-    /// At least one.
+    /// The prompts, at least one.
     pub items: Vec<GenerateItem>,
     /// Everything else: one for all prompts, or one a prompt.
     pub generations: Vec<Generation>,

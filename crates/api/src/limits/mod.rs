@@ -14,52 +14,53 @@ pub use crate::cut::{SHOWN_BYTES, cut};
 pub use walk::Weight;
 pub(crate) use walk::check;
 
-/// Most stop strings.
+/// The largest number of stop strings.
 pub const STOPS: usize = 16;
-/// Most bytes of all stop strings together: each choice's text is compared with them byte by byte.
+/// The largest number of bytes of all stop strings together: each choice's text is compared with
+/// them byte by byte.
 pub const STOP_BYTES: usize = 4096;
-/// Most stop token ids.
+/// The largest number of stop token ids.
 pub const STOP_IDS: usize = 1024;
-/// Most token ids that a request may name as the only ones.
+/// The largest number of token ids that a request may name as the only ones.
 pub const ALLOWED_IDS: usize = 16_384;
-/// Most token ids with a bias.
+/// The largest number of token ids with a bias.
 pub const BIASES: usize = 1024;
-/// Most words that an answer does not have.
+/// The largest number of words that an answer does not have.
 pub const BAD_WORDS: usize = 256;
-/// Most bytes of all of them together.
+/// The largest number of bytes of all of them together.
 pub const BAD_WORD_BYTES: usize = 16_384;
-/// Most choices a prompt.
+/// The largest number of choices a prompt.
 pub const CHOICES: u32 = 128;
-/// Most choices that all prompts of a request have together.
+/// The largest number of choices that all prompts of a request have together.
 pub const TOTAL_CHOICES: usize = 4096;
-/// Most prompts of a request that generates.
+/// The largest number of prompts of a request that generates.
 pub const PROMPTS: usize = 1024;
-/// Most inputs of a request that pools, as with OpenAI.
+/// The largest number of inputs of a request that pools, as with OpenAI.
 pub const INPUTS: usize = 2048;
-/// Most bytes of the texts of all pairs together; a query counts once a document, because it is
-/// tokenised once a document.
+/// The largest number of bytes of the texts of all pairs together; a query counts once a document,
+/// because it is tokenised once a document.
 pub const PAIR_BYTES: usize = 16 << 20;
-/// Most alternatives a token's log-probabilities have.
+/// The largest number of alternatives a token's log-probabilities have.
 pub const LOGPROBS: u8 = 20;
-/// Most messages of a conversation.
+/// The largest number of messages of a conversation.
 pub const MESSAGES: usize = 4096;
 /// Most JSON values that are kept as such: messages, their parts, and the elements of `tools`,
 /// `tool_calls` and `chat_template_kwargs`. The template sees a copy of each, so one costs some
 /// hundred bytes.
 pub const VALUES: usize = 16_384;
-/// Deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`.
+/// The deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`.
 pub const DEPTH: usize = 32;
-/// Most ids of `/detokenize`.
+/// The largest number of ids of `/detokenize`.
 pub const IDS: usize = 1 << 18;
-/// Longest name of a model, a user or a request, in bytes.
+/// The longest name of a model, a user or a request, in bytes.
 pub const NAME_BYTES: usize = 1024;
-/// Longest role, type or name of a speaker, in bytes.
+/// The longest role, type or name of a speaker, in bytes.
 pub const WORD_BYTES: usize = 256;
-/// Longest routing key, in bytes.
+/// The longest routing key, in bytes.
 pub const ROUTING_KEY_BYTES: usize = 512;
-/// Longest cache salt, in bytes.
+/// The longest cache salt, in bytes.
 pub const CACHE_SALT_BYTES: usize = 256;
-/// Most names of parameters that nothing reads: they are told to the client.
+/// The largest number of names of parameters that nothing reads: they are told to the client.
 pub const UNREAD: usize = 32;
 /// Parameters that ask nothing of a server of this kind: they are about the client's own accounts
 /// and stores. They are read over without a word.
@@ -92,11 +93,11 @@ pub enum Bound {
     Prompt,
     /// A string, or a list of strings.
     Strings {
-        /// Most strings.
+        /// The largest number of strings.
         count: usize,
-        /// Most bytes of one.
+        /// The largest number of bytes of one.
         each: usize,
-        /// Most bytes of all together.
+        /// The largest number of bytes of all together.
         total: usize,
     },
     /// A list of at most this many token ids.
@@ -136,9 +137,9 @@ pub enum Bound {
 /// A parameter and its bound.
 #[derive(Debug, PartialEq)]
 pub struct Param {
-    /// As clients write it.
+    /// The parameter's name, as clients write it.
     pub name: &'static str,
-    /// Its permitted values.
+    /// The permitted values.
     pub bound: Bound,
 }
 

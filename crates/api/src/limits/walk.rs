@@ -8,7 +8,7 @@ use super::{Bound, DEPTH, INERT, Param, Params, SHOWN_BYTES, UNREAD, VALUES, cut
 use crate::error::ApiError;
 use crate::inert::Inert;
 
-/// Longest key of `logit_bias`, in bytes: the error shows it.
+/// The longest key of `logit_bias`, in bytes: the error shows it.
 const KEY_BYTES: usize = SHOWN_BYTES;
 
 /// The findings of a walk through a body.
@@ -49,7 +49,7 @@ pub(crate) fn check(body: &str, params: Params) -> Result<(Weight, Vec<String>),
 #[derive(Default)]
 struct Walk {
     weight: Weight,
-    /// Names of what nothing reads, at most [`UNREAD`].
+    /// Names of parameters that nothing reads, at most [`UNREAD`].
     unread: Vec<String>,
     /// The object that is being walked, where it is not the body.
     within: Vec<&'static str>,
@@ -57,7 +57,7 @@ struct Walk {
 }
 
 struct Failure {
-    /// From the inside out.
+    /// The steps of the path, from the inside out.
     path: Vec<Step>,
     reason: String,
 }
@@ -346,7 +346,7 @@ struct Key(Params);
 /// The meaning of a key.
 enum Name {
     Known(&'static Param),
-    /// Nothing that is read; of a long one the beginning.
+    /// A name that is not read; of a long one the beginning.
     Other(String),
 }
 

@@ -11,11 +11,11 @@ use crate::error::ApiError;
 use crate::images::ImageUrl;
 use crate::turns::{Content, Turns};
 
-/// An item of a conversation: a type, and what items of that type have. A message may leave its
-/// type out.
+/// An item of a conversation: a type, and the fields of that type. A message may leave its type
+/// out.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Item {
-    /// Its kind.
+    /// The kind of the item.
     #[serde(rename = "type", default = "message")]
     kind: String,
     #[serde(skip_serializing_if = "Option::is_none")]

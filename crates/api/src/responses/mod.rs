@@ -23,7 +23,7 @@ use tools::{Functions, functions, named};
 /// A request of the Responses API.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct ResponsesRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// A string, or the items of the conversation that are new.
     #[schema(value_type = Option<String>)]
@@ -38,7 +38,7 @@ pub struct ResponsesRequest {
     pub background: Option<bool>,
     /// Send typed events.
     pub stream: Option<bool>,
-    /// Most tokens to generate; the rest of the context where absent.
+    /// The largest number of tokens to generate; the rest of the context where absent.
     pub max_output_tokens: Option<u32>,
     /// 0 is greedy.
     pub temperature: Option<f32>,
@@ -123,7 +123,7 @@ pub struct ValidResponses {
     pub echo: Map<String, Value>,
 }
 
-/// Most bytes of tools that a response repeats: a stream has it three times.
+/// The largest number of bytes of tools that a response repeats: a stream has it three times.
 const ECHOED_TOOLS: usize = 1 << 16;
 
 impl ResponsesRequest {
@@ -247,7 +247,7 @@ impl ResponsesRequest {
 }
 
 impl TextFormat {
-    /// Without the schema, which may be large.
+    /// The format without the schema, which may be large.
     fn echo(&self) -> Value {
         match self.kind.as_str() {
             "json_schema" => json!({

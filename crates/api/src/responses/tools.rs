@@ -10,13 +10,13 @@ use crate::tools::TextForm;
 /// The kind of a tool, before it became a function that the model may call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToolKind {
-    /// Its input is text: the function has it as its only argument, [`CUSTOM_INPUT`].
+    /// The tool's input is text: its function has the text as its only argument, [`CUSTOM_INPUT`].
     Custom,
-    /// It is one of a namespace.
+    /// The tool is one of a namespace.
     Of {
         /// The namespace.
         namespace: String,
-        /// Its name there.
+        /// The name of the tool in its namespace.
         name: String,
     },
 }
@@ -30,7 +30,7 @@ pub(super) struct Functions {
     pub(super) functions: Vec<Value>,
     /// The path of each tool in the request, for errors.
     pub(super) paths: Vec<String>,
-    /// Those that are no plain functions.
+    /// The kinds of tools that are no plain functions.
     pub(super) kinds: Vec<(String, ToolKind)>,
     /// Forms of the inputs of custom tools, by their names.
     pub(super) texts: Vec<(String, TextForm)>,

@@ -106,7 +106,7 @@ impl Backend {
 /// The settings that all requests of a run have in common.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct RequestOptions {
-    /// Name of the model as the server knows it.
+    /// The name of the model as the server knows it.
     pub(crate) model: String,
     /// Ask for a stream of events.
     pub(crate) stream: bool,

@@ -47,7 +47,7 @@ pub(super) fn count_read() -> bool {
     })
 }
 
-/// To be called by a thread before it waits: rests if it is busy.
+/// Rests if the calling thread is busy. A thread calls this before it waits.
 pub(crate) fn rest() {
     if LOAD.with_borrow_mut(|load| load.look(Instant::now())) {
         std::thread::sleep(REST);

@@ -166,7 +166,7 @@ impl Client {
         Ok((id.to_owned(), first["root"].as_str().map(str::to_owned)))
     }
 
-    /// As [`Client::call`], for any status.
+    /// Makes a call as [`Client::call`] does, for any status.
     ///
     /// # Errors
     ///

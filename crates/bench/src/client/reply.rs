@@ -46,7 +46,7 @@ pub(crate) struct Reply {
 }
 
 impl Reply {
-    /// Nothing read yet. `expected_chunks` saves growing.
+    /// Makes an empty reply. `expected_chunks` saves growing.
     pub(super) fn new(dialect: Dialect, sent_us: u64, expected_chunks: usize) -> Self {
         Self {
             sent_us,

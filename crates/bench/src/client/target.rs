@@ -14,7 +14,7 @@ use super::Backend;
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Server")]
 pub struct ServerFlags {
-    /// Kind of server and route.
+    /// The kind of server and route.
     #[arg(long, value_enum, default_value = "openai")]
     pub backend: Backend,
     /// The server's address, such as http://localhost:8000.
@@ -56,7 +56,7 @@ fn header(text: &str) -> Result<(HeaderName, HeaderValue), String> {
 /// A server and the route to measure.
 #[derive(Debug, Clone)]
 pub(crate) struct Target {
-    /// Kind of server.
+    /// The kind of server.
     pub(crate) backend: Backend,
     /// The addresses to connect to.
     pub(super) addresses: Vec<SocketAddr>,

@@ -79,13 +79,13 @@ pub(super) struct Body {
 enum State {
     UntilClose,
     Length(u64),
-    /// Before a line with a chunk's size.
+    /// The reader is before a line with a chunk's size.
     Size,
     /// Within a chunk, with so many bytes to come.
     Chunk(u64),
-    /// Before the empty line after a chunk.
+    /// The reader is before the empty line after a chunk.
     ChunkEnd,
-    /// After the chunk of size 0.
+    /// The reader is after the chunk of size 0.
     Trailer,
     Done,
 }

@@ -23,7 +23,7 @@ pub enum DatasetName {
     /// Groups of prompts that start alike.
     #[value(alias = "shared-prefix")]
     GeneratedSharedPrefix,
-    /// A recorded trace in Mooncake's format: times, lengths and what is shared.
+    /// A recorded trace in Mooncake's format: times, lengths and shared parts.
     #[value(alias = "mooncake")]
     Trace,
     /// A JSONL file of prompts.
@@ -46,7 +46,7 @@ impl DatasetName {
     }
 }
 
-/// Flags that say what is sent.
+/// Flags about the requests that are sent.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset")]
 pub struct DatasetArgs {
@@ -93,7 +93,7 @@ pub struct DatasetArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: random, image, embeddings")]
 pub struct RandomArgs {
-    /// Most tokens of a prompt's text.
+    /// The largest number of tokens of a prompt's text.
     #[arg(
         long,
         visible_aliases = ["random-input", "input-len"],
@@ -102,7 +102,7 @@ pub struct RandomArgs {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub random_input_len: u32,
-    /// Most tokens to generate.
+    /// The largest number of tokens to generate.
     #[arg(
         long,
         visible_aliases = ["random-output", "output-len"],
@@ -120,7 +120,7 @@ pub struct RandomArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: sharegpt")]
 pub struct SharegptArgs {
-    /// Tokens to generate, whatever length the answer in the file has.
+    /// Tokens to generate, in place of the length of the answer in the file.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub sharegpt_output_len: Option<u32>,
     /// Keep every conversation whose prompt and answer fit in this many tokens

@@ -1,4 +1,4 @@
-//! Datasets: what is sent.
+//! Datasets: the sources of requests.
 //!
 //! Everything random comes from ChaCha12 generators keyed by the run's seed, so that the same seed
 //! gives the same requests on every machine. Tokens are counted without a chat template and without

@@ -17,9 +17,9 @@ use crate::WorkItem;
 
 /// Prompts and answers shorter than this are left out, as `vllm bench serve` does.
 const SHORTEST: u32 = 4;
-/// Longest prompt, unless a context length is given.
+/// The longest prompt, unless a context length is given.
 const LONGEST_PROMPT: u32 = 1024;
-/// Longest prompt and answer together, unless a context length is given.
+/// The longest prompt and answer together, unless a context length is given.
 const LONGEST_TOTAL: u32 = 2048;
 
 /// The first two turns of a conversation.
@@ -111,7 +111,7 @@ pub(crate) struct Filter {
 }
 
 impl Filter {
-    /// As the flags say.
+    /// Reads the flags.
     pub(crate) fn new(args: &SharegptArgs) -> Self {
         Self { output_len: args.sharegpt_output_len, context_len: args.sharegpt_context_len }
     }

@@ -41,7 +41,7 @@ pub struct TraceEntry {
 /// An image in a recorded prompt: it takes `rows * columns` of the prompt's positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct TraceImage {
-    /// Its name; equal names, equal images.
+    /// The name of the image; equal names mean equal images.
     pub id: u64,
     /// The first of its positions.
     pub position: u32,

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::sharegpt::Exchange;
 use super::words::{Text, Words};
 
-/// Most random words that take the place of text that cannot be cut.
+/// The largest number of random words that take the place of text that cannot be cut.
 const MOST_FILLING: usize = 32;
 /// Turns are cut to this many bytes for each token that is wanted before they are encoded: few have
 /// longer tokens, and some turns are books.

@@ -55,9 +55,9 @@ pub(crate) struct Words<'t> {
 struct Word {
     /// A space, and the word.
     text: String,
-    /// Its token at the start of a text.
+    /// The token of the word at the start of a text.
     first: u32,
-    /// Its token after a space.
+    /// The token of the word after a space.
     id: u32,
 }
 

@@ -1,4 +1,4 @@
-//! The questions, what is asked of the model, and how an answer is read.
+//! The questions, the prompts, and the reading of answers.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -28,7 +28,7 @@ pub(super) struct Exam {
 }
 
 impl Question {
-    /// As a prompt shows it, without its answer.
+    /// The question in the form of a prompt, without its answer.
     fn asked(&self) -> String {
         format!("Question: {}\nAnswer:", self.question)
     }

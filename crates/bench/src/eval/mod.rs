@@ -27,7 +27,7 @@ use score::{Answer, Score};
 /// Flags of `forebay eval gsm8k`.
 #[derive(Debug, Clone, Args)]
 pub struct Gsm8kArgs {
-    /// Name of the model as the server knows it [default: the first that /v1/models lists].
+    /// The name of the model as the server knows it [default: the first that /v1/models lists].
     #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
     /// GSM8K's test questions, a JSON object a line.
@@ -42,10 +42,10 @@ pub struct Gsm8kArgs {
     /// Questions to ask, from the first on.
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub num_questions: usize,
-    /// Most requests at a time.
+    /// The largest number of requests at a time.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     pub parallel: u32,
-    /// Most tokens of an answer.
+    /// The largest number of tokens of an answer.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
     /// The number of retries of a failed request. A request without a successful try is reported,
@@ -55,7 +55,7 @@ pub struct Gsm8kArgs {
     /// Seconds after which a request has failed.
     #[arg(long, value_name = "SECONDS", default_value_t = 21600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
-    /// Write the numbers and what they belong to as a JSON object.
+    /// Write the numbers and the settings as a JSON object.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
     /// Write every prompt and answer, a JSON object a line.

@@ -11,7 +11,7 @@ use crate::record::{Outcome, Record};
 /// A question and what became of it: a line of the raw result file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Answer {
-    /// Number of the question in its file, from 0.
+    /// The number of the question in its file, from 0.
     pub(super) index: usize,
     /// The prompt that was sent.
     pub(super) prompt: String,
@@ -51,13 +51,13 @@ impl Answer {
 pub(super) struct Score {
     /// Questions asked.
     pub(super) num_questions: usize,
-    /// Of these, requests that failed.
+    /// The number of questions whose request failed.
     pub(super) failed: usize,
     /// Answers that are right.
     pub(super) correct: usize,
-    /// Share of the answers that are right; none where nothing was answered.
+    /// The share of the answers that are right; none where nothing was answered.
     pub(super) accuracy: Option<f64>,
-    /// Share of the answers without a number.
+    /// The share of the answers without a number.
     pub(super) invalid: Option<f64>,
     /// Seconds from the first send to the last answer.
     pub(super) latency: f64,

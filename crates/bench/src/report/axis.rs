@@ -184,7 +184,8 @@ pub(super) fn percent(share: f64) -> String {
     format!("{} %", three_digits(share * 100.0))
 }
 
-/// At most three significant digits (all digits of the integer part), without trailing zeros.
+/// Writes a value with at most three significant digits (all digits of the integer part), without
+/// trailing zeros.
 fn three_digits(value: f64) -> String {
     let decimals = match value.abs() {
         100.0.. => 0,

@@ -24,7 +24,8 @@ const KEPT: f64 = 0.01;
 /// A load generator that needs more than this part of the server's CPU may have slowed it down.
 const LIGHT: f64 = 1.0 / 3.0;
 
-/// With fewer chunks for each token, the times between tokens are mostly those of chunks.
+/// The least number of chunks for each token. With fewer, the times between tokens are mostly those
+/// of chunks.
 const COARSE: f64 = 0.5;
 
 /// Sentences about failures, late sends, a heavy load generator, and runs that did different work.

@@ -46,7 +46,7 @@ pub(super) fn steps(edges: &[f64], heights: &[f64]) -> String {
     line(heights.iter().zip(edges.windows(2)).flat_map(|(&y, edge)| [(edge[0], y), (edge[1], y)]))
 }
 
-/// The same as an area that stands on `floor`.
+/// The path of the area between the curve and `floor`.
 pub(super) fn area(edges: &[f64], heights: &[f64], floor: f64) -> String {
     let (Some(&first), Some(&last)) = (edges.first(), edges.last()) else {
         return String::new();

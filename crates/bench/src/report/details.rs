@@ -10,7 +10,7 @@ struct Request {
     /// The time at which it was sent, on the client's clock.
     start: Option<f64>,
     ttft: f64,
-    /// Times between what arrived, in order.
+    /// Times between chunks, in order.
     gaps: Vec<f64>,
     latency: f64,
     output_tokens: f64,

@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Histogram {
     edges: Vec<f64>,
-    /// Share of all values below each edge: as many as edges, from 0 to 1.
+    /// The share of all values below each edge: as many as edges, from 0 to 1.
     below: Vec<f64>,
 }
 

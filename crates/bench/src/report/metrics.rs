@@ -1,4 +1,5 @@
-//! The rows of the comparison, in `bench_serving`'s order, and what a ratio to the first run says.
+//! The rows of the comparison, in `bench_serving`'s order, and the meaning of a ratio to the first
+//! run.
 
 use super::Run;
 
@@ -29,16 +30,16 @@ pub(super) struct Row {
 pub(super) struct Group {
     /// The heading.
     pub(super) name: &'static str,
-    /// Its rows; never empty.
+    /// The rows of the group; never empty.
     pub(super) rows: Vec<Row>,
 }
 
 /// A time that is measured of every request or token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Latency {
-    /// Its name in keys: `mean_{key}_ms`.
+    /// The name of the latency in keys: `mean_{key}_ms`.
     pub(super) key: &'static str,
-    /// Its name in full.
+    /// The name of the latency in full.
     pub(super) name: &'static str,
     /// The things that the distribution counts.
     pub(super) of: &'static str,

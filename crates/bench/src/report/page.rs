@@ -1,4 +1,4 @@
-//! The page: what was run, what to be careful about, the comparison, charts, errors.
+//! The page: the runs, warnings, the comparison, charts, errors.
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 

@@ -44,7 +44,7 @@ pub(super) struct Timeline {
 /// The CPU time of one process during a run.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Process {
-    /// Its name and id.
+    /// The name and id of the process.
     pub(super) name: String,
     /// Seconds in user code; for the client, all its seconds.
     pub(super) user: f64,
@@ -73,7 +73,7 @@ impl Run {
         self.get("forebay_version").is_some()
     }
 
-    /// Its label, or where it came from.
+    /// The label of the run, or its source.
     pub(super) fn label(&self) -> &str {
         match self.get("label").and_then(Value::as_str) {
             Some(label) if !label.trim().is_empty() => label,
@@ -130,7 +130,7 @@ impl Run {
         Some(histogram)
     }
 
-    /// Its timeline, if it has one.
+    /// The timeline of the run, if it has one.
     pub(super) fn timeline(&self) -> Option<Timeline> {
         let Some(rows) = self.value.get("timeline").and_then(Value::as_array) else {
             return details::timeline(&self.value);

@@ -1,4 +1,4 @@
-//! Charts over the time of a run: what happened in each second.
+//! Charts over the time of a run: the numbers of each second.
 
 use maud::{Markup, html};
 

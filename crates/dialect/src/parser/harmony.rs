@@ -10,7 +10,7 @@ use crate::schema::Tools;
 /// Reads messages. What is not for the reader, and for no tool either, is reasoning.
 #[derive(Debug, Clone)]
 pub(super) struct Harmony {
-    /// Of the message that is being read.
+    /// The header of the message that is being read.
     header: String,
     body: Option<Body>,
     /// White space at the end of a call's arguments.

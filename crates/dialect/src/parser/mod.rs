@@ -1,8 +1,8 @@
 //! From text as a model writes it to parts.
 //!
-//! One automaton reads reasoning, text and calls. It works on characters and holds back what may
-//! become a mark, so how the text is divided into tokens and deltas makes no difference. Text of
-//! special tokens that are marks must be part of what it reads.
+//! One automaton reads reasoning, text and calls. It works on characters and holds back any that
+//! may become a mark. So the division of the text into tokens and deltas makes no difference. The
+//! text that it reads must have special tokens that are marks.
 
 mod call;
 mod harmony;

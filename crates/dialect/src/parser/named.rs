@@ -14,15 +14,16 @@ pub(super) struct Named {
 
 #[derive(Debug)]
 enum Stage {
-    /// Before the name.
+    /// The reader is before the name.
     Kind,
     Name,
-    /// Between name and arguments.
+    /// The reader is between name and arguments.
     Between,
     Arguments(Arguments),
 }
 
-/// Between a name and its arguments, at most: what it takes to write that JSON follows.
+/// The largest number of bytes between a name and its arguments: so many are needed to say that
+/// JSON follows.
 const BETWEEN: usize = 64;
 
 impl Named {

@@ -24,12 +24,12 @@ const FIELDS: [&str; 6] = ["type", "id", "name", "function", "arguments", "param
 enum Stage {
     #[default]
     Open,
-    /// Before a field's name.
+    /// The reader is before a field's name.
     Field,
-    /// In it: whether the next character is escaped.
+    /// Inside a key; true if the next character is escaped.
     Key(bool),
     Colon,
-    /// Before or in a value.
+    /// The reader is before or in a value.
     Value,
     Next,
 }
@@ -40,9 +40,9 @@ enum Stage {
 pub(super) struct Arguments {
     scan: Option<Scan>,
     value: String,
-    /// It is a call's arguments.
+    /// True if the value is a call's arguments.
     wanted: bool,
-    /// It is passed on as it comes.
+    /// True if the value is passed on as it comes.
     streams: bool,
 }
 

@@ -26,7 +26,7 @@ enum Stage {
     Key,
     /// The attribute of an argument that declares its type.
     Declared,
-    /// Before a value.
+    /// The reader is before a value.
     Open,
     /// Right at the beginning of a value.
     First,
@@ -35,7 +35,7 @@ enum Stage {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// As the schema says, once it is there.
+    /// The kind that the schema gives, once the value is there.
     Schema,
     /// A string, which the model has said or the schema says.
     String,

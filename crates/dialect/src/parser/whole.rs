@@ -10,7 +10,7 @@ use crate::scan::spaced;
 #[derive(Debug)]
 pub(super) struct Whole {
     syntax: Syntax,
-    /// In the arguments: brackets that are open, and what an open string ends with.
+    /// The number of open brackets in the arguments.
     depth: u32,
     quote: Option<&'static str>,
     text: String,

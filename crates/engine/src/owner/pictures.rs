@@ -15,7 +15,7 @@ use crate::types::{FinishReason, RequestError};
 #[derive(Debug, Default)]
 pub(crate) struct Pictures {
     live: HashMap<u64, Vec<Arc<dyn Picture>>>,
-    /// By where they begin.
+    /// The payloads by their beginnings.
     placed: HashMap<u32, Arc<dyn Payload>>,
     /// Kept for its memory.
     unread: Vec<u32>,

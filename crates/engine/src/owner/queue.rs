@@ -5,7 +5,7 @@ use forebay_scheduler::RequestView;
 use crate::owner::Owner;
 use crate::types::{Arrival, FinishReason, RequestError};
 
-/// Most requests that are told at a time.
+/// The largest number of requests that are told at a time.
 pub const MOST_VIEWS: usize = 1024;
 
 impl Owner {

@@ -1,4 +1,4 @@
-//! Processor, memory, limits, GPUs: what the system says about itself.
+//! Processor, memory, limits, GPUs: the system's facts about itself.
 
 use std::fs;
 use std::path::Path;

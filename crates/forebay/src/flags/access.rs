@@ -14,14 +14,14 @@ const LOCAL_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 #[command(next_help_heading = "Access")]
 pub(crate) struct AccessFlags {
     /// Clients must send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`; may be given several
-    /// times. Better in a file or in the environment, where other users of the machine don't see
-    /// it.
+    /// times. A file or the environment is better: other users of the machine don't see a key
+    /// there.
     #[arg(long, value_name = "KEY", env = "FOREBAY_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Vec<String>,
     /// File with such keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
-    /// Key for what changes the server or tells about it: draining, flushing, /server_info,
+    /// Key for requests that change the server or tell about it: draining, flushing, /server_info,
     /// /v1/loads. Without one, the other keys do.
     #[arg(long, value_name = "KEY", env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true)]
     pub(crate) admin_api_key: Vec<String>,
@@ -48,7 +48,7 @@ pub(crate) struct AccessFlags {
     /// Certificate as PEM, with its chain after it: connections are encrypted.
     #[arg(long, value_name = "FILE", requires = "ssl_keyfile")]
     pub(crate) ssl_certfile: Option<PathBuf>,
-    /// Its key as PEM, not encrypted.
+    /// The key of the certificate as PEM, not encrypted.
     #[arg(long, value_name = "FILE", requires = "ssl_certfile")]
     pub(crate) ssl_keyfile: Option<PathBuf>,
 }

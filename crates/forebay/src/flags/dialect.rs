@@ -14,7 +14,7 @@ pub(crate) struct DialectFlags {
     /// ...); `none`: it is text [default: found likewise].
     #[arg(long, value_name = "NAME")]
     pub(crate) reasoning_parser: Option<String>,
-    /// For those used to vLLM, and always on: the model calls tools as it sees fit where a request
+    /// For those used to vLLM, and always on: the model calls tools as it sees fit if a request
     /// offers some.
     #[arg(long)]
     pub(crate) enable_auto_tool_choice: bool,

@@ -18,8 +18,8 @@ pub(crate) struct GrammarFlags {
     /// Threads that compile schemas and grammars.
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) grammar_threads: NonZeroUsize,
-    /// Threads that fill masks beside the engine's, where a step has more than eight [default: one
-    /// for every 8 cores].
+    /// Threads that fill masks beside the engine's, if a step has more than eight [default: one for
+    /// every 8 cores].
     #[arg(long, value_name = "N")]
     pub(crate) mask_threads: Option<usize>,
     /// Take schemas of which only a part can be kept: keywords that are not known are left out, and

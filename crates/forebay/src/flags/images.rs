@@ -12,14 +12,14 @@ pub(crate) struct ImageFlags {
     /// image of 1200x1200 has 5776 patches].
     #[arg(long, value_name = "PATCH_LAYERS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_budget: Option<u64>,
-    /// Positions of all image pages: what the tower gave for images is kept there [default: twice
-    /// the largest image, at least 8192].
+    /// Positions of all image pages, which keep the tower's output for images [default: twice the
+    /// largest image, at least 8192].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_pool_tokens: Option<u64>,
-    /// Most images of a request.
+    /// The largest number of images of a request.
     #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) limit_images: u32,
-    /// Most pixels of an image as it comes; it is resized then.
+    /// The largest number of pixels of an image as it comes; it is resized then.
     #[arg(long, value_name = "PIXELS", default_value = "50000000", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) max_image_pixels: u64,
     /// Fetch no images by their URLs.
@@ -29,8 +29,8 @@ pub(crate) struct ImageFlags {
     /// it all public hosts, on ports 80 and 443.
     #[arg(long, value_name = "DOMAIN", value_delimiter = ',', num_args = 1..)]
     pub(crate) allowed_media_domains: Vec<String>,
-    /// Fetch images from private networks and this machine too: whoever may send requests can then
-    /// ask what is there.
+    /// Fetch images from private networks and this machine too: a client can then send requests to
+    /// them.
     #[arg(long)]
     pub(crate) media_allow_private: bool,
     /// Folder below which images may be named by `file:` URLs.

@@ -15,21 +15,22 @@ const SHARE: usize = 8;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Limits")]
 pub(crate) struct LimitFlags {
-    /// Largest request body in bytes; of one above --max-json-bytes the rest must be
+    /// The largest request body in bytes; of one above --max-json-bytes the rest must be
     /// `prompt_embeds`.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_body_bytes: usize,
-    /// Largest request body in bytes, not counting `prompt_embeds`.
+    /// The largest request body in bytes, not counting `prompt_embeds`.
     #[arg(long, default_value_t = 4 << 20)]
     pub(crate) max_json_bytes: usize,
-    /// Most bytes that all requests take together, from their bodies to the output that is expected
-    /// of them. Beyond that new ones get 429 [default: an eighth of the memory, from 1 to 16 GiB].
+    /// The largest number of bytes that all requests take together, from their bodies to the output
+    /// that is expected of them. Beyond that new ones get 429 [default: an eighth of the memory,
+    /// from 1 to 16 GiB].
     #[arg(long)]
     max_request_bytes_in_flight: Option<usize>,
 }
 
 impl LimitFlags {
-    /// As given, or what suits this machine.
+    /// The bytes as given, or a default that suits this machine.
     pub(crate) fn request_bytes(&self) -> usize {
         self.max_request_bytes_in_flight.unwrap_or_else(|| share(memory()))
     }

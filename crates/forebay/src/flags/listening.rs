@@ -21,8 +21,9 @@ pub(crate) struct ListenFlags {
     /// own, without TLS.
     #[arg(long, value_name = "PORT", conflicts_with = "uds")]
     pub(crate) health_port: Option<u16>,
-    /// Most connections at a time. At the limit, the longest idle one is closed; if none is idle,
-    /// new ones get 503 [default: as the limit of open files allows, at most 65536].
+    /// The largest number of connections at a time. At the limit, the longest idle one is closed;
+    /// if none is idle, new ones get 503 [default: as the limit of open files allows, at most
+    /// 65536].
     #[arg(long, value_name = "CONNECTIONS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_connections: Option<u32>,
 }

@@ -51,7 +51,7 @@ pub(crate) struct ReplicaFlags {
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_balance_method: LoadBalance,
     /// Look at the replicas' loads only every so many seconds and know nothing in between, with
-    /// `shortest_queue`: to measure what exact loads are worth. 0: loads are exact.
+    /// `shortest_queue`. The flag is there to measure the worth of exact loads. 0: loads are exact.
     #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
     pub(crate) load_watch_interval: Duration,
     /// Ranks of each replica: the model is divided among them. On CPUs that is for tests, and
@@ -61,18 +61,19 @@ pub(crate) struct ReplicaFlags {
     /// Give each rank whole experts, in place of a part of each; as many ranks as --tp-size.
     #[arg(long, visible_alias = "enable-ep-moe")]
     pub(crate) enable_expert_parallel: bool,
-    /// The same, by the number of ranks; 1: experts are divided like other matrices.
+    /// The number of ranks by which experts are divided, whole; 1: experts are divided like other
+    /// matrices.
     #[arg(long, visible_alias = "expert-parallel-size", value_name = "RANKS")]
     pub(crate) ep_size: Option<u32>,
     #[command(flatten)]
     pub(crate) elsewhere: ElsewhereFlags,
     /// Run all hands on other machines, which join at this address with `forebay worker --join`.
-    /// All ranks of a replica run on one machine; --tp-size and --dp-size say how many hands there
-    /// have to be. Without the flag nothing listens for hands.
+    /// All ranks of a replica run on one machine; --tp-size and --dp-size set the number of hands.
+    /// Without the flag nothing listens for hands.
     #[arg(long, value_name = "ADDR:PORT", requires = "join_token_file")]
     pub(crate) listen_hands: Option<SocketAddr>,
     /// The file with the token that opens --listen-hands. It and FILE.key, which is the brain's
-    /// alone, are made where neither is there.
+    /// alone, are made if neither is there.
     #[arg(long, value_name = "FILE", requires = "listen_hands")]
     pub(crate) join_token_file: Option<PathBuf>,
     /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as

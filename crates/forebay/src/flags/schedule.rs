@@ -10,37 +10,37 @@ use super::duration::seconds;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Scheduling")]
 pub(crate) struct ScheduleFlags {
-    /// Most requests that run at a time.
+    /// The largest number of requests that run at a time.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) max_running_requests: u32,
-    /// Most requests that wait; more are answered 429. One client has at most half of it while
-    /// others wait, and for clients with few requests waiting there is a quarter more.
+    /// The largest number of requests that wait; more are answered 429. One client has at most half
+    /// of it while others wait, and for clients with few requests waiting there is a quarter more.
     #[arg(long, default_value_t = 4096)]
     pub(crate) max_queued_requests: usize,
     /// Seconds that a request may wait for its turn, before it is answered 503 `queue_timeout`; 0:
     /// as long as its client does.
     #[arg(long, default_value = "0", value_parser = seconds)]
     pub(crate) queue_timeout: Duration,
-    /// All requests are as one client's: whoever came first goes first, with however many and
-    /// however long requests.
+    /// All requests are as one client's: the first that came goes first, however many or long the
+    /// requests of a client are.
     #[arg(long)]
     pub(crate) disable_fair_queueing: bool,
     /// Largest `priority`, and smallest below 0, that clients may ask for; others are answered 400
     /// [default: any].
     #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
     pub(crate) max_client_priority: Option<u32>,
-    /// Most tokens a step; longer prompts are computed in chunks beside the running requests
-    /// [default: 2048 on CUDA, else 1024].
+    /// The largest number of tokens a step; longer prompts are computed in chunks beside the
+    /// running requests [default: 2048 on CUDA, else 1024].
     #[arg(long, visible_alias = "max-num-batched-tokens", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) chunked_prefill_size: Option<u32>,
     /// Tokens a KV page [default: 64 for latent attention on CUDA, else 16].
     #[arg(long, visible_alias = "block-size", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) page_size: Option<u32>,
-    /// Share of the device's free memory for weights, KV pages and, on CUDA, what steps take;
-    /// replicas on a CPU divide it [default: 0.9 on CUDA, else 0.3].
+    /// The share of the device's free memory for weights, KV pages and, on CUDA, the memory of
+    /// steps; replicas on a CPU divide it [default: 0.9 on CUDA, else 0.3].
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
     pub(crate) mem_fraction_static: Option<f64>,
-    /// Size of the KV pool in tokens, instead of a share of memory.
+    /// The size of the KV pool in tokens, instead of a share of memory.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) max_total_tokens: Option<u64>,
     /// Do not share the KV pages of equal beginnings.
@@ -49,7 +49,7 @@ pub(crate) struct ScheduleFlags {
     /// Order of the waiting queue.
     #[arg(long, visible_alias = "scheduling-policy", value_enum, default_value_t)]
     pub(crate) schedule_policy: SchedulePolicy,
-    /// With the priority policy, the smaller number goes first (as in vLLM).
+    /// Have the smaller number go first under the priority policy (as in vLLM).
     #[arg(long)]
     pub(crate) schedule_low_priority_values_first: bool,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.

@@ -1,4 +1,4 @@
-//! Flags about who may know what is cached.
+//! Flags about the clients that may share cached prompts, or know of them.
 
 use std::path::PathBuf;
 
@@ -12,12 +12,12 @@ pub(crate) struct SharingFlags {
     /// it the secret is drawn at each start.
     #[arg(long, value_name = "FILE")]
     pub(crate) cache_secret_file: Option<PathBuf>,
-    /// Let clients with different API keys share cached prompts. Each can find out then what others
-    /// have sent.
+    /// Let clients with different API keys share cached prompts. Each can then find out the prompts
+    /// of others.
     #[arg(long)]
     pub(crate) share_cache_across_keys: bool,
-    /// Key of routers in front: only they are told what is cached, and may go on with streams of
-    /// other brains. Without it any router may, but only where no API key is needed either.
+    /// Key of routers in front: only they are told the cached blocks, and may go on with streams of
+    /// other brains. Without it any router may, but only if no API key is needed either.
     #[arg(long, env = "FOREBAY_ROUTER_KEY", hide_env_values = true, value_name = "KEY")]
     pub(crate) router_key: Option<String>,
     /// Do not tell clients how many of their prompts' tokens were found in the prefix cache.

@@ -7,11 +7,11 @@ use serde::Deserialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sparse decoding")]
 pub(crate) struct SparseFlags {
-    /// Keep most KV of a running request in host memory only, where the model chooses few positions
+    /// Keep most KV of a running request in host memory only, if the model chooses few positions
     /// for each token. It turns the host tier on.
     #[arg(long)]
     pub(crate) enable_hisparse: bool,
-    /// The same numbers in one JSON object, as SGLang has it: top_k, device_buffer_size,
+    /// The numbers of sparse decoding in one JSON object, as in SGLang: top_k, device_buffer_size,
     /// host_to_device_ratio.
     #[arg(long, value_name = "JSON", value_parser = parsed)]
     pub(crate) hisparse_config: Option<HisparseConfig>,
@@ -23,8 +23,8 @@ pub(crate) struct SparseFlags {
     /// it [default: page].
     #[arg(long, value_enum)]
     pub(crate) kv_save: Option<KvSave>,
-    /// For measurements: whether anything waits for saves. behind: nothing; fence: the rows of the
-    /// next step; inline: the next step [default: behind].
+    /// For measurements: the work that waits for saves. behind: none; fence: the rows of the next
+    /// step; inline: the next step [default: behind].
     #[arg(long, value_enum)]
     pub(crate) kv_save_order: Option<KvSaveOrder>,
 }

@@ -7,14 +7,14 @@ use serde::Serialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Host memory tier")]
 pub(crate) struct TierFlags {
-    /// Keep KV pages in host memory too: what the device gives up is copied back instead of
+    /// Keep KV pages in host memory too: pages that the device gives up are copied back instead of
     /// computed again.
     #[arg(long, visible_alias = "enable-hicache")]
     pub(crate) enable_hierarchical_cache: bool,
     /// Pages of the host tier for each page of the device [default: 2].
     #[arg(long, value_name = "RATIO", conflicts_with = "hicache_size", value_parser = ratio)]
     pub(crate) hicache_ratio: Option<f64>,
-    /// Size of each replica's host tier in GB (10^9 bytes), instead of a ratio.
+    /// The size of each replica's host tier in GB (10^9 bytes), instead of a ratio.
     #[arg(long, value_name = "GB", value_parser = positive)]
     pub(crate) hicache_size: Option<f64>,
     /// The time at which a block is copied to the host tier [default: write_through].
@@ -23,13 +23,14 @@ pub(crate) struct TierFlags {
     /// Waiting requests whose blocks are brought back before their turn; 0: none [default: 4].
     #[arg(long, value_name = "REQUESTS", value_parser = clap::value_parser!(u32).range(..=1024))]
     pub(crate) hicache_prefetch_requests: Option<u32>,
-    /// The same as vLLM has it: a host tier of so many GiB for all replicas together.
+    /// A host tier of so many GiB for all replicas together, as in vLLM.
     #[arg(long, value_name = "GIB", conflicts_with_all = ["hicache_ratio", "hicache_size"], value_parser = positive)]
     pub(crate) kv_offloading_size: Option<f64>,
     /// The component that copies; there is one.
     #[arg(long, value_enum, requires = "kv_offloading_size")]
     pub(crate) kv_offloading_backend: Option<Backend>,
-    /// Most copies that a step starts [default: 32, or twice the pages of a step's prefill].
+    /// The largest number of copies that a step starts [default: 32, or twice the pages of a step's
+    /// prefill].
     #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) kv_copy_pages_per_step: Option<u32>,
     /// The way in which a preempted or replayed request gets its KV back: copied from the host

@@ -6,8 +6,8 @@
 //!
 //! A product adds up 32 inner positions at a time. The even ones and the odd ones of them are added
 //! by themselves, then both to the sum so far (Intel's manual, `TDPBF16PS`). The order is the same
-//! for every number of rows, so a row's result does not depend on what is computed beside it.
-//! Numbers below the normal ones count as zero.
+//! for every number of rows, so a row's result does not depend on the rows beside it. Numbers below
+//! the normal ones count as zero.
 
 mod few;
 pub(crate) mod hardware;

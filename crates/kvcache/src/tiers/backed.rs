@@ -50,15 +50,15 @@ impl Backed {
 /// A block that was found, with the right to use it.
 #[derive(Debug)]
 pub struct BackedBlock {
-    /// Its page of the host tier.
+    /// The block's page of the host tier.
     pub host: Lease<Host>,
-    /// Its hot page, or the one that a copy brings it to.
+    /// The block's hot page, or the one that a copy brings it to.
     pub hot: Option<Lease<Hot>>,
     /// The copy to wait for before the hot page is read.
     pub pending: Option<u32>,
     /// The host's memory has its content.
     pub saved: bool,
-    /// Its index keys are on the device.
+    /// True if the block's index keys are on the device.
     pub indexed: bool,
 }
 
@@ -130,7 +130,7 @@ impl Tiers {
         Some(BackedBlock { host, hot, pending, saved: true, indexed })
     }
 
-    /// Gives back what was found.
+    /// Gives back a block that was found.
     pub fn release_backed(&mut self, block: BackedBlock) {
         let BackedBlock { host, hot, .. } = block;
         hot.into_iter().for_each(|hot| self.hot.release(hot));
@@ -159,9 +159,9 @@ impl Tiers {
         ticket
     }
 
-    /// Says what a hot page and the host page behind it hold. False where other pages hold that
-    /// block already that somebody leases. Others lose the name: a page without one is never saved,
-    /// and so its request could not give it up.
+    /// Names the block of a hot page and of the host page behind it. False where other pages hold
+    /// that block already that somebody leases. Others lose the name: a page without one is never
+    /// saved, and so its request could not give it up.
     pub fn name_backed(&mut self, hot: &Lease<Hot>, host: &Lease<Host>, name: BlockHash) -> bool {
         if self.hot.name_of(hot).is_none() && self.host.leases_of(name) == Some(0) {
             self.forget(name);

@@ -4,10 +4,10 @@
 //! same names. A *save* copies a block from the hot tier to the host tier, a *restore* copies it
 //! back. Each copy has a number, its *ticket*, until the hand has reported its end.
 //!
-//! The rules: a copy leases its source and its target until its end is reported, whatever becomes
-//! of the requests around it. A block can be found in a tier only when its copy was reported done.
-//! A copy that ends does not publish a block that was forgotten meanwhile. Nothing here waits: if
-//! the host tier has no page, a block is not saved.
+//! The rules: a copy leases its source and its target until its end is reported, even if the
+//! requests around it end. A block can be found in a tier only when its copy was reported done. A
+//! copy that ends does not publish a block that was forgotten meanwhile. Nothing here waits: if the
+//! host tier has no page, a block is not saved.
 //!
 //! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier
 //! from the start. The hot page can then be given up while the request goes on; `backed` has the
@@ -30,11 +30,12 @@ use copies::Copying;
 /// The tier in which a block was found, with the right to use it.
 #[derive(Debug)]
 pub enum Found {
-    /// On the device.
+    /// The block is on the device.
     Hot(Lease<Hot>),
-    /// On its way there: the page it will be on, and the copy to wait for.
+    /// The block is on its way to the device: the page that it will be on, and the copy to wait
+    /// for.
     Arriving(Lease<Hot>, u32),
-    /// In the host's memory.
+    /// The block is in the host's memory.
     Host(Lease<Host>),
 }
 
@@ -47,7 +48,7 @@ pub struct Moves {
     pub restored: u64,
     /// Copies that the hand could not do.
     pub failed: u64,
-    /// Blocks that the device gave up and no other tier had.
+    /// The number of blocks that the device dropped and no other tier had.
     pub dropped_unsaved: u64,
     /// Blocks that were not saved, because every page of the host tier was in use.
     pub refused: u64,
@@ -58,7 +59,7 @@ pub struct Moves {
 pub struct Tiers {
     hot: PagePool<Hot>,
     host: PagePool<Host>,
-    /// By ticket. Those that no plan has named yet are in `unsent` too.
+    /// The copies by ticket. Those that no plan has named yet are in `unsent` too.
     copies: BTreeMap<u32, Copying>,
     /// The copies whose blocks can be found when they have ended.
     under_way: HashMap<BlockHash, u32, BuildNameHasher>,
@@ -142,8 +143,8 @@ impl Tiers {
         self.leased_by_copies().any(|page| self.hot.leases(page) == 1)
     }
 
-    /// Leases a hot page whose content is nobody's. Never waits for a save: what has to go goes.
-    /// `None`: every page is held.
+    /// Leases a hot page whose content is nobody's. Never waits for a save: an unsaved block may be
+    /// dropped. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<Lease<Hot>> {
         let (lease, evicted) = self.hot.allocate()?;
@@ -208,8 +209,8 @@ impl Tiers {
         self.hot.release_all(leases);
     }
 
-    /// A request with these leading blocks was here: its first block is the last one that a tier
-    /// gives up.
+    /// Notes that a request with these leading blocks was here: its first block is the last one that
+    /// a tier evicts.
     pub fn touch(&mut self, names: &[BlockHash]) {
         for &name in names.iter().rev() {
             self.hot.touch(name);
@@ -259,8 +260,8 @@ impl Tiers {
     }
 
     /// The hand died: the hot tier and all copies are gone with it. Every other lease of the hot
-    /// tier must be back. The host tier stays, but for what was being restored if copies are to
-    /// `blame`: whoever tried that again would lose the next hand too.
+    /// tier must be back. The host tier stays, except for blocks that were being restored if copies
+    /// are to `blame`. Another try would cost the next hand too.
     pub fn hand_died(&mut self, blame: bool) {
         self.index_is_gone();
         for (_, copy) in std::mem::take(&mut self.copies) {
@@ -293,14 +294,15 @@ impl Tiers {
         empty
     }
 
-    /// Has the tiers note from now on which blocks they get and lose. Whoever asks must take them.
+    /// Has the tiers note from now on which blocks they get and lose. A caller of this must take
+    /// them.
     pub fn note_events(&mut self) {
         self.noting = true;
         self.hot.note_changes();
         self.host.note_changes();
     }
 
-    /// Appends what was noted since the last time.
+    /// Appends the events since the last time.
     pub fn take_events(&mut self, into: &mut Vec<BlockEvent>) {
         if !self.noting {
             return;

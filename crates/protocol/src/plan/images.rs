@@ -34,7 +34,7 @@ impl Grid {
 /// Layers of the tower to compute for one image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TowerWork {
-    /// Its number, which no other image has whose layers are not all computed.
+    /// The number of the image, which no other image has while its layers are not all computed.
     pub image: u32,
     /// The first layer.
     pub first: u32,
@@ -50,9 +50,9 @@ pub struct TowerWork {
 /// The positions of a slot at which an image stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageSpan {
-    /// Its first position.
+    /// The first position of the image.
     pub position: u32,
-    /// Its positions.
+    /// The grid of the image's positions.
     pub grid: Grid,
     /// The rotary position of the first of them.
     pub rope: u32,

@@ -57,8 +57,7 @@ impl StepPlan {
             .any(|writes| !writes.is_empty())
     }
 
-    /// Takes back what was written into a slot's tables of pages. Its request has no row in the
-    /// plan.
+    /// Takes back the writes into a slot's tables of pages. Its request has no row in the plan.
     pub fn forget_slot(&mut self, slot: u32) {
         for column in [&mut self.page_writes, &mut self.host_writes, &mut self.hot_rows] {
             let (writes, _) = column.as_chunks::<PAGE_WRITE_WORDS>();

@@ -112,7 +112,7 @@ impl fmt::Debug for Shown {
 }
 
 impl Shown {
-    /// Of a request that is submitted by a task of the current runtime.
+    /// Makes the images of a request that a task of the current runtime submits.
     pub(crate) fn new(file: Arc<ImageFile>, intake: &Arc<Intake>) -> Self {
         Self { file, intake: Arc::clone(intake), runtime: Handle::current() }
     }

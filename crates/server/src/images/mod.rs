@@ -1,7 +1,7 @@
 //! Images of requests: from their URLs to positions of the prompt, and, when the engine asks for
 //! it, to patches in the arena.
 //!
-//! The intake threads do what takes time: base64, hashes, pixels. A request is submitted when the
+//! The intake threads do the long work: base64, hashes, pixels. A request is submitted when the
 //! headers of its images have been read. Their pixels are decoded when the scheduler says that
 //! nobody has them: an image that was seen before costs neither.
 

@@ -1,4 +1,4 @@
-//! A prompt with images: what the template has one token for takes as many positions as the model
+//! A prompt with images. The template's one token for an image takes as many positions as the model
 //! sees.
 
 use std::sync::Arc;

@@ -4,7 +4,7 @@
 //! part of parsing. Data that is then too big for a plan is put into the memory that the hand reads
 //! (`forebay_engine::Payloads`). First there must be room, for which requests wait in line
 //! (`room`). Then the intake threads convert the data and write it there, once. Only then is the
-//! request submitted. A client that goes away gives back what it has, wherever it is on this way.
+//! request submitted. A client that goes away gives back its room, at any point of this way.
 
 pub(crate) mod body;
 mod room;
@@ -36,7 +36,7 @@ pub(crate) const LARGE_BODY: usize = 64 << 10;
 pub enum IntakeMode {
     /// This many threads of its own.
     Threads(usize),
-    /// The engine's thread, between two steps: what the others are measured against.
+    /// The engine's thread, between two steps, to be compared with the others.
     Engine(Arc<dyn Engine>),
 }
 

@@ -11,14 +11,14 @@ use tokio::sync::{Mutex, Notify, Semaphore};
 pub(crate) struct Room {
     payloads: Arc<dyn Payloads>,
     freed: Arc<Notify>,
-    /// Held by whoever is first in line.
+    /// Held by the first request in line.
     turn: Mutex<()>,
     places: Semaphore,
     limit: usize,
 }
 
 impl Room {
-    /// With at most `limit` requests in line.
+    /// Makes the room with at most `limit` requests in line.
     pub(crate) fn new(payloads: Arc<dyn Payloads>, limit: usize) -> Self {
         let freed = Arc::new(Notify::new());
         let told = Arc::clone(&freed);

@@ -23,9 +23,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_millis(5);
 /// The speed at which a body has arrived so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pace {
-    /// As fast as it was read.
+    /// The body arrived as fast as it was read.
     Steady,
-    /// It lost a turn.
+    /// The body lost a turn.
     Slow,
 }
 
@@ -43,7 +43,7 @@ impl Pace {
         (RATE as u128 * self.window().as_micros() / 1_000_000) as usize
     }
 
-    /// Longest turn while others wait.
+    /// The longest turn while others wait.
     fn longest(self) -> Duration {
         10 * self.window()
     }
@@ -150,9 +150,9 @@ impl Turns {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
     GoesOn,
-    /// It came too slowly.
+    /// The body came too slowly.
     TooSlow,
-    /// It was long enough: others are next.
+    /// The turn was long enough: others are next.
     Over,
 }
 

@@ -23,15 +23,16 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(crate) struct Workers {
     lanes: Lanes,
     threads: Vec<JoinHandle<()>>,
-    /// For those that begin. There are never more of the others than there is room in the arena
-    /// for.
+    /// The places of requests that begin. Requests that have begun are never more than the arena
+    /// has room for.
     places: Arc<Semaphore>,
     queue: usize,
 }
 
 #[derive(Clone, Copy)]
 enum Lane {
-    /// Of requests that have room in the arena. They go first: they hold what others wait for.
+    /// The lane of requests that have room in the arena. They go first, because others wait for
+    /// that room.
     Begun,
     New,
 }

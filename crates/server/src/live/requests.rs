@@ -10,11 +10,11 @@ use crate::live::tick::RequestTick;
 /// A watcher's knowledge of requests.
 #[derive(Debug, Default)]
 pub(super) struct Told {
-    /// Of each replica: the place of its next moment.
+    /// The place of each replica's next moment.
     places: Vec<u64>,
-    /// As they were told.
+    /// The requests as they were told.
     known: HashMap<u64, (usize, RequestView)>,
-    /// Those that no look has seen yet, as their moments tell them.
+    /// The requests that no look has seen yet, as their moments tell them.
     unseen: HashMap<u64, (usize, RequestView)>,
 }
 
@@ -35,8 +35,8 @@ impl Told {
         self.known.clear();
     }
 
-    /// Those that have changed, and those that have ended. One that has come and gone in between is
-    /// in both.
+    /// The requests that have changed, and those that have ended. A request that has come and gone
+    /// in between is in both.
     pub(super) fn changes(&mut self, snapshot: &Snapshot) -> (Vec<RequestTick>, Vec<u64>) {
         let mut news = Vec::with_capacity(snapshot.replicas.len());
         for (at, seen) in snapshot.replicas.iter().enumerate() {

@@ -96,7 +96,7 @@ pub(super) struct RequestTick {
 
 /// A watcher's knowledge of the engines.
 pub(super) struct Watch {
-    /// Of each replica: the place of its next step.
+    /// The place of each replica's next step.
     steps: Vec<u64>,
     told: Told,
     started: Vec<ReplicaStart>,

@@ -1,7 +1,6 @@
 //! Prometheus metrics, with the names, labels and buckets that vLLM's dashboards know, and ours.
 //!
-//! What the engine counts is read at scrape time; what happens to a request is observed by the
-//! egress thread.
+//! Counts of the engine are read at scrape time; the egress thread observes requests.
 
 mod http;
 mod sources;
@@ -76,7 +75,8 @@ impl Timeline {
         }
     }
 
-    /// It waited so long for its first step, and so many tokens of its prompt were found.
+    /// Notes that the request waited so long for its first step, and that so many tokens of its
+    /// prompt were found.
     pub(crate) fn admitted(&mut self, queue_us: u64, cached_tokens: u32) {
         self.queued = Some(Duration::from_micros(queue_us));
         self.cached_tokens = cached_tokens;
@@ -150,7 +150,7 @@ impl<S> ReadMetrics<S> {
 struct Registrar {
     registry: Registry,
     model: String,
-    /// The replica; 0 also for what is not a replica's.
+    /// The replica; 0 also for metrics that belong to no replica.
     engine: String,
 }
 
@@ -184,11 +184,11 @@ impl Registrar {
 /// Numbers of the server's parts beside the replicas.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Parts {
-    /// Of the text pool.
+    /// The counts of the text pool.
     pub(crate) text: TextStats,
-    /// Of the threads that compile forms of answers.
+    /// The counts of the threads that compile forms of answers.
     pub(crate) grammars: GrammarStats,
-    /// Of the way of large requests.
+    /// The counts of the way of large requests.
     pub(crate) intake: IntakeStats,
     /// Log lines that nobody took in time.
     pub(crate) dropped: u64,

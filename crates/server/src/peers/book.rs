@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use rustc_hash::FxBuildHasher;
 use tokio::sync::watch;
 
-/// Least time between two reports in streams to the same router: every response's head has one
+/// The least time between two reports in streams to the same router: every response's head has one
 /// anyway.
 const BETWEEN_COMMENTS: Duration = Duration::from_millis(4);
 /// Routers that are remembered; those with nothing here are forgotten first.

@@ -1,9 +1,9 @@
-//! Routers in front of this brain: who sends a request, what it is told in return, and streams that
-//! began at another brain.
+//! Routers in front of this brain: the sender of a request, the answers to a router, and streams
+//! that began at another brain.
 //!
 //! Nothing here happens to a request without the header [`ROUTER_HEADER`], and without the router's
-//! key where this brain has any key. See `docs/adr/0013` for what is exchanged, and `docs/adr/0021`
-//! for the key.
+//! key where this brain has any key. See `docs/adr/0013` for the messages, and `docs/adr/0021` for
+//! the key.
 
 pub(crate) mod blocks;
 pub(crate) mod book;
@@ -54,7 +54,7 @@ struct Exchange {
     resume: Option<Resume>,
     /// Names of the prompt's blocks.
     blocks: OnceLock<String>,
-    /// Name of a stream that another brain can go on with.
+    /// The name of a stream that another brain can go on with.
     stream: OnceLock<String>,
 }
 
@@ -63,7 +63,7 @@ struct Exchange {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Peer {
     client: Option<ClientId>,
-    /// Its router's words; most requests have none.
+    /// The exchange with its router; most requests have none.
     exchange: Option<Arc<Exchange>>,
     /// The salt of its key; 0 where keys make no difference.
     tenant: u64,

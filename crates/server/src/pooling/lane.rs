@@ -1,5 +1,5 @@
-//! From the engine's outputs to whoever waits for all of a request's vectors, on a thread of its
-//! own as with text.
+//! The way from the engine's outputs to the waiters for all of a request's vectors, on a thread of
+//! its own as with text.
 //!
 //! One lane leads into the thread, so that a call, announced before its inputs are submitted, is
 //! always ahead of their outputs.
@@ -23,7 +23,7 @@ pub(super) type Answer = Result<Vec<Box<[f32]>>, ApiError>;
 
 /// A call that waits.
 pub(super) struct Expected {
-    /// Its inputs, at least one; the first one's name is the call's.
+    /// The ids of the inputs, at least one; the first one's name is the call's.
     pub(super) ids: Vec<RequestId>,
     /// Tokens of each.
     pub(super) prompt_tokens: Vec<u32>,
@@ -41,8 +41,8 @@ enum Message {
     Panic,
 }
 
-/// The engines' side: give a clone to each engine when it is started. When the last is dropped,
-/// nobody will end what has not ended.
+/// The engines' side: give a clone to each engine when it is started. When the last sink is
+/// dropped, requests that have not ended never will.
 #[derive(Debug, Clone)]
 pub struct PooledSink {
     lane: Sender<Message>,

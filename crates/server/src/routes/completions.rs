@@ -119,8 +119,8 @@ pub(crate) async fn completions(
     }))
 }
 
-/// Of each prompt's `made` choices the `n` whose tokens are the most likely on average, the best
-/// first. Where all are returned they stay in order.
+/// The `n` choices of each prompt's `made` ones whose tokens are the most likely on average, the
+/// best first. If all are returned they stay in order.
 fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     if made == n {
         return deltas;
@@ -213,7 +213,7 @@ struct Shown {
     tokens: TokenOutput,
     /// Log-probabilities, with so many alternatives.
     top: Option<u8>,
-    /// Those of the prompt apart, with so many alternatives.
+    /// The log-probabilities of the prompt, apart from the answer's, with so many alternatives.
     apart: Option<u8>,
 }
 
@@ -224,11 +224,11 @@ struct ChoiceState {
     echo: Option<Arc<str>>,
     /// The prompt's tokens, where their log-probabilities are to be sent with the text.
     echoed: Option<Arc<[i32]>>,
-    /// These log-probabilities.
+    /// The log-probabilities of the prompt.
     told: Arc<PromptLogprobs>,
     /// Characters of all tokens' text so far.
     offset: u32,
-    /// To write log-probabilities with, where they are asked for.
+    /// The tokenizer that writes log-probabilities, if they are asked for.
     tokenizer: Option<Arc<Tokenizer>>,
     shown: Shown,
     /// The prompt's ids, where they are still to be sent.

@@ -103,7 +103,7 @@ pub(super) struct Embedded {
     /// The form in which they are wanted.
     pub(super) wanted: Form,
     pub(super) usage: PoolingUsage,
-    /// To write them takes long.
+    /// True if writing the vectors takes long.
     large: bool,
 }
 
@@ -134,7 +134,7 @@ pub(super) async fn embed(
     Ok(Embedded { vectors, wanted, usage: call.usage(), large })
 }
 
-/// Gives what the model makes of texts, vectors or scores, as vLLM's route of this name does.
+/// Gives the model's output for texts, vectors or scores, as vLLM's route of this name does.
 #[utoipa::path(
     post,
     path = "/pooling",

@@ -194,7 +194,7 @@ struct Accumulated {
     id: String,
     arrived: Instant,
     with_logprobs: bool,
-    /// To write the texts of log-probabilities with, where they are asked for.
+    /// The tokenizer that writes the texts of log-probabilities, if they are asked for.
     text: Option<Arc<Tokenizer>>,
     total: Delta,
     /// The first position of the list of the prompt's tokens; `None`: there is no list. `first` is

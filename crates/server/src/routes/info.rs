@@ -1,4 +1,4 @@
-//! Models, health, metrics and what else is asked about the server itself.
+//! Models, health, metrics and other facts about the server itself.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -224,7 +224,7 @@ pub(crate) struct ServerInfo {
     /// The facts from the hand; null until the model is loaded.
     #[schema(value_type = Option<Object>)]
     facts: Value,
-    /// One object a replica: what is running, what was counted.
+    /// One object a replica: its running requests and its counts.
     #[schema(value_type = Vec<Object>)]
     internal_states: Vec<Value>,
 }
@@ -350,7 +350,7 @@ pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Fai
 /// The server's version.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Version {
-    /// As of the release.
+    /// The version of the release.
     version: &'static str,
 }
 
@@ -364,7 +364,7 @@ pub(crate) async fn version() -> Response {
     reply::ok(&Version { version: env!("CARGO_PKG_VERSION") })
 }
 
-/// Answers as long as the process lives, whatever the model does.
+/// Answers as long as the process lives, independent of the model.
 #[utoipa::path(
     method(get, post),
     path = "/ping",

@@ -93,7 +93,7 @@ pub(crate) async fn completion(
 struct Writer {
     arrived: Instant,
     model: String,
-    /// To write log-probabilities with, where they are asked for.
+    /// The tokenizer that writes log-probabilities, if they are asked for.
     tokenizer: Option<Arc<Tokenizer>>,
     /// Ids of tokens are shown.
     tokens: bool,

@@ -27,17 +27,17 @@ pub(crate) struct When {
 /// The load of the server, as a whole and of each replica.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Loads {
-    /// As routers are told: `requests` are alive, `running` choices have a slot, `waiting` ones
-    /// have none, `tokens` of work are left, `pages_free` can be taken.
+    /// The report that routers get: `requests` are alive, `running` choices have a slot, and
+    /// `waiting` ones have none. `tokens` of work are left, and `pages_free` can be taken.
     #[serde(flatten)]
     #[schema(value_type = Object)]
     report: LoadReport,
-    /// One object a replica: what is running, what was counted.
+    /// One object a replica: its running requests and its counts.
     #[schema(value_type = Vec<Object>)]
     loads: Vec<Value>,
 }
 
-/// Tells what the server has to do, now or when that changes.
+/// Tells the load of the server, now or when it changes.
 #[utoipa::path(
     get,
     path = "/v1/loads",

@@ -1,4 +1,4 @@
-//! The routes and what every one of them goes through.
+//! The routes and the layers that all of them go through.
 
 mod admitted;
 mod chat;

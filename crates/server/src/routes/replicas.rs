@@ -12,9 +12,9 @@ use crate::state::Shared;
 /// The state of a replica: drained, or open to new requests.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Drained {
-    /// Its number.
+    /// The number of the replica.
     replica: u32,
-    /// It gets none.
+    /// True if the replica gets no new requests.
     drained: bool,
     /// Replicas that get new requests now. None: requests are answered 503, and /health says
     /// `drained`.

@@ -19,8 +19,8 @@ pub(crate) type Candidate = (i32, f32);
 /// when they are written, so that a reader who is slow holds up numbers only.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Logprobs {
-    /// Of all tokens, in order; of each the sampled one first, then the most likely ones,
-    /// descending.
+    /// The candidates of all tokens, in order. Of each token the sampled one is first, then come
+    /// the most likely ones, descending.
     candidates: Vec<Candidate>,
     /// The end of each token's candidates.
     ends: Vec<u32>,
@@ -85,9 +85,9 @@ pub(crate) enum End {
     Text(String),
     /// The only call that it was to make is complete.
     Call,
-    /// As many tokens as asked for.
+    /// The answer has as many tokens as were asked for.
     Length,
-    /// It was not served to its end.
+    /// The answer broke off with an error.
     Error(ApiError),
 }
 
@@ -102,13 +102,14 @@ pub(crate) struct Delta {
     pub(crate) reasoning_tokens: u32,
     /// One a token of `tokens`, where asked for.
     pub(crate) logprobs: Logprobs,
-    /// Of the prompt's tokens, where asked for; all have come with the first token.
+    /// The log-probabilities of the prompt's tokens, if asked for; all have come with the first
+    /// token.
     pub(crate) prompt: PromptLogprobs,
-    /// With the first token: prompt tokens found in the prefix cache.
+    /// The number of prompt tokens found in the prefix cache; it comes with the first token.
     pub(crate) cached_tokens: Option<u32>,
     /// Set in the last delta.
     pub(crate) end: Option<End>,
-    /// With the end: the choice has a complete call of a tool, which the model has chosen.
+    /// True at the end if the choice has a complete call of a tool, which the model has chosen.
     pub(crate) called: bool,
 }
 

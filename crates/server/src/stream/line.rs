@@ -5,8 +5,8 @@
 //! So the egress thread writes those chunks itself: no task is woken, and nothing is copied from
 //! thread to thread. The two never write at once. The response *asks* when it has nothing to give.
 //! The line *opens* once hyper has written all its bytes. It is *shut* before hyper gets anything
-//! more to write, or when the socket takes no more. What the socket did not take is kept here,
-//! ahead of all that hyper writes next.
+//! more to write, or when the socket takes no more. Bytes that the socket did not take are kept
+//! here, ahead of all that hyper writes next.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -40,7 +40,7 @@ pub(crate) struct Line {
 pub(crate) enum Written {
     /// The socket has it.
     Whole,
-    /// It is with the line, which is shut: the connection's task must be woken to write the rest.
+    /// The line is shut and holds the bytes: the connection's task must be woken to write the rest.
     Waiting,
 }
 
@@ -61,7 +61,7 @@ impl Line {
         let _ = self.gate.compare_exchange(SHUT, ASKED, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// From here on, hyper writes.
+    /// Shuts the line: from here on, hyper writes.
     pub(crate) fn shut(&self) {
         self.gate.store(SHUT, Ordering::Release);
     }

@@ -2,14 +2,14 @@
 //! by.
 //!
 //! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a
-//! reader that is slow finds more at once, and nothing is dropped. What nobody has read may grow to
-//! a limit: then the response ends with an error, what it held is freed, and whoever writes is told
+//! reader that is slow finds more at once, and nothing is dropped. Unread deltas may grow to a
+//! limit. Beyond it the response ends with an error, its content is freed, and the writer is told
 //! to stop.
 //!
 //! A streamed response lends the mailbox its encoder and its connection. As long as the
 //! connection's line is open and nothing is pending, a delta does not stop here. The thread that
 //! brings the delta writes it to the socket, and the response is not woken. The response gets the
-//! rest: what comes while the line is shut (a slow reader, an answer whose head has not been
+//! rest: deltas that come while the line is shut (a slow reader, an answer whose head has not been
 //! written), and every end.
 
 use std::collections::VecDeque;
@@ -27,16 +27,18 @@ use crate::stream::tally::Tally;
 /// The time at which a reader is woken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wake {
-    /// For a stream: when something is pending. Deltas that come before it looks are merged.
+    /// The reader of a stream is woken when something is pending. Deltas that come before it looks
+    /// are merged.
     Pending,
-    /// For a stream, as servers without batching do it: at every delta, and each is read by itself.
+    /// The reader of a stream is woken at every delta, and reads each by itself, as in servers
+    /// without batching.
     EveryDelta,
     /// The reader is woken when all choices have ended, or one in an error.
     AtEnd,
 }
 
 struct Inner {
-    /// By choice.
+    /// The pending deltas, by choice.
     deltas: Vec<Option<Delta>>,
     /// Choices that have a delta.
     dirty: Vec<u32>,
@@ -45,12 +47,12 @@ struct Inner {
     tally: Tally,
     running: usize,
     failed: bool,
-    /// Weight of what is pending, and how much of it there may be.
+    /// Weight of the pending deltas, and its limit.
     unread: usize,
     limit: usize,
-    /// It has been more.
+    /// True if more than the limit was unread.
     overflown: bool,
-    /// Nobody will read any more.
+    /// True if nobody will read any more.
     gone: bool,
     wake: Wake,
     waker: Option<Waker>,
@@ -144,7 +146,7 @@ impl Inner {
 pub(crate) enum Sent {
     /// More may follow.
     Taken,
-    /// It was the last: it had an end, or too much had not been read.
+    /// The delta was the last: it had an end, or too much was unread.
     Ended,
 }
 
@@ -228,7 +230,7 @@ impl Drop for Sender {
 }
 
 impl Receiver {
-    /// From here on deltas may be written through `outlet`, which writes what is read here too: see
+    /// Lets deltas be written through `outlet` from here on, which writes pending ones too: see
     /// [`Receiver::encode`].
     pub(crate) fn lend(&self, outlet: Outlet) {
         self.inner.lock().outlet = Some(outlet);

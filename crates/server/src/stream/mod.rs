@@ -11,7 +11,7 @@
 //! - [`outlet`]: how a streamed response lets the egress thread write its events.
 //! - [`wire`]: the connection of a request, as far as its answer may use it.
 //! - [`line`]: the socket of that connection, which the egress thread writes to as well.
-//! - [`sse`]: the frames of a response body, from what the mailbox holds.
+//! - [`sse`]: the frames of a response body, from the mailbox's content.
 
 pub(crate) mod delta;
 pub(crate) mod egress;

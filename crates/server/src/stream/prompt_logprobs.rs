@@ -9,7 +9,7 @@ use forebay_text::Tokenizer;
 
 use crate::stream::delta::{Candidate, Delta, LOGPROB_JSON, Logprobs};
 
-/// Of the tokens of a prompt, in order; as numbers, as [`Logprobs`] are.
+/// The log-probabilities of a prompt's tokens, in order; as numbers, as [`Logprobs`] are.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct PromptLogprobs {
     tokens: Logprobs,
@@ -49,7 +49,8 @@ impl PromptLogprobs {
         self.tokens.iter()
     }
 
-    /// As vLLM lists them, with `most` of the most likely tokens; the first token has none.
+    /// The log-probabilities in vLLM's form, with `most` of the most likely tokens; the first token
+    /// has none.
     pub(crate) fn listed(
         &self,
         most: u8,
@@ -78,7 +79,7 @@ pub(crate) struct Awaited {
     /// The prompt of each choice, and whether it is the one that brings them.
     choices: Vec<(usize, bool)>,
     prompts: Vec<Told>,
-    /// By choice.
+    /// The deltas that are held back, by choice.
     held: Vec<Delta>,
 }
 
@@ -89,7 +90,7 @@ struct Told {
 }
 
 impl Awaited {
-    /// For prompts with so many choices each.
+    /// Makes the state for prompts with so many choices each.
     pub(crate) fn new(choices: impl Iterator<Item = u32>) -> Self {
         let (mut all, mut prompts) = (Vec::new(), Vec::new());
         for (prompt, n) in choices.enumerate() {

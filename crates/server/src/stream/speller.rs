@@ -1,4 +1,4 @@
-//! From one request's tokens to what may be sent.
+//! The way from one request's tokens to the text that may be sent.
 
 use std::sync::Arc;
 
@@ -42,8 +42,8 @@ pub(crate) enum Found {
 }
 
 impl Speller {
-    /// At the start of a request's text. `marks`: special tokens that a dialect is read by,
-    /// ascending.
+    /// Makes a speller at the start of a request's text. `marks`: special tokens that a dialect is
+    /// read by, ascending.
     pub(crate) fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms, marks: &Arc<[i32]>) -> Self {
         let Generation { include_stop, skip_special_tokens, .. } = &terms.generation;
         let parser = terms.reading.as_ref().map(|reading| {

@@ -11,11 +11,11 @@ pub(crate) struct Tally {
     prompts: Vec<u32>,
     /// Prompt tokens of each prompt found in the prefix cache.
     cached: Vec<u32>,
-    /// Nobody is told of those.
+    /// True if the client is not told the cached tokens.
     hidden: bool,
     /// Generated tokens by choice.
     generated: Vec<u32>,
-    /// Those of them that are reasoning.
+    /// The number of tokens of each choice that are reasoning.
     reasoning: Vec<u32>,
     /// The model is known to reason, so that they are told.
     reasons: bool,
@@ -24,7 +24,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// For prompts of these numbers of tokens, each with this number of choices.
+    /// Makes the tally of prompts of these numbers of tokens, each with this number of choices.
     pub(crate) fn new(prompts: impl Iterator<Item = (u32, u32)>) -> Self {
         let mut tally = Self::default();
         for (index, (tokens, choices)) in prompts.enumerate() {
@@ -70,20 +70,20 @@ impl Tally {
         self.generated.iter().sum()
     }
 
-    /// Of the whole call: each prompt is counted once.
+    /// The usage of the whole call: each prompt is counted once.
     pub(crate) fn usage(&self) -> Usage {
         let cached = self.shown(self.cached.iter().sum());
         let usage = Usage::new(self.prompt_tokens(), self.generated_tokens(), cached);
         self.told(usage, self.reasoning.iter().sum())
     }
 
-    /// As [`Tally::usage`] was before the first token.
+    /// The usage before the first token.
     pub(crate) fn usage_before(&self) -> Usage {
         let usage = Usage::new(self.prompt_tokens(), 0, self.shown(self.cached.iter().sum()));
         self.told(usage, 0)
     }
 
-    /// Of one choice.
+    /// The usage of one choice.
     pub(crate) fn usage_of(&self, choice: u32) -> Usage {
         let prompt = self.prompt_of[choice as usize];
         let generated = self.generated[choice as usize];

@@ -20,7 +20,7 @@ pub(crate) struct Follow {
     sets: Vec<Set>,
     /// Positions after each other, by index in `sets`.
     pairs: BTreeSet<(usize, usize)>,
-    /// Characters that are a match by themselves, whatever follows them.
+    /// Characters that are a match by themselves, with any text behind them.
     alone: Vec<usize>,
 }
 
@@ -30,11 +30,11 @@ struct Part {
     first: Vec<usize>,
     last: Vec<usize>,
     alone: Vec<usize>,
-    /// It can match nothing.
+    /// True if the part can match nothing.
     nullable: bool,
-    /// It can match nothing, whatever comes next.
+    /// True if the part can match nothing, with any text behind it.
     surely_nullable: bool,
-    /// It is a lookahead.
+    /// True if the part is a lookahead.
     is_lookahead: bool,
 }
 

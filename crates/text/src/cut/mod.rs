@@ -8,7 +8,8 @@
 //! - between two characters that the pre-tokenizer never leaves together ([`TextCuts`]), such as a
 //!   letter and the space after it.
 //!
-//! What is not recognised is not cut: a tokenizer may have cuts of both kinds, of one, or none.
+//! Text that is not recognised is not cut: a tokenizer may have cuts of both kinds, of one, or
+//! none.
 
 mod follow;
 mod text;
@@ -97,7 +98,7 @@ impl Normaliser {
 #[derive(Debug)]
 pub(crate) struct Added {
     content: String,
-    /// It is looked for in the normalised text, and not in the text as it came.
+    /// True if the token is looked for in the normalised text, and not in the text as it came.
     normalised: bool,
 }
 

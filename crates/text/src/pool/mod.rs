@@ -4,8 +4,8 @@
 //! Batches form only from texts that have come while every thread was busy. A thread takes its
 //! share of them, bounded by an estimate of tokens, and encodes it without another look at the
 //! queue. Long inputs are cut, and their pieces take turns with the batches, over all threads: a
-//! short input waits for one piece at most. What can't be cut and is long has a thread of its own,
-//! one piece at a time. The threads are all there is: no library is asked to use more.
+//! short input waits for one piece at most. Long pieces that can't be cut have a thread of their
+//! own, one piece at a time. The threads are all there is: no library is asked to use more.
 
 mod queue;
 #[cfg(test)]

@@ -44,7 +44,7 @@ pub(super) enum Input {
     },
     /// The first texts are often one and the same.
     Pairs(Vec<(Arc<str>, String)>),
-    /// To become text again.
+    /// The ids that are to become text again.
     Ids(Vec<i32>),
     Chat(Box<Chat>),
 }
@@ -246,9 +246,9 @@ impl Pairs {
 /// The state of an input that was started.
 #[derive(Debug)]
 pub(super) enum Started {
-    /// It is encoded, or has failed; the answer is still to be given.
+    /// The input is encoded, or has failed; the answer is still to be given.
     Done(Reply, Result<Vec<Encoded>, TextError>),
-    /// It is long and was cut.
+    /// The input is long and was cut.
     Long(Arc<Long>),
 }
 

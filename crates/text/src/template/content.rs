@@ -9,8 +9,8 @@ use super::{ChatRender, ChatTemplate};
 ///
 /// Clients may send either. The form is found by rendering the template, once, with a short chat in
 /// each form. The text must come out, and must come out without the part's other fields: a template
-/// that prints the whole list does not read parts. This looks at what the template does rather than
-/// at how it is written, so it sees through macros, variables and loops.
+/// that prints the whole list does not read parts. This looks at the template's effect and not at
+/// its text, so it sees through macros, variables and loops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentFormat {
     /// Reads strings only: a list of text parts is joined with line feeds.

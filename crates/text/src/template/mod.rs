@@ -84,7 +84,7 @@ pub struct ChatRender<'a> {
 }
 
 impl<'a> ChatRender<'a> {
-    /// These messages and nothing else.
+    /// Renders these messages and nothing else.
     pub fn new(messages: &'a serde_json::Value) -> Self {
         Self {
             messages,
@@ -111,7 +111,7 @@ impl ChatTemplate {
         Self::with_clock(source, bos_token, eos_token, special_tokens, Zoned::now)
     }
 
-    /// As [`ChatTemplate::new`], with `clock` to ask for what `strftime_now` shows.
+    /// Makes a template as [`ChatTemplate::new`] does, with `clock` as the time of `strftime_now`.
     ///
     /// # Errors
     /// [`TextError::Template`] if the source is not a template.

@@ -20,7 +20,7 @@ pub(super) struct Shape {
     late_system: bool,
     /// Two messages of a user in a row.
     repeated: bool,
-    /// As what an assistant's message has no content.
+    /// The form of an assistant's message without content.
     nothing: Nothing,
     arguments: Arguments,
     /// Names of calls that are no nine letters and digits.
@@ -29,12 +29,12 @@ pub(super) struct Shape {
     tools: bool,
 }
 
-/// As what a template takes the arguments of a call.
+/// The form in which a template takes the arguments of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Arguments {
     Object,
     Text,
-    /// As they are.
+    /// The arguments stay as they are.
     Either,
 }
 
@@ -43,7 +43,7 @@ enum Arguments {
 enum Nothing {
     Null,
     Empty,
-    /// As it is.
+    /// The content stays as it is.
     Either,
 }
 

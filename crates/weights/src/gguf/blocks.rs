@@ -145,7 +145,7 @@ pub(crate) fn dequantise(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// To the nearest, halves away from zero, as the reference rounds.
+/// Rounds to the nearest, halves away from zero, as the reference does.
 fn round(value: f32) -> f32 {
     let whole = value.abs().floor();
     let rounded = whole + (2.0 * (value.abs() - whole)).floor();

@@ -57,7 +57,7 @@ impl GgufValue {
         if let Self::List(items) = self { Some(items) } else { None }
     }
 
-    /// As Python has it.
+    /// True for a value that Python takes for true.
     pub(crate) fn truthy(&self) -> bool {
         match self {
             Self::Whole(number) => *number != 0,
@@ -103,7 +103,7 @@ impl TensorType {
         })
     }
 
-    /// As GGUF's documentation writes it.
+    /// The name in GGUF's documentation.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::F32 => "F32",
@@ -142,7 +142,7 @@ impl TensorType {
 pub(crate) struct GgufTensor {
     pub(crate) name: String,
     pub(crate) kind: TensorType,
-    /// In elements, the outermost dimension first (GGUF writes it the other way round).
+    /// The shape in elements, the outermost dimension first (GGUF writes it the other way round).
     pub(crate) shape: Vec<usize>,
     /// Rows of all outer dimensions together, and the bytes of each.
     pub(crate) rows: usize,
@@ -170,7 +170,7 @@ impl GgufTensor {
 #[derive(Debug)]
 pub(crate) struct GgufFiles {
     pub(crate) metadata: HashMap<String, GgufValue>,
-    /// In the order of the files.
+    /// The tensors, in the order of the files.
     pub(crate) tensors: Vec<GgufTensor>,
     by_name: HashMap<String, usize>,
 }

@@ -1,5 +1,5 @@
-//! GGUF: metadata and where each tensor lies, and what a `config.json` and a `tokenizer.json` of
-//! the model would say.
+//! GGUF: metadata, the place of each tensor, and the `config.json` and `tokenizer.json` that follow
+//! for the model.
 //!
 //! The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 

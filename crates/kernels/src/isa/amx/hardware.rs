@@ -1,5 +1,5 @@
 //! The processor's own tiles. Stable Rust names no such instructions, so that they are written as
-//! assembly. The compiler uses no tiles itself: what is in them stays from one block to the next.
+//! assembly. The compiler uses no tiles itself: their content stays from one block to the next.
 
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;

@@ -34,13 +34,13 @@ impl Shape {
         }
     }
 
-    /// Of up to 32 rows, and `width` inner positions of bfloat16, at most 32.
+    /// The tiles of up to 32 rows, and `width` inner positions of bfloat16, at most 32.
     #[inline(always)]
     pub(super) fn product(rows: usize, width: usize) -> Self {
         Self::four(rows, 2 * width)
     }
 
-    /// Of up to 32 rows, and `width` inner positions of bytes, at most 64.
+    /// The tiles of up to 32 rows, and `width` inner positions of bytes, at most 64.
     #[inline(always)]
     pub(super) fn bytes(rows: usize, width: usize) -> Self {
         Self::four(rows, width)

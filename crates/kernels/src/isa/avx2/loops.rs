@@ -2,9 +2,9 @@
 //!
 //! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all
 //! rows of a tile together, and the rows' own numbers are `f32` already. With 16 registers, sums of
-//! six rows and 16 columns are what leaves room for the rest: more columns are further passes over
-//! the rows. Each sum is one register from beginning to end, taken pair by pair, the even one
-//! first: how many rows and columns there are beside it makes no difference.
+//! six rows and 16 columns leave room for the rest: more columns are further passes over the rows.
+//! Each sum is one register from beginning to end, taken pair by pair, the even one first: how many
+//! rows and columns there are beside it makes no difference.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -140,7 +140,7 @@ trait Numbers {
 
 /// Each row's [`BLOCK`] side by side.
 struct ByRow;
-/// As [`Kernel::arrange`](crate::tile::Kernel::arrange) leaves them.
+/// The numbers in the order of [`Kernel::arrange`](crate::tile::Kernel::arrange).
 struct Arranged;
 
 impl Numbers for ByRow {

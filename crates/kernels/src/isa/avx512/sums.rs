@@ -9,7 +9,7 @@ use crate::vector::LANES;
 /// Two vectors of outputs a row.
 pub(in crate::isa) type Sums<const M: usize> = [[__m512; 2]; M];
 
-/// Nothing, or what is there already.
+/// The first sums: zeros, or the content of `out`.
 ///
 /// # Safety
 /// `out` has `M` rows; the processor has the instructions (here and below).

@@ -21,7 +21,7 @@ use crate::stream::tally::Tally;
 /// the same ones.
 #[derive(Debug, Clone)]
 pub(crate) struct CallIds {
-    /// Name of the response.
+    /// The name of the response.
     pub(crate) response: String,
     pub(crate) form: Ids,
 }
@@ -44,7 +44,7 @@ impl CallIds {
 /// The form in which tokens are shown.
 #[derive(Clone)]
 pub(super) struct Tokens {
-    /// To write log-probabilities with, where they are asked for.
+    /// The tokenizer that writes log-probabilities, if they are asked for.
     pub(super) tokenizer: Option<Arc<Tokenizer>>,
     pub(super) output: TokenOutput,
 }

@@ -1,4 +1,4 @@
-//! A conversation on its way to the engine, whatever dialect it came in.
+//! A conversation on its way to the engine, from any dialect.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::text::encode_chat;
 pub(crate) struct Rendered {
     pub(crate) seen: SeenPrompt,
     files: Vec<Arc<ImageFile>>,
-    /// As the template wrote it.
+    /// The text as the template wrote it.
     text: String,
 }
 

@@ -139,7 +139,7 @@ pub(super) struct Blocks {
     open: Option<Kind>,
     /// Blocks so far, the open one included.
     count: u32,
-    /// Of the open block of thinking.
+    /// The hash of the open block of thinking.
     hash: Xxh3,
 }
 

@@ -17,8 +17,8 @@ use crate::stream::events;
 use crate::stream::outlet::Encoder;
 use crate::stream::tally::Tally;
 
-/// Most events of a token. A stream that goes on elsewhere counts on from a number that no event
-/// had.
+/// The largest number of events of a token. A stream that goes on elsewhere counts on from a number
+/// that no event had.
 const EVENTS_A_TOKEN: u64 = 16;
 
 /// The part that is the same in all states of a response.
@@ -46,7 +46,7 @@ pub(super) struct Answer {
     open: Option<Open>,
     opened: bool,
     sequence: u64,
-    /// As [`Delta::finish_reason`] says it.
+    /// The reason, in the words of [`Delta::finish_reason`].
     finish: Option<&'static str>,
 }
 

@@ -88,7 +88,7 @@ fn escape(json: &str) -> Option<(usize, char)> {
     Some((1 + kind.len_utf8(), simple))
 }
 
-/// The same for `\uXXXX`, or two of them.
+/// Reads `\uXXXX`, or two of them.
 fn unicode(json: &str) -> Option<(usize, char)> {
     let unit = |from: usize| u32::from_str_radix(json.get(from..from + 4)?, 16).ok();
     let first = unit(2)?;

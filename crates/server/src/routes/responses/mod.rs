@@ -1,5 +1,5 @@
 //! `/v1/responses`, OpenAI's newer dialect: a shape over the parts that chat uses, and a store of
-//! what was said.
+//! conversations.
 
 mod answer;
 mod input;

@@ -30,7 +30,7 @@ use stream::{Due, Scratch, Stream};
 
 pub(crate) use stream::request_error;
 
-/// Longest time that a thread which is behind gathers tokens before it writes.
+/// The longest time that a thread which is behind gathers tokens before it writes.
 const GATHER: Duration = Duration::from_millis(5);
 
 /// The settings of the egress threads.
@@ -40,8 +40,8 @@ pub struct EgressConfig {
     pub threads: usize,
     /// Steps and registrations that may wait for each.
     pub capacity: usize,
-    /// Least time between two chunks of a stream: what comes sooner is merged. The first token and
-    /// the end do not wait.
+    /// The least time between two chunks of a stream: tokens that come sooner are merged. The first
+    /// token and the end do not wait.
     pub window: Duration,
 }
 
@@ -52,7 +52,7 @@ pub(crate) struct Registration {
     pub(crate) engine: Arc<dyn Engine>,
     /// The speller. If the stream began at another brain, the speller has read the tokens so far.
     pub(crate) speller: Speller,
-    /// To tell end-of-sequence from the client's own stop tokens.
+    /// The end-of-sequence ids, to tell them from the client's own stop tokens.
     pub(crate) eos: Arc<[i32]>,
     pub(crate) prompt_tokens: u32,
     pub(crate) arrived: Instant,
@@ -69,7 +69,7 @@ enum Message {
 }
 
 /// The engines' side of the egress threads: give a clone to each engine when it is started. When
-/// the last is dropped, nobody will end what has not ended.
+/// the last sink is dropped, requests that have not ended never will.
 #[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,

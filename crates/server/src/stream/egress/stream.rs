@@ -31,7 +31,7 @@ pub(super) enum Due {
     Now,
     /// The chunk waits for more tokens.
     Later,
-    /// At this time.
+    /// The chunk is sent at this time.
     At(Instant),
 }
 
@@ -46,7 +46,7 @@ pub(super) struct Stream {
     delta: Delta,
     /// Tokens to gather for a chunk; `None`: nobody reads before the end.
     interval: Option<u32>,
-    /// Least time between two chunks.
+    /// The least time between two chunks.
     window: Duration,
     /// The time at which the last chunk was sent.
     sent: Option<Instant>,

@@ -1,5 +1,4 @@
-//! Special tokens in what clients write: found before the template runs, and found again in what it
-//! has rendered.
+//! Special tokens in clients' text: found before the template runs, and found again in its output.
 //!
 //! A chat whose strings can put no special token together renders as ever. Otherwise it renders
 //! twice: as it is, and with twins in place of some characters of those tokens, which no special
