@@ -1,4 +1,4 @@
-"""Where the installed `forebay` binary is."""
+"""The search for the installed `forebay` binary."""
 
 import os
 import sys
@@ -20,8 +20,11 @@ class BinaryNotFoundError(FileNotFoundError):
 def find_binary() -> Path:
     """Returns the path of the binary that was installed with this package.
 
-    Looked for, in this order: beside the running interpreter (a virtual environment, or a checkout after `make build`),
-    in the interpreter's scripts directory, in the user's, and beside the package (`pip install --target`).
+    The search goes through these folders, in this order:
+
+    - that of the running interpreter: a virtual environment, or a checkout after `make build`;
+    - the interpreter's scripts directory, and the user's;
+    - the one beside the package (`pip install --target`).
 
     Raises:
         BinaryNotFoundError: it is in none of these places.

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch")
-"""What `pip install 'forebay[torch]'` installs, by the names that are imported."""
+"""The packages that `pip install 'forebay[torch]'` installs, by the names that are imported."""
 
 
 def missing() -> list[str]:

@@ -1,9 +1,10 @@
-//! Which requests are answered at all: those of hosts and pages that may ask.
+//! The rule by which requests are answered at all: only those of allowed hosts and pages.
 //!
 //! A browser sends requests for any page that it shows, also to servers that only its user's
-//! machine can reach. Three things tell such a request: `Host` names what the page thinks it talks
-//! to (a name of its own that was made to resolve to this machine), `Origin` names the page, and
-//! without asking first (a preflight) a browser sends no `Content-Type: application/json`.
+//! machine can reach. Three things tell such a request. `Host` is the name by which the page
+//! reaches the server; a page can make a name of its own resolve to this machine. `Origin` names
+//! the page. The third is the content type: without a preflight request, a browser sends no
+//! `Content-Type: application/json`.
 
 use http::header::{HOST, ORIGIN};
 use http::{HeaderMap, Uri, Version};
@@ -20,7 +21,7 @@ pub struct Access {
     pub allowed_hosts: Option<Vec<String>>,
     /// Pages that may ask from a browser, as in `https://example.com`; `*` means any.
     pub allowed_origins: Vec<String>,
-    /// Whether requests of other pages are refused. Otherwise they are answered, and it is the
+    /// True if requests of other pages are refused. Otherwise they are answered, and it is the
     /// browser that does not show the answer.
     pub refuse_other_origins: bool,
 }
@@ -30,7 +31,7 @@ impl Access {
         self.allowed_origins.iter().any(|allowed| allowed == ANY || allowed == origin)
     }
 
-    /// Whether any page may ask from a browser.
+    /// True if any page may ask from a browser.
     #[must_use]
     pub fn allows_every_origin(&self) -> bool {
         self.allowed_origins.iter().any(|origin| origin == ANY)
@@ -96,13 +97,13 @@ fn matches(allowed: &[String], host: &str) -> bool {
     })
 }
 
-/// Whether a page comes from the server itself.
+/// True if a page comes from the server itself.
 fn is_own(origin: &str, host: &str) -> bool {
     let authority = origin.split_once("://").map(|(_, authority)| authority);
     authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host))
 }
 
-/// Whether a request comes from a page of the server that it goes to.
+/// True if a request comes from a page of the server that it goes to.
 #[must_use]
 pub fn is_from_own_page(headers: &HeaderMap) -> bool {
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok());

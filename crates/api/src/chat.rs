@@ -39,11 +39,11 @@ openai_request! {
         /// that names a function, or those that are allowed.
         #[schema(value_type = Option<String>)]
         pub tool_choice: Option<Value>,
-        /// Whether an answer may have several calls; true where absent.
+        /// True if an answer may have several calls; true where absent.
         pub parallel_tool_calls: Option<bool>,
-        /// How long the model is to think, for templates that ask; `none`: not at all.
+        /// The effort of the model's reasoning, for templates that ask; `none` means no reasoning.
         pub reasoning_effort: Option<String>,
-        /// Whether the model is to think, for templates that ask.
+        /// True if the model is to think, for templates that ask.
         pub enable_thinking: Option<bool>,
         /// The same in OpenRouter's words, and how long at most.
         pub reasoning: Option<ReasoningRequest>,
@@ -130,20 +130,20 @@ pub struct ChatPrompt {
     pub tools: Option<Value>,
     /// More variables for the template.
     pub kwargs: Map<String, Value>,
-    /// How long the model is to think.
+    /// The effort of the model's reasoning.
     pub effort: Effort,
 }
 
-/// How long a model is asked to think.
+/// The effort that a request asks of the model's reasoning.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Effort {
     /// In words: `low`, `medium`, `high`, or what else its template knows.
     pub level: Option<String>,
-    /// Whether it is to think at all.
+    /// True if the model is to think at all; `None` leaves it to the template.
     pub thinks: Option<bool>,
 }
 
-/// How a conversation is to be rendered, as the client gave it.
+/// The rendering of a conversation, as the client asked for it.
 #[derive(Debug, Default)]
 pub struct Rendering {
     /// Let the template open the assistant's turn.
@@ -154,7 +154,7 @@ pub struct Rendering {
     pub kwargs: Option<Map<String, Value>>,
     /// Descriptions of tools.
     pub tools: Vec<Value>,
-    /// How long the model is to think.
+    /// The effort of the model's reasoning.
     pub effort: Effort,
     /// Most images; 0: the model sees none.
     pub images: u32,
@@ -302,7 +302,7 @@ pub struct ValidChat {
     pub tools: OfferedTools,
     /// The treatment of its reasoning.
     pub reasoning: ReasoningOutput,
-    /// How its tokens are shown.
+    /// The form in which tokens appear beside their text.
     pub tokens: TokenOutput,
     /// Everything else.
     pub generation: Generation,

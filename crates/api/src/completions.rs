@@ -18,8 +18,8 @@ openai_request! {
         /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
         #[schema(value_type = Option<Object>)]
         pub prompt: Option<Prompts>,
-        /// In place of `prompt`: embeddings, one row of the model's hidden size a position, as the
-        /// bytes of a safetensors file with one tensor, in base64; or a list of them.
+        /// Embeddings in place of `prompt`: the bytes of a safetensors file in base64, or a list of
+        /// such files. Each file has one tensor `[positions, hidden size]`.
         #[serde(default)]
         #[schema(value_type = Option<Vec<String>>)]
         pub prompt_embeds: PromptEmbeds,
@@ -60,7 +60,7 @@ pub struct ValidCompletion {
     pub logprobs: Option<u8>,
     /// Log-probabilities of the prompt are returned apart, with so many alternatives a token.
     pub prompt_logprobs: Option<u8>,
-    /// How tokens are shown.
+    /// The form in which tokens appear beside their text.
     pub tokens: TokenOutput,
     /// Everything else.
     pub generation: Generation,

@@ -19,8 +19,8 @@ pub struct EmbeddingRequest {
     /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
     #[schema(value_type = Object)]
     pub input: Prompts,
-    /// How vectors are written: `float` (a list of numbers, the default) or `base64` (of
-    /// little-endian float32).
+    /// The form of a vector: `float` (a list of numbers, the default) or `base64` (of little-endian
+    /// float32).
     pub encoding_format: Option<EncodingFormat>,
     /// Keep this many of each vector's first numbers; all where absent. For models that were
     /// trained for it (Matryoshka).
@@ -43,7 +43,7 @@ pub struct EmbeddingRequest {
     pub task: Option<String>,
 }
 
-/// How vectors are written.
+/// The form in which vectors are written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum EncodingFormat {
@@ -59,7 +59,7 @@ pub enum EncodingFormat {
 pub struct ValidEmbedding {
     /// From 1 to [`crate::limits::INPUTS`].
     pub prompts: Vec<Prompt>,
-    /// How vectors are written.
+    /// The form in which vectors are written.
     pub format: EncodingFormat,
     /// Numbers to keep of each vector, at most its size.
     pub dimensions: Option<usize>,
@@ -110,7 +110,7 @@ impl EmbeddingRequest {
     }
 }
 
-/// What `/pooling` gives for inputs.
+/// The response of `/pooling`.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct PoolingResponse {
     /// `pool-` and a random number.

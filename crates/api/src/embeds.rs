@@ -40,12 +40,12 @@ impl PromptEmbeds {
         Ok(self.0)
     }
 
-    /// How many prompts there are.
+    /// The number of prompts.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is none: clients send empty values for what they do not use.
+    /// True if there is no prompt. Clients send empty values for parameters that they do not use.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -61,7 +61,7 @@ pub struct EmbeddedPrompt {
     stored: Stored,
     rows: u32,
     width: usize,
-    /// Where it came from, for errors.
+    /// The parameter that the prompt came from, for errors.
     param: String,
 }
 

@@ -145,7 +145,7 @@ pub enum ApiError {
     BodyTooLarge {
         /// The limit in bytes.
         limit: usize,
-        /// Which flag sets it.
+        /// The flag that sets the limit.
         flag: &'static str,
     },
     /// The request needs more memory than all requests together may have.
@@ -189,7 +189,7 @@ pub enum ApiError {
     /// A bounded queue on the way to the device is full.
     #[error("the server is overloaded, try again later: {reason}")]
     Overloaded {
-        /// Which queue.
+        /// The queue that is full.
         reason: String,
     },
     /// The waiting queue is full, or this client's part of it.
@@ -224,7 +224,7 @@ pub enum ApiError {
         "{deaths} servers died while they had this request; it is not tried again, as it may be what they died of"
     )]
     BackendDied {
-        /// How many.
+        /// The number of backends that died while they had the request.
         deaths: u8,
     },
     /// The request was given up by the server.

@@ -462,12 +462,12 @@ pub struct GenerateMeta {
 pub enum GenerateFinish {
     /// A stop string or stop token.
     Stop {
-        /// Which.
+        /// The stop string or token that ended the output.
         matched: StopReason,
     },
     /// As many tokens as asked for.
     Length {
-        /// How many.
+        /// The number of tokens in the output.
         length: u32,
     },
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::error::ApiError;
 
-/// Where an image is.
+/// The URL of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageUrl {
     /// `data:`, with the file in base64, or `http:`, `https:`, `file:`.
@@ -54,7 +54,7 @@ pub(crate) struct ImageObject {
 pub struct ImagePart {
     /// The image's path, which errors name.
     pub param: String,
-    /// Where the image is.
+    /// The URL of the image.
     pub url: String,
 }
 
@@ -70,7 +70,7 @@ impl Images {
         Self { most, found: Vec::new() }
     }
 
-    /// Whether the model sees none.
+    /// True if the model sees none.
     pub(crate) fn are_unseen(&self) -> bool {
         self.most == 0
     }
@@ -120,7 +120,7 @@ pub(crate) enum Entry {
 impl ImageData {
     const PARAM: &str = "image_data";
 
-    /// Whether there is an image at all: clients send empty values for parameters that they do not
+    /// True if there is an image at all. Clients send empty values for parameters that they do not
     /// use.
     fn asks(&self) -> bool {
         match self {

@@ -4,7 +4,7 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Vis
 
 use crate::error::ApiError;
 
-/// Whether a parameter that is not served was given a value that asks for something.
+/// An unsupported parameter: true if its value asks for something.
 ///
 /// Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use; those are
 /// no request.
@@ -12,7 +12,7 @@ use crate::error::ApiError;
 pub struct Inert(bool);
 
 impl Inert {
-    /// Whether it asks for something.
+    /// True if the value asks for something.
     pub fn asks(self) -> bool {
         self.0
     }
@@ -49,7 +49,7 @@ impl<'de> Deserialize<'de> for Choice {
 
 /// Tells whether a value asks for something, and keeps nothing of it.
 struct Asks {
-    /// Whether a string asks for nothing.
+    /// The test of a string: true if it asks for nothing.
     nothing: fn(&str) -> bool,
 }
 

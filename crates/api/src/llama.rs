@@ -194,7 +194,7 @@ pub struct LlamaCompletion {
     pub content: String,
     /// Ids of the tokens, where asked for or in a stream.
     pub tokens: Vec<i32>,
-    /// Whether this is the end.
+    /// True in the last chunk.
     pub stop: bool,
     /// At the end: everything else.
     #[serde(flatten)]
@@ -221,7 +221,7 @@ pub struct LlamaEnd {
     pub tokens_cached: u32,
     /// Always false: a prompt that is too long is refused.
     pub truncated: bool,
-    /// How long it took.
+    /// The times that the request took.
     pub timings: LlamaTimings,
 }
 
@@ -276,7 +276,7 @@ pub struct LlamaSlot {
     pub id: u32,
     /// Positions that a request may use.
     pub n_ctx: u32,
-    /// Whether a request is in it.
+    /// True if a request is in the slot.
     pub is_processing: bool,
     /// Always false.
     pub speculative: bool,

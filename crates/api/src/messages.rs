@@ -20,7 +20,7 @@ use crate::turns::{Content, Turns};
 /// would empty the prefix cache.
 const BILLING: &str = "x-anthropic-billing-header:";
 
-/// Who says something. Anthropic has no system messages; some of its clients write them all the
+/// The roles of messages. Anthropic has no system messages; some of its clients write them all the
 /// same.
 const ROLES: [&str; 3] = ["user", "assistant", "system"];
 
@@ -48,12 +48,12 @@ pub struct MessagesRequest {
     pub top_p: Option<f32>,
     /// Number of candidates; -1 or 0 is off.
     pub top_k: Option<i32>,
-    /// Whether the model is to think, and how long at most.
+    /// The switch for reasoning, and its largest number of tokens.
     thinking: Option<Thinking>,
     /// Functions that the model may call.
     #[schema(value_type = Option<Vec<Object>>)]
     tools: Option<Vec<Value>>,
-    /// Whether, and which tools it calls.
+    /// The demand for calls: none, any, or certain tools.
     tool_choice: Option<ToolChoice>,
     /// The form of the answer, and how long to think.
     output_config: Option<OutputConfig>,
@@ -94,7 +94,7 @@ pub(crate) struct ToolChoice {
 /// The `output_config` parameter.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct OutputConfig {
-    /// How long the model is to think, for templates that ask.
+    /// The effort of the model's reasoning, for templates that ask.
     effort: Option<String>,
     /// The form of the answer.
     format: Option<OutputFormat>,
@@ -119,7 +119,7 @@ pub(crate) struct InMessage {
 }
 
 impl InMessage {
-    /// Whether it is an answer that ends in text.
+    /// True if the message is an answer that ends in text.
     fn is_begun_answer(&self) -> bool {
         let ends_in_text = match &self.content {
             TextOr::Text(_) => true,
@@ -157,7 +157,7 @@ pub(crate) struct Inner {
     source: Option<Source>,
 }
 
-/// Where an image or a text is.
+/// The source of an image or a text: its data or its URL.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Source {
     #[serde(rename = "type")]
@@ -239,7 +239,7 @@ impl MessagesRequest {
 }
 
 impl Thinking {
-    /// Whether the model is to think, and how many tokens at most.
+    /// The switch for reasoning, and the limit on its tokens.
     fn check(&self) -> Result<(Option<bool>, Option<i64>), ApiError> {
         match self.kind.as_str() {
             "enabled" => Ok((Some(true), self.budget_tokens.map(i64::from))),

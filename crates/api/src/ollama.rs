@@ -35,7 +35,7 @@ pub struct OllamaChatRequest {
     /// Sampling parameters.
     #[serde(default)]
     options: OllamaOptions,
-    /// Whether the model thinks first, or how long: `low`, `medium`, `high`.
+    /// The switch for reasoning, or its effort: `low`, `medium`, `high`.
     #[schema(value_type = Option<bool>)]
     think: Option<Value>,
     /// Accepted: the model stays.
@@ -75,7 +75,7 @@ pub struct OllamaGenerateRequest {
     /// Sampling parameters.
     #[serde(default)]
     options: OllamaOptions,
-    /// Whether the model thinks first, or how long: `low`, `medium`, `high`.
+    /// The switch for reasoning, or its effort: `low`, `medium`, `high`.
     #[schema(value_type = Option<bool>)]
     think: Option<Value>,
     /// Accepted: the model stays.
@@ -105,7 +105,7 @@ pub struct OllamaEmbedRequest {
     keep_alive: Inert,
 }
 
-/// Which model to describe, `POST /api/show`.
+/// The request of `POST /api/show`, which names the model to describe.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct OllamaShowRequest {
     /// Name of the model.
@@ -194,7 +194,7 @@ pub enum OllamaAsk {
     Raw {
         /// The text.
         prompt: String,
-        /// How it goes on.
+        /// The parameters of the generation.
         generation: Box<Generation>,
         /// Lines come as the model speaks.
         streamed: bool,

@@ -1,4 +1,4 @@
-//! What OpenAI's two dialects share.
+//! The parameters that OpenAI's two dialects share.
 
 use serde::Deserialize;
 use utoipa::ToSchema;
@@ -14,7 +14,7 @@ pub struct Streaming {
     pub continuous_usage: bool,
 }
 
-/// How tokens are shown beside their text.
+/// The form in which tokens appear beside their text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenOutput {
     /// Their ids come with the answer.

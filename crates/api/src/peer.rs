@@ -1,4 +1,4 @@
-//! What a router and a brain tell each other beside a client's request: request headers, response
+//! The messages between a router and a brain beside a client's request: request headers, response
 //! headers, and comments in streams.
 //!
 //! None of it is sent to anybody who did not ask with [`ROUTER_HEADER`].
@@ -114,8 +114,7 @@ pub struct LoadReport {
     pub tokens: u64,
     /// Pages that nobody holds.
     pub pages_free: u64,
-    /// What its names of blocks can be told apart by from those of other brains: equal where they
-    /// name equal blocks equally.
+    /// A number that is equal for brains with equal names of equal blocks.
     #[serde(default)]
     pub names: u64,
 }
@@ -206,7 +205,7 @@ pub fn read_ids(text: &str) -> Result<Vec<i32>, PeerError> {
     ids.map(|id| id.parse().map_err(|_| PeerError(RESUME_HEADER))).collect()
 }
 
-/// What names a stream: a brain that goes on with it writes the same into its chunks.
+/// The name of a stream. A brain that goes on with the stream writes the same into its chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StreamName {
     /// The response's id.
@@ -233,8 +232,8 @@ impl StreamName {
     }
 }
 
-/// Of a chain of block names, at most [`MAX_SAMPLED_BLOCKS`], evenly spread and the last one among
-/// them: enough to say how much of a prompt a cache holds, in a header of half a kilobyte.
+/// Samples a chain of block names: at most [`MAX_SAMPLED_BLOCKS`], evenly spread, the last one
+/// among them. They tell how much of a prompt a cache holds, in a header of half a kilobyte.
 #[must_use]
 pub fn sample_blocks(names: &[u64]) -> Vec<u64> {
     let count = names.len().min(MAX_SAMPLED_BLOCKS);

@@ -29,12 +29,12 @@ pub enum Prompts {
 }
 
 impl Prompts {
-    /// Whether this is a batch.
+    /// True if there are several prompts in a batch.
     pub fn is_many(&self) -> bool {
         matches!(self, Self::Texts(_) | Self::TokenLists(_))
     }
 
-    /// Whether there is nothing in it.
+    /// True if the prompt, or the list of prompts, is empty.
     pub fn is_empty(&self) -> bool {
         match self {
             Self::Text(text) => text.is_empty(),
@@ -84,7 +84,7 @@ fn check_ids(ids: &[i32], param: &str, vocab_size: u32) -> Result<(), ApiError> 
     ))
 }
 
-/// Whether `id` names a token.
+/// True if `id` names a token.
 pub(crate) fn in_vocabulary(id: i32, vocab_size: u32) -> bool {
     u32::try_from(id).is_ok_and(|id| id < vocab_size)
 }

@@ -161,9 +161,9 @@ pub struct Pairs {
 pub struct ValidRerank {
     /// The query with each document.
     pub pairs: Pairs,
-    /// How many to return, at most as many as there are documents.
+    /// The number of documents to return, at most as many as there are.
     pub top_n: usize,
-    /// Whether to return their texts.
+    /// True if the response has the documents' texts.
     pub return_documents: bool,
 }
 

@@ -103,7 +103,8 @@ pub struct ChatChoice {
     pub finish_reason: &'static str,
     /// The stop string or stop token; null for end-of-sequence.
     pub stop_reason: Option<StopReason>,
-    /// What SGLang calls so: the stop string or the token that ended it, end-of-sequence too.
+    /// The stop string or the token that ended the choice, end-of-sequence too. The name is
+    /// SGLang's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
     /// Ids of the generated tokens, where asked for.
@@ -320,7 +321,7 @@ pub struct PromptTokenLogprob {
 /// Log-probabilities in the legacy shape: four lists with one entry a token.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, ToSchema)]
 pub struct CompletionLogprobs {
-    /// Where the token's text starts, in characters.
+    /// The place of each token's text in the whole text, in characters.
     pub text_offset: Vec<u32>,
     /// Natural logarithms; null for the first token of an echoed prompt.
     pub token_logprobs: Vec<Option<f32>>,
@@ -348,7 +349,7 @@ pub struct ModelCard {
     pub id: String,
     /// `model`.
     pub object: &'static str,
-    /// When the server started, in seconds since 1970.
+    /// The time at which the server started, in seconds since 1970.
     pub created: u64,
     /// `forebay`.
     pub owned_by: &'static str,

@@ -44,7 +44,7 @@ pub struct Limits {
     pub images: u32,
 }
 
-/// How many tokens to generate.
+/// The limit on the tokens to generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaxTokens {
     /// As the client said: fewer where it does not fit, which the client is told.
@@ -58,17 +58,17 @@ pub enum MaxTokens {
 /// A validated request but for its prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Generation {
-    /// How tokens are sampled; the seed is set by [`Generation::params`].
+    /// The sampling parameters; [`Generation::params`] sets the seed.
     pub sampling: SamplingParams,
     /// The client's seed.
     pub seed: Option<u64>,
     /// Choices a prompt.
     pub n: u32,
-    /// How many tokens to generate.
+    /// The limit on the tokens to generate.
     pub max_tokens: MaxTokens,
     /// Strings that end the text; none is empty.
     pub stop: Vec<String>,
-    /// Whether the stop string, or the text of the stop token, belongs to the output.
+    /// True if the stop string, or the text of the stop token, belongs to the output.
     pub include_stop: bool,
     /// Token ids that end the text, beside end-of-sequence; ascending, each once.
     pub stop_token_ids: Vec<i32>,
@@ -80,7 +80,7 @@ pub struct Generation {
     pub priority: i32,
     /// Tokens to gather for a chunk of a stream, at least one.
     pub stream_interval: Option<u32>,
-    /// Where it wants to be computed.
+    /// The preference for a replica that computes the request.
     pub preference: Preference,
     /// Keeps its cached blocks apart from those of others.
     pub cache_salt: Option<Arc<str>>,

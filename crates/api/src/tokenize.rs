@@ -108,7 +108,7 @@ impl TokenizeRequest {
 pub struct TokenizedTexts {
     /// The ids of each.
     pub tokens: Vec<Vec<i32>>,
-    /// How many each has.
+    /// The number of tokens of each text.
     pub count: Vec<usize>,
     /// Positions a request may use.
     pub max_model_len: u32,
@@ -133,7 +133,7 @@ pub struct TokenPiece {
 /// Tokens of a text.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct TokenizeResponse {
-    /// How many.
+    /// The number of tokens.
     pub count: usize,
     /// Positions a request may use.
     pub max_model_len: u32,

@@ -7,18 +7,18 @@ use serde_json::{Map, Value, json};
 use crate::error::ApiError;
 use crate::limits::WORD_BYTES;
 
-/// What is asked of calls, where more is asked than that they are as the model sees fit.
+/// A demand for calls that goes beyond the model's own choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallDemand {
     /// Numbers of the tools that may be called, ascending.
     pub callable: Vec<usize>,
-    /// How often.
+    /// The number of calls that the request demands.
     pub calls: Calls,
     /// The parameter that asks for it.
     pub param: String,
 }
 
-/// How often tools are called.
+/// The number of calls that a request demands of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Calls {
     /// As often as the model sees fit.
@@ -62,7 +62,7 @@ pub struct OfferedTools {
     pub described: Vec<Value>,
     /// The same, as they are called.
     pub functions: Vec<OfferedTool>,
-    /// Whether an answer may have several calls.
+    /// True if an answer may have several calls.
     pub parallel: bool,
     /// The demand on calls; `None`: there is none.
     pub demand: Option<CallDemand>,
@@ -70,7 +70,7 @@ pub struct OfferedTools {
     pub skipped: Vec<String>,
 }
 
-/// What `tool_choice` says.
+/// The value of `tool_choice`.
 enum ToolChoice {
     None,
     Some(Calls, Vec<usize>),
@@ -149,7 +149,7 @@ impl OfferedTools {
         }
     }
 
-    /// What `tool_choice` says.
+    /// Reads the value of `tool_choice`.
     fn choose(&self, choice: Option<&Value>) -> Result<ToolChoice, ApiError> {
         let all = || (0..self.functions.len()).collect();
         match choice {

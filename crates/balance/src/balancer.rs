@@ -2,7 +2,7 @@
 
 use crate::ledger::Load;
 
-/// How a target is chosen.
+/// The policy that chooses a target.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Method {
     /// One after the other.
@@ -22,7 +22,7 @@ pub enum Method {
 pub struct Ask<'a> {
     /// Tokens of its prompt.
     pub tokens: u64,
-    /// How many of them each target has cached; empty: none anywhere.
+    /// The number of the request's tokens that each target has cached; empty if no target has any.
     pub cached: &'a [u64],
 }
 
@@ -101,9 +101,9 @@ impl Balancer {
     }
 }
 
-/// What it saves to choose a target in place of the one with the shortest queue, in tokens: what it
-/// has cached beyond that one, less the prefill that is ahead of the request there, less a price
-/// for each request that it has more.
+/// The tokens that are saved if the target `at` is chosen in place of the one with the shortest
+/// queue. They are the tokens that `at` has cached beyond the other. The prefill that is ahead of
+/// the request at `at` is taken off, and a price for each request that `at` has more.
 fn worth(loads: &[Load], shortest: usize, at: usize, ask: &Ask<'_>) -> i64 {
     let signed = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
     let (here, there) = (&loads[at], &loads[shortest]);

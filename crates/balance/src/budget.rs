@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 
 /// Turns that level reported loads out, given at each report and used up until the next.
 ///
-/// This is how a data parallel controller without exact loads works (SGLang's before its load
-/// reports came with every output): what was sent since is forgotten with each report, whether the
-/// report has seen it or not.
+/// A data parallel controller without exact loads works like this, as SGLang's did before its load
+/// reports came with every output. Each report replaces what was counted since the last one, even
+/// if the report has not seen those requests yet.
 #[derive(Debug, Clone, Default)]
 pub struct Budget {
     turns: VecDeque<usize>,

@@ -1,4 +1,4 @@
-//! What every target has to do, by what was sent there and what has come back.
+//! The outstanding work of every target: requests that were sent there and have not come back.
 
 use std::collections::HashMap;
 
@@ -26,7 +26,7 @@ impl Work {
 pub struct Load {
     /// Requests that have not ended.
     pub requests: u64,
-    /// What is left of their work.
+    /// The work that is left of the requests.
     pub work: Work,
     /// Those that have not begun to generate.
     pub in_prefill: u64,
@@ -64,7 +64,7 @@ impl Ledger {
         &self.loads
     }
 
-    /// Where a request is; `None` once it has ended.
+    /// The target of a request; `None` once the request has ended.
     #[must_use]
     pub fn target(&self, id: u64) -> Option<usize> {
         self.entries.get(&id).map(|entry| entry.target)

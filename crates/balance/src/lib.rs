@@ -1,5 +1,5 @@
-//! Which of several targets a request goes to. Pure: no I/O, no clock, no threads; a target is a
-//! replica, a backend, or whatever has a number.
+//! The choice between several targets of a request. Pure: no I/O, no clock, no threads. A target is
+//! a replica, a backend, or anything else with a number.
 //!
 //! Three parts that are put together by whoever dispatches: [`Ledger`], what each target has to do,
 //! exactly; [`PrefixIndex`], which target holds which blocks; [`Balancer`], the policies over both.

@@ -1,16 +1,16 @@
-//! Which target holds which blocks.
+//! The blocks that each target holds.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 
 use rustc_hash::FxBuildHasher;
 
-/// What a target has to do with a block. One of the two is always set.
+/// The state of a block at a target: `stored` is set, or `expected` is not 0.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     target: usize,
     stored: bool,
-    /// How many requests on their way will bring it.
+    /// The number of requests on their way that will bring the block.
     expected: u32,
 }
 
@@ -58,14 +58,15 @@ impl<N: Copy + Eq + Hash> PrefixIndex<N> {
         }
     }
 
-    /// That request has computed its blocks, so that the target has told of them, or it never will.
+    /// Notes that a request will bring no more blocks: it has computed them and the target has told
+    /// of them, or it never will.
     pub fn settled(&mut self, target: usize, names: &[N]) {
         for &name in names {
             self.change(target, name, |place| place.expected = place.expected.saturating_sub(1));
         }
     }
 
-    /// How many of these leading blocks each target holds or will hold.
+    /// The number of these leading blocks that each target holds or will hold.
     #[must_use]
     pub fn lookup(&self, names: &[N]) -> Vec<u64> {
         let mut blocks = vec![0; self.targets];

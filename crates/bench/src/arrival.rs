@@ -1,4 +1,4 @@
-//! When each request is to be sent.
+//! The times at which requests are sent.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use rand_distr::Gamma;
 use crate::WorkItem;
 use crate::dataset::seed::{Purpose, generator};
 
-/// How the rate goes from its first value to its last.
+/// The shape of a ramp from the first rate to the last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum RampUp {
     /// By the same amount from request to request.
@@ -61,20 +61,20 @@ pub struct ArrivalArgs {
     pub trace_speed: f64,
 }
 
-/// When to send each of `items`, from the start of the run; never decreasing, all zero for an
+/// The time to send each of `items`, from the start of the run; never decreasing, all zero for an
 /// infinite rate.
 ///
-/// A rate is met exactly: the gaps are drawn, and then all are scaled so that the last of `n`
-/// requests is sent at `n / rate`, as `vllm bench serve` does. A Poisson process of which the
-/// `n`-th arrival is known looks just so, and two runs at one rate then offer the same load
-/// whatever their seeds. A ramp is not scaled. The first request waits for its gap, too.
+/// A rate is met exactly, as in `vllm bench serve`. The gaps are drawn, and then all are scaled so
+/// that the last of `n` requests is sent at `n / rate`. The gaps are those of a Poisson process
+/// whose `n`-th arrival is known. Two runs at one rate then offer the same load whatever their
+/// seeds. A ramp is not scaled. The first request waits for its gap, too.
 ///
-/// With a ramp, the gap before request `i` of `n` is drawn for the rate `i / (n - 1)` of the way
-/// from the first rate to the last, as `vllm bench serve` does: the rate is a function of the
-/// request and not of the time.
+/// With a ramp, each gap is drawn for a rate of its own. That of request `i` of `n` is
+/// `i / (n - 1)` of the way from the first rate to the last. The rate is a function of the request
+/// and not of the time, as in `vllm bench serve`.
 ///
 /// # Errors
-/// If the trace's times are wanted of a dataset that has none, or the schedule is longer than a
+/// The trace's times are wanted of a dataset that has none, or the schedule is longer than a
 /// [`Duration`] can be.
 pub fn schedule(
     args: &ArrivalArgs,

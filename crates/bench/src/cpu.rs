@@ -39,8 +39,9 @@ impl Trees {
         Self { roots: roots.to_vec(), processes: below(&scan(Path::new("/proc")), roots) }
     }
 
-    /// What each process used since `self` was taken, most first. Processes that started since are
-    /// counted whole; the time of those that ended is their parents', if these waited for them.
+    /// The CPU time of each process since `self` was taken, most first. A process that started
+    /// since is counted whole. The time of a process that ended is its parent's, if the parent
+    /// waited for it.
     pub(crate) fn used_since(&self) -> Vec<ProcessCpu> {
         // A process whose parent ended has left the tree, but not our sight.
         let known: Vec<u32> = self.roots.iter().chain(self.processes.keys()).copied().collect();

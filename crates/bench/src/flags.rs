@@ -13,7 +13,7 @@ use crate::client::ServerFlags;
 use crate::dataset::DatasetArgs;
 use crate::summary::GOALS;
 
-/// What `forebay bench serve` is told.
+/// The flags of `forebay bench serve`.
 #[derive(Debug, Clone, Args)]
 pub struct ServeArgs {
     /// The server.
@@ -31,7 +31,7 @@ pub struct ServeArgs {
     /// The run.
     #[command(flatten)]
     pub run: RunFlags,
-    /// What is kept of it.
+    /// The files that keep the result.
     #[command(flatten)]
     pub result: ResultFlags,
 }

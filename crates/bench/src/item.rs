@@ -1,17 +1,17 @@
-//! What a dataset gives.
+//! The requests that a dataset gives.
 
 use std::time::Duration;
 
 /// One request, before it is known which server answers it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WorkItem {
-    /// What is asked.
+    /// The prompt.
     pub prompt: Prompt,
     /// Tokens of text in the prompt, by the client's tokenizer; the chat template is not counted.
     pub text_tokens: u32,
     /// Tokens to generate; 0 for embeddings.
     pub output_tokens: u32,
-    /// When a trace says that it arrives, from the trace's start.
+    /// The time of arrival in a trace, from the trace's start.
     pub arrival: Option<Duration>,
 }
 

@@ -77,7 +77,7 @@ pub struct Second {
     pub failed: u64,
 }
 
-/// How often a value lay between two edges.
+/// The number of values between each two edges.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Histogram {
     /// One more than there are counts, evenly spaced on a logarithmic scale: 20 for a factor of
@@ -165,10 +165,10 @@ impl<'de> Deserialize<'de> for Latencies {
     }
 }
 
-/// What a run was asked to do.
+/// The settings of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
-    /// What the user calls the run.
+    /// The user's name for the run.
     pub label: Option<String>,
     /// Kind of server.
     pub backend: String,
@@ -188,13 +188,13 @@ pub struct Settings {
     pub max_concurrency: Option<u64>,
     /// Seed of the dataset and the arrivals.
     pub seed: u64,
-    /// When the run ended, as RFC 3339 says.
+    /// The time at which the run ended, in the form of RFC 3339.
     pub date: String,
     /// Version of this program.
     pub forebay_version: String,
 }
 
-/// What the requests of a run showed. Seconds unless a name says otherwise.
+/// The measurements of a run's requests. Times are in seconds unless a name says otherwise.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Summary {
     /// From the first send to the last end.
@@ -236,7 +236,7 @@ pub struct Summary {
     pub chunks: u64,
     /// Pieces for each generated token.
     pub chunks_per_token: f64,
-    /// How often each failure was met.
+    /// The number of times that each error came.
     pub errors: BTreeMap<String, u64>,
     /// Second by second.
     pub timeline: Vec<Second>,
@@ -244,7 +244,7 @@ pub struct Summary {
     pub histograms: BTreeMap<String, Histogram>,
 }
 
-/// Whether the client kept up, and what it and the server cost.
+/// The lateness of the client, and the CPU time of client and server.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Costs {
     /// Requests that were sent later than they should by more than the threshold, though a place
@@ -267,17 +267,17 @@ pub struct Costs {
 /// Everything about a run; in the file its parts are one flat object.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunFile {
-    /// What it was asked to do.
+    /// The settings of the run.
     #[serde(flatten)]
     pub settings: Settings,
     /// The goals, in milliseconds.
     pub goodput_slos: BTreeMap<String, f64>,
-    /// What its requests showed.
+    /// The measurements of the run's requests.
     #[serde(flatten)]
     pub summary: Summary,
     /// Tokens that a step of speculative decoding gives, if the server says.
     pub accept_length: Option<f64>,
-    /// Whether the client kept up.
+    /// The lateness of the client, and CPU times.
     #[serde(flatten)]
     pub costs: Costs,
     /// Every request, with `--output-details`.

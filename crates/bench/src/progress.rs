@@ -1,4 +1,4 @@
-//! What a run shows while it goes on.
+//! The display of a run while it goes on.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

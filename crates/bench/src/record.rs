@@ -1,13 +1,14 @@
-//! What is kept of a request that was sent. All times are microseconds from the start of the run.
+//! The record of a request that was sent. All times are microseconds from the start of the run.
 
 /// One request, from its intended arrival to its end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Record {
-    /// When the schedule wanted it sent: for a closed loop, when a place became free.
+    /// The time at which the schedule wanted it sent. In a closed loop, that is the time at which a
+    /// place became free.
     pub intended_us: u64,
-    /// When its first byte was written.
+    /// The time at which the first byte was written.
     pub sent_us: u64,
-    /// When its last byte was read, or it failed.
+    /// The time at which the last byte was read, or the request failed.
     pub end_us: u64,
     /// Pieces of the answer, each with the time at which it was read. The first that has text marks
     /// the first token.
@@ -20,14 +21,14 @@ pub struct Record {
     pub output_tokens: u32,
     /// The generated text.
     pub text: String,
-    /// How it ended.
+    /// The end of the request: success or an error.
     pub outcome: Outcome,
 }
 
 /// A piece of a streamed answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
-    /// When it was read.
+    /// The time at which the chunk was read.
     pub at_us: u64,
     /// Bytes of text it brought.
     pub text_bytes: u32,
@@ -35,7 +36,7 @@ pub struct Chunk {
     pub tokens: u32,
 }
 
-/// How a request ended.
+/// The end of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Outcome {
     /// Completely.

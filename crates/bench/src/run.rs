@@ -30,30 +30,30 @@ pub(crate) struct Work {
     pub(crate) body: Bytes,
     /// Tokens that it asks for.
     pub(crate) output_tokens: u32,
-    /// When to send it, from the start of the run.
+    /// The time to send the request, from the start of the run.
     pub(crate) arrival: Duration,
 }
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Debug)]
 pub(crate) struct Sent {
     /// Its place in the list of work.
     pub(crate) index: usize,
-    /// When it should have been sent: when it arrived, or without arrival times when a place became
-    /// free.
+    /// The time at which it should have been sent: its arrival, or without arrival times the time
+    /// at which a place became free.
     pub(crate) intended_us: u64,
     /// From the moment at which it had arrived and a place was free until it was sent.
     pub(crate) late_us: u64,
-    /// What came back.
+    /// The reply to the request.
     pub(crate) reply: Reply,
 }
 
-/// What became of all requests.
+/// The outcomes of all requests.
 #[derive(Debug)]
 pub(crate) struct Driven {
     /// Those that ended, in the order of the work.
     pub(crate) sent: Vec<Sent>,
-    /// Whether the user stopped the run before its end.
+    /// True if the user stopped the run before its end.
     pub(crate) interrupted: bool,
     /// CPU time of this process from the start of the run to its end.
     pub(crate) client_cpu: Duration,
@@ -137,11 +137,11 @@ pub(crate) async fn drive(
     Driven { sent, interrupted, client_cpu }
 }
 
-/// What the tasks of a run share.
+/// The state that the tasks of a run share.
 struct Run {
     client: Arc<Client>,
     work: Vec<Work>,
-    /// Whether there are no arrival times to keep.
+    /// True if there are no arrival times to keep.
     at_once: bool,
     late_after: Duration,
     clock: Clock,

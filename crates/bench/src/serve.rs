@@ -107,7 +107,7 @@ async fn wait_until_ready(client: &Client, patience: Duration) -> Result<()> {
 struct Model {
     /// As the server knows it.
     served: String,
-    /// Whose tokenizer counts.
+    /// The model whose tokenizer counts.
     tokenizer: String,
 }
 

@@ -112,7 +112,7 @@ impl Times {
         Self { e2e, ttft, ttft_intended: first.map(|at| ms(at, record.intended_us)), tpot }
     }
 
-    /// Whether all goals are met; one that this request has no number for is.
+    /// True if all goals are met; one that this request has no number for is.
     fn meet(&self, goals: &BTreeMap<String, f64>) -> bool {
         goals.iter().all(|(name, goal)| {
             let time = match name.as_str() {
@@ -249,7 +249,7 @@ fn histogram(sorted: &[f64]) -> Histogram {
     Histogram { edges, counts }
 }
 
-/// What happened in each second from `start` to `end`, which are microseconds.
+/// The numbers of each second from `start` to `end`, which are microseconds.
 fn timeline(records: &[Record], start: u64, end: u64) -> Vec<Second> {
     if records.is_empty() {
         return Vec::new();
@@ -355,8 +355,11 @@ mod tests {
         pairs.iter().map(|&(name, limit)| (name.to_owned(), limit)).collect()
     }
 
-    /// One from 1 s to 3 s with 1 + 2 + 1 tokens, one from 2 s to 5.5 s with one token, and one
-    /// that failed at 6 s.
+    /// Three records:
+    ///
+    /// - from 1 s to 3 s with 1 + 2 + 1 tokens,
+    /// - from 2 s to 5.5 s with one token,
+    /// - one that failed at 6 s.
     fn three() -> Vec<Record> {
         let failed = Outcome::Failed("HTTP 429: full".into());
         vec![

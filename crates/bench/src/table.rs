@@ -13,7 +13,7 @@ const WIDTH: usize = 50;
 pub(crate) struct Table<'a> {
     /// The run.
     pub(crate) run: &'a RunFile,
-    /// Whether the route generates tokens; embeddings do not.
+    /// True if the route generates tokens; embeddings do not.
     pub(crate) generates: bool,
 }
 

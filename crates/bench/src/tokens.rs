@@ -37,8 +37,8 @@ pub(crate) fn count(text: &str, tokenizer: &Tokenizer) -> Result<u64> {
     Ok(tokenizer.encode(text, false)?.len() as u64)
 }
 
-/// Shares a record's generated tokens among its chunks where the server did not say: in proportion
-/// to the tokens that the client's tokenizer finds in each chunk's text, so that the sum is the
+/// Shares a record's generated tokens among its chunks if the server did not say. A chunk's share
+/// is in proportion to the tokens that the client's tokenizer finds in its text. The sum is the
 /// server's count.
 ///
 /// # Errors

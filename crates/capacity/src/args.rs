@@ -33,7 +33,7 @@ pub struct PlanArgs {
     /// Most replicas to try.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub max_replicas: u32,
-    /// Which replica a request goes to.
+    /// The policy that chooses a replica for a request.
     #[arg(long, value_enum, default_value_t)]
     pub router: Router,
     /// Let the traffic come this many times as fast as it was recorded.
@@ -66,7 +66,7 @@ pub struct PlanArgs {
     /// The same, in pages for each page of the device; 0: none.
     #[arg(long, value_name = "RATIO", value_parser = from_zero)]
     pub hicache_ratio: Option<f64>,
-    /// When a block is copied to the host tier.
+    /// The time at which a block is copied to the host tier.
     #[arg(long, value_enum, default_value_t)]
     pub hicache_write_policy: WritePolicy,
     #[command(flatten)]
@@ -87,7 +87,7 @@ pub struct PlanArgs {
     pub seed: u64,
 }
 
-/// Which replica a request goes to.
+/// The policy that chooses a replica for a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Router {
@@ -101,7 +101,7 @@ pub enum Router {
     PrefixAware,
 }
 
-/// When a block is copied to the host tier.
+/// The time at which a block is copied to the host tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]
@@ -111,7 +111,7 @@ pub enum WritePolicy {
     WriteThrough,
     /// At its second use.
     WriteThroughSelective,
-    /// When the device is about to need its page.
+    /// Blocks are copied just before the device needs their pages.
     WriteBack,
 }
 
@@ -161,7 +161,7 @@ impl Slo {
     }
 }
 
-/// When a number of replicas is enough.
+/// The goal that a sufficient number of replicas reaches.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Goal {
     pub(crate) slos: Vec<Slo>,
@@ -172,7 +172,7 @@ pub(crate) struct Goal {
 }
 
 impl PlanArgs {
-    /// When a number of replicas is enough.
+    /// The goal that a sufficient number of replicas reaches.
     pub(crate) fn goal(&self) -> Goal {
         let (slos, percentile) = (self.slo.clone(), self.slo_percentile);
         Goal { slos, percentile, goodput: self.goodput }

@@ -35,7 +35,7 @@ pub struct ImageArgs {
     pub intake_threads: u32,
 }
 
-/// What a replica has for images.
+/// A replica's means for images: the tower and the threads that prepare images.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Seeing {
     pub(crate) tower: Tower,
@@ -83,7 +83,7 @@ impl ImageArgs {
 /// were wanted.
 #[derive(Debug, Default)]
 pub(crate) struct Intake {
-    /// When the threads have nothing more to do, the soonest first.
+    /// The times at which the threads are free, the soonest first.
     free_us: VecDeque<u64>,
     /// The images that they prepare, the next one that is ready first.
     pub(crate) preparing: VecDeque<ImageId>,

@@ -1,4 +1,4 @@
-//! What one number of replicas gives, in the numbers that people ask for.
+//! The outcome of one number of replicas, in the numbers that people ask for.
 
 use serde::Serialize;
 
@@ -27,12 +27,12 @@ impl Latency {
     }
 }
 
-/// What a number of replicas gives.
+/// The outcome of a number of replicas.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Outcome {
     /// The number.
     pub(crate) replicas: u32,
-    /// Whether it meets the objectives.
+    /// True if it meets the objectives.
     pub(crate) met: bool,
     /// Requests that were served.
     pub(crate) completed: usize,

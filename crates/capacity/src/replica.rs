@@ -148,7 +148,7 @@ impl Replica {
         }
     }
 
-    /// When the oldest step ends.
+    /// The time at which the oldest step ends, in microseconds.
     pub(crate) fn ends_us(&self) -> Option<u64> {
         self.flights.front().map(|flight| flight.ends_us)
     }
@@ -172,12 +172,12 @@ impl Replica {
         debug_assert!(applied.is_ok(), "{applied:?}");
     }
 
-    /// What has happened since the last call.
+    /// The events since the last call.
     pub(crate) fn events(&mut self) -> std::vec::Drain<'_, Event> {
         self.events.drain(..)
     }
 
-    /// Which blocks came and went since the last call.
+    /// Appends the blocks that were added to or dropped from the cache since the last call.
     pub(crate) fn take_block_events(&mut self, into: &mut Vec<BlockEvent>) {
         self.scheduler.take_block_events(into);
     }

@@ -1,4 +1,4 @@
-//! What a plan looks like, for people and for programs.
+//! The printed form of a plan, for people and for programs.
 
 use std::path::PathBuf;
 
@@ -136,7 +136,7 @@ fn tokens(traffic: &Traffic) -> (u64, u64) {
     })
 }
 
-/// What is planned.
+/// Prints the device, the traffic and the goal of a plan.
 pub(crate) fn print_head(args: &PlanArgs, profile: &Profile, traffic: &Traffic) {
     let (input, output) = tokens(traffic);
     let requests = traffic.arrivals.len();

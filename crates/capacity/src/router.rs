@@ -1,4 +1,4 @@
-//! Which replica a request goes to: the policies that a brain has, over the same books.
+//! The choice of a replica for a request: the policies that a brain has, over the same books.
 
 use forebay_balance::{Ask, Balancer, Ledger, Method, PrefixIndex, Work};
 use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage};
@@ -11,7 +11,7 @@ use crate::traffic::Arrival;
 pub(crate) struct Routing {
     balancer: Balancer,
     ledger: Ledger,
-    /// What the replicas hold, where that matters.
+    /// The blocks that the replicas hold, for policies that look at them.
     index: Option<PrefixIndex<BlockHash>>,
     page_size: u32,
 }

@@ -17,7 +17,7 @@ use crate::traffic::{Arrival, Traffic};
 /// Pages of the host tier for each of the device, where sparse decoding needs one and nobody says.
 const USUAL_RATIO: f64 = 2.0;
 
-/// What every replica is, and how requests come to them.
+/// The settings of every replica, and the way in which requests come to them.
 #[derive(Debug, Clone)]
 pub(crate) struct Setup {
     pub(crate) timing: Timing,
@@ -35,7 +35,7 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
-    /// What the flags say.
+    /// Reads the flags.
     ///
     /// # Errors
     /// A host tier in bytes, of a device whose profile does not say what a page takes; or one that
@@ -115,7 +115,7 @@ impl Setup {
         f64::from(self.host.map_or(0, |host| host.pages)) / f64::from(self.pages)
     }
 
-    /// Whether a request fits into the KV pool of a replica. With sparse decoding its answer may
+    /// True if a request fits into the KV pool of a replica. With sparse decoding its answer may
     /// outgrow the device's part.
     pub(crate) fn holds(&self, arrival: &Arrival) -> bool {
         let pages = match (self.sparse, self.host) {
@@ -128,7 +128,7 @@ impl Setup {
     }
 }
 
-/// What became of a request. Times in microseconds from the first arrival.
+/// The life of a request. Times in microseconds from the first arrival.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Life {
     pub(crate) arrived_us: u64,
@@ -141,7 +141,7 @@ pub(crate) struct Life {
     pub(crate) ends: u32,
 }
 
-/// What became of all.
+/// The lives of all requests, and the totals of a run.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Run {
     pub(crate) replicas: u32,
@@ -166,7 +166,7 @@ pub(crate) struct Run {
     pub(crate) sparse: SparseOutcome,
 }
 
-/// What happens at a time.
+/// The event that comes next at a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Turn {
     /// The oldest step ends.

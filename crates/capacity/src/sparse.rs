@@ -24,13 +24,13 @@ pub struct SparseArgs {
     /// Save each page when it is full, or each position by the step that computes it.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save: KvSave,
-    /// Whether anything waits for saves. behind: nothing; fence: the rows of the next step; inline:
-    /// the next step.
+    /// The work that waits for saves. behind: none; fence: the rows of the next step; inline: the
+    /// next step.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save_order: KvSaveOrder,
 }
 
-/// What is saved at a time.
+/// The unit of a save.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSave {
@@ -41,7 +41,7 @@ pub enum KvSave {
     Token,
 }
 
-/// What waits for saves.
+/// The work that waits for saves.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSaveOrder {
@@ -77,7 +77,7 @@ impl From<KvSaveOrder> for SaveOrder {
 }
 
 impl SparseArgs {
-    /// What the scheduler is told; `None`: it is off.
+    /// The scheduler's settings of sparse decoding; `None` if it is off.
     ///
     /// # Errors
     /// The profile's model chooses no positions, or more than are kept.
@@ -111,7 +111,7 @@ pub fn hot_row_tokens(profile: &Profile, wanted: Option<u32>, page_size: u32) ->
     Ok(tokens.next_multiple_of(page_size))
 }
 
-/// What sparse decoding did in a run.
+/// The effect of sparse decoding in a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct SparseOutcome {
     /// Times that a request became sparse.

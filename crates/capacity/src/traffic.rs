@@ -42,7 +42,7 @@ impl Arrival {
     }
 }
 
-/// What comes when.
+/// The requests by their time of arrival.
 #[derive(Debug, Clone)]
 pub(crate) struct Traffic {
     /// By time.

@@ -14,9 +14,9 @@ const LONGEST: usize = 16 << 20;
 /// More of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Piece {
-    /// What the model thinks before it answers.
+    /// The model's reasoning before its answer.
     Reasoning(String),
-    /// What it says.
+    /// The text of the answer.
     Content(String),
 }
 
@@ -52,7 +52,7 @@ struct Trouble {
     message: String,
 }
 
-/// What is known at the end.
+/// The facts that are known at the end of an answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct End {
     /// Tokens of the answer, if the server counts them.
@@ -124,7 +124,7 @@ impl Answer {
         }
     }
 
-    /// Whether the end has come.
+    /// True if the end has come.
     pub(crate) fn is_over(&self) -> bool {
         self.lines.done
     }

@@ -32,7 +32,7 @@ pub struct ChatArgs {
     /// Say this, print the answer and end. `-` reads it from stdin.
     #[arg(long, short, value_name = "TEXT")]
     prompt: Option<String>,
-    /// What the model is told before the conversation.
+    /// The system message, which the model reads before the conversation.
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// The server's name for the model [default: the first that it lists].

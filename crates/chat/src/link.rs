@@ -23,7 +23,7 @@ use url::Url;
 /// Most bytes of an answer that is read whole.
 const MOST: usize = 16 << 20;
 
-/// Where a server is.
+/// The address of a server.
 #[derive(Debug, Clone)]
 enum Place {
     Tcp { host: String, port: u16 },
@@ -35,7 +35,7 @@ enum Place {
 #[derive(Debug, Clone)]
 pub(crate) struct Link {
     place: Place,
-    /// What its routes begin with.
+    /// The beginning of the server's paths.
     root: String,
     host: HeaderValue,
     key: Option<HeaderValue>,
@@ -135,7 +135,7 @@ impl Link {
         name.map(str::to_owned).with_context(|| format!("{} lists no model", self.name()))
     }
 
-    /// How people know the server.
+    /// The name by which people know the server.
     pub(crate) fn name(&self) -> String {
         match &self.place {
             Place::Tcp { host, port } => format!("http://{host}:{port}"),
@@ -145,7 +145,7 @@ impl Link {
     }
 }
 
-/// What a server says that refuses.
+/// The message of a server that refuses.
 pub(crate) fn refusal(status: StatusCode, answer: &Value) -> String {
     let message = answer["error"]["message"].as_str().or_else(|| answer["message"].as_str());
     match (status, message) {

@@ -17,11 +17,11 @@ use tokio::time::{sleep, timeout};
 
 use crate::link::Link;
 
-/// How often a server is asked whether it is ready.
+/// The time between two questions whether a server is ready.
 const POLL: Duration = Duration::from_millis(20);
-/// How long it may take to end once it was told to.
+/// The longest time that a server may take to end after it was told to.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// What is shown of the log of a server that did not start.
+/// The bytes at the end of a log that are shown if a server did not start.
 const TAIL: u64 = 4096;
 
 /// A server that was started, and ends with this process.

@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 use crate::answer::{Answer, End, Piece};
 use crate::link::{Link, refusal, whole};
 
-/// What is sent of sampling: nothing where nothing is said, so that the server's defaults hold.
+/// The sampling parameters of a request. One that is not set is not sent, so the server's default
+/// holds.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 pub(crate) struct Sampling {
     /// Most tokens of an answer.
@@ -33,7 +34,7 @@ pub(crate) struct Sampling {
     seed: Option<u64>,
 }
 
-/// How an answer ended.
+/// The ways in which an answer ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Ended {
     /// By itself.
@@ -42,7 +43,7 @@ pub(crate) enum Ended {
     Stopped,
 }
 
-/// What was said so far.
+/// The conversation so far.
 #[derive(Debug)]
 pub(crate) struct Conversation {
     pub(crate) model: String,

@@ -105,8 +105,9 @@ impl Columns {
         }
     }
 
-    /// Which rows begin at a position whose input is in the arena; none: no row does. `row_bytes`
-    /// are those of an input, of numbers of `width` bytes.
+    /// The inputs of rows that begin at a position whose input is in the arena, one entry a row;
+    /// `None` for other rows. The list is empty if no row begins so. An input is `row_bytes` of
+    /// numbers that are `width` bytes wide.
     pub(crate) fn given<'a>(
         &self,
         tables: &Tables,

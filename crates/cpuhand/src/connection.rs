@@ -16,12 +16,12 @@ pub(crate) enum ConnectionError {
     /// The brain has gone, or closed the socket in the middle of a frame.
     #[error("the brain has gone: {0}")]
     Gone(#[from] io::Error),
-    /// What came is no frame.
+    /// The bytes from the brain are no frame.
     #[error("{0}")]
     Frame(#[from] FrameError),
 }
 
-/// What comes from the brain.
+/// The frames that come from the brain.
 pub(crate) struct Incoming(BufReader<UnixStream>);
 
 impl Incoming {
@@ -56,7 +56,7 @@ impl Incoming {
     }
 }
 
-/// What goes to the brain; threads that load tell it how far they are.
+/// The frames that go to the brain; threads that load weights report their progress here.
 pub(crate) struct Outgoing(Mutex<UnixStream>);
 
 impl Outgoing {

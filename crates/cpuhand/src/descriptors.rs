@@ -1,5 +1,5 @@
-//! What the brain has put at fixed numbers for this process, and what only the system's own
-//! interface can set. The one place here with unsafe code.
+//! The descriptors that the brain has put at fixed numbers for this process, and settings that need
+//! the system's own interface. This is the one place here with unsafe code.
 #![expect(unsafe_code, reason = "descriptors are numbers before anybody owns them")]
 
 use std::io;
@@ -12,7 +12,8 @@ use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 const SOCKET: i32 = 3;
 const ARENA: i32 = 4;
 
-/// What the process was started with. It is taken once, before anything else opens a file.
+/// The descriptors that the process was started with. They are taken once, before anything else
+/// opens a file.
 pub(crate) struct Given {
     pub(crate) socket: UnixStream,
     arena: Option<OwnedFd>,

@@ -11,7 +11,7 @@ const KEYS: usize = 1 << LOW_BITS;
 /// Tokens whose weights are added up before the place in the distribution is looked for among them.
 const SPAN: usize = 512;
 
-/// How to draw.
+/// The parameters of one draw.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Draw {
     /// Above 0.
@@ -22,7 +22,7 @@ pub(crate) struct Draw {
     pub(crate) top_p: f32,
     /// Share of the largest probability; 0: all.
     pub(crate) min_p: f32,
-    /// Where in the distribution the token is, in 0 .. 1.
+    /// The place of the token in the distribution, in 0 .. 1.
     pub(crate) u: f64,
 }
 
@@ -91,7 +91,8 @@ pub(crate) fn draw(logits: &[f32], how: &Draw, scratch: &mut Scratch) -> usize {
     place(weights, how.u, spans)
 }
 
-/// Which tokens are kept: those above a threshold, and so many of the first that are equal to it.
+/// The tokens that are kept: those above a threshold, and so many of the first that are equal to
+/// it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Kept {
     above: f32,
@@ -113,7 +114,7 @@ fn keep(scaled: &[f32], weights: &mut [f32], kept: Kept) {
     }
 }
 
-/// What `top_k` and then `top_p` (of what `top_k` kept; 1: off) keep.
+/// The tokens that `top_k` keeps, and of those `top_p` (1: off).
 fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
     let count = how.top_k as usize;
     values.clear();
@@ -143,9 +144,9 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
 
 /// The smallest set of most likely tokens with a share of at least `top_p`, below 1.
 ///
-/// How many tokens that takes nobody knows before, so nothing is sorted: the bits of a distance
-/// from the largest logit order tokens as the distance does, and where the sum of probabilities
-/// reaches its goal is looked up in two tables, by the upper and by the lower half of the bits.
+/// The size of the set is not known before, so nothing is sorted. The bits of a distance from the
+/// largest logit order tokens as the distance does. Two tables, by the upper and by the lower half
+/// of the bits, show the place at which the sum of probabilities reaches its goal.
 fn nucleus(scaled: &[f32], weights: &[f32], top_p: f32, table: &mut Vec<f64>) -> Kept {
     let total: f64 = weights.iter().map(|&weight| f64::from(weight)).sum();
     let goal = f64::from(top_p) * total;

@@ -23,7 +23,7 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// What is kept for such a configuration; `None`: nothing ever is.
+    /// Opens the kept weights of such a configuration; `None` if nothing is ever kept of it.
     pub(crate) fn open(config: &HandConfig) -> Option<Self> {
         let model = &config.model;
         let folder = model.get("cache").and_then(Value::as_str)?;
@@ -44,7 +44,7 @@ impl Kept {
         Some(Self { file, was_read: false })
     }
 
-    /// How the checkpoint stores its matrices; `None`: it has to be looked at.
+    /// The format of each of the checkpoint's matrices; `None` if only the checkpoint can tell.
     pub(crate) fn stored(&self) -> Option<BTreeMap<String, String>> {
         let text = self.file.notes()?.get("stored")?.as_str()?;
         serde_json::from_str(text).ok()

@@ -17,7 +17,7 @@ const HEAD: &str = "lm_head.weight";
 /// Inner positions of a quantised block.
 const SHARED: usize = 32;
 
-/// How matrices are computed with.
+/// The formats in which matrices are computed.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Formats {
     /// In the model's type.
@@ -84,11 +84,12 @@ impl Parts {
 struct Matrices {
     parts: Parts,
     packing: Packing,
-    /// Where the numbers are in the checkpoint, if not under the name of the only part.
+    /// The name of the tensor in the checkpoint, if it is not that of the only part.
     source: Option<&'static str>,
 }
 
-/// What a model's weights are and how they will lie: nothing of it is loaded yet.
+/// The description of a model's weights and of their layout in memory. A plan has no loaded
+/// weights.
 pub(crate) struct Plan {
     vectors: Vec<Parts>,
     matrices: Vec<Matrices>,
@@ -201,8 +202,8 @@ impl Plan {
         self.entries().iter().filter_map(|(_, entry)| entry.bytes()).map(|bytes| bytes as u64).sum()
     }
 
-    /// What is kept of a model, by name: vectors as they were loaded, matrices as the kernels read
-    /// them.
+    /// The entries that are kept of a model, by name: vectors as they were loaded, matrices as the
+    /// kernels read them.
     pub(crate) fn entries(&self) -> Vec<(&str, Entry)> {
         let number = match self.number {
             TorchNumber::Float32 => "F32",
@@ -230,7 +231,7 @@ impl Plan {
         vectors.chain(matrices).collect()
     }
 
-    /// Whether a checkpoint with weights of these shapes fits: before anything is read.
+    /// Checks that the shapes of a checkpoint's weights fit, before anything is read.
     pub(crate) fn check(&self, checkpoint: &Checkpoint) -> Result<(), ModelError> {
         let found = checkpoint.shapes();
         let blocks = |name: &str| {
@@ -315,7 +316,7 @@ fn dtype(number: TorchNumber) -> Dtype {
     }
 }
 
-/// Where weights come from.
+/// The source of weights.
 #[derive(Clone, Copy)]
 pub(crate) enum Source<'a> {
     Checkpoint(&'a Checkpoint),

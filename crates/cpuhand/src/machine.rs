@@ -1,4 +1,4 @@
-//! What the machine has: cores that this process may run on, and memory that is free.
+//! The machine's resources: cores that this process may run on, and memory that is free.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -29,7 +29,7 @@ fn free() -> u64 {
     kib.unwrap_or(0) * 1024
 }
 
-/// What the container's limit leaves, where there is one (cgroup v2).
+/// The bytes that the container's limit leaves, if there is a limit (cgroup v2).
 fn of_container() -> u64 {
     let number = |name: &str| {
         let text = fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?;

@@ -68,8 +68,8 @@ impl Wanted {
         self.most.iter().copied().max().unwrap_or(0)
     }
 
-    /// What is told of tokens `first ..`, of the logits `[n, vocabulary]` before them; and which
-    /// rows were not finite.
+    /// Appends the log-probabilities of tokens `first ..` to `to`. `logits` are those before the
+    /// tokens, `[n, vocabulary]`. Rows with logits that are not finite go to `broken`.
     pub(crate) fn fill(
         &self,
         first: usize,

@@ -19,7 +19,7 @@ use crate::prompts::slice_bytes;
 use crate::serves::{Asked, serves};
 use crate::tables::{PlanError, Tables};
 
-/// What ends a hand, by the names that the hand in Python gives such errors.
+/// The errors that end a hand, by the names that the hand in Python gives such errors.
 #[derive(Debug, Error)]
 pub(crate) enum HandError {
     #[error("ConfigError: {0}")]
@@ -53,7 +53,7 @@ pub(crate) struct Runner {
     pub(crate) arena: Arc<Shared>,
     pub(crate) sizes: Sizes,
     facts: Ready,
-    /// When the step before ended.
+    /// The end of the step before.
     pub(crate) ended: Instant,
     /// Kept from step to step.
     pub(crate) logits: Vec<f32>,
@@ -167,7 +167,7 @@ impl Runner {
         Ok(Loaded { runner, keep })
     }
 
-    /// What `ready` tells the brain, the loading time excepted.
+    /// The facts that `ready` tells the brain, the loading time excepted.
     pub(crate) fn facts(&self) -> &Ready {
         &self.facts
     }
@@ -202,7 +202,7 @@ fn number(name: &str) -> Result<TorchNumber, HandError> {
     }
 }
 
-/// What `FOREBAY_KERNELS` says of the instructions that may be used.
+/// Limits the kernels to the instructions that `FOREBAY_KERNELS` names.
 fn limit_kernels(wanted: Option<&str>) -> Result<(), HandError> {
     let Some(level) = wanted.filter(|&level| level != "native") else { return Ok(()) };
     let known = CString::new(level).is_ok_and(|level| limit(&level));
@@ -247,7 +247,8 @@ fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {
     Checkpoint::open(format, &files(&config.model), shape)
 }
 
-/// How matrices are computed with. A checkpoint that has to be looked at for that is left open.
+/// The formats in which matrices are computed. A checkpoint that has to be looked at stays open in
+/// `checkpoint`.
 fn formats(
     config: &HandConfig,
     shape: &Shape,

@@ -10,7 +10,7 @@ use crate::tables::Slot;
 /// Numbers that are added up in 32 bits before the sum goes on in 64.
 const SPAN: usize = 64;
 
-/// What a row samples from.
+/// The slot, position and mask for which a row's token is sampled.
 #[derive(Clone, Copy)]
 pub(crate) struct Ask<'a> {
     pub(crate) slot: &'a Slot,
@@ -43,7 +43,7 @@ pub(crate) fn greedy(logits: &[f32]) -> usize {
     logits.iter().position(|&logit| logit == most).unwrap_or(0)
 }
 
-/// Whether all are finite.
+/// True if all are finite.
 pub(crate) fn finite(logits: &[f32]) -> bool {
     // The exponent of what is not has all bits.
     const EXPONENT: u32 = 0x7f80_0000;
@@ -85,7 +85,7 @@ pub(crate) fn sample(logits: &[f32], ask: &Ask<'_>, scratch: &mut Scratch) -> Sa
     Sampled { token: token as i32, finite: true, logprobs }
 }
 
-/// Whether stop ids can't come yet. A mask says itself whether the request may end.
+/// True if stop ids can't come yet. A mask says itself whether the request may end.
 fn suppresses(ask: &Ask<'_>) -> bool {
     let slot = ask.slot;
     !slot.stop_ids.is_empty()

@@ -1,37 +1,37 @@
-//! Which models and settings this hand serves, and why it does not serve the others: the one list
-//! of what it lacks.
+//! The models and settings that this hand serves, and the reasons against the others. This is the
+//! one list of features that it lacks.
 
 use forebay_protocol::HandConfig;
 use forebay_weights::{ModelError, Shape};
 use serde_json::{Map, Value};
 
-/// What is to be served, as the brain has it before a hand starts.
+/// The model and settings that are to be served, as the brain has them before a hand starts.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
     /// The model's `config.json`.
     pub config: &'a Map<String, Value>,
-    /// Whether the model pools.
+    /// True if the model pools.
     pub pools: bool,
-    /// Whether it sees images.
+    /// True if the model sees images.
     pub sees: bool,
     /// The kind of device.
     pub device: &'a str,
-    /// How matrices are computed with, if not as they are stored.
+    /// The number format of matrices, if it is not the stored one.
     pub quantization: Option<&'a str>,
     /// Ranks of a group.
     pub ranks: u32,
-    /// Whether pages are kept in the host's tier.
+    /// True if pages are kept in the host's tier.
     pub host_tier: bool,
-    /// Whether a backend of attention was named.
+    /// True if the user named a backend of attention.
     pub attention_backend: bool,
     /// Most positions of a request.
     pub context_length: u64,
-    /// What `FOREBAY_KERNELS` says.
+    /// The value of `FOREBAY_KERNELS`.
     pub kernels: Option<&'a str>,
 }
 
 impl<'a> Asked<'a> {
-    /// What a hand is told.
+    /// Reads a hand's configuration.
     pub(crate) fn of(config: &'a HandConfig, kernels: Option<&'a str>) -> Option<Self> {
         let there = |key: &str| !config.model.get(key).is_none_or(Value::is_null);
         Some(Self {
@@ -52,11 +52,11 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Whether this hand serves it; `Err` with why not, to be read behind `the Rust hand does not
-/// have`.
+/// Checks that this hand serves a model with these settings. An error is a reason to be read behind
+/// `the Rust hand does not have`.
 ///
 /// # Errors
-/// It lacks something, or the model's config makes no sense.
+/// The hand lacks something, or the model's config makes no sense.
 pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     let lacks = |what: &str| Err(ModelError::Elsewhere(what.into()));
     if asked.device != "cpu" {

@@ -188,7 +188,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Which tokens of prompts are asked for.
+    /// The tokens of prompts whose log-probabilities are asked for.
     fn prompts(
         &self,
         plan: &StepPlan,

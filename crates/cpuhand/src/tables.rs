@@ -15,14 +15,14 @@ pub(crate) fn wrong<T>(what: impl Into<String>) -> Result<T, PlanError> {
     Err(PlanError(what.into()))
 }
 
-/// How often a token has come in a slot.
+/// The number of times that a token has come in a slot.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Count {
     pub(crate) seen: u32,
     pub(crate) generated: u32,
 }
 
-/// What a slot's request asks of the sampler, and where its inputs are.
+/// The sampling parameters of a slot's request, and the place of its inputs.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Slot {
     pub(crate) prompt_len: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Slot {
     pub(crate) frequency: f32,
     pub(crate) seed: u64,
     pub(crate) min_total: usize,
-    /// How many of the most likely tokens come beside each; `None`: no log-probabilities.
+    /// The number of most likely tokens that come beside each token; `None`: no log-probabilities.
     pub(crate) logprobs: Option<usize>,
     pub(crate) stop_ids: Vec<i32>,
     pub(crate) biases: Vec<(i32, f32)>,
@@ -115,12 +115,12 @@ impl Slot {
         slot
     }
 
-    /// Whether it has a penalty that is on.
+    /// True if the request has a penalty that is on.
     pub(crate) fn penalised(&self) -> bool {
         self.repetition != 1.0 || self.presence != 0.0 || self.frequency != 0.0
     }
 
-    /// Whether it may sample nothing else than stop ids.
+    /// True if the request may sample stop ids only.
     pub(crate) fn only_stops(&self) -> bool {
         self.allowed.as_ref().is_some_and(|ids| ids.iter().all(|id| self.stop_ids.contains(id)))
     }

@@ -1,12 +1,12 @@
-//! What is known of each family: the one description from which its parser and its grammar are
-//! made.
+//! The descriptions of families. A family's parser and its grammar are both made from one
+//! description.
 
-/// How a family writes what it thinks.
+/// The form in which a family writes its reasoning.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Reasoning {
     /// vLLM's name of its parser.
     pub(crate) name: &'static str,
-    /// What it is also called, by SGLang for one.
+    /// Other names of the family, such as SGLang's.
     pub(crate) aliases: &'static [&'static str],
     pub(crate) open: &'static str,
     pub(crate) close: &'static str,
@@ -14,12 +14,13 @@ pub(crate) struct Reasoning {
     pub(crate) begins: bool,
 }
 
-/// How a family writes calls. White space is as the model writes it; readers do not insist on it.
+/// The form in which a family writes calls. White space is as the model writes it; readers do not
+/// insist on it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Calls {
     /// vLLM's name of its parser.
     pub(crate) name: &'static str,
-    /// What it is also called, by SGLang for one.
+    /// Other names of the family, such as SGLang's.
     pub(crate) aliases: &'static [&'static str],
     /// Around all calls.
     pub(crate) section: (&'static str, &'static str),
@@ -35,7 +36,7 @@ pub(crate) struct Calls {
     pub(crate) ids: Ids,
 }
 
-/// What stands in a call.
+/// The form of a single call.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Body {
     /// `{"name": ..., "arguments": {...}}`; the word for arguments.
@@ -60,7 +61,7 @@ pub(crate) struct Named {
     pub(crate) before: &'static str,
     /// Up to here, what stands before the name is left out.
     pub(crate) skip: &'static str,
-    /// Where the name ends.
+    /// The mark at the end of the name.
     pub(crate) name_end: &'static str,
     /// Between name and arguments.
     pub(crate) separator: &'static str,
@@ -82,7 +83,7 @@ pub(crate) struct Tagged {
     pub(crate) declares: bool,
 }
 
-/// How calls are named.
+/// The form of call ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ids {
     /// As OpenAI does it; the model does not see names, or takes any.

@@ -1,6 +1,6 @@
 //! Marks in text that comes in parts.
 
-/// What a search found.
+/// The result of a search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Found {
     /// The mark with number `mark` begins at byte `at`.

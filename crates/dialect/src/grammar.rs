@@ -15,14 +15,14 @@ const ANY: &str = "/(?s:.*)/";
 /// The rule of what is said in place of calls, which others write.
 pub const CONTENT: &str = "content";
 
-/// What may be said in place of calls.
+/// The output that is allowed in place of calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instead {
     /// Nothing: there is at least one call.
     Nothing,
     /// Any text, also before the calls. Behind them the answer ends.
     Text,
-    /// What the rule [`CONTENT`] says, which is not in the grammar.
+    /// The output of the rule [`CONTENT`], which the caller adds to the grammar.
     Content,
 }
 
@@ -33,11 +33,11 @@ pub struct CallGrammar {
     pub lark: String,
     /// The rule for the arguments of each tool, in the order of the tools.
     pub arguments: Vec<String>,
-    /// How those write them.
+    /// The style in which those rules write arguments.
     pub style: ArgumentStyle,
 }
 
-/// How a family writes the arguments of a call.
+/// The style in which a family writes the arguments of a call.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ArgumentStyle {
     /// A JSON object.
@@ -61,7 +61,7 @@ pub struct ArgumentTags {
     pub before_json: String,
     /// After a value.
     pub after: &'static str,
-    /// What ends a value wherever it stands.
+    /// The marks that end a value at any place.
     pub stops: Vec<&'static str>,
     /// The tags tell strings from other values.
     pub declares: bool,
@@ -182,12 +182,13 @@ impl Dialect {
         Some(CallGrammar { lark, arguments, style: calls.style() })
     }
 
-    /// Whether calls can be told from an answer in JSON: something stands before them.
+    /// True if calls can be told from an answer in JSON: something stands before them.
     pub fn marks_calls(&self) -> bool {
         self.calls.is_some_and(|calls| calls.bare.is_none())
     }
 
-    /// What stands around reasoning, where the family writes it in the text.
+    /// The marks around reasoning, such as `<think>` and `</think>`. `None` if the family writes no
+    /// such marks.
     pub fn reasoning_marks(&self) -> Option<(&'static str, &'static str)> {
         let reasoning = self.reasoning.filter(|reasoning| !reasoning.open.is_empty())?;
         Some((reasoning.open, reasoning.close))
@@ -220,7 +221,7 @@ impl Calls {
         }
     }
 
-    /// What stands around calls.
+    /// The marks around calls, those of the section included.
     fn frame(&self) -> Frame {
         let Frame { open, close, .. } = self.bare_frame();
         let (section, call) = (self.section, self.call);
@@ -242,7 +243,7 @@ impl Calls {
     }
 }
 
-/// What stands around all calls, and around each.
+/// The marks around all calls, and around each.
 struct Frame {
     open: String,
     before: &'static str,
@@ -314,7 +315,7 @@ impl Writer<'_> {
         }
     }
 
-    /// What an answer is, in families with marks around calls.
+    /// Writes the rule of an answer, for families with marks around calls.
     fn answer(
         &mut self,
         instead: Instead,
@@ -371,7 +372,7 @@ impl Writer<'_> {
         marks.into_iter().find(|mark| !mark.is_empty()).unwrap_or_default()
     }
 
-    /// What text can't have in it without being taken for something else.
+    /// The marks that plain text must not contain, since each would begin a call or reasoning.
     fn openers<'r>(&self, reasoning: Option<(&'r str, &'r str)>) -> Vec<&'r str> {
         let calls = self.calls;
         let mut marks = vec![calls.section.0.trim(), calls.call.0.trim()];
@@ -383,7 +384,7 @@ impl Writer<'_> {
         marks
     }
 
-    /// What an answer is in Harmony, where all is messages.
+    /// Writes the rule of an answer in Harmony, whose answers consist of messages.
     fn messages(&mut self, instead: Instead, parallel: bool) -> String {
         let text = text_without(ALL);
         let (definition, said) =

@@ -1,24 +1,24 @@
-//! Which family a model is of: found out from its template and vocabulary, or said with the names
-//! that other servers use.
+//! The family of a model: found out from its template and vocabulary, or named with the names that
+//! other servers use.
 
 use crate::family::{self, Body, CALLS, Calls, REASONING, Reasoning};
 use crate::schema::Tools;
 
-/// How a model writes calls and reasoning, each if it does at all.
+/// The forms in which a model writes calls and reasoning; each is absent if the model writes none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Dialect {
     pub(crate) calls: Option<&'static Calls>,
     pub(crate) reasoning: Option<&'static Reasoning>,
 }
 
-/// What a flag says about one half of a dialect.
+/// The value of a flag for one half of a dialect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Choice {
     /// Find out.
     Auto,
     /// There is none.
     None,
-    /// That of this name.
+    /// The family of this name.
     Named(String),
 }
 
@@ -39,7 +39,7 @@ impl std::fmt::Display for UnknownName {
 impl std::error::Error for UnknownName {}
 
 impl Choice {
-    /// What was written on the command line.
+    /// Reads the value of a flag on the command line.
     pub fn new(name: Option<&str>) -> Self {
         match name {
             None | Some("auto") => Self::Auto,
@@ -49,12 +49,12 @@ impl Choice {
     }
 }
 
-/// What a model is known by.
+/// The facts by which a model's family is recognised.
 #[derive(Clone, Copy)]
 pub struct Evidence<'a> {
     /// The source of its chat template; empty if it has none.
     pub template: &'a str,
-    /// Whether its tokenizer has a token of this text.
+    /// The test whether the model's tokenizer has a token of this text.
     pub has_token: &'a dyn Fn(&str) -> bool,
 }
 
@@ -160,7 +160,7 @@ impl Dialect {
         self.reasoning.map(|reasoning| reasoning.name)
     }
 
-    /// Whether an answer may have more to read than text, where these tools may be called.
+    /// True if an answer may have more to read than text, where these tools may be called.
     pub fn reads(&self, tools: &Tools) -> bool {
         let calls = self.calls.is_some() && !tools.is_empty();
         calls || self.reasoning.is_some() || self.is_harmony()
@@ -172,13 +172,13 @@ impl Dialect {
         Self { reasoning: None, ..self }
     }
 
-    /// How calls are to be named.
+    /// The form of call ids.
     pub fn ids(&self) -> family::Ids {
         self.calls.map_or_else(Default::default, |calls| calls.ids)
     }
 
-    /// Whether a token with this text is a mark, or part of one. Such tokens must be read even
-    /// where they are special, and leave no text otherwise.
+    /// True if a token with this text is a mark, or part of one. Such tokens must be read even if
+    /// they are special, and leave no text otherwise.
     pub fn is_mark(&self, token: &str) -> bool {
         let token = token.trim();
         let calls = self.calls.map(Calls::marks).unwrap_or_default();

@@ -1,13 +1,13 @@
-//! What a model said, in order: text, reasoning and calls of tools.
+//! The parts of an answer, in order: text, reasoning and calls of tools.
 
-/// What a run of text is.
+/// The kind of a run of text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Content,
     Reasoning,
     /// The name of a tool: a call begins.
     Name,
-    /// What the model itself calls its call; right behind the name.
+    /// The model's own id of its call; right behind the name.
     Id,
     Arguments,
 }
@@ -18,7 +18,7 @@ struct Run {
     kind: Kind,
     /// Number of the call, where it belongs to one.
     call: u32,
-    /// Where it ends in the text of all.
+    /// The end of the run in the text of all.
     end: u32,
 }
 
@@ -27,7 +27,7 @@ struct Run {
 pub enum Part<'a> {
     /// Text for the reader.
     Content(&'a str),
-    /// What it thought before.
+    /// The reasoning before the answer.
     Reasoning(&'a str),
     /// It calls a tool.
     Call {
@@ -56,7 +56,7 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Whether there are none.
+    /// True if there are no parts.
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
@@ -184,7 +184,7 @@ impl Parts {
         }
     }
 
-    /// What was appended to the text is of this kind.
+    /// Notes that the text appended last is of this kind.
     fn ends(&mut self, kind: Kind, call: u32) {
         let end = self.end();
         match self.runs.last_mut() {

@@ -55,7 +55,7 @@ fn is_word(c: char) -> bool {
 
 struct Reader<'a> {
     rest: &'a str,
-    /// What strings stand between, where it is not one of Python's quotes.
+    /// The mark around strings, if it is not one of Python's quotes.
     quote: Option<&'static str>,
 }
 

@@ -1,12 +1,12 @@
-//! Where a JSON value ends, in text that comes in parts.
+//! The search for the end of a JSON value, in text that comes in parts.
 
-/// How far a value has been read.
+/// The state of reading a value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Scan {
     depth: u32,
     in_string: bool,
     escaped: bool,
-    /// What the value is, by its first character.
+    /// The kind of the value, by its first character.
     kind: Option<Kind>,
 }
 
@@ -17,7 +17,7 @@ enum Kind {
     Scalar,
 }
 
-/// Where reading a character led to.
+/// The effect of a character.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Read {
     /// The character belongs to the value, which goes on.
@@ -29,7 +29,7 @@ pub(crate) enum Read {
 }
 
 impl Scan {
-    /// Whether a string is open.
+    /// True if a string is open.
     pub(crate) fn in_string(&self) -> bool {
         self.in_string
     }
@@ -72,7 +72,7 @@ impl Scan {
     }
 }
 
-/// Whether `text` is a JSON object.
+/// True if `text` is a JSON object.
 pub(crate) fn is_object(text: &str) -> bool {
     matches!(serde_json::from_str(text), Ok(serde_json::Value::Object(_)))
 }

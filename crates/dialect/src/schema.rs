@@ -29,12 +29,12 @@ impl Tools {
         all
     }
 
-    /// Whether there are none.
+    /// True if there are no tools.
     pub fn is_empty(&self) -> bool {
         self.names.is_empty()
     }
 
-    /// Whether there is one of this name.
+    /// True if there is a tool of this name.
     pub fn has(&self, name: &str) -> bool {
         self.schemas.contains_key(name)
     }
@@ -65,7 +65,7 @@ pub(crate) struct Argument<'a> {
     schema: Option<&'a Value>,
 }
 
-/// What a value may be.
+/// The kinds that a value may have.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Kinds {
     null: bool,
@@ -170,7 +170,7 @@ impl Argument<'_> {
         }
     }
 
-    /// Whether it is a string whatever is written.
+    /// True if the argument is a string whatever is written.
     pub(crate) fn is_string(&self) -> bool {
         self.kinds() == Kinds::STRING
     }

@@ -40,17 +40,17 @@ pub struct EngineConfig {
     pub restart_limit: u32,
     /// Threads that fill masks beside the engine's, where a step has many of them.
     pub mask_threads: usize,
-    /// How the host tier is used, where the hand has one.
+    /// The use of the host tier, if the hand has one.
     pub host: Option<HostConfig>,
-    /// What a step computes of images at most, in positions times layers, where the hand has a
-    /// vision tower.
+    /// The largest number of positions times layers of images that a step computes, if the hand has
+    /// a vision tower.
     pub image_budget: u64,
 }
 
-/// How the tier of host memory is used. Its size is the hand's to tell.
+/// The use of the tier of host memory. The hand tells its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostConfig {
-    /// When blocks are saved.
+    /// The time at which blocks are saved.
     pub policy: SavePolicy,
     /// Most copies that a plan starts.
     pub copies_a_step: u32,
@@ -58,7 +58,7 @@ pub struct HostConfig {
     pub prefetch: u32,
     /// A preempted or replayed request has its blocks restored.
     pub restore_preempted: bool,
-    /// Where requests may be sparse, each new position is saved by the plan that computes it, and
-    /// not each page when it is full.
+    /// True if the plan that computes a new position saves it, if requests may be sparse. Otherwise
+    /// each page is saved when it is full.
     pub save_rows: bool,
 }

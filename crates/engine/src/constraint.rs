@@ -4,11 +4,11 @@ use std::fmt;
 
 use thiserror::Error;
 
-/// Which tokens a request may say next.
+/// The tokens that a request may sample next.
 ///
-/// It is the request's own, and goes wherever the request goes: it outlives preemption, the hand's
-/// death and the change to another replica, because all that it depends on are the tokens so far.
-/// The engine's thread drives it, one token at a time; helpers fill masks beside it.
+/// A constraint belongs to one request, and goes with it. It outlives preemption, the hand's death
+/// and the change to another replica, because it depends on the tokens so far alone. The engine's
+/// thread drives it, one token at a time; helpers fill masks beside it.
 pub trait Constraint: fmt::Debug + Send {
     /// The request has said `token`.
     ///

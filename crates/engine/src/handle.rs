@@ -49,7 +49,7 @@ pub(crate) struct Shared {
     pub(crate) size: Size,
 }
 
-/// How much an engine may do at a time.
+/// The sizes of an engine: slots, running requests, pages and plans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     /// Rows of the device tables.
@@ -191,7 +191,7 @@ impl EngineHandle {
         self.shared.clock.now_us()
     }
 
-    /// How much it may do at a time.
+    /// The sizes of the engine.
     #[must_use]
     pub fn size(&self) -> Size {
         self.shared.size
@@ -203,7 +203,7 @@ impl EngineHandle {
         self.order(Order::Look(reply));
     }
 
-    /// Whether a request fits into the pages of this replica's hand, as far as that is known.
+    /// True if a request fits into the pages of this replica's hand, as far as that is known.
     #[must_use]
     pub fn fits(&self, request: &EngineRequest) -> bool {
         let room = self.shared.room.load(Ordering::Acquire);

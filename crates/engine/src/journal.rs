@@ -1,5 +1,5 @@
-//! What has happened lately: steps, and moments of requests. Kept for whoever watches, and told
-//! without text.
+//! The recent events of an engine: steps, and moments of requests. They are kept for watchers, and
+//! told without text.
 
 use std::collections::VecDeque;
 
@@ -23,17 +23,17 @@ const COPIED: usize = 1024;
 pub struct StepNote {
     /// Its number.
     pub step: u64,
-    /// When it was handed over.
+    /// The time at which the plan was handed over.
     pub planned_us: u64,
-    /// When its result was applied.
+    /// The time at which the result was applied.
     pub done_us: u64,
-    /// How long the device computed.
+    /// The time that the device computed.
     pub device_us: u32,
-    /// How long the device was idle before it although there was work.
+    /// The time before the step that the device was idle although there was work.
     pub gap_us: u32,
     /// Its work.
     pub planned: Planned,
-    /// How long it took to plan.
+    /// The time that planning took.
     pub plan_us: u32,
     /// Steps whose results were outstanding when it was planned.
     pub in_flight: u32,
@@ -44,9 +44,9 @@ pub struct StepNote {
 pub struct Moment {
     /// The request's name.
     pub id: u64,
-    /// When, in microseconds of the engine's clock.
+    /// The time, in microseconds of the engine's clock.
     pub at_us: u64,
-    /// What.
+    /// The event.
     pub what: What,
 }
 
@@ -72,14 +72,14 @@ pub enum What {
     Replayed,
     /// Positions of its prompt were computed.
     Prefill {
-        /// How many.
+        /// The number of tokens.
         tokens: u32,
     },
     /// Its first token was sampled.
     FirstToken,
     /// More tokens were sampled since the moment before.
     Tokens {
-        /// How many.
+        /// The number of tokens.
         count: u32,
     },
     /// It lost its pages.

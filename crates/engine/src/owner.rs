@@ -49,7 +49,7 @@ pub(crate) struct Owner {
     up: bool,
     recovery: Recovery,
     restart_at: Option<u64>,
-    /// When the hand last showed life while it was starting.
+    /// The last time at which the hand showed life while it was starting.
     loading_us: Option<u64>,
     /// Neither this hand nor another one comes back.
     over: bool,
@@ -58,7 +58,8 @@ pub(crate) struct Owner {
     outputs: Vec<Output>,
     /// Requests that were never admitted.
     arrivals: HashMap<u64, Arrival>,
-    /// When they have waited too long, and which; empty where they may wait as long as it takes.
+    /// The times at which requests have waited too long, with their ids; empty if they may wait
+    /// without a limit.
     deadlines: BTreeSet<(u64, u64)>,
     /// Admissions whose first token has not come yet.
     admissions: HashMap<u64, Admission>,
@@ -79,9 +80,9 @@ pub(crate) struct Owner {
     last_step: u64,
     stats: HandStats,
     notes: Notes,
-    /// When the last plan was made or the last result applied.
+    /// The time at which the last plan was made or the last result applied.
     noted_us: u64,
-    /// When the hand last showed life while a step was in flight.
+    /// The last time at which the hand showed life while a step was in flight.
     progress_us: u64,
     /// The next step follows a time without work: its gap is not the host's doing.
     rested: bool,

@@ -21,7 +21,7 @@ pub trait Payloads: Send + Sync {
 
 /// A part of that room. Dropping it gives it back.
 pub trait Payload: Debug + Send + Sync {
-    /// Where it begins, as plans name it.
+    /// The beginning of the payload, as plans name it.
     fn offset(&self) -> u32;
     /// Writes `bytes` from its byte `at` on. The hand must not have been told of it yet.
     ///

@@ -1,4 +1,4 @@
-//! Whether and when a dead hand is started again.
+//! The restarts of a dead hand: the decision and the time.
 
 /// The decision after a death.
 #[derive(Debug, PartialEq, Eq)]
@@ -7,14 +7,14 @@ pub(crate) enum Verdict {
     RestartAt(u64),
     /// It will not come back by itself. Where others serve meanwhile, try once more at this time.
     GiveUp {
-        /// When.
+        /// The time of the next start.
         again_at: u64,
     },
 }
 
-/// Counts failed starts. A hand that was ready once gets `limit` tries to come back; one that never
-/// was gets none, because what keeps it from starting (an unsupported model, too little memory)
-/// does not go away by itself.
+/// Counts failed starts. A hand that was ready once gets `limit` tries to come back. A hand that
+/// never was gets none, because the obstacle (an unsupported model, too little memory) does not go
+/// away by itself.
 ///
 /// A hand that dies while it computes did start: that is the doing of a request, which is suspected
 /// of it, and no failed start. However many such requests there are, each is given up after two

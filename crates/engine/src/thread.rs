@@ -24,7 +24,7 @@ pub struct Hooks {
     pub sink: Box<dyn OutputSink>,
     /// Gets every change of the prefix cache. `None` costs nothing.
     pub blocks: Option<Box<dyn BlockObserver>>,
-    /// Where requests go when the hand dies. `None`: they wait for its respawn.
+    /// The engines that take requests when the hand dies. `None`: requests wait for its respawn.
     pub peers: Option<Box<dyn Peers>>,
     /// Counts requests that were submitted and never yet admitted, of all engines that share it and
     /// so the limit.

@@ -22,7 +22,7 @@ pub struct RequestId(pub u64);
 pub struct EngineRequest {
     /// The request.
     pub request: Request,
-    /// Where it refers to the arena, what it refers to: kept until no step can read it.
+    /// The payloads in the arena that the request refers to, kept until no step can read them.
     pub payloads: Vec<Arc<dyn Payload>>,
     /// The files of the request's images, in their order.
     pub pictures: Vec<Arc<dyn Picture>>,
@@ -54,7 +54,7 @@ pub struct Preference {
 pub struct Orphan {
     /// The request, with what it has generated so far.
     pub request: EngineRequest,
-    /// When it came and what it takes of the queue, if it was never admitted.
+    /// The time of arrival and the request's share of the queue, if it was never admitted.
     pub(crate) queued: Option<Arrival>,
     /// The report that goes with its first token, if it was admitted and has none.
     pub(crate) admission: Option<Admission>,
@@ -63,7 +63,7 @@ pub struct Orphan {
 /// A request that was never admitted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Arrival {
-    /// When it was submitted.
+    /// The time at which it was submitted.
     pub(crate) at_us: u64,
     pub(crate) place: Place,
 }
@@ -73,11 +73,11 @@ pub(crate) struct Arrival {
 pub trait Peers: Send {
     /// The engine's hand takes plans from now on, or is gone.
     fn up(&self, up: bool);
-    /// Whether another replica's hand takes plans.
+    /// True if another replica's hand takes plans.
     fn others_up(&self) -> bool;
-    /// Whether another replica serves, or may again: all but those that have failed. An engine asks
-    /// when it has itself failed, and has said so by its status. So of several that fail at the
-    /// same time, one at least sees that none is left.
+    /// True if another replica serves, or may again: all but those that have failed. An engine asks
+    /// when it has itself failed, and its status has said so. So of several that fail at the same
+    /// time, at least one sees that none is left.
     fn others_live(&self) -> bool;
     /// Takes over requests of an engine that has lost its hand; gives back those that nobody can
     /// take now.
@@ -115,13 +115,13 @@ pub enum RequestError {
     /// The hand is gone and does not come back.
     #[error("the model process is not available: {0}")]
     HandFailed(String),
-    /// What restricts its tokens allows none any more, or takes too long to say which.
+    /// The constraint of its tokens allows none any more, or takes too long.
     #[error("{0}")]
     Constraint(String),
     /// One of its images has no patches.
     #[error("image {index}: {error}")]
     Image {
-        /// Which.
+        /// The number of the image among the request's.
         index: usize,
         /// Why.
         error: PictureError,
@@ -180,14 +180,14 @@ impl Output {
         Self { id, admission: None, prompt: None, token: None, pooled: None, finish: None }
     }
 
-    /// Whether it has log-probabilities of the prompt and nothing beside them.
+    /// True if the output has log-probabilities of the prompt and nothing beside them.
     pub(crate) fn is_of_prompt(&self) -> bool {
         self.prompt.is_some() && self.token.is_none() && self.finish.is_none()
     }
 }
 
-/// Where outputs go, called on the engine thread once a step with everything the step brought. May
-/// block for backpressure, must not do work that can wait.
+/// The receiver of outputs. The engine thread calls it once a step, with all outputs of the step. A
+/// call may block for backpressure, and must not do work that can wait.
 pub trait OutputSink: Send {
     /// Takes a step's outputs, in any order between requests.
     fn deliver(&mut self, outputs: Vec<Output>);

@@ -14,8 +14,8 @@ const LONGEST_S: u64 = 60;
 /// Requests that were submitted and never yet admitted, of all engines that share it.
 ///
 /// A client that is alone may fill the queue. As soon as others wait, it gets no more than half of
-/// it, and for those that have only a few requests waiting there is a quarter on top: a full queue
-/// is full for those who filled it.
+/// it. Clients that have only a few requests waiting have a quarter on top: a full queue is full
+/// for the clients that filled it.
 #[derive(Debug, Default)]
 pub struct Waiting(Mutex<Inner>);
 

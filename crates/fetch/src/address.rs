@@ -1,5 +1,5 @@
-//! Which addresses may be dialled. IANA's registries of special-purpose addresses (RFC 6890 and its
-//! updates) are what is refused.
+//! The addresses that may be dialled. IANA's registries of special-purpose addresses (RFC 6890 and
+//! its updates) name those that are refused.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -49,7 +49,7 @@ const GLOBAL_V6: Ipv6Net = v6(0x2000, 0, 0, 3);
 const NEVER_V6: [Ipv6Net; 4] =
     [v6(0x2001, 0, 0, 23), v6(0x2001, 0xdb8, 0, 32), v6(0x2002, 0, 0, 16), v6(0x3fff, 0, 0, 20)];
 
-/// Whether it is a public address of one machine.
+/// True if `address` is a public address of one machine.
 pub(crate) fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => !PRIVATE_V4.iter().chain(&NEVER_V4).any(|network| network.contains(&v4)),
@@ -59,7 +59,7 @@ pub(crate) fn is_public(address: IpAddr) -> bool {
     }
 }
 
-/// Whether it is one, or one of a network of one's own.
+/// True if `address` is public, or belongs to a private network.
 pub(crate) fn is_public_or_private(address: IpAddr) -> bool {
     is_public(address)
         || match address {

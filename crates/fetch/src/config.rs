@@ -1,19 +1,19 @@
-//! What may be fetched.
+//! The settings of the fetcher.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use url::Host;
 
-/// What may be fetched, and at what cost.
+/// The limits on files that are fetched.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Whether anything is fetched over the network.
+    /// True if files are fetched over the network.
     pub remote: bool,
     /// If there are any, no other host is asked; theirs are all ports, of others 80 and 443 alone.
     /// `*.example.com` is each name below `example.com`.
     pub allowed_domains: Vec<String>,
-    /// Whether private networks and this machine may be asked too. Link-local and reserved
+    /// True if private networks and this machine may be asked too. Link-local and reserved
     /// addresses never are.
     pub allow_private: bool,
     /// The folder below which files may be named by `file:`.
@@ -22,7 +22,7 @@ pub struct Config {
     pub timeout: Duration,
     /// Bytes of a file.
     pub max_bytes: usize,
-    /// How often a server may send elsewhere.
+    /// The number of redirects that are followed.
     pub max_redirects: usize,
 }
 
@@ -84,7 +84,7 @@ impl Domains {
         self.0.is_empty()
     }
 
-    /// Whether `host`, as a URL spells it, is listed.
+    /// True if `host`, as a URL spells it, is listed.
     pub(crate) fn has(&self, host: &str) -> bool {
         // A dot at the end says that a name is whole, and names the same host.
         let host = host.strip_suffix('.').unwrap_or(host);

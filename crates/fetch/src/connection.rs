@@ -23,7 +23,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use crate::error::FetchError;
 use crate::place::Place;
 
-/// How long one of several addresses is tried before the next.
+/// The time for which one of several addresses is tried before the next.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
 /// An answer, and the task that reads it from the connection.

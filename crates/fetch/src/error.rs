@@ -48,7 +48,7 @@ pub enum FetchError {
     /// No file.
     #[error("{host} answered with status {status}")]
     Status {
-        /// Who answered.
+        /// The host that answered.
         host: String,
         /// HTTP's status.
         status: u16,
@@ -74,7 +74,7 @@ pub enum FetchError {
 }
 
 impl FetchError {
-    /// Whether a smaller file would have been taken: HTTP has a status of its own for that.
+    /// True if a smaller file would have been accepted; HTTP has a status of its own for that.
     pub fn is_too_large(&self) -> bool {
         matches!(self, Self::TooLarge(_))
     }

@@ -1,4 +1,4 @@
-//! Where a URL points to, as far as it can be said without the network.
+//! The target of a URL, as far as it is known without the network.
 
 use std::net::IpAddr;
 
@@ -19,7 +19,7 @@ pub(crate) struct Place {
     pub(crate) address: Option<IpAddr>,
     pub(crate) port: u16,
     pub(crate) tls: bool,
-    /// What the host calls itself: with the port where it is not the scheme's.
+    /// The host in the form of a `Host` header: with the port unless it is the scheme's.
     pub(crate) authority: String,
     /// Path and query.
     pub(crate) target: String,
@@ -34,7 +34,7 @@ pub(crate) fn parse(text: &str) -> Result<Url, FetchError> {
 }
 
 impl Place {
-    /// Where `url` points to, if that may be asked.
+    /// Reads the target of `url`.
     pub(crate) fn of(url: &Url, domains: &Domains) -> Result<Self, FetchError> {
         let tls = match url.scheme() {
             "http" => false,

@@ -21,8 +21,7 @@ use crate::{Config, FetchError, Fetcher};
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 const LIMIT: usize = 100_000;
 
-/// What stands for a public address: the one that the server listens at. The rest of the machine
-/// does not.
+/// Stands for the test of public addresses: only the address that the server listens at is one.
 fn only_here(address: IpAddr) -> bool {
     address == HERE
 }
@@ -127,7 +126,7 @@ async fn saying(text: &'static str) -> u16 {
     serve(move |mut stream, _| async move { say(&mut stream, text).await }).await
 }
 
-/// What fetching `http://images.test` gives from a server that says `text`.
+/// Fetches `http://images.test` from a server that says `text`.
 async fn fetched(text: &'static str) -> Result<String, FetchError> {
     let port = saying(text).await;
     let file = fetcher().fetch(&format!("http://images.test:{port}/")).await?;

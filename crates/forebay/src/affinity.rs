@@ -1,4 +1,4 @@
-//! Which processors the brain and the hands run on.
+//! The processors that the brain and the hands run on.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -8,9 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::Serialize;
 
-/// What `--cpu-affinity` says, in the way that vLLM and SGLang write the threads of their CPU
-/// backends: lists of processors as taskset has them, with `|` between the replicas', and `;`
-/// between those of a replica's ranks.
+/// The value of `--cpu-affinity`, in the notation of vLLM's and SGLang's CPU backends. It is lists
+/// of processors as in taskset, with `|` between replicas, and `;` between the ranks of a replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AffinityFlag {
     /// The hands get equal parts of what the process may use.
@@ -72,7 +71,7 @@ fn cpu_list(text: &str) -> Result<Vec<usize>, String> {
 }
 
 impl AffinityFlag {
-    /// What each of the `ranks` hands of `replicas` replicas gets.
+    /// The processors of each of the `ranks` hands of `replicas` replicas.
     pub(crate) fn resolve(&self, replicas: u32, ranks: u32) -> Result<Affinity> {
         let (of_each, ranks) = (replicas as usize, ranks as usize);
         let count = of_each * ranks;

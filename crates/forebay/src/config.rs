@@ -26,15 +26,17 @@ use crate::tiers::{HostSize, HostTier};
 
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
-/// What else there is takes little, and what a step takes was measured.
+/// The default of `--mem-fraction-static` on CUDA. Other programs take little, and the memory of a
+/// step was measured.
 const CUDA_MEM_FRACTION: f64 = 0.9;
 const STEP_TOKENS: u32 = 1024;
 /// More rows make the products of a GPU no faster, and hold up those that decode.
 const CUDA_STEP_TOKENS: u32 = 2048;
 const PAGE_SIZE: u32 = 16;
-/// What kernels for latent attention read at once.
+/// The positions that kernels for latent attention read at once.
 const CUDA_LATENT_PAGE_SIZE: u32 = 64;
-/// What is left is for the brain, and for who else is there.
+/// The share of the free memory of the machine for all host tiers. The rest is for the brain and
+/// for other programs.
 const HOST_SHARE: f64 = 0.8;
 const SIM_PROFILE: &str = "instant";
 /// A model of seven billion parameters in bfloat16 fits, two do not.
@@ -48,7 +50,7 @@ pub(crate) struct Config {
     pub(crate) model: String,
     pub(crate) served_model_names: Vec<String>,
     pub(crate) device: &'static str,
-    /// What computes, and why.
+    /// The hand that computes, and the reason for its choice.
     #[serde(flatten)]
     pub(crate) hand: Chosen,
     /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
@@ -108,9 +110,9 @@ pub(crate) struct Config {
     /// `None`: the model sees no images.
     #[serde(flatten)]
     pub(crate) images: Option<ImageConfig>,
-    /// How chats are written and read; null before that is known, and where the model has none.
+    /// The form of chats; null before it is known, and if the model has none.
     pub(crate) chat: Option<ChatFacts>,
-    /// What the model makes in place of tokens.
+    /// The output of the model in place of tokens.
     pub(crate) pooling: Option<Pooling>,
     /// Nothing is computed: answers are made up, in the time that this says. `None` with a real
     /// device.
@@ -120,7 +122,7 @@ pub(crate) struct Config {
     pub(crate) simulated_replicas: Vec<Simulated>,
 }
 
-/// What stands in for a device.
+/// The simulation that stands in for a device.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Simulated {
     pub(crate) profile: String,
@@ -304,7 +306,7 @@ impl Config {
         Ok(config)
     }
 
-    /// How requests are spread.
+    /// The settings by which requests are spread over replicas.
     pub(crate) fn replicas(&self) -> ReplicasConfig {
         ReplicasConfig {
             method: self.load_balance_method.into(),
@@ -342,7 +344,7 @@ impl Config {
         }
     }
 
-    /// What the hand is told.
+    /// The configuration of a hand.
     pub(crate) fn hand(&self, model: &Model) -> HandConfig {
         let tier = self.host_tier.as_ref();
         let size = tier.map(|tier| tier.size);
@@ -416,7 +418,7 @@ fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization
     Ok(wanted)
 }
 
-/// What `auto` stands for, and each replica's GPU.
+/// The device that `auto` stands for, and each replica's GPU.
 fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Device, Vec<String>)> {
     if apart {
         // What other machines have, their hands say.
@@ -448,7 +450,7 @@ fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     })
 }
 
-/// Whether the model keeps one row a position in place of keys and values.
+/// True if the model keeps one row a position in place of keys and values.
 fn is_latent(model: &Model) -> bool {
     let rank = model.config.get("kv_lora_rank").and_then(serde_json::Value::as_u64);
     rank.is_some_and(|rank| rank > 0)

@@ -1,4 +1,4 @@
-//! How many files and sockets this process may have open, and how many of them may be connections.
+//! The number of files and sockets that this process may have open, and the share of connections.
 
 use anyhow::{Result, bail};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -24,7 +24,7 @@ pub(crate) fn raise() -> u64 {
     maximum.unwrap_or(u64::MAX)
 }
 
-/// How many connections there may be where `limit` files may be open and `hands` hands run.
+/// The largest number of connections if `limit` files may be open and `hands` hands run.
 ///
 /// # Errors
 /// `wanted` is more than the limit leaves.

@@ -1,4 +1,4 @@
-//! How the model writes: found out, or said by flags.
+//! The dialect of the model: found out, or named by flags.
 
 use std::sync::Arc;
 
@@ -10,16 +10,16 @@ use tracing::warn;
 
 use crate::flags::DialectFlags;
 
-/// How chats are written and read, as /server_info shows it.
+/// The form in which chats are written and read, as /server_info shows it.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ChatFacts {
-    /// How calls of tools are written, in vLLM's words; null: none are read.
+    /// The dialect of tool calls, in vLLM's words; null: none are read.
     pub(crate) tool_call_parser: Option<&'static str>,
-    /// How reasoning is written, in vLLM's words; null: none is read.
+    /// The dialect of reasoning, in vLLM's words; null: none is read.
     pub(crate) reasoning_parser: Option<&'static str>,
-    /// Whether the template shows the model its tools.
+    /// True if the template shows the model its tools.
     template_takes_tools: bool,
-    /// What is done to messages that the template does not take as they are.
+    /// The changes to messages that the template does not take as they are.
     adaptations: Vec<&'static str>,
 }
 

@@ -24,7 +24,7 @@ pub(crate) struct DoctorFlags {
     /// Do not ask the hub.
     #[arg(long)]
     offline: bool,
-    /// Where downloads are kept [default: the hub's own cache].
+    /// The folder for downloads [default: the hub's own cache].
     #[arg(long, value_name = "DIR")]
     download_dir: Option<PathBuf>,
     /// The interpreter [default: the one beside this program, else the virtual environment's, else
@@ -39,7 +39,7 @@ struct Finding {
     what: &'static str,
     state: State,
     says: String,
-    /// What to do about it.
+    /// The advice for the user.
     #[serde(skip_serializing_if = "Option::is_none")]
     advice: Option<String>,
 }

@@ -86,7 +86,7 @@ pub(crate) struct ServeFlags {
 }
 
 impl ServeFlags {
-    /// Where the model comes from.
+    /// The source of the model.
     pub(crate) fn source(&self) -> Source<'_> {
         Source {
             revision: self.loading.revision.as_deref(),
@@ -154,8 +154,8 @@ pub(crate) struct HttpFlags {
     /// cores].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) egress_threads: Option<u16>,
-    /// Who writes a stream's chunks: `direct`, the threads that make them; `tasks`, the
-    /// connections' tasks, woken for what is pending; `naive`, those, woken for every token. The
+    /// The writer of a stream's chunks: `direct`, the threads that make them; `tasks`, the
+    /// connections' tasks, woken for pending chunks; `naive`, those, woken for every token. The
     /// last two are there to be measured.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) egress: Egress,
@@ -188,7 +188,7 @@ pub(crate) struct ModelFlags {
     /// Branch, tag or commit on the hub.
     #[arg(long)]
     pub(crate) revision: Option<String>,
-    /// Where downloads are kept [default: the hub's own cache].
+    /// The folder for downloads [default: the hub's own cache].
     #[arg(long, value_name = "DIR")]
     pub(crate) download_dir: Option<PathBuf>,
     /// Use only what was downloaded before.
@@ -204,15 +204,15 @@ pub(crate) struct ModelFlags {
     /// Arithmetic; `auto` is bfloat16 where the processor computes it natively.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
-    /// Compute products with 8-bit integers: `w8a8_int8` makes weights so while it loads them;
-    /// `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1 blocks as they are, brings Q4_K into Q4_1, Q5
-    /// and Q6_K into Q8_0, and has the rest of the file in DTYPE. Both need the compiled kernels.
-    /// `fp8` makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no flag;
-    /// `fp8`, `awq`, `gptq` and `compressed-tensors` insist on its kind.
+    /// The numbers of matrix products. `w8a8_int8` makes 8-bit integers of weights while it loads
+    /// them. `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1 blocks as they are. It brings Q4_K into
+    /// Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the file in DTYPE. Both need the compiled
+    /// kernels. `fp8` makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no
+    /// flag; `fp8`, `awq`, `gptq` and `compressed-tensors` insist on its kind.
     #[arg(long, value_enum)]
     pub(crate) quantization: Option<Quantization>,
-    /// Gibibytes on disk for weights in the order in which the compiled kernels read them, so that
-    /// the next start need not bring them into it; 0: none [default: 16].
+    /// Gibibytes on disk for weights in the order in which the compiled kernels read them. The next
+    /// start then does not order them again; 0: none [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
     pub(crate) weight_cache_gib: Option<u32>,
     /// Longest prompt and answer together, in tokens [default: the model's].
@@ -221,7 +221,7 @@ pub(crate) struct ModelFlags {
     /// File with a Jinja chat template that replaces the model's.
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
-    /// Where default sampling parameters come from.
+    /// The source of default sampling parameters.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) generation_config: GenerationConfig,
     /// Seed of dummy weights, and of the jitter of a simulated device.
@@ -232,17 +232,17 @@ pub(crate) struct ModelFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Hand")]
 pub(crate) struct RunFlags {
-    /// Where the model runs: `auto` is `cuda` where there is an NVIDIA GPU, one for each replica
-    /// (`CUDA_VISIBLE_DEVICES` says which), and `cpu` elsewhere; `sim` answers made-up words in the
-    /// time that a device would take.
+    /// The device of the model: `auto` is `cuda` if there is an NVIDIA GPU, and else `cpu`. Each
+    /// replica takes one of the GPUs that `CUDA_VISIBLE_DEVICES` names. `sim` answers made-up words
+    /// in the time that a device would take.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
-    /// What computes on a CPU: `rust` is this program, `torch` PyTorch in Python, the reference,
-    /// which has every model; `auto` is `rust` where it serves the model and every flag, and
-    /// `torch` elsewhere.
+    /// The hand on a CPU: `rust` is this program, `torch` is PyTorch in Python, the reference,
+    /// which has every model. `auto` is `rust` if it serves the model and every flag, and else
+    /// `torch`.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) hand: Hand,
-    /// What computes attention on CUDA [default: triton].
+    /// The implementation of attention on CUDA [default: triton].
     #[arg(long, value_enum)]
     pub(crate) attention_backend: Option<AttentionBackend>,
     /// Launch every step operator by operator, without CUDA graphs.
@@ -287,7 +287,7 @@ pub(crate) struct RunFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Simulated device (--device sim)")]
 pub(crate) struct SimFlags {
-    /// How long steps take: a name that `forebay sim profiles` lists, or a TOML file; or one for
+    /// The times of steps: a name that `forebay sim profiles` lists, or a TOML file; or one for
     /// each replica, with commas between them [default: instant].
     #[arg(long, value_name = "NAME|FILE", value_delimiter = ',')]
     pub(crate) sim_profile: Vec<String>,
@@ -305,7 +305,7 @@ pub(crate) struct SimFlags {
 }
 
 impl SimFlags {
-    /// Whether there is any.
+    /// True if a flag of the simulation was given.
     pub(crate) fn given(&self) -> bool {
         let numbers = [self.sim_output_tokens, self.sim_tokens_a_row];
         let given = !self.sim_profile.is_empty() || self.sim_script.is_some();
@@ -326,7 +326,7 @@ pub(crate) struct LogFlags {
     pub(crate) otlp_traces_endpoint: Option<String>,
 }
 
-/// What log lines look like.
+/// The content and format of log lines.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Logs")]
 pub(crate) struct LineFlags {
@@ -357,7 +357,7 @@ pub(crate) enum Dtype {
     Float32,
 }
 
-/// How matrices are computed with, or stored. The names are vLLM's and SGLang's.
+/// The number format of matrices, computed or stored. The names are vLLM's and SGLang's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[value(rename_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
@@ -377,7 +377,7 @@ pub(crate) enum Quantization {
     /// The checkpoint's 4-bit integers.
     #[value(alias = "gptq_marlin")]
     Gptq,
-    /// What the checkpoint's config says.
+    /// The format that the checkpoint's config names.
     #[value(name = "compressed-tensors")]
     #[serde(rename = "compressed-tensors")]
     CompressedTensors,
@@ -438,7 +438,7 @@ pub(crate) enum Device {
     Deferred,
 }
 
-/// What computes on a CPU.
+/// The hand on a CPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Hand {
     #[default]

@@ -15,14 +15,15 @@ pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// GPUs by the names that `CUDA_VISIBLE_DEVICES` takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Gpus {
-    /// What the user restricts this process to, if anything: numbers or identifiers.
+    /// The GPUs that the user restricts this process to, as numbers or identifiers; `None`: no
+    /// restriction.
     named: Option<Vec<String>>,
     /// Device files of GPUs; none also where the driver has others, as in WSL.
     files: usize,
 }
 
 impl Gpus {
-    /// What this process sees.
+    /// The GPUs that this process sees.
     pub(crate) fn find() -> Self {
         Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
     }
@@ -49,12 +50,12 @@ impl Gpus {
         Self { named, files }
     }
 
-    /// Whether `--device auto` takes one.
+    /// True if `--device auto` takes one.
     pub(crate) fn any(&self) -> bool {
         self.files > 0 && self.named.as_ref().is_none_or(|named| !named.is_empty())
     }
 
-    /// How many there are.
+    /// The number of GPUs.
     pub(crate) fn count(&self) -> usize {
         self.named.as_ref().map_or(self.files, |named| named.len().min(self.files))
     }

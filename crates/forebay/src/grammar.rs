@@ -34,8 +34,9 @@ pub(crate) fn start(
     Grammars::new(config, Arc::clone(tokenizer), eos, model.vocab_size, &start).map(Some)
 }
 
-/// What is around the reasoning of a model that writes it so, if each mark begins with a token of
-/// its own and the last is one: another way to spell one would not be seen.
+/// The marks around a model's reasoning. Each mark has to begin with a token of its own, and the
+/// closing mark has to be one token: no other spelling of a mark would be seen. `None` if the
+/// model's marks do not, or there are none.
 pub(crate) fn markers(tokenizer: &Tokenizer, dialect: Dialect) -> Option<Markers> {
     let (open, close) = dialect.reasoning_marks()?;
     let encode = |mark: &str| tokenizer.encode(mark.trim_end(), false).ok();

@@ -1,4 +1,4 @@
-//! Which hand serves a model: this program's own, or PyTorch's.
+//! The choice of the hand that serves a model: this program's own, or PyTorch's.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -88,9 +88,9 @@ pub(crate) fn program(hand: &str, python: &Path) -> (PathBuf, Vec<OsString>) {
     (own.unwrap_or_else(|| "/proc/self/exe".into()), vec!["hand".into()])
 }
 
-/// Variables of every hand. glibc is asked for huge pages where it maps large blocks, unless the
-/// user has told it something: a step on a CPU reads all weights, and looking up every 4 KiB of
-/// them is up to a tenth of its time.
+/// Variables of every hand. glibc is asked for huge pages for large blocks, unless the user has set
+/// its tunables. A step on a CPU reads all weights, and looking up every 4 KiB of them is up to a
+/// tenth of its time.
 pub(crate) fn environment() -> Vec<(OsString, OsString)> {
     const TUNABLES: &str = "GLIBC_TUNABLES";
     let mut variables: Vec<(OsString, OsString)> = Vec::new();

@@ -1,4 +1,4 @@
-//! How images are computed, where the model sees them.
+//! The settings of image models.
 
 use anyhow::{Context, Result, bail};
 use forebay_fetch::{Config as FetchConfig, Fetcher};
@@ -18,7 +18,7 @@ const CPU_BUDGET: u64 = 5776;
 /// Positions of a simulated pool.
 const SIM_POOL_TOKENS: u64 = 8192;
 
-/// What the server reads of images; `None`: the model sees none.
+/// The processing by which the server reads images; `None`: the model sees none.
 pub(crate) fn seen(flags: &ImageFlags, model: &Model) -> Result<Option<ImageModel>> {
     let Some(images) = model.images.as_ref() else { return Ok(None) };
     let processing =
@@ -32,7 +32,7 @@ pub(crate) fn seen(flags: &ImageFlags, model: &Model) -> Result<Option<ImageMode
     }))
 }
 
-/// What fetches images; `None`: the model sees none.
+/// The fetcher of images; `None`: the model sees none.
 pub(crate) fn fetcher(flags: &ImageFlags, model: &Model) -> Result<Option<Fetcher>> {
     if model.images.is_none() {
         return Ok(None);
@@ -47,7 +47,7 @@ pub(crate) fn fetcher(flags: &ImageFlags, model: &Model) -> Result<Option<Fetche
     Fetcher::new(&config).map(Some).context("images by URL")
 }
 
-/// What the flags come to.
+/// The settings of images, defaults filled in.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct ImageConfig {
     /// Patches times layers a step.

@@ -16,7 +16,7 @@ use tracing_subscriber::fmt::MakeWriter;
 
 /// Bytes of lines that may wait.
 const MOST: usize = 4 << 20;
-/// How long the end of the process waits for lines to be taken.
+/// The time for which the end of the process waits until the last lines are written.
 pub(crate) const LAST_LINES: Duration = Duration::from_secs(1);
 /// The same for a panic, which may be about to end the process.
 const PANIC: Duration = Duration::from_millis(200);
@@ -27,7 +27,7 @@ enum Message {
     Flush(Sender<()>),
 }
 
-/// Where lines are left. Never waits. A clone leads to the same place.
+/// The queue of log lines, which never waits. A clone leads to the same queue.
 #[derive(Clone)]
 pub(crate) struct Lines {
     lane: Sender<Message>,

@@ -32,7 +32,7 @@ pub(crate) fn loopback(address: IpAddr) -> Option<String> {
     address.to_canonical().is_loopback().then(|| address.to_string())
 }
 
-/// What `serve` listens on.
+/// The address that `serve` listens on.
 pub(crate) enum Bound {
     Tcp(TcpListener),
     Unix(UnixListener, SocketFile),
@@ -53,7 +53,7 @@ impl Bound {
         Ok(loopback(listener.local_addr()?.ip()))
     }
 
-    /// Where to ask, and what curl needs besides.
+    /// The URL of the server, and curl's further arguments.
     pub(crate) fn url(&self, encrypted: bool) -> Result<(String, String)> {
         Ok(match self {
             Self::Tcp(listener) => {
@@ -93,7 +93,8 @@ impl Drop for SocketFile {
     }
 }
 
-/// Which file it is: its device and number, and when it was made, because numbers are used again.
+/// The identity of a file: its device, its number, and its time of creation, because numbers are
+/// used again.
 type Identity = (u64, u64, Option<SystemTime>);
 
 fn identity(path: &Path) -> io::Result<Identity> {

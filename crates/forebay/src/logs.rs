@@ -1,4 +1,4 @@
-//! Where log lines and spans go.
+//! The destinations of log lines and spans.
 
 use std::io::IsTerminal;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(crate) struct Logs {
 }
 
 impl Logs {
-    /// Where lines are left, for what is to stand between them.
+    /// The queue of lines, for text that is to stand between them.
     pub(crate) fn lines(&self) -> &Lines {
         &self.lines
     }

@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use crate::flags::Hand;
 use crate::models;
 
-/// What `python -m forebay.weights.describe` prints.
+/// The output of `python -m forebay.weights.describe`.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Model {
     pub(crate) name: String,
@@ -33,15 +33,15 @@ pub(crate) struct Model {
     pub(crate) context_length: u32,
     pub(crate) vocab_size: u32,
     pub(crate) pooling: Option<Pooling>,
-    /// How images become patches; `None`: the model sees none.
+    /// The way from an image to patches; `None`: the model sees none.
     #[serde(default)]
     pub(crate) images: Option<Images>,
-    /// Where Forebay keeps what it makes of models.
+    /// The folder in which Forebay keeps files that it makes of models.
     pub(crate) cache: PathBuf,
 }
 
-/// How a model sees images, as `forebay.weights.vision` describes it. A position of the decoder is
-/// `merge` times `merge` patches.
+/// A model's processing of images, as `forebay.weights.vision` describes it. A position of the
+/// decoder is `merge` times `merge` patches.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Images {
     /// Pixels of a patch, each way.
@@ -50,12 +50,12 @@ pub(crate) struct Images {
     pub(crate) min_pixels: u64,
     pub(crate) max_pixels: u64,
     pub(crate) image_token_id: i32,
-    /// What only the hand reads.
+    /// The values that only the hand reads.
     #[serde(flatten)]
     pub(crate) rest: Map<String, Value>,
 }
 
-/// What a model makes in place of tokens, as `forebay.weights.pooling` describes it.
+/// A model's output in place of tokens, as `forebay.weights.pooling` describes it.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Pooling {
     pub(crate) task: Task,
@@ -74,7 +74,7 @@ pub(crate) enum Task {
 }
 
 impl Pooling {
-    /// Whether every position sees the whole prompt, so that the model keeps nothing and its
+    /// True if every position sees the whole prompt, so that the model keeps nothing and its
     /// prompts can't be cut into chunks.
     pub(crate) fn whole_prompts(&self) -> bool {
         self.kind != "last"
@@ -105,7 +105,7 @@ impl Model {
     }
 }
 
-/// Where models come from.
+/// The source of models.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Source<'a> {
     pub(crate) revision: Option<&'a str>,

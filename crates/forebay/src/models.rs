@@ -56,7 +56,7 @@ pub(crate) struct RemoveFlags {
 
 #[derive(Debug, Args)]
 struct PlaceFlags {
-    /// Where downloads are kept [default: the hub's own cache].
+    /// The folder for downloads [default: the hub's own cache].
     #[arg(long, value_name = "DIR")]
     download_dir: Option<PathBuf>,
 }
@@ -67,7 +67,7 @@ impl PlaceFlags {
     }
 }
 
-/// What finds models, with the interpreter whose packages may be one.
+/// The finder of models, with the interpreter whose packages may be one.
 pub(crate) fn hub(settings: Settings, python: &Path) -> Result<Hub> {
     let prepare = |command: &mut Command| without_keys(command);
     let interpreter = Interpreter { path: python.to_owned(), prepare };
@@ -149,7 +149,7 @@ fn table(models: &[Stored], now: SystemTime) -> String {
     text
 }
 
-/// How long ago, in the largest unit that fits.
+/// The time since the last use, in the largest unit that fits.
 fn age(last_used: Option<u64>, now: SystemTime) -> String {
     const UNITS: [(u64, &str); 4] =
         [(365 * 86_400, "year"), (30 * 86_400, "month"), (86_400, "day"), (3600, "hour")];

@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::flags::{Device, ReplicaFlags, ServeFlags};
 use crate::worker;
 
-/// Where hands join, and what opens the door.
+/// The address at which hands join, and the file of the token that lets them in.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Gate<'a> {
     address: SocketAddr,
@@ -57,7 +57,7 @@ impl<'a> Gate<'a> {
     }
 }
 
-/// Whether everything that was asked for can be had from hands on other machines.
+/// Checks that hands on other machines can do everything that was asked for.
 ///
 /// # Errors
 /// One line for the user.

@@ -1,4 +1,4 @@
-//! How the interpreter is started.
+//! The start of the Python interpreter.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use anyhow::{Context, Result};
 use forebay_hand::without_keys;
 
-/// What the interpreter runs before the module.
+/// The code that the interpreter runs before the module.
 const ISOLATED: &str = include_str!("isolated.py");
 
 /// Arguments that have the interpreter run one of our modules, as `-m` would, but isolated (`-I`):
@@ -42,7 +42,7 @@ impl std::error::Error for Incomplete {}
 /// serves it, and each question takes an interpreter's start.
 static COMPLETE: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Whether a hand in Python can run, before anything is loaded for it.
+/// Checks that a hand in Python can run, before anything is loaded for it.
 ///
 /// # Errors
 /// The interpreter does not start ([`std::io::Error`]), or lacks packages ([`Incomplete`]).

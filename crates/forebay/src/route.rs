@@ -143,7 +143,7 @@ impl KeyFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Choice")]
 struct ChoiceFlags {
-    /// How a backend is chosen.
+    /// The policy that chooses a backend.
     #[arg(long, value_enum, default_value_t)]
     policy: Policy,
     /// cache_aware: least share of a prompt for which a backend is chosen by its cache.
@@ -178,7 +178,7 @@ struct TroubleFlags {
     /// Longest such wait.
     #[arg(long, default_value_t = 30_000)]
     retry_max_backoff_ms: u64,
-    /// What a wait is longer than the one before.
+    /// Factor by which each wait is longer than the one before.
     #[arg(long, default_value_t = 1.5)]
     retry_backoff_multiplier: f64,
     /// Share of a wait that is left to chance, 0 to 1.

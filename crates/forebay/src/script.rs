@@ -28,9 +28,9 @@ struct Line {
     /// last is given.
     #[serde(default)]
     after: String,
-    /// What is said.
+    /// The answer.
     say: Say,
-    /// Whether the end-of-sequence token follows.
+    /// True if the end-of-sequence token follows.
     #[serde(default = "yes")]
     end: bool,
 }

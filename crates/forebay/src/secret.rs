@@ -14,8 +14,8 @@ const SHORTEST: usize = 32;
 /// Most bytes of the file: what is larger was not made for this.
 const LONGEST: u64 = 4096;
 
-/// What names blocks: by the secret in the file, the same in each process that reads it, or else by
-/// one that is drawn.
+/// The namer of blocks. Processes that read the same secret from the file name blocks equally.
+/// Without a file, the secret is drawn.
 pub(crate) fn namer(file: Option<&Path>) -> Result<Namer> {
     let Some(file) = file else { return Ok(Namer::new(&rand::random::<[u8; SHORTEST]>())) };
     let named = || format!("--cache-secret-file {}", file.display());

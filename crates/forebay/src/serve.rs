@@ -225,7 +225,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     served
 }
 
-/// What ends the server without a signal, and who is told.
+/// The events that end the server without a signal, and the logs that report them.
 struct Life {
     engine_ended: oneshot::Receiver<()>,
     guard: Guard,

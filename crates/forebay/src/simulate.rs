@@ -21,7 +21,7 @@ const MIN_WORDS: usize = 64;
 /// More would only be rarer: vocabularies are sorted by frequency, more or less.
 const MAX_WORDS: usize = 2048;
 
-/// What is simulated in place of a replica's hand.
+/// The simulated device in place of a replica's hand.
 pub(crate) fn config(
     config: &Config,
     simulated: &Simulated,
@@ -117,7 +117,7 @@ pub(crate) struct FitFlags {
     /// context and step_us (and, where known, decode_rows and attention).
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Where the profile goes; its name is the file's [default: printed].
+    /// The file of the profile, whose name is the file's [default: printed].
     #[arg(short, long, value_name = "FILE.toml")]
     output: Option<PathBuf>,
     /// The device that was measured.
@@ -133,7 +133,7 @@ pub(crate) struct FitFlags {
     /// Seconds that it takes to load.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     load_seconds: f64,
-    /// How the steps were measured, for the profile's origin.
+    /// The way in which the steps were measured, for the profile's origin.
     #[arg(long, value_name = "TEXT")]
     note: Option<String>,
 }

@@ -8,12 +8,12 @@ use serde::Serialize;
 use crate::flags::{Device, Preemption, ServeFlags};
 use crate::model::Model;
 
-/// How requests go on while most of their pages are in host memory only.
+/// Settings of requests that go on while most of their pages are in host memory only.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Sparse {
     /// Positions that a sparse request keeps on the device; 0: twice the model's top-k.
     pub(crate) hot_buffer_tokens: u32,
-    /// What the user takes the model's top-k for.
+    /// The model's top-k, as the user states it.
     pub(crate) top_k: Option<u32>,
     pub(crate) kv_save: KvSave,
     pub(crate) kv_save_order: KvSaveOrder,

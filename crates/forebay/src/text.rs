@@ -14,20 +14,19 @@ use tracing::warn;
 use crate::config::Config;
 use crate::flags::seconds;
 
-/// Prompts that may wait for the text threads, beyond those that the engine queues; as many as the
-/// engine may queue where that is more, so that whoever allows a large queue can have it filled at
-/// once.
+/// Prompts that may wait for the text threads, beyond those that the engine queues. If the engine
+/// may queue more, this limit is as large: a large queue can then be filled at once.
 const QUEUE: usize = 1024;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Text")]
 pub(crate) struct TextFlags {
-    /// What tokenises: Hugging Face's library, or `fastokens`, which is many times faster but knows
+    /// The tokenizer library: Hugging Face's, or `fastokens`, which is many times faster but knows
     /// byte-level BPE only.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_backend: TokenizerBackend,
-    /// Where prompts are tokenised: by the text threads, or by the thread that read the request, to
-    /// compare.
+    /// The threads that tokenise prompts: the text threads, or for comparison the thread that read
+    /// the request.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_mode: TokenizerMode,
     /// Bytes of tokenised text kept for the next turn of a conversation; 0 keeps none.

@@ -1,4 +1,4 @@
-//! Which of the brain's threads go first.
+//! The scheduling of the brain's threads: some go first.
 
 use std::fs;
 
@@ -10,9 +10,9 @@ use rustix::thread::Pid;
 /// microseconds at a time.
 const FIRST: [&str; 2] = ["engine", "egress"];
 
-/// Lets them take the processor from whoever is in the middle of a long turn: bodies that are read,
-/// texts that are tokenised, the arithmetic of a model on the CPU. Without it they wait for up to 3
-/// ms where processors are few.
+/// Lets the first threads interrupt others in the middle of a long turn: reading bodies, tokenising
+/// texts, a model's arithmetic on the CPU. Otherwise they wait for up to 3 ms on a machine with few
+/// processors.
 pub(crate) fn shorten_turns() -> Result<()> {
     for task in fs::read_dir("/proc/self/task").context("/proc/self/task")? {
         let task = task?;

@@ -10,7 +10,7 @@ use crate::flags::{Preemption, ServeFlags, TierFlags};
 use crate::model::{Model, Pooling};
 use crate::sparse::Sparse;
 
-/// What SGLang takes.
+/// The ratio that SGLang takes.
 const RATIO: f64 = 2.0;
 
 /// The host tier of each replica.
@@ -30,7 +30,7 @@ pub(crate) struct HostTier {
     pub(crate) sparse: Option<Sparse>,
 }
 
-/// How large it is.
+/// The size of the host tier.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum HostSize {

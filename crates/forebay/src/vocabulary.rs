@@ -1,4 +1,4 @@
-//! Whether the tokenizer and the model are for each other, as far as their numbers tell.
+//! A check that the tokenizer and the model belong together, as far as their numbers tell.
 
 use anyhow::{Result, bail};
 use forebay_text::Tokenizer;

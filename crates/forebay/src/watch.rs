@@ -1,4 +1,4 @@
-//! What the operator sees while the server runs: loading, the banner, and the step log line.
+//! The operator's view of a running server: loading, the banner, and the step log line.
 
 use std::time::{Duration, Instant};
 

@@ -34,7 +34,7 @@ pub(crate) struct WorkerFlags {
     /// its workers, which need FILE alone.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file", "hands", "name"])]
     make_token: Option<PathBuf>,
-    /// How many hands may run here at a time [default: one for each GPU, else 1].
+    /// Hands that may run here at a time [default: one for each GPU, else 1].
     #[arg(long, value_name = "HANDS", value_parser = clap::value_parser!(u32).range(1..=256))]
     hands: Option<u32>,
     /// The name of this machine in the server's log [default: its host name].

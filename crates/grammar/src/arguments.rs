@@ -72,7 +72,7 @@ pub(crate) struct Arguments<'a> {
     notation: Notation,
 }
 
-/// How values are written.
+/// The notation of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Notation {
     Python,

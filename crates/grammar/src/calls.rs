@@ -105,7 +105,7 @@ fn text_rules(
     }
 }
 
-/// What stands for a form on a rule's right side, and its schema, if it is one.
+/// The right side of a rule for a form, and the form's schema, if it is one.
 fn rule(
     form: &Form,
     whitespace: &Whitespace,

@@ -13,15 +13,15 @@ use crate::source::{CHOICES, Form, Source};
 use crate::vocabulary::Vocabulary;
 use crate::{calls, ebnf, lark, schema, tag};
 
-/// How llguidance's errors begin that were panics.
+/// The beginning of llguidance's errors that were panics.
 const PANIC: &str = "panic: ";
 
 /// A compiled source. Requests get copies of its matcher.
 pub(crate) struct Template {
     /// At the beginning; copying it needs nobody else to look at it.
     matcher: Mutex<Matcher>,
-    /// Which tokens an answer can begin with: computed once, because the first mask is by far the
-    /// dearest.
+    /// The mask of an answer's first token. It is computed once, because the first mask is by far
+    /// the dearest.
     first: Arc<[u32]>,
     /// The model's end-of-sequence ids.
     eos: Arc<[i32]>,

@@ -164,7 +164,7 @@ impl Reader<'_> {
         Ok(if items.is_empty() { literal("") } else { items.join(" ") })
     }
 
-    /// Whether the next name is that of a new rule: so is the one after an empty right side.
+    /// True if the next name is that of a new rule: so is the one after an empty right side.
     fn begins_rule(&mut self) -> bool {
         let before = self.chars.clone();
         let begins = self.name().is_ok() && {

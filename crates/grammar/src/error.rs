@@ -8,9 +8,9 @@ pub enum GrammarError {
     /// The source is at fault.
     #[error("{reason}")]
     Invalid {
-        /// Where in the source, such as `.properties.a.not`; empty: no place in particular.
+        /// The place in the source, such as `.properties.a.not`; empty: no place in particular.
         path: String,
-        /// What is wrong.
+        /// The reason, for the user.
         reason: String,
     },
     /// The server was started without grammars.

@@ -37,8 +37,8 @@ pub(crate) fn spell_out(schema: &mut Map<String, Value>) {
     }
 }
 
-/// What matches as a whole where a string stands as it is. Some allow less than the standard does,
-/// and none more.
+/// The regular expression that matches a string of format `name` as a whole. Some allow less than
+/// the standard does, and none more.
 pub(crate) fn plain(name: &str) -> Option<&'static str> {
     Some(match name {
         "uuid" => r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",

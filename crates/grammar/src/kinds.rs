@@ -1,4 +1,4 @@
-//! What kinds of values a schema allows.
+//! The kinds of values that a schema allows.
 
 use serde_json::{Map, Value, json};
 
@@ -74,7 +74,7 @@ impl Kinds {
         Self(self.0 | 1 << kind as u8)
     }
 
-    /// Whether a value of this kind is one of them; an integer is a number too.
+    /// True if a value of this kind is allowed; an integer is a number too.
     pub(crate) fn has(self, kind: Kind) -> bool {
         let own = |kind: Kind| self.0 >> kind as u8 & 1 == 1;
         own(kind) || kind == Kind::Integer && own(Kind::Number)
@@ -84,7 +84,7 @@ impl Kinds {
         self == Self::default().with(kind)
     }
 
-    /// Whether a value may be of both.
+    /// True if a value may be of both.
     pub(crate) fn meets(self, other: Self) -> bool {
         ALL.into_iter().any(|kind| self.has(kind) && other.has(kind))
     }
@@ -97,7 +97,7 @@ impl Kinds {
         })
     }
 
-    /// What the keyword `type` says.
+    /// The kinds that the keyword `type` names.
     pub(crate) fn declared(schema: &Map<String, Value>) -> Self {
         let some = |names: &mut dyn Iterator<Item = &str>| {
             names.filter_map(Kind::named).fold(Self::default(), Self::with)
@@ -127,8 +127,8 @@ impl Kinds {
         if kinds == Self::default() { Self::ALL } else { kinds }
     }
 
-    /// What kinds of values a schema may have, with all that it refers to: too many rather than too
-    /// few.
+    /// The kinds of values that a schema may have, with all schemas that it refers to: too many
+    /// rather than too few.
     pub(crate) fn reached(root: &Value, schema: &Value) -> Self {
         Self::reach(root, schema, 0)
     }
@@ -192,7 +192,7 @@ impl Kinds {
     }
 }
 
-/// What `#/...` refers to.
+/// The schema that `#/...` refers to.
 pub(crate) fn resolve<'r>(root: &'r Value, target: &str) -> Option<&'r Value> {
     root.pointer(target.strip_prefix('#')?)
 }

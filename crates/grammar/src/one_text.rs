@@ -48,7 +48,7 @@ const COMMON: &[(&str, &str)] = &[
     ("SQL_COMMENT", "--[^\n]*"),
 ];
 
-/// Where the text stands.
+/// The place of a text in the grammar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// In a JSON string.
@@ -85,7 +85,7 @@ struct Rewriter<'a> {
     out: String,
     /// Rules and terminals by their numbers.
     names: Vec<&'a str>,
-    /// What their new names begin with.
+    /// The beginning of the new names of rules and terminals.
     prefix: &'a str,
     writer: Writer,
 }
@@ -139,7 +139,7 @@ impl<'a> Rewriter<'a> {
         }
     }
 
-    /// Whether nothing stands before this on its line.
+    /// True if nothing stands before this on its line.
     fn begins_line(&self) -> bool {
         self.out.trim_end_matches([' ', '\t']).ends_with(['\n']) || self.out.trim().is_empty()
     }
@@ -273,7 +273,7 @@ fn only(text: &str) -> Option<char> {
     chars.next().filter(|_| chars.next().is_none())
 }
 
-/// Where what begins with `quote` ends, behind its other quote.
+/// The end of the string that begins with `quote`, behind its other quote.
 fn end_of(text: &str, quote: char) -> Option<usize> {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {
@@ -288,7 +288,7 @@ fn end_of(text: &str, quote: char) -> Option<usize> {
     None
 }
 
-/// What JSON writes between its quotes.
+/// The text as JSON writes it between quotes.
 fn escaped(text: &str) -> String {
     let json = Value::from(text).to_string();
     json[1..json.len() - 1].to_owned()
@@ -301,7 +301,7 @@ struct Writer {
 }
 
 impl Writer {
-    /// What stands for a text.
+    /// Writes a text for its place.
     fn text(self, text: &str) -> String {
         match self.place {
             Place::Json => escaped(text),
@@ -309,7 +309,7 @@ impl Writer {
         }
     }
 
-    /// What stands for a regular expression, without slashes around it.
+    /// Writes a regular expression for its place, without slashes around it.
     fn regex(self, pattern: &str, flags: &str) -> Written {
         let mut builder = ParserBuilder::new();
         builder.nest_limit(DEPTH);

@@ -29,9 +29,9 @@ pub struct Bounds {
 /// Reasoning before the answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reasoning {
-    /// What is around it.
+    /// The marks around the reasoning.
     pub markers: Markers,
-    /// Where the prompt leaves the model.
+    /// The part of the answer at which the prompt leaves the model.
     pub start: Start,
     /// Most tokens of it; `None`: as many as it takes.
     pub budget: Option<u32>,
@@ -58,7 +58,8 @@ struct Follower {
     first: Option<Arc<[u32]>>,
     /// The model's end-of-sequence ids.
     eos: Arc<[i32]>,
-    /// Where matchers end up: to free a large one takes longer than a step may wait.
+    /// The queue of matchers that are to be freed. To free a large one takes longer than a step may
+    /// wait.
     attic: Attic,
 }
 

@@ -33,11 +33,11 @@ const LISTS: [&str; 5] = ["allOf", "anyOf", "oneOf", "prefixItems", "items"];
 /// Keywords whose value is an object of schemas.
 const MAPS: [&str; 6] =
     ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"];
-/// How llguidance begins the error about keywords that it does not know.
+/// The beginning of llguidance's error about keywords that it does not know.
 const UNIMPLEMENTED: &str = "Unimplemented keys: ";
-/// How it begins the error about a format that it does not know.
+/// The beginning of its error about a format that it does not know.
 const UNKNOWN_FORMAT: &str = "Unknown format: ";
-/// How it begins the error about alternatives that it can't tell apart.
+/// The beginning of its error about alternatives that it can't tell apart.
 const ONE_OF: &str = "oneOf constraints are not supported";
 
 /// Reads a schema and checks its size.
@@ -145,7 +145,8 @@ fn options(whitespace: &Whitespace, lenient: bool) -> Value {
     })
 }
 
-/// What llguidance has said of a schema, with the place that it is about where it can be found.
+/// Makes an error of llguidance's message about a schema, with the place in the schema if it can be
+/// found.
 pub(crate) fn explain(schema: &Value, said: &str) -> GrammarError {
     let find = |fits: &dyn Fn(&Map<String, Value>) -> Option<String>| {
         let mut path = Vec::new();

@@ -43,14 +43,14 @@ const TEMPLATES: usize = 512;
 /// source.
 const TEMPLATE_BYTES: usize = 16 << 20;
 
-/// How grammars are compiled.
+/// The settings by which grammars are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GrammarConfig {
     /// Threads that compile, at least one.
     pub threads: usize,
     /// Sources that may wait for them.
     pub queue: usize,
-    /// How long a request waits for its grammar.
+    /// The longest time that a request waits for its grammar.
     pub patience: Duration,
     /// Schemas of which only a part can be kept are taken all the same.
     pub lenient: bool,
@@ -62,7 +62,7 @@ impl Default for GrammarConfig {
     }
 }
 
-/// What has been done so far.
+/// Counts of compiled, found and waiting grammars.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GrammarStats {
     /// Sources that were compiled, or refused while they were.
@@ -77,16 +77,16 @@ pub struct GrammarStats {
     pub trie_us: u64,
 }
 
-/// What a request wants of its answer.
+/// The form and the bounds that a request wants of its answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
     /// The form; `None`: any.
     pub source: Option<Source>,
     /// Reasoning before it.
     pub reasoning: Option<Reasoning>,
-    /// What else restricts it.
+    /// The other restrictions of the answer.
     pub bounds: Bounds,
-    /// How many choices want it, each with a constraint of its own.
+    /// The number of choices, each with a constraint of its own.
     pub choices: usize,
     /// Tokens that the answer has already.
     pub said: Vec<i32>,
@@ -106,7 +106,7 @@ struct Inner {
     shared: Arc<Shared>,
 }
 
-/// What the threads share with everybody.
+/// The state that the threads share with callers.
 struct Shared {
     templates: Mutex<Templates>,
     vocabulary: OnceLock<Result<Vocabulary, GrammarError>>,
@@ -119,7 +119,7 @@ struct Shared {
 
 type Compiled = Result<Arc<Template>, GrammarError>;
 
-/// What was compiled, and who waits for what will be.
+/// The compiled sources, and the orders that wait for a source.
 struct Templates {
     done: LruCache<Source, Compiled>,
     /// Bytes of the sources in `done`.
@@ -139,7 +139,7 @@ enum Copy {
     Free(Box<Matcher>),
 }
 
-/// Where matchers end up, to be freed by somebody who has the time.
+/// The queue of matchers that a thread frees at its leisure.
 #[derive(Clone)]
 pub(crate) struct Attic(Sender<Copy>);
 
@@ -251,7 +251,7 @@ impl Grammars {
         compile.send(source).map_err(gone)
     }
 
-    /// What has been done so far.
+    /// The counts so far.
     #[must_use]
     pub fn stats(&self) -> GrammarStats {
         let shared = &self.0.shared;

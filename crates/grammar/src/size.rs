@@ -1,4 +1,4 @@
-//! How much there is in a JSON text, before anything is made of it.
+//! The size of a JSON text's content, before anything is made of it.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What a client asks of an answer's form.
+//! The form that a client asks of an answer.
 
 use std::sync::Arc;
 
@@ -53,14 +53,14 @@ pub enum Form {
 pub struct CallForm {
     /// The grammar, without the rules of arguments and of [`forebay_dialect::CONTENT`].
     pub lark: Arc<str>,
-    /// How the dialect writes arguments.
+    /// The style in which the dialect writes arguments.
     pub style: ArgumentStyle,
     /// Special tokens that are marks of it.
     pub marks: Arc<Marks>,
     /// The arguments of each tool.
     pub arguments: Vec<CallArguments>,
-    /// What may be said in place of calls, and the parameter that has asked for it. Errors name
-    /// that.
+    /// The output that is allowed in place of calls, and the parameter that has asked for it.
+    /// Errors name the parameter.
     pub content: Option<(Arc<str>, Form)>,
 }
 
@@ -97,7 +97,7 @@ pub enum Whitespace {
     Bounded,
     /// None.
     None,
-    /// What this regular expression matches, at most once a place.
+    /// White space that this regular expression matches, at most once a place.
     Pattern(Arc<str>),
 }
 

@@ -22,7 +22,7 @@ const DEPTH: usize = 32;
 /// Most ways to be a string of one schema.
 const MOST: usize = 4096;
 
-/// What a schema says of strings by its own keywords; listed values are not looked at.
+/// The regular expression for the keywords of strings in a schema; listed values are not looked at.
 fn bounds(schema: &Map<String, Value>) -> Result<Option<String>, GrammarError> {
     let mut parts = Vec::new();
     let number = |name: &str| match schema.get(name) {

@@ -62,8 +62,8 @@ impl Writer<'_> {
         name
     }
 
-    /// What stands for a format on a rule's right side. `last`: nothing comes after it, so that
-    /// text may go on without an end.
+    /// Writes the right side of a rule for a format. `last`: nothing comes after it, so that text
+    /// may go on without an end.
     fn format(
         &mut self,
         format: &Value,

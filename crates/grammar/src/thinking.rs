@@ -5,13 +5,13 @@ use std::sync::Arc;
 /// The tokens around a model's reasoning. A dialect names them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Markers {
-    /// What begins it, at least one token.
+    /// The opening mark, at least one token.
     pub open: Arc<[i32]>,
-    /// What ends it, at least one token.
+    /// The closing mark, at least one token.
     pub close: Arc<[i32]>,
 }
 
-/// Where the model is when it takes the first token.
+/// The part of the answer that the model is in when it takes the first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     /// It may begin to reason, or answer.
@@ -26,7 +26,7 @@ pub enum Start {
 const AFTER_CLOSE: usize = 4;
 
 impl Markers {
-    /// Where a prompt leaves the model.
+    /// The part of the answer at which a prompt leaves the model.
     #[must_use]
     pub fn start(&self, prompt: &[i32]) -> Start {
         let last =
@@ -41,7 +41,7 @@ impl Markers {
     }
 }
 
-/// What a request has of its reasoning.
+/// The state of a request's reasoning.
 #[derive(Debug, Clone)]
 pub(crate) struct Thinking {
     markers: Markers,
@@ -65,7 +65,7 @@ enum State {
     Over,
 }
 
-/// What reasoning has to say of the next token.
+/// The demand of reasoning on the next token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// The answer may begin, or this token, which opens the reasoning.

@@ -16,7 +16,7 @@ use crate::error::GrammarError;
 /// be tokenised its way.
 const SAMPLES: [&str; 6] = ["a", " a", "{\"name\": \"", "\n\n  x", "</think>", "naïve 7.5"];
 
-/// What compiling a source and computing a mask may take.
+/// The limits on compiling a source and computing a mask.
 const LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2000,
     initial_lexer_fuel: 1_000_000,

@@ -31,7 +31,7 @@ const SPILL_TOKENS: usize = 2048;
 /// written once, and read by all.
 const SHARED_BYTES: usize = 8192;
 
-/// How to run a rank group.
+/// The description of a rank group and of its processes.
 #[derive(Clone)]
 pub struct HandSpec {
     /// The interpreter.
@@ -46,8 +46,8 @@ pub struct HandSpec {
     pub arena: Arena,
     /// The ranks, at least one.
     pub ranks: Vec<RankSpec>,
-    /// Where they run, if not below this process. Plans, tokens and masks then go through the
-    /// socket whole, and no payload can be named.
+    /// The place of the ranks, if they do not run below this process. Plans, tokens and masks then
+    /// go through the socket whole, and no payload can be named.
     pub site: Option<Arc<dyn Site>>,
 }
 
@@ -92,7 +92,7 @@ pub struct HandExecutor {
     waker: Arc<EventWaker>,
     ranks: Vec<Rank>,
     signals: VecDeque<Signal>,
-    /// Where ranks find each other; `None` once they have, and where there is one.
+    /// The map by which ranks find each other; `None` once they have, and if there is one rank.
     store: Option<Store>,
     /// The memory of the host's tier, if it has one: an anonymous file that every hand of this
     /// group finds as the last one left it.
@@ -371,7 +371,7 @@ impl HandExecutor {
     }
 }
 
-/// How the results of two ranks for the same step differ, if they do.
+/// The first difference between the results of two ranks for the same step.
 fn difference(one: &StepResult, other: &StepResult) -> Option<String> {
     if one.step != other.step {
         return Some(format!("the other rank is in step {}", other.step));

@@ -1,14 +1,14 @@
 //! The executor that runs plans on real hands: one process a rank, spawned, fed, watched and killed
 //! from here, or by whatever [`Site`] runs it elsewhere.
 //!
-//! Everything happens on the engine thread that owns the [`HandExecutor`], but for writes to the
-//! [`Arena`], which any thread may do: there is no reader thread, and no lock but the one on the
-//! list of the arena's free parts. Sockets never block; what they do not take at once is written
-//! from [`Executor::wait`](forebay_engine::Executor::wait).
+//! The engine thread that owns the [`HandExecutor`] does everything but writes to the [`Arena`],
+//! which any thread may do. There is no reader thread, and no lock but the one on the list of the
+//! arena's free parts. Sockets never block; what they do not take at once is written from
+//! [`Executor::wait`](forebay_engine::Executor::wait).
 //!
-//! A rank group lives and dies together: the first rank that ends takes the others with it, each
-//! rank is the leader of a process group of its own, and the kernel kills it when the engine thread
-//! ends, however that happens.
+//! A rank group lives and dies together: the first rank that ends takes the others with it. Each
+//! rank is the leader of a process group of its own. The operating system kills the rank when the
+//! engine thread ends, for any reason.
 
 mod arena;
 mod executor;

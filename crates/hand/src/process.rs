@@ -16,16 +16,16 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 
 use crate::arena::Arena;
 
-/// Where the hand finds its socket.
+/// The descriptor of the hand's socket.
 const SOCKET_FD: i32 = 3;
-/// Where the hand finds the arena.
+/// The descriptor of the arena.
 const ARENA_FD: i32 = 4;
-/// Where the hand finds the memory of the host's tier, if there is one.
+/// The descriptor of the memory of the host's tier, if there is one.
 const HOST_FD: i32 = 5;
 /// From SIGKILL to the end. A process that the kernel holds, in a driver or on a file system that
 /// hangs, does not end by that either.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
-/// How long a rank that closed its socket may take to leave an exit status.
+/// The time that a rank that closed its socket may take to leave an exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
 /// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` and `HF_TOKEN`
@@ -58,9 +58,9 @@ pub struct RankProcess {
 }
 
 impl RankProcess {
-    /// Spawns `command` with a fresh socket as descriptor 3, the arena as 4 and the host's memory
-    /// as 5, if there is any, on these processors if any are given. Gives the process and the near
-    /// end of its socket, which never blocks.
+    /// Spawns `command` with a fresh socket as descriptor 3, the arena as 4, and the host's memory
+    /// as 5 if there is any. The process runs on these processors if any are given. Gives the
+    /// process and the near end of its socket, which never blocks.
     ///
     /// # Errors
     /// The program can't be run, or the system refuses a socket.

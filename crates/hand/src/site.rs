@@ -1,4 +1,4 @@
-//! Where a rank runs: below this process, or wherever a [`Site`] brings it.
+//! The place of a rank: below this process, or at another place that a [`Site`] knows.
 
 use std::io;
 use std::os::unix::net::UnixStream;

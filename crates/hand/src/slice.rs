@@ -8,7 +8,7 @@ use rustix::thread::Pid;
 /// it gives by itself.
 const NANOSECONDS: u64 = 100_000;
 
-/// Has the kernel give `thread` short turns, and therefore soon: a thread that wakes with less to
+/// Has the kernel give `thread` short turns, and therefore soon. A thread that wakes with less to
 /// do goes before one that is in the middle of a long turn (EEVDF; slices can be asked for since
 /// Linux 6.12). Its share of the processor stays what it is, so nobody is starved by it, and
 /// everybody may ask for it.

@@ -1,4 +1,4 @@
-//! Which bytes of the arena are free.
+//! The free bytes of the arena.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! Where the ranks of a group find each other: a map that they ask over their sockets before they
-//! are ready, in place of a port that somebody listens on. It means what PyTorch's stores mean
+//! The map by which the ranks of a group find each other. They ask it over their sockets before
+//! they are ready, so no rank has to listen on a port. It behaves as PyTorch's stores do
 //! (`torch.distributed.Store`).
 
 use std::collections::HashMap;

@@ -120,8 +120,8 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Whether it is ours now. A file system without locks gives it to everybody: downloads write
-    /// the same bytes to the same places, so that two of them only waste time.
+    /// Tries to take the lock; true if it is ours now. A file system without locks gives it to
+    /// everybody. Two downloads then write the same bytes to the same places, and only waste time.
     pub(crate) fn try_take(&self) -> bool {
         !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock))
     }
@@ -136,7 +136,7 @@ impl Lock {
     }
 }
 
-/// Whether `path` names something inside of the folder that it is joined to.
+/// True if `path` names something inside of the folder that it is joined to.
 pub(crate) fn is_inside(path: &str) -> bool {
     let fits = |part: &str| {
         !matches!(part, "" | "." | "..") && part.len() <= 255 && !part.contains(['\\', '\0'])
@@ -145,7 +145,7 @@ pub(crate) fn is_inside(path: &str) -> bool {
         && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// Whether a server's `text` may be the name of a file of ours: a commit or an ETag.
+/// True if a server's `text` may be the name of a file of ours: a commit or an ETag.
 pub(crate) fn is_name(text: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     !text.is_empty() && text.len() <= 128 && !text.starts_with('.') && text.chars().all(fits)

@@ -1,4 +1,4 @@
-//! Which of a repository's files make the model.
+//! The choice among a repository's files of those that make the model.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,7 +26,7 @@ const SMALL_FILES: [&str; 11] = [
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 
-/// What a model's weights are.
+/// The files of a model's weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Choice {
     /// The parts of a GGUF file, in order: nothing else is needed.
@@ -185,7 +185,7 @@ fn stem(name: &str) -> &str {
     part(name).map_or(name, |(stem, ..)| stem)
 }
 
-/// Whether `word` is in `text`, in any case, with no letter, digit or underscore beside it.
+/// True if `word` is in `text`, in any case, with no letter, digit or underscore beside it.
 pub(crate) fn has_word(text: &str, word: &str) -> bool {
     let (text, word) = (text.to_ascii_lowercase(), word.to_ascii_lowercase());
     let ends = |c: Option<char>| !c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_');

@@ -55,7 +55,7 @@ pub(crate) struct Refusal {
 }
 
 impl Trouble {
-    /// Whether the same request may succeed later.
+    /// True if the same request may succeed later.
     pub(crate) fn may_pass(&self) -> bool {
         match self {
             Self::Broken(_) => true,
@@ -224,7 +224,7 @@ impl Client {
     }
 }
 
-/// Where `response` sends to; `None`: it is an answer.
+/// The address that `response` redirects to; `None`: it is an answer.
 fn redirect(response: &Response<Incoming>, from: &Url) -> Result<Option<Url>, Trouble> {
     if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
         return Ok(None);

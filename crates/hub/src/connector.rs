@@ -179,7 +179,7 @@ fn host(uri: &Uri) -> &str {
     uri.host().unwrap_or_default()
 }
 
-/// What an error's innermost cause says: the outer ones name the library's own steps.
+/// The message of an error's innermost cause: the outer ones name the library's own steps.
 pub(crate) fn deepest(error: &dyn Error) -> String {
     let mut error = error;
     while let Some(source) = error.source() {

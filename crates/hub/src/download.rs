@@ -21,12 +21,12 @@ pub(crate) const LINKED_ETAG: HeaderName = HeaderName::from_static("x-linked-eta
 const LINKED_SIZE: HeaderName = HeaderName::from_static("x-linked-size");
 /// Attempts in a row that bring next to nothing.
 const ATTEMPTS: u32 = 5;
-/// What an attempt has to bring, so that it does not count.
+/// The bytes that an attempt has to bring, so that it does not count as a failure.
 const WORTH: u64 = 1 << 20;
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// What the hub says about a file.
+/// The hub's facts about a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Announced {
     /// The name of its content: a SHA-256 or Git's SHA-1 on the hub, anything on mirrors.
@@ -35,7 +35,7 @@ pub(crate) struct Announced {
     pub(crate) size: u64,
 }
 
-/// What becomes of an attempt.
+/// The reason for which an attempt failed.
 enum Failure {
     Trouble(Trouble),
     /// Bytes that are not the announced ones. `fresh`: all of them came over the network just now.
@@ -79,7 +79,7 @@ pub(crate) struct Downloader<'a> {
 }
 
 impl Downloader<'_> {
-    /// What the hub says about the file at `path` of its addresses.
+    /// Asks the hub for its facts about the file at `path` of its addresses.
     pub(crate) async fn announced(&self, path: &str) -> Result<Announced, Trouble> {
         let mut pauses = Pauses::default();
         loop {
@@ -91,7 +91,7 @@ impl Downloader<'_> {
         }
     }
 
-    /// Whether all of it is in the cache.
+    /// True if all of it is in the cache.
     pub(crate) fn is_here(&self, announced: &Announced) -> bool {
         let blob = self.folder.blobs().join(&announced.etag);
         fs::metadata(blob).is_ok_and(|found| found.is_file() && found.len() == announced.size)
@@ -266,7 +266,7 @@ impl Partial {
     }
 }
 
-/// How far a file is.
+/// The part of a file that is here.
 struct State<'a> {
     partial: Partial,
     hashes: Hashes,

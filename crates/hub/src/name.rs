@@ -1,4 +1,4 @@
-//! What a user may call a model.
+//! The names that a user may give for a model.
 
 use std::path::{Path, PathBuf};
 
@@ -107,7 +107,7 @@ impl HubName {
     }
 }
 
-/// Whether `text` may be a name of the hub's: of an owner or of a repository.
+/// True if `text` may be a name of the hub's: of an owner or of a repository.
 fn is_part(text: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     text.starts_with(|c: char| c.is_ascii_alphanumeric())

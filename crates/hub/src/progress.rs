@@ -1,4 +1,4 @@
-//! How far downloads are: bars on a terminal, a line now and then elsewhere.
+//! The progress of downloads: bars on a terminal, a line now and then elsewhere.
 
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,10 +8,10 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::error::size;
 
-/// How often a line is written where there is no terminal.
+/// The time between lines if there is no terminal.
 const EVERY: Duration = Duration::from_secs(5);
 
-/// What is said on standard error.
+/// The progress of downloads on standard error.
 #[derive(Debug)]
 pub struct Progress {
     bars: Option<MultiProgress>,
@@ -94,7 +94,7 @@ impl Progress {
         self.say(&format!("downloading: {percent}% of {}, {speed}", size(total)));
     }
 
-    /// What `bytes` since the first file make.
+    /// The speed of `bytes` since the first file.
     fn speed(&self, bytes: u64) -> String {
         let took = self.took().max(0.001);
         format!("{}/s", size((bytes as f64 / took) as u64))
@@ -139,7 +139,7 @@ impl Default for Progress {
     }
 }
 
-/// How far one file is. Its end takes the bar away.
+/// The progress of one file. Its end takes the bar away.
 #[derive(Debug)]
 pub(crate) struct FileProgress<'a> {
     all: &'a Progress,
@@ -163,7 +163,7 @@ impl FileProgress<'_> {
         self.length.saturating_sub(self.position)
     }
 
-    /// What was here is not what was wanted.
+    /// Starts the file again: its bytes were not the announced ones.
     pub(crate) fn restart(&mut self) {
         self.all.here.fetch_sub(self.position, Ordering::Relaxed);
         self.position = 0;

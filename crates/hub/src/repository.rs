@@ -21,7 +21,8 @@ use crate::settings::Settings;
 const LONGEST_LIST: usize = 64 << 20;
 /// Files asked about at a time.
 const QUESTIONS: usize = 8;
-/// What has a meaning of its own in an address, or no place there.
+/// The characters that are escaped in an address: they have a meaning of their own, or no place
+/// there.
 const UNSAFE: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
@@ -109,7 +110,7 @@ impl Repository {
         })
     }
 
-    /// Whether nothing is downloaded.
+    /// True if nothing is downloaded.
     pub(crate) fn offline(&self) -> bool {
         self.client.is_none()
     }
@@ -123,7 +124,7 @@ impl Repository {
         self.folder.snapshot(&self.commit)
     }
 
-    /// Whether all of these files are here.
+    /// True if all of these files are here.
     pub(crate) fn has(&self, names: &[String]) -> bool {
         let directory = self.directory();
         names.iter().all(|name| directory.join(name).is_file())
@@ -196,7 +197,7 @@ impl Repository {
         done
     }
 
-    /// Where a file is, behind the hub's address.
+    /// The path of a file behind the hub's address.
     fn path(&self, name: &str) -> String {
         format!(
             "/{}/resolve/{}/{}",
@@ -268,7 +269,7 @@ fn explain(name: &HubName, endpoint: &str, file: Option<&str>, trouble: Trouble)
     }
 }
 
-/// What a server says, without what would make more than a line of it.
+/// A server's text as one line.
 fn one_line(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(200).collect()
 }

@@ -1,4 +1,4 @@
-//! What the environment says about the hub and its cache, by the names that `huggingface_hub`
+//! The settings of the hub and its cache in the environment, by the names that `huggingface_hub`
 //! reads.
 
 use std::env;
@@ -12,12 +12,12 @@ use crate::name::expand_home;
 
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// Where models come from and where they are kept.
+/// The source of models, and the place for downloads.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The hub's address, without a slash at its end.
     pub endpoint: String,
-    /// What opens private and gated repositories.
+    /// The token that opens private and gated repositories.
     pub token: Option<String>,
     /// The folder of the hub's cache, with a folder for each repository.
     pub hub_cache: PathBuf,
@@ -25,7 +25,7 @@ pub struct Settings {
     pub cache: PathBuf,
     /// Nothing is asked over the network.
     pub offline: bool,
-    /// How long a server may be silent.
+    /// The longest time for which a server may be silent.
     pub patience: Duration,
     /// Files downloaded at a time.
     pub at_a_time: usize,

@@ -17,20 +17,20 @@ use crate::settings::Settings;
 /// A model in the cache.
 #[derive(Debug, Clone, Serialize)]
 pub struct Stored {
-    /// What [`remove`] and the commands call it.
+    /// The name of the model for [`remove`] and the commands.
     pub name: String,
-    /// What its weights are.
+    /// The format of its weights.
     pub format: Format,
     /// Bytes on the disk, with those of unfinished downloads. Models of one repository may share
     /// some.
     pub bytes: u64,
-    /// When it was read last, in seconds since 1970.
+    /// The time of the last read, in seconds since 1970.
     pub last_used: Option<u64>,
     /// The folder or the file.
     pub path: PathBuf,
 }
 
-/// What a model's weights are.
+/// The format of a model's weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
@@ -54,7 +54,7 @@ impl Format {
     }
 }
 
-/// What [`remove`] would delete.
+/// The files that [`remove`] would delete.
 #[derive(Debug)]
 pub struct Removal {
     /// Bytes on the disk.
@@ -64,7 +64,7 @@ pub struct Removal {
     folders: Vec<PathBuf>,
     /// Deleted if nothing is in them.
     emptied: Vec<PathBuf>,
-    /// Whose downloads have to have ended.
+    /// The repository whose downloads have to have ended.
     repository: Option<RepositoryFolder>,
 }
 
@@ -94,10 +94,10 @@ pub fn list(settings: &Settings) -> Result<Vec<Stored>, HubError> {
     Ok(found)
 }
 
-/// What it would take to remove a model. Other snapshots keep what they use.
+/// Finds the files to delete for a model. Other snapshots keep the files that they use.
 ///
 /// # Errors
-/// [`HubError::NotStored`] if nothing of it is here.
+/// [`HubError::NotStored`]: nothing of the model is here.
 pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubError> {
     let name = match name {
         ModelName::Hub(name) => name,
@@ -284,7 +284,7 @@ impl Content {
         ggufs.into_iter().map(of).collect()
     }
 
-    /// What goes with a revision, or with a GGUF file. `None`: it is not here.
+    /// The files that go with a revision, or with a GGUF file. `None`: it is not here.
     fn removal(&self, name: &HubName, repository: &RepositoryFolder) -> Option<Removal> {
         let commit = match &name.revision {
             Some(revision) => Some(repository.commit_of(revision)?),
@@ -345,7 +345,7 @@ fn parts<'a>(names: &BTreeSet<&'a str>, name: &'a str) -> Vec<&'a str> {
     names.iter().copied().filter(|other| same(other)).collect()
 }
 
-/// When a file was last read or written, in seconds since 1970.
+/// The time at which a file was last read or written, in seconds since 1970.
 fn used(file: &Metadata) -> Option<u64> {
     let last = file.accessed().ok().max(file.modified().ok())?;
     Some(last.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_secs())
@@ -355,7 +355,7 @@ fn folders(folder: &Path) -> Result<Vec<PathBuf>, HubError> {
     Ok(folders_and_files(folder)?.into_iter().filter(|path| path.is_dir()).collect())
 }
 
-/// What is in a folder; nothing, if it is not there.
+/// The paths in a folder; none if it is not there.
 fn folders_and_files(folder: &Path) -> Result<Vec<PathBuf>, HubError> {
     match fs::read_dir(folder) {
         Ok(entries) => Ok(entries.flatten().map(|entry| entry.path()).collect()),

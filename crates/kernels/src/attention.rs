@@ -27,7 +27,7 @@ const SPAN: usize = 512;
 pub(crate) struct Queries {
     /// First query, as a token of the step.
     pub(crate) token: usize,
-    /// Where its result goes, as a row of the output.
+    /// The row of the output that gets the result.
     pub(crate) to: usize,
     pub(crate) tokens: usize,
     /// Position of the first query.
@@ -43,12 +43,12 @@ pub(crate) struct Unit {
     pub(crate) heads: usize,
     from: usize,
     until: usize,
-    /// Which of the splits it is a part of.
+    /// The split that the unit is a part of.
     split: Option<usize>,
 }
 
 impl Unit {
-    /// Whether the last of its queries is among the positions that it looks at.
+    /// True if the last of its queries is among the positions that it looks at.
     pub(crate) fn sees_itself(&self) -> bool {
         self.until == self.queries.position + self.queries.tokens
     }
@@ -68,7 +68,7 @@ struct Split {
     parts: usize,
     /// Parts that are not there yet.
     left: AtomicUsize,
-    /// Where the parts' sums begin.
+    /// The beginning of the parts' sums.
     at: usize,
     /// Query heads.
     rows: usize,
@@ -236,13 +236,13 @@ impl<E: Element> Scratch<E> {
     }
 }
 
-/// Attends a unit's queries, which are in the scratch, and writes their part of `out` `[rows,
-/// heads, head_dim]`, unless others of the same split have yet to end. `then`: the unit that comes
-/// after it.
+/// Attends a unit's queries, which are in the scratch, and writes their part of `out`
+/// `[rows, heads, head_dim]`, unless others of the same split have yet to end. `then`: the unit
+/// that comes after it.
 ///
 /// # Safety
-/// The unit lies within `out`; both units' pages are pages of the pool for every position that they
-/// look at; nobody else writes its part of `out`, or the scratch.
+/// The unit lies within `out`. Both units' pages are pages of the pool for every position that they
+/// look at. No other thread writes this part of `out`, or the scratch.
 #[inline(always)]
 pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,

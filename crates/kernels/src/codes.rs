@@ -2,9 +2,8 @@
 //! to fit them.
 //!
 //! Weights are kept as unsigned codes, activations as signed ones, because that is what the
-//! processors' dot products of bytes take. What an offset adds to a product is the offset times the
-//! sum of the activations, so each row brings its sums along and nothing is lost: integer sums are
-//! exact.
+//! processors' dot products of bytes take. An offset adds to a product the offset times the sum of
+//! the activations. So each row brings its sums along and nothing is lost: integer sums are exact.
 
 use crate::element::Element;
 use crate::vector::{LANES, Vector};
@@ -15,14 +14,14 @@ pub(crate) const SHARED: usize = 32;
 /// Activations' largest code.
 pub(crate) const LARGEST: f32 = 127.0;
 
-/// What codes of numbers up to `largest` are multiplied with: 0, and all codes with it, where there
-/// are only zeros, no numbers, or so little that its inverse is infinite.
+/// The factor that makes codes of numbers up to `largest`. It is 0, and all codes with it, if there
+/// are only zeros, no numbers, or numbers so small that the inverse is infinite.
 #[inline(always)]
 pub(crate) fn inverse_of(largest: f32) -> f32 {
     if largest > 1e-36 { LARGEST / largest } else { 0.0 }
 }
 
-/// How the weights of a quantised matrix are stored.
+/// The storage of a quantised matrix's weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     /// 8 bits, one scale an output.
@@ -43,7 +42,7 @@ impl Format {
             .copied()
     }
 
-    /// What stands for zero.
+    /// The code that stands for zero.
     pub(crate) const fn offset(self) -> i32 {
         match self {
             Self::Int8 | Self::Q8_0 => 128,
@@ -52,7 +51,7 @@ impl Format {
         }
     }
 
-    /// Whether two codes share a byte.
+    /// True if two codes share a byte.
     pub(crate) const fn is_narrow(self) -> bool {
         matches!(self, Self::Q4_0 | Self::Q4_1)
     }

@@ -20,9 +20,9 @@ pub type Bytes = Arc<Room>;
 /// A matrix in the order of the kernels.
 #[derive(Clone)]
 pub struct Matrix {
-    /// How it is computed with.
+    /// The number format in which the matrix is computed.
     pub storage: Storage,
-    /// What [`Packing::pack`] wrote.
+    /// The output of [`Packing::pack`].
     pub packed: Bytes,
 }
 
@@ -147,7 +147,7 @@ pub struct Rows<'a> {
     pub slot: &'a [i64],
     /// The first position.
     pub start: &'a [i64],
-    /// How many positions.
+    /// The number of positions of each row.
     pub length: &'a [i64],
     /// One a row, or empty: every input is the embedding's.
     pub given: &'a [Option<Given<'a>>],
@@ -163,7 +163,7 @@ pub struct Rows<'a> {
     pub sample: &'a [i64],
 }
 
-/// What a step gives of the tokens that sample.
+/// The output of a step for the tokens that sample.
 pub enum Wanted<'a> {
     /// `[sampled, vocabulary]`.
     Logits(&'a mut [f32]),
@@ -177,7 +177,7 @@ pub enum Wanted<'a> {
 pub struct Decoder {
     model: AnyModel,
     sizes: Sizes,
-    /// What the model points to.
+    /// The weights that the model points to.
     _weights: Weights,
     _pages: Vec<[Room; 2]>,
 }

@@ -5,9 +5,9 @@ use crate::tile::{NR, Tile};
 
 /// Inner positions that lie together: as many bytes as one of a processor's dot products takes.
 pub(crate) const QUAD: usize = 4;
-/// Bytes of a quad of a panel: of 8-bit codes, one after the other for each output; of 4-bit codes,
-/// where a byte's low half belongs to an output of the first half of the panel, its high half to
-/// that of the second.
+/// Bytes of a quad of a panel. 8-bit codes stand one after the other for each output. Of 4-bit
+/// codes, a byte's low half belongs to an output of the first half of the panel, its high half to
+/// one of the second.
 pub(crate) const fn quad_bytes(format: Format) -> usize {
     if format.is_narrow() { NR * QUAD / 2 } else { NR * QUAD }
 }

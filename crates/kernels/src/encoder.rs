@@ -76,7 +76,7 @@ pub struct BatchSpec {
     /// int64 `[rows]` each.
     slot: *const i64,
     length: *const i64,
-    /// Where the second text of a pair begins; 0: there is one text.
+    /// The position at which the second text of a pair begins; 0: there is one text.
     segment: *const i64,
     /// int32 `[slots, token_stride]`.
     tokens: *const i32,
@@ -168,7 +168,7 @@ pub(crate) struct Encoder<E> {
     positions: usize,
     kinds: usize,
     activation: Activation,
-    /// Whether a prompt's first state is its vector, and not the mean.
+    /// True if a prompt's first state is its vector, and not the mean.
     first: bool,
     eps: f32,
     words: *const E,
@@ -472,8 +472,9 @@ pub unsafe extern "C" fn fb_encoder_free(encoder: *mut AnyEncoder) {
     }
 }
 
-/// Computes vectors, or scores. 0, or why not: 2 a token that is not of the vocabulary, 3 a prompt
-/// that is empty or too long, 4 a second text that the encoder does not know.
+/// Computes vectors, or scores. Returns 0, or the reason for a refusal. 2 is a token outside of the
+/// vocabulary, 3 an empty or too long prompt, and 4 a second text that the encoder does not
+/// support.
 ///
 /// # Safety
 /// `encoder` is of [`fb_encoder_new`] and computes nothing else; `batch` describes what is there,

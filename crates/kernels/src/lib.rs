@@ -1,20 +1,26 @@
 //! CPU kernels behind a C interface, which the hand in Python loads, and behind a safe one
 //! ([`Decoder`]), for the hand in Rust.
 //!
-//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`; where
-//! many tokens want logits, `fb_head` makes them of some at a time): embedding, layers and head,
-//! with paged attention for prompt chunks and decode rows alike. One call a step, because what a
-//! step costs beside its arithmetic is the crossing of boundaries: a few microseconds for each of
-//! hundreds of operators would be most of a small model's step.
+//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`). A call
+//! does embedding, layers and head, with paged attention for prompt chunks and decode rows alike.
+//! If many tokens want logits, `fb_head` makes them of some tokens at a time. One call a step saves
+//! the crossing of boundaries. A few microseconds for each of hundreds of operators would be most
+//! of a small model's step.
 //!
 //! An encoder (`fb_encoder_new`) is computed likewise, all prompts of a batch a call (`fb_encode`).
 //!
-//! Inside: `tile` says what the innermost loops do, `dots` the same for quantised weights, `vector`
-//! for everything else; `isa` holds them, written for each set of instructions, and `dispatch` is
-//! the table of which are used where. `pack` and `pages` are the order of weights, keys and values
-//! that they read, `quantise` and `codes` that of quantised ones; `matmul` and `attention` what is
-//! built of them, `model` the description of a decoder, `step` the list of what is computed, `team`
-//! the threads.
+//! The modules are:
+//!
+//! - `tile`, `dots` and `vector`: the traits of the innermost loops, of weights in floats, of
+//!   quantised ones, and of everything else;
+//! - `isa`: the loops themselves, for each set of instructions; `dispatch`: the table of levels,
+//!   which says what computes where;
+//! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
+//!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
+//! - `matmul` and `attention`: products and attention, built of the loops;
+//! - `model`: the description of a decoder; `any_model`: one of either type; `step`: the list of
+//!   the parts of a step;
+//! - `team`: the threads.
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens
 //! do not change with the batch, the chunking or the number of threads.
@@ -125,8 +131,8 @@ pub unsafe extern "C" fn fb_pack(
     unsafe { matrix.pack(dtype) }
 }
 
-/// Bytes of a packed matrix that is quantised as `format` says (1: int8, 2: `Q8_0`, 3: `Q4_0`, 4:
-/// `Q4_1`); 0 if there is no such format, or `inputs` is not a multiple of 32.
+/// Bytes of a packed matrix that is quantised as `format` says: 1 int8, 2 `Q8_0`, 3 `Q4_0`, 4
+/// `Q4_1`. Returns 0 if there is no such format, or `inputs` is not a multiple of 32.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_quantised_bytes(
     format: u32,
@@ -191,8 +197,8 @@ pub unsafe extern "C" fn fb_pack_blocks(
     true
 }
 
-/// A decoder that computes with `spec.threads` threads; null if an inner dimension is one that the
-/// kernels cannot do: odd, or of a quantised matrix and not a multiple of 32.
+/// A decoder that computes with `spec.threads` threads. Null if the kernels cannot do an inner
+/// dimension: an odd one, or one of a quantised matrix that is not a multiple of 32.
 ///
 /// # Safety
 /// `spec` and `team` describe what is there; everything but the descriptions themselves stays until

@@ -225,7 +225,7 @@ pub(crate) fn rms_norm<E: Element, K: Kernel<E>>(
     }
 }
 
-/// What normalises `x`.
+/// The factor that normalises `x`.
 #[inline(always)]
 pub(crate) fn rms_factor<V: Vector>(x: &[f32], eps: f32) -> f32 {
     // Two sums in turn: one would wait for its own last addition.

@@ -50,7 +50,7 @@ impl<E: Element> Rows<E> {
         tile_height(self.count, K::ROWS)
     }
 
-    /// How many tiles they are.
+    /// The number of tiles of the rows.
     #[inline(always)]
     pub(crate) fn tiles<K: Kernel<E>>(&self) -> usize {
         self.count.div_ceil(self.height::<K>().max(1))
@@ -100,7 +100,7 @@ pub(crate) unsafe fn arrange<E: Element, K: Kernel<E>>(
 pub(crate) struct Best {
     pub(crate) value: f32,
     pub(crate) output: u32,
-    /// Whether all outputs were finite.
+    /// True if all outputs were finite.
     pub(crate) finite: bool,
 }
 
@@ -132,7 +132,7 @@ impl Best {
     }
 }
 
-/// Where results go.
+/// The place of results.
 #[derive(Clone, Copy)]
 pub(crate) enum Out<E> {
     /// `[rows, outputs]`.
@@ -148,8 +148,8 @@ pub(crate) enum Out<E> {
 /// This member's share of `rows · matrix`, which is not quantised.
 ///
 /// # Safety
-/// The pointers are good for the sizes given; other members write the same `out` only through this
-/// function with the same `queue`, but a [`Out::Best`], which is each member's own.
+/// The pointers are good for the sizes given. Other members write the same `out` only through this
+/// function with the same `queue`. A [`Out::Best`] is each member's own.
 #[inline(always)]
 pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     (queue, members): (&Queue, usize),
@@ -216,11 +216,11 @@ unsafe fn multiply_block<E: Element, K: Kernel<E>>(
     }
 }
 
-/// What a tile begins to load beside a chunk's weights; `left` tiles of the block's are left, with
-/// this one.
+/// The weights that a tile begins to load beside those of its chunk. `left` tiles of the block are
+/// left, with this one.
 ///
-/// Weights come from memory. A single tile begins to load what it will soon need; of several, the
-/// last two do for the next chunk, and the others find theirs in the cache.
+/// Weights come from memory. A single tile begins to load the weights that it needs soon. Of several
+/// tiles, the last two load those of the next chunk, and the others find theirs in the cache.
 #[inline(always)]
 fn ahead_of<E>(weights: *const E, positions: usize, (tiles, left): (usize, usize)) -> Ahead<E> {
     let next = weights.wrapping_add(positions * NR);
@@ -301,7 +301,7 @@ unsafe fn multiply_codes_block<E: Element, K: Kernel<E>, D: Dots>(
     }
 }
 
-/// What is done with the sums of a tile, of which `row` is the first row.
+/// Finishes a tile, of which `row` is the first row: writes, adds or compares its results.
 ///
 /// # Safety
 /// As of [`multiply`]; the rows and the panel are there.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-/// Where parts of a room begin: a cache line, which suits vectors and every type.
+/// The alignment of the parts of a room: a cache line, which suits vectors and every type.
 const ALIGNMENT: usize = 64;
 
 struct Mapping {
@@ -139,7 +139,7 @@ impl Shared {
         Ok(Self(Some(Mapping::of(at.cast(), bytes)?)))
     }
 
-    /// How many bytes there are.
+    /// The number of bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.as_ref().map_or(0, |mapping| mapping.bytes)

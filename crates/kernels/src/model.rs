@@ -68,7 +68,7 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
-    /// Whether all inner dimensions are even, as pairs need them, and those of quantised matrices
+    /// True if all inner dimensions are even, as pairs need them, and those of quantised matrices
     /// multiples of [`SHARED`].
     ///
     /// # Safety
@@ -170,7 +170,7 @@ pub(crate) struct Model<E> {
     cos: *const f32,
     sin: *const f32,
     layers: Vec<Layer<E>>,
-    /// Whether any matrix is.
+    /// True if any matrix is quantised.
     quantised: bool,
     team: Team,
     work: Work<E>,
@@ -210,7 +210,7 @@ pub(crate) struct Token<E> {
     /// Its row of the embedding, or what was given in place of that.
     pub(crate) input: *const E,
     pub(crate) position: usize,
-    /// Where its keys and values go.
+    /// The place of its keys and values.
     pub(crate) entry: usize,
 }
 

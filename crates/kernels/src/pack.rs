@@ -1,8 +1,8 @@
 //! Weights in the order in which the matrix kernels read them.
 //!
-//! A matrix `[n, k]` becomes panels of [`NR`] outputs: panel `p` holds, for each group of `PAIR`
-//! inner positions, the group's values of outputs `p * NR ..`, so that one vector load brings one
-//! group of many outputs (Goto & van de Geijn 2008).
+//! A matrix `[n, k]` becomes panels of [`NR`] outputs. Panel `p` holds, for each group of `PAIR`
+//! inner positions, the group's values of outputs `p * NR ..`. So one vector load brings one group
+//! of many outputs (Goto & van de Geijn 2008).
 
 use crate::element::Element;
 use crate::tile::{HALF, Kernel, NR};
@@ -42,7 +42,7 @@ pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Op
 
 /// Packs the row-major `source` `[n, k]`. Padding is zero.
 ///
-/// `interleaved`: the first half of the rows are gates, the second half what they gate; a panel
+/// `interleaved`: the first half of the rows are gates, the second half the gated rows. A panel
 /// gets [`HALF`] of each, so that both factors of a product are computed together.
 ///
 /// # Panics

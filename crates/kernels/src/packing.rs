@@ -1,4 +1,4 @@
-//! Matrices that are put in the order of the kernels: what they are, and how.
+//! Matrices that are put in the order of the kernels.
 
 use std::fmt;
 
@@ -37,7 +37,7 @@ impl Dtype {
     }
 }
 
-/// How a matrix is computed with.
+/// The number format in which a matrix is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Storage {
     /// In the model's type.
@@ -80,11 +80,11 @@ pub struct Packing {
     pub interleaved: bool,
     /// The model's type.
     pub dtype: Dtype,
-    /// How it is computed with.
+    /// The number format in which the matrix is computed.
     pub storage: Storage,
 }
 
-/// What can't be packed or computed, in one line.
+/// The part of a model that can't be packed or computed, in one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unfit(pub(crate) String);
 
@@ -100,7 +100,7 @@ pub(crate) fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
     Err(Unfit(what.into()))
 }
 
-/// Whether memory begins where a number of the type may be.
+/// True if memory begins at an address that suits a number of the type.
 pub(crate) fn aligned(bytes: &[u8], dtype: Dtype) -> bool {
     bytes.as_ptr().addr().is_multiple_of(dtype.bytes())
 }
@@ -165,8 +165,8 @@ impl Packing {
     }
 }
 
-/// A whole matrix of floats, and room for the packed one. What `dtype` says is 0 for float32 and 1
-/// for bfloat16.
+/// A whole matrix of floats, and room for the packed one. A `dtype` is 0 for float32 and 1 for
+/// bfloat16.
 pub(crate) struct Whole {
     pub(crate) source: *const u8,
     /// Outputs, inputs, and whether it is interleaved.

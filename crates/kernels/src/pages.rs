@@ -1,10 +1,11 @@
-//! How keys and values lie in their pages.
+//! The order of keys and values in their pages.
 //!
-//! Where sizes allow, [`GROUP`] positions of a head lie as the kernels read them, so that attention
-//! has nothing to put in order: keys `[dim / PAIR, GROUP, PAIR]`, values `[GROUP / PAIR, dim,
-//! PAIR]`, and of both `[entries / GROUP, kv_heads]` one after the other. A page is the same bytes
-//! at the same place as in any other order, so whoever copies whole pages need not know. Otherwise
-//! entries lie `[entries, kv_heads, dim]`, and groups are put in order whenever they are read.
+//! If sizes allow, [`GROUP`] positions of a head lie as the kernels read them, so that attention
+//! has nothing to put in order. Keys are `[dim / PAIR, GROUP, PAIR]`, values
+//! `[GROUP / PAIR, dim, PAIR]`. Of both there are `[entries / GROUP, kv_heads]` one after the
+//! other. A page is the same bytes at the same place as in any other order, so whoever copies whole
+//! pages need not know. Otherwise entries lie `[entries, kv_heads, dim]`, and groups are put in
+//! order whenever they are read.
 
 use crate::element::Element;
 use crate::math;
@@ -134,8 +135,8 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Where the keys of the group of positions that begins at `first` lie; nothing where they have
-    /// to be put in order first.
+    /// The keys of the group of positions that begins at `first`; `None` if they have to be put in
+    /// order first.
     ///
     /// # Safety
     /// There is a page for `first`.

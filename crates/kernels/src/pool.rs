@@ -9,12 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a member looks before it sleeps.
+/// The time that a member looks for work before it sleeps.
 const LOOKS_FOR: Duration = Duration::from_micros(150);
 /// Looks between two glances at the clock.
 const LOOKS: u32 = 64;
 
-/// Where `members` threads wait for each other, any number of times.
+/// The point at which `members` threads wait for each other, any number of times.
 pub(crate) struct Meeting {
     members: usize,
     /// Those that have come to this turn.
@@ -73,10 +73,10 @@ impl Meeting {
     }
 }
 
-/// What all members do, with a member's number.
+/// The work of all members, called with a member's number.
 type Job = *const (dyn Fn(usize) + Sync);
 
-/// What the threads and their owner share.
+/// The state that the threads and their owner share.
 struct Common {
     meeting: Meeting,
     /// Written by the owner before a meeting, and read by the others behind it.
@@ -124,7 +124,7 @@ impl Threads {
         Ok(threads)
     }
 
-    /// How many there are.
+    /// The number of threads.
     #[must_use]
     pub fn count(&self) -> usize {
         self.common.meeting.members

@@ -21,7 +21,7 @@ pub(crate) const QUEUES_A_LAYER: usize = 5;
 /// Tokens up to which every member normalises all of them for itself: that is quicker than to meet.
 pub(crate) const FEW: usize = 16;
 
-/// What a step's time is spent on.
+/// The part of a step that time is spent on.
 #[derive(Clone, Copy)]
 pub(crate) enum Part {
     /// Inputs and normalisation.
@@ -87,7 +87,7 @@ pub(crate) struct Step<'a, E> {
     pub(crate) sampled: &'a [usize],
     /// Rows of `x` for the head; 0: the stream of a step comes first.
     pub(crate) given: usize,
-    /// Whether every token is a row of its own, and samples.
+    /// True if every token is a row of its own, and samples.
     pub(crate) decodes: bool,
     pub(crate) shape: Shape,
     pub(crate) hidden: usize,

@@ -54,7 +54,7 @@ pub(crate) struct Team {
     pub(crate) kind: Kind,
 }
 
-/// Where a team's threads come from.
+/// The source of a team's threads.
 #[derive(Clone)]
 pub(crate) enum Kind {
     OpenMp(OpenMp),
@@ -104,9 +104,9 @@ impl Member<'_> {
 pub(crate) struct Queue(AtomicUsize);
 
 impl Queue {
-    /// The next of `total` pieces, none when all are taken. First many at a time, since taking
-    /// costs the time in which a processor asks another one for the counter; at the end one by one,
-    /// so that all end together.
+    /// The next of `total` pieces, none when all are taken. At first a call takes many at a time,
+    /// since taking costs the time in which a processor asks another one for the counter. At the
+    /// end it takes one by one, so that all end together.
     #[inline]
     pub(crate) fn take(&self, total: usize, members: usize) -> Range<usize> {
         let mut from = self.0.load(Ordering::Relaxed);

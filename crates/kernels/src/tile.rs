@@ -25,14 +25,14 @@ pub(crate) const BLOCK: usize = GROUP * GROUPS;
 /// Scores of some queries for a block.
 pub(crate) type Scores = [[f32; BLOCK]; MAX_ROWS];
 
-/// Rows of each tile but the last, of tiles of at most `most` rows: all have about as many, since a
+/// Rows of each tile but the last, of tiles of at most `most` rows. All have about as many, since a
 /// last one of a single row would cost as much as a full one.
 #[inline(always)]
 pub(crate) fn tile_height(rows: usize, most: usize) -> usize {
     rows.div_ceil(rows.div_ceil(most).max(1))
 }
 
-/// What a tile begins to load beside its work, from an address that need not be valid.
+/// The address that a tile begins to load from beside its work; it need not be valid.
 #[derive(Clone, Copy)]
 #[cfg_attr(
     not(target_arch = "x86_64"),
@@ -66,8 +66,8 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     const BLOCK_ROWS: usize = 96;
     /// Its floats.
     type Vector: Vector;
-    /// What rows are computed with: elements, or what they become once for all panels. No larger
-    /// than `f32`.
+    /// The numbers that rows are computed in: elements, or numbers made of them once for all
+    /// panels. No larger than `f32`.
     type Number: Copy;
 
     /// Puts rows in the order in which [`Self::tile`] reads them: those of some inner positions,
@@ -82,9 +82,9 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// `out[r] = a[r] · panel` for `r < rows`, or adds the product `more` to what is there.
     ///
     /// # Safety
-    /// `numbers` are `k` positions of `rows` rows, arranged; `panel` is `k` inner positions of a
-    /// packed panel, `k` a multiple of `E::PAIR`; of what follows on others, [`Self::INNER`]; `out`
-    /// has `rows` rows; `1 <= rows <= Self::ROWS`.
+    /// `numbers` are `k` positions of `rows` rows, arranged. `panel` is `k` inner positions of a
+    /// packed panel, and `k` is a multiple of `E::PAIR`. Pieces of a product begin at multiples of
+    /// [`Self::INNER`]. `out` has `rows` rows, and `1 <= rows <= Self::ROWS`.
     unsafe fn tile(
         numbers: *const Self::Number,
         rows: usize,
@@ -110,13 +110,14 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: &mut Scores,
     );
 
-    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r
-    /// < rows`. What is `ahead` begins to be loaded: as much as the values, from addresses that
+    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for
+    /// `r < rows`. What is `ahead` begins to be loaded: as much as the values, from addresses that
     /// need not be valid.
     ///
     /// # Safety
-    /// `weights` has `rows` rows of [`BLOCK`] numbers, `out` `rows` rows of `dim`; `values` are
-    /// groups of values, `dim` wide; `dim` is a multiple of [`LANES`]; `1 <= rows <= Self::ROWS`.
+    /// `weights` has `rows` rows of [`BLOCK`] numbers, and `out` has `rows` rows of `dim`. `values`
+    /// are groups of values, `dim` wide, and `dim` is a multiple of [`LANES`].
+    /// `1 <= rows <= Self::ROWS`.
     unsafe fn mix(
         weights: *const Self::Number,
         rows: usize,

@@ -2,7 +2,7 @@
 
 use crate::hash::BlockHash;
 
-/// Which tiers hold a block.
+/// The tiers that hold a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// The device's memory only.

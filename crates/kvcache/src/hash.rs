@@ -58,8 +58,7 @@ impl Namer {
         Self::new(&[])
     }
 
-    /// What this namer's names can be told apart by from those of others. It says nothing of the
-    /// secret.
+    /// A number that is equal for namers with equal names. It says nothing of the secret.
     #[must_use]
     pub fn id(&self) -> u64 {
         xxh3_64_with_secret(b"forebay namer 2", &*self.0)
@@ -100,8 +99,9 @@ impl Namer {
         })
     }
 
-    /// The same where images stand in the block: each is told by where it is in the block, which it
-    /// is, and which of its positions is the first there. Without images it is [`Self::child`].
+    /// The name of a block in which images stand. Each image adds three numbers to it: its place in
+    /// the block, its identity, and the first of its positions there. Without images this is
+    /// [`Self::child`].
     #[must_use]
     pub fn child_with(
         &self,

@@ -19,7 +19,7 @@ impl ImageLease {
     }
 }
 
-/// Which image pages hold which image, and who uses them. The longest unused image is given up
+/// The images that image pages hold, and the leases on them. The longest unused image is evicted
 /// first.
 #[derive(Debug)]
 pub struct ImagePool {
@@ -102,13 +102,13 @@ impl ImagePool {
         self.pages.size()
     }
 
-    /// How many pages are in which state.
+    /// The number of pages in each state.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.pages.counts()
     }
 
-    /// How many leases of a page are out.
+    /// The number of leases of a page that are out.
     #[must_use]
     pub fn leases(&self, page: u32) -> u32 {
         self.pages.leases(page)

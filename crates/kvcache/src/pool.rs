@@ -57,7 +57,7 @@ pub struct Evicted {
     pub saved: bool,
 }
 
-/// How many pages are in which state.
+/// The number of pages in each state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Pages that hold nothing.
@@ -149,7 +149,7 @@ impl<T> PagePool<T> {
         Lease::new(lease.page)
     }
 
-    /// Whether a page holds this block.
+    /// True if a page holds this block.
     #[must_use]
     pub fn contains(&self, name: BlockHash) -> bool {
         self.named.contains_key(&name)
@@ -169,7 +169,7 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// Whether another tier holds a block too that this one holds.
+    /// True if another tier holds a block too that this one holds.
     #[must_use]
     pub fn is_saved(&self, name: BlockHash) -> bool {
         self.named.get(&name).is_some_and(|&page| self.pages[page as usize].saved)
@@ -181,13 +181,13 @@ impl<T> PagePool<T> {
         self.pages[lease.page as usize].name
     }
 
-    /// How many leases of the page are out that holds a block; `None`: no page holds it.
+    /// The number of leases that are out of the page of a block; `None`: no page holds it.
     #[must_use]
     pub fn leases_of(&self, name: BlockHash) -> Option<u32> {
         self.named.get(&name).map(|&page| self.pages[page as usize].leases)
     }
 
-    /// Whether another tier holds the block of a leased page too.
+    /// True if another tier holds the block of a leased page too.
     #[must_use]
     pub fn is_page_saved(&self, lease: &Lease<T>) -> bool {
         self.pages[lease.page as usize].saved
@@ -236,9 +236,8 @@ impl<T> PagePool<T> {
         self.pages[self.cached[0].oldest()? as usize].name
     }
 
-    /// Says what a page holds, once it is full. False, and nothing is done, where another page
-    /// holds that block already (the older one stays, it is the one that others share) or the page
-    /// has a name already.
+    /// Names the block that a full page holds. False, and nothing is done, if the page has a name
+    /// already, or another page holds that block. The older page stays, since others share it.
     pub fn name(&mut self, lease: &Lease<T>, name: BlockHash) -> bool {
         let entry = &mut self.pages[lease.page as usize];
         if entry.name.is_some() || self.named.contains_key(&name) {
@@ -302,13 +301,13 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// How many pages [`Self::allocate`] can give: the free and the cached ones.
+    /// The number of pages that [`Self::allocate`] can give: the free and the cached ones.
     #[must_use]
     pub fn available(&self) -> u32 {
         self.free.len() as u32 + self.unleased()
     }
 
-    /// How many of them another tier makes up for, or hold nothing.
+    /// The number of available pages that hold nothing, or a block that another tier has too.
     #[must_use]
     pub fn spare(&self) -> u32 {
         self.free.len() as u32 + self.cached[1].len()
@@ -324,20 +323,20 @@ impl<T> PagePool<T> {
         self.pages.len() as u32
     }
 
-    /// How many pages are in which state.
+    /// The number of pages in each state.
     #[must_use]
     pub fn counts(&self) -> Counts {
         let (free, cached) = (self.free.len() as u32, self.unleased());
         Counts { free, cached, held: self.pages.len() as u32 - free - cached }
     }
 
-    /// How many blocks have a page, leased or not.
+    /// The number of blocks that have a page, leased or not.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.named.len()
     }
 
-    /// How many leases of a page are out.
+    /// The number of leases of a page that are out.
     #[must_use]
     pub fn leases(&self, page: u32) -> u32 {
         self.pages[page as usize].leases

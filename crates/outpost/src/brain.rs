@@ -31,13 +31,13 @@ type Stream = TlsStream<TcpStream>;
 
 /// Connections of strangers at a time.
 const STRANGERS: usize = 16;
-/// How long an outpost may take from an order to the rank's connection.
+/// The time that an outpost may take from an order to the rank's connection.
 const STARTING: Duration = Duration::from_secs(30);
-/// How long a rank's last words may take from the other connection.
+/// The time that a rank's last words may take from the other connection.
 const LAST_WORDS: Duration = Duration::from_millis(300);
-/// How long a hand that was killed may hold its device.
+/// The time that a hand that was killed may hold its device.
 const BURIAL: Duration = Duration::from_secs(10);
-/// How often ranks that wait for an outpost say so.
+/// The time between two messages of ranks that wait for an outpost.
 const WAITING: Duration = Duration::from_secs(1);
 /// Most hands of an outpost.
 const MOST_HANDS: u32 = 256;
@@ -262,7 +262,7 @@ fn line(text: &str, characters: usize) -> String {
     text.chars().filter(|c| !c.is_control()).take(characters).collect()
 }
 
-/// Whether the holder of these first bytes may come in; else a sentence for both logs.
+/// Checks that the holder of these first bytes may come in; else returns a sentence for both logs.
 fn admit(bytes: &[u8; KNOCK_BYTES], secret: &[u8; 32]) -> Result<(), String> {
     let knock = Knock::read(bytes).ok_or("it is no outpost")?;
     if !bool::from(knock.secret[..].ct_eq(&secret[..])) {

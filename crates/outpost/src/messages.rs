@@ -62,7 +62,7 @@ pub(crate) enum Purpose {
     Join {
         /// For people.
         name: String,
-        /// How many hands it can run at a time.
+        /// The number of hands that it can run at a time.
         hands: u32,
     },
     /// Frames of a rank that was ordered.
@@ -92,7 +92,7 @@ pub(crate) enum FromOutpost {
     Ended {
         /// The order's.
         id: u64,
-        /// How, in words.
+        /// The end, in words.
         status: String,
     },
 }
@@ -102,7 +102,7 @@ pub(crate) enum FromOutpost {
 pub struct HandOrder {
     /// Names the rank among all that the brain ever ordered.
     pub(crate) id: u64,
-    /// Which of the outpost's hands it is, from 0 on.
+    /// The number of the hand among the outpost's, from 0 on.
     pub place: u32,
     /// `rust` or `torch`.
     pub hand: String,

@@ -8,13 +8,13 @@ use tokio::sync::{Notify, watch};
 
 use std::sync::Arc;
 
-/// How long a rank whose connection broke may take to say how it ended.
+/// The time that a rank whose connection broke may take to say how it ended.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
 /// The life of one rank.
 #[derive(Debug)]
 pub(crate) struct Life {
-    /// How it ended, once it has.
+    /// The end of the hand, once it has ended.
     ended: Mutex<Option<String>>,
     changed: Condvar,
     /// Asks for its end.

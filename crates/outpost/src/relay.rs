@@ -6,13 +6,13 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, copy, split};
 use tokio::net::{TcpStream, UnixStream};
 
-/// How long sent bytes may stay unacknowledged before the system gives a connection up.
+/// The time that sent bytes may stay unacknowledged before the system gives a connection up.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(5);
 /// Silence of the other side after which it is lost: four pings.
 pub(crate) const SILENCE: Duration = Duration::from_secs(4);
 /// From one ping to the next.
 pub(crate) const PING: Duration = Duration::from_secs(1);
-/// How long one side may take to open a connection.
+/// The time that one side may take to open a connection.
 pub(crate) const OPENING: Duration = Duration::from_secs(5);
 
 /// The side whose end ended a relay.

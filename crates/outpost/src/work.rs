@@ -37,7 +37,7 @@ pub struct WorkSettings {
     pub token: JoinToken,
     /// The name of this outpost in the brain's log.
     pub name: String,
-    /// How many hands may run here at a time.
+    /// The number of hands that may run here at a time.
     pub hands: u32,
 }
 
@@ -105,7 +105,7 @@ pub async fn work(
     }
 }
 
-/// How the brain is reached.
+/// The way to the brain.
 #[derive(Clone)]
 struct Door {
     connector: TlsConnector,

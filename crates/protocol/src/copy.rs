@@ -14,7 +14,7 @@ pub const COPY_OK: i32 = 0;
 /// The end of a copy that could not be done.
 pub const COPY_FAILED: i32 = 1;
 
-/// Which way a page is copied.
+/// The direction in which a page is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From the device to the host, behind the rows of the plan that names it.
@@ -30,7 +30,7 @@ pub enum Direction {
 pub struct Span {
     /// The first, counted from the page's own.
     pub first: u32,
-    /// How many.
+    /// The number of positions.
     pub count: u32,
 }
 
@@ -39,7 +39,7 @@ pub struct Span {
 pub struct PageCopy {
     /// Its number, which its end is reported with.
     pub ticket: u32,
-    /// Which way.
+    /// The direction of the copy.
     pub direction: Direction,
     /// The page of the device; `None` where index keys come back.
     pub hot: Option<u32>,

@@ -1,4 +1,4 @@
-//! What brain and hand tell each other before the first plan, and when something breaks: the JSON
+//! The messages between brain and hand before the first plan, and when something breaks: the JSON
 //! frames.
 
 use serde::de::DeserializeOwned;
@@ -56,7 +56,7 @@ pub struct HandConfig {
     pub device: String,
     /// The name of a [`Dtype`].
     pub dtype: String,
-    /// How matrices are computed with, if not as they are stored.
+    /// The number format of matrices, if it is not the stored one.
     pub quantization: Option<String>,
     /// Positions a page.
     pub page_size: u32,
@@ -78,9 +78,9 @@ pub struct HandConfig {
     pub max_total_tokens: Option<u64>,
     /// Bytes of the shared memory.
     pub arena_bytes: u64,
-    /// Which rank of the group the hand is.
+    /// The rank of the hand in its group.
     pub rank: u32,
-    /// How many ranks the group has.
+    /// The number of ranks in the group.
     pub world_size: u32,
     /// Experts are split by rank, whole; else each like any matrix.
     pub expert_parallel: bool,
@@ -109,8 +109,8 @@ pub struct HandConfig {
     pub sparse_top_k: Option<u32>,
     /// Positions of all image pages; `None`: what the hand finds right for the model.
     pub image_pool_tokens: Option<u64>,
-    /// Whether anything waits for saves: `behind`, nothing; `fence`, the rows of the next plan;
-    /// `inline`, the next plan.
+    /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
+    /// the next plan.
     pub kv_save_order: String,
 }
 
@@ -253,7 +253,7 @@ fn one() -> u32 {
 pub struct Fatal {
     /// One line.
     pub error: String,
-    /// Where it happened.
+    /// The place of the error, as a traceback.
     pub traceback: String,
 }
 

@@ -76,7 +76,7 @@ impl StepMasks {
     }
 }
 
-/// Where the mask of a row is.
+/// The place of a row's mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaskPlace {
     /// There is none: everything is allowed.

@@ -53,7 +53,7 @@ impl Want {
     /// The next token.
     pub const TOKEN: Self = Self::Tokens(1);
 
-    /// Whether tokens are sampled.
+    /// True if tokens are sampled.
     #[must_use]
     pub fn samples(self) -> bool {
         matches!(self, Self::Tokens(_) | Self::Masked)
@@ -205,7 +205,7 @@ impl StepPlan {
         }
     }
 
-    /// Whether it overwrites a slot.
+    /// True if the plan overwrites a slot.
     #[must_use]
     pub fn writes_slots(&self) -> bool {
         !self.slots.is_empty()
@@ -333,9 +333,9 @@ impl StepPlan {
         self.encode_spilling(out, usize::MAX, |_| None)
     }
 
-    /// The same, without the tokens of new slots that have at least `min_tokens` of them: `place`
-    /// gets the tokens and answers the byte offset in the arena where it put them, or `None` to
-    /// leave them in the plan (the arena is full).
+    /// Encodes the plan without the tokens of new slots that have at least `min_tokens` of them.
+    /// `place` gets the tokens and answers the byte offset in the arena at which it put them.
+    /// `None`, if the arena is full, leaves them in the plan.
     ///
     /// # Errors
     /// The frame would be larger than a reader takes.

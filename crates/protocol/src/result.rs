@@ -49,7 +49,7 @@ pub struct StepResult {
     pub copied: Vec<[i32; COPIED_WORDS]>,
     /// The time of copies since the last result.
     pub copy_timing: CopyTiming,
-    /// Where the rows were that sparse slots read.
+    /// The places of the rows that sparse slots read.
     pub sparse_rows: SparseRows,
     /// Of the tokens of prompts that the plan asks for, in its order; `None`: it asks for none.
     pub prompt_logprobs: Option<Box<PromptLogprobs>>,
@@ -67,7 +67,8 @@ pub struct PromptLogprobs {
     pub values: Vec<f32>,
 }
 
-/// Where the rows were that a step's sparse slots chose, summed over rows and layers.
+/// The number of rows that a step's sparse slots chose, by their places, summed over rows and
+/// layers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SparseRows {
     /// Chosen.
@@ -114,7 +115,7 @@ impl StepResult {
         })
     }
 
-    /// How many tokens each row that samples gave.
+    /// The number of tokens that each row that samples gave.
     pub fn counts(&self) -> impl Iterator<Item = usize> {
         let one_each = if self.token_counts.is_empty() { self.tokens.len() } else { 0 };
         let counts = self.token_counts.iter().map(|&count| count as usize);

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-/// How a slot's tokens are sampled. Part of the device's slot table: replaced as a whole when a
-/// slot is written.
+/// The sampling parameters of a slot. They are part of the device's slot table, and replaced as a
+/// whole when a slot is written.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy.
@@ -53,18 +53,18 @@ impl Default for SamplingParams {
     }
 }
 
-/// How a prompt that is to become a vector is read, in place of sampling parameters.
+/// The parameters of a prompt that is to become a vector, in place of sampling parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pooling {
-    /// Where the second text of a pair begins; 0: the prompt is one text.
+    /// The position at which the second text of a pair begins; 0: the prompt is one text.
     pub segment: u32,
 }
 
-/// What the device must know of a request beside its tokens; written with its slot. A new kind of
-/// parameter is a field here and a column of the plan.
+/// The facts about a request, beside its tokens, that the device must know; written with its slot.
+/// A new kind of parameter is a field here and a column of the plan.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SlotSpec {
-    /// How its tokens are sampled; `seed` is always set, at random where the client gave none.
+    /// The sampling parameters. `seed` is always set, at random if the client gave none.
     pub sampling: SamplingParams,
     /// Token ids that end the request: end-of-sequence (unless ignored) and the client's
     /// `stop_token_ids`; ascending, each once.
@@ -93,7 +93,7 @@ pub struct NewSlot<'a> {
     pub slot: u32,
     /// Prompt and, for a replayed or preempted request, what was generated so far.
     pub tokens: &'a [i32],
-    /// How many of `tokens` are the prompt.
+    /// The number of `tokens` that are the prompt.
     pub prompt_len: u32,
     /// The parameters.
     pub spec: &'a SlotSpec,
@@ -114,7 +114,7 @@ impl NewSlot<'_> {
     }
 }
 
-/// How a new slot is sampled, as it stands in a plan.
+/// The sampling parameters of a new slot, as they stand in a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SlotSampling<'a> {
     /// As [`SamplingParams`] have it.
@@ -146,13 +146,13 @@ pub struct SlotWrite<'a> {
     pub slot: u32,
     /// Its tokens; empty where they are in the arena.
     pub tokens: &'a [i32],
-    /// How many there are, wherever they are.
+    /// The number of tokens, in the plan or in the arena.
     pub token_count: u32,
     /// Byte offset in the arena of its tokens; `None`: they are in the plan.
     pub arena_offset: Option<u32>,
-    /// How its tokens are sampled.
+    /// The sampling parameters.
     pub sampling: SlotSampling<'a>,
-    /// How many of the tokens are the prompt.
+    /// The number of tokens that are the prompt.
     pub prompt_len: u32,
     /// Below this position `stop_ids` can't be sampled.
     pub min_total: u32,
@@ -162,7 +162,7 @@ pub struct SlotWrite<'a> {
     pub logprobs: Option<u8>,
     /// The only ids that can be sampled; `None`: all.
     pub allowed: Option<&'a [i32]>,
-    /// Where the second text of a pair begins; 0: the prompt is one text.
+    /// The position at which the second text of a pair begins; 0: the prompt is one text.
     pub segment: u32,
     /// Byte offset in the arena of the prompt's embeddings, which stand for its tokens' own.
     pub embeds: Option<u32>,

@@ -1,4 +1,4 @@
-//! Which replica holds which blocks of the prefix cache.
+//! The blocks of the prefix cache that each replica holds.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ impl Blocks {
         Self { index, news, lane, page_size: page_size.into() }
     }
 
-    /// How many tokens of a prompt with these leading blocks each replica has cached.
+    /// The number of tokens of a prompt with these leading blocks that each replica has cached.
     pub(crate) fn cached(&self, names: &[BlockHash]) -> Vec<u64> {
         let mut index = self.index.lock();
         for news in self.news.try_iter() {

@@ -50,7 +50,7 @@ struct Polled {
     due_us: u64,
 }
 
-/// How long answers are, for those who want to know before.
+/// The lengths of answers, for policies that expect them.
 #[derive(Default)]
 struct Lengths {
     generated: HashMap<u64, u64>,
@@ -72,12 +72,12 @@ impl Dispatch {
         }
     }
 
-    /// Whether a request can be sent to a replica now.
+    /// True if a request can be sent to a replica now.
     pub(crate) fn open(&self, at: usize) -> bool {
         self.up[at] && !self.drained[at]
     }
 
-    /// Whether somebody looks at the work of single requests: then each token counts.
+    /// True if the policy looks at the work of single requests: then each token counts.
     fn counts_tokens(&self) -> bool {
         self.balancer.method() == Method::TotalTokens
     }

@@ -1,9 +1,10 @@
 //! Data parallel replicas in one brain: N engines that look like one.
 //!
-//! [`Replicas::submit`] chooses the replica on the caller's thread, with a ledger
-//! ([`forebay_balance::Ledger`]) that is exact: a request counts at its replica from the choice on,
-//! and its end is taken off before the client can have seen it. So whoever sends a request when
-//! another one ends finds its place free. There are no load reports, because nobody is far away.
+//! [`Replicas::submit`] chooses the replica on the caller's thread, with an exact ledger
+//! ([`forebay_balance::Ledger`]). A request counts at its replica from the choice on, and its end
+//! is taken off before the client can have seen it. So a client that sends a request when another
+//! one ends finds the other's place free. Load reports are not needed, because all replicas are in
+//! this process.
 //!
 //! | lock | what | held by |
 //! |---|---|---|

@@ -17,7 +17,7 @@ use crate::dispatch::{Asked, Coming, Dispatch};
 use crate::hooks::{CountingSink, Observer, Observers, Others};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
-/// How requests are spread.
+/// The settings by which requests are spread over replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplicasConfig {
     /// The policy.
@@ -34,7 +34,7 @@ pub struct Member {
     pub config: EngineConfig,
     /// Its hand.
     pub executor: Box<dyn Executor>,
-    /// Where its outputs go.
+    /// The receiver of its outputs.
     pub sink: Box<dyn OutputSink>,
     /// A further listener to its prefix cache, beside the dispatcher.
     pub blocks: Option<Box<dyn BlockObserver>>,
@@ -218,7 +218,7 @@ impl Replicas {
         found.is_some()
     }
 
-    /// Whether every replica was told to take no new requests.
+    /// True if every replica was told to take no new requests.
     #[must_use]
     pub fn drained(&self) -> bool {
         self.0.dispatch.lock().drained.iter().all(|&drained| drained)
@@ -230,7 +230,7 @@ impl Replicas {
         self.0.engines().iter().for_each(EngineHandle::stop);
     }
 
-    /// How many there are.
+    /// The number of replicas.
     #[must_use]
     pub fn count(&self) -> u32 {
         // Their number came as one.
@@ -251,8 +251,8 @@ impl Replicas {
         combined_stats(self.0.engines().iter().map(EngineHandle::stats))
     }
 
-    /// What holds for every replica that has been ready; `None` until one has. One that is ready
-    /// later may have less room: what does not fit there goes to others.
+    /// The facts that hold for every replica that has been ready; `None` until one has. A replica
+    /// that is ready later may have less room. Requests that do not fit there go to others.
     #[must_use]
     pub fn facts(&self) -> Option<Facts> {
         combined_facts(self.0.engines().iter().filter_map(EngineHandle::facts))
@@ -294,7 +294,7 @@ impl Replicas {
 }
 
 impl Shared {
-    /// Whether a replica other than `at` serves, or may again. Waits until all have been started.
+    /// True if a replica other than `at` serves, or may again. Waits until all have been started.
     pub(crate) fn others_live(&self, at: usize) -> bool {
         let engines = self.engines.wait().iter().enumerate();
         let mut others = engines.filter(|&(other, _)| other != at);

@@ -16,9 +16,9 @@ pub struct ReplicaReport {
     pub drained: bool,
 }
 
-/// The state of all: ready as soon as one is. One that is being restarted comes before those that
-/// load for the first time, because requests may wait for it; a replica that has failed counts only
-/// when all have, and one that is drained only when all are.
+/// The state of all replicas: ready as soon as one is. A replica that is being restarted comes
+/// before those that load for the first time, because requests may wait for it. A failed replica
+/// counts only if all have failed, and a drained one only if all are drained.
 #[must_use]
 pub fn combined_status(all: Vec<Status>, drained: &[bool]) -> Status {
     let everyone = drained.iter().all(|&drained| drained);

@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use crate::backend::BackendUrl;
 
-/// Where some clients put their key instead of into `Authorization`.
+/// The header in which some clients put their key instead of into `Authorization`.
 const X_API_KEY: &str = "x-api-key";
 
 /// The key in a request's head, right or wrong.
@@ -50,11 +50,11 @@ pub(crate) fn client<'a>(
     }
 }
 
-/// Whether a request may see what the router knows of its backends: with the operator's key, or
-/// with a client's where there is no other.
+/// Checks that a request may see the router's knowledge of its backends: with the operator's key,
+/// or with a client's if there is no other.
 ///
 /// # Errors
-/// It shows neither.
+/// The request shows neither.
 pub(crate) fn operator(
     headers: &HeaderMap,
     keys: &[String],
@@ -125,7 +125,7 @@ impl FromStr for AllowedBackends {
 }
 
 impl AllowedBackends {
-    /// Whether a backend is one of these.
+    /// True if a backend is one of these.
     pub(crate) fn allows(&self, url: &BackendUrl) -> bool {
         let (host, port) = url.address();
         let host = host.to_ascii_lowercase();

@@ -28,9 +28,9 @@ use crate::scan::{members, plain_string};
 
 const ROUTING_KEY: &str = "x-routing-key";
 const ROUTING_KEY_OF_SGLANG: &str = "x-smg-routing-key";
-/// What begins the names of headers that only routers and brains exchange,
+/// The prefix of headers that only routers and brains exchange, those of [`TOLD`] excepted.
 const OURS: &str = "x-forebay-";
-/// but for these, which are for clients.
+/// The headers with that prefix that are for clients.
 const TOLD: [&str; 3] =
     ["x-forebay-ignored", "x-forebay-responses-evicted", forebay_api::peer::RESPONSE_HEADER];
 /// Bytes of a body for one token, to weigh a request by before anybody has seen its tokens.
@@ -43,7 +43,7 @@ pub(crate) struct Ask {
     path: PathAndQuery,
     headers: HeaderMap,
     body: Bytes,
-    /// What the body takes of all that bodies may take.
+    /// The share of the budget for bodies that the body takes.
     _held: Held,
     /// To sample with where the client gave no seed.
     seed: u64,
@@ -59,15 +59,15 @@ pub(crate) struct Ask {
     pub(crate) past: Mutex<Past>,
 }
 
-/// What a request is read for.
+/// The purpose for which a request is read.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading {
     pub(crate) policy: Policy,
-    /// What texts of this client, without a salt of its own, begin with.
+    /// The seed of the names of a client's texts that have no salt of their own.
     pub(crate) root: u64,
 }
 
-/// What another brain has to know to go on with a stream.
+/// The facts with which another brain goes on with a stream.
 #[derive(Debug, Clone)]
 pub(crate) struct Resume {
     /// The stream's name, as the first brain wrote it.
@@ -184,7 +184,7 @@ pub(crate) fn keep_end_to_end(headers: &mut HeaderMap) {
     }
 }
 
-/// What keeps a client's requests together.
+/// The key that keeps a client's requests together.
 fn routing_key(headers: &HeaderMap, body: &[u8]) -> Option<u64> {
     let header = headers.get(ROUTING_KEY).or_else(|| headers.get(ROUTING_KEY_OF_SGLANG));
     if let Some(key) = header {

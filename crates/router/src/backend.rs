@@ -25,7 +25,7 @@ use crate::policy::Candidate;
 pub struct UrlError {
     /// As it was given.
     pub url: String,
-    /// What is wrong with it.
+    /// The reason, for the user.
     pub reason: &'static str,
 }
 
@@ -101,11 +101,11 @@ struct State {
     breaker: Breaker,
     health: Health,
     life: Life,
-    /// When a dispatch has ended last.
+    /// The time at which the last dispatch ended.
     ended: Option<Instant>,
 }
 
-/// Whether it is the same process as before, and who is tried in it.
+/// The life of a backend's process, and the dispatch that is on trial in it.
 #[derive(Debug, Default)]
 struct Life {
     /// Deaths so far. A dispatch that breaks when there are more than at its beginning was in
@@ -159,9 +159,9 @@ pub(crate) struct Backend {
     state: Mutex<State>,
     /// Speaks of load, and goes on with streams.
     forebay: AtomicBool,
-    /// What it calls blocks can be told apart by this from what others call them.
+    /// The number of its names of blocks; backends with the same number name blocks equally.
     names: AtomicU64,
-    /// What it has in its prefix cache.
+    /// The blocks in its prefix cache.
     pub(crate) stored: Mutex<Stored>,
     /// Held by who finds out whether it has died: when it was last found alive.
     pub(crate) inquest: tokio::sync::Mutex<Option<Instant>>,
@@ -210,7 +210,7 @@ impl Backend {
         }
     }
 
-    /// Whether it takes requests, as far as is known.
+    /// True if the backend takes requests, as far as is known.
     pub(crate) fn is_up(&self) -> bool {
         self.state.lock().health.up
     }
@@ -264,7 +264,7 @@ impl Backend {
         self.state.lock().life.deaths
     }
 
-    /// How dispatch `seq` was involved in the death that ended life number `life`.
+    /// The part that dispatch `seq` had in the death that ended life number `life`.
     pub(crate) fn role(&self, seq: u64, life: u64) -> Role {
         let mut state = self.state.lock();
         let Life { trial, blamed, .. } = &mut state.life;
@@ -279,7 +279,7 @@ impl Backend {
         }
     }
 
-    /// What its names of blocks are told apart by.
+    /// The number of its names of blocks; backends with the same number name blocks equally.
     pub(crate) fn names(&self) -> u64 {
         self.names.load(Ordering::Relaxed)
     }
@@ -301,7 +301,7 @@ impl Backend {
         (ledger.requests(), ledger.own(), ledger.last_report())
     }
 
-    /// When a request of ours has ended last.
+    /// The time at which the last request of ours ended.
     pub(crate) fn ended(&self) -> Option<Instant> {
         self.state.lock().ended
     }
@@ -364,7 +364,7 @@ pub(crate) struct Sent {
     pub(crate) floor: u64,
     /// The backend's deaths before it.
     pub(crate) life: u64,
-    /// When it was sent.
+    /// The time at which the request was sent.
     pub(crate) since: Instant,
     /// Until when it is on trial, if it is.
     pub(crate) trial: Option<Instant>,

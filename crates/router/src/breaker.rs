@@ -4,16 +4,16 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// When a breaker opens and closes.
+/// The rule by which a breaker opens and closes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BreakerConfig {
     /// Failures within `window` that open it; 0: it never opens.
     pub failures: usize,
     /// Successes that close it again.
     pub successes: usize,
-    /// How long it stays open.
+    /// The time for which the breaker stays open.
     pub pause: Duration,
-    /// How long a failure counts.
+    /// The time for which a failure counts.
     pub window: Duration,
 }
 
@@ -57,7 +57,7 @@ impl Breaker {
         Self { config, state: State::Closed, failures: VecDeque::new() }
     }
 
-    /// Whether a request may pass at `now`.
+    /// True if a request may pass at `now`.
     #[must_use]
     pub fn allows(&self, now: Instant) -> bool {
         match self.state {

@@ -10,7 +10,7 @@ use crate::breaker::BreakerConfig;
 use crate::intake::BodyLimits;
 use crate::policy::{Policy, Thresholds};
 
-/// How the router hears of its backends' load.
+/// The way in which the router learns its backends' load.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Watch {
     /// Reports ride on responses and say what they count; idle backends are asked to tell when
@@ -23,7 +23,7 @@ pub enum Watch {
     Polled(Duration),
 }
 
-/// Where backends are named.
+/// The places that name backends.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sources {
     /// Named once and for all.
@@ -32,22 +32,22 @@ pub struct Sources {
     pub file: Option<PathBuf>,
     /// `name:port`, resolved again and again: every address is a backend.
     pub dns: Vec<String>,
-    /// How often the file is looked at and names are resolved.
+    /// The time between two looks at the file, and between two resolutions of names.
     pub interval: Duration,
     /// Backends may register over HTTP with this key.
     pub registration_key: Option<String>,
-    /// Which of them may; empty: any.
+    /// The backends that may be named; empty: any.
     pub allowed: Vec<AllowedBackends>,
 }
 
-/// How backends are asked whether they live.
+/// The health checks of backends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HealthConfig {
     /// The path, answered 200 by a backend that takes requests.
     pub path: String,
-    /// How often. A backend that is down is asked every second at least.
+    /// The time between two checks. A backend that is down is asked every second at least.
     pub interval: Duration,
-    /// How long it may take.
+    /// The longest time that a check may take.
     pub timeout: Duration,
     /// Failures in a row that take a backend out.
     pub failures: u32,
@@ -67,7 +67,7 @@ impl Default for HealthConfig {
     }
 }
 
-/// How often a request that has produced nothing is tried again.
+/// The retries of a request that has produced nothing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RetryConfig {
     /// Attempts after the first; 0: none.
@@ -76,7 +76,7 @@ pub struct RetryConfig {
     pub first_pause: Duration,
     /// Longest pause.
     pub last_pause: Duration,
-    /// What a pause is longer than the one before.
+    /// The factor by which each pause is longer than the one before.
     pub factor: f64,
     /// Share of a pause that is left to chance.
     pub jitter: f64,
@@ -96,8 +96,8 @@ impl Default for RetryConfig {
 }
 
 impl RetryConfig {
-    /// How long to wait when all backends have been tried `rounds` times, from 1. `chance` is drawn
-    /// from 0 to 1.
+    /// The pause after all backends have been tried `rounds` times, from 1. `chance` is drawn from
+    /// 0 to 1.
     pub(crate) fn pause(&self, rounds: u32, chance: f64) -> Duration {
         let exponent = i32::try_from(rounds.saturating_sub(1)).unwrap_or(i32::MAX);
         let longest = self.last_pause.as_secs_f64();
@@ -106,22 +106,22 @@ impl RetryConfig {
     }
 }
 
-/// How the router behaves.
+/// The router's settings.
 #[derive(Debug, Clone)]
 pub struct RouterConfig {
-    /// How a backend is chosen.
+    /// The policy that chooses a backend.
     pub policy: Policy,
-    /// When `cache_aware` looks at loads.
+    /// The limits above which `cache_aware` looks at loads.
     pub thresholds: Thresholds,
-    /// How load is known.
+    /// The way in which the router learns load.
     pub watch: Watch,
-    /// Where backends are named.
+    /// The places that name backends.
     pub sources: Sources,
-    /// How backends are asked whether they live.
+    /// The health checks of backends.
     pub health: HealthConfig,
-    /// When a failing backend is left alone.
+    /// The rule by which a failing backend is left alone.
     pub breaker: BreakerConfig,
-    /// How requests are tried again.
+    /// The retries of requests.
     pub retry: RetryConfig,
     /// Longest time that a request may take.
     pub request_timeout: Duration,
@@ -131,9 +131,9 @@ pub struct RouterConfig {
     pub receive_timeout: Duration,
     /// Most connections of clients at a time; those beyond are closed.
     pub max_connections: usize,
-    /// How large request bodies may be.
+    /// The limits on request bodies, in bytes.
     pub bodies: BodyLimits,
-    /// How long running requests may go on after the shutdown signal.
+    /// The time for which running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
     /// Keys of which clients must show one, if there are any; it is passed on. The router itself
     /// shows the first where it asks backends something.

@@ -113,7 +113,7 @@ impl Flow {
         self.sent
     }
 
-    /// Whose it is.
+    /// The worker that the response belongs to.
     pub(crate) fn worker(&self) -> &Arc<Worker> {
         &self.worker
     }

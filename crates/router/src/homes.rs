@@ -1,4 +1,5 @@
-//! Where responses are kept: whoever goes on from one has to go to its backend.
+//! The backends that keep responses. A request that goes on from a response has to go to its
+//! backend.
 
 use std::num::NonZeroUsize;
 
@@ -11,7 +12,7 @@ use crate::scan::{members, plain_string};
 const MOST: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
 /// Longest name of a response, in bytes.
 const LONGEST: usize = 128;
-/// What the paths of single responses begin with.
+/// The prefix of the paths of single responses.
 const PATH: &str = "/v1/responses/";
 
 /// Backends of responses, by their names.
@@ -46,7 +47,7 @@ impl Homes {
     }
 }
 
-/// Whether a path is that of a single response, or of something of it.
+/// True if a path is that of a single response, or of a part of it.
 pub(crate) fn is_of_response(path: &str) -> bool {
     path.starts_with(PATH)
 }

@@ -1,8 +1,8 @@
-//! Which backend has how much of a prompt in its prefix cache.
+//! The share of a prompt that each backend has in its prefix cache.
 //!
 //! The router has texts, the backends have blocks of tokens. A backend names blocks of each prompt
-//! in its response's head; from then on the texts of that prompt stand for these blocks, and what a
-//! backend stores and drops of them it tells as it happens. A text whose blocks are not known yet
+//! in its response's head. From then on the texts of that prompt stand for these blocks. A backend
+//! tells of each block that it stores or drops as it happens. A text whose blocks are not known yet
 //! is with the backend that it was sent to last. See `docs/adr/0013`.
 
 use lru::LruCache;
@@ -33,7 +33,7 @@ impl Texts {
     }
 }
 
-/// What a text stands for.
+/// The blocks that a text stands for.
 #[derive(Debug, Clone)]
 struct Known {
     /// The last block that lies within it, as each namer calls it, as far as a backend has told.
@@ -44,7 +44,7 @@ struct Known {
 }
 
 impl Known {
-    /// What `names` calls its last block.
+    /// The name of its last block in the naming `names`.
     fn block(&self, names: u64) -> Option<u64> {
         self.blocks.iter().find(|(namer, _)| *namer == names).map(|&(_, block)| block)
     }
@@ -84,7 +84,7 @@ impl Default for TextIndex {
 }
 
 impl TextIndex {
-    /// What is known of a prompt's beginnings, the longest first.
+    /// The known beginnings of a prompt, the longest first.
     pub(crate) fn parts(&mut self, texts: &Texts) -> Vec<Part> {
         let count = texts.0.len();
         let mut parts: Vec<Part> = Vec::new();
@@ -130,7 +130,7 @@ impl TextIndex {
 /// The bits of a block's event that say which tiers hold it.
 const TIERS: u64 = 3;
 
-/// What a backend has in its prefix cache.
+/// The blocks that a backend has in its prefix cache.
 #[derive(Debug, Default)]
 pub(crate) struct Stored(FxHashSet<u64>);
 

@@ -15,10 +15,10 @@ use tokio::time::timeout;
 /// no more than one that does not.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
-/// What a body has to have that is larger than JSON may be.
+/// The field that a body has to have if it is larger than JSON may be.
 const EMBEDS: &[u8] = b"\"prompt_embeds\"";
 
-/// How large bodies may be.
+/// The limits on bodies, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BodyLimits {
     /// Largest body in bytes.
@@ -36,7 +36,7 @@ impl Default for BodyLimits {
     }
 }
 
-/// What bodies take of the memory that they may take.
+/// The memory that bodies take, of the memory that they may take.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: usize,
@@ -54,7 +54,7 @@ impl Budget {
     }
 }
 
-/// What one request has taken of a budget. Dropping it gives all back.
+/// The share of a budget that one request has taken. Dropping it gives all back.
 #[derive(Debug)]
 pub(crate) struct Held {
     budget: Arc<Budget>,
@@ -145,7 +145,7 @@ impl Arriving {
         Ok(())
     }
 
-    /// Whether the beginning has the field that large bodies are for. Looked at once: at the first
+    /// True if the beginning has the field that large bodies are for. Looked at once: at the first
     /// bytes over the limit.
     fn has_embeds(&mut self) -> bool {
         let has = |piece: &[u8]| memmem::find(piece, EMBEDS).is_some();

@@ -1,15 +1,15 @@
-//! What a backend has to do, as far as is known here: its last report, and what was sent to it and
-//! has not ended.
+//! The work of a backend, as far as it is known here: its last report, and the requests that were
+//! sent to it and have not ended.
 //!
-//! A report is always late. It says how many of this router's requests it counts
-//! ([`LoadReport::own`]) and up to which dispatch ([`LoadReport::seen`]), so only what it says
-//! about *others* is taken from it; our own requests are counted here, where nothing is late.
+//! A report is always late. It tells the number of this router's requests that it counts
+//! ([`LoadReport::own`]), and up to which dispatch ([`LoadReport::seen`]). So the router takes only
+//! the part about *others* from it, and counts its own requests here, where no number is late.
 
 use std::collections::BTreeMap;
 
 use forebay_api::peer::LoadReport;
 
-/// What a report does to what was dispatched since it was made.
+/// The effect of a report on requests that were dispatched since it was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accounting {
     /// Nothing: dispatches count until they end.
@@ -162,8 +162,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is late or overtaken, every one of our requests counts from its dispatch to its
-        /// end, and no longer.
+        /// Every one of our requests counts from its dispatch to its end and no longer, though
+        /// reports are late or overtaken.
         #[test]
         fn a_late_report_never_erases_a_newer_dispatch(
             moves in prop::collection::vec((0u8..6, any::<prop::sample::Index>()), 0..200),

@@ -1,12 +1,12 @@
 //! An OpenAI-compatible proxy in front of several brains, or of servers of others: choice, retries,
 //! failover.
 //!
-//! A request's way: `admission` asks for its key, `intake` reads its body, `ask` picks the few
-//! fields that matter, [`Shared::dispatch`](shared) chooses a backend and notes the dispatch in its
-//! [`Ledger`], `reach` sends it, again and elsewhere as long as nothing was produced. The response
-//! comes as a `flow`, is read by the client's own task, and given as a `relay`: bytes as they come,
-//! but for streams of brains, whose comments (`tape`) carry load and tokens, so that another brain
-//! can go on with a stream that breaks.
+//! A request's way: `admission` asks for its key, `intake` reads its body, and `ask` picks the few
+//! fields that matter. [`Shared::dispatch`](shared) chooses a backend and notes the dispatch in its
+//! [`Ledger`]. `reach` sends the request, again and elsewhere as long as nothing was produced. The
+//! response comes as a `flow`. The client's own task reads it and gives it as a `relay`. Bytes pass
+//! as they come, except in streams of brains: their comments (`tape`) carry load and tokens, so
+//! that another brain can go on with a stream that breaks.
 //!
 //! | threads | who | what |
 //! |---|---|---|

@@ -43,7 +43,7 @@ pub(crate) enum LinkError {
 }
 
 impl LinkError {
-    /// Whether nobody listens at the address.
+    /// True if nobody listens at the address.
     pub(crate) fn is_refused(&self) -> bool {
         match self {
             Self::Connect(error) => error.kind() == std::io::ErrorKind::ConnectionRefused,
@@ -61,8 +61,8 @@ impl Link {
         Ok(Self { sender, connection: Box::pin(connection), closed: false, used: false })
     }
 
-    /// Whether it has answered before: then the backend may have closed it in the meantime, and a
-    /// failure says nothing.
+    /// True if the link has answered before. The backend may then have closed it in the meantime,
+    /// and a failure says nothing.
     pub(crate) fn is_used(&self) -> bool {
         self.used
     }
@@ -72,7 +72,7 @@ impl Link {
         self.closed = self.closed || self.connection.as_mut().poll(context).is_ready();
     }
 
-    /// Whether another request can be sent.
+    /// True if another request can be sent.
     fn is_ready(&mut self) -> bool {
         self.drive(&mut Context::from_waker(Waker::noop()));
         !self.closed && self.sender.is_ready()

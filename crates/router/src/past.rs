@@ -1,9 +1,8 @@
-//! What a request has been through: backends that died while they had it, and whether it is to
-//! blame.
+//! The history of a request: backends that died while they had it, and its part in the deaths.
 //!
-//! As with the hands of a brain (`docs/adr/0004`), whoever was in flight at a death is a suspect,
-//! and suspects are tried one at a time: a backend has at most one of them on trial. A suspect
-//! whose backend dies during the trial is given up; nobody else who was there is blamed for that
+//! Each request in flight at a death is a suspect, as with the hands of a brain (`docs/adr/0004`).
+//! Suspects are tried one at a time: a backend has at most one of them on trial. A suspect whose
+//! backend dies during the trial is given up. No other request that was there is blamed for that
 //! death. See `docs/adr/0021`.
 
 use std::time::{Duration, Instant};
@@ -15,7 +14,7 @@ const MAX_UNEXPLAINED: u8 = 2;
 /// Least time that a trial takes, unless something is produced sooner.
 const SHORTEST_TRIAL: Duration = Duration::from_secs(1);
 
-/// How a request was involved in a backend's death.
+/// The part of a request in a backend's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     /// It was on trial there.
@@ -31,7 +30,7 @@ pub(crate) enum Role {
 pub(crate) struct Past {
     deaths: u8,
     unexplained: u8,
-    /// How long it had been with the backend that died last.
+    /// The time that the request had been with the backend that died last.
     lived: Duration,
     /// It has to be tried alone.
     suspect: bool,
@@ -52,8 +51,8 @@ impl Past {
         self.suspect = false;
     }
 
-    /// How long its next trial takes at most. A request that has produced nothing by then has
-    /// outlived what it did before.
+    /// The longest time of its next trial. A request that has produced nothing by then has outlived
+    /// its earlier death. `None` if it is no suspect.
     pub(crate) fn trial(&self) -> Option<Duration> {
         self.suspect.then(|| (2 * self.lived).max(SHORTEST_TRIAL))
     }

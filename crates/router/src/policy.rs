@@ -1,9 +1,9 @@
-//! Which backend gets a request.
+//! The choice of a backend for a request.
 
 use clap::ValueEnum;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// How a backend is chosen. Those with a load take ties in turn.
+/// The policy that chooses a backend. Those with a load take ties in turn.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum Policy {
@@ -23,7 +23,7 @@ pub enum Policy {
     Session,
 }
 
-/// When `cache_aware` looks at loads instead, as SGLang's router.
+/// The limits above which `cache_aware` looks at loads instead, as in SGLang's router.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Thresholds {
     /// Least share of a prompt for which a backend is chosen by its cache.

@@ -34,7 +34,7 @@ const HOLD: usize = 1 << 20;
 /// Media types of answers that come in pieces.
 const PIECES: [&[u8]; 2] = [b"text/event-stream", b"application/x-ndjson"];
 
-/// How a response's body is passed on.
+/// The form in which a response's body is passed on.
 pub(crate) enum Kind {
     /// Bytes.
     Plain,
@@ -419,8 +419,8 @@ fn report(headers: &HeaderMap) -> Option<LoadReport> {
     LoadReport::decode(headers.get(LOAD_HEADER)?.to_str().ok()?).ok()
 }
 
-/// Whether another backend may do better: it is overloaded, drains, or is itself a proxy whose
-/// server is gone.
+/// True if another backend may do better: this one is overloaded, drains, or is itself a proxy
+/// whose server is gone.
 fn is_retriable(status: StatusCode) -> bool {
     matches!(
         status,

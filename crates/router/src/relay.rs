@@ -28,7 +28,7 @@ pub(crate) struct Cut(Broken);
 
 type Recovery = Pin<Box<dyn Future<Output = Result<Reached, Failure>> + Send>>;
 
-/// What a poll gives.
+/// The result of a poll.
 type Polled = Poll<Option<Result<Frame<Bytes>, Cut>>>;
 
 enum State {
@@ -93,7 +93,8 @@ impl Relay {
         Poll::Ready(Some(Ok(Frame::data(end.into()))))
     }
 
-    /// What comes after a backend has failed in the middle.
+    /// Handles the failure of a backend in the middle of a response: another brain goes on, or the
+    /// client gets an error.
     fn broke(&mut self, reason: Broken) -> Option<Polled> {
         let State::Flowing(mut flow) = std::mem::replace(&mut self.state, State::Over) else {
             return None;
@@ -129,7 +130,7 @@ impl Relay {
         }));
     }
 
-    /// What a backend's bytes are to the client.
+    /// Turns a backend's bytes into the client's.
     fn pass(&mut self, bytes: Bytes) -> Bytes {
         match (&mut self.kind, &self.state) {
             (Kind::Tape(tape, _), State::Flowing(flow)) => {
@@ -141,7 +142,7 @@ impl Relay {
         }
     }
 
-    /// What was held back until the end.
+    /// The bytes that were held back until the end.
     fn rest(&mut self) -> Bytes {
         match &mut self.kind {
             Kind::Tape(tape, _) => tape.finish(),

@@ -27,15 +27,15 @@ use crate::shared::{Fuse, Shared, Worker};
 use crate::sources::{end_leases, follow_file, follow_name, read_list};
 use crate::watch::watch;
 
-/// How long connections may take to end once no request is alive.
+/// The time that connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The same, once there is no more patience.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long to wait after the system refused a connection, most likely for want of descriptors.
+/// The pause after the system refused a connection, most likely for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// How often idle connections are looked at.
+/// The time between two looks at idle connections.
 const PRUNE: Duration = Duration::from_secs(10);
-/// How long the first health checks are waited for.
+/// The longest wait for the first health checks.
 const FIRST_CHECKS: Duration = Duration::from_secs(2);
 const POLL: Duration = Duration::from_millis(5);
 

@@ -74,7 +74,7 @@ const POSTED: &[&str] = &[
 pub(crate) enum Answer {
     /// Its own.
     Own(Full<Bytes>),
-    /// What it tells of its backends, as long as the client listens.
+    /// The news of the router's backends, as long as the client listens.
     Fed(FeedBody),
     /// A backend's.
     Relayed(Box<Relay>),

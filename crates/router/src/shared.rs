@@ -20,7 +20,7 @@ use crate::ledger::Accounting;
 use crate::policy::{Chooser, Policy};
 use crate::registry::Registry;
 
-/// What is counted of all backends together.
+/// The counts over all backends together.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     pub(crate) requests: AtomicU64,
@@ -33,7 +33,7 @@ pub(crate) struct Totals {
     pub(crate) given_up: AtomicU64,
 }
 
-/// What all threads share.
+/// The state that all threads share.
 pub(crate) struct Shared {
     pub(crate) config: RouterConfig,
     pub(crate) began: Instant,
@@ -43,26 +43,26 @@ pub(crate) struct Shared {
     /// something.
     pub(crate) router_key: Option<HeaderValue>,
     pub(crate) own_key: Option<HeaderValue>,
-    /// What names of texts begin with, so that nobody can construct texts with one name.
+    /// The seed of the names of texts, so that nobody can construct texts with one name.
     text_root: u64,
     /// For connections of clients.
     pub(crate) places: Arc<Semaphore>,
-    /// What the bodies of requests take.
+    /// The memory that the bodies of requests take.
     pub(crate) budget: Arc<Budget>,
     pub(crate) registry: Registry,
     pub(crate) index: Mutex<TextIndex>,
-    /// Where responses are kept.
+    /// The backends that keep responses.
     pub(crate) homes: Homes,
     /// One choice at a time: the next one has to see this one's dispatch.
     chooser: Mutex<Chooser>,
     pub(crate) totals: Totals,
     /// New requests are refused.
     pub(crate) draining: AtomicBool,
-    /// What is alive is to be ended.
+    /// The signal to end everything that is alive.
     pub(crate) cut: watch::Sender<bool>,
     /// A part of the router has panicked.
     pub(crate) broken: watch::Sender<bool>,
-    /// Who is shown the backends.
+    /// The clients that watch the backends.
     pub(crate) watchers: Watchers,
     live: watch::Sender<usize>,
 }
@@ -100,8 +100,8 @@ impl Shared {
     }
 
     /// Chooses a backend for a request and notes the dispatch. `avoid` are those that have failed
-    /// it; `resumed`: it has to be one that can go on with a stream; `trial`: it is a suspect, and
-    /// is tried alone for so long.
+    /// it. `resumed`: the backend has to be one that can go on with a stream. `trial`: the request
+    /// is a suspect, and is tried alone for so long.
     pub(crate) fn dispatch(
         &self,
         ask: &Ask,
@@ -158,7 +158,7 @@ impl Shared {
         Choice::Sent(Arc::clone(chosen).begin(ask.tokens(), trial))
     }
 
-    /// How requests of a client with this key are read.
+    /// The purpose for which requests of a client with this key are read.
     pub(crate) fn reading(&self, key: Option<&str>) -> Reading {
         let apart = self.config.api_keys.len() > 1 && !self.config.share_cache_across_keys;
         let key = key.filter(|_| apart).unwrap_or_default();
@@ -166,12 +166,12 @@ impl Shared {
         Reading { policy: self.config.policy, root }
     }
 
-    /// Whether backends' reports that ride on responses are used.
+    /// True if backends' reports that ride on responses are used.
     pub(crate) fn uses_reports(&self) -> bool {
         !matches!(self.config.watch, Watch::Polled(_))
     }
 
-    /// Whether block names are of use.
+    /// True if block names are of use.
     pub(crate) fn uses_blocks(&self) -> bool {
         self.config.policy == Policy::CacheAware
     }
@@ -190,7 +190,7 @@ impl Shared {
     }
 }
 
-/// What became of a choice.
+/// The outcome of a choice.
 pub(crate) enum Choice {
     /// A backend gets the request.
     Sent(Sent),

@@ -12,7 +12,7 @@ use crate::backend::{BackendUrl, UrlError};
 use crate::registry::Source;
 use crate::shared::Shared;
 
-/// How often leases are looked at.
+/// The time between two looks at leases.
 const LEASES: Duration = Duration::from_millis(500);
 
 /// The URLs in the text of a file: one a line, `#` begins a comment.

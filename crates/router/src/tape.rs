@@ -15,7 +15,7 @@ use memchr::memmem;
 pub(crate) struct Tape {
     /// Ids of all tokens whose text was passed on, in decimal, each with a comma.
     ids: Vec<u8>,
-    /// What came after the last comment.
+    /// The bytes after the last comment.
     held: BytesMut,
     /// Something was passed on.
     begun: bool,
@@ -74,12 +74,12 @@ impl Tape {
         std::mem::take(&mut self.held).freeze()
     }
 
-    /// Whether anything was passed on.
+    /// True if anything was passed on.
     pub(crate) fn begun(&self) -> bool {
         self.begun
     }
 
-    /// What another brain has to be told to go on.
+    /// The token ids with which another brain goes on.
     pub(crate) fn into_ids(self) -> Vec<u8> {
         self.ids
     }
@@ -90,7 +90,7 @@ impl Tape {
     }
 }
 
-/// Where the first whole comment line at or after `from` starts and ends, its line end included.
+/// The range of the first whole comment line at or after `from`, its line end included.
 fn next_comment(bytes: &[u8], from: usize) -> Option<(usize, usize)> {
     let mut at = from;
     loop {

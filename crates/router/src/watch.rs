@@ -1,5 +1,4 @@
-//! What is asked of backends without a client: whether they live, what they have to do, which
-//! blocks they hold.
+//! The questions to backends without a client: health, load and stored blocks.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,18 +17,18 @@ use crate::link::{Link, LinkError};
 use crate::payload::Payload;
 use crate::shared::Shared;
 
-/// How often a backend that is down, or has just failed, is asked.
+/// The time between two questions to a backend that is down or has just failed.
 const PROBE: Duration = Duration::from_secs(1);
-/// How long an idle backend may keep a question about its load.
+/// The longest time that an idle backend may keep a question about its load.
 const WAIT: Duration = Duration::from_secs(20);
 /// Least time between two questions to the same backend about its load.
 const PACE: Duration = Duration::from_millis(5);
 /// The same about its blocks: until they are known, a text counts for the backend that it was sent
 /// to.
 const BLOCKS_PACE: Duration = Duration::from_millis(20);
-/// How long a backend has to be without requests of ours before it is asked about its load: those
-/// that come one after the other bring it along, and a question between them would be answered just
-/// when the next one arrives.
+/// The time that a backend has to be without requests of ours before it is asked about its load.
+/// Requests that come one after the other bring the load along. A question between them would be
+/// answered just as the next one arrives.
 const QUIET: Duration = Duration::from_millis(100);
 /// Longest answer to any of these questions.
 const MAX_ANSWER: usize = 64 << 20;

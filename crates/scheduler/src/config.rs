@@ -30,11 +30,11 @@ pub struct SchedulerConfig {
     /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets what they
     /// leave, but at least one page.
     pub token_budget: u32,
-    /// Whether blocks are shared between requests.
+    /// True if blocks are shared between requests.
     pub prefix_cache: bool,
     /// Names blocks.
     pub namer: Namer,
-    /// Whether somebody takes [`Scheduler::take_block_events`].
+    /// True if somebody takes [`Scheduler::take_block_events`].
     pub block_events: bool,
     /// The order of admission.
     pub policy: Policy,
@@ -109,18 +109,18 @@ impl Sparse {
     }
 }
 
-/// When a block is saved to the host tier. The names are SGLang's.
+/// The time at which a block is saved to the host tier. The names are SGLang's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SavePolicy {
     /// As soon as it is computed.
     #[default]
     WriteThrough,
-    /// When a second request uses it.
+    /// Blocks are saved when a second request uses them.
     WriteThroughSelective,
-    /// When the device is about to need its page: as long as fewer than a tenth of the pages, or
-    /// than 64 if that is more, can be given up without a loss, the longest unused blocks are
-    /// saved.
+    /// Blocks are saved before the device needs their pages. The longest unused blocks are saved
+    /// while too few pages can be given up without a loss. Enough is a tenth of the pages, or 64 if
+    /// that is more.
     WriteBack,
 }
 
@@ -129,7 +129,7 @@ pub enum SavePolicy {
 pub struct HostTier {
     /// Its pages.
     pub pages: u32,
-    /// When blocks are saved.
+    /// The time at which blocks are saved.
     pub policy: SavePolicy,
     /// Most copies that a plan starts; at least 1.
     pub copies_a_step: u32,
@@ -158,7 +158,7 @@ impl HostTier {
         }
     }
 
-    /// What `copies_a_step` is where nobody says: so many that saves keep up with the prefill of
+    /// The default of `copies_a_step`: so many that saves keep up with the prefill of
     /// `token_budget` tokens a step.
     #[must_use]
     pub fn usual_copies(token_budget: u32, page_size: u32) -> u32 {

@@ -20,8 +20,8 @@ pub enum Finish {
     NotFinite,
 }
 
-/// What happened to a request. [`Event::Finished`] is the last of each, and comes once; an aborted
-/// or poisoned request has none.
+/// The events of requests. [`Event::Finished`] is the last of each, and comes once; an aborted or
+/// poisoned request has none.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// It got a slot and pages.
@@ -45,19 +45,19 @@ pub enum Event {
     Prefilled {
         /// The request's id.
         id: u64,
-        /// How many.
+        /// The number of tokens.
         tokens: u32,
     },
     /// A token was sampled.
     Token {
         /// The request's id.
         id: u64,
-        /// Which of its generated tokens, from 1.
+        /// The number of the token among the generated ones, from 1.
         nth: u32,
         /// The token.
         token: i32,
-        /// When asked for: the sampled token first, then the most likely, descending; natural
-        /// logarithms.
+        /// The log-probabilities, if asked for: the sampled token first, then the most likely,
+        /// descending; natural logarithms.
         logprobs: Option<Box<[(i32, f32)]>>,
     },
     /// More of its prompt's tokens have log-probabilities, in their order. All have come when the
@@ -87,19 +87,18 @@ pub enum Event {
     ImageWanted {
         /// The request's id.
         id: u64,
-        /// Which of its images.
+        /// The number of the image among the request's.
         index: usize,
         /// The image.
         image: ImageId,
     },
     /// The hand has read the patches of an image.
     ImageRead {
-        /// Where they began in the arena. The image may have others there by now, for somebody who
-        /// came later.
+        /// The place of the patches in the arena. A later image may already be at that place.
         patches: u32,
     },
-    /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, or
-    /// a block did not come back from the host tier. It waits again.
+    /// The request lost its slot and pages, and waits again. A more important request or a suspect
+    /// needed them, or a block did not come back from the host tier.
     Preempted {
         /// The request's id.
         id: u64,

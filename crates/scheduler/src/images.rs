@@ -1,16 +1,17 @@
-//! Images in prompts: which are needed, whose turn it is in the vision tower, and how long their
-//! pages stay.
+//! Images in prompts: the needed images, their turns in the vision tower, and the lives of their
+//! pages.
 //!
-//! An image that a resident needs and that is on no image page is *wanted*: an event says so, and
-//! somebody puts its patches where the hand reads them ([`Scheduler::image_placed`]). Then it waits
-//! for the tower, which computes one image at a time, some layers a step ([`Tower::budget`]), so
-//! that no stream waits for a whole image. The last layers write the output to image pages, which
-//! stay as long as there is room: the next request with that image needs neither patches nor tower.
+//! An image that a resident needs and that is on no image page is *wanted*, and an event says so.
+//! The caller then puts its patches where the hand reads them ([`Scheduler::image_placed`]). Then
+//! it waits for the tower, which computes one image at a time, some layers a step
+//! ([`Tower::budget`]). So no stream waits for a whole image. The last layers write the output to
+//! image pages, which stay as long as there is room. The next request with that image needs neither
+//! patches nor tower.
 //!
 //! A request has rows up to the first of its images that is not there yet. It leases the pages of
-//! those ahead of it, and gives them back as soon as its rows are past them. Where pages run short,
-//! the image that somebody waits for takes those of images that nobody has come to yet, so that two
-//! requests never wait for each other.
+//! those ahead of it, and gives them back as soon as its rows are past them. If pages run short,
+//! the image that a request waits for takes the pages of images that no request has reached yet. So
+//! two requests never wait for each other.
 //!
 //! After the hand's death there is neither an image nor a page: all are wanted again.
 
@@ -26,9 +27,9 @@ use crate::{Event, FlightImage, Handle, ImageStats, Retired, Scheduler, Tower};
 /// An image of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptImage {
-    /// Which it is.
+    /// The identity of the image.
     pub id: ImageId,
-    /// Where it stands.
+    /// The positions at which the image stands.
     pub span: ImageSpan,
 }
 
@@ -117,7 +118,7 @@ pub(crate) struct Images {
     next_number: u32,
     /// Numbers of images that the hand is still to hear that nobody wants.
     given_up: Vec<u32>,
-    /// Where patches begin that nobody will read.
+    /// The places of patches that nobody will read.
     unread: Vec<u32>,
     counters: ImageStats,
 }
@@ -173,7 +174,7 @@ impl Images {
         })
     }
 
-    /// How many residents have images that are not behind them.
+    /// The number of residents with images that are not behind them.
     pub(crate) fn seeing(&self) -> usize {
         self.seeing.len()
     }
@@ -236,7 +237,7 @@ fn pages(lease: Option<&ImageLease>) -> impl ExactSizeIterator<Item = u32> {
 }
 
 impl Entry {
-    /// Whether it waits for an image.
+    /// True if the request waits for an image.
     fn needs(&self, image: ImageId) -> bool {
         let lacks = |residence: &Residence| {
             let ahead = self.request.images.iter().zip(&residence.images).skip(residence.passed);
@@ -245,7 +246,7 @@ impl Entry {
         self.state.residence().is_some_and(lacks)
     }
 
-    /// Where rows must end now: before the first of its images that is not there.
+    /// The position before which rows must end now: that of the first image that is not there.
     fn seen_until(&self) -> u32 {
         let images = &self.request.images;
         let residence = self.state.residence();
@@ -267,7 +268,7 @@ impl Scheduler {
         entry.seen_until().saturating_sub(entry.computed)
     }
 
-    /// Whether a resident has images that are not behind it.
+    /// True if a resident has images that are not behind it.
     pub(crate) fn is_seeing(&self, handle: Handle) -> bool {
         let key = &self.requests[handle].key;
         self.images.as_ref().is_some_and(|images| images.seeing.contains_key(key))

@@ -9,9 +9,9 @@ use crate::request::Entry;
 use crate::{FlightRow, Handle, Scheduler, State};
 
 impl Scheduler {
-    /// Walks over everything and compares: pages and slots are all accounted for, each request's
-    /// numbers agree with its tokens, its pages and the steps in flight, and each queue holds who
-    /// belongs there. O(everything), for idle moments and tests.
+    /// Walks over everything and compares. Pages and slots are all accounted for. Each request's
+    /// numbers agree with its tokens, its pages and the steps in flight. Each queue holds the
+    /// requests that belong there. O(everything), for idle moments and tests.
     ///
     /// # Errors
     /// The fault, in words.

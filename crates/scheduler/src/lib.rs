@@ -2,16 +2,16 @@
 //! order that depends on hashing.
 //!
 //! Three verbs: [`Scheduler::submit`] a request, take the [`Scheduler::next_plan`],
-//! [`Scheduler::apply`] its result. Plans may run ahead of results by [`MAX_IN_FLIGHT`]: a decode
+//! [`Scheduler::apply`] its result. Plans may run ahead of results by [`MAX_IN_FLIGHT`]. A decode
 //! row's input token is gathered on the device, so a step can be planned before the last one's
 //! tokens are known.
 //!
-//! A request carries `cached <= computed <= total`: positions found in the prefix cache, positions
-//! computed or planned, tokens that exist or will exist when the steps in flight are done. A
-//! request can be planned while `computed < total`, and a row that reaches `total` samples, or ends
-//! a request that asks for a vector of its prompt ([`forebay_protocol::SlotSpec::pooling`]). A row
-//! that samples gives one token, or several where the hand does that
-//! ([`SchedulerConfig::tokens_a_row`]).
+//! A request carries `cached <= computed <= total`. These are the positions found in the prefix
+//! cache, the positions computed or planned, and the tokens. Tokens count if they exist or will
+//! exist when the steps in flight are done. A request can be planned while `computed < total`. A
+//! row that reaches `total` samples, or ends a request that asks for a vector of its prompt
+//! ([`forebay_protocol::SlotSpec::pooling`]). A row that samples gives one token, or several where
+//! the hand does that ([`SchedulerConfig::tokens_a_row`]).
 //!
 //! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is
 //! one row, and many share a step.
@@ -27,11 +27,14 @@
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
-//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets
-//! a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer`
-//! (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image
-//! is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset`
-//! (the hand died, quarantine), `integrity` (what is always true).
+//! The files have these rules:
+//!
+//! - `queue`: the next request; `share`: the request that has to give way.
+//! - `plan`: the rows; `words`: the size of a plan; `prompts`: log-probabilities of prompts.
+//! - `transfer`: copies between tiers; `sparse`: pages given up while a request goes on.
+//! - `images`: the next image in the tower.
+//! - `retire`: slots and pages, preemption; `apply`: tokens, ends.
+//! - `reset`: the hand's death, quarantine; `integrity`: facts that are always true.
 
 mod apply;
 mod config;
@@ -117,7 +120,7 @@ struct Flight {
     answer_words: usize,
     retired: Vec<Retired>,
     towers: Vec<FlightImage>,
-    /// Where the patches begin that it reads.
+    /// The places of the patches that it reads.
     read: Vec<u32>,
 }
 
@@ -332,7 +335,7 @@ impl Scheduler {
         masked.map(|row| self.requests[row.handle].request.id)
     }
 
-    /// Whether a step in flight computes anything.
+    /// True if a step in flight computes anything.
     #[must_use]
     pub fn computes(&self) -> bool {
         self.in_flight.iter().any(|flight| flight.handles().next().is_some())
@@ -349,7 +352,7 @@ impl Scheduler {
         self.requests.iter().map(|(_, entry)| entry.request.id)
     }
 
-    /// Whether the model has no keys and values, and so no pages.
+    /// True if the model has no keys and values, and so no pages.
     fn keeps_nothing(&self) -> bool {
         self.config.pages == 0
     }

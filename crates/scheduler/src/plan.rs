@@ -1,5 +1,5 @@
-//! Who gets a row of the next step: the decoding requests, then those in the middle of prefill,
-//! then those whose blocks have come back, then new ones. In quarantine: one suspect, alone.
+//! The rows of the next step: the decoding requests, then those in the middle of prefill, then
+//! those whose blocks have come back, then new ones. In quarantine: one suspect, alone.
 
 use std::ops::Bound;
 
@@ -14,8 +14,8 @@ use crate::{Event, FlightRow, Handle, MAX_IN_FLIGHT, Scheduler, State};
 
 impl Scheduler {
     /// Plans the next step. False: there is nothing to do now, because nothing is runnable or all
-    /// of it waits for results in flight (`plan` is empty then, but `events` may tell of
-    /// preemptions). As long as copies are under way, there is something to do.
+    /// of it waits for results in flight. `plan` is empty then, but `events` may tell of
+    /// preemptions. As long as copies are under way, there is something to do.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.next_step);
         // Where a row may give several tokens, how many they were decides where the next one
@@ -211,7 +211,7 @@ impl Scheduler {
         true
     }
 
-    /// Whether pages come back when copies end.
+    /// True if pages come back when copies end.
     fn awaits_pages(&self) -> bool {
         match self.config.sparse {
             None => self.tiers.expects_pages(),
@@ -305,13 +305,13 @@ impl Scheduler {
         }
     }
 
-    /// Whether one more may run, if it is the right one.
+    /// True if one more may run, if it is the right one.
     fn has_place(&self) -> bool {
         let (running, most) = (self.residents.len() as u64, u64::from(self.config.max_running));
         running < most || (running == most && self.queue.has_probe())
     }
 
-    /// Whether one more may run, if it is this one.
+    /// True if one more may run, if it is this one.
     pub(crate) fn may_run(&self, handle: Handle) -> bool {
         let most =
             u64::from(self.config.max_running) + u64::from(self.requests[handle].request.probe);

@@ -1,21 +1,21 @@
-//! Log-probabilities of prompts: which of them a row gives, and which of a result are news.
+//! Log-probabilities of prompts: those that a row gives, and those of a result that are new.
 //!
-//! A token's are those of the logits of the position before it. So a request that wants them
-//! computes all positions from before the first one on, whatever of them is cached, and each of its
-//! rows gives those of the tokens after its positions. Rows of an earlier stay may still be in
-//! flight when it computes its prompt again: what was told is not told twice.
+//! A token's log-probabilities are those of the logits of the position before it. So a request that
+//! wants them computes all positions from before the first such token on, cached or not. Each of
+//! its rows gives those of the tokens after its positions. Rows of an earlier stay may still be in
+//! flight when the request computes its prompt again. A log-probability is not told twice.
 
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
 use crate::request::Entry;
 use crate::{Event, Finish, FlightRow, Handle, Scheduler};
 
-/// Which tokens of a prompt a client wants the log-probabilities of: all from some position on.
+/// The tokens of a prompt whose log-probabilities a client wants: all from some position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptTail {
     /// Position of the first token, at least 1. It moves on as they are told.
     pub first: u32,
-    /// How many of the most likely tokens come beside each.
+    /// The number of most likely tokens that come beside each token.
     pub most: u8,
 }
 
@@ -25,7 +25,7 @@ impl Entry {
         self.request.prompt_logprobs.filter(|tail| tail.first < self.prompt_len)
     }
 
-    /// Whether it has tokens sampled.
+    /// True if the request samples tokens.
     pub(crate) fn generates(&self) -> bool {
         self.limit > self.prompt_len
     }
@@ -54,8 +54,9 @@ impl Entry {
 }
 
 impl Scheduler {
-    /// How many of `length` positions a row may have, so that what it gives of the prompt has room
-    /// in the result beside what others give. The first to give any may always have one.
+    /// The number of `length` positions that a row may have, so that the log-probabilities of its
+    /// prompt have room in the result beside others'. The first row to give any may always have one
+    /// position.
     pub(crate) fn room_in_result(&self, handle: Handle, length: u32) -> u32 {
         let entry = &self.requests[handle];
         let start = entry.computed;
@@ -64,13 +65,13 @@ impl Scheduler {
         if want.count <= left { length } else { want.first - 1 + left - start }
     }
 
-    /// Whether a row of a request may give something of its prompt, if it wants that.
+    /// True if a row of a request may give log-probabilities of its prompt, if it wants any.
     pub(crate) fn has_room_in_result(&self, handle: Handle) -> bool {
         let untold = self.requests[handle].untold();
         untold.is_none_or(|tail| self.answers_left(tail.most.into()) > 0)
     }
 
-    /// How many more tokens the result has room for.
+    /// The number of tokens that the result still has room for.
     fn answers_left(&self, most: u32) -> u32 {
         let taken = self.building.answer_words;
         let each = PromptLogprobsWant::answer_words(1, most);

@@ -1,12 +1,12 @@
 //! Waiting requests, and the order in which they are admitted.
 //!
-//! Ranks (priorities) go first one after the other. Within a rank, whoever was admitted before goes
-//! first, by arrival; the others take turns by client, and each client's own requests by arrival.
-//! Turns are start-time fair queueing (Goyal, Vin and Cheng 1996): a request costs its prompt and
-//! the tokens that it may generate, its client's next one starts where it ends in virtual time, and
-//! the earliest start goes first. Virtual time grows by an even share of what is admitted, so that
-//! a stream of new clients cannot keep an older one waiting for ever. When nobody of a rank waits,
-//! its clients owe nothing any more.
+//! Ranks (priorities) go first one after the other. Within a rank, a request that was admitted
+//! before goes first, by arrival. The others take turns by client, and each client's own requests
+//! go by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). A request costs
+//! its prompt and the tokens that it may generate. Its client's next one starts at its end in
+//! virtual time, and the earliest start goes first. Virtual time grows by an even share of what is
+//! admitted, so that a stream of new clients cannot keep an older one waiting for ever. When nobody
+//! of a rank waits, its clients owe nothing any more.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -57,8 +57,8 @@ struct Lane {
 /// A client's requests of one rank.
 #[derive(Debug, Default)]
 struct Account {
-    /// Where its first waiting request starts, or its next one may: the end of the last one that
-    /// was admitted.
+    /// The start of its first waiting request, or of its next one: the end of the last one that was
+    /// admitted.
     start: u64,
     /// By arrival.
     waiting: BTreeMap<i64, Ticket>,
@@ -107,14 +107,15 @@ impl Queue {
         self.returning.values().chain(fresh).take(count).copied().collect()
     }
 
-    /// Whether somebody waits who goes before everybody.
+    /// True if a request waits that goes before all others.
     pub(crate) fn has_probe(&self) -> bool {
         let ranks =
             [self.returning.keys().next().map(|key| key.rank), self.lanes.keys().next().copied()];
         ranks.contains(&Some(PROBE_RANK))
     }
 
-    /// Whose turn it is among those of its rank that were never admitted, whoever goes before them.
+    /// The next request of a rank among those that were never admitted, without regard to others
+    /// that go before them.
     pub(crate) fn first_fresh(&self, rank: i64) -> Option<Ticket> {
         self.lanes.get(&rank)?.first()
     }
@@ -134,7 +135,7 @@ impl Queue {
         self.lanes.clear();
     }
 
-    /// Whether a request waits.
+    /// True if a request waits.
     pub(crate) fn contains(&self, ticket: &Ticket) -> bool {
         let Ticket { key, handle, .. } = ticket;
         let account = || self.lanes.get(&key.rank)?.clients.get(&self.client(ticket));

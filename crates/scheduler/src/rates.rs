@@ -41,8 +41,8 @@ impl Rates {
         self.restore_us = self.restore_us.map(|us| us * FADING);
     }
 
-    /// Whether to restore so many pages rather than to compute so many tokens. Always, until both
-    /// are known.
+    /// True if to restore so many pages is faster than to compute so many tokens. Always, until
+    /// both rates are known.
     pub(crate) fn restores(&self, pages: u32, tokens: u32) -> bool {
         match (self.restore_us, self.prefill_us) {
             (Some(restore), Some(prefill)) => {

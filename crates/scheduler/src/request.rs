@@ -50,14 +50,14 @@ pub struct Request {
     pub probe: bool,
     /// Requests share cached blocks only with requests of the same salt; 0: none was asked for.
     pub cache_salt: u64,
-    /// When it came, in microseconds of the engine's clock; 0: when the engine took it. It is only
-    /// told ([`crate::Scheduler::views`]).
+    /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
+    /// took it. It is only told ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
     /// Its history with another scheduler, if there was one.
     pub past: Past,
 }
 
-/// What a request brings along from the scheduler that surrendered it
+/// The state that a request brings along from the scheduler that surrendered it
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
@@ -132,7 +132,7 @@ pub(crate) struct Residence {
     pub(crate) last_step: u64,
 }
 
-/// Where a request is.
+/// The state of a request.
 #[derive(Debug)]
 pub(crate) enum State {
     /// In a queue, owning nothing.
@@ -251,7 +251,7 @@ impl Entry {
         self.request
     }
 
-    /// Whether it becomes a vector, and generates nothing.
+    /// True if the request becomes a vector, and generates nothing.
     pub(crate) fn pools(&self) -> bool {
         self.request.spec.pooling.is_some()
     }
@@ -283,7 +283,7 @@ impl Entry {
         self.names = std::mem::take(&mut self.request.names).to_vec();
     }
 
-    /// Whether there is a position to compute that is not planned yet. The last token that the
+    /// True if there is a position to compute that is not planned yet. The last token that the
     /// request may have needs no compute.
     pub(crate) fn plannable(&self) -> bool {
         self.computed < self.total && self.computed + 1 < self.limit

@@ -1,11 +1,12 @@
-//! The death of the hand, and the search for who killed it.
+//! The death of the hand, and the search for the request that killed it.
 //!
-//! Whoever had a row in flight when the hand died is a *suspect*. Suspects are replayed first, one
-//! at a time and alone in flight (*quarantine*), each until it has got past the point where it was,
-//! or has ended; other residents keep their pages and have no rows meanwhile. A suspect that is in
-//! flight when the hand dies again was alone with it: it is *poisoned* and given up. So nobody is
-//! given up for what another request did, and nobody before it was in flight at two deaths. Where
-//! another replica takes the requests over, suspects remain suspects there.
+//! Each request that had a row in flight when the hand died is a *suspect*. Suspects are replayed
+//! first, one at a time and alone in flight (*quarantine*). A suspect's turn lasts until it has got
+//! past the point that it had reached, or has ended. Other residents keep their pages and have no
+//! rows meanwhile. A suspect that is in flight when the hand dies again was alone with it: it is
+//! *poisoned* and given up. So no request is given up for the deed of another, and none before it
+//! was in flight at two deaths. If another replica takes the requests over, suspects remain
+//! suspects there.
 
 use crate::request::Entry;
 use crate::{Flight, FlightRow, Request, Scheduler};
@@ -81,7 +82,7 @@ impl Scheduler {
         poisoned
     }
 
-    /// Whether the next plan may be made: in quarantine only while nobody but the suspect whose
+    /// True if the next plan may be made: in quarantine only while no request but the suspect whose
     /// turn it is has a row in flight.
     pub(crate) fn quarantine_permits(&self) -> bool {
         self.suspects.first_key_value().is_none_or(|(_, &suspect)| {

@@ -1,6 +1,6 @@
-//! The way back of slots and pages. A plan in flight may read and write what it names, so nothing
-//! returns to the pool before the result of the last step that names it was applied; until then it
-//! is retired.
+//! The way back of slots and pages. A plan in flight may read and write the slots and pages that it
+//! names. So none of them returns to the pool before the result of the last step that names it was
+//! applied; until then it is retired.
 
 use crate::request::Residence;
 use crate::{Event, Handle, Retired, Scheduler, State};

@@ -1,6 +1,6 @@
-//! Fair shares of what runs. Whoever was admitted keeps its slot until it ends, so turns in the
-//! queue alone would let a client that came first, with long requests, hold every slot for as long
-//! as these take.
+//! Fair shares of the running requests. An admitted request keeps its slot until it ends. With
+//! turns in the queue alone, a client that came first with long requests would therefore hold every
+//! slot for as long as these take.
 
 use std::collections::HashMap;
 
@@ -66,12 +66,13 @@ impl Shares {
 }
 
 impl Scheduler {
-    /// Where there is no room for the next request, has a resident give way for the next one whose
-    /// client has nothing running: the least important one of a client with more than an even
-    /// share, and no more important than the request, which is then the next to be admitted.
+    /// Makes room for the next request whose client has nothing running: a resident gives way. It
+    /// is the least important resident of a client with more than an even share, and no more
+    /// important than the request. The request is then the next to be admitted.
     ///
-    /// It happens once a step at most, and so seldom that computing again takes no more than a part
-    /// of all steps. To be called before anybody has a row, since who gives way must have none.
+    /// This happens once a step at most, and so seldom that computing again takes no more than a
+    /// part of all steps. The call comes before any request has a row, since the one that gives way
+    /// must have none.
     pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
         let shares = &self.shares;
         if !self.config.fair || shares.settled || self.next_step < shares.rested_at {

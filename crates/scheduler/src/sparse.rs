@@ -62,15 +62,15 @@ pub(crate) fn save_rows(
 }
 
 impl Scheduler {
-    /// Whether a resident is sparse.
+    /// True if a resident is sparse.
     pub(crate) fn is_sparse(&self, handle: Handle) -> bool {
         let residence = self.requests[handle].state.residence();
         residence.is_some_and(|residence| residence.pages.is_sparse())
     }
 
-    /// [`Self::lease_pages`] where every page has one of the host's tier behind it. A request comes
-    /// back sparse that was, and one that has outgrown the device's pages: it has the saved blocks
-    /// where they are, and computes the rest position by position.
+    /// [`Self::lease_pages`] for tiers in which every page has one of the host's tier behind it. A
+    /// request comes back sparse if it was sparse, or has outgrown the device's pages. It leaves
+    /// the saved blocks in the host tier, and computes the rest position by position.
     pub(crate) fn lease_backed(&mut self, handle: Handle, sparse: Sparse) -> Option<Leased> {
         let page_size = self.config.page_size;
         let found = self.find_backed(handle);
@@ -289,7 +289,7 @@ impl Scheduler {
         true
     }
 
-    /// Whether some resident has more to give up when blocks are saved. Those whose saves failed
+    /// True if some resident has more to give up when blocks are saved. Those whose saves failed
     /// are asked for again.
     pub(crate) fn saves_will_help(&mut self) -> bool {
         let mut unsaved = false;

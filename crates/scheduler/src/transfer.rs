@@ -1,5 +1,5 @@
-//! Where blocks are: which of a request's are found and where, and the copies between the device's
-//! memory and the host's.
+//! The places of blocks: those of a request that are found in a tier, and the copies between the
+//! device's memory and the host's.
 //!
 //! Plans tell the hand of copies, results tell which have ended. Nothing waits for a save. A
 //! request waits for the restores of its own blocks, as an *arriving* resident: it has its slot and
@@ -35,9 +35,9 @@ pub(crate) struct Leased {
 }
 
 impl Scheduler {
-    /// Leases pages for all known tokens of a request and, if it generates, the next one: first
-    /// those that hold its leading blocks, or will when copies have ended (`cached` tells how many
-    /// positions), then new ones. `None`, and nothing is leased, if there are too few.
+    /// Leases pages for all known tokens of a request and, if it generates, the next one. The first
+    /// pages hold its leading blocks, or will when copies have ended; `cached` tells the number of
+    /// their positions. New pages follow. `None`, and nothing is leased, if there are too few.
     pub(crate) fn lease_pages(&mut self, handle: Handle) -> Option<Leased> {
         // From here on it needs tokens of its own.
         self.requests[handle].settle();
@@ -80,8 +80,8 @@ impl Scheduler {
         Some(Leased { pages, pending, restored })
     }
 
-    /// Where the leading blocks of a request are, as far as they are anywhere and it is worth while
-    /// to bring them back; and whether it was not.
+    /// Finds the leading blocks of a request in the tiers, unless computing them again is cheaper
+    /// than to bring them back. The second value is true if it is.
     fn find_blocks(&mut self, handle: Handle) -> (Vec<Found>, bool) {
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
@@ -133,7 +133,7 @@ impl Scheduler {
         }
     }
 
-    /// Whether a request waited for copies, and waits no more.
+    /// True if a request waited for copies, and waits no more.
     pub(crate) fn has_arrived(&self, handle: Handle) -> bool {
         matches!(&self.requests[handle].state, State::Arriving { pending, .. } if pending.is_empty())
     }

@@ -28,7 +28,7 @@ impl Planned {
         }
     }
 
-    /// Whether the device computes anything.
+    /// True if the device computes anything.
     #[must_use]
     pub fn computes(&self) -> bool {
         self.tokens > 0 || self.images > 0
@@ -65,7 +65,7 @@ pub struct RequestView {
     pub generated: u32,
     /// Most tokens that it may generate.
     pub max_tokens: u32,
-    /// When it came, in microseconds of the engine's clock.
+    /// The time of arrival, in microseconds of the engine's clock.
     pub arrived_us: u64,
 }
 

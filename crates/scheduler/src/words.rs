@@ -1,5 +1,5 @@
-//! How large a plan may be. The hand refuses a frame of more than [`MAX_WORDS`], so a plan must not
-//! come to that, whatever its requests bring along: prompts, biases, stop ids, pages.
+//! The size of plans. The hand refuses a frame of more than [`MAX_WORDS`]. A plan must not come to
+//! that, whatever its requests bring along: prompts, biases, stop ids, pages.
 //!
 //! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`],
 //! and one request alone is at most [`MAX_REQUEST_WORDS`], or refused at the door. Those who run
@@ -30,10 +30,10 @@ pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u3
     (slot.words() + ROW_WORDS) as u64 + positions + PAGE_WRITE_WORDS as u64 * pages
 }
 
-/// Whether those who run fit into a plan that also admits the largest request.
+/// Checks that `slots` running requests fit into a plan that also admits the largest request.
 ///
 /// # Panics
-/// They don't.
+/// They don't fit.
 pub(crate) fn check_slots(slots: u32) {
     let each = (ROW_WORDS + PAGE_WRITE_WORDS) as u64;
     let words = StepPlan::default().words() as u64 + each * u64::from(slots);
@@ -41,7 +41,7 @@ pub(crate) fn check_slots(slots: u32) {
 }
 
 impl Scheduler {
-    /// Whether the plan, which has admitted somebody, has room for this one too, and so has the
+    /// True if the plan, which has admitted somebody, has room for this one too, and so has the
     /// result.
     pub(crate) fn has_words_for(&self, handle: Handle, plan: &StepPlan) -> bool {
         let entry = &self.requests[handle];

@@ -17,7 +17,7 @@ const SEC_FETCH: [HeaderName; 3] = [
     HeaderName::from_static("sec-fetch-mode"),
     HeaderName::from_static("sec-fetch-dest"),
 ];
-/// How long a browser may remember what it was allowed.
+/// The time for which a browser may remember the answer to a preflight request.
 const PREFLIGHT_AGE: std::time::Duration = std::time::Duration::from_secs(600);
 
 /// Tells browsers which pages may read answers; `None`: no page may but the server's own.

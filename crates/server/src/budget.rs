@@ -31,7 +31,7 @@ const TOKEN: usize = size_of::<i32>();
 const GENERATED: usize = 12;
 /// Bytes of a candidate among log-probabilities.
 const CANDIDATE: usize = 64;
-/// Tokens that a choice is expected to generate at most: few answers get so long, and the rest of a
+/// Tokens that a choice is expected to generate at most. Few answers get so long. The rest of a
 /// long context would be too much to set aside for each.
 const EXPECTED: u32 = 4096;
 

@@ -39,9 +39,10 @@ pub(crate) struct Terms {
     pub(crate) stop_ids: Arc<[i32]>,
     /// The stop strings.
     pub(crate) stops: Arc<StopTable>,
-    /// How answers are read; `None`: they are text.
+    /// The settings by which answers are read; `None`: they are text.
     pub(crate) reading: Option<Reading>,
-    /// Where the prompt leaves a model that reasons; `None`: its tokens tell.
+    /// The part of an answer at which the prompt leaves a model that reasons; `None`: its tokens
+    /// tell.
     pub(crate) thinks: Option<Place>,
 }
 
@@ -63,7 +64,7 @@ pub(crate) struct Submission {
     pub(crate) prompt: Arc<[i32]>,
     /// In place of the prompt's tokens.
     pub(crate) embeds: Option<Embeds>,
-    /// Where its images stand, and their files.
+    /// The places of its images, and their files.
     pub(crate) images: Arc<[PromptImage]>,
     pub(crate) files: Vec<Arc<ImageFile>>,
     pub(crate) terms: Arc<Terms>,
@@ -104,8 +105,8 @@ impl Submission {
 }
 
 /// Engine requests of one client request, all choices of all prompts. Dropping it aborts those that
-/// have not ended: this is how a client that has gone away frees what it held, whether it waited
-/// for a stream or for a whole response.
+/// have not ended. So a client that has gone away frees its slots and pages, with a stream as with
+/// a whole response.
 pub(crate) struct Call {
     engine: Arc<dyn Engine>,
     /// By choice; `None` once it has ended.

@@ -19,7 +19,7 @@ use crate::pooling::PooledModel;
 use crate::store::StoreConfig;
 use crate::tls::Tls;
 
-/// How streamed chunks get to their sockets.
+/// The way of streamed chunks to their sockets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EgressMode {
     /// The egress thread writes them: prepared events, no wake-up.
@@ -35,14 +35,14 @@ pub enum EgressMode {
 /// The clients that share cached blocks.
 #[derive(Debug, Clone)]
 pub struct Sharing {
-    /// What the engine names blocks with. Salts are made with it too, so that nobody can find a
+    /// The namer of the engine's blocks. Salts are made with it too, so that nobody can find a
     /// second one for the same names.
     pub namer: Namer,
     /// Clients with different keys share blocks.
     pub across_keys: bool,
 }
 
-/// How the server behaves. The listener is opened by the caller.
+/// The settings of the server. The listener is opened by the caller.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
     /// Keys of which clients must show one, if there are any.
@@ -58,8 +58,8 @@ pub struct ServerConfig {
     pub hide_cached_tokens: bool,
     /// Hosts and pages whose requests are answered.
     pub access: Access,
-    /// What paths may begin with, such as `/llm`: what a proxy in front has in its URLs. Empty, or
-    /// without a slash at its end.
+    /// The prefix that paths may have, such as `/llm`: a proxy in front has it in its URLs. Empty,
+    /// or without a slash at its end.
     pub root_path: String,
     /// Proxies that are believed when they tell whom a request came from.
     pub trusted_proxies: TrustedProxies,
@@ -87,16 +87,16 @@ pub struct ServerConfig {
     /// Most bytes of a response that wait for its client, as they would be written; then it ends
     /// with an error.
     pub max_unread_bytes: usize,
-    /// How long running requests may go on after the shutdown signal.
+    /// The time for which running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
     /// Longest time that /health_generate waits for its token.
     pub health_timeout: Duration,
-    /// How chunks get to their sockets.
+    /// The way of chunks to their sockets.
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the
     /// first token and the end do not wait.
     pub stream_interval: u32,
-    /// Which responses are kept for those who ask for them again, or go on from them.
+    /// The store of responses, for clients that ask for them again, or go on from them.
     pub responses: StoreConfig,
     /// There is a page at `/`.
     pub webui: bool,
@@ -167,7 +167,7 @@ pub struct ModelInfo {
     pub pooling: Option<PooledModel>,
     /// The content of its tokenizer_config.json.
     pub tokenizer_config: Map<String, Value>,
-    /// How it writes reasoning and calls of tools.
+    /// The form in which it writes reasoning and calls of tools.
     pub dialect: Dialect,
     /// Special tokens that are marks of that, ascending.
     pub marks: Arc<[i32]>,

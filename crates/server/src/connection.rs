@@ -34,7 +34,7 @@ pub(crate) struct Setup {
     pub(crate) header_timeout: Duration,
     /// Longest time in which a client takes nothing of what waits for it.
     pub(crate) send_timeout: Duration,
-    /// Whether a connection may carry a second request.
+    /// True if a connection may carry a second request.
     pub(crate) keep_alive: bool,
     pub(crate) tls: Option<Tls>,
 }

@@ -5,7 +5,7 @@ use forebay_engine::{
 };
 use forebay_replicas::{ReplicaReport, Replicas};
 
-/// What the server needs of an engine. No call blocks.
+/// The server's view of an engine. No call blocks.
 pub trait Engine: Send + Sync + 'static {
     /// Gives a request to the engine. Exactly one output with `finish` follows an `Ok`.
     ///
@@ -20,16 +20,16 @@ pub trait Engine: Send + Sync + 'static {
     fn status(&self) -> Status;
     /// The snapshot after the last step, of all replicas together.
     fn stats(&self) -> Stats;
-    /// How many replicas there are.
+    /// The number of replicas.
     fn count(&self) -> u32;
     /// Each replica by itself.
     fn replicas(&self) -> Vec<ReplicaReport>;
-    /// What to watch each replica by, in the order of [`Self::replicas`].
+    /// The handles by which each replica is watched, in the order of [`Self::replicas`].
     fn handles(&self) -> Vec<EngineHandle>;
     /// A replica gets no new requests from now on, or gets them again; false: there is no such
     /// replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
-    /// Whether every replica was told to take no new requests.
+    /// True if every replica was told to take no new requests.
     fn drained(&self) -> bool;
     /// The names of a prompt's full blocks for requests with this salt, as the prefix cache knows
     /// them.

@@ -1,13 +1,13 @@
 //! One watch over all threads, and over the tasks that live as long as the server.
 //!
 //! A thread that panics takes along what only it can do, while the others go on as if nothing had
-//! happened. So threads are started through a [`Guard`]. When one of them panics, /health says so
-//! and new requests are refused from then on, and whoever waits for [`Guard::failed`] ends the
-//! process in order: what can finish finishes, the rest gets an error, and a supervisor starts it
-//! again.
+//! happened. So threads are started through a [`Guard`]. When one of them panics, /health says so,
+//! and new requests are refused from then on. The caller of [`Guard::failed`] ends the process in
+//! order: requests that can finish do so, the others get an error, and a supervisor starts the
+//! process again.
 //!
-//! What is done for one request at a time (tokenising, parsing, answering) catches its panics and
-//! fails that request alone: no client can end the server with an input that nobody has thought of.
+//! Work for one request at a time (tokenising, parsing, answering) catches its panics and fails
+//! that request alone. So no client can end the server with an unforeseen input.
 
 use std::any::Any;
 use std::io;

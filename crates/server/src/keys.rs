@@ -6,7 +6,7 @@ use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use subtle::ConstantTimeEq;
 
-/// Where some clients put their key instead of into `Authorization`.
+/// The header in which some clients put their key instead of into `Authorization`.
 const X_API_KEY: &str = "x-api-key";
 
 /// Accepted keys, each known by its place. Shown nowhere: the debug form tells only how many there
@@ -21,7 +21,7 @@ impl Keys {
         Self(keys.filter(|key| !key.is_empty()).collect())
     }
 
-    /// How many there are.
+    /// The number of keys.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
@@ -31,7 +31,7 @@ impl Keys {
         self.0.get(at).map(|key| &**key)
     }
 
-    /// Whether nothing is asked of clients.
+    /// True if clients need no key.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

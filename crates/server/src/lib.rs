@@ -1,13 +1,14 @@
 //! The HTTP server: routes, admission, streams, health, metrics and drain.
 //!
-//! A request's way in: [`serve`] accepts, `limits` reads the body, `intake` parses it on other
-//! threads if it is large, `forebay-api` validates, the text pool tokenises, `call` registers each
-//! choice with the egress thread and submits it to the engine. Its way out: the engine's outputs go
-//! through [`EgressSink`] to the egress thread, which makes text of them. Chunks of a stream it
-//! writes to the socket itself (`line`); an answer in one piece, what a slow reader could not take,
-//! and every end it leaves in the request's mailbox, from where the response takes it (`sse`). A
-//! response that is dropped aborts what it waits for. The outputs of a model that pools are vectors
-//! and take another way ([`PooledSink`], `pooling`).
+//! A request's way in: [`serve`] accepts, `limits` reads the body, and `intake` parses it on other
+//! threads if it is large. `forebay-api` validates, and the text pool tokenises. `call` registers
+//! each choice with the egress thread and submits it to the engine. Its way out: the engine's
+//! outputs go through [`EgressSink`] to the egress thread, which makes text of them. The egress
+//! thread writes chunks of a stream to the socket itself (`line`). It leaves everything else in the
+//! request's mailbox, from which the response takes it (`sse`). That is an answer in one piece,
+//! chunks that a slow reader could not take, and every end. A response that is dropped aborts what
+//! it waits for. The outputs of a model that pools are vectors and take another way
+//! ([`PooledSink`], `pooling`).
 //!
 //! Where a router is in front, `peers` reads what it says and answers it: load, blocks, and what
 //! another brain needs to go on with a stream.

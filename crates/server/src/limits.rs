@@ -21,8 +21,8 @@ use crate::intake::LARGE_BODY;
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
-/// How long a refused body is read and thrown away, so that a client that is still sending gets to
-/// read the answer.
+/// The time for which a refused body is read and thrown away, so that a client that is still
+/// sending gets to read the answer.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// Bytes of a piece below which it is copied to the one before it: a client that sends a byte a
@@ -155,7 +155,7 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
 }
 
 /// Reads a body of at most `limit` bytes that has to arrive within `time`. A large one is read when
-/// it is its turn, which lasts until the caller has parsed it: if all were read at once, all would
+/// it is its turn, which lasts until the caller has parsed it. If all were read at once, all would
 /// lie in memory that has to be found and cleared first.
 async fn collect(
     Upload { mut body, client }: Upload,

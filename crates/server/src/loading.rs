@@ -12,7 +12,7 @@ use tokio::time::sleep;
 
 use crate::state::Shared;
 
-/// How often the engine is asked, by one task for all who wait.
+/// The time between two questions to the engine, by one task for all that wait.
 const PERIOD: Duration = Duration::from_millis(10);
 
 /// Tells that the model no longer loads. It has a task only once somebody waits.

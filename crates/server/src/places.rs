@@ -46,7 +46,7 @@ impl Inner {
     }
 }
 
-/// What is known of a connection.
+/// The state of a connection.
 #[derive(Debug)]
 pub(crate) struct Place {
     state: AtomicU8,
@@ -112,7 +112,7 @@ impl Seat {
         self.places.inner.lock().idle.remove(&self.place.since.load(Ordering::Relaxed));
     }
 
-    /// Whether a request is being answered.
+    /// True if a request is being answered.
     pub(crate) fn is_busy(&self) -> bool {
         self.place.state.load(Ordering::Acquire) == BUSY
     }

@@ -121,7 +121,7 @@ impl Awaited {
         held.filter(|(_, delta)| *delta != Delta::default()).collect()
     }
 
-    /// What was told of a choice's prompt.
+    /// The log-probabilities of a choice's prompt that were told so far.
     pub(crate) fn told(&self, choice: u32) -> &Arc<PromptLogprobs> {
         &self.prompts[self.choices[choice as usize].0].logprobs
     }

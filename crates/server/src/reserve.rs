@@ -1,5 +1,5 @@
-//! What is answered however many connections there are: whether the process lives, and how the
-//! server is.
+//! The answers that need no free connection: the liveness of the process, and the state of the
+//! server.
 //!
 //! The main listener has a few places beyond its limit. Whoever gets one is told so, unless it asks
 //! for `/livez` or `/health`. A health listener (`--health-port`) has a thread of its own besides,
@@ -43,7 +43,7 @@ fn health(state: Shared) -> Router<Shared> {
         .with_state(state)
 }
 
-/// How connections beyond the limit are answered.
+/// The setup of connections beyond the limit.
 pub(crate) fn setup(state: Shared, tls: Option<Tls>) -> Setup {
     let limit = state.config.max_connections;
     let full = move || async move {

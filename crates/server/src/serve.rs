@@ -21,13 +21,13 @@ use crate::routes;
 use crate::socket::{Listener, Socket};
 use crate::state::{AppState, Shared};
 
-/// How long connections may take to end once no request is alive.
+/// The time that connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The same, once there is no more patience.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long to wait after the system refused a connection for a reason that is not the client's.
+/// The pause after the system refused a connection for a reason that is not the client's.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// What is opened only to be closed.
+/// The file that is opened only to be closed.
 const NOTHING: &str = "/dev/null";
 
 /// Serves until `shutdown` is ready, then drains: new requests get 503 while the running ones have

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::reply::Told;
 
-/// Whose clients ask.
+/// The dialect of the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Shape {
     OpenAi,

@@ -64,7 +64,7 @@ impl AsFd for Socket {
     }
 }
 
-/// Where connections come from.
+/// The source of connections.
 #[derive(Debug)]
 pub enum Listener {
     /// An address and port.

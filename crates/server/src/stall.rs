@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
-/// What a connection is written to.
+/// The socket of a connection, or TLS over it.
 pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
     /// Bytes that go out before the next that are written, and whose progress a write that waits
     /// does not show.

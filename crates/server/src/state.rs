@@ -122,7 +122,7 @@ impl Inner {
         }
     }
 
-    /// Whether a replica is left that may get new requests.
+    /// Checks that a replica is left that may get new requests.
     ///
     /// # Errors
     /// All have been taken out.

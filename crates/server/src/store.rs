@@ -19,7 +19,7 @@ use tokio::task::AbortHandle;
 pub struct StoreConfig {
     /// Most bytes of all responses with their conversations; 0: none is kept.
     pub bytes: usize,
-    /// How long one is kept.
+    /// The time for which a response is kept.
     pub ttl: Duration,
 }
 
@@ -144,7 +144,7 @@ impl Store {
         Self { config, bytes: Arc::default(), shares: Mutex::default() }
     }
 
-    /// Whether any is kept.
+    /// True if any is kept.
     pub(crate) fn keeps(&self) -> bool {
         self.config.bytes > 0
     }
@@ -263,7 +263,7 @@ impl Store {
         entry.and_then(|entry| entry.abort.as_ref()).into_iter().for_each(AbortHandle::abort);
     }
 
-    /// How many responses of this owner had to go since it was last asked.
+    /// The number of this owner's responses that were evicted since the last question.
     pub(crate) fn take_untold(&self, owner: Owner) -> u64 {
         let mut guard = self.shares.lock();
         guard.1.get_mut(&owner).map_or(0, |share| std::mem::take(&mut share.untold))

@@ -14,7 +14,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::server::TlsStream;
 
-/// What the only protocol is called that is spoken here.
+/// The name of the only protocol that is spoken here.
 const HTTP_1_1: &[u8] = b"http/1.1";
 
 /// A certificate and its key, ready for connections.

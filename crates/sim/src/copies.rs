@@ -14,7 +14,7 @@ struct Copying {
     fine: bool,
 }
 
-/// What becomes of a copy.
+/// The outcome of a copy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CopyFault {
     /// It is done.
@@ -26,7 +26,7 @@ pub enum CopyFault {
     Hangs,
 }
 
-/// What a page takes.
+/// The bytes of a page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PageBytes {
     /// Rows that attention reads, over all layers.
@@ -64,7 +64,7 @@ impl PageBytes {
 pub struct CopyEngines {
     model: CopyModel,
     bytes: PageBytes,
-    /// When each direction's engine is done with what it has.
+    /// The time at which each direction's engine has finished its copies.
     busy_until: [u64; 2],
     under_way: Vec<Copying>,
 }
@@ -76,8 +76,7 @@ impl CopyEngines {
         Self { model, bytes, ..Self::default() }
     }
 
-    /// When the last save ends of those that were taken on; one that never does counts as if it
-    /// did.
+    /// The end of the last save that was taken on; one that never ends counts as if it did.
     #[must_use]
     pub fn saves_end(&self) -> u64 {
         self.busy_until[0]
@@ -104,7 +103,7 @@ impl CopyEngines {
         });
     }
 
-    /// When the next copy ends, if one ever does.
+    /// The time at which the next copy ends, if one ever does.
     #[must_use]
     pub fn next_end(&self) -> Option<u64> {
         self.under_way.iter().filter_map(|copy| copy.end_us).min()

@@ -41,7 +41,7 @@ impl Slot {
         self.sequence.say(text, suppressed, &self.allowed)
     }
 
-    /// What the script says here.
+    /// The token of the script at this place.
     fn scripted(&self) -> Option<i32> {
         let (answer, prompt_len) = self.script.as_ref()?;
         answer.get(self.sequence.length.checked_sub(*prompt_len)? as usize).copied()
@@ -177,7 +177,7 @@ mod tests {
         }
     }
 
-    /// What a slot with these tokens says, one token a step.
+    /// The tokens of a slot after these, one a step.
     fn said(text: &SimText, tokens: &[i32], spec: &SlotSpec, count: u32) -> Vec<i32> {
         let mut device = Device::default();
         let mut said = Vec::new();

@@ -15,12 +15,12 @@ use crate::profile::Jitter;
 use crate::text::SimText;
 use crate::timeline::{Span, Timeline, Timing};
 
-/// What is simulated.
+/// The settings of a simulated device.
 #[derive(Clone)]
 pub struct SimConfig {
     /// Time.
     pub clock: SimClock,
-    /// How long steps and copies take.
+    /// The times of steps and copies.
     pub timing: Timing,
     /// Seed of the jitter.
     pub seed: u64,
@@ -32,7 +32,7 @@ pub struct SimConfig {
     pub vocab_size: u32,
     /// Elements of an embedding, as if it were bfloat16; nothing reads any.
     pub hidden_size: u32,
-    /// What requests say.
+    /// The answers of requests.
     pub text: SimText,
     /// Most tokens that a row gives, as if drafts were accepted; 1: one each.
     pub tokens_a_row: u32,
@@ -137,7 +137,7 @@ impl SimControl {
         self.change(|faults| faults.held = false);
     }
 
-    /// What becomes of the next copy.
+    /// The outcome of the next copy.
     fn copy_fault(&self) -> CopyFault {
         let mut faults = self.shared.faults.lock();
         if faults.hang_copies {

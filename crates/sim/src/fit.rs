@@ -35,9 +35,9 @@ pub struct Fit {
     pub error_percentiles: [f64; 3],
 }
 
-/// Fits a model to measured steps: least squares of the relative errors with no negative time,
-/// robust against steps that something else held up, for the knee of the roofline that explains
-/// most.
+/// Fits a model to measured steps: least squares of the relative errors, without negative times.
+/// Steps that something else held up have little weight. The knee of the roofline is the one that
+/// explains most.
 ///
 /// # Errors
 /// Too few steps took time.

@@ -1,14 +1,14 @@
 //! A simulated rank group: takes real plans, keeps no KV, answers deterministic tokens after the
 //! time a device would take.
 //!
-//! The token at a position is a hash of all tokens before it, so a request gets the same tokens
-//! whatever the batch, the chunking, the prefix hits, the lookahead, preemption or replay: exactly
-//! the invariance that a real model has in exact arithmetic. The vector of a prompt that is pooled
-//! is a hash of its tokens in the same way. Time is the machine's or virtual; virtual time jumps
-//! from event to event and makes hours of traffic a matter of CPU seconds.
+//! The token at a position is a hash of all tokens before it. So a request gets the same tokens
+//! whatever the batch, the chunking, the prefix hits, the lookahead, preemption or replay. A real
+//! model has exactly this invariance in exact arithmetic. The vector of a prompt that is pooled is
+//! a hash of its tokens in the same way. Time is the machine's or virtual; virtual time jumps from
+//! event to event and makes hours of traffic a matter of CPU seconds.
 //!
-//! How long a step takes is said by a [`Profile`], a TOML file, built in or made by [`fit`] from
-//! what a [`Recorder`] wrote about a real device. docs/simulation.md is the user's page.
+//! A [`Profile`] says the time of a step. It is a TOML file, built in or made by [`fit`] from the
+//! notes of a [`Recorder`] about a real device. docs/simulation.md is the user's page.
 
 mod clock;
 mod copies;

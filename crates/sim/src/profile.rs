@@ -1,4 +1,4 @@
-//! How long a device takes, and where that is known from.
+//! The times of a device, and their origin.
 
 use std::path::Path;
 
@@ -13,8 +13,8 @@ use crate::timeline::SparseModel;
 /// Microseconds of a step: `step_us + max(weights_us, token_us * tokens) + row_us * rows +
 /// context_us * context + attention_us * attention`.
 ///
-/// The maximum is the roofline (Williams, Waterman, Patterson 2009) of the matrix multiplications:
-/// a step reads all weights, however few tokens it computes, and the arithmetic of the tokens hides
+/// The maximum is the roofline (Williams, Waterman, Patterson 2009) of the matrix multiplications.
+/// A step reads all weights, however few tokens it computes. The arithmetic of the tokens hides
 /// behind that until there are many.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -106,7 +106,7 @@ impl Jitter {
         Self { ranks: ranks.max(1), ..self }
     }
 
-    /// What the time of step `step` is multiplied by.
+    /// The factor of the time of step `step`.
     #[must_use]
     pub fn factor(&self, step: u64) -> f64 {
         if self.sigma == 0.0 {
@@ -141,7 +141,7 @@ pub struct Profile {
     /// The built-in name, or the file's without its ending.
     #[serde(skip)]
     pub name: String,
-    /// Where the numbers are from: measured where and how, or computed from what.
+    /// The origin of the numbers: the measurement, or the computation.
     pub origin: String,
     /// The device.
     pub device: String,
@@ -154,13 +154,13 @@ pub struct Profile {
     pub load_s: f64,
     /// The time of a step.
     pub time: DeviceModel,
-    /// What keys and values take.
+    /// The bytes of keys and values.
     #[serde(default)]
     pub kv: KvModel,
-    /// How pages are copied between the device's memory and the host's.
+    /// The copies of pages between the device's memory and the host's.
     #[serde(default)]
     pub copy: CopyModel,
-    /// What rows of sparse slots cost, if the model chooses positions.
+    /// The cost of rows of sparse slots, if the model chooses positions.
     #[serde(default, skip_serializing_if = "is_dense")]
     pub sparse: SparseModel,
 }
@@ -169,7 +169,7 @@ fn is_dense(sparse: &SparseModel) -> bool {
     *sparse == SparseModel::default()
 }
 
-/// What keys and values take.
+/// The bytes of keys and values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvModel {
@@ -226,7 +226,7 @@ pub enum ProfileError {
     /// It is neither built in nor a file.
     #[error("{name} is neither a profile that is built in ({built_in}) nor a file")]
     Unknown {
-        /// What was asked for.
+        /// The name that was asked for.
         name: String,
         /// The names there are.
         built_in: String,
@@ -244,7 +244,7 @@ pub enum ProfileError {
     Malformed {
         /// The profile.
         name: String,
-        /// What is wrong, and where.
+        /// The fault and its place.
         reason: String,
     },
 }
@@ -319,7 +319,7 @@ impl Profile {
         })
     }
 
-    /// What a page takes; `apart`: index keys have pages of their own.
+    /// The bytes of a page; `apart`: index keys have pages of their own.
     #[must_use]
     pub fn page_bytes(&self, page_size: u32, apart: bool) -> PageBytes {
         let bytes = |token: u64| token * u64::from(page_size);
@@ -332,8 +332,8 @@ impl Profile {
         }
     }
 
-    /// Pages of the KV pool where requests may be sparse, and the device has room for the index
-    /// keys of `ratio` times as many: the memory of [`Self::page_count`] is shared by both.
+    /// The number of pages of the KV pool if requests may be sparse. The device then has room for
+    /// the index keys of `ratio` times as many. Both share the memory of [`Self::page_count`].
     #[must_use]
     pub fn sparse_page_count(&self, page_size: u32, ratio: f64) -> u32 {
         let KvModel { main_bytes_token, index_bytes_token } = self.kv;

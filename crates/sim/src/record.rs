@@ -22,7 +22,7 @@ const QUEUE: usize = 16_384;
 pub struct StepRecord {
     /// The step's number.
     pub step: u64,
-    /// What it asked.
+    /// The load of the step.
     #[serde(flatten)]
     pub load: StepLoad,
     /// Microseconds that the device computed.

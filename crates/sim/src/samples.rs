@@ -11,7 +11,7 @@ use crate::record::StepRecord;
 /// A measured step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sample {
-    /// What it asked.
+    /// The load of the step.
     pub load: StepLoad,
     /// Microseconds that it took.
     pub step_us: f64,
@@ -35,7 +35,7 @@ pub enum FitError {
         path: String,
         /// The line, from 1.
         line: u64,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
     /// There are too few steps that took any time.

@@ -13,8 +13,9 @@ pub(crate) struct Equation {
 /// The coefficients, none below 0, that make the weighted squares of the errors least.
 ///
 /// The solution of such a problem is the plain solution on the columns that it uses (Lawson and
-/// Hanson 1974), so with few columns the best of all subsets' plain solutions without a negative
-/// coefficient is exact. Columns that don't vary independently of others are left to the others.
+/// Hanson 1974). With few columns, the best of all subsets' plain solutions without a negative
+/// coefficient is therefore exact. Columns that don't vary independently of others are left to the
+/// others.
 pub(crate) fn non_negative(
     equations: impl Iterator<Item = (Equation, f64)> + Clone,
 ) -> [f64; COLUMNS] {

@@ -14,7 +14,7 @@ pub trait Script: fmt::Debug + Send + Sync {
     fn answer(&self, prompt: &[i32]) -> Option<Arc<[i32]>>;
 }
 
-/// How simulated text is made.
+/// The rule by which simulated text is made.
 #[derive(Debug, Clone)]
 pub struct SimText {
     words: Arc<[i32]>,
@@ -56,7 +56,7 @@ impl SimText {
         Self { script: Some(script), ..self }
     }
 
-    /// What was written down for a prompt.
+    /// The scripted answer to a prompt.
     pub(crate) fn script(&self, prompt: &[i32]) -> Option<Arc<[i32]>> {
         self.script.as_ref()?.answer(prompt)
     }
@@ -168,7 +168,7 @@ impl Sequence {
         }
     }
 
-    /// How many tokens a row gives that may give `most`: from 1 to that, drawn by a hash of all
+    /// The number of tokens of a row that may give `most`: from 1 to that, drawn by a hash of all
     /// tokens so far.
     pub(crate) fn count(&self, most: u32) -> u32 {
         1 + self.mix.draw(FOLD, u64::from(most.max(1))) as u32
@@ -220,7 +220,7 @@ impl Sequence {
     }
 }
 
-/// Whether a mask has a token.
+/// True if a mask has a token.
 pub(crate) fn has(mask: &[u32], id: i32) -> bool {
     let at = id as usize;
     mask.get(at / 32).is_some_and(|word| word >> (at % 32) & 1 == 1)
@@ -253,7 +253,7 @@ mod tests {
         (100..200).collect()
     }
 
-    /// What is said after `prompt`, until the end or `most` tokens.
+    /// The tokens after `prompt`, until the end or `most` tokens.
     fn answer(text: &SimText, prompt: &[i32], most: usize) -> Vec<i32> {
         let mut tokens = prompt.to_vec();
         while tokens.len() < prompt.len() + most && tokens.last() != Some(&END) {

@@ -1,4 +1,4 @@
-//! When the steps of a simulated device begin and end, beside its copies.
+//! The times at which the steps of a simulated device begin and end, beside its copies.
 
 use std::collections::HashSet;
 
@@ -9,7 +9,7 @@ use crate::copies::{CopyEngines, CopyFault, PageBytes};
 use crate::load::StepLoad;
 use crate::profile::{CopyModel, DeviceModel, Jitter};
 
-/// What a sparse slot's row costs beside the step, in a model that chooses few positions for each
+/// The cost of a sparse slot's row beside the step, in a model that chooses few positions for each
 /// token. The probability of a miss is no result of the simulation: it is assumed, as `miss_rows`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -54,7 +54,7 @@ impl SparseModel {
     }
 }
 
-/// What waits for the saves of a plan.
+/// The work that waits for the saves of a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SaveOrder {
@@ -67,25 +67,25 @@ pub enum SaveOrder {
     Inline,
 }
 
-/// How long things take on a device.
+/// The times of a device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Timing {
     /// Steps.
     pub model: DeviceModel,
     /// Copies of pages.
     pub copy: CopyModel,
-    /// What a page takes.
+    /// The bytes of a page.
     pub bytes: PageBytes,
     /// Rows of sparse slots.
     pub sparse: SparseModel,
-    /// What waits for saves.
+    /// The work that waits for saves.
     pub save_order: SaveOrder,
     /// Ranks that compute each step together, of which the model's times are those of a usual one;
     /// 0 and 1: one.
     pub ranks: u32,
 }
 
-/// When a step was computed.
+/// The time for which a step was computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Span {
     /// Its first microsecond.

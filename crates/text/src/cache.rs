@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lru::LruCache;
 use parking_lot::Mutex;
 
-/// What an entry costs besides its text and ids: the allocations' headers and the table's slot.
+/// The bytes that an entry takes besides its text and ids: the allocations' headers and the table's
+/// slot.
 const ENTRY_BYTES: usize = 128;
 
 /// The ids of parts of texts, by the parts themselves: at most a number of bytes, the least

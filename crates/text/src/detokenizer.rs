@@ -15,13 +15,13 @@ const WINDOW_LIMIT: usize = 64;
 /// O(1) amortised. Text is given as soon as it is final: only the bytes of an incomplete character
 /// are held back.
 ///
-/// Where the two can differ: with a byte-fallback (SentencePiece style) tokenizer, one-shot
-/// decoding turns a whole run of byte tokens into U+FFFD, one a byte, if any part of the run is not
-/// UTF-8. A stream has by then given the run's first complete characters, and gives U+FFFD only
-/// from the first wrong byte on. The ids of real text have no such runs; a model can sample one,
-/// and a text cut by a length limit can end in one. For decoders that need more than one token's
-/// own text (WordPiece, CTC, ...) a window of the last tokens is decoded again at each id; this is
-/// exact as long as a token changes no text before the token before it.
+/// The two can differ with a byte-fallback (SentencePiece style) tokenizer. One-shot decoding turns
+/// a whole run of byte tokens into U+FFFD, one a byte, if any part of the run is not UTF-8. A
+/// stream has by then given the run's first complete characters, and gives U+FFFD only from the
+/// first wrong byte on. The ids of real text have no such runs; a model can sample one, and a text
+/// cut by a length limit can end in one. For decoders that need more than one token's own text
+/// (WordPiece, CTC, ...) a window of the last tokens is decoded again at each id; this is exact as
+/// long as a token changes no text before the token before it.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
@@ -96,9 +96,9 @@ impl Detokenizer {
 struct Incomplete(Vec<u8>);
 
 impl Incomplete {
-    /// Reads `bytes` after what was held back, replacing what is not UTF-8 as
-    /// `String::from_utf8_lossy` does: how far a wrong sequence reaches depends on no byte after
-    /// it, so reading in parts gives the same.
+    /// Reads `bytes` after the bytes that were held back, and replaces wrong ones as
+    /// `String::from_utf8_lossy` does. The reach of a wrong sequence depends on no byte after it,
+    /// so reading in parts gives the same.
     fn push(&mut self, bytes: &[u8], out: &mut String) {
         if self.0.is_empty() {
             let rest = read_lossy(bytes, out);
@@ -140,7 +140,7 @@ fn read_lossy<'a>(mut bytes: &'a [u8], out: &mut String) -> &'a [u8] {
 struct PiecesState {
     /// No token so far.
     at_start: bool,
-    /// What may still be cut from the start of the text.
+    /// The character that may still be cut from the start of the text, and its largest number.
     strip_left: Option<(char, usize)>,
     /// The bytes of a run of byte tokens that are not a complete character yet.
     run: Vec<u8>,
@@ -214,7 +214,7 @@ impl PiecesState {
     }
 }
 
-/// What the first token of a text adds, where this is not what the table says.
+/// The bytes that the first token of a text adds, if they are not those of the table.
 fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
     let Scheme::Pieces(pieces) = tokenizer.scheme() else { return None };
     let token = pieces.first_differs().then(|| tokenizer.decoded_token(id))??;
@@ -231,7 +231,7 @@ fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
 #[derive(Debug, Default)]
 struct Window {
     ids: Vec<u32>,
-    /// How many of `ids` have been given out.
+    /// The number of `ids` that have been given out.
     given: usize,
 }
 

@@ -10,12 +10,11 @@ use crate::error::TextError;
 use crate::plain::overlap;
 use crate::tokenizer::Tokenizer;
 
-/// Long texts are encoded in parts of at least this many bytes: large enough that cutting costs
-/// nothing, small enough that a short text does not wait long behind one part (a few milliseconds).
-/// Parts of less than 16 KB are encoded by fastokens on the calling thread alone.
+/// Long texts are encoded in parts of at least this many bytes. Such parts are large enough that
+/// cutting costs nothing. A short text waits only a few milliseconds behind one.
 const PART_BYTES: usize = 8 << 10;
-/// Texts below this are encoded whole without a look at the cache, and parts of this size are what
-/// it keeps: encoding so little costs about as much as finding out that it need not be encoded.
+/// Texts below this are encoded whole without a look at the cache, and the cache keeps parts of
+/// this size. Encoding so little costs about as much as a lookup.
 const KEPT_BYTES: usize = 2 << 10;
 
 /// A tokenizer with the memory of what it encoded.
@@ -28,7 +27,7 @@ pub struct Encoder {
 }
 
 /// A part of at least this many bytes has no place for a cut for so long that its encoding would
-/// hold up others: it is encoded word by word, and not by the threads that the others wait for.
+/// hold up others. It is encoded word by word, by a thread that others do not wait for.
 const LONG_BYTES: usize = 64 << 10;
 
 /// Texts, and what is to be known of them before they are cut.
@@ -320,7 +319,7 @@ impl Work {
         self.pieces.len()
     }
 
-    /// Whether this piece takes so long that it is not for the threads that others wait for.
+    /// True if this piece takes so long that the threads that others wait for leave it alone.
     pub(crate) fn is_long(&self, piece: usize) -> bool {
         self.parts[self.pieces[piece].clone()].iter().any(Part::is_long)
     }

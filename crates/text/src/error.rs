@@ -37,7 +37,7 @@ pub enum TextError {
     /// A text has more tokens than it may; it was not encoded, or not to its end.
     #[error("the text has at least {at_least} tokens, and {limit} may be")]
     TooLong {
-        /// Which of the texts that came together, from 0.
+        /// The index of the text among those that came together, from 0.
         text: usize,
         /// Tokens that it has at least.
         at_least: usize,

@@ -1,4 +1,4 @@
-//! How a tokenizer's decoder turns tokens into text, recognised once at load.
+//! The scheme by which a tokenizer's decoder turns tokens into text, recognised once at load.
 //!
 //! Hugging Face's decoders take the whole list of tokens. For the decoders that nearly all models
 //! use, the same text can be built token by token from a table; this module recognises them and
@@ -7,7 +7,7 @@
 
 use serde_json::Value;
 
-/// How tokens become text.
+/// The scheme by which tokens become text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Scheme {
     /// Byte level: a token is bytes, the text is all bytes read as UTF-8, lossily.
@@ -34,7 +34,7 @@ pub(crate) struct Pieces {
     pub(crate) strip_left: Option<(char, usize)>,
 }
 
-/// What one token adds to the text.
+/// The bytes that one token adds to the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Piece {
     /// Text of its own, or, for [`Scheme::Bytes`], bytes that may be a part of a character.
@@ -57,7 +57,7 @@ impl Scheme {
         }
     }
 
-    /// What `token` adds to the text when it is not the first token.
+    /// The bytes that `token` adds to the text when it is not the first token.
     pub(crate) fn piece(&self, token: &str) -> Piece {
         match self {
             Self::Bytes => Piece::Text(byte_level_bytes(token)),
@@ -99,8 +99,8 @@ impl Pieces {
         Some(pieces)
     }
 
-    /// What `token` adds to the text; the `first` token of a text may add something else than a
-    /// later one.
+    /// The bytes that `token` adds to the text; the `first` token of a text may add other bytes
+    /// than a later one.
     pub(crate) fn piece(&self, token: &str, first: bool) -> Piece {
         let mut text = token.to_owned();
         if let Some(space) = self.metaspace {
@@ -116,7 +116,7 @@ impl Pieces {
         }
     }
 
-    /// Whether the first token of a text needs [`Pieces::piece`] instead of the table.
+    /// True if the first token of a text needs [`Pieces::piece`] instead of the table.
     pub(crate) fn first_differs(&self) -> bool {
         self.metaspace.is_some() && self.metaspace_drops_first
     }
@@ -142,14 +142,14 @@ fn fallback_byte(token: &str) -> Option<u8> {
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
 }
 
-/// The bytes of a byte-level token, or the token's own UTF-8 where one of its characters stands for
-/// no byte (an added token such as one with a space or with `｜` in it).
+/// The bytes of a byte-level token. If one of its characters stands for no byte, they are the
+/// token's own UTF-8: an added token can have a space or `｜` in it.
 fn byte_level_bytes(token: &str) -> Vec<u8> {
     token.chars().map(byte_of_char).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.into())
 }
 
 /// The byte that a character of the byte-level alphabet stands for (GPT-2's `bytes_to_unicode`,
-/// inverted): printable Latin-1 characters are themselves, the other 68 bytes are the characters
+/// inverted). Printable Latin-1 characters are themselves. The other 68 bytes are the characters
 /// from U+0100 on, in order.
 pub(crate) fn byte_of_char(c: char) -> Option<u8> {
     let code = u32::from(c);

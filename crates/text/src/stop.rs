@@ -73,7 +73,7 @@ impl Stop {
 #[derive(Debug)]
 pub struct StopStrings {
     table: Arc<StopTable>,
-    /// How many bytes of each string of the table the text so far ends with.
+    /// The number of leading bytes of each string of the table with which the text so far ends.
     at: Box<[u32]>,
     include_in_output: bool,
     /// Text not given out yet: bytes from `held_from` on.

@@ -21,7 +21,7 @@ const LARGEST_ID: u32 = (1 << 24) - 1;
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// What encodes instead of `inner`.
+    /// The encoder that replaces that of `inner`.
     fast: Option<Fast>,
     scheme: Scheme,
     table: Table,
@@ -34,7 +34,8 @@ pub struct Tokenizer {
 /// The ids that the post-processor puts before and after those of a text.
 pub(crate) type Frame = (Vec<i32>, Vec<i32>);
 
-/// What every id adds to the text, by id: one run of bytes and an end and a kind for each id.
+/// The bytes that every id adds to the text, by id: one run of bytes and an end and a kind for each
+/// id.
 #[derive(Debug, Default)]
 struct Table {
     bytes: Vec<u8>,
@@ -43,7 +44,7 @@ struct Table {
     special: Vec<bool>,
 }
 
-/// What an id stands for.
+/// The meaning of an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// No token has this id.
@@ -183,21 +184,17 @@ impl Tokenizer {
     /// counted. It costs a look at each byte, and 0 is the answer of a tokenizer that may drop
     /// text.
     ///
-    /// Where each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback),
-    /// each byte counts one over the length of the longest token that has it; where text is
-    /// composed first, what is not ASCII counts a quarter. Of a Unigram tokenizer ASCII letters and
-    /// digits count, by the longest token. Of WordPiece and WordLevel each word counts one.
+    /// If each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), each
+    /// byte counts one over the length of the longest token that has it. If text is composed first,
+    /// characters outside ASCII count a quarter. Of a Unigram tokenizer ASCII letters and digits
+    /// count, by the longest token. Of WordPiece and WordLevel each word counts one.
     pub fn fewest_ids(&self, text: &str) -> usize {
         self.measure.fewest(text)
     }
 
-    /// The ids of `text` as [`Tokenizer::encode`] gives them without what the post-processor adds,
-    /// but that special tokens that touch one of the ranges in `plain` (of bytes, sorted, not
-    /// overlapping) are ordinary text. `go_on` is asked before each word, with the number of ids so
-    /// far.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode`], and [`TextError::Closed`] where `go_on` says no.
+    /// The ids of `text` as [`Tokenizer::encode`] gives them, without those of the post-processor.
+    /// Special tokens that touch one of the ranges in `plain` (of bytes, sorted, not overlapping)
+    /// are ordinary text.
     pub(crate) fn encode_plain(
         &self,
         text: &str,
@@ -216,8 +213,7 @@ impl Tokenizer {
         self.encode_plain(text, std::slice::from_ref(&(0..text.len())), &|_| true)
     }
 
-    /// Whether [`Tokenizer::token_bytes`] is what a token adds to a text wherever it stands, but at
-    /// its beginning.
+    /// True if a token adds [`Tokenizer::token_bytes`] to a text at any place but its beginning.
     pub fn adds_bytes(&self) -> bool {
         !matches!(self.scheme, Scheme::Window)
     }
@@ -311,18 +307,18 @@ impl Tokenizer {
         self.table.kinds.len()
     }
 
-    /// Whether this is a special token: one that decoding can skip.
+    /// True if this is a special token: one that decoding can skip.
     pub fn is_special(&self, id: i32) -> bool {
         let id = usize::try_from(id).ok();
         id.and_then(|id| self.table.special.get(id)).copied().unwrap_or(false)
     }
 
-    /// Where texts may be cut.
+    /// The places at which texts may be cut.
     pub(crate) fn cuts(&self) -> &Cuts {
         &self.cuts
     }
 
-    /// What the post-processor adds, if it is the same for every text.
+    /// The ids that the post-processor adds, if they are the same for every text.
     pub(crate) fn frame(&self) -> Option<&Frame> {
         self.frame.as_ref()
     }
@@ -341,7 +337,7 @@ impl Tokenizer {
         decoded_token(&self.inner, id)
     }
 
-    /// What `id` adds to the text.
+    /// The kind of `id` and the bytes that it adds to the text.
     pub(crate) fn piece(&self, id: u32) -> (Kind, &[u8]) {
         self.table.get(id)
     }
@@ -354,8 +350,8 @@ fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
     added.or_else(|| inner.get_model().id_to_token(id))
 }
 
-/// What the post-processor puts around a text's ids, learnt from a text of one id that no token
-/// has; `None` if it does something else than to put ids around them.
+/// The ids that the post-processor puts around a text's ids, learnt from a text of one id that no
+/// token has. `None` if it does something else than to put ids around them.
 fn frame(inner: &tokenizers::Tokenizer) -> Result<Option<Frame>, TextError> {
     const TEXT: u32 = u32::MAX;
     let text = Encoding::from_tokens(vec![Token::new(TEXT, "a".to_owned(), (0, 1))], 0);

@@ -74,13 +74,13 @@ pub enum ImageError {
     Damaged {
         /// The format that the file begins like.
         format: Format,
-        /// What the decoder says.
+        /// The decoder's message.
         reason: String,
     },
 }
 
 impl ImageError {
-    /// Whether a smaller image would have been taken: HTTP has a status of its own for that.
+    /// True if a smaller image would have been accepted; HTTP has a status of its own for that.
     pub fn is_too_large(&self) -> bool {
         matches!(
             self,
@@ -98,7 +98,7 @@ impl ImageError {
     }
 }
 
-/// What `decoder` gives, where a panic of it is damage of the file: decoders are others' code.
+/// Calls `decoder`, and takes a panic of it for damage of the file: decoders are others' code.
 /// Nothing but bytes may outlive `decoder`.
 pub(crate) fn contained<T>(
     format: Format,

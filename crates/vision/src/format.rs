@@ -1,4 +1,4 @@
-//! Which format a file has, by its first bytes: names and media types are the client's word for it.
+//! The format of a file, by its first bytes: names and media types are the client's word for it.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What the first bytes of a file say of its image.
+//! The facts about an image in the first bytes of its file.
 
 use crate::decode;
 use crate::error::{ImageError, contained};
@@ -7,7 +7,8 @@ use crate::jpeg::Frame;
 use crate::limits::Limits;
 use crate::orientation::Orientation;
 
-/// What the first bytes of a file say of its image: enough for its grid, without a pixel decoded.
+/// The facts about an image in the first bytes of its file: enough for its grid, without a pixel
+/// decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     pub(crate) source: Source,
@@ -17,7 +18,7 @@ pub struct Header {
     pub(crate) orientation: Orientation,
 }
 
-/// Who decodes it.
+/// The decoder of the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     Jpeg(Frame),
@@ -64,7 +65,7 @@ impl Header {
         self.orientation.turned(self.width, self.height)
     }
 
-    /// How the stored image is turned.
+    /// The orientation of the stored image.
     pub fn orientation(&self) -> Orientation {
         self.orientation
     }

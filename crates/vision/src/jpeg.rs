@@ -13,7 +13,7 @@ use crate::format::Format;
 use crate::limits::Limits;
 use crate::orientation::Orientation;
 
-/// What stands before the first scan.
+/// The part of the file before the first scan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Frame {
     pub(crate) width: u32,

@@ -1,9 +1,9 @@
 //! Images as a vision tower reads them: files to patches of bytes.
 //!
-//! What a request goes through, in this order: [`DataUrl`] cuts a file out of a body, [`Header`]
-//! says its size without decoding, [`Processing::grid`] how many positions it takes, [`Identity`]
-//! names it, and [`Preparer::prepare`] decodes it, resizes it and writes its patches. Nothing here
-//! reads a clock, a file or a socket, and no input makes it panic.
+//! A request goes through five steps. [`DataUrl`] cuts a file out of a body, and [`Header`] tells
+//! its size without decoding. [`Processing::grid`] gives the number of its positions, and
+//! [`Identity`] names it. [`Preparer::prepare`] decodes it, resizes it and writes its patches.
+//! Nothing here reads a clock, a file or a socket, and no input makes it panic.
 //!
 //! The values are those of transformers' `Qwen2VLImageProcessor` with its default backend, before
 //! it subtracts the mean; `docs/images.md` says for which files that is exact.

@@ -1,13 +1,13 @@
-//! What an image may cost.
+//! The limits on an image.
 
 use crate::error::ImageError;
 
-/// What an image may cost.
+/// The limits on an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Pixels of an image, as its header says them.
     pub max_pixels: u64,
-    /// How many times as long as the other a side may be.
+    /// The largest ratio of the sides.
     pub max_ratio: u32,
 }
 
@@ -23,7 +23,7 @@ impl Limits {
     /// write about ten.
     pub(crate) const JPEG_SCANS: usize = 64;
 
-    /// Bytes that a decoder may allocate for an image of so many pixels, its output included: the
+    /// Bytes that a decoder may allocate for an image of so many pixels, its output included. The
     /// widest pixels of any format are eight bytes, and a progressive JPEG keeps six of
     /// coefficients.
     pub(crate) fn decoder_bytes(pixels: u64) -> u64 {

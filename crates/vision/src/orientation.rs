@@ -2,7 +2,7 @@
 
 use image::metadata::Orientation as Named;
 
-/// How the stored pixels have to be turned to be seen upright: 1 to 8, 1 as they are.
+/// The turn that brings the stored pixels upright: 1 to 8, 1 as they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Orientation(u8);
 

@@ -2,13 +2,8 @@
 
 use crate::processing::{Grid, Processing};
 
-/// Writes a resized image, three bytes a pixel, as patches: position by position, in each its
-/// `merge` x `merge` patches row by row, in each the three colours one after the other, in each the
-/// rows of the patch.
-///
-/// As axes: `[grid.height, merge, patch, grid.width, merge, patch, 3]` becomes
-/// `[grid.height, grid.width, merge, merge, 3, patch, patch]`. A tower that reads pairs of frames
-/// gets each patch twice, which is its own affair.
+/// Writes a resized image, three bytes a pixel, as patches. The order is: positions; in each its
+/// `merge` x `merge` patches row by row; in each the three colours; in each the rows of the patch.
 pub(crate) fn write(image: &[u8], grid: Grid, processing: &Processing, patches: &mut [u8]) {
     match processing.patch() {
         // A patch's side that the compiler knows is half the time.

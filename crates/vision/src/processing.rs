@@ -1,7 +1,7 @@
-//! How large an image is made, and how many positions it takes.
+//! The size that an image is brought to, and the number of its positions.
 
-/// How a model wants its images: what is in `preprocessor_config.json` and changes the patches'
-/// bytes.
+/// The form of images that a model wants: the values of `preprocessor_config.json` that change the
+/// patches' bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Processing {
     patch: u32,
@@ -90,9 +90,9 @@ impl Processing {
 
     /// The grid of an image of `width` x `height` pixels, neither 0.
     ///
-    /// `smart_resize` of Qwen2-VL: both sides become multiples of a position's, the product lies
-    /// between the two numbers of pixels, and the ratio of the sides stays as it is as far as
-    /// possible. It rounds as Python does, half to even.
+    /// This is `smart_resize` of Qwen2-VL. Both sides become multiples of a position's, and the
+    /// product lies between the two numbers of pixels. The ratio of the sides stays as it is as far
+    /// as possible. It rounds as Python does, half to even.
     pub fn grid(&self, width: u32, height: u32) -> Grid {
         let side = f64::from(self.side());
         let (wide, high) = (f64::from(width), f64::from(height));

@@ -64,7 +64,7 @@ fn one_axis<'a>(
 mod tests {
     use super::*;
 
-    /// What torchvision 0.29.2 makes of it: `tests/vision` compares a thousand sizes.
+    /// The values of torchvision 0.29.2: `tests/vision` compares a thousand sizes.
     #[test]
     fn rows_come_first() {
         let rgb: Vec<u8> = (0..48u32).map(|place| (place * place * 37 % 256) as u8).collect();

@@ -19,7 +19,7 @@ pub const INTERVAL: Duration = Duration::from_millis(250);
 /// Most feeds at a time.
 const MOST: usize = 64;
 
-/// How many may watch at a time.
+/// The number of watchers at a time.
 #[derive(Debug)]
 pub struct Watchers(Arc<Semaphore>);
 

@@ -62,7 +62,7 @@ pub fn page(path: &str, headers: &HeaderMap) -> Option<Response<Bytes>> {
     Some(response)
 }
 
-/// Whether the client takes gzip (RFC 9110, section 12.5.3).
+/// True if the client takes gzip (RFC 9110, section 12.5.3).
 fn accepts_gzip(headers: &HeaderMap) -> bool {
     let values = headers.get_all(ACCEPT_ENCODING).iter().filter_map(|value| value.to_str().ok());
     let mut any = None;

@@ -308,7 +308,7 @@ fn read_safe(
 }
 
 impl TensorType {
-    /// Whether the numbers are blocks of integers with scales.
+    /// True if the numbers are blocks of integers with scales.
     #[cfg(test)]
     fn is_block(self) -> bool {
         self.block().0 > 1

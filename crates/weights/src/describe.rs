@@ -15,24 +15,24 @@ use crate::gguf::{GgufFiles, hf_config, special_token, tokenizer_json};
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 const INDEX: &str = "model.safetensors.index.json";
-/// What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold
-/// all metadata of any known model, and of this number: it goes up with every change to what is
-/// rebuilt, in both languages.
+/// The version of the files that are rebuilt from a GGUF. It goes up with every change to them, in
+/// both languages. They lie in the cache under a key of this number and of the file's first bytes,
+/// which hold all metadata of any known model.
 const REBUILD_VERSION: u32 = 1;
 const KEY_BYTES: u64 = 32 << 20;
 /// Of a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
 const MOST_JSON: u64 = 256 << 20;
 
-/// Which files, and what for.
+/// The files to describe, and the purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     /// A directory, or a `.gguf` file or one of its parts.
     pub path: &'a Path,
-    /// What the model is called; `None`: as the directory or the file.
+    /// The name of the model; `None`: that of the directory or the file.
     pub name: Option<&'a str>,
-    /// What is made of models is kept below it.
+    /// The folder below which files that are made of models are kept.
     pub cache: &'a Path,
-    /// Whether a directory needs weights.
+    /// True if a directory needs weights.
     pub weights: bool,
 }
 

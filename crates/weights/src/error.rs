@@ -1,4 +1,4 @@
-//! What can be wrong with a model, said so that a user can act on it.
+//! The faults that a model can have, in words that tell a user what to do.
 
 use std::io;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! What the files of a model say: its description for the brain, its shape, and its tensors, out of
-//! safetensors and GGUF.
+//! The contents of a model's files: its description for the brain, its shape, and its tensors, out
+//! of safetensors and GGUF.
 //!
 //! `python/forebay/weights` reads the same files for every family; here are the dense decoders that
 //! the compiled kernels compute. Whatever is beyond them is [`ModelError::Elsewhere`], with the

@@ -2,8 +2,8 @@
 //! `python/forebay/weights/packed.py`, byte for byte what either hand can read.
 //!
 //! A file is safetensors, so that any tool can look into it. It is read into memory of its own, not
-//! mapped: that can lie in large pages, and a step that reads all weights from 4 KiB pages of a
-//! mapping is slower.
+//! mapped. Such memory can lie in large pages, and a step that reads all weights from 4 KiB pages
+//! of a mapping is slower.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -41,9 +41,10 @@ const LOCK: &str = ".lock";
 
 /// The name of what becomes of a model's files under `facts`.
 ///
-/// Of each file its size, its time of change, its first and last MiB and 64 pieces in between
-/// count: to read all of a large model costs what the cache is to save. A file that is changed
-/// elsewhere, in place, without growing, and that gets its old time back, is not noticed.
+/// The name depends on each file's size, its time of change, its first and last MiB and 64 pieces
+/// in between. To read all of a large model would cost as much time as the cache saves. A file that
+/// is changed elsewhere, in place, without growing, and that gets its old time back, is not
+/// noticed.
 ///
 /// # Errors
 /// A file can't be read.
@@ -130,10 +131,10 @@ impl From<io::Error> for Fault {
 /// The file of one key in a folder whose files take no more than a limit together. It need not be
 /// there.
 ///
-/// Nothing here is an error for whoever wants to serve a model: what can't be read is not there,
-/// and what can't be written is not written; one line on standard error says why. Every byte is
-/// checked as it is read: a file whose data is not what was written is removed, and as if it had
-/// not been there.
+/// Nothing here is an error for a server of the model. A file that can't be read is treated as
+/// absent, and one that can't be written is not written. One line on standard error tells the
+/// reason. Every byte is checked as it is read: a file whose data is not what was written is
+/// removed, and as if it had not been there.
 pub struct PackedFile {
     path: PathBuf,
     limit: u64,
@@ -152,7 +153,7 @@ impl PackedFile {
         file
     }
 
-    /// What was written with the tensors; `None`: there is no such file.
+    /// The notes that were written with the tensors; `None`: there is no such file.
     #[must_use]
     pub fn notes(&self) -> Option<&Map<String, Value>> {
         self.found.as_ref().map(|header| &header.notes)
@@ -268,7 +269,7 @@ impl PackedFile {
         [&(text.len() as u64).to_le_bytes()[..], &text].concat()
     }
 
-    /// What tells that a header is whole, and of this key.
+    /// The digest that tells that a header is whole, and of this key.
     fn seal(&self, entries: &Map<String, Value>) -> String {
         let key = self.path.file_name().unwrap_or_default().to_string_lossy();
         let mut digest = Blake2b::<U16>::new();
@@ -277,7 +278,7 @@ impl PackedFile {
         hex(&digest.finalize())
     }
 
-    /// What is in the file; `None` if it is not there.
+    /// Reads the header of the file; `None` if it is not there.
     fn header(&self) -> Result<Option<Header>, Fault> {
         let file = match File::open(&self.path) {
             Ok(file) => file,
@@ -348,8 +349,8 @@ impl PackedFile {
         Ok(Header { notes, places, chunk })
     }
 
-    /// Whether a file of `size` bytes may be written; then others have gone for it. For the only
-    /// writer.
+    /// Makes room for a file of `size` bytes; others may go for it. False if it may not be written.
+    /// For the only writer.
     fn make_room(&self, folder: &Path, size: u64) -> io::Result<bool> {
         if size > self.limit {
             self.say(&format!(

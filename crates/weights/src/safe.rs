@@ -13,7 +13,7 @@ use crate::error::ModelError;
 
 /// Bytes of the number before the header.
 const LENGTH: u64 = 8;
-/// What the reference implementation takes.
+/// The limit of the reference implementation.
 const MOST_HEADER: u64 = 100_000_000;
 
 /// One file. Opening it reads the header only.
@@ -23,7 +23,7 @@ pub(crate) struct SafeFile {
     pub(crate) tensors: HashMap<String, SafeTensor>,
 }
 
-/// Where a tensor lies.
+/// The place of a tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SafeTensor {
     pub(crate) dtype: Dtype,

@@ -1,4 +1,4 @@
-"""What the model asks of an attention implementation, and what a step tells it."""
+"""The interface between a model and an implementation of attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LatentHeads:
     rank: int
     """Of a row's latent part."""
     scale: float
-    """What scores are multiplied by."""
+    """The factor of scores."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class AttentionBackend(Protocol):
         """
 
     def prepare_index(self, batch: IndexBatch) -> Any:
-        """What every indexed layer of the step uses."""
+        """The data that every indexed layer of the step uses."""
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: Any) -> torch.Tensor:
         """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` behind them.

@@ -68,7 +68,9 @@ class FlashAttention:
         raise NotImplementedError("an index is for another backend")
 
     def _arguments(self, rows: PagedRows, tokens: int) -> dict[str, Any]:
-        """What all layers of a step pass: rows by page table, lengths, and where the tokens of each begin."""
+        """The arguments that all layers of a step pass: rows by page table, lengths, and the beginning of each row's
+        tokens.
+        """
         if self._step is None or self._step[0] is not rows:
             pages = rows.page_table.index_select(0, rows.slots)
             arguments = {

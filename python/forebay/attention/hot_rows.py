@@ -34,7 +34,7 @@ class GroupRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Where positions of sparse slots can be; `u` queries, one a slot."""
+    """The places that positions of sparse slots can be at; `u` queries, one a slot."""
 
     slots: torch.Tensor  # int64 [u]
     now: torch.Tensor  # int32 [u]: the slot's step, at least 1
@@ -45,7 +45,7 @@ class Places:
 
 
 class Found(NamedTuple):
-    """Where chosen positions are, [u, top_k]."""
+    """The places of chosen positions, [u, top_k]."""
 
     rows: torch.Tensor  # int64: row numbers of a layer; those of missed ones are where they have to be copied to
     missed: torch.Tensor  # bool
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Missing:
-    """What a group's layers copy from the host before they attend; `m` rows, missed or not."""
+    """The rows that a group's layers copy from the host before they attend; `m` rows, missed or not."""
 
     targets: torch.Tensor  # int64 [m]: row numbers of a layer; a row that nobody reads where nothing is missed
     pages: torch.Tensor  # int64 [m]: pages of the host's tier
@@ -68,7 +68,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What queries of a layer attend to, and of those that share its choice."""
+    """The rows that queries of a layer attend to, and of those that share its choice."""
 
     rows: torch.Tensor  # int64 [queries, top_k]: row numbers of a layer, `NO_ROW` for none
     missing: Missing | None = None
@@ -76,7 +76,7 @@ class Chosen:
 
 
 def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
-    """Where positions int64 [u, top_k] are, ascending with `NO_ROW` behind them.
+    """The places of positions int64 [u, top_k], ascending with `NO_ROW` behind them.
 
     Those that are missed are given rows. H is at least top_k: no row is taken from what the same query has chosen.
     """
@@ -107,7 +107,7 @@ def missing(
     nowhere: int,
     host: Sequence[torch.Tensor],
 ) -> Missing:
-    """What to copy for positions [u, top_k] of slots [u], by the host's pages int32 [slots, pages a slot].
+    """The rows to copy for positions [u, top_k] of slots [u], by the host's pages int32 [slots, pages a slot].
 
     `nowhere` is the number of a row that nobody reads.
     """

@@ -1,4 +1,5 @@
-"""Which positions a query attends to (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025), from the keys of an index.
+"""The choice of the positions that a query attends to, from the keys of an index (DeepSeek Sparse Attention,
+DeepSeek-V3.2, 2025).
 
 Position s has the score `sum over heads j of w_j * relu(q_j . k_s)` for a query, and the largest scores win. Of equal
 ones the lower positions do: `relu` makes many zeros, and a choice must not depend on how a request is cut or placed.

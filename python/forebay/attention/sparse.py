@@ -16,7 +16,7 @@ BLOCK_BYTES = 64 << 20
 _NUMBER_BYTES = 32
 """Bytes of a row's number, of what is made of it, and of its mask."""
 _QUERY_COPIES = 4
-"""How often a query that is as wide as a row is there at once, its output included."""
+"""The number of copies of a query, as wide as a row, that exist at once, its output included."""
 NO_PAGE = -2
 """In place of the number of a row whose page is not there: who gathers it raises."""
 
@@ -24,7 +24,7 @@ NO_PAGE = -2
 def resolve(
     positions: torch.Tensor, slots: torch.Tensor, page_table: torch.Tensor, page_size: int, page_stride: int
 ) -> torch.Tensor:
-    """Where positions int64 [queries, top_k] of slots int64 [queries] lie by the page table int32 [slots, pages].
+    """The rows of positions int64 [queries, top_k] of slots int64 [queries], by the page table int32 [slots, pages].
 
     Gives row numbers int64 [queries, top_k]; what is `NO_ROW` stays it.
     """

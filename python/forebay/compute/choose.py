@@ -1,4 +1,4 @@
-"""Which way to compute a model on which device. Nothing else knows them all."""
+"""The choice of a way to compute a model on a device. Nothing else knows all ways."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Choice:
             raise DeviceError(f"sparse decoding from host memory is not there for {device.name} yet: leave it off")
 
     def _settle(self, config: RunnerConfig) -> str:
-        """What computes attention: what is asked for, or what the device does best."""
+        """The implementation of attention: the one that is asked for, or the best on the device."""
         wanted, device = config.attention_backend, self._device
         on_gpu = device.torch_device.type != "cpu"
         if wanted is None:
@@ -183,7 +183,7 @@ class Choice:
         prompts: PromptRows,
         sampler: Sampler,
     ) -> Steps:
-        """How the steps of a model that generates are computed; `model` and `compute` are called as work."""
+        """The steps of a model that generates; `model` and `compute` are called as work."""
         config = self._config
         shape = config.model_config
         # Of several ranks no step was captured yet: nobody has seen their collectives in a graph.
@@ -198,7 +198,7 @@ class Choice:
     def compute(
         self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
     ) -> Compute:
-        """How the rows of a model are computed whose weights are loaded; `images` None: it sees none."""
+        """The way to compute the rows of a model whose weights are loaded; `images` None: it sees none."""
         if self._packs(model.config):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
         if model.params.formats.for_integers:
@@ -206,7 +206,7 @@ class Choice:
         return TorchCompute(model, tables, kv, prompts, self._device, images)
 
     def pooler(self, model: Decoder | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Pooler:
-        """How the rows of a model are pooled whose weights are loaded."""
+        """The way to pool the rows of a model whose weights are loaded."""
         if isinstance(model, Bert) and self._packs_encoder(model):
             return NativeEncoder(model, tables, torch.get_num_threads())
         model.params.pack()
@@ -231,7 +231,7 @@ class Choice:
 
 
 def _needs_host(model: ModelConfig) -> bool:
-    """Whether the host decides which queries choose, or where images stand: no graph can do that."""
+    """True if the host decides which queries choose, or where images stand: no graph can do that."""
     return model.indexer is not None or model.sections is not None
 
 

@@ -117,7 +117,7 @@ class TorchCompute:
         )
 
     def _seen(self, images: RowImages, cut: Pieces) -> tuple[torch.Tensor, ImageRows | None]:
-        """What positions are called where there are images, [n] or [3, n], and what the tokens in images are."""
+        """The numbers of positions if there are images, [n] or [3, n], and the rows of the tokens in images."""
         tokens = images.tokens(cut.row, cut.start, cut.length)
         numbers, at, entries = self._device.copy_in(tokens.positions, tokens.at, tokens.entries)
         if not len(tokens.at):
@@ -135,7 +135,7 @@ class TorchCompute:
         positions: torch.Tensor,
         sparse: torch.Tensor,
     ) -> Index | None:
-        """Where index keys go, and what the pieces need whose queries choose; None: the model has no index."""
+        """The places of index keys, and the data for the pieces whose queries choose; None: the model has no index."""
         tables, kv, indexer = self._tables, self._kv, self._model.config.indexer
         if indexer is None:
             return None

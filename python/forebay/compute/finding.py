@@ -1,4 +1,4 @@
-"""Where the positions are that a step's queries choose."""
+"""The search for the positions that a step's queries choose."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ class InRows:
 
 
 def sharing(indexer: Indexer, layers: int) -> list[int]:
-    """How many of a model's `layers` attend to what each indexed layer chooses, itself among them."""
+    """The number of a model's `layers` that attend to the choice of each indexed layer, itself among them."""
     ends = [*indexer.layers[1:], layers]
     return [end - layer for layer, end in zip(indexer.layers, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Which graph does which step: steps are padded to sizes that were captured, largest first, in one pool of memory."""
+"""The graphs of steps: steps are padded to sizes that were captured, largest first, in one pool of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Size:
     tokens: int
     rows: int
     mixed: bool
-    """Whether rows may have more than one token."""
+    """True if rows may have more than one token."""
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens in up to {self.rows} rows" if self.mixed else f"{self.rows} decode rows"
@@ -46,7 +46,7 @@ def mixed_sizes(most_rows: int, step_tokens: int) -> list[Size]:
 
 
 class Graphs:
-    """What was captured of a hand's steps: the model by size, and samplers by rows and kind."""
+    """The captured parts of a hand's steps: the model by size, and samplers by rows and kind."""
 
     def __init__(self, device: Device, most_rows: int, step_tokens: int) -> None:
         """`most_rows` of a graph; 0: no graph at all. `step_tokens`: most of a step."""
@@ -67,7 +67,7 @@ class Graphs:
         return len(self._models) + len(self._samplers)
 
     def __str__(self) -> str:
-        """Which sizes were captured, for a log."""
+        """The sizes that were captured, for a log."""
         models = sorted(self._models)
         decodes = ", ".join(str(size.rows) for size in models if not size.mixed)
         mixed = ", ".join(str(count) for count in sorted({size.tokens for size in models if size.mixed}))

@@ -31,7 +31,7 @@ def _number(format_: str | None) -> int:
 
 
 def why_not_plain(config: ModelConfig) -> str | None:
-    """What of a model there is no kernel for, whatever its sizes; None: there is one for everything."""
+    """The part of a model that has no kernel, whatever its sizes; None: there is a kernel for everything."""
     attention = config.attention
     if not isinstance(attention, GroupedQuery):
         return "latent attention"
@@ -118,7 +118,7 @@ class NativeCompute:
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Whether the kernels can compute the model: they take inner dimensions two by two."""
+        """True if the kernels can compute the model: they take inner dimensions two by two."""
         if why_not_plain(config) is not None:
             return False
         heads, feed = _plain(config)

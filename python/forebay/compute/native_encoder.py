@@ -81,7 +81,7 @@ class NativeEncoder:
 
     @staticmethod
     def supports(config: EncoderConfig) -> bool:
-        """Whether the kernels can compute the model: they take inner dimensions two by two."""
+        """True if the kernels can compute the model: they take inner dimensions two by two."""
         hidden, heads = config.hidden_size, config.num_attention_heads
         return hidden % heads == 0 and not any(size % 2 for size in (hidden // heads, config.intermediate_size))
 
@@ -106,7 +106,7 @@ class NativeEncoder:
         return vectors
 
     def _matrix(self, linear: Linear) -> tuple[int, int]:
-        """Where the packed matrix and its bias are."""
+        """The addresses of the packed matrix and its bias."""
         packing = linear_packing(linear, self._dtype)
         room, dtype = packing.room
         packed = self._room.take((room,), dtype)

@@ -1,9 +1,9 @@
 """Steps with the operators of `forebay.gpu`: the device reads the plan, and a graph does all steps of a size.
 
-The host looks at rows to check them and to choose a size. Everything else is done by what is queued: the plan's body is
-copied to where it always lies, kernels write the tables and prepare the rows, the model computes, a sampler reads what
-rows want by their slots, and one block with tokens and an error word is copied out. What is no number of this step lies
-in memory that stays, so that a graph may do it.
+The host looks at rows to check them and to choose a size. Queued work does everything else. The plan's body is copied
+to its fixed place, kernels write the tables and prepare the rows, and the model computes. A sampler reads the rows'
+parameters by their slots. One block with tokens and an error word is copied out. What is no number of this step lies in
+memory that stays, so that a graph may do it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_WORDS = 1 << 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a hand is told of the largest of its steps."""
+    """The largest of a hand's steps."""
 
     rows: int
     tokens: int
@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Memory:
-    """Where steps of at most `rows` and `tokens` lie on the device."""
+    """The memory on the device for steps of at most `rows` and `tokens`."""
 
     buffers: StepBuffers
     logits: torch.Tensor  # float32 [rows, vocabulary]
@@ -61,7 +61,7 @@ class Memory:
         return cls(StepBuffers.make(rows, tokens, place), logits, block)
 
     def holds(self, rows: int, tokens: int) -> bool:
-        """Whether a step of such a size fits."""
+        """True if a step of such a size fits."""
         return rows <= len(self.logits) and tokens <= len(self.buffers.tokens)
 
     def part(self, rows: int, tokens: int) -> Memory:

@@ -36,14 +36,14 @@ class Pieces:
         return last
 
     def places(self, rows: Rows) -> Int64s:
-        """Where the rows' tokens are in this order: [n], by their numbers over all rows."""
+        """The places of the rows' tokens in this order: [n], by their numbers over all rows."""
         numbers = ragged((rows.last - rows.length + 1 - rows.start)[self.row] + self.start, self.length)
         places = np.empty(len(numbers), np.int64)
         places[numbers] = np.arange(len(numbers))
         return places
 
     def sparse(self, rows: Rows) -> Int64s:
-        """Which of the queries that choose are of sparse slots, [u]; each is a row of its own."""
+        """The queries that choose and are of sparse slots, [u]; each is a row of its own."""
         if rows.sparse is None:
             return np.zeros(0, np.int64)
         found = np.flatnonzero(rows.sparse[self.row])

@@ -1,4 +1,4 @@
-"""What the runner asks of a model, whoever computes it."""
+"""The interface between the runner and a way to compute a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a step's work has: its rows, and the plan's columns on the device, which name the same rows."""
+    """The data of a step's work: its rows, and the plan's columns on the device, which name the same rows."""
 
     rows: Rows
     inputs: StepInputs
@@ -82,7 +82,9 @@ class Compute(Protocol):
         """The most likely tokens [s], the first of equal ones, and whether all logits were finite, bool [s]."""
 
     def states(self, launch: Launch) -> torch.Tensor:
-        """What `head` makes logits of, [s + k, hidden]: of rows that sample, then before the tokens of prompts."""
+        """The states that `head` makes logits of, [s + k, hidden]: of rows that sample, then before the tokens of
+        prompts.
+        """
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [m, vocabulary] of some states [m, hidden]."""

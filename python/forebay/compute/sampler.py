@@ -1,7 +1,7 @@
 """From logits to tokens, as `docs/protocol.md` orders it: adjust, filter, draw. Vectorised over rows.
 
-The host decides what a step's rows need (`Sampler.ask`, from the host's tables), the device computes it
-(`Sampler.sample`, as work): nothing that the device has computed says what to do next.
+The host decides the parameters of a step's rows (`Sampler.ask`, from the host's tables). The device samples them
+(`Sampler.sample`, as work). No result of the device decides the next action of the host.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _SIMPLE = {"entries", "drawn", "temperature", "u", "limited", "top_k", "top_p", 
 
 @dataclass
 class Ask:
-    """What the sampled rows of a step want, in the host's words; `s` rows."""
+    """The wishes of the sampled rows of a step, in the host's words; `s` rows."""
 
     slots: Int64s  # [s]
     positions: Int64s  # [s]
     plain: bool  # the largest logit, and nothing else
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What the device is told, by name; what no row wants is not there."""
+    """The parameters for the device, by name; one that no row wants is absent."""
     all_drawn: bool = False
     width: int = 0
     logprobs: AskedLogprobs | None = None
 
     @property
     def simple(self) -> bool:
-        """Whether rows want no more than the largest logit, or to be drawn after the filters."""
+        """True if rows want no more than the largest logit, or to be drawn after the filters."""
         return self.logprobs is None and self.columns.keys() <= _SIMPLE
 
 
@@ -60,7 +60,7 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What sampling gave, on the device; `s` rows."""
+    """The result of sampling, on the device; `s` rows."""
 
     tokens: torch.Tensor  # int32 [s]; 0 where the logits were not finite
     finite: torch.Tensor  # bool [s]
@@ -115,7 +115,7 @@ class Sampler:
         self._device = device
 
     def ask(self, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s] = NO_MASKS) -> Ask:
-        """What `positions` [s] of `slots` [s] want; `masks` by row, of those that have one. For the host."""
+        """The wishes of `positions` [s] of `slots` [s]; `masks` by row, of those that have one. For the host."""
         tables = self._tables
         ask = Ask(slots, positions, plain=not masks and bool(tables.plain[slots].all()))
         ask.columns["entries"] = slots * tables.stride + positions
@@ -126,7 +126,7 @@ class Sampler:
         return ask
 
     def greedy(self, best: torch.Tensor, finite: torch.Tensor, ask: Ask) -> Sampled:
-        """What rows sampled that want nothing but the largest logit. For work."""
+        """The tokens of rows that want nothing but the largest logit. For work."""
         (entries,) = self._device.copy_in(ask.columns["entries"])
         tokens = _where_finite(finite, best)
         self._tables.token_pool.view(-1).index_copy_(0, entries, tokens)
@@ -185,7 +185,7 @@ class Sampler:
             columns["masks"] = np.stack(list(masks.values())).view(np.int32)
 
     def _owned(self, rows: Int64s, ids: Int64s, *values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], ...]:
-        """What concerns tokens whose logits are here, and where those are."""
+        """The entries of tokens whose logits are here, and the places of those logits."""
         if self._own is None:
             return rows, ids, *values
         here = (ids >= self._own.first) & (ids < self._own.end)

@@ -19,7 +19,9 @@ from forebay.state.staging import StepInputs
 
 
 class Answers(Protocol):
-    """What a step has sampled, in host memory that has the content when the step's last event is reached; `s` rows."""
+    """The sampled tokens of a step, in host memory that has the content when the step's last event is reached; `s`
+    rows.
+    """
 
     @property
     def tokens(self) -> Int32s:
@@ -37,11 +39,11 @@ class Answers(Protocol):
 
 
 class Steps(Protocol):
-    """How steps are computed whose rows sample. A step is prepared on the host, and then done as work."""
+    """The way to compute steps whose rows sample. A step is prepared on the host, and then done as work."""
 
     @property
     def graphs(self) -> Graphs | None:
-        """What `capture` makes; None: nothing."""
+        """The graphs that `capture` makes; None: there are none."""
 
     def answers(self, launch: Launch, ask: Ask) -> Answers:
         """Memory for what a step gives, and what is decided about it. For the host."""

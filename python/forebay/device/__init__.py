@@ -1,4 +1,4 @@
-"""What a step is computed on, and memory for it."""
+"""The device that computes a step, and memory for it."""
 
 from __future__ import annotations
 

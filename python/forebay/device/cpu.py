@@ -131,7 +131,7 @@ def _free() -> int:
 
 
 def _cgroup_available() -> int:
-    """What the container's limit leaves, where there is one (cgroup v2)."""
+    """The bytes that the container's limit leaves, if there is a limit (cgroup v2)."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()

@@ -1,8 +1,8 @@
 """An NVIDIA GPU as a device: one stream of compute, pinned memory of the host, streams of its own for the host tier.
 
-All work is launched by one thread and runs in one stream, in order: memory of a step may be used again by the next one
-without a wait, for the next one runs behind it. Pinned memory comes from PyTorch's allocator of it, which gives a block
-out again only when the copies that were queued with it are done.
+One thread launches all work, which runs in one stream, in order. The next step may use memory of a step again without a
+wait, for it runs behind it. Pinned memory comes from PyTorch's allocator of it, which gives a block out again only when
+the copies that were queued with it are done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Whether there is a GPU to compute on, and if not, why: in one line that says what to do."""
+"""The check that there is a GPU to compute on. If there is none, it says why, in one line that tells a user what to do.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +34,10 @@ def require_gpu() -> None:
 
 
 def compiled_for(major: int, minor: int, built: list[str]) -> bool:
-    """Whether a GPU of compute capability `major.minor` runs kernels of a build for `built`: `sm_90`, `compute_90`.
+    """True if a GPU of compute capability `major.minor` runs kernels of a build for `built`: `sm_90`, `compute_90`.
 
-    Machine code (`sm`) runs on later GPUs of its major number, an intermediate one (`compute`) on all later ones, and
-    what ends with a letter on its own kind only.
+    Machine code (`sm`) runs on later GPUs of its major number, and an intermediate one (`compute`) on all later ones. A
+    name that ends with a letter runs on its own kind only.
     """
     for name in built:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)
@@ -53,7 +54,7 @@ def compiled_for(major: int, minor: int, built: list[str]) -> bool:
 
 
 def _why_not(error: str, version: str) -> str:
-    """What PyTorch's message means."""
+    """The meaning of PyTorch's message."""
     wanted = f"PyTorch {version} needs a driver for CUDA {torch.version.cuda}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if "too old" in error or "insufficient" in error:

@@ -38,7 +38,7 @@ class DeferredEvent:
         self.number = number
         """Its place in the queue, the first is 1."""
         self.ns = 0
-        """When it was reached."""
+        """The time at which it was reached, in nanoseconds."""
 
     def wait(self) -> None:
         self._device.wait_for(self)
@@ -58,7 +58,7 @@ class DeferredDevice(CpuDevice):
     def __init__(self, threads: int | None) -> None:
         super().__init__(threads)
         self.waits = 0
-        """How often somebody has waited for an event."""
+        """The number of waits for an event."""
         self._changed = threading.Condition()
         self._queue: deque[Work | DeferredEvent] = deque()
         self._wanted = 0

@@ -1,4 +1,4 @@
-"""What differs between devices, behind one interface.
+"""The differences between devices, behind one interface.
 
 A device executes *work* in the order in which it was queued, like a stream. Work is a function that calls PyTorch's
 operators. It may run long after `queue` has returned, so:
@@ -42,19 +42,19 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """What `ready` reports."""
+        """The name that `ready` reports."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors live."""
+        """The device of tensors."""
 
     @property
     def beside_host(self) -> bool:
-        """Whether work may still run when `queue` has returned."""
+        """True if work may still run when `queue` has returned."""
 
     @property
     def runs_native(self) -> bool:
-        """Whether compiled kernels of the host may be called with addresses of the device's memory, as work."""
+        """True if compiled kernels of the host may be called with addresses of the device's memory, as work."""
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raises `ValueError` when the device can't compute in `dtype`."""
@@ -108,8 +108,9 @@ class Device(Protocol):
         """Does work once, then records it; gives work that repeats it. For work.
 
         What is recorded are operators and the memory that they read and write. The host's part of `work` is not
-        repeated, so it copies nothing in or out. Memory that it makes for itself is shared with all that is captured,
-        and has no content for others: what goes in and out lies in memory that the caller keeps. Raises `DeviceError`.
+        repeated, so it copies nothing in or out. Memory that the capture makes for itself is shared with all that is
+        captured, and has no content for others. Inputs and outputs lie in memory that the caller keeps. Raises
+        `DeviceError`.
         """
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:

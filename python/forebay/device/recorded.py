@@ -81,7 +81,7 @@ class _Call:
 
 
 class Recording(TorchDispatchMode):
-    """What a function's operators do, to be done again."""
+    """A recording of a function's operators, to be run again."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         """Calls `work` once."""

@@ -1,4 +1,4 @@
-"""What tells that host code reads a tensor's value where it should not: modes that see every operator of a thread."""
+"""Modes that see every operator of a thread, and tell of host code that reads a tensor's value and should not."""
 
 from __future__ import annotations
 

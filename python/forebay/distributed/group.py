@@ -1,8 +1,8 @@
 """The ranks of a replica as one: sums and gathers over `torch.distributed`.
 
-All ranks call the same methods in the same order with tensors of the same shape and type: they compute the same plan,
-so nobody has to agree on anything first. `all_gather` gives the same bytes to every rank; what ranks decide alike, they
-decide from those.
+All ranks call the same methods in the same order with tensors of the same shape and type. They compute the same plan,
+so no agreement is needed first. `all_gather` gives the same bytes to every rank; what ranks decide alike, they decide
+from those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOREVER = timedelta(days=365)
 
 
 class Group(Protocol):
-    """What layers know of the other ranks."""
+    """The layers' view of the other ranks."""
 
     @property
     def rank(self) -> int:
@@ -39,7 +39,7 @@ class Group(Protocol):
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, in the memory of this one's, which is contiguous."""
@@ -142,7 +142,7 @@ def _open(store: BrainStore, backend: str, rank: int, world: int, device: torch.
 
 
 def _share_a_gpu(store: BrainStore, rank: int, world: int, device: torch.device) -> bool:
-    """Whether two ranks compute on one GPU, as tests may have it."""
+    """True if two ranks compute on one GPU, as tests may have it."""
     store.set(f"gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
     return len({store.get(f"gpu/{number}") for number in range(world)}) < world
 

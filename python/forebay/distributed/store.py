@@ -56,7 +56,7 @@ class BrainStore(Store):
         return self._ask("add", _number, key=key, amount=amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """True if all keys are there."""
         return self._ask("check", _number, keys=list(keys)) == 1
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -68,11 +68,11 @@ class BrainStore(Store):
         return self._ask("compare_set", _bytes, key=key, expected=_text(expected), value=_text(value))
 
     def delete_key(self, key: str) -> bool:
-        """Whether the key was there."""
+        """True if the key was there."""
         return self._ask("delete", _number, key=key) == 1
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """The number of keys."""
         return self._ask("count", _number)
 
     def _ask(self, op: str, read: Callable[[Reply], Answer], **arguments: Any) -> Answer:
@@ -99,7 +99,7 @@ class BrainStore(Store):
 
 
 def _nothing(reply: Reply) -> None:
-    """That there is a reply is all."""
+    """Reads nothing: a reply alone is enough."""
 
 
 def _bytes(reply: Reply) -> bytes:

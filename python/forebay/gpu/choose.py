@@ -1,4 +1,4 @@
-"""Which operators a hand computes with."""
+"""The choice of a hand's operators."""
 
 from __future__ import annotations
 

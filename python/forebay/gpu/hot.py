@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class HotRows:
-    """What one group of layers that choose alike knows of the hot rows of all slots; `h` rows a slot.
+    """The hot rows of all slots, of one group of layers that choose alike; `h` rows a slot.
 
     `row_of` may hold anything: a row is a position's if it is also the row's owner. Lines may be longer.
     """
@@ -23,7 +23,7 @@ class HotRows:
 
 @dataclass(frozen=True)
 class SparsePages:
-    """Where positions of slots lie. Lines are slots, and may be one more for the null slot."""
+    """The pages of slots' positions. Lines are slots, and may be one more for the null slot."""
 
     page_table: torch.Tensor  # int32 [slots, pages a slot]; -1: on no page of the device
     host_table: torch.Tensor  # int32 [slots, pages a slot]: pages of the host's tier, -1: none
@@ -37,7 +37,7 @@ class SparsePages:
 
 @dataclass(frozen=True)
 class Found:
-    """Where chosen positions [n, top_k] are, or will be when what is missing was gathered."""
+    """The places of chosen positions [n, top_k], after missing ones were gathered."""
 
     rows: torch.Tensor  # int32 [n, top_k]: entries of a layer, -1: none
     source: torch.Tensor  # int64 [n, top_k]: of what is missing, `host page * page_size + place`

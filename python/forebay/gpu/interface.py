@@ -1,4 +1,4 @@
-"""What the operators of `forebay.gpu` take and give, whoever computes them."""
+"""The inputs and outputs of the operators of `forebay.gpu`, whichever implementation computes them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class PagedRows:
     page_stride: int
     """Entries of a layer from a page's first to that of the next."""
     null_page: int
-    """What is read in place of page -1, which is reported elsewhere."""
+    """The page that is read in place of page -1, which is reported elsewhere."""
     decodes: bool = True
-    """Whether any row may have one token."""
+    """True if any row may have one token."""
     chunks: bool = True
-    """Whether any row may have more than one, and whether there may be tokens of nobody."""
+    """True if any row may have more than one token, or there may be tokens of nobody."""
 
 
 class Attention(Protocol):
@@ -49,7 +49,7 @@ class Attention(Protocol):
 
 
 class Layers(Protocol):
-    """What a layer does to each token alone, matrix products left out. Last dimensions are dense."""
+    """A layer's work on each token alone, matrix products left out. Last dimensions are dense."""
 
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -158,7 +158,7 @@ class Sampling(Protocol):
         """
 
     def ask(self, tables: Tables, buffers: StepBuffers) -> Wishes:
-        """What the step's rows want; those that do not sample want nothing drawn."""
+        """The wishes of the step's rows; those that do not sample want nothing drawn."""
 
     def keep(self, tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
         """Stores int64 tokens [r] in the token pool; gives them as int32 [r]. Where not `finite` bool [r] they are 0.
@@ -258,7 +258,7 @@ class Sparse(Protocol):
     def resolve(
         self, chosen: torch.Tensor, query_slots: torch.Tensor, pages: SparsePages, group: HotRows, errors: torch.Tensor
     ) -> Found:
-        """Where chosen positions int32 [n, top_k] of slots int32 [n] are; what is missing gets a hot row.
+        """The places of chosen positions int32 [n, top_k] of slots int32 [n]; a missing one gets a hot row.
 
         A sparse slot has one query in a step, at least `top_k` hot rows, and its clock was advanced. Meaning:
         `attention.hot_rows.find`.

@@ -1,7 +1,7 @@
 """`layers.ops.Ops` with the operators of this package.
 
-Layers are built on attention, and attention on this package: so what layers pass is described here by what is read of
-it, and a type checker sees that they fit.
+Layers are built on attention, and attention on this package. So the arguments of layers are described here by the
+attributes that are read of them, and a type checker sees that they fit.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Matrix(Codes, Protocol):
 
     @property
     def order(self) -> torch.Tensor | None:
-        """Which input each column is."""
+        """The input of each column."""
 
 
 class GpuProducts:
@@ -47,11 +47,11 @@ class GpuProducts:
 
 
 def _is_plain(matrix: Matrix) -> bool:
-    """Whether a matrix has 8-bit floats with a scale a row, and sizes that PyTorch's product takes."""
+    """True if a matrix has 8-bit floats with a scale a row, and sizes that PyTorch's product takes."""
     rows, inputs = matrix.codes.shape
     return matrix.zeros is None and matrix.group >= inputs and rows % _ALIGNED == inputs % _ALIGNED == 0
 
 
 def multiplies_floats(device: torch.device) -> bool:
-    """Whether a GPU multiplies 8-bit floats: Ada, Hopper and later. What stands in for a GPU does."""
+    """True if a GPU multiplies 8-bit floats: Ada, Hopper and later. A stand-in for a GPU does."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

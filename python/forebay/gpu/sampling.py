@@ -1,4 +1,4 @@
-"""What rows want sampled, on the device."""
+"""The sampling of rows on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIXED_POINT = 40
 
 @dataclass(frozen=True)
 class Wishes:
-    """How the tokens of `r` rows are drawn; meanings as in `docs/protocol.md`."""
+    """The parameters by which the tokens of `r` rows are drawn; meanings as in `docs/protocol.md`."""
 
     temperature: torch.Tensor  # float32 [r]; 0: the row is not drawn
     top_k: torch.Tensor  # int32 [r]; 0, or at least the vocabulary: off

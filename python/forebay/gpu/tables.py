@@ -2,8 +2,8 @@
 
 A plan that contradicts the tables must not touch anybody's memory, and the device can't raise: an access outside of its
 memory ends the process. So there is one page and one slot more than the brain knows, the *null page* and the *null
-slot*, which stand in wherever something does not exist, and where padding writes. What went wrong is a bit of a word
-that the hand reads with the step's result.
+slot*. They stand in for any page or slot that does not exist, and padding writes to them. What went wrong is a bit of a
+word that the hand reads with the step's result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_PAGE = -1
 
 
 def describe(errors: int) -> str:
-    """What an error word says; empty: nothing."""
+    """The meaning of an error word; empty: no error."""
     return ", ".join(text for bit, text in _ERRORS.items() if errors & bit)
 
 
@@ -40,7 +40,7 @@ def column_id(name: str) -> int:
 
 
 def places(plan: Plan) -> Int32s:
-    """Where each column lies in a plan's body, int32 [columns, 2]: first word and words; for the device."""
+    """The place of each column in a plan's body, int32 [columns, 2]: first word and words; for the device."""
     found = np.zeros((len(COLUMNS), 2), np.int32)
     for id_, name in enumerate(COLUMNS):
         place = plan.place(name)
@@ -109,7 +109,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """What `prepare` makes of a plan's rows: `r` rows and `n` tokens, as many as a graph was captured for.
+    """The rows that `prepare` makes of a plan: `r` rows and `n` tokens, as many as a graph was captured for.
 
     Rows behind those of the plan are padding: one token of the null slot each while there are tokens, then none. Tokens
     behind those of all rows are tokens of nobody, as the null slot's.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 VERSION = 8
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
-"""What a step's time is told for."""
+"""The parts of a step whose time is told."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
 """Instructions that there are kernels for, best first; the library knows those of its own kind of processor."""
 WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
@@ -19,7 +19,7 @@ WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
 FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
 """Of quantised matrices; 0 is a matrix of the model's dtype."""
 CHOICES = ("native", "torch", *LEVELS)
-"""What FOREBAY_KERNELS may say."""
+"""The values of FOREBAY_KERNELS."""
 NAME = {"darwin": "libforebay_kernels.dylib"}.get(sys.platform, "libforebay_kernels.so")
 
 
@@ -199,7 +199,7 @@ def library() -> ctypes.CDLL:
 
 
 def native_wanted() -> bool:
-    """Whether to compute with the compiled kernels: as FOREBAY_KERNELS says (native, torch), else if they are there.
+    """True if the compiled kernels compute: as FOREBAY_KERNELS says (native, torch), else if they are there.
 
     A level (`LEVELS`) in its place means the compiled kernels with nothing better than these instructions.
     """

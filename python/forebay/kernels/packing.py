@@ -1,4 +1,4 @@
-"""How much room a decoder's matrices take once the compiled kernels have packed them."""
+"""The room for a decoder's matrices after the compiled kernels have packed them."""
 
 from __future__ import annotations
 

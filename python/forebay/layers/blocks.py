@@ -36,7 +36,7 @@ def latent_attention(config: ModelConfig, params: Parameters, index: int) -> Lat
 
 
 def feed_forward(config: ModelConfig, params: Parameters, index: int) -> SwiGLU | MixtureOfExperts:
-    """What follows the attention of layer `index`, as the config says."""
+    """The feed-forward part behind the attention of layer `index`, as the config says."""
     feed = config.feed(index)
     prefix = f"model.layers.{index}.mlp"
     if isinstance(feed, Experts):

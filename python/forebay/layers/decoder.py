@@ -27,7 +27,7 @@ _ROOTS = ("model.", "lm_head.")
 
 @dataclass(frozen=True)
 class ImageRows:
-    """What stands at a step's `m` image positions in place of embeddings, and what is added there later."""
+    """The rows at a step's `m` image positions in place of embeddings, and the rows that are added there later."""
 
     at: torch.Tensor  # int64 [m]: which of the step's tokens
     rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added behind layers 0, 1, ...
@@ -126,7 +126,7 @@ class Decoder:
         self.params.load(((self._rooted(name), tensor) for name, tensor in weights), report)
 
     def keeps(self, name: str) -> bool:
-        """Whether a weight of a checkpoint is kept in the bits that it has there."""
+        """True if a weight of a checkpoint is kept in the bits that it has there."""
         return self._rooted(name) in self.params.kept
 
     def check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

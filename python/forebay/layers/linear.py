@@ -12,7 +12,7 @@ from forebay.weights.shards import Part
 
 
 def _reorders(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has an order of its own for matrices of this type, on this processor."""
+    """True if oneDNN has an order of its own for matrices of this type, on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -32,7 +32,7 @@ class Linear:
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
         self.name = next(iter(parts))
-        """What the whole matrix goes by."""
+        """The name of the whole matrix."""
         self.inputs = size_of(inputs)
         self._products, self.kept = params.products, params.kept_matrix(inputs, parts)
         if self.kept is None:

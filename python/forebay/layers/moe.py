@@ -16,8 +16,8 @@ from forebay.weights.shards import ALONE, Part
 class MixtureOfExperts:
     """The weighted sum of a token's experts, each a SwiGLU, and of what all tokens share; x is [tokens, hidden].
 
-    With other ranks it gives a term of a sum over ranks: of a part of each expert, or of some of the experts
-    (`OwnExperts`), and of a part of what is shared.
+    With other ranks it gives a term of a sum over ranks. The term is that of a part of each expert, or of some of the
+    experts (`OwnExperts`), and of a part of the shared expert.
     """
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts) -> None:

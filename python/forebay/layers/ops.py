@@ -1,4 +1,4 @@
-"""What layers are made of besides matrix products and attention: the only place where a fused operator can come in.
+"""The parts of layers besides matrix products and attention: the only place where a fused operator can come in.
 
 A model's file says what is computed, an `Ops` says how. `TorchOps` is the reference: it runs on every device, and every
 other way is held against it. No operator here waits for the device: no result's shape depends on values.
@@ -29,7 +29,9 @@ class Heads:
 
 @dataclass(frozen=True)
 class Draw:
-    """How to draw tokens for the `r` rows that have a temperature. What the host decides is no tensor."""
+    """The parameters to draw tokens for the `r` rows that have a temperature. Those that the host decides are no
+    tensors.
+    """
 
     temperature: torch.Tensor  # float32 [r]
     u: torch.Tensor  # float64 [r]: where in the distribution the token is
@@ -67,7 +69,7 @@ class Ops(Protocol):
         """`silu(gate) * up` of [tokens, gates and then ups]."""
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Which tokens masks do not allow, bool [m, vocabulary].
+        """The tokens that masks do not allow, bool [m, vocabulary].
 
         `masks` int32 [m, words]: bit `i % 32` of word `i // 32` is set where token `i` is allowed.
         """
@@ -91,7 +93,7 @@ class Ops(Protocol):
         """The first of the largest logits, int64 [s], and `finite` of the same."""
 
     def finite(self, logits: torch.Tensor) -> torch.Tensor:
-        """Whether all of a row's logits [s, vocabulary] are finite, bool [s]."""
+        """True for rows of logits [s, vocabulary] that are all finite; bool [s]."""
 
     def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Tokens int64 [r] of float32 logits [r, vocabulary], as `docs/protocol.md` orders it."""
@@ -239,7 +241,7 @@ def keep_only(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> 
 
 
 def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-    """Which tokens `top_k` and then `top_p` (of what `top_k` kept; 1: off) keep; bool [r, vocabulary].
+    """The tokens that `top_k` keeps, and of those `top_p` (1: off); bool [r, vocabulary].
 
     `scaled` [r, vocabulary] are logits whose largest is 0, `width` is the largest `top_k`, at most the vocabulary. Of
     equal ones the lower ids are kept.
@@ -250,7 +252,9 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 
 
 def least_kept(values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tokens `most_likely` keeps, and the least likely of these [r, 1] each, from the largest [r, width]."""
+    """The number of tokens that `most_likely` keeps, and the least likely of these, [r, 1] each, from the largest [r,
+    width].
+    """
     ranked = torch.arange(values.shape[1], device=values.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)
@@ -267,9 +271,9 @@ _KEYS = 1 << _LOW_BITS
 def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The smallest sets of most likely tokens with a share of at least `top_p` [r] below 1; bool [r, vocabulary].
 
-    `scaled` is as in `most_likely`. How many tokens that takes nobody knows before, so nothing is sorted: the bits of a
-    distance from the largest logit order tokens as the distance does, and where the sum of probabilities reaches its
-    goal is looked up in two tables, by the upper and by the lower half of the bits.
+    `scaled` is as in `most_likely`. The number of these tokens is not known before, so nothing is sorted. The bits of a
+    distance from the largest logit order tokens as the distance does. Two tables, by the upper and by the lower half of
+    the bits, show the place at which the sum of probabilities reaches its goal.
     """
     # No distance is -0, whose bits are those of no number at least 0.
     keys = scaled.abs().view(torch.int32)

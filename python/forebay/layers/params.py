@@ -1,4 +1,4 @@
-"""Where a model's weights live, by their Hugging Face names."""
+"""The storage of a model's weights, by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class Parameters:
         self.ranks = ranks
         self.shard = ALONE if ranks is None else ranks.shard
         self.cuts = Cuts()
-        """What this rank wants of a checkpoint; `load` gets no more."""
+        """The parts of a checkpoint that this rank wants; `load` gets no more."""
         self.device = device
         self._of_matrices = device if matrices else torch.device("meta")
         self.formats = formats
         self._fill = fill
         self.products = products
         self.kept: dict[str, KeptPart] = {}
-        """Where those weights go that are kept in the bits of the checkpoint."""
+        """The places of weights that are kept in the bits of the checkpoint."""
         self.stored: dict[str, str] = {}
         """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
         self.matrices = 0
-        """How many weights there are that could be kept so."""
+        """The number of weights that could be kept so."""
         self.others: dict[str, torch.Tensor] = {}
-        """What is no matrix and stays as it was loaded (norms, biases, the embedding), by its first name."""
+        """The other weights, which stay as they were loaded (norms, biases, the embedding), by their first names."""
         self.packed: dict[str, torch.Tensor] = {}
         """Matrices in the order of the compiled kernels, by their first names: packed now, or by an earlier start."""
         self._targets: dict[str, torch.Tensor] = {}
@@ -102,7 +102,7 @@ class Parameters:
         return self._allocate(shape, parts, torch.uint8, self._of_matrices), format_
 
     def keeps_experts(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> bool:
-        """Whether `kept_matrix` would make a matrix of these that all experts can be in: each has an order of its own.
+        """True if `kept_matrix` would make a matrix of these that all experts can be in: each has an order of its own.
 
         Arguments as of `matrix`.
         """
@@ -166,7 +166,7 @@ class Parameters:
 
     @property
     def count(self) -> int:
-        """How many weights of a checkpoint there is room for, in part or whole."""
+        """The number of a checkpoint's weights that there is room for, in part or whole."""
         return len(self._targets) + len(self.kept)
 
     @property
@@ -268,12 +268,12 @@ def _lacks(names: Collection[str], total: int) -> WeightError:
 
 
 def size_of(rows: int | Part) -> int:
-    """How many rows, or columns, are here."""
+    """The number of rows, or columns, that are here."""
     return rows if isinstance(rows, int) else rows.size
 
 
 def _cut(rows: int | Part, columns: Part | None, here: torch.Tensor) -> Cut | None:
-    """What of a weight is here, in `here`; None: all."""
+    """The part of a weight that is here, in `here`; None: all."""
     if isinstance(rows, int) and columns is None:
         return None
     of_rows = ALONE.of(rows) if isinstance(rows, int) else rows

@@ -25,7 +25,7 @@ _RANDOM_SCALES = 0.04, 0.005
 
 
 class Products(Protocol):
-    """How a device multiplies by matrices that it keeps in their bits."""
+    """A device's products with matrices that it keeps in their bits."""
 
     def product(self, x: torch.Tensor, matrix: KeptMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + b` [tokens, rows] of x [tokens, inputs], in its type."""

@@ -1,4 +1,4 @@
-"""What layers know of the other ranks."""
+"""The layers' view of the other ranks."""
 
 from __future__ import annotations
 

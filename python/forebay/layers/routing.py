@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and with which weights.
+"""The choice of a token's experts, and of their weights.
 
-Softmax over all experts: Shazeer et al. 2017, as in Qwen3-MoE; limited to the best groups: DeepSeek-V2 (2024);
-sigmoids whose choice a bias corrects: DeepSeek-V3 (2024), which GLM-4 shares.
+Softmax over all experts: Shazeer et al. 2017, as in Qwen3-MoE; limited to the best groups: DeepSeek-V2 (2024); sigmoids
+whose choice a bias corrects: DeepSeek-V3 (2024), which GLM-4 shares.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def choose(
 
 
 def _in_best_groups(wanted: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Which of the scores [tokens, experts] belong to one of the best groups."""
+    """The scores [tokens, experts] that belong to one of the best groups; bool."""
     grouped = wanted.unflatten(1, (routing.groups, -1))
     of_groups = grouped.topk(routing.best_of_group, dim=-1).values.sum(dim=-1)
     kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, _best(of_groups, routing.kept_groups), True)
@@ -65,5 +65,5 @@ def _in_best_groups(wanted: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the largest of each row are, the first of equals first; `topk` takes any of them."""
+    """The places of the largest of each row, the first of equals first; `topk` takes any of them."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,9 +1,9 @@
 """`Ops` of a rank that has the logits of some tokens: what is sampled follows from a few numbers of each rank.
 
-The vocabulary is never gathered. Ranks gather the same bytes, and from there on all do the same: so all sample the same
-tokens, and those that one rank with all logits samples (`TorchOps`), short of the last bits of sums in float64. What is
-gathered, a row: 12 bytes of each rank for the most likely token, 20 for one that is drawn; besides for `top_k` so many
-logits, and for `top_p` four times 2 KiB. No shape depends on values, and nothing waits for the device.
+The vocabulary is never gathered. Ranks gather the same bytes, and from there on all do the same, so all sample the same
+tokens. They are the tokens that one rank with all logits samples (`TorchOps`), short of the last bits of sums in
+float64. Ranks gather these bytes for each row: 12 of each rank for the most likely token, and 20 for one that is drawn.
+`top_k` adds so many logits, and `top_p` four times 2 KiB. No shape depends on values, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ShardOps:
         return self._down_to(smaller, keys == threshold, left + self._added(smaller.sum(dim=-1, keepdim=True)))
 
     def _down_to(self, more: torch.Tensor, equal: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """Which of the own tokens are among the `kept` [r, 1] of all.
+        """The own tokens that are among the `kept` [r, 1] of all.
 
         Those that are `more` likely than some threshold, and the first of those that are `equal` to it.
         """

@@ -1,4 +1,4 @@
-"""What all layers of a step share."""
+"""The data that all layers of a step share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forebay.layers.rotary import Rotation
 
 @dataclass
 class Index:
-    """What a step's indexed layers share, and what the last of them has chosen."""
+    """The data that a step's indexed layers share, and the choice of the last of them."""
 
     keys: Sequence[torch.Tensor]  # one an indexed layer: [entries, head_dim]
     writes: torch.Tensor  # int64 [n]: entry that each token's key is written to

@@ -76,7 +76,7 @@ class Bert:
         self.blocks = [Block(config, params, index) for index in range(config.num_hidden_layers)]
         params.skip("embeddings.position_ids")
         self.head: tuple[Linear, Linear] | None = None
-        """What makes a logit of a vector: the pooler and the classifier."""
+        """The layers that make a logit of a vector: the pooler and the classifier."""
         self.size = hidden
         """Numbers of a vector."""
         if pooling.task == "score":

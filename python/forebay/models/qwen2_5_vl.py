@@ -59,8 +59,8 @@ class Qwen25Tower(Tower):
 def windows(grid: Grid, side: int, of_position: int, device: torch.device) -> tuple[torch.Tensor, list[Group]]:
     """An image's positions window by window, int64 [positions], and the windows as groups of patches.
 
-    Windows of one size follow one another, so that they share a call: those of `side` rows and columns, then what is
-    left at the right and at the bottom. A position has `of_position` patches.
+    Windows of one size follow one another, so that they share a call. First come those of `side` rows and columns, then
+    the smaller ones at the right and at the bottom. A position has `of_position` patches.
     """
     positions = torch.arange(grid.positions, device=device).view(grid)
     down, right = grid.height // side, grid.width // side

@@ -1,4 +1,4 @@
-"""Which family computes which architecture."""
+"""The family that computes each architecture."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class WireError(Exception):
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1
     CONFIG = 2
@@ -94,7 +94,7 @@ class Frame:
     kind: Kind
     step: int
     places: dict[int, slice]
-    """Where the columns lie in the body, by id, in words."""
+    """The places of the columns in the body, by id, in words."""
     body: Int32s
     """The words after the header, as they were received."""
     release: Callable[[], None] = nothing

@@ -17,7 +17,7 @@ IN_ARENA = (Kind.PLAN, Kind.MASKS)
 
 @dataclass(frozen=True)
 class PlanAt:
-    """Where the frame of a step lies."""
+    """The place of a step's frame."""
 
     step: int
     offset: int

@@ -128,7 +128,7 @@ _RECORDS = {
 }
 _NOWHERE = slice(0, 0)
 _KNOWN_FLAGS = np.isin(np.arange(8), (0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED))
-"""Which combinations of flags a row may have."""
+"""The combinations of flags that a row may have."""
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Plan:
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body, of which the columns are views; empty until the plan was encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
-    """Where the columns lie in the body, by id."""
+    """The places of the columns in the body, by id."""
     release: Callable[[], None] = field(default=nothing, compare=False)
     """Gives the body's buffer back; whoever executes the plan calls it, once."""
 
@@ -209,7 +209,7 @@ class Plan:
             raise WireError("malformed frame: unknown row flags")
 
     def _rare_columns_agree(self) -> bool:
-        """Whether columns that most plans lack fit the others."""
+        """True if columns that most plans lack fit the others."""
         if self.row_tokens.size:
             sampling = np.count_nonzero(self.rows[:, 3] & FLAG_SAMPLE)
             if self.row_tokens.size != sampling or self.row_tokens.min() < 1:
@@ -239,7 +239,7 @@ class Plan:
         return True
 
     def _copies_agree(self) -> bool:
-        """Whether each copy goes one of the ways, between pages that this way has."""
+        """True if each copy goes one of the ways, between pages that this way has."""
         direction, hot = self.copies[:, 1], self.copies[:, 2]
         index = direction == COPY_RESTORE_INDEX
         return bool(
@@ -251,7 +251,7 @@ class Plan:
         )
 
     def _prompt_logprobs_agree(self) -> bool:
-        """Whether each want is answered by positions of a row, in the order of rows."""
+        """True if each want is answered by positions of a row, in the order of rows."""
         rows = iter(self.rows.tolist())
         for slot, first, count, most in self.prompt_logprobs.tolist():
             row = next((row for row in rows if row[0] == slot), None)
@@ -260,7 +260,7 @@ class Plan:
         return True
 
     def _images_agree(self) -> bool:
-        """Whether images and spans have their pages, and nothing of them is negative but an offset that is none."""
+        """True if images and spans have their pages, and nothing of them is negative but an offset that is none."""
         for records, count, pages in (
             (self.images, ImageWord.PAGE_COUNT, self.image_pages),
             (self.image_spans, ImageSpanWord.PAGE_COUNT, self.span_pages),
@@ -272,7 +272,7 @@ class Plan:
         return bool(min(others.min(initial=0), self.image_spans.min(initial=0)) >= 0 and offsets.min(initial=0) >= -1)
 
     def place(self, column: str) -> slice:
-        """Where a column lies in `body`, in words."""
+        """The place of a column in `body`, in words."""
         return self.places.get(_IDS[column], _NOWHERE)
 
     def encode(self) -> bytes:

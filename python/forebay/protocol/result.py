@@ -36,7 +36,7 @@ COLUMNS = (
 
 @dataclass
 class StepResult:
-    """What one step gave.
+    """The result of one step.
 
     Shapes: `s` sampled rows, `t` tokens of all of them, `r` rows, `e` log-probability entries of all tokens, `p` pooled
     rows.

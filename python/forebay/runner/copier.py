@@ -31,8 +31,8 @@ class Copier:
     A save waits for the rows of the plan that names it. A restore waits for nothing, and goes before all saves: the
     brain names no page as its target that a plan in flight names, and somebody waits for it.
 
-    Where index pages have the numbers of host pages, a save takes a page's main part from one number and its index part
-    from the other, and each part is restored by itself.
+    If index pages have the numbers of host pages, a save takes a page's main part from one number and its index part
+    from the other. Each part is then restored by itself.
     """
 
     def __init__(self, device: Device, kv: KvPool, host: HostPool, gbps: float | None, checksums: bool) -> None:
@@ -100,7 +100,8 @@ class Copier:
         select.select([self._news, socket], [], [], us / 1e6)
 
     def report(self) -> tuple[Int32s, Int32s, Int32s]:
-        """What ended since the last call, `[c, 2]`, what that took, `[2]`, and for how long rows waited, `[1]`.
+        """The copies that ended since the last call, `[c, 2]`, the time that they took, `[2]`, and the time that rows
+        waited, `[1]`.
 
         The last two are `[0]` where that is nothing.
         """
@@ -157,7 +158,7 @@ class Copier:
         return True
 
     def _moves(self, copy: _Copy) -> list[tuple[torch.Tensor, Bytes]]:
-        """What a copy moves: bytes of the device's memory, each with their place in the host's."""
+        """The moves of a copy: bytes of the device's memory, each with their place in the host's."""
         kv, moves, at = self._kv, [], 0
         for part, pieces in self._parts:
             is_index = part is kv.index

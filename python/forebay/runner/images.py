@@ -30,7 +30,7 @@ class _Encoding:
     layer: int = 0
     """The next, as the host knows it."""
     state: TowerState | None = None
-    """What the tower has of it, as the device knows it."""
+    """The state of the image in the tower, as the device knows it."""
 
 
 class Images:
@@ -44,7 +44,7 @@ class Images:
                 f"the description of a {model.config.architecture} does not say how images become patches"
             )
         self._tower, self._arena, self._device = model.tower, arena, device
-        self._pixels = Pixels(images, device.torch_device)
+        self._pixels = Pixels(images, device.torch_device, config.dtype)
         pages = image_page_count(config, images)
         self.nbytes = ImagePool.nbytes(vision, pages, config.dtype)
         """Bytes of the pages."""
@@ -62,7 +62,7 @@ class Images:
         return cls(config, model, arena, device) if isinstance(model, ImageDecoder) else None
 
     def facts(self) -> dict[str, int | str]:
-        """What `ready` tells of them."""
+        """The facts about images that `ready` tells."""
         values = self.pool.page_count, PAGE_POSITIONS, self._tower.vision.layers
         return dict(zip(_IMAGE_FACTS, values, strict=True))
 
@@ -125,7 +125,7 @@ class Images:
             self._device.queue(partial(self._keep, encoding, entries))
 
     def _place(self, offset: int, grid: Grid) -> slice:
-        """Where an image's patches are in the arena."""
+        """The place of an image's patches in the arena."""
         vision = self._tower.vision
         size = grid.positions * vision.merge**2 * vision.patch_bytes
         if not 0 <= offset <= len(self._arena) - size:

@@ -31,7 +31,7 @@ class KeptWeights:
 
     @classmethod
     def open(cls, config: RunnerConfig, model: ModelConfig | EncoderConfig, choice: Choice) -> KeptWeights | None:
-        """What is kept for such a configuration; None: nothing ever is."""
+        """The kept weights of such a configuration; None: nothing ever is kept of it."""
         folder = config.model.get("cache")
         if folder is None or config.weight_cache_bytes == 0 or config.load_format != "auto":
             return None

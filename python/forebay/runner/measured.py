@@ -1,4 +1,4 @@
-"""How much memory steps take: the steps that take most are done before there are pages, and their peak is kept free."""
+"""The measured memory of steps: the largest steps are done before there are pages, and their peak is kept free."""
 
 from __future__ import annotations
 

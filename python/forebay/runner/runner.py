@@ -89,7 +89,7 @@ class Waited:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What the brain gives for the host's tier."""
+    """The brain's memory for the host's tier."""
 
     descriptor: int
     """Of the anonymous file that holds its pages."""
@@ -255,7 +255,7 @@ class ModelRunner:
         return self._choice.weight_bytes(self.model)
 
     def _formats(self) -> Formats:
-        """What the configuration wants quantised."""
+        """The weights that the configuration wants quantised."""
         config, model = self.config, self.model_config
         if config.quantization == "w8a8_int8":
             return Formats(int8=True)
@@ -267,7 +267,7 @@ class ModelRunner:
         return PLAIN if isinstance(model, EncoderConfig) else Formats(kept=self._matrices_kept(model))
 
     def _matrices_kept(self, model: ModelConfig) -> Kept | None:
-        """What may be kept in its bits."""
+        """The matrices that may be kept in their bits."""
         if self._choice.products() is None:
             return None
         stored = model.stored
@@ -377,7 +377,7 @@ class ModelRunner:
         raise NotFiniteError(what)
 
     def facts(self) -> dict[str, int | str]:
-        """What `ready` tells the brain, the loading time excepted."""
+        """The facts that `ready` tells the brain, the loading time excepted."""
         return {
             "page_count": self.kv.page_count,
             "vocab_size": self.model_config.vocab_size,

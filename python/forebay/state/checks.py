@@ -1,4 +1,4 @@
-"""What a plan may not say."""
+"""The checks of a plan."""
 
 from __future__ import annotations
 

@@ -164,13 +164,13 @@ class RunnerConfig:
 
     @property
     def pooling(self) -> Pooling | None:
-        """How the model pools; None: it generates."""
+        """The model's way to pool; None: it generates."""
         values = self.model.get("pooling")
         return None if values is None else Pooling.from_dict(values)
 
     @property
     def images(self) -> Preprocessing | None:
-        """How images become patches; None: the model sees none."""
+        """The way from an image to patches; None: the model sees none."""
         values = self.model.get("images")
         return None if values is None else Preprocessing.from_dict(values)
 

@@ -1,4 +1,4 @@
-"""How often each token has come in a slot, for penalties."""
+"""The counts of each token in each slot, for penalties."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TokenCounts:
         return self._line[wanted]
 
     def recount(self, lines: Int64s, stride: Int64s, first: Int64s, prompt_len: Int64s, counts: Int64s) -> Recount:
-        """What `write` does for new slots [l], whose tokens begin at `stride` in the pool. For the host.
+        """The work of `write` for new slots [l], whose tokens begin at `stride` in the pool. For the host.
 
         Tokens `first .. counts` are seen, those from `prompt_len` on are generated.
         """
@@ -99,11 +99,11 @@ class TokenCounts:
         self._add(torch.cat((entries, entries + self._vocabulary)))
 
     def begin(self, lines: Int64s) -> Int64s:
-        """Where the counters of `lines` begin. For the host."""
+        """The beginnings of the counters of `lines`. For the host."""
         return lines * (2 * self._vocabulary)
 
     def select(self, lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How often each token was seen, and how often generated, [l, vocabulary] each. For work."""
+        """The number of times that each token was seen, and was generated, [l, vocabulary] each. For work."""
         found = self._table.index_select(0, lines)
         return found[:, SEEN], found[:, GENERATED]
 

@@ -102,5 +102,5 @@ class HostPool:
         self._checksums[page] = zlib.crc32(self.pages[page].data)
 
     def is_sealed(self, page: int) -> bool:
-        """Whether a page is as it was when its checksum was noted."""
+        """True if a page is as it was when its checksum was noted."""
         return bool(self._checksums[page] == zlib.crc32(self.pages[page].data))

@@ -19,7 +19,7 @@ from forebay.weights.config import ModelConfig
 
 
 class HotRows:
-    """What is known of the rows of sparse slots, on the device; which slots are sparse, on the host.
+    """The state of the rows of sparse slots, on the device; the list of sparse slots, on the host.
 
     An indexed layer and those that share its choice are a *group*: they hold rows of the same positions. The last
     column of each table of a group is for what is written and never read.
@@ -45,7 +45,7 @@ class HotRows:
         self.clock = torch.zeros(config.slots, dtype=torch.int32, device=place)
         """Steps of each slot since it became sparse."""
         self.sparse = np.zeros(config.slots, np.bool_)
-        """Which slots are sparse. For the host."""
+        """True for slots that are sparse. For the host."""
 
     @staticmethod
     def _shapes(config: RunnerConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -83,7 +83,9 @@ class HotRows:
             self._become_sparse(plan.hot_rows)
 
     def check_rows(self, slot: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """Which rows [r] are those of sparse slots; None: none. Raises `PlanError` where such a row has positions."""
+        """The rows [r] that are those of sparse slots, bool; None: none. Raises `PlanError` if such a row has
+        positions.
+        """
         sparse = self.sparse[slot]
         if not sparse.any():
             return None

@@ -39,7 +39,7 @@ def pages_of(positions: int) -> int:
 
 
 class ImagePool:
-    """What towers gave: a row a position, `[pages * 64, (1 + deepstack) * hidden]`, zero until written."""
+    """The outputs of towers: a row a position, `[pages * 64, (1 + deepstack) * hidden]`, zero until written."""
 
     def __init__(self, vision: Vision, pages: int, dtype: torch.dtype, device: Device) -> None:
         self.page_count = pages
@@ -62,7 +62,7 @@ class ImagePool:
 
 
 def entries_of(pages: Int64s, positions: Int64s) -> Int64s:
-    """Where positions [m] of an image are in the pool, that has its pages in this order."""
+    """The places in the pool of positions [m] of an image that has its pages in this order."""
     return pages[positions // PAGE_POSITIONS] * PAGE_POSITIONS + positions % PAGE_POSITIONS
 
 
@@ -76,7 +76,7 @@ class ImageSpan:
     rope: int
     """The number of its first position."""
     pages: Int64s
-    """Where its rows are; none as long as no row of a plan reaches it."""
+    """The image pages of its rows; none as long as no row of a plan reaches it."""
 
     @property
     def count(self) -> int:
@@ -143,7 +143,7 @@ class Layout:
         return numbers
 
     def rows(self, start: int, length: int) -> tuple[Int64s, Int64s]:
-        """Which of the positions [length] from `start` on stand in images, [m], and where their rows are, [m]."""
+        """The positions [length] from `start` on that stand in images, [m], and the places of their rows, [m]."""
         at, entries = [_NOWHERE], [_NOWHERE]
         for span in self._spans:
             first, end = max(start, span.first), min(start + length, span.end)
@@ -183,7 +183,7 @@ class RowImages:
 
 
 class SlotImages:
-    """Which images stand in which slots. On the host: what a step needs of it is decided when the plan is read."""
+    """The images that stand in each slot. On the host: a step's share of it is decided when the plan is read."""
 
     def __init__(self, slots: int, context_length: int, pages: int) -> None:
         self._slots, self._context_length, self._pages = slots, context_length, pages

@@ -13,7 +13,7 @@ from forebay.state.slots import Int64s, PlanError, SlotTables
 
 @dataclass(frozen=True)
 class Given:
-    """Which of a step's `r` rows begin at a position whose input is in the arena."""
+    """The inputs of those of a step's `r` rows that begin at a position whose input is in the arena."""
 
     used: npt.NDArray[np.bool_]  # [r]
     embeds: Int64s  # [r]: where the embeddings of the row's slot begin in the arena, in bytes
@@ -49,7 +49,9 @@ class PromptRows:
         self._row_bytes = hidden * dtype.itemsize
 
     def given(self, slot: Int64s, start: Int64s) -> Given | None:
-        """What of rows [r] that begin at `start` is in the arena; None: nothing. Raises `PlanError`. For the host."""
+        """The inputs in the arena of rows [r] that begin at `start`; None: there are none. Raises `PlanError`. For the
+        host.
+        """
         tables = self._tables
         embeds = tables.embeds[slot]
         if np.maximum.reduce(embeds) < 0:
@@ -63,7 +65,8 @@ class PromptRows:
         return Given(used, embeds, prompt_len)
 
     def addresses(self, given: Given) -> Int64s:
-        """Where the embedding of position 0 of each row's slot is in this process's memory; 0 where not `used`, [r]."""
+        """The address in this process's memory of the embedding of position 0 of each row's slot; 0 if not `used`, [r].
+        """
         return np.where(given.used, self._arena.ctypes.data + given.embeds, 0)
 
     def rows(self, span: Span) -> npt.NDArray[np.uint8]:

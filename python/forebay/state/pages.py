@@ -62,7 +62,7 @@ class Part:
 
 
 class KvPool:
-    """What all layers keep of positions, zero until written.
+    """The keys and values that all layers keep of positions, zero until written.
 
     The main part is keys and values, or latent rows, and has the null page behind its pages. Keys and values are a pool
     each, two a layer, `[page_count + 1, page_size, kv_heads, head_dim]`. Latent rows of all layers are one pool,
@@ -91,7 +91,7 @@ class KvPool:
         """One an indexed layer, [entries, head_dim]; none without an index."""
         self.main = Part((), pages, 0, page_size)
         self.backed = index_pages is not None
-        """Whether index pages have the numbers of pages of the host's tier."""
+        """True if index pages have the numbers of pages of the host's tier."""
         self.index: Part | None = None
         """None: queries attend to their whole context."""
         if model is None:

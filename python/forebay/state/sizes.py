@@ -1,4 +1,4 @@
-"""How many pages there are of each part where sparse slots may be (HiSparse, SGLang #21932).
+"""The number of pages of each part if there may be sparse slots (HiSparse, SGLang #21932).
 
 Every page of a request then has one of the host's tier behind it, whose number also names its page of index keys. So
 the index part has as many pages as the host's tier, and the main part gets the memory that is left.

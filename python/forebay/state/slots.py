@@ -25,7 +25,7 @@ _NO_IDS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Writes:
-    """What of a plan's writes is left to do on the device, after the host's tables were written."""
+    """The writes of a plan that are left to do on the device, after the host's tables were written."""
 
     tokens: int  # tokens of new slots in the plan itself
     from_arena: tuple[Int64s, Int32s] | None  # entries of the token pool, and the tokens that they get
@@ -223,7 +223,7 @@ def _tokens_at(arena: npt.NDArray[np.uint8], offset: int, count: int) -> Int32s:
 
 
 def penalised(floats: Float32s) -> npt.NDArray[np.bool_]:
-    """Which rows of a table by `SlotFloat` have a penalty that is on."""
+    """The rows of a table by `SlotFloat` that have a penalty that is on."""
     on: npt.NDArray[np.bool_] = (
         (floats[:, SlotFloat.REPETITION_PENALTY] != 1)
         | (floats[:, SlotFloat.PRESENCE_PENALTY] != 0)

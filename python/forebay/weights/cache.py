@@ -1,4 +1,4 @@
-"""Where Forebay keeps what it made or downloaded, and how a file gets there whole or not at all."""
+"""The folder of files that Forebay made or downloaded. A file gets there whole or not at all."""
 
 from __future__ import annotations
 

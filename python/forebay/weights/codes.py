@@ -20,13 +20,13 @@ __all__ = ["LARGEST", "Codes", "Layout", "Raw", "folded", "quantised"]
 LARGEST = 448.0
 """Of an 8-bit float with 4 bits of exponent (e4m3)."""
 _LEAST_SCALE = 1e-12
-"""Of what is quantised here: a row of zeros has one too."""
+"""The least scale of values that are quantised here: a row of zeros has a scale too."""
 _AT_A_TIME = 256
 """Rows that are multiplied out: a matrix of all scales would be as large as the values."""
 _PER_WORD = 8
 """Codes of 4 bits in 32."""
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word AWQ has the codes of eight neighbours."""
+"""The place in a word at which AWQ has the codes of each of eight neighbours."""
 _MOST_FOLDED = 128
 _LEAST_TILE = 16
 """Inputs of a product on tensor cores."""
@@ -34,7 +34,7 @@ _LEAST_TILE = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """How a device keeps a matrix."""
+    """The form in which a device keeps a matrix."""
 
     inputs: int
     group: int
@@ -114,7 +114,7 @@ class Raw:
     name: str
     scheme: Scheme
     parts: Mapping[str, torch.Tensor]
-    """By what their names end with, behind the module's."""
+    """The tensors by the ends of their names, behind the module's."""
 
     @property
     def nbytes(self) -> int:

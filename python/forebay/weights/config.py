@@ -62,7 +62,7 @@ class ModelConfig:
     hidden_size: int
     attention: GroupedQuery | Latent
     feeds: tuple[Dense | Experts, ...]
-    """What follows the attention, one a layer."""
+    """The feed-forward parts behind the attention, one a layer."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
@@ -74,7 +74,7 @@ class ModelConfig:
     """Tokens that a position sees, itself included; None where no layer has a window."""
     eos_token_ids: tuple[int, ...]
     stored: Stored | None = None
-    """How the checkpoint's matrices are quantised; None: they are not."""
+    """The quantisation of the checkpoint's matrices; None: they are not quantised."""
     indexer: Indexer | None = None
     """None: queries attend to their whole context."""
     vision: Vision | None = None
@@ -133,11 +133,11 @@ class ModelConfig:
         return len(self.feeds)
 
     def feed(self, layer: int) -> Dense | Experts:
-        """What follows the attention of a layer."""
+        """The feed-forward part behind the attention of a layer."""
         return self.feeds[layer]
 
     def has_place_for(self, name: str) -> bool:
-        """Whether a checkpoint's tensor may belong to the layers that are computed.
+        """True if a checkpoint's tensor may belong to the layers that are computed.
 
         Behind them DeepSeek and GLM checkpoints have layers that predict further tokens (MTP), and nothing else.
         """

@@ -260,7 +260,9 @@ def _description(
 
 
 def _images(directory: Path, model: ModelConfig | EncoderConfig, config: dict[str, Any]) -> dict[str, Any] | None:
-    """How images become patches, and which tokens stand for them; None: the model sees none. Raises ModelError."""
+    """The way from an image to patches, and the tokens that stand for them; None: the model sees none. Raises
+    ModelError.
+    """
     if not isinstance(model, ModelConfig) or model.vision is None:
         return None
     tokens = {key: integer(config, key) for key in _IMAGE_TOKENS}

@@ -62,5 +62,5 @@ class EncoderConfig:
 
 
 def is_encoder(d: dict[str, Any]) -> bool:
-    """Whether a `config.json` is that of a model of `EncoderConfig`."""
+    """True if a `config.json` is that of a model of `EncoderConfig`."""
     return any(name in ENCODER_ARCHITECTURES for name in d.get("architectures") or [])

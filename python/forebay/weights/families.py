@@ -55,7 +55,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "index_n_heads": 32,
     },
 }
-"""What transformers takes for keys that a config leaves out."""
+"""The values of transformers for keys that a config leaves out."""
 _PARTIAL_ROTARY_FACTOR = 0.5
 _MOST_LAYERS, _MOST_EXPERTS = 1 << 12, 1 << 18
 """Of a model, far beyond every known one: names of weights are made for each, before a file is asked for them."""
@@ -70,7 +70,7 @@ def integer(d: Mapping[str, Any], key: str, *others: str) -> int:
 
 
 def attention_of(d: Mapping[str, Any], architecture: str, scaling: Mapping[str, Any] | None) -> GroupedQuery | Latent:
-    """How the layers attend; `scaling` as in `ModelConfig.rope_scaling`. Raises UnsupportedModelError."""
+    """The attention of the layers; `scaling` as in `ModelConfig.rope_scaling`. Raises UnsupportedModelError."""
     d = {**_DEFAULTS.get(architecture, {}), **d}
     if architecture in _LATENT_ARCHITECTURES:
         return _latent(d, scaling)
@@ -94,7 +94,7 @@ def attention_of(d: Mapping[str, Any], architecture: str, scaling: Mapping[str, 
 
 
 def feeds_of(d: Mapping[str, Any], architecture: str, layers: int) -> tuple[Dense | Experts, ...]:
-    """What follows the attention in each layer. Raises UnsupportedModelError."""
+    """The feed-forward part behind the attention of each layer. Raises UnsupportedModelError."""
     d = {**_DEFAULTS.get(architecture, {}), **d}
     if layers > _MOST_LAYERS:
         raise UnsupportedModelError(f"{layers} layers are not supported: at most {_MOST_LAYERS}")
@@ -111,7 +111,7 @@ def feeds_of(d: Mapping[str, Any], architecture: str, layers: int) -> tuple[Dens
 
 
 def indexer_of(d: Mapping[str, Any], architecture: str, layers: int) -> Indexer | None:
-    """What the layers attend to; None: to everything. Raises UnsupportedModelError."""
+    """The indexer of the layers' positions; None: layers attend to everything. Raises UnsupportedModelError."""
     if architecture not in _INDEXED_ARCHITECTURES:
         return None
     d = {**_DEFAULTS[architecture], **d}
@@ -139,7 +139,7 @@ def indexer_of(d: Mapping[str, Any], architecture: str, layers: int) -> Indexer 
 
 
 def _indexed_layers(d: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Which layers have an indexer of their own: a list of kinds, a pattern of letters, or every so many layers."""
+    """The layers that have an indexer of their own: a list of kinds, a pattern of letters, or every so many layers."""
     kinds, pattern = d.get("indexer_types"), d.get("index_topk_pattern")
     if kinds is None and pattern is not None:
         kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
@@ -188,7 +188,7 @@ def _latent(d: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> Latent:
 
 
 def _is_sparse(d: Mapping[str, Any], architecture: str, layer: int) -> bool:
-    """Whether a layer has experts."""
+    """True if a layer has experts."""
     if architecture == _QWEN3_MOE:
         if integer(d, "num_experts", "num_local_experts") == 0 or layer in (d.get("mlp_only_layers") or []):
             return False

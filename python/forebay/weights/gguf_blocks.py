@@ -24,8 +24,8 @@ _SAME_SCALE = ("Q4_0", "Q5_0")
 def as_blocks(tensor: GgufTensor, kind: str) -> Bytes:
     """The tensor's rows [rows, bytes] in blocks of type `kind`, Q8_0 or Q4_1; memory of its own.
 
-    Of the same type, the bytes of the file. Q4_K as Q4_1 keeps its codes, and its scales are rounded to half precision;
-    Q4_0 and Q5_0 as Q8_0 are exact; any other type as Q8_0 is rounded to the nearest of 255 steps.
+    Of the same type, the bytes of the file. Q4_K as Q4_1 keeps its codes, and its scales are rounded to half precision.
+    Q4_0 and Q5_0 as Q8_0 are exact. Any other type as Q8_0 is rounded to the nearest of 255 steps.
     """
     stored = tensor.type.name
     if stored == kind:

@@ -103,8 +103,8 @@ def _rope_scaling(files: GgufFiles, theta: float, family: Mapping[str, Any], con
 def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
     """The parameters of Llama 3's scaling that give these divisors of the frequencies, [head_dim / 2].
 
-    Between its two bounds the scaling is linear in `1 / wavelength`, so the parameters can be solved for; they are
-    only known up to a common scale, which is fixed by `low_freq_factor` 1, the value of every published model.
+    Between its two bounds the scaling is linear in `1 / wavelength`, so the parameters can be solved for. They are only
+    known up to a common scale, which is fixed by `low_freq_factor` 1, the value of every published model.
     """
     if factors.shape != (head_dim // 2,):
         raise ModelError(f"rope_freqs.weight has {factors.size} elements, not {head_dim // 2}")

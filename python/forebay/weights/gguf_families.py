@@ -1,4 +1,4 @@
-"""What GGUF metadata says of attention and experts, family by family, as keys of a Hugging Face `config.json`."""
+"""The GGUF metadata of attention and experts, family by family, as keys of a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _grouped(files: GgufFiles) -> dict[str, Any]:
 
 
 def _factor(part: int, whole: int) -> float:
-    """What `whole` is multiplied by and rounded down to get `part`."""
+    """The factor by which `whole` is multiplied, and rounded down, to get `part`."""
     factor = part / whole
     return factor if int(whole * factor) == part else math.nextafter(factor, math.inf)
 

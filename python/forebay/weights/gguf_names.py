@@ -1,4 +1,4 @@
-"""Which of a model's weights a GGUF file's tensors hold, by their Hugging Face names.
+"""The Hugging Face names of the weights that a GGUF file's tensors hold.
 
 One tensor may hold the matrices of all experts of a layer, and one matrix may be two tensors. The names are those of
 `gguf.constants.TENSOR_NAMES`; what was done to a tensor before it was written is told by llama.cpp's
@@ -74,7 +74,7 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """True if it is all of the tensor."""
         return self.shape == self.tensor.shape
 
 

@@ -138,7 +138,8 @@ def _part(stored: Part, cut: Cut) -> torch.Tensor:
 
 
 def _blocks_of(tensor: GgufTensor, columns: shards.Part) -> tuple[slice, slice]:
-    """Where the blocks with these columns are in the bytes of a row, and where the columns are in those blocks."""
+    """The place of the blocks with these columns in the bytes of a row, and the place of the columns in those blocks.
+    """
     block, size = GGML_QUANT_SIZES[tensor.type]
     first, end = columns.first // block, -(-columns.end // block)
     return slice(first * size, end * size), slice(columns.first - first * block, columns.end - first * block)

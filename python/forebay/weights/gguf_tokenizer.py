@@ -129,8 +129,8 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: li
 def _merges_of_scores(scores: Mapping[str, float]) -> list[list[str]]:
     """The merges of a SentencePiece vocabulary, best first: every way to make a token of two, by the token's score.
 
-    Ways to make tokens of the same score go by the length of their halves, longest first: the order in which
-    Hugging Face converts such vocabularies, and so that of the published `tokenizer.json` files.
+    Ways to make tokens of the same score go by the length of their halves, longest first. Hugging Face converts such
+    vocabularies in this order, and so the published `tokenizer.json` files have it.
     """
     ranks = {token: rank for rank, token in enumerate(scores)}
     merges = []

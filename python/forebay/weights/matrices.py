@@ -1,4 +1,4 @@
-"""Which matrices of a checkpoint's files are quantised, and which tensors belong to each, wherever these are."""
+"""The quantised matrices of a checkpoint's files, and the tensors that belong to each, in whichever file they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Matrices", "Matrix"]
 
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("weight_scale_inv", "weight_scale")
-"""What the scales of 8-bit floats end with."""
+"""The ends of the names of 8-bit floats' scales."""
 _NOT_READ = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale")
 """Scales of activations, keys and values: the former are measured at each step, the latter are in the model's type."""
 _PER_WORD = 8
@@ -33,7 +33,7 @@ class Matrix:
     kind: str
     """Of the codes: safetensors' word for their type."""
     ends: tuple[str, ...]
-    """What its tensors end with, behind the module's name; codes first."""
+    """The ends of its tensors' names, behind the module's; codes first."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Matrices:
     zero_biases: frozenset[str] = frozenset()
     """Biases of quantised matrices that are 0: GPTQ's tools write some that a model does not have."""
     _files: Mapping[str, str] = field(default_factory=dict)
-    """Where tensors are."""
+    """The file of each tensor."""
 
     @classmethod
     def find(cls, files: Sequence[str], stored: Stored | None, wanted: Callable[[str], bool]) -> Matrices:

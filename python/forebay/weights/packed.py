@@ -1,7 +1,7 @@
 """Weights as they are computed with, kept on disk from one start to the next.
 
-A file is safetensors, so that any tool can look into it. It is read into memory of its own, not mapped: that can lie in
-large pages, and a step that reads all weights from 4 KiB pages of a mapping is slower.
+A file is safetensors, so that any tool can look into it. It is read into memory of its own, not mapped. Such memory can
+lie in large pages, and a step that reads all weights from 4 KiB pages of a mapping is slower.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Report = Callable[[int, int], None]
 def content_key(files: Sequence[str], facts: Mapping[str, Any]) -> str:
     """The name of what becomes of a model's files under `facts`, which JSON can say. Raises OSError.
 
-    Of each file its size, its time of change, its first and last MiB and 64 pieces in between count: to read all of a
-    large model costs what the cache is to save. A file that is changed elsewhere, in place, without growing, and that
-    gets its old time back, is not noticed.
+    The name depends on each file's size, its time of change, its first and last MiB and 64 pieces in between. To read
+    all of a large model would cost as much time as the cache saves. A file that is changed elsewhere, in place, without
+    growing, and that gets its old time back, is not noticed.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([_VERSION, facts], sort_keys=True).encode())
@@ -66,7 +66,7 @@ def content_key(files: Sequence[str], facts: Mapping[str, Any]) -> str:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in a file."""
+    """The place of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -97,9 +97,9 @@ class _WrongDataError(_DamagedError):
 class PackedFile:
     """The file of one key in a folder whose files take no more than a limit together. It need not be there.
 
-    Nothing here is an error for whoever wants to serve a model: what can't be read is not there, and what can't be
-    written is not written; one line on standard error says why. Every byte is checked as it is read: a file whose data
-    is not what was written is removed, and as if it had not been there.
+    Nothing here is an error for a server of the model. A file that can't be read is treated as absent, and one that
+    can't be written is not written. One line on standard error tells the reason. Every byte is checked as it is read: a
+    file whose data is not what was written is removed, and as if it had not been there.
     """
 
     def __init__(self, folder: Path, key: str, limit: int) -> None:
@@ -114,7 +114,7 @@ class PackedFile:
 
     @property
     def notes(self) -> Mapping[str, str] | None:
-        """What was written with the tensors; None: there is no such file."""
+        """The notes that were written with the tensors; None: there is no such file."""
         return None if self._found is None else self._found.notes
 
     def read(self, into: Mapping[str, torch.Tensor], report: Report) -> dict[str, torch.Tensor] | None:
@@ -181,7 +181,7 @@ class PackedFile:
         return len(text).to_bytes(_LENGTH, "little") + text
 
     def _header(self) -> _Header | None:
-        """What is in the file; None if it is not there. Raises OSError and _DamagedError."""
+        """The header of the file; None if it is not there. Raises OSError and _DamagedError."""
         try:
             file = self.path.open("rb")
         except (FileNotFoundError, NotADirectoryError):
@@ -194,7 +194,7 @@ class PackedFile:
             return _parse(file.read(length), _LENGTH + length, size, self.path.name)
 
     def _is_there(self) -> bool:
-        """Whether somebody has written the file by now."""
+        """True if somebody has written the file by now."""
         try:
             return self._header() is not None
         except (OSError, _DamagedError):
@@ -212,7 +212,9 @@ class PackedFile:
             yield
 
     def _make_room(self, size: int) -> bool:
-        """Whether a file of `size` bytes may be written; then others have gone for it. For the only writer."""
+        """Makes room for a file of `size` bytes; others may go for it. False if it may not be written. For the only
+        writer.
+        """
         if size > self._limit:
             self._say(f"is not written: it would take {_mib(size)} of the {_mib(self._limit)} that all may take")
             return False
@@ -245,7 +247,7 @@ class PackedFile:
 
 
 def _seal(key: str, entries: Mapping[str, Any]) -> str:
-    """What tells that a header is whole, and of this key."""
+    """The digest that tells that a header is whole, and of this key."""
     return hashlib.blake2b((key + json.dumps(entries)).encode(), digest_size=16).hexdigest()
 
 
@@ -288,7 +290,7 @@ def _chunks(memory: memoryview, size: int | None = None) -> Iterator[memoryview]
 
 
 class _Piece(NamedTuple):
-    """What one thread reads at a time."""
+    """The piece that one thread reads at a time."""
 
     name: str
     memory: memoryview

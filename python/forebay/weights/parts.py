@@ -50,7 +50,7 @@ class Latent:
     interleaved: bool
     """Positions rotate neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2)."""
     scale: float
-    """What scores are multiplied by before the softmax."""
+    """The factor of scores before the softmax."""
 
     @property
     def position_elements(self) -> int:
@@ -64,7 +64,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What of its context a query attends to (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
+    """The choice of the positions that a query attends to (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
 
     Each indexed layer has small keys of its own, one a position, and scores them for every query. Sizes are numbers of
     elements.
@@ -97,7 +97,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token's experts are chosen and weighed."""
+    """The rule by which a token's experts are chosen and weighed."""
 
     scores: str
     """`softmax` over all experts, or `sigmoid` of each logit."""
@@ -110,11 +110,11 @@ class Routing:
     kept_groups: int
     """Best groups, outside of which nothing is chosen."""
     best_of_group: int
-    """How many of its best scores a group's score is the sum of."""
+    """The number of its best scores whose sum is a group's score."""
     normalise: bool
     """A token's weights are divided by their sum."""
     scaling: float
-    """What weights are multiplied by at last."""
+    """The factor of weights, applied last."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a model gives in place of tokens: which vector it makes of a prompt, as its repository says."""
+"""The vector that a model makes of a prompt in place of tokens, as its repository says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES = {"lasttoken": "last", "last_token": "last"}
 
 @dataclass(frozen=True)
 class Pooling:
-    """How the hidden states of a prompt become one vector, and what the brain does with it."""
+    """The way from the hidden states of a prompt to one vector, and the brain's work on that vector."""
 
     task: str
     """`embed`: the vector is the answer. `score`: it is one logit, of how well two texts go together."""
@@ -36,15 +36,15 @@ class Pooling:
     size: int
     """Numbers in a vector."""
     normalize: bool
-    """Whether vectors are divided by their Euclidean length."""
+    """True if vectors are divided by their Euclidean length."""
     sigmoid: bool
-    """Whether a logit is squeezed into 0 .. 1."""
+    """True if a logit is squeezed into 0 .. 1."""
     max_length: int | None
     """Tokens of the longest prompt that the model's authors use; None: as many as it has positions."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Pooling:
-        """What `to_dict` gave."""
+        """Reads the output of `to_dict`."""
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Pooling:
 
 
 def read_pooling(config: dict[str, Any], directory: Path | None, *, forced: bool) -> Pooling | None:
-    """How the model of a `config.json`, in `directory`, pools; None: it generates.
+    """The way to pool of the model of a `config.json`, in `directory`; None: it generates.
 
     Encoders and repositories in the layout of sentence-transformers always pool; `forced`, any causal model does: the
     last token's state, normalised. Raises UnsupportedModelError for what would be pooled wrongly.

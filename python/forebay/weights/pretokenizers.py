@@ -1,4 +1,4 @@
-"""How the text is cut before byte-pair merges, for each `tokenizer.ggml.pre`.
+"""The cutting of text before byte-pair merges, for each `tokenizer.ggml.pre`.
 
 GGUF holds a name where `tokenizer.json` holds a pipeline. Here is the pipeline of the original tokenizer behind each
 name, in the form of `tokenizer.json`.
@@ -12,28 +12,28 @@ from typing import Any
 
 from forebay.weights.errors import UnsupportedModelError
 
-__all__ = ["Pipeline", "pipeline"]
+__all__ = ["PIPELINES", "Pipeline", "pipeline"]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a byte-level tokenizer does around its merges; JSON in the form of `tokenizer.json`."""
+    """The steps of a byte-level tokenizer around its merges; JSON in the form of `tokenizer.json`."""
 
     pre_tokenizer: dict[str, Any]
     normalizer: dict[str, Any] | None = None
     ignore_merges: bool = False
     """A whole word that is a token is that token, whether the merges lead there or not."""
     add_bos: bool = False
-    """Whether the beginning of sequence is added where the file doesn't say."""
+    """True if the beginning of sequence is added when the file doesn't say."""
 
 
 def pipeline(name: str) -> Pipeline:
     """The pipeline called `name`. Raises UnsupportedModelError for a name that isn't known."""
-    if name not in _PIPELINES:
+    if name not in PIPELINES:
         raise UnsupportedModelError(
-            f"the GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(sorted(_PIPELINES))}"
+            f"the GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(sorted(PIPELINES))}"
         )
-    return _PIPELINES[name]
+    return PIPELINES[name]
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:
@@ -96,7 +96,7 @@ _LLAMA3 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")), ignore_merges=True, add_b
 _GLM4 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")))
 _QWEN2 = Pipeline(_splits(_gpt4_like(r"\p{N}")), normalizer=_NFC)
 
-_PIPELINES = {
+PIPELINES = {
     # No name at all is the same as "default": llama.cpp's guess for files older than the names.
     "default": Pipeline(_splits(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_REGEX, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _GPT2,

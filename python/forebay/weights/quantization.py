@@ -1,4 +1,4 @@
-"""Which matrices are not computed with in the model's type, and how those are stored."""
+"""The matrices that are not computed with in the model's type, and their storage."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 INTEGERS = ("w8a8_int8", "gguf")
-"""What `--quantization` says for products of 8-bit integers, which the host's compiled kernels have."""
+"""The values of `--quantization` for products of 8-bit integers, which the host's compiled kernels have."""
 QUANTIZATIONS = (*INTEGERS, "fp8", "awq", "gptq", COMPRESSED)
-"""What it may say."""
+"""The values of `--quantization`."""
 SHARED = 32
 """Inner positions of a block; inner dimensions of quantised matrices are multiples of it."""
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
@@ -46,7 +46,7 @@ class Kept:
 
     scheme: Scheme
     is_wanted: Callable[[str], bool]
-    """Whether a weight, by its name, is one of them."""
+    """The test whether a weight, by its name, is one of them."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Formats:
 
     @property
     def for_integers(self) -> bool:
-        """Whether there are matrices that only the host's compiled kernels compute with."""
+        """True if there are matrices that only the host's compiled kernels compute with."""
         return self.int8 or bool(self.stored)
 
     def layout(self, parts: Mapping[str, int], inputs: int) -> Layout | None:
-        """How a matrix is kept, fused of `parts`, name to rows; None: it is computed with in the model's type."""
+        """The layout of a matrix fused of `parts`, name to rows; None: it is computed with in the model's type."""
         if self.kept is None or not all(map(self.kept.is_wanted, parts)):
             return None
         return Layout.of(self.kept.scheme, inputs, list(parts.values()))

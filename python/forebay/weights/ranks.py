@@ -1,4 +1,4 @@
-"""Which models can be computed by several ranks."""
+"""The models that several ranks can compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["why_not_ranks"]
 
 
 def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_parallel: bool) -> str | None:
-    """What keeps so many ranks from computing a model together, as a sentence; None: nothing does.
+    """The reason for which so many ranks can't compute a model together, as a sentence; None: they can.
 
     `expert_parallel`: each rank has some of the experts, else a part of every expert.
     """
@@ -62,7 +62,7 @@ def _why_not_feeds(model: ModelConfig, world: int, expert_parallel: bool) -> str
 
 
 def _fewer(world: int, size: int, beside: int | None = None) -> str:
-    """What to do: the largest number of ranks below `world` that a size allows."""
+    """The advice: the largest number of ranks below `world` that a size allows."""
     fitting = (
         count
         for count in range(world - 1, 0, -1)

@@ -1,4 +1,4 @@
-"""Which part of a weight belongs to which rank, and what is read of a file (Shoeybi et al. 2019)."""
+"""The part of a weight that belongs to each rank, and the part of a file that is read (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of rows or columns."""
         return self.end - self.first
 
     @property
     def place(self) -> slice:
-        """Where they are in the whole."""
+        """The place of the part in the whole."""
         return slice(self.first, self.end)
 
     @property
     def is_whole(self) -> bool:
-        """Whether they are all."""
+        """True if the part is the whole."""
         return self.size == self.whole
 
 
@@ -68,7 +68,7 @@ class Cut:
 
     @property
     def places(self) -> tuple[slice, ...]:
-        """Where it is in the checkpoint's tensor."""
+        """The place of the cut in the checkpoint's tensor."""
         return (self.rows.place,) if self.columns is None else (self.rows.place, self.columns.place)
 
     @property
@@ -78,13 +78,13 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the weight."""
+        """True if the cut is all of the weight."""
         return self.rows.is_whole and (self.columns is None or self.columns.is_whole)
 
 
 @dataclass
 class Cuts:
-    """What a rank reads of a checkpoint, by name. What is not named here is read whole."""
+    """The parts of a checkpoint that a rank reads, by name. A weight without an entry is read whole."""
 
     parts: dict[str, Cut] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)

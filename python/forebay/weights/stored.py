@@ -1,7 +1,7 @@
-"""How a checkpoint stores its quantised matrices: the `quantization_config` of a `config.json`.
+"""The storage of a checkpoint's quantised matrices: the `quantization_config` of a `config.json`.
 
-FP8: DeepSeek-V3 (2024), a scale a block; compressed-tensors, FBGEMM and AutoFP8, a scale a row or a matrix.
-4 bits: GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), and compressed-tensors, which packs them in its own way.
+FP8: DeepSeek-V3 (2024), a scale a block; compressed-tensors, FBGEMM and AutoFP8, a scale a row or a matrix. 4 bits:
+GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), and compressed-tensors, which packs them in its own way.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Int4:
     """4-bit integers, of which several inputs of a row share a scale and a zero point."""
 
     packing: str
-    """Whose words of eight codes: `gptq`, `awq` or `compressed-tensors`."""
+    """The format of words of eight codes: `gptq`, `awq` or `compressed-tensors`."""
     group: int | None
-    """How many; None: all of a row."""
+    """The number of inputs that share a scale; None: all of a row."""
     ordered: bool = False
     """Groups are of inputs in an order of their own (GPTQ's `desc_act`)."""
     less_one: bool = False
@@ -48,7 +48,7 @@ Scheme: TypeAlias = Fp8 | Int4
 
 @dataclass(frozen=True)
 class Stored:
-    """What a configuration says of the matrices. Which of them are quantised, files know better."""
+    """The configuration's statement about the matrices. The files know better which of them are quantised."""
 
     method: str
     """`quant_method`."""
@@ -57,7 +57,7 @@ class Stored:
     """Names of modules that are not quantised, whole or parts of them, or regular expressions behind `re:` or `-:`."""
 
     def leaves_out(self, module: str) -> bool:
-        """Whether a module, `model.layers.0.self_attn.q_proj`, is not quantised."""
+        """True if a module, such as `model.layers.0.self_attn.q_proj`, is not quantised."""
         return any(_fits(pattern, module) for pattern in self.left_out)
 
 

@@ -31,14 +31,14 @@ _QWEN25_VL = "Qwen2_5_VLForConditionalGeneration"
 DECODERS = {_QWEN3_VL: "Qwen3ForCausalLM", _QWEN25_VL: "Qwen2ForCausalLM"}
 """Architectures with a vision tower, and the one whose decoder they have."""
 TOWER = "visual"
-"""What the names of a tower's weights begin with."""
+"""The prefix of the names of a tower's weights."""
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a repository that `read_preprocessing` reads; transformers 5 writes the second."""
 
 _CHANNELS = 3
 _ACTIVATIONS = {_QWEN3_VL: "gelu_pytorch_tanh", _QWEN25_VL: "silu"}
 _DEFAULT_SECTIONS = {_QWEN3_VL: (24, 20, 20), _QWEN25_VL: (16, 24, 24)}
-"""What transformers takes where a config has no `mrope_section`."""
+"""The sections that transformers takes if a config has no `mrope_section`."""
 _DEFAULT_DEEPSTACK = (8, 16, 24)
 _DEFAULT_WHOLE = (7, 15, 23, 31)
 _ROPE_THETA = 10000.0
@@ -71,7 +71,7 @@ class Vision:
     window: int | None = None
     """Decoder positions of a window's side; None: every layer attends to the whole image."""
     whole: tuple[int, ...] = ()
-    """Where there are windows: the layers that attend to the whole image."""
+    """The layers that attend to the whole image; the others attend within windows."""
 
     @property
     def patch_bytes(self) -> int:
@@ -91,7 +91,7 @@ class Vision:
 
 @dataclass(frozen=True)
 class Sections:
-    """How a position's three numbers share the rotary frequencies (M-RoPE, Qwen2-VL, 2024)."""
+    """The shares of a position's three numbers in the rotary frequencies (M-RoPE, Qwen2-VL, 2024)."""
 
     counts: tuple[int, int, int]
     """Frequencies of time, row and column."""
@@ -99,7 +99,7 @@ class Sections:
     """Rows and columns take every third of the first frequencies, and time the rest; else they follow one another."""
 
     def axes(self, frequencies: int) -> list[int]:
-        """Which number each frequency turns by: 0 time, 1 row, 2 column."""
+        """The number that each frequency turns by: 0 time, 1 row, 2 column."""
         if not self.interleaved:
             return [axis for axis, count in enumerate(self.counts) for _ in range(count)]
         axes = [0] * frequencies
@@ -111,7 +111,8 @@ class Sections:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes patches, and their bytes a tower's input. Whoever decodes images wants all of it."""
+    """The way from an image to patches, and from their bytes to a tower's input. A decoder of images needs all of it.
+    """
 
     patch: int
     merge: int
@@ -119,15 +120,15 @@ class Preprocessing:
     min_pixels: int
     max_pixels: int
     mean: tuple[float, float, float]
-    """What is subtracted from each colour, once 0 .. 255 is 0 .. 1."""
+    """The number that is subtracted from each colour, once 0 .. 255 is 0 .. 1."""
     std: tuple[float, float, float]
-    """What the differences are divided by."""
+    """The divisor of the differences."""
     rescale: float
-    """What makes 0 .. 1 of 0 .. 255."""
+    """The factor that makes 0 .. 1 of 0 .. 255."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocessing:
-        """What `to_dict` gave; further keys are ignored."""
+        """Reads the output of `to_dict`; further keys are ignored."""
         chosen = {field.name: values[field.name] for field in fields(cls)}
         return cls(**{**chosen, "mean": tuple(chosen["mean"]), "std": tuple(chosen["std"])})
 
@@ -165,7 +166,7 @@ def decoder_config(d: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def sections_of(d: Mapping[str, Any], architecture: str, frequencies: int) -> Sections | None:
-    """How the decoder's `frequencies` are shared; None: each position has one number. Raises UnsupportedModelError."""
+    """The shares of the decoder's `frequencies`; None: each position has one number. Raises UnsupportedModelError."""
     if architecture not in DECODERS:
         return None
     flat = {**d, **(d.get("text_config") or {})}
@@ -230,7 +231,9 @@ def vision_of(d: Mapping[str, Any], architecture: str, hidden: int, layers: int)
 
 
 def read_preprocessing(directory: Path, vision: Vision) -> Preprocessing:
-    """What a repository says about images for its tower. Raises ModelError, also for what would be done wrongly."""
+    """The preprocessing that a repository describes for its tower. Raises ModelError, also for values that would be
+    used wrongly.
+    """
     found: dict[str, Any] = {}
     for name in PREPROCESSOR_FILES:
         values = read_json(directory / name, optional=True)

@@ -1,4 +1,4 @@
-"""Who collects launched steps and sends their results."""
+"""The reporter, which collects launched steps and sends their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-//! How much a request may ask for: every parameter of every route, in one table.
+//! The limits of a request: every parameter of every route, in one table.
 //!
 //! A body is walked along the table before anything is made of it ([`check`]). A value over its
 //! limit is refused with the parameter's name, and nothing was allocated for it. So a parsed
@@ -76,8 +76,8 @@ pub const INERT: &[&str] = &[
 /// Longest string that is accepted where none is expected: the error shows it.
 pub const SHOWN_BYTES: usize = 64;
 
-/// What a parameter may be. A value of another shape is left to the parser, which refuses it
-/// without keeping it.
+/// The values that a parameter may have. A value of another shape is left to the parser, which
+/// refuses it without keeping it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bound {
     /// True or false.
@@ -154,13 +154,13 @@ pub trait Limited {
     const PARAMS: Params;
 }
 
-/// Whether one of these parameters carries embeddings, which may be larger than everything else.
+/// True if one of these parameters carries embeddings, which may be larger than everything else.
 pub fn takes_embeds(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| matches!(param.bound, Bound::Embeds(_)))
 }
 
-/// Whether one of these parameters, or what is in them, carries images, which may be as large.
+/// True if one of these parameters, or one inside them, carries images, which may be as large.
 pub fn takes_images(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| match param.bound {

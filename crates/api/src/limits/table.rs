@@ -200,7 +200,7 @@ const COMPLETION: &[Param] = &[
     ignored("suffix"),
 ];
 
-/// What OpenAI's two dialects share, beside [`NUMBERS`] and [`LISTS`].
+/// The parameters that OpenAI's two dialects share, beside [`NUMBERS`] and [`LISTS`].
 const OPENAI: &[Param] = &[
     text("model", NAME_BYTES),
     count("max_tokens", 0),

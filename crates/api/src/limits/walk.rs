@@ -312,7 +312,7 @@ impl<'de> Visitor<'de> for At<'_> {
     }
 }
 
-/// Whether an id is of the vocabulary, the model says.
+/// The bound of a token id. The model's vocabulary, which is checked later, may be smaller.
 const ID: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
 
 impl At<'_> {

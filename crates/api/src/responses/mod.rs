@@ -50,9 +50,9 @@ pub struct ResponsesRequest {
     /// `auto`, `none`, `required`, or an object that names a tool.
     #[schema(value_type = Option<String>)]
     pub tool_choice: Option<Value>,
-    /// Whether an answer may have several calls; true where absent.
+    /// True if an answer may have several calls; true where absent.
     pub parallel_tool_calls: Option<bool>,
-    /// How long the model is to think.
+    /// The effort of the model's reasoning.
     reasoning: Option<ResponsesReasoning>,
     /// The form of the answer.
     text: Option<ResponsesText>,
@@ -74,7 +74,7 @@ pub struct ResponsesRequest {
 /// The `reasoning` parameter.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct ResponsesReasoning {
-    /// How long the model is to think, for templates that ask; `none`: not at all.
+    /// The effort of the model's reasoning, for templates that ask; `none` means no reasoning.
     effort: Option<String>,
     /// Accepted: nothing is summarised, reasoning comes as it is.
     #[serde(default, rename = "summary")]
@@ -229,7 +229,7 @@ impl ResponsesRequest {
         Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
     }
 
-    /// Whether reasoning is to come in the form that clients send back. What else is to be included
+    /// True if reasoning is to come in the form that clients send back. What else is to be included
     /// has no effect.
     fn seals(&self, ignored: &mut Vec<String>) -> bool {
         let included = self.include.iter().flatten();

@@ -28,7 +28,7 @@ pub const CUSTOM_INPUT: &str = "input";
 #[derive(Default)]
 pub(super) struct Functions {
     pub(super) functions: Vec<Value>,
-    /// Where each is in the request.
+    /// The path of each tool in the request, for errors.
     pub(super) paths: Vec<String>,
     /// Those that are no plain functions.
     pub(super) kinds: Vec<(String, ToolKind)>,
@@ -144,7 +144,7 @@ fn text_form(tool: &Map<String, Value>, path: &str) -> Result<Option<TextForm>, 
     Ok(Some(TextForm { definition, is_regex, path: format!("{path}.definition") }))
 }
 
-/// What `tool_choice` says, with tools of any kind called functions.
+/// The value of `tool_choice`, with tools of any kind called functions.
 pub(super) fn named(mut choice: Value, kinds: &[(String, ToolKind)]) -> Value {
     let is_custom = choice["type"] == "custom"
         && kinds.iter().any(|(name, kind)| *kind == ToolKind::Custom && choice["name"] == **name);

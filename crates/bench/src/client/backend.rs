@@ -1,4 +1,4 @@
-//! Which kind of server it is: its route, and the body of a request to it.
+//! The kind of a server: its route, and the body of a request to it.
 
 use anyhow::{Result, bail};
 use bytes::Bytes;
@@ -36,7 +36,7 @@ pub enum Backend {
     OpenaiEmbeddings,
 }
 
-/// How requests and answers of a route look.
+/// The form of requests and answers of a route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dialect {
     /// OpenAI's completions.
@@ -66,7 +66,7 @@ impl Backend {
         }
     }
 
-    /// How its requests and answers look.
+    /// The form of this backend's requests and answers.
     pub(crate) fn dialect(self) -> Dialect {
         match self {
             Self::Openai | Self::SglangOai | Self::Vllm | Self::LlamaServer => Dialect::Completions,
@@ -97,13 +97,13 @@ impl Backend {
         }
     }
 
-    /// Whether /server_info may tell the accept length of speculative decoding.
+    /// True if /server_info may tell the accept length of speculative decoding.
     pub(crate) fn has_server_info(self) -> bool {
         matches!(self, Self::Sglang | Self::SglangOai | Self::SglangOaiChat)
     }
 }
 
-/// What all requests of a run have in common.
+/// The settings that all requests of a run have in common.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct RequestOptions {
     /// Name of the model as the server knows it.

@@ -16,8 +16,8 @@ use tokio::net::TcpStream;
 use super::load;
 use super::wire::{self, Head};
 
-/// What is read at once. All connections of a thread read into the same bytes, which stay in its
-/// cache.
+/// The number of bytes that are read at once. All connections of a thread read into the same bytes,
+/// which stay in its cache.
 const READ: usize = 64 << 10;
 
 thread_local! {
@@ -45,7 +45,7 @@ impl Link {
         Ok(Self { stream, reads: 0 })
     }
 
-    /// Whether the server has, as far as is known, neither closed it nor sent anything unasked.
+    /// True if the server has, as far as is known, neither closed it nor sent anything unasked.
     pub(super) fn is_idle(&self) -> bool {
         matches!(self.stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }
@@ -101,7 +101,7 @@ pub(super) struct Answer {
     link: Link,
     /// The head.
     pub(super) head: Head,
-    /// What came together with the head.
+    /// The bytes of the body that came together with the head.
     early: Vec<u8>,
 }
 
@@ -137,5 +137,5 @@ impl Answer {
     }
 }
 
-/// What is said of a connection that ended too early.
+/// The error of a connection that ended too early.
 pub(super) const BROKE: &str = "the connection broke";

@@ -1,9 +1,8 @@
-//! How a busy thread saves CPU time: it rests a little before it looks for news, so that it finds
-//! more of it at once.
+//! Rest for a busy thread, which saves CPU time: after a rest it finds more news at once.
 //!
 //! A thread with news from many streams wakes for almost every piece, and then waking costs as much
-//! as reading. Under load it therefore sleeps for [`REST`] before it waits: pieces are timed that
-//! much later at most, which is little beside the gaps of a server under such load. With
+//! as reading. Under load the thread therefore sleeps for [`REST`] before it waits. Pieces are
+//! timed that much later at most, which is little beside the gaps of a server under such load. With
 //! `--precise` no thread ever rests.
 
 use std::cell::RefCell;
@@ -11,9 +10,9 @@ use std::time::{Duration, Instant};
 
 /// Reads per second from which on a thread is busy.
 const BUSY: f64 = 10_000.0;
-/// How long reads are counted.
+/// The time over which reads are counted.
 const WINDOW: Duration = Duration::from_millis(10);
-/// How long a busy thread rests.
+/// The length of a busy thread's rest.
 const REST: Duration = Duration::from_micros(200);
 
 #[derive(Debug, Default)]

@@ -50,7 +50,7 @@ impl Clock {
         Self(Instant::now())
     }
 
-    /// What it shows.
+    /// The time since the clock's start, in microseconds.
     pub(crate) fn now_us(self) -> u64 {
         u64::try_from(self.0.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
@@ -184,8 +184,8 @@ impl Client {
 
     /// Sends a request and waits for the head of its answer.
     ///
-    /// A server may close a connection just when it is used again, so a request that breaks one
-    /// before there is any answer is sent a second time, on a new connection.
+    /// A server may close a connection at the moment of its next use. A request that finds its
+    /// connection broken before any answer is sent a second time, on a new connection.
     async fn request(&self, method: &Method, path: &str, body: Bytes) -> Result<Answer> {
         let head = self.target.head(method, path, body.len());
         if let Some(link) = self.idle_link()

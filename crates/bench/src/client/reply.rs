@@ -1,5 +1,5 @@
-//! What came back for one request: kept cheaply while the run goes on, turned into a [`Record`]
-//! after it.
+//! The answer to one request, kept cheaply while the run goes on and turned into a [`Record`] after
+//! it.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -10,36 +10,36 @@ use crate::record::{Chunk, Outcome, Record};
 use super::backend::Dialect;
 use super::scan::{self, Fields};
 
-/// What the schedule and the dataset say about a request.
+/// The plan of a request, from the schedule and the dataset.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Asked {
     /// Tokens of text in the prompt, by the client's count.
     pub(crate) text_tokens: u32,
     /// Tokens to generate.
     pub(crate) output_tokens: u32,
-    /// Whether the prompt has images.
+    /// True if the prompt has images.
     pub(crate) images: bool,
 }
 
 /// An answer, as far as it was read.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    /// When it began to be sent, connection set-up included; microseconds from the start of the
-    /// run, as all times here.
+    /// The time at which the client began to send, connection set-up included. All times here are
+    /// microseconds from the start of the run.
     pub(crate) sent_us: u64,
-    /// When the last of it was read, or it failed.
+    /// The time at which the last byte was read, or the request failed.
     pub(crate) end_us: u64,
     dialect: Dialect,
     /// The text between its quotes, with its escapes. `Chunk::text_bytes` counts in it until
     /// [`Reply::into_record`].
     text: Vec<u8>,
     chunks: Vec<Chunk>,
-    /// Whether each event has all of the text so far, as /generate sends it unless a flag of the
+    /// True if each event has all of the text so far, as /generate sends it unless a flag of the
     /// server says otherwise.
     whole_text: bool,
     prompt_tokens: Option<u32>,
     completion_tokens: Option<u32>,
-    /// Whether every chunk came with the token count so far.
+    /// True if every chunk came with the token count so far.
     counted: bool,
     done: bool,
     error: Option<String>,
@@ -63,7 +63,7 @@ impl Reply {
         }
     }
 
-    /// Whether it ended as it should.
+    /// True if the request ended without an error.
     pub(crate) fn succeeded(&self) -> bool {
         self.error.is_none()
     }

@@ -1,9 +1,9 @@
 //! Finds the few fields that matter in an event's JSON without building a document.
 //!
-//! Searching for a quoted key is sound in valid JSON: within a string every quote has a backslash
-//! before it, so the bytes `"key"` followed by a colon are a key. Which object the key belongs to
-//! is not checked, but no route that is measured here has these keys elsewhere in its events. What
-//! does not look as expected is left to the reader of whole documents.
+//! Searching for a quoted key is sound in valid JSON. Within a string every quote has a backslash
+//! before it, so the bytes `"key"` followed by a colon are a key. The object that the key belongs
+//! to is not checked, but no route that is measured here has these keys elsewhere in its events.
+//! Events of another form are left to the reader of whole documents.
 
 use std::sync::LazyLock;
 
@@ -18,7 +18,7 @@ static PROMPT: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"prom
 static COMPLETION: LazyLock<Finder<'static>> =
     LazyLock::new(|| Finder::new(b"\"completion_tokens\""));
 
-/// What an event brought.
+/// The fields of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Fields<'a> {
     /// Text between its quotes, with its escapes; a chat delta may have reasoning and content.
@@ -27,7 +27,7 @@ pub(super) struct Fields<'a> {
     pub(super) prompt_tokens: Option<u32>,
     /// Generated tokens so far, if it says.
     pub(super) completion_tokens: Option<u32>,
-    /// Whether an event of /generate is the last one.
+    /// True if an event of /generate is the last one.
     pub(super) finished: bool,
 }
 
@@ -85,7 +85,7 @@ fn counts<'a>(text: [&'a [u8]; 2], rest: &[u8]) -> Fields<'a> {
     }
 }
 
-/// What follows the key and its colon.
+/// The bytes after the key and its colon.
 fn after_key<'a>(bytes: &'a [u8], key: &Finder<'_>) -> Option<&'a [u8]> {
     let mut rest = bytes;
     loop {

@@ -1,4 +1,4 @@
-//! Which server, and how to reach it.
+//! The server, and the way to reach it.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 
@@ -58,7 +58,7 @@ fn header(text: &str) -> Result<(HeaderName, HeaderValue), String> {
 pub(crate) struct Target {
     /// Kind of server.
     pub(crate) backend: Backend,
-    /// Where to connect to.
+    /// The addresses to connect to.
     pub(super) addresses: Vec<SocketAddr>,
     /// Path and query of the route to measure.
     pub(super) route: String,

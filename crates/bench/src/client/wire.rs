@@ -1,8 +1,8 @@
-//! HTTP/1.1 as far as the answers to our requests go: the head, and where the body ends.
+//! HTTP/1.1 as far as the answers to our requests go: the head, and the end of the body.
 //!
-//! Read by hand and not by hyper: at the rate of a busy server, hyper's channel between the
-//! connection and the reader, its buffers and their wakers took as much CPU time as everything else
-//! that this program does outside the kernel.
+//! The module is written by hand and does not use hyper. The cause is the CPU time at the rate of a
+//! busy server. Hyper's channel between the connection and the reader, its buffers and their wakers
+//! took much of it. They took as much as everything else that this program does outside the kernel.
 
 use anyhow::{Context, Result, bail};
 use memchr::memchr;
@@ -16,11 +16,11 @@ const MOST_HEADERS: usize = 100;
 pub(super) struct Head {
     /// HTTP status.
     pub(super) status: u16,
-    /// Whether the body is a stream of server-sent events.
+    /// True if the body is a stream of server-sent events.
     pub(super) is_stream: bool,
-    /// Whether the connection stays open after the body.
+    /// True if the connection stays open after the body.
     pub(super) keep: bool,
-    /// What is to come of the body.
+    /// The reader of the body.
     pub(super) body: Body,
 }
 
@@ -67,7 +67,7 @@ pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>> {
     Ok(Some((Head { status, is_stream, keep, body }, length)))
 }
 
-/// What is to come of a body.
+/// The reader of a body: the part that is still to come.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Body {
     state: State,
@@ -156,12 +156,12 @@ impl Body {
         Ok(&bytes[end + 1..])
     }
 
-    /// Whether it is all there.
+    /// True if the whole body was read.
     pub(super) fn is_complete(&self) -> bool {
         self.state == State::Done
     }
 
-    /// Whether it is all there when the connection ends.
+    /// True if the body is complete when the connection ends.
     pub(super) fn may_end(&self) -> bool {
         matches!(self.state, State::Done | State::UntilClose)
     }

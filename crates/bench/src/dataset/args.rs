@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 
 use super::image::{ImageContent, ImageFormat, Resolution};
 
-/// Which dataset.
+/// The name of a dataset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DatasetName {
     /// Prompts of wanted lengths: ShareGPT text if --dataset-path is given, else random words.
@@ -50,7 +50,7 @@ impl DatasetName {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset")]
 pub struct DatasetArgs {
-    /// What is sent.
+    /// The source of the requests.
     #[arg(long, value_enum, default_value = "random")]
     pub dataset_name: DatasetName,
     /// File of the dataset.
@@ -68,7 +68,7 @@ pub struct DatasetArgs {
     /// Lengths of the random, image and embeddings datasets.
     #[command(flatten)]
     pub random: RandomArgs,
-    /// How ShareGPT conversations are chosen.
+    /// The choice of ShareGPT conversations.
     #[command(flatten)]
     pub sharegpt: SharegptArgs,
     /// Images.
@@ -116,7 +116,7 @@ pub struct RandomArgs {
     pub random_range_ratio: f64,
 }
 
-/// How ShareGPT conversations are chosen.
+/// The choice of ShareGPT conversations.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: sharegpt")]
 pub struct SharegptArgs {
@@ -139,7 +139,7 @@ pub struct ImageArgs {
     /// 360p, 720p, 1080p, 4k, or HEIGHTxWIDTH in pixels.
     #[arg(long, value_name = "SIZE", default_value = "1080p")]
     pub image_resolution: Resolution,
-    /// How images are compressed.
+    /// The compression of images.
     #[arg(long, value_enum, default_value = "jpeg")]
     pub image_format: ImageFormat,
     /// Random pixels, or a white page.

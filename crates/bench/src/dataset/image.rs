@@ -45,7 +45,7 @@ impl FromStr for Resolution {
     }
 }
 
-/// How an image is compressed.
+/// The compression of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ImageFormat {
     /// JPEG at quality 75.
@@ -55,7 +55,7 @@ pub enum ImageFormat {
     Png,
 }
 
-/// What an image shows.
+/// The content of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ImageContent {
     /// Random pixels: large, and different in every request.

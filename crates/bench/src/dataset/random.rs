@@ -12,10 +12,10 @@ use super::turns::Turns;
 use super::words::{Drawn, Text, Words};
 use crate::{Part, Prompt, WorkItem};
 
-/// Where text comes from.
+/// The source of random texts.
 #[derive(Debug)]
 pub(crate) struct Source<'a> {
-    /// How text is counted, and random words.
+    /// The tokenizer and its random words.
     pub(crate) words: &'a Words<'a>,
     /// Turns to make text of; none for random words.
     pub(crate) turns: Option<Turns>,

@@ -3,8 +3,8 @@
 use rand::SeedableRng as _;
 use rand::rngs::ChaCha12Rng;
 
-/// What random numbers are for. Each purpose has its own, so that a flag that changes one does not
-/// change the others.
+/// The purpose of random numbers. Each purpose has its own, so that a flag that changes one does
+/// not change the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// Gaps between requests.

@@ -25,9 +25,9 @@ const LONGEST_TOTAL: u32 = 2048;
 /// The first two turns of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Exchange {
-    /// What was asked.
+    /// The question.
     pub(crate) prompt: String,
-    /// What was answered.
+    /// The answer.
     pub(crate) answer: String,
 }
 
@@ -103,7 +103,7 @@ struct Turn {
     value: String,
 }
 
-/// Which exchanges are used.
+/// The rule by which exchanges are chosen.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Filter {
     output_len: Option<u32>,
@@ -116,7 +116,7 @@ impl Filter {
         Self { output_len: args.sharegpt_output_len, context_len: args.sharegpt_context_len }
     }
 
-    /// Whether a prompt of this many tokens is used at all.
+    /// True if a prompt of this many tokens is used at all.
     pub(crate) fn takes_prompt(self, tokens: u32) -> bool {
         let longest = self.context_len.unwrap_or(LONGEST_PROMPT);
         (SHORTEST..=longest).contains(&tokens)

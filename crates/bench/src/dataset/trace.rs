@@ -1,6 +1,6 @@
-//! Recorded traffic in Mooncake's format: JSONL with `timestamp` in milliseconds, `input_length`
-//! and `output_length` in tokens, and `hash_ids`, a name for each 512 tokens of the prompt and all
-//! that is before them.
+//! Recorded traffic in Mooncake's format: JSONL with `timestamp` in milliseconds, and
+//! `input_length` and `output_length` in tokens. `hash_ids` has a name for each 512 tokens of the
+//! prompt, together with all tokens before them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,7 +21,7 @@ pub const BLOCK_TOKENS: u32 = 512;
 /// One request of a trace.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct TraceEntry {
-    /// When it arrived, in milliseconds from the start of the recording.
+    /// The time of arrival, in milliseconds from the start of the recording.
     #[serde(rename = "timestamp")]
     pub timestamp_ms: f64,
     /// Tokens of the prompt.
@@ -54,9 +54,9 @@ pub struct TraceImage {
 /// The requests of a trace, by time.
 ///
 /// # Errors
-/// If the file cannot be read, is empty, or a line of it is not a request: no tokens, a time that
-/// is not a time, or another number of hash ids than the prompt has blocks. The message names the
-/// line.
+/// The file cannot be read, is empty, or has a line that is no request. Such a line has no tokens,
+/// a time that is no time, or another number of hash ids than the prompt has blocks. The message
+/// names the line.
 pub fn read(path: &Path) -> anyhow::Result<Vec<TraceEntry>> {
     let mut entries = Vec::new();
     for (line, entry) in jsonl::read::<TraceEntry>(path)? {
@@ -104,7 +104,7 @@ impl TraceEntry {
         Ok(())
     }
 
-    /// When it arrived, from `start_ms`.
+    /// The time of arrival, from `start_ms`.
     fn arrival(&self, start_ms: f64) -> Duration {
         // Not negative, as the entries are sorted, and checked not to be too large.
         Duration::from_secs_f64(((self.timestamp_ms - start_ms) / 1000.0).max(0.0))

@@ -66,8 +66,8 @@ impl Turns {
 }
 
 impl Turn {
-    /// `wanted` tokens, cut and repeated at joints, so that nothing has to be encoded again, and
-    /// filled up with random words; `None` if the turn has too few joints for that.
+    /// Makes `wanted` tokens of the turn's, cut and repeated at joints, so that no text has to be
+    /// encoded again. Random words fill the rest up. `None` if the turn has too few joints.
     fn joined(
         &self,
         words: &Words<'_>,

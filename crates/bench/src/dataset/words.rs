@@ -18,12 +18,12 @@ const ROUNDS: usize = 8;
 pub(crate) struct Text {
     /// The text.
     pub(crate) text: String,
-    /// What the tokenizer makes of it, without special tokens.
+    /// The token ids of the text, without special tokens.
     pub(crate) ids: Vec<u32>,
 }
 
 impl Text {
-    /// How many tokens.
+    /// The number of tokens.
     pub(crate) fn tokens(&self) -> u32 {
         // A text of 4 billion tokens does not fit in memory.
         self.ids.len() as u32
@@ -35,19 +35,19 @@ impl Text {
     }
 }
 
-/// A tokenizer, and words that stay one token each wherever they stand in a text.
+/// A tokenizer, and words that stay one token each at any place in a text.
 ///
 /// A word is lower-case ASCII letters, and it is one token both at the start of a text and after a
 /// space. No token of the vocabulary holds a space after a letter, so no token can reach from one
-/// word into the next, and the tokens of a text of words are the tokens of the words: any number of
-/// tokens can be put together without encoding anything. A tokenizer without such words
-/// (characters, a tiny vocabulary) gets texts of any of its tokens, which are encoded again and cut
-/// until the length is right.
+/// word into the next. The tokens of a text of words are the tokens of the words: any number of
+/// them can be put together without encoding. A tokenizer without such words (characters, a tiny
+/// vocabulary) gets texts of any of its tokens. They are encoded again and cut until the length is
+/// right.
 #[derive(Debug)]
 pub(crate) struct Words<'t> {
     tokenizer: &'t Tokenizer,
     words: Vec<Word>,
-    /// Where there are no words: every token that is whole characters.
+    /// All tokens of whole characters; used if there are no words.
     tokens: Vec<u32>,
 }
 
@@ -140,10 +140,10 @@ impl<'t> Words<'t> {
         (choices > 0).then(|| (0..count).map(draw).collect())
     }
 
-    /// Where the tokens can be taken apart: every place between a token that ends in an ASCII
-    /// letter and one that is a space and an ASCII letter or more. The texts on the two sides of
-    /// such a place encode to the tokens on its two sides, and so does any text that is put
-    /// together at such places. None if there are no words.
+    /// The places at which the tokens can be taken apart. Before such a place a token ends in an
+    /// ASCII letter. The token behind the place is a space and at least one ASCII letter. The texts
+    /// on the two sides encode to the tokens on the two sides, and so does any text that is put
+    /// together at such places. There are none if there are no words.
     pub(crate) fn joints(&self, ids: &[u32]) -> Vec<usize> {
         if self.words.is_empty() {
             return Vec::new();
@@ -167,10 +167,10 @@ impl<'t> Words<'t> {
         Ok(self.tokenizer.decode(&ids, false)?)
     }
 
-    /// What the tokenizer makes of a text.
+    /// Encodes a text to token ids.
     ///
     /// # Errors
-    /// If it cannot encode it.
+    /// The tokenizer refuses the text.
     pub(crate) fn encode(&self, text: &str) -> anyhow::Result<Vec<u32>> {
         let ids = self.tokenizer.encode(text, false)?;
         Ok(ids.into_iter().map(i32::cast_unsigned).collect())
@@ -239,7 +239,7 @@ impl Word {
     }
 }
 
-/// Whether a token holds a space after a letter.
+/// True if a token holds a space after a letter.
 fn reaches_over_a_space(token: &str) -> bool {
     token.as_bytes().windows(2).any(|pair| pair[0].is_ascii_alphabetic() && pair[1] == b' ')
 }

@@ -6,7 +6,8 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 
-/// What ends an answer: a model that was not told to stop goes on to make up the next question.
+/// The strings that end an answer. A model that was not told to stop goes on to make up the next
+/// question.
 pub(super) const STOP: [&str; 3] = ["Question", "Assistant:", "<|separator|>"];
 
 /// A line of a GSM8K file.
@@ -17,7 +18,7 @@ pub(super) struct Question {
     answer: String,
 }
 
-/// What is asked.
+/// The questions, with the examples before each.
 #[derive(Debug)]
 pub(super) struct Exam {
     /// One a question, in the file's order.

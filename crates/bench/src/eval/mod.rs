@@ -1,6 +1,6 @@
-//! How well a served model answers: few-shot GSM8K (Cobbe et al. 2021), asked and scored as
-//! SGLang's `few_shot_gsm8k` does, except that the examples come from the training questions and
-//! are never among those that are scored.
+//! An accuracy test of a served model: few-shot GSM8K (Cobbe et al. 2021). Questions are asked and
+//! scored as SGLang's `few_shot_gsm8k` does. One thing differs: the examples come from the training
+//! questions, so none of them is scored.
 
 mod exam;
 mod score;
@@ -48,8 +48,8 @@ pub struct Gsm8kArgs {
     /// Most tokens of an answer.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
-    /// How often to send a request again that failed; what fails every time is reported and scored
-    /// neither right nor wrong.
+    /// The number of retries of a failed request. A request without a successful try is reported,
+    /// and counts as neither right nor wrong.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub retries: u32,
     /// Seconds after which a request has failed.
@@ -66,7 +66,7 @@ pub struct Gsm8kArgs {
     pub server: ServerFlags,
 }
 
-/// What `--output-file` holds.
+/// The content of `--output-file`.
 #[derive(Debug, Serialize)]
 struct Summary<'a> {
     task: &'static str,
@@ -90,7 +90,8 @@ struct Summary<'a> {
 /// # Errors
 ///
 /// The questions are no fair exam, the server cannot be found, a file cannot be written, or a
-/// request failed; in the last case the numbers of the others are printed and written all the same.
+/// request failed. After a failed request, the numbers of the others are printed and written all
+/// the same.
 pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
     let questions = exam::read(&args.data_path)?;
     let examples = exam::read(&args.train_path)?;
@@ -163,7 +164,7 @@ fn cannot_write(path: &Path) -> String {
     format!("cannot write {}", path.display())
 }
 
-/// What came back.
+/// The answers of a run.
 struct Run {
     /// One a prompt, in their order.
     records: Vec<Record>,

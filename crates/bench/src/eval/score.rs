@@ -1,4 +1,4 @@
-//! What the answers are worth.
+//! The scores of answers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,15 +13,15 @@ use crate::record::{Outcome, Record};
 pub(super) struct Answer {
     /// Number of the question in its file, from 0.
     pub(super) index: usize,
-    /// What was sent.
+    /// The prompt that was sent.
     pub(super) prompt: String,
-    /// What came back, without the stop string; empty where the request failed.
+    /// The text of the answer, without the stop string; empty if the request failed.
     pub(super) text: String,
     /// The number that the text is read as.
     pub(super) predicted: Option<u64>,
     /// The right number.
     pub(super) label: u64,
-    /// Whether they are the same.
+    /// True if the answer has the number of the label.
     pub(super) correct: bool,
     /// Generated tokens.
     pub(super) tokens: u32,
@@ -32,7 +32,7 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// What a request's record says about question `index`.
+    /// Scores the record of question `index`.
     pub(super) fn new(index: usize, prompt: String, label: u64, record: Record) -> Self {
         let latency = record.end_us.saturating_sub(record.sent_us) as f64 / 1e6;
         let (text, tokens, error) = match record.outcome {
@@ -65,7 +65,7 @@ pub(super) struct Score {
     pub(super) output_tokens: u64,
     /// Generated tokens a second.
     pub(super) output_throughput: f64,
-    /// How often each failure came.
+    /// The number of times that each error came.
     pub(super) errors: BTreeMap<String, usize>,
 }
 

@@ -1,4 +1,4 @@
-//! What a reader should know before believing a comparison.
+//! Warnings for a reader who compares runs.
 
 use super::Run;
 use super::axis::{percent, plain};
@@ -86,7 +86,7 @@ fn of_one(run: &Run) -> Vec<String> {
     what
 }
 
-/// What the runs do not have in common; what only some of them say is not compared.
+/// The settings in which the runs differ. A setting that only some of them have is not compared.
 fn differences(runs: &[Run]) -> Vec<String> {
     let mut differences = Vec::new();
     for (key, name) in LOAD {

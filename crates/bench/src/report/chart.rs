@@ -1,4 +1,4 @@
-//! What all charts share: the frame with its axes, lines, and legends.
+//! The parts that all charts share: the frame with its axes, lines, and legends.
 
 use maud::{Markup, html};
 
@@ -7,15 +7,15 @@ use super::axis::{Axis, coordinate};
 
 /// Width of every chart, in units of its own; charts are scaled to the page.
 pub(super) const WIDTH: f64 = 520.0;
-/// Where the plot begins, right of the labels of the vertical axis.
+/// The left edge of the plot, right of the labels of the vertical axis.
 pub(super) const LEFT: f64 = 52.0;
-/// Where the plot ends.
+/// The right edge of the plot.
 pub(super) const RIGHT: f64 = WIDTH - 16.0;
 
-/// How many colours the style sheet has; the runs after those share them, and differ by their
+/// The number of colours in the style sheet. Later runs share the colours, and differ by their
 /// letter.
 const COLOURS: usize = 8;
-/// How many dash patterns it has.
+/// The number of dash patterns in the style sheet.
 const DASHES: usize = 4;
 
 /// The classes of what is drawn for the run at `index`.

@@ -90,7 +90,7 @@ fn bar(index: usize, process: &Process, scale: f64, tells: &str, x: &Axis, y: f6
     }
 }
 
-/// What is said of a process: its seconds, how many cores these are, and its time per token.
+/// The text about a process: its CPU seconds, its average number of cores, and its time per token.
 fn tells(run: &Run, process: &Process) -> String {
     let seconds = process.seconds();
     let mut text = format!("{} s", plain(seconds));

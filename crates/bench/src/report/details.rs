@@ -7,7 +7,7 @@ use super::run::{MOST_SECONDS, Timeline, numbers};
 
 /// A request that succeeded; times in seconds.
 struct Request {
-    /// When it was sent, on the client's clock.
+    /// The time at which it was sent, on the client's clock.
     start: Option<f64>,
     ttft: f64,
     /// Times between what arrived, in order.
@@ -33,7 +33,7 @@ pub(super) fn milliseconds(value: &Value, metric: &str) -> Vec<f64> {
     seconds.into_iter().map(|seconds| seconds * 1e3).collect()
 }
 
-/// What happened in each second, where the file says when requests were sent.
+/// The numbers of each second; `None` if the file has no times of requests.
 pub(super) fn timeline(value: &Value) -> Option<Timeline> {
     let requests = requests(value);
     let starts: Option<Vec<f64>> = requests.iter().map(|request| request.start).collect();

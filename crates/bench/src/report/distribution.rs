@@ -106,7 +106,7 @@ fn markers(
 const PERCENTILES: [(&str, &str, f64); 3] =
     [("median", "median", 0.5), ("p90", "P90", 0.9), ("p99", "P99", 0.99)];
 
-/// What a strip says of one bin.
+/// The text about one bin.
 fn tells(
     edge: &[f64],
     bin: usize,

@@ -2,7 +2,7 @@
 
 use super::Run;
 
-/// Which of two values is better.
+/// The better of two values: the higher or the lower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Better {
     /// The higher one.
@@ -16,11 +16,11 @@ pub(super) enum Better {
 /// One row: what it is called, the key in the result file, and which value is better.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
-    /// What people read, with its unit.
+    /// The label of the row, with its unit.
     pub(super) name: String,
     /// The key in the result file.
     pub(super) key: String,
-    /// Which value is better.
+    /// The better direction of the value.
     pub(super) better: Better,
 }
 
@@ -40,9 +40,9 @@ pub(super) struct Latency {
     pub(super) key: &'static str,
     /// Its name in full.
     pub(super) name: &'static str,
-    /// What is counted in its distribution.
+    /// The things that the distribution counts.
     pub(super) of: &'static str,
-    /// What it is, in a sentence.
+    /// The meaning of the latency, in a sentence.
     pub(super) meaning: &'static str,
 }
 
@@ -151,7 +151,7 @@ pub(super) fn groups(runs: &[Run]) -> Vec<Group> {
     groups
 }
 
-/// What a ratio to the first run says.
+/// The verdict on a ratio to the first run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// More than [`SAME`] better.

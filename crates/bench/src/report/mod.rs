@@ -1,12 +1,12 @@
 //! One self-contained page about one or several result files: `forebay bench report`.
 //!
-//! `read` reads files, `run` gives names to what is in them, `histogram` holds a distribution, and
-//! `details` makes up for what files of other clients lack. `metrics` and `care` say which rows
-//! there are and what to be careful about; `distribution`, `timeline` and `cpu` draw with what
-//! `axis` and `chart` have; `page` joins it all.
+//! `read` reads files, and `run` gives names to their values. `histogram` holds a distribution, and
+//! `details` makes up for values that files of other clients lack. `metrics` lists the rows, and
+//! `care` the warnings. `distribution`, `timeline` and `cpu` draw with the help of `axis` and
+//! `chart`; `page` joins it all.
 //!
 //! The charts are inline SVG whose colours come from the page's style sheet, so that they follow
-//! the reader's choice of light or dark; the charting crates write their colours into the drawing.
+//! the reader's choice of light or dark. Charting crates write their colours into the drawing.
 
 mod axis;
 mod care;
@@ -28,7 +28,7 @@ use serde_json::Value;
 
 use run::Run;
 
-/// What `forebay bench report` is told.
+/// The flags of `forebay bench report`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ReportArgs {
     /// Result files of `forebay bench serve --output-file`, `bench_serving` or `vllm bench serve
@@ -36,7 +36,7 @@ pub struct ReportArgs {
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
 
-    /// Where to write the page
+    /// The file of the page
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
 
@@ -52,18 +52,18 @@ const DEFAULT_TITLE: &str = "Serving benchmark";
 ///
 /// # Errors
 ///
-/// When a file cannot be read or holds no result, or the page cannot be written.
+/// A file cannot be read or holds no result, or the page cannot be written.
 pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
     write(&args.output, &args.title, &read::read_all(&args.files)?)
 }
 
-/// Writes the page about a run that has just ended (what would be its line of the result file),
-/// compared with the runs in `compare`; the new run comes last, so that ratios are to what was
-/// before.
+/// Writes the page that compares a run that has just ended with the runs in `compare`. `run` has
+/// the form of a line of a result file. The new run comes last, so ratios are to the first run in
+/// `compare`.
 ///
 /// # Errors
 ///
-/// When a file of `compare` cannot be read or holds no result, or the page cannot be written.
+/// A file of `compare` cannot be read or holds no result, or the page cannot be written.
 pub fn report_run(output: &Path, run: Value, compare: &[PathBuf]) -> anyhow::Result<()> {
     let mut runs = read::read_all(compare)?;
     runs.push(Run::new("this run", run));

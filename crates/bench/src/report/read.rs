@@ -12,8 +12,8 @@ use super::Run;
 ///
 /// # Errors
 ///
-/// When a file cannot be read, is not JSON (or JSON values one after the other), or holds
-/// something that is not the result of a serving benchmark.
+/// A file cannot be read, is not JSON (or JSON values one after the other), or holds something that
+/// is not the result of a serving benchmark.
 pub(super) fn read_all(files: &[PathBuf]) -> anyhow::Result<Vec<Run>> {
     let mut runs = Vec::new();
     for file in files {

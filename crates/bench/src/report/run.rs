@@ -1,4 +1,5 @@
-//! What a page needs of one run: its numbers by name, histograms, timeline, processes and errors.
+//! The contents of one run for a page: its numbers by name, histograms, timeline, processes and
+//! errors.
 
 use serde_json::{Map, Value};
 
@@ -57,17 +58,17 @@ impl Run {
         Self { source: source.into(), value }
     }
 
-    /// Where it came from.
+    /// The source of the run: a file, or the run that has just ended.
     pub(super) fn source(&self) -> &str {
         &self.source
     }
 
-    /// Whether it is the result of a serving benchmark.
+    /// True if the run is the result of a serving benchmark.
     pub(super) fn is_result(&self) -> bool {
         self.number("output_throughput").is_some()
     }
 
-    /// Whether Forebay's own client wrote it.
+    /// True if Forebay's own client wrote it.
     pub(super) fn is_ours(&self) -> bool {
         self.get("forebay_version").is_some()
     }

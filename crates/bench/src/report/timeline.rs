@@ -103,7 +103,7 @@ fn figure(kind: Kind, seconds: usize, width: usize, shown: &[(usize, &Run, Timel
     chart::figure((name, &note), &legend, HEIGHT, &summary, &content)
 }
 
-/// What a strip says of one piece.
+/// The text about one piece of the timeline.
 fn tells(
     piece: usize,
     (from, to): (f64, f64),

@@ -5,11 +5,11 @@ use crate::finder::{Found, find};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// What a call is read for.
+/// The surroundings of a call that is being read.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Context<'a> {
     pub(super) tools: &'a Tools,
-    /// What ends a call, wherever it stands.
+    /// The mark that ends a call at any place.
     pub(super) close: &'static str,
     /// `close` is a special token.
     pub(super) special: bool,
@@ -20,14 +20,14 @@ pub(super) struct Context<'a> {
 /// longer is none: it would be read again with each token that comes.
 pub(super) const LONGEST: usize = 1024;
 
-/// Where reading led to.
+/// The result of reading on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     /// More text is needed.
     More,
     /// The call is complete.
     Done,
-    /// What is written is no call, or ends in the middle of one.
+    /// The text is no call, or ends in the middle of one.
     Broken,
 }
 

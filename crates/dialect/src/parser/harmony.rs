@@ -40,7 +40,7 @@ impl Harmony {
         harmony
     }
 
-    /// Whether a message is being read that is nobody's.
+    /// True if the message that is being read is reasoning.
     pub(super) fn is_reasoning(&self) -> bool {
         matches!(self.body, Some(Body::Reasoning))
     }

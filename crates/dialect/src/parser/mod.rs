@@ -30,10 +30,10 @@ use whole::{Syntax, Whole};
 /// Marks of fewer bytes, such as `>`, are in texts too.
 const SHORT: usize = 4;
 
-/// What a request wants read.
+/// The settings by which an answer is read.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
-    /// How the model writes.
+    /// The dialect of the model.
     pub dialect: Dialect,
     /// The tools that may be called. Without any, calls are text like other text.
     pub tools: Arc<Tools>,
@@ -45,11 +45,11 @@ pub struct Reading {
     pub bound: bool,
     /// The client has named the tool that is called.
     pub named: bool,
-    /// Where the answer begins.
+    /// The state in which the answer begins.
     pub start: Start,
 }
 
-/// Where a prompt leaves a model.
+/// The part of an answer at which a prompt leaves a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// In its reasoning.
@@ -61,13 +61,14 @@ pub enum Place {
 }
 
 impl Reading {
-    /// Whether reasoning is told from other text.
+    /// True if reasoning is told from other text.
     pub fn reasons(&self) -> bool {
         self.dialect.reasoning.is_some()
     }
 }
 
-/// Where an answer begins: in the text, or in the reasoning that the prompt has opened.
+/// The state in which an answer begins: in the text, or in the reasoning that the prompt has
+/// opened.
 #[derive(Debug, Clone, Default)]
 pub struct Start(Begin);
 
@@ -124,7 +125,7 @@ pub struct Parser {
     reading: Reading,
     marks: Vec<(&'static str, Mark)>,
     state: State,
-    /// What has come and was not read.
+    /// The text that has come and was not read.
     pending: String,
     /// White space that is not given out before it is known what follows.
     blank: String,
@@ -136,7 +137,7 @@ pub struct Parser {
     complete: u32,
 }
 
-/// What a mark in text means.
+/// The meaning of a mark in text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mark {
     Section,
@@ -213,12 +214,12 @@ impl Parser {
         Self { reading, marks, state, pending, blank, said: false, strip, begun: 0, complete: 0 }
     }
 
-    /// Whether the only call that was asked for is complete: nothing after it is read.
+    /// True if the only call that was asked for is complete: nothing after it is read.
     pub fn is_over(&self) -> bool {
         matches!(self.state, State::Over)
     }
 
-    /// Whether it is in reasoning.
+    /// True if the answer is in reasoning.
     pub fn is_reasoning(&self) -> bool {
         match &self.state {
             State::Reasoning => true,
@@ -227,7 +228,7 @@ impl Parser {
         }
     }
 
-    /// Whether it has read a complete call that the model has chosen to make.
+    /// True if the answer has a complete call that the model has chosen to make.
     pub fn has_chosen(&self) -> bool {
         self.complete > 0 && !self.reading.named
     }
@@ -378,7 +379,7 @@ impl Parser {
         }
     }
 
-    /// What a mark leads to, in text or in reasoning.
+    /// Goes to the state that a mark leads to, in text or in reasoning.
     fn meet(&mut self, mark: Mark) {
         let form = self.calls().map(|calls| &calls.body);
         // A mark that ends nothing divides no text.
@@ -513,7 +514,7 @@ impl Parser {
         }
     }
 
-    /// What was taken for the beginning of calls was text.
+    /// Gives text back that looked like the beginning of calls.
     fn restore(&mut self, raw: &str, out: &mut Parts) {
         self.state = State::Text;
         let marks = self.calls().map(Calls::marks).unwrap_or_default();
@@ -562,7 +563,7 @@ impl Parser {
         self.blank.push_str(&text[end..]);
     }
 
-    /// How calls are written, if any are looked for.
+    /// The form of calls; `None` if no calls are looked for.
     fn calls(&self) -> Option<&'static Calls> {
         self.reading.dialect.calls.filter(|_| !self.reading.tools.is_empty())
     }

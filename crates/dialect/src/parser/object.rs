@@ -17,7 +17,7 @@ pub(super) struct Object {
     known_only: bool,
 }
 
-/// What a call without a mark may say.
+/// The fields that a call without a mark may have.
 const FIELDS: [&str; 6] = ["type", "id", "name", "function", "arguments", "parameters"];
 
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -127,8 +127,8 @@ impl Arguments {
     }
 }
 
-/// Whether a call ends at the beginning of `rest`, though a string is open; `Some(false)`: that
-/// can't be said yet. JSON has no line feed in a string, and no text has special tokens.
+/// Tells if a call ends at the beginning of `rest`, though a string is open; `Some(false)` if more
+/// text is needed to say. JSON has no line feed in a string, and no text has special tokens.
 fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
     let close = context.close;
     if close.is_empty() {
@@ -143,7 +143,7 @@ impl Object {
         Self { known_only, ..Self::default() }
     }
 
-    /// Whether the arguments are there, and only the end of the object is not.
+    /// True if the arguments are there, and only the end of the object is not.
     pub(super) fn has_arguments(&self) -> bool {
         self.stage == Stage::Next && self.arguments.wanted
     }

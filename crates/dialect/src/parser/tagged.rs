@@ -24,7 +24,7 @@ enum Stage {
     Name,
     Arguments,
     Key,
-    /// What an argument says about its type.
+    /// The attribute of an argument that declares its type.
     Declared,
     /// Before a value.
     Open,

@@ -1,4 +1,4 @@
-//! What models write that no template shows.
+//! Outputs that models write and that no template shows.
 
 use serde_json::json;
 
@@ -16,8 +16,8 @@ fn dialect(calls: &str, reasoning: &str) -> Dialect {
     Dialect::new(&Choice::new(Some(calls)), &Choice::new(Some(reasoning)), evidence).unwrap()
 }
 
-/// What is read of `text`, one character at a time, and how many calls are complete. Calls are
-/// shown as `name(arguments)`, reasoning as `{...}`.
+/// Reads `text`, one character at a time, and counts the complete calls. Calls are shown as
+/// `name(arguments)`, reasoning as `{...}`.
 fn read_with(reading: Reading, text: &str, complete: bool) -> (String, u32) {
     let mut parser = Parser::new(reading);
     let mut parts = Parts::default();

@@ -112,7 +112,7 @@ impl Owner {
         }
     }
 
-    /// How requests end while the hand is given up.
+    /// The end of requests while the hand is given up.
     pub(super) fn failure(&self) -> Option<FinishReason> {
         match &*self.shared.status.lock() {
             Status::Failed(reason) => {

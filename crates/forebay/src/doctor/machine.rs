@@ -86,7 +86,7 @@ fn processor(info: &str, cores: usize) -> Finding {
     )
 }
 
-/// What the control groups of this process leave of the machine.
+/// The part of the machine that the control groups of this process leave to it.
 #[derive(Debug, Default, PartialEq)]
 struct Limits {
     /// Bytes.
@@ -218,7 +218,7 @@ fn gpu(gpus: &Gpus, driver: &str, names: &[String]) -> Finding {
     }
 }
 
-/// What the driver calls its GPUs.
+/// The driver's names of the GPUs.
 fn gpu_names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let name = |path: &Path| {

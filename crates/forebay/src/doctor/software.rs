@@ -15,10 +15,10 @@ use crate::{models, python};
 const LITTLE_ROOM: u64 = 2_000_000_000;
 /// The hub should have answered by then.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// What a hand imports.
+/// The packages that a hand imports.
 const NEEDED: &str = "torch, numpy, safetensors, tokenizers, gguf";
 
-/// What `python -m forebay.installed` prints.
+/// The output of `python -m forebay.installed`.
 #[derive(Debug, Deserialize)]
 struct Installed {
     python: String,

@@ -1,4 +1,4 @@
-//! Who may ask, and how they show it.
+//! The hosts, pages and keys that may use the server.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,8 @@ pub(crate) struct AccessFlags {
     /// none].
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
-    /// What a proxy in front has before all paths, such as /llm; requests may have it or not.
+    /// The prefix that a proxy in front has before all paths, such as /llm; requests may have it or
+    /// not.
     #[arg(long, value_name = "PATH", default_value = "", hide_default_value = true, value_parser = root_path)]
     pub(crate) root_path: String,
     /// Proxies that are believed when X-Forwarded-For tells whom a request came from: addresses,
@@ -64,8 +65,8 @@ impl AccessFlags {
             .map(Keys::new)
     }
 
-    /// What hosts and pages may ask a server that is bound to `loopback`, if it is bound to nothing
-    /// else.
+    /// The hosts and pages that may use a server. `loopback` is its address if it is bound to
+    /// nothing else.
     pub(crate) fn access(&self, loopback: Option<&str>, keys: &Keys) -> Access {
         access(&self.allowed_hosts, &self.allowed_origins, loopback.filter(|_| keys.is_empty()))
     }

@@ -8,8 +8,8 @@ use clap::Args;
 #[command(next_help_heading = "Images, of models that see them")]
 pub(crate) struct ImageFlags {
     /// Patches times layers of the vision tower that a step computes at most, and one layer at
-    /// least: what a running stream may have to wait for [default: 40000, on a CPU 5776; an image
-    /// of 1200x1200 has 5776 patches].
+    /// least. A running stream may have to wait for so many [default: 40000, on a CPU 5776; an
+    /// image of 1200x1200 has 5776 patches].
     #[arg(long, value_name = "PATCH_LAYERS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_budget: Option<u64>,
     /// Positions of all image pages: what the tower gave for images is kept there [default: twice
@@ -39,7 +39,7 @@ pub(crate) struct ImageFlags {
 }
 
 impl ImageFlags {
-    /// What was given.
+    /// The first flag that was given.
     pub(crate) fn given(&self) -> Option<&'static str> {
         let flags = [
             ("--image-budget", self.image_budget.is_some()),

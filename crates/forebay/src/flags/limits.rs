@@ -1,4 +1,4 @@
-//! What requests may take.
+//! The limits on requests.
 
 use std::fs;
 
@@ -22,8 +22,8 @@ pub(crate) struct LimitFlags {
     /// Largest request body in bytes, not counting `prompt_embeds`.
     #[arg(long, default_value_t = 4 << 20)]
     pub(crate) max_json_bytes: usize,
-    /// Most bytes that all requests take together, from their bodies to what they are expected to
-    /// generate; beyond that new ones get 429 [default: an eighth of the memory, from 1 to 16 GiB].
+    /// Most bytes that all requests take together, from their bodies to the output that is expected
+    /// of them. Beyond that new ones get 429 [default: an eighth of the memory, from 1 to 16 GiB].
     #[arg(long)]
     max_request_bytes_in_flight: Option<usize>,
 }

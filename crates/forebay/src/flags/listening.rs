@@ -1,4 +1,4 @@
-//! Where connections come from, and how many.
+//! The addresses that connections come to, and their number.
 
 use std::path::PathBuf;
 
@@ -21,8 +21,8 @@ pub(crate) struct ListenFlags {
     /// own, without TLS.
     #[arg(long, value_name = "PORT", conflicts_with = "uds")]
     pub(crate) health_port: Option<u16>,
-    /// Most connections at a time: then the one that is idle for longest is closed, and if none is,
-    /// new ones get 503 [default: what the limit of open files leaves, at most 65536].
+    /// Most connections at a time. At the limit, the longest idle one is closed; if none is idle,
+    /// new ones get 503 [default: as the limit of open files allows, at most 65536].
     #[arg(long, value_name = "CONNECTIONS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_connections: Option<u32>,
 }

@@ -17,7 +17,7 @@ pub(crate) struct ReplicaFlags {
     /// running requests and of the KV pool are each one's; the queue's is that of all together.
     #[arg(long, visible_alias = "data-parallel-size", value_name = "REPLICAS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) dp_size: u32,
-    /// How a replica is chosen for a request that names none.
+    /// The policy that chooses a replica for a request that names none.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_balance_method: LoadBalance,
     /// Look at the replicas' loads only every so many seconds and know nothing in between, with
@@ -46,8 +46,8 @@ pub(crate) struct ReplicaFlags {
     #[arg(long, value_name = "FILE", requires = "listen_hands")]
     pub(crate) join_token_file: Option<PathBuf>,
     /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as
-    /// `brain=0-1|2-15|16-31`, one list a replica or one for all, with `;` between those of its
-    /// ranks; or `auto`, which divides the cores among the hands [default: any].
+    /// `brain=0-1|2-15|16-31`. There is one list a replica or one for all, with `;` between those
+    /// of its ranks. `auto` divides the cores among the hands [default: any].
     #[arg(long, value_name = "LISTS")]
     pub(crate) cpu_affinity: Option<AffinityFlag>,
 }
@@ -97,10 +97,11 @@ impl ElsewhereFlags {
 }
 
 impl ReplicaFlags {
-    /// Whether experts are divided by rank, whole.
+    /// True if each rank has whole experts.
     ///
     /// # Errors
-    /// The numbers of ranks contradict each other, or something is asked for that is not there.
+    /// The numbers of ranks contradict each other, or a flag asks for a feature that does not
+    /// exist.
     pub(crate) fn expert_parallel(&self) -> Result<bool> {
         if let Some((flag, reason)) = self.elsewhere.given() {
             bail!("{flag}: {reason}");

@@ -10,7 +10,7 @@ pub(crate) struct ResponseFlags {
     /// kept.
     #[arg(long, default_value_t = 64 << 20, value_name = "BYTES")]
     pub(crate) response_store_bytes: usize,
-    /// How long a response is kept.
+    /// The seconds for which a response is kept.
     #[arg(long, default_value_t = 24 * 3600, value_name = "SECONDS")]
     pub(crate) response_store_ttl: u64,
 }

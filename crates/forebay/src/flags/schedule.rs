@@ -1,4 +1,4 @@
-//! What runs, what waits, and in which order.
+//! The number of requests that run and wait, and their order.
 
 use std::time::Duration;
 

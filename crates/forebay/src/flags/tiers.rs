@@ -17,7 +17,7 @@ pub(crate) struct TierFlags {
     /// Size of each replica's host tier in GB (10^9 bytes), instead of a ratio.
     #[arg(long, value_name = "GB", value_parser = positive)]
     pub(crate) hicache_size: Option<f64>,
-    /// When a block is copied to the host tier [default: write_through].
+    /// The time at which a block is copied to the host tier [default: write_through].
     #[arg(long, value_enum)]
     pub(crate) hicache_write_policy: Option<WritePolicy>,
     /// Waiting requests whose blocks are brought back before their turn; 0: none [default: 4].
@@ -26,14 +26,14 @@ pub(crate) struct TierFlags {
     /// The same as vLLM has it: a host tier of so many GiB for all replicas together.
     #[arg(long, value_name = "GIB", conflicts_with_all = ["hicache_ratio", "hicache_size"], value_parser = positive)]
     pub(crate) kv_offloading_size: Option<f64>,
-    /// Who copies; there is one.
+    /// The component that copies; there is one.
     #[arg(long, value_enum, requires = "kv_offloading_size")]
     pub(crate) kv_offloading_backend: Option<Backend>,
     /// Most copies that a step starts [default: 32, or twice the pages of a step's prefill].
     #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) kv_copy_pages_per_step: Option<u32>,
-    /// How a preempted or replayed request gets its KV back: copied from the host tier, or computed
-    /// again [default: restore].
+    /// The way in which a preempted or replayed request gets its KV back: copied from the host
+    /// tier, or computed again [default: restore].
     #[arg(long, value_enum)]
     pub(crate) preemption: Option<Preemption>,
     /// For tests: copies take at least as long as at this speed, in GB a second each way.
@@ -45,13 +45,13 @@ pub(crate) struct TierFlags {
     pub(crate) debug_kv_checksum: bool,
 }
 
-/// Who copies.
+/// The component that copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Backend {
     Native,
 }
 
-/// What becomes of KV that was taken from a request.
+/// The fate of KV that was taken from a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Preemption {
@@ -61,7 +61,7 @@ pub(crate) enum Preemption {
 }
 
 impl TierFlags {
-    /// Whether there is to be a host tier.
+    /// True if there is to be a host tier.
     pub(crate) fn on(&self) -> bool {
         self.enable_hierarchical_cache || self.kv_offloading_size.is_some()
     }

@@ -131,11 +131,8 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
 }
 
 /// The keys that are read after those of a unit's block and head: the next head's, the next
-/// block's, or the next unit's first (the last one's own again); nothing where they have to be put
-/// in order first.
-///
-/// # Safety
-/// There are pages for both units.
+/// block's, or the next unit's first. The last unit has its own again. `None` if they have to be
+/// put in order first.
 #[inline(always)]
 unsafe fn next_keys<E: Element>(
     shape: &Shape,
@@ -163,10 +160,10 @@ unsafe fn next_keys<E: Element>(
     }
 }
 
-/// One row's part of a softmax that is taken block by block: turns scores into weights relative to
-/// the largest so far, and gives the factor by which what was summed before has to shrink. Powers
-/// are of two: `scale` has the logarithm. Of a block of which nothing is `visible`, weights are
-/// zero and nothing shrinks.
+/// One row's part of a softmax that is taken block by block. Turns scores into weights relative to
+/// the largest so far, and gives the factor by which the sums so far have to shrink. Powers are of
+/// two: `scale` has the logarithm. Of a block of which nothing is `visible`, weights are zero and
+/// nothing shrinks.
 ///
 /// # Safety
 /// `weights` has room for a block's.

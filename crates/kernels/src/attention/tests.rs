@@ -14,7 +14,7 @@ struct Sizes {
     length: usize,
     start: usize,
     together: bool,
-    /// Whether queries look at the positions behind them too.
+    /// True if queries look at the positions behind them too.
     whole: bool,
     seed: u32,
 }

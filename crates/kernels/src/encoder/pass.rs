@@ -16,7 +16,7 @@ use crate::tile::Kernel;
 /// Pieces of work a layer takes from queues: four products and the attention.
 pub(super) const QUEUES_A_LAYER: usize = 5;
 
-/// What a layer's normalisation scales by, and moves by.
+/// The factors and the offsets of a layer's normalisation.
 #[derive(Clone, Copy)]
 pub(crate) struct Norm<'a> {
     pub(super) weight: &'a [f32],
@@ -45,7 +45,7 @@ pub(crate) struct Token<E> {
     pub(super) word: *const E,
     pub(super) place: *const E,
     pub(super) text: *const E,
-    /// Where its keys and values go.
+    /// The place of its keys and values.
     pub(super) entry: usize,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Pass<'a, E> {
     pub(super) hidden: usize,
     pub(super) eps: f32,
     pub(super) activation: Activation,
-    /// Whether a prompt's first state is its vector, and not the mean.
+    /// True if a prompt's first state is its vector, and not the mean.
     pub(super) first: bool,
     pub(super) norm: Norm<'a>,
     pub(super) layers: &'a [Layer<'a, E>],
@@ -229,7 +229,7 @@ impl<E: Element> Pass<'_, E> {
         rows
     }
 
-    /// What the first product of a layer's second part gave, `[count, width]`, activated: this
+    /// Activates the output `[count, width]` of the first product of a layer's second part: this
     /// member's rows, as of [`Self::normalise`].
     #[inline(always)]
     unsafe fn activate<K: Kernel<E>>(

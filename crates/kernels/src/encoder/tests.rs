@@ -259,7 +259,7 @@ fn prompts(lengths: &[usize], seed: u32) -> Vec<Prompt> {
     lengths.iter().enumerate().map(prompt).collect()
 }
 
-/// What a batch gives, `[prompts, size]`, or why nothing.
+/// Computes a batch `[prompts, size]`, or tells why it can't.
 fn encode<E: Element, K: Kernel<E>>(
     encoder: &mut Encoder<E>,
     prompts: &[Prompt],

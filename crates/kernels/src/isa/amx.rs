@@ -2,11 +2,11 @@
 //!
 //! A tile is 16 rows of 64 bytes. One instruction multiplies a tile of rows with a tile of weights
 //! and adds the result to a tile of sums. Panels, groups of keys and groups of values already lie
-//! as tiles of weights have to: a row of a tile is a group of pairs, or of quads, of 16 outputs.
+//! as tiles of weights have to. A row of a tile is a group of pairs, or of quads, of 16 outputs.
 //!
-//! A product adds up 32 inner positions at a time: the even ones and the odd ones of them by
-//! themselves, then both to what was there before (Intel's manual, `TDPBF16PS`). The order is the
-//! same for every number of rows, so a row's result does not depend on what is computed beside it.
+//! A product adds up 32 inner positions at a time. The even ones and the odd ones of them are added
+//! by themselves, then both to the sum so far (Intel's manual, `TDPBF16PS`). The order is the same
+//! for every number of rows, so a row's result does not depend on what is computed beside it.
 //! Numbers below the normal ones count as zero.
 
 mod few;
@@ -46,7 +46,7 @@ pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
 /// does.
 pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
 
-/// The processor has tiles, and what is used beside them.
+/// True if the processor has tiles, and the features that are used beside them.
 pub(crate) fn is_there() -> bool {
     avx512_bf16::is_there() && Hardware::is_there()
 }
@@ -59,8 +59,8 @@ fn ask_lines<E>(address: *const E, lines: usize) {
     }
 }
 
-/// Up to 32 rows times a panel, `width` inner positions of it at a time: at most two tiles of rows
-/// and two of outputs, whose sums are tiles 0 to 3.
+/// Multiplies up to 32 rows by a panel, `width` inner positions of it at a time. There are at most
+/// two tiles of rows and two of outputs, whose sums are tiles 0 to 3.
 ///
 /// # Safety
 /// The tiles are shaped by [`Shape::product`] of `rows` and `width`; numbers and panel have `steps`

@@ -1,13 +1,13 @@
 //! Tiers in which every hot page of a request has a page of the host tier from the start.
 //!
-//! That is what sparse decoding from host memory needs: a request goes on while most of its hot
-//! pages are given up, because its next tokens are chosen by index keys and few positions are read.
-//! The number of a host page names two things: room for a block in the host's memory, and
-//! the *index page* on the device that holds the block's index keys. So a block is known in the hot
-//! tier only if it is known in the host tier, and *saved* says whether the host's memory has its
-//! content.
+//! Sparse decoding from host memory needs such tiers. A request goes on while most of its hot pages
+//! are given up, because its next tokens are chosen by index keys and few positions are read. The
+//! number of a host page names two things. The first is room for a block in the host's memory. The
+//! second is the *index page* on the device that holds the block's index keys. So a block is known
+//! in the hot tier only if it is known in the host tier, and *saved* says whether the host's memory
+//! has its content.
 //!
-//! The rules beyond those of [`Tiers`]: a block that the hot tier gives up unsaved is known
+//! There are rules beyond those of [`Tiers`]. A block that the hot tier gives up unsaved is known
 //! nowhere. A host page that is given up takes the block out of the hot tier too. Index keys die
 //! with the device, and come back from the host's memory before a block is used.
 
@@ -82,7 +82,7 @@ impl Tiers {
         self.host.available()
     }
 
-    /// How many leases of a host page are out.
+    /// The number of leases of a host page that are out.
     #[must_use]
     pub fn host_leases(&self, page: u32) -> u32 {
         self.host.leases(page)
@@ -177,8 +177,8 @@ impl Tiers {
         true
     }
 
-    /// Whether a hot page holds a block whose content the host's memory has, so that it can be
-    /// given up.
+    /// True if a hot page holds a block whose content the host's memory has, so that the page can
+    /// be given up.
     #[must_use]
     pub fn can_drop(&self, hot: &Lease<Hot>) -> bool {
         self.hot.is_page_saved(hot)
@@ -218,7 +218,7 @@ impl Tiers {
         self.send(ticket)
     }
 
-    /// Whether blocks are saved before long: some are under way or asked for, and it is not true
+    /// True if blocks are saved before long: some are under way or asked for, and it is not true
     /// that the last ones all failed.
     #[must_use]
     pub fn expects_saves(&self) -> bool {

@@ -6,11 +6,12 @@
 //!
 //! The rules: a copy leases its source and its target until its end is reported, whatever becomes
 //! of the requests around it. A block can be found in a tier only when its copy was reported done.
-//! What was forgotten meanwhile is not published by a copy that ends later. Nothing here waits:
-//! where the host tier has no page, a block is not saved.
+//! A copy that ends does not publish a block that was forgotten meanwhile. Nothing here waits: if
+//! the host tier has no page, a block is not saved.
 //!
 //! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier
-//! from the start, so that it can be given up while the request goes on; `backed` has the rules.
+//! from the start. The hot page can then be given up while the request goes on; `backed` has the
+//! rules.
 
 mod backed;
 
@@ -23,7 +24,7 @@ use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Counts, Host, Hot, Lease, PagePool};
 use backed::Backed;
 
-/// Which way a block is copied.
+/// The direction in which a block is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From the hot tier to the host tier.
@@ -39,7 +40,7 @@ pub enum Direction {
 pub struct Span {
     /// The first, counted from the page's own.
     pub first: u32,
-    /// How many.
+    /// The number of positions.
     pub count: u32,
 }
 
@@ -48,7 +49,7 @@ pub struct Span {
 pub struct PageCopy {
     /// Its number.
     pub ticket: u32,
-    /// Which way.
+    /// The direction of the copy.
     pub direction: Direction,
     /// The page in the hot tier; `None` where only an index comes back.
     pub hot: Option<u32>,
@@ -58,7 +59,7 @@ pub struct PageCopy {
     pub span: Option<Span>,
 }
 
-/// Where a block was found, with the right to use it.
+/// The tier in which a block was found, with the right to use it.
 #[derive(Debug)]
 pub enum Found {
     /// On the device.
@@ -169,19 +170,19 @@ impl Tiers {
         self.copies.len()
     }
 
-    /// Whether a copy is under way, named by a plan or not yet.
+    /// True if a copy is under way, named by a plan or not yet.
     #[must_use]
     pub fn is_under_way(&self, ticket: u32) -> bool {
         self.copies.contains_key(&ticket)
     }
 
-    /// Whether a plan has named a copy whose end was not reported.
+    /// True if a plan has named a copy whose end was not reported.
     #[must_use]
     pub fn is_sent(&self, ticket: u32) -> bool {
         self.copies.get(&ticket).is_some_and(|copy| copy.sent)
     }
 
-    /// Whether some page is held by a copy alone, and so is free when that copy ends.
+    /// True if some page is held by a copy alone, and so is free when that copy ends.
     #[must_use]
     pub fn expects_pages(&self) -> bool {
         self.leased_by_copies().any(|page| self.hot.leases(page) == 1)
@@ -215,13 +216,13 @@ impl Tiers {
         self.host.share(name).map(Found::Host)
     }
 
-    /// Whether a block is in the host tier only, and on no way back.
+    /// True if a block is in the host tier only, and on no way back.
     #[must_use]
     pub fn only_on_host(&self, name: BlockHash) -> bool {
         !self.hot.contains(name) && !self.under_way.contains_key(&name) && self.host.contains(name)
     }
 
-    /// Whether a block is in a tier, or on its way to the hot one.
+    /// True if a block is in a tier, or on its way to the hot one.
     #[must_use]
     pub fn knows(&self, name: BlockHash) -> bool {
         self.hot.contains(name) || self.under_way.contains_key(&name) || self.host.contains(name)
@@ -282,8 +283,8 @@ impl Tiers {
         None
     }
 
-    /// Starts to save the longest unused block that is in the hot tier only, as long as fewer than
-    /// `goal` hot pages can be given up without a loss, and fewer than `most` saves are under way.
+    /// Starts to save the longest unused block that is in the hot tier only. Nothing is done if
+    /// `goal` hot pages can be given up without a loss, or `most` saves are under way.
     pub fn sweep(&mut self, goal: u32, most: u32) -> Option<PageCopy> {
         let enough = self.hot.spare() + self.saving >= goal;
         if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
@@ -435,7 +436,7 @@ impl Tiers {
         }
     }
 
-    /// Whether a block is being saved, or will be.
+    /// True if a block is being saved, or will be.
     #[must_use]
     pub fn will_be_saved(&self, name: BlockHash) -> bool {
         self.under_way.contains_key(&name) || self.is_wanted.contains(&name)

@@ -23,8 +23,8 @@ impl Grid {
         self.rows.saturating_mul(self.columns)
     }
 
-    /// How far the numbers go on that rotary embeddings know positions by: behind the image, it is
-    /// fewer than it has positions.
+    /// The number of rotary positions that the image takes: the larger side of the grid. It is at
+    /// most the number of the image's positions.
     #[must_use]
     pub fn reach(self) -> u32 {
         self.rows.max(self.columns)
@@ -47,7 +47,7 @@ pub struct TowerWork {
     pub patches: Option<u32>,
 }
 
-/// Where an image stands in a slot.
+/// The positions of a slot at which an image stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageSpan {
     /// Its first position.
@@ -98,7 +98,7 @@ impl StepPlan {
         })
     }
 
-    /// Whether it says anything of images.
+    /// True if the plan has images or image spans.
     #[must_use]
     pub fn has_images(&self) -> bool {
         !self.images.is_empty() || !self.image_spans.is_empty()
@@ -126,7 +126,7 @@ impl StepPlan {
         })
     }
 
-    /// Whether the columns of images have whole records of numbers that can be, and as many pages
+    /// True if the columns of images have whole records of numbers that can be, and as many pages
     /// as they count.
     pub(super) fn images_agree(&self) -> bool {
         let (images, rest) = self.images.as_chunks::<IMAGE_WORDS>();

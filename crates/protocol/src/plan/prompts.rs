@@ -15,7 +15,7 @@ pub struct PromptLogprobsWant {
     pub first: u32,
     /// Tokens, at least one.
     pub count: u32,
-    /// How many of the most likely tokens come beside each.
+    /// The number of most likely tokens that come beside each token.
     pub most: u32,
 }
 
@@ -41,13 +41,13 @@ impl StepPlan {
         self.prompt_logprobs.extend([slot, first, count, most].map(u32::cast_signed));
     }
 
-    /// Which tokens of prompts are asked for, in the order of rows.
+    /// The tokens of prompts whose log-probabilities are asked for, in the order of rows.
     pub fn prompt_logprobs(&self) -> impl ExactSizeIterator<Item = PromptLogprobsWant> + '_ {
         let (records, _) = self.prompt_logprobs.as_chunks();
         records.iter().map(PromptLogprobsWant::of)
     }
 
-    /// Whether each want is answered by positions of a row, in the order of rows.
+    /// True if each want is answered by positions of a row, in the order of rows.
     pub(super) fn prompt_logprobs_agree(&self) -> bool {
         let mut rows = self.rows();
         let within = |want: PromptLogprobsWant| {

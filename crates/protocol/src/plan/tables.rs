@@ -49,7 +49,7 @@ impl StepPlan {
         writes(&self.hot_rows).map(|(slot, index, page)| (slot, index, page.cast_unsigned()))
     }
 
-    /// Whether it writes into a table of pages.
+    /// True if the plan writes into a table of pages.
     #[must_use]
     pub fn writes_tables(&self) -> bool {
         [&self.page_writes, &self.host_writes, &self.hot_rows]
@@ -99,7 +99,7 @@ impl StepPlan {
         self.wait_us.push(us.cast_signed());
     }
 
-    /// How long its answer may wait for copies; 0: not at all.
+    /// The time that the plan's result may wait for copies, in microseconds; 0: not at all.
     #[must_use]
     pub fn wait_us(&self) -> u32 {
         self.wait_us.first().map_or(0, |us| us.cast_unsigned())

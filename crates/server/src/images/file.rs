@@ -17,7 +17,7 @@ use crate::intake::Intake;
 const KEPT: usize = 32 << 20;
 
 thread_local! {
-    /// What an intake thread prepares images with, and the patches before they are in the arena.
+    /// An intake thread's preparer of images, and the patches before they are in the arena.
     static WORKSHOP: RefCell<(Preparer, Vec<u8>)> = RefCell::default();
 }
 

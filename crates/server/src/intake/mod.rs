@@ -1,10 +1,10 @@
 //! Large requests, kept away from everything that a step or a stream waits for.
 //!
 //! A body above [`LARGE_BODY`] is parsed by the intake threads, and so is base64 decoded, which is
-//! part of parsing. What is then too big for a plan is put into the memory that the hand reads
-//! (`forebay_engine::Payloads`): first there must be room, for which requests wait in line
-//! (`room`), then the intake threads convert it and write it there, once. Only then is the request
-//! submitted. A client that goes away gives back what it has, wherever it is on this way.
+//! part of parsing. Data that is then too big for a plan is put into the memory that the hand reads
+//! (`forebay_engine::Payloads`). First there must be room, for which requests wait in line
+//! (`room`). Then the intake threads convert the data and write it there, once. Only then is the
+//! request submitted. A client that goes away gives back what it has, wherever it is on this way.
 
 mod room;
 pub(crate) mod turns;
@@ -84,7 +84,7 @@ impl Intake {
         })
     }
 
-    /// Who may read a large body now.
+    /// The turns of clients that may read a large body now.
     pub(crate) fn turns(&self) -> &Turns {
         &self.turns
     }

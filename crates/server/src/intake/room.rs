@@ -27,7 +27,7 @@ impl Room {
         Self { payloads, freed, turn: Mutex::new(()), places: Semaphore::new(limit), limit }
     }
 
-    /// How many are in line, those included that are about to get what they asked for.
+    /// The number of requests in line, those included that are about to get their room.
     pub(crate) fn in_line(&self) -> usize {
         self.limit - self.places.available_permits()
     }

@@ -1,8 +1,8 @@
 //! Turns among clients that send large bodies.
 //!
-//! A turn is lost by a body that arrives too slowly, and from then on it waits among the slow ones,
-//! whose turns are shorter: so nobody who sends as fast as it is read ever waits for those who
-//! trickle. Clients take turns, not bodies: one with forty bodies waits for one turn of each other
+//! A body that arrives too slowly loses its turn. From then on it waits among the slow ones, whose
+//! turns are shorter. So a client that sends as fast as the server reads never waits for one that
+//! trickles. Clients take turns, not bodies: one with forty bodies waits for one turn of each other
 //! client between two of its own.
 
 use std::collections::{HashMap, VecDeque};
@@ -17,10 +17,10 @@ use crate::client::ClientId;
 
 /// Bytes a second that have to arrive during a turn.
 const RATE: u64 = 10_000_000;
-/// How long a client whose turn it is may send nothing.
+/// The time for which a client whose turn it is may send nothing.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(5);
 
-/// How a body has arrived so far.
+/// The speed at which a body has arrived so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pace {
     /// As fast as it was read.
@@ -38,7 +38,7 @@ impl Pace {
         }
     }
 
-    /// What has to arrive in a window, in bytes.
+    /// The bytes that have to arrive in a window.
     fn share(self) -> usize {
         (RATE as u128 * self.window().as_micros() / 1_000_000) as usize
     }
@@ -146,7 +146,7 @@ impl Turns {
     }
 }
 
-/// What a turn is after something has arrived.
+/// The state of a turn after bytes have arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
     GoesOn,
@@ -168,7 +168,7 @@ impl Turn {
         self
     }
 
-    /// When it is lost unless something arrives before.
+    /// The time at which the turn is lost unless bytes arrive before.
     pub(crate) fn deadline(&self) -> Instant {
         (Instant::now() + PATIENCE).min(self.window + self.pace.window())
     }

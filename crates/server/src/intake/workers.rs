@@ -13,8 +13,8 @@ use super::IntakeMode;
 use crate::engine::Engine;
 use crate::guard::Guard;
 
-/// How much these threads stand back, in steps of `nice`: where processors are short, they are to
-/// be short here.
+/// The priority of these threads, in steps of `nice`. If processors are short, these threads are
+/// the ones that wait.
 const NICENESS: i32 = 10;
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -60,7 +60,7 @@ impl Workers {
         Ok(Self { lanes, threads, places: Arc::new(Semaphore::new(queue)), queue })
     }
 
-    /// How many requests have not begun.
+    /// The number of requests that have not begun.
     pub(crate) fn waiting(&self) -> usize {
         self.queue - self.places.available_permits()
     }

@@ -1,5 +1,5 @@
-//! What the page's tab of the engine is drawn from: steps, pages and requests as they are, four
-//! times a second, and only while somebody watches.
+//! The data of the page's tab of the engine: steps, pages and requests as they are, four times a
+//! second, and only while somebody watches.
 
 mod requests;
 mod snapshot;

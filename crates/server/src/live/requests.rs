@@ -1,4 +1,4 @@
-//! Which requests have changed since a watcher was told last.
+//! The requests that have changed since a watcher was told last.
 
 use std::collections::{HashMap, HashSet};
 
@@ -7,7 +7,7 @@ use forebay_engine::{EngineHandle, MOST_VIEWS, Moment, Phase, RequestView, Since
 use crate::live::snapshot::Snapshot;
 use crate::live::tick::RequestTick;
 
-/// What a watcher knows of requests.
+/// A watcher's knowledge of requests.
 #[derive(Debug, Default)]
 pub(super) struct Told {
     /// Of each replica: the place of its next moment.

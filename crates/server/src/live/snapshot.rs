@@ -1,4 +1,4 @@
-//! How the engines are, asked by one task for all who watch.
+//! The state of the engines, asked by one task for all watchers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,17 +11,18 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use crate::state::Shared;
 
-/// How long an engine thread may take to tell its requests. Then those of before are shown.
+/// The longest time that an engine thread may take to tell its requests. After it, those of before
+/// are shown.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-/// How the replicas are at a moment.
+/// The state of the replicas at a moment.
 #[derive(Default)]
 pub(super) struct Snapshot {
     pub(super) now_us: u64,
     pub(super) replicas: Vec<Seen>,
 }
 
-/// How a replica is.
+/// The state of a replica.
 pub(super) struct Seen {
     pub(super) engine: EngineHandle,
     pub(super) report: ReplicaReport,

@@ -33,7 +33,7 @@ struct ReplicaStart {
     lookahead: u32,
 }
 
-/// What has changed.
+/// The changes since the last tick.
 #[derive(Serialize)]
 pub(super) struct Tick {
     now_us: u64,
@@ -94,7 +94,7 @@ pub(super) struct RequestTick {
     pub(super) since_us: u64,
 }
 
-/// What a watcher has been told.
+/// A watcher's knowledge of the engines.
 pub(super) struct Watch {
     /// Of each replica: the place of its next step.
     steps: Vec<u64>,

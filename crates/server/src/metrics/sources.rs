@@ -280,7 +280,7 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
     ),
 ];
 
-/// Where the positions were that sparse requests chose: metric, help, `found`, source.
+/// The places of the positions that sparse requests chose: metric, help, `found`, source.
 pub(super) const SPARSE_ROWS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (SPARSE, SPARSE_HELP, "page", |r| r.stats.scheduler.sparse.on_pages as f64),
     (SPARSE, SPARSE_HELP, "row", |r| r.stats.scheduler.sparse.in_rows as f64),

@@ -1,5 +1,5 @@
-//! Which blocks this brain has in its prefix caches, for routers that send prompts to where their
-//! beginnings are.
+//! The blocks of this brain's prefix caches, for routers that send prompts to the brain that has
+//! their beginnings.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ pub(super) fn names(state: &Shared, salt: u64, prompt: &[i32]) -> Vec<u64> {
 
 #[derive(Debug, Default)]
 struct Log {
-    /// How many replicas hold each block, on their devices and in host memory.
+    /// The number of replicas that hold each block, on their devices and in host memory.
     holders: HashMap<u64, [u32; 2], FxBuildHasher>,
     events: VecDeque<u64>,
     /// Number of the first of them.
@@ -255,8 +255,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whenever a follower looks, and whatever replicas hold in common, it knows what at least
-        /// one of them holds.
+        /// A follower knows the blocks that at least one replica holds, whenever it looks.
         #[test]
         fn a_follower_knows_what_is_there(
             moves in prop::collection::vec((0usize..2, 0u128..8, 0u8..10), 0..120),

@@ -29,7 +29,7 @@ struct Sender {
     above: BTreeSet<u64>,
     /// Calls of this router that are alive.
     own: u32,
-    /// When a stream carried a report last, in microseconds since the start.
+    /// The time at which a stream last carried a report, in microseconds since the start.
     commented: Arc<AtomicU64>,
 }
 
@@ -128,7 +128,7 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// Whether this stream is to carry a report at `now`; others will not for a while then.
+    /// True if this stream is to carry a report at `now`; others will not for a while then.
     pub(crate) fn is_due(&self, now: Instant) -> bool {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let now = micros(now.saturating_duration_since(self.start));

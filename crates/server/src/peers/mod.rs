@@ -58,8 +58,8 @@ struct Exchange {
     stream: OnceLock<String>,
 }
 
-/// Who sent a request: a client, perhaps through a router. The default is the server itself, which
-/// asks whether the model computes.
+/// The sender of a request: a client, perhaps through a router. The default is the server itself,
+/// whose health check sends requests.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Peer {
     client: Option<ClientId>,
@@ -90,7 +90,7 @@ impl Peer {
         self.client.map_or(0, |client| client.0)
     }
 
-    /// Whether the server asks itself.
+    /// True if the server asks itself.
     pub(crate) fn is_probe(&self) -> bool {
         self.client.is_none()
     }
@@ -219,8 +219,8 @@ impl Encoder for Tagged {
     }
 }
 
-/// Whether a request comes from a router that may know what this brain knows. Without a key of
-/// routers that is whoever asks, but only where nobody needs any key.
+/// True if a request comes from a router that may know the blocks and the load of this brain.
+/// Without a key of routers every sender may, but only if the server needs no key at all.
 pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
     let config = &state.config;
     match &config.router_key {

@@ -29,7 +29,7 @@ pub(crate) struct PooledCall {
     _charge: Charge,
 }
 
-/// Where a call's inputs came from, and where they go.
+/// The parameters and the receiver of a call's inputs.
 pub(crate) struct Place<'a> {
     /// The parameter that carries them.
     pub(crate) param: &'a str,
@@ -129,7 +129,7 @@ impl PooledCall {
     /// Waits for the vectors of all inputs, in their order, as the model made them.
     ///
     /// # Errors
-    /// That of the first input that was not served; the others are aborted.
+    /// The error of the first input that was not served; the others are aborted.
     pub(crate) async fn collect(&mut self) -> Answer {
         let gone =
             || ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" };

@@ -13,7 +13,7 @@ use crate::text::{encode_prompts, text_error};
 pub(crate) struct Input {
     /// Token ids.
     pub(crate) tokens: Vec<i32>,
-    /// Where the second text of a pair begins; 0: one text.
+    /// The position at which the second text of a pair begins; 0: one text.
     pub(crate) segment: u32,
 }
 

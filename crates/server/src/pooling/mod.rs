@@ -1,8 +1,8 @@
 //! Requests for vectors: submitted input by input, answered when the last one has come.
 //!
-//! A model that pools makes no text, so its outputs go past the egress thread: `lane` is their way
-//! from the engine, `call` what the routes wait for, `inputs` how texts become prompts, and
-//! `vectors` what is done to what the model gives.
+//! A model that pools makes no text, so its outputs go past the egress thread. `lane` is their way
+//! from the engine, and routes wait for a `call`. `inputs` makes prompts of texts. `vectors` works
+//! on the model's output.
 
 mod call;
 mod inputs;
@@ -19,7 +19,7 @@ pub(crate) use vectors::{Form, cosine, form, scores};
 
 use crate::state::Inner;
 
-/// What a model that pools gives.
+/// The output of a model that pools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolingTask {
     /// Vectors of texts.
@@ -31,7 +31,7 @@ pub enum PoolingTask {
 /// A model that pools.
 #[derive(Debug, Clone)]
 pub struct PooledModel {
-    /// What it gives.
+    /// The output of the model.
     pub task: PoolingTask,
     /// Numbers of a vector.
     pub size: usize,

@@ -4,7 +4,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forebay_api::{EncodingFormat, Vector};
 
-/// How vectors are wanted.
+/// The form in which vectors are wanted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
     pub(crate) dimensions: Option<usize>,

@@ -205,7 +205,7 @@ async fn echo_texts(
         .map_err(|error| text_error(error, "prompt"))
 }
 
-/// What is shown of tokens.
+/// The data about tokens that is shown.
 #[derive(Debug, Clone, Copy, Default)]
 struct Shown {
     tokens: TokenOutput,
@@ -215,7 +215,7 @@ struct Shown {
     apart: Option<u8>,
 }
 
-/// What a choice has to remember from chunk to chunk.
+/// The state of a choice between chunks.
 #[derive(Default)]
 struct ChoiceState {
     /// Prompt text that is still to be sent.

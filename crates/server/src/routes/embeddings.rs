@@ -57,7 +57,7 @@ pub(crate) async fn embeddings(
 /// Vectors of texts.
 pub(super) struct Embedded {
     pub(super) vectors: Vec<Box<[f32]>>,
-    /// How they are wanted.
+    /// The form in which they are wanted.
     pub(super) wanted: Form,
     pub(super) usage: PoolingUsage,
     /// To write them takes long.

@@ -154,8 +154,8 @@ struct Accumulated {
     /// To write the texts of log-probabilities with, where they are asked for.
     text: Option<Arc<Tokenizer>>,
     total: Delta,
-    /// Where the list of the prompt's tokens begins, with which token, and what the others have;
-    /// `None`: there is no list.
+    /// The first position of the list of the prompt's tokens; `None`: there is no list. `first` is
+    /// the token there, and `told` are the log-probabilities of the others.
     start: Option<u32>,
     first: i32,
     told: Arc<PromptLogprobs>,

@@ -28,7 +28,7 @@ use crate::state::{Shared, not_serving};
 
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// How often a health request looks whether a step was done for others.
+/// The time between two looks of a health request at the steps of others.
 const STEP_POLL: Duration = Duration::from_millis(10);
 
 /// Lists the served names.
@@ -90,8 +90,8 @@ impl Healthy {
     }
 }
 
-/// Whether the process lives. It says nothing about the model: a process that loads or drains is
-/// alive.
+/// Tells that the process lives. The answer says nothing about the model: a process that loads or
+/// drains is alive.
 #[utoipa::path(
     get,
     path = "/livez",
@@ -101,7 +101,7 @@ pub(crate) async fn live() -> Response {
     reply::ok(&json!({"status": "alive"}))
 }
 
-/// Whether the server takes requests and serves them now.
+/// Tells if the server takes requests and serves them now.
 ///
 /// 503 with the reason in one line while the model loads, is restarted, has failed, every replica
 /// is drained, or the server drains.
@@ -123,7 +123,7 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
     }
 }
 
-/// Whether the model computes: it does a step for others now, or else is asked for one token, or
+/// Tells if the model computes. It does a step for others now, or else is asked for one token, or
 /// for the vector of one.
 #[utoipa::path(
     get,
@@ -189,7 +189,7 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     call.collect().await.map(drop)
 }
 
-/// Whether the answer to a health request came in time.
+/// Answers a health request with an error if the answer did not come in time.
 async fn in_time<T>(
     state: &Shared,
     answer: impl Future<Output = Result<T, ApiError>>,
@@ -219,7 +219,7 @@ pub(crate) struct ServerInfo {
     /// The configuration, everything resolved.
     #[schema(value_type = Object)]
     config: Value,
-    /// What the hand told; null until the model is loaded.
+    /// The facts from the hand; null until the model is loaded.
     #[schema(value_type = Option<Object>)]
     facts: Value,
     /// One object a replica: what is running, what was counted.
@@ -254,7 +254,7 @@ fn status_line(status: Status) -> String {
     }
 }
 
-/// What is told of a replica.
+/// The public state of a replica.
 #[derive(Serialize)]
 pub(super) struct InternalState {
     status: String,

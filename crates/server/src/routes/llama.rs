@@ -1,5 +1,4 @@
-//! What clients of llama.cpp's server ask: `POST /completion`, `POST /apply-template`, `GET
-//! /slots`.
+//! The routes of llama.cpp's server: `POST /completion`, `POST /apply-template`, `GET /slots`.
 
 use std::sync::Arc;
 use std::time::Instant;

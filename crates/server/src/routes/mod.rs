@@ -183,8 +183,8 @@ async fn check_key(
     if accepted { next.run(request).await } else { Failure(ApiError::Unauthorized).into_response() }
 }
 
-/// Where there are keys for it, only those are good; otherwise whoever may use the model may do
-/// this too.
+/// Lets a request pass with a key of administrators. If there are none, every client that may use
+/// the model may do this too.
 async fn check_admin(
     State(state): State<Shared>,
     key: KeyId,
@@ -201,7 +201,7 @@ async fn check_admin(
     }
 }
 
-/// What the server has to do, routers may know as well.
+/// Lets a request for the load pass from routers, and from administrators.
 async fn check_loads(
     State(state): State<Shared>,
     key: KeyId,
@@ -293,7 +293,7 @@ fn matched_stop(end: &End) -> Option<StopReason> {
     }
 }
 
-/// How log-probabilities name a token.
+/// The name of a token in log-probabilities.
 fn token_name(tokenizer: &Tokenizer, id: i32, output: TokenOutput) -> String {
     if output.as_ids { format!("token_id:{id}") } else { tokenizer.token_text(id) }
 }

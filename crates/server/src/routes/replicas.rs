@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// Whether a replica gets new requests.
+/// The state of a replica: drained, or open to new requests.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Drained {
     /// Its number.

@@ -1,4 +1,4 @@
-//! What models say, made up for tests of the shapes in which it is told.
+//! Outputs of models, made up for tests of the shapes in which they are told.
 
 use forebay_api::CUSTOM_INPUT;
 use proptest::prelude::*;

@@ -12,7 +12,7 @@ use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::text::{encode_chat, encode_prompts, text_error};
 
-/// What the routes here take with a model of any context, where nothing else is set.
+/// The least limit on tokens of these routes, for a model with a short context. A flag replaces it.
 const MOST_TOKENS: usize = 64 << 10;
 
 /// Turns text or a conversation into token ids.

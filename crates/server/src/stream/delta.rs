@@ -22,12 +22,12 @@ pub(crate) struct Logprobs {
     /// Of all tokens, in order; of each the sampled one first, then the most likely ones,
     /// descending.
     candidates: Vec<Candidate>,
-    /// Where each token's candidates end.
+    /// The end of each token's candidates.
     ends: Vec<u32>,
 }
 
 impl Logprobs {
-    /// Whether there are none.
+    /// True if there are none.
     pub(crate) fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
@@ -98,7 +98,7 @@ pub(crate) struct Delta {
     pub(crate) parts: Parts,
     /// New tokens, a stop token included.
     pub(crate) tokens: Vec<i32>,
-    /// How many of them are reasoning.
+    /// The number of tokens that are reasoning.
     pub(crate) reasoning_tokens: u32,
     /// One a token of `tokens`, where asked for.
     pub(crate) logprobs: Logprobs,

@@ -1,10 +1,10 @@
 //! A connection's socket, which the egress thread may write to as well.
 //!
 //! hyper owns the connection: it reads requests, writes heads and ends, and notices when the client
-//! has gone. Between the head and the end of a streamed answer there is nothing for it to decide,
-//! so the egress thread writes those chunks itself: no task is woken, and nothing is copied from
-//! thread to thread. The two never write at once. The response *asks* when it has nothing to give;
-//! the line *opens* once hyper has written all it held; and it is *shut* before hyper gets anything
+//! has gone. Between the head and the end of a streamed answer there is nothing for it to decide.
+//! So the egress thread writes those chunks itself: no task is woken, and nothing is copied from
+//! thread to thread. The two never write at once. The response *asks* when it has nothing to give.
+//! The line *opens* once hyper has written all its bytes. It is *shut* before hyper gets anything
 //! more to write, or when the socket takes no more. What the socket did not take is kept here,
 //! ahead of all that hyper writes next.
 
@@ -66,7 +66,7 @@ impl Line {
         self.gate.store(SHUT, Ordering::Release);
     }
 
-    /// Whether [`Line::write`] may be called.
+    /// True if [`Line::write`] may be called.
     pub(crate) fn is_open(&self) -> bool {
         self.gate.load(Ordering::Acquire) == OPEN
     }

@@ -1,4 +1,5 @@
-//! Where the egress thread leaves a request's output for its HTTP response, or passes it by.
+//! The box in which the egress thread leaves a request's output for its HTTP response, or passes it
+//! by.
 //!
 //! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a
 //! reader that is slow finds more at once, and nothing is dropped. What nobody has read may grow to
@@ -6,8 +7,8 @@
 //! to stop.
 //!
 //! A streamed response lends the mailbox its encoder and its connection. As long as the
-//! connection's line is open and nothing is pending, a delta does not stop here: it is written to
-//! the socket by the thread that brings it, and the response is not woken. The response gets the
+//! connection's line is open and nothing is pending, a delta does not stop here. The thread that
+//! brings the delta writes it to the socket, and the response is not woken. The response gets the
 //! rest: what comes while the line is shut (a slow reader, an answer whose head has not been
 //! written), and every end.
 
@@ -23,14 +24,14 @@ use crate::stream::line::{Line, Written};
 use crate::stream::outlet::{Chunk, Encoder, Outlet};
 use crate::stream::tally::Tally;
 
-/// When a reader is woken.
+/// The time at which a reader is woken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wake {
     /// For a stream: when something is pending. Deltas that come before it looks are merged.
     Pending,
     /// For a stream, as servers without batching do it: at every delta, and each is read by itself.
     EveryDelta,
-    /// When all choices have ended, or one in an error.
+    /// The reader is woken when all choices have ended, or one in an error.
     AtEnd,
 }
 
@@ -508,8 +509,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the interleaving, each choice's deltas add up to what was sent, in order, with
-        /// the one end last.
+        /// Each choice's deltas add up to the output that was sent, in order, with the one end
+        /// last. The interleaving makes no difference.
         #[test]
         fn nothing_is_lost_or_reordered(
             moves in proptest::collection::vec((0u32..3, any::<bool>()), 0..60),

@@ -19,7 +19,7 @@ pub(crate) trait Encoder: Send + 'static {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()>;
-    /// Whether its streams end with `data: [DONE]`.
+    /// True if its streams end with `data: [DONE]`.
     fn is_said_done(&self) -> bool {
         true
     }
@@ -35,8 +35,8 @@ pub(crate) trait Encoder: Send + 'static {
     fn media_type(&self) -> &'static str {
         "text/event-stream; charset=utf-8"
     }
-    /// Whether another brain's encoder could go on with the response at any delta: it has one
-    /// choice, and what was written is known from its tokens.
+    /// True if another brain's encoder could go on with the response at any delta: it has one
+    /// choice, and its tokens tell everything that was written.
     fn resumable(&self) -> bool;
     /// Goes on after `before`, which another brain has written. Only called where it is resumable,
     /// before anything else.

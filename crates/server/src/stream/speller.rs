@@ -16,7 +16,7 @@ pub(crate) struct Speller {
     /// Finds reasoning and calls; `None`: all is text.
     parser: Option<Box<Reader>>,
     stops: StopStrings,
-    /// Whether the token that ends the request is spelled too.
+    /// True if the token that ends the request is spelled too.
     include_stop: bool,
     /// Stop strings do not count up to here.
     min_tokens: u32,
@@ -28,7 +28,7 @@ pub(crate) struct Speller {
 #[derive(Debug)]
 struct Reader {
     parser: Parser,
-    /// What it has just read.
+    /// The parts that it has just read.
     fresh: Parts,
 }
 
@@ -110,12 +110,12 @@ impl Speller {
         found
     }
 
-    /// Whether a call is complete, and not one that the client has named.
+    /// True if a call is complete, and not one that the client has named.
     pub(crate) fn has_called(&self) -> bool {
         self.parser.as_ref().is_some_and(|reader| reader.parser.has_chosen())
     }
 
-    /// Whether the last token was one of reasoning.
+    /// True if the last token was one of reasoning.
     pub(crate) fn reasons(&self) -> bool {
         self.reasons
     }

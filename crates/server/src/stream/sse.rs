@@ -32,8 +32,9 @@ use crate::stream::wire::Wire;
 
 pub(crate) const DONE: &[u8] = b"data: [DONE]\n\n";
 
-/// JSON without the characters that are line ends to Unicode but not to server-sent events: clients
-/// that cut streams with Python's `splitlines`, as httpx does, would cut an event at them.
+/// JSON without the characters that end a line in Unicode but not in server-sent events. Some
+/// clients cut streams with Python's `splitlines`, as httpx does. They would cut an event at such a
+/// character.
 struct OneLine;
 
 impl Formatter for OneLine {

@@ -1,4 +1,4 @@
-//! Which characters a pattern can match next to each other.
+//! The characters that a pattern can match next to each other.
 
 use std::collections::BTreeSet;
 
@@ -10,10 +10,10 @@ const LOOKAHEAD: char = '\u{10fffe}';
 /// A set of characters as sorted ranges.
 type Set = Vec<(char, char)>;
 
-/// What is next to what in the matches of a pattern (the position automaton of Glushkov, 1961).
+/// The neighbours in the matches of a pattern (the position automaton of Glushkov, 1961).
 ///
-/// It says of two characters that they can stand next to each other in a match whenever they can,
-/// and perhaps when they can't: lookahead is taken to be true. Where it says no, no path of a
+/// Two characters that can stand next to each other in a match are always neighbours here. So are
+/// some that can't, because lookahead is taken to be true. Where it says no, no path of a
 /// backtracking matcher gets from one to the other.
 #[derive(Debug)]
 pub(crate) struct Follow {
@@ -24,7 +24,7 @@ pub(crate) struct Follow {
     alone: Vec<usize>,
 }
 
-/// What is known of a part of a pattern.
+/// The facts about a part of a pattern.
 #[derive(Debug, Default, Clone)]
 struct Part {
     first: Vec<usize>,
@@ -39,9 +39,9 @@ struct Part {
 }
 
 impl Follow {
-    /// `None` for a pattern that is not understood: one with another lookaround, anchors,
-    /// possessive or atomic parts, one that can match nothing, or one that looks ahead after
-    /// something else than a space.
+    /// Reads a pattern; `None` if it is not understood. Such a pattern has another lookaround,
+    /// anchors, or possessive or atomic parts, can match nothing, or looks ahead after something
+    /// else than a space.
     pub(crate) fn new(pattern: &str) -> Option<Self> {
         if has_possessive(pattern) {
             return None;
@@ -54,13 +54,13 @@ impl Follow {
         (!whole.nullable).then_some(follow)
     }
 
-    /// Whether a match may have `right` straight after a character of which `left` tells if a set
-    /// can hold it.
+    /// True if a match may have `right` straight after a certain character. `left` tells if a set
+    /// can hold that character.
     pub(crate) fn joins(&self, left: impl Fn(&[(char, char)]) -> bool, right: char) -> bool {
         self.pairs.iter().any(|&(a, b)| contains(&self.sets[b], right) && left(&self.sets[a]))
     }
 
-    /// Whether a match starts at `character`, wherever matching gets to it.
+    /// True if a match starts at `character`, wherever matching gets to it.
     pub(crate) fn starts_at(&self, character: char) -> bool {
         self.alone.iter().any(|&set| contains(&self.sets[set], character))
     }
@@ -176,7 +176,7 @@ impl Follow {
     }
 }
 
-/// Whether there is a quantifier that gives nothing back: this parser reads one as two greedy
+/// True if there is a quantifier that gives nothing back: this parser reads one as two greedy
 /// quantifiers.
 fn has_possessive(pattern: &str) -> bool {
     let (mut classes, mut after_quantifier) = (0_u32, false);
@@ -194,13 +194,13 @@ fn has_possessive(pattern: &str) -> bool {
     false
 }
 
-/// Whether `set` holds `character`.
+/// True if `set` holds `character`.
 pub(crate) fn contains(set: &[(char, char)], character: char) -> bool {
     let after = set.partition_point(|&(start, _)| start <= character);
     after.checked_sub(1).is_some_and(|at| character <= set[at].1)
 }
 
-/// Whether `set` holds nothing but spaces.
+/// True if `set` holds nothing but spaces.
 pub(crate) fn is_space(set: &[(char, char)]) -> bool {
     set.iter().all(|&(start, end)| (start..=end).all(char::is_whitespace))
 }

@@ -1,4 +1,5 @@
-//! Where a text may be cut so that its parts, encoded one by one, give the ids of the whole.
+//! The places at which a text may be cut so that its parts, encoded one by one, give the ids of the
+//! whole.
 //!
 //! A cut is made only where that follows from the tokenizer's own definition. There are two kinds:
 //!
@@ -18,7 +19,7 @@ use serde_json::Value;
 use text::TextCuts;
 use tokens::TokenCuts;
 
-/// How far the two kinds are looked for before the other one is tried.
+/// The bytes over which one kind of cut is looked for before the other one is tried.
 const WINDOW: usize = 4096;
 
 /// The safe places of a tokenizer's texts.
@@ -63,7 +64,7 @@ impl Cuts {
         })
     }
 
-    /// Whether there are any.
+    /// True if there are no cuts.
     pub(crate) fn is_empty(&self) -> bool {
         self.tokens.is_none() && self.text.is_none()
     }

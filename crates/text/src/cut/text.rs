@@ -29,8 +29,8 @@ const SETTLED: [(char, char); 9] = [
 /// Between `a` and `b`, for a tokenizer whose pre-tokenizer is patterns one after the other:
 ///
 /// - no added token has `b` after `a` inside it, so none reaches over the cut;
-/// - no match of any of the patterns has `b` after `a`, so matching gets as far as the cut and no
-///   further, with the same matches, whether the text goes on there or ends; and it goes on from
+/// - no match of any of the patterns has `b` after `a`. So matching gets as far as the cut and no
+///   further, with the same matches, whether the text goes on there or ends. Matching goes on from
 ///   the cut as from a beginning, because the patterns look at nothing before them. The one
 ///   lookahead they may have, for "no letter comes next", is only reached after a space, and `a` is
 ///   none;
@@ -49,7 +49,7 @@ pub(crate) struct TextCuts {
 
 #[derive(Debug)]
 enum Stage {
-    /// What the pattern matches is split off.
+    /// The matches of the pattern are split off.
     Pattern(Follow),
     /// Every digit is split off.
     EachDigit,

@@ -8,10 +8,10 @@ use super::Added;
 
 /// Finds added tokens of which every occurrence in a text is that token, whatever stands around it.
 ///
-/// The library finds added tokens from left to right, the longest of those that start first. A
-/// token that shares no text with any other one (neither contains the other, no end of one is a
-/// beginning of the other, itself included) is therefore found wherever it stands, and what is
-/// found on either side of it does not depend on the other side.
+/// The library finds added tokens from left to right, the longest of those that start first. Some
+/// tokens share no text with any other one: neither contains the other, and no end of one is a
+/// beginning of the other, itself included. Such a token is found at any place, and the tokens on
+/// either side of it do not depend on the other side.
 #[derive(Debug)]
 pub(crate) struct TokenCuts {
     finder: AhoCorasick,
@@ -32,7 +32,7 @@ impl TokenCuts {
         Some(Self { finder: AhoCorasick::new(clean).ok()?, longest })
     }
 
-    /// Where the first token that starts from `from` on and before `to` starts.
+    /// The place of the first token that starts from `from` on and before `to`.
     pub(crate) fn find(&self, text: &str, from: usize, to: usize) -> Option<usize> {
         if from >= to {
             return None;

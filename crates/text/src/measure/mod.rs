@@ -1,5 +1,5 @@
-//! How few tokens a text can have: a bound that costs a look at its bytes, so that nothing is
-//! encoded that cannot fit.
+//! The least number of tokens that a text can have: a bound that costs a look at its bytes, so that
+//! no text is encoded that cannot fit.
 
 #[cfg(test)]
 mod tests;
@@ -16,12 +16,12 @@ const WHOLE: u64 = 1 << 32;
 /// By how much canonical composition may shorten text: U+1FBE, a diaeresis and an acute are 7
 /// bytes, and U+0390 is 2.
 const COMPOSED: u64 = 4;
-/// What SentencePiece writes in place of a space; its bytes in a text count nothing, for they may
-/// have been a space.
+/// SentencePiece's character for a space. Its bytes in a text count nothing, for they may have been
+/// a space.
 const METASPACE: &str = "\u{2581}";
 
-/// What is known of a tokenizer before it encodes: no text has fewer ids than [`Measure::fewest`]
-/// says.
+/// The facts that are known of a tokenizer before it encodes: no text has fewer ids than
+/// [`Measure::fewest`] says.
 #[derive(Debug)]
 pub(crate) enum Measure {
     /// Every byte of the text is in a token, and for each byte it is known how long a token with it
@@ -147,7 +147,7 @@ fn composed(weights: &[u64; 256], text: &str) -> u64 {
     sum + others / COMPOSED * least
 }
 
-/// What matters of the vocabulary.
+/// The relevant facts about the vocabulary.
 struct Tokens {
     vocabulary: HashSet<String>,
     added: Vec<String>,
@@ -241,7 +241,7 @@ fn steps_of_pre_tokenizer(file: &Value) -> Vec<&Value> {
     steps(&file["pre_tokenizer"], "pretokenizers")
 }
 
-/// Whether a byte-level pre-tokenizer drops nothing on the way to bytes.
+/// True if a byte-level pre-tokenizer drops nothing on the way to bytes.
 fn keeps_bytes(splits: &[&Value]) -> bool {
     let keeps = |step: &&Value| match step["type"].as_str() {
         Some("ByteLevel" | "Digits") => true,
@@ -251,13 +251,13 @@ fn keeps_bytes(splits: &[&Value]) -> bool {
     splits.iter().all(keeps) && splits.iter().any(|step| step["type"] == "ByteLevel")
 }
 
-/// Whether text is composed; `None` if something else happens to it.
+/// True if text is composed; `None` if something else happens to it.
 fn composes(steps: &[&Value]) -> Option<bool> {
     let nfc = steps.iter().all(|step| step["type"] == "NFC");
     nfc.then_some(!steps.is_empty())
 }
 
-/// Whether a normaliser does nothing but to write spaces otherwise and to put one first.
+/// True if a normaliser does nothing but to write spaces otherwise and to put one first.
 fn only_marks_spaces(step: &Value) -> bool {
     match step["type"].as_str() {
         Some("Prepend") => true,
@@ -266,7 +266,7 @@ fn only_marks_spaces(step: &Value) -> bool {
     }
 }
 
-/// Whether a normaliser leaves ASCII letters and digits, but for their case, and the spaces between
+/// True if a normaliser leaves ASCII letters and digits, but for their case, and the spaces between
 /// them.
 fn keeps_ascii(step: &Value) -> bool {
     match step["type"].as_str() {

@@ -21,9 +21,9 @@ use crate::error::TextError;
 /// text.
 ///
 /// The library can switch all special tokens off or none. This is its algorithm again, with a list
-/// of places: first tokens are looked for in the text as it came, then in what normalising has made
-/// of the rest; from left to right, the longest that starts first; one that is not taken uses up
-/// its text all the same.
+/// of places. First tokens are looked for in the text as it came, then in the normalised rest. The
+/// search goes from left to right, and takes the longest of the tokens that start first. A token
+/// that is not taken uses up its text all the same.
 #[derive(Debug)]
 pub(crate) struct Plain {
     raw: Option<Matcher>,
@@ -43,7 +43,7 @@ impl fmt::Debug for Matcher {
     }
 }
 
-/// Where the library finds added tokens.
+/// The places at which the library finds added tokens.
 type Found = Vec<(Option<u32>, Range<usize>)>;
 
 impl Plain {
@@ -177,7 +177,7 @@ impl Plain {
     }
 }
 
-/// Whether `range` has a byte in common with one of `ranges`, which are sorted and do not overlap.
+/// True if `range` has a byte in common with one of `ranges`, which are sorted and do not overlap.
 pub(crate) fn overlap(ranges: &[Range<usize>], range: &Range<usize>) -> bool {
     let after = ranges.partition_point(|other| other.end <= range.start);
     ranges.get(after).is_some_and(|other| other.start < range.end)

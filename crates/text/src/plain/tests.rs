@@ -97,8 +97,7 @@ proptest! {
         }
     }
 
-    /// What stands between two special tokens of the template is encoded as with special tokens
-    /// off.
+    /// The text between two special tokens of the template is encoded as with special tokens off.
     #[test]
     fn sections_are_as_by_themselves(texts in prop::collection::vec(texts(), 1..4)) {
         let Some(Loaded { inner, without, plain, .. }) =

@@ -1,11 +1,11 @@
 //! Threads that render and tokenise, so that a long prompt never holds up an HTTP thread.
 //!
 //! A thread that has nothing to do takes an input as soon as it comes: nothing waits for company.
-//! Batches form only from what has come while every thread was busy: a thread takes its share of
-//! that, bounded by an estimate of tokens, and encodes it without another look at the queue. Long
-//! inputs are cut, and their pieces take turns with the batches, over all threads: a short input
-//! waits for one piece at most. What can't be cut and is long has a thread of its own, one piece at
-//! a time. The threads are all there is: no library is asked to use more.
+//! Batches form only from texts that have come while every thread was busy. A thread takes its
+//! share of them, bounded by an estimate of tokens, and encodes it without another look at the
+//! queue. Long inputs are cut, and their pieces take turns with the batches, over all threads: a
+//! short input waits for one piece at most. What can't be cut and is long has a thread of its own,
+//! one piece at a time. The threads are all there is: no library is asked to use more.
 
 mod queue;
 #[cfg(test)]
@@ -37,12 +37,12 @@ const STACK_BYTES: usize = 8 << 20;
 /// Text of so few tokens is encoded by whoever asks: that takes about as long as waking a thread
 /// would.
 const WAKE_TOKENS: usize = 32;
-/// How long the end of a pool waits for its threads; what they do then is nobody's any more.
+/// The time for which the end of a pool waits for its threads. Their later results are thrown away.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Room for the history of some hundreds of long conversations.
 const CACHE_BYTES: usize = 64 << 20;
 
-/// What is to be turned into token ids.
+/// The input that is to be turned into token ids.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TextInput {
     /// A text as it is.
@@ -75,11 +75,11 @@ pub struct Encoded {
     pub ids: Vec<i32>,
     /// The rendered prompt, where the input was a chat.
     pub text: Option<String>,
-    /// Where the second text begins, where the input was a pair.
+    /// The position at which the second text begins, if the input was a pair.
     pub second: Option<u32>,
 }
 
-/// Where inputs are encoded.
+/// The place at which inputs are encoded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum TextMode {
     /// On the pool's threads, but for what is so short that waking one costs as much as encoding
@@ -91,14 +91,14 @@ pub enum TextMode {
     Inline,
 }
 
-/// How a pool works.
+/// The settings of a pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextConfig {
     /// Threads, at least one.
     pub threads: usize,
     /// Inputs that may wait, at least one.
     pub queue: usize,
-    /// Where inputs are encoded.
+    /// The place at which inputs are encoded.
     pub mode: TextMode,
     /// Bytes of encoded text that are kept for the next turn of a conversation; 0 keeps none.
     pub cache_bytes: usize,
@@ -122,7 +122,7 @@ impl Default for TextConfig {
     }
 }
 
-/// What a pool has done so far, and what is in it now.
+/// The work that a pool has done so far, and its present content.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TextStats {
     /// Inputs that wait for a thread.
@@ -286,7 +286,7 @@ impl TextPool {
         self.shared.tools.template.as_ref()
     }
 
-    /// What the pool has done so far.
+    /// The work so far, and the present content.
     pub fn stats(&self) -> TextStats {
         let shared = &self.shared;
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -322,7 +322,7 @@ impl TextPool {
     }
 }
 
-/// What is kept for as long as an input is in the pool.
+/// A value that is kept for as long as an input is in the pool.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
 /// A pool, and how long its inputs may be.
@@ -344,10 +344,10 @@ impl Within<'_> {
     /// The token ids of one input.
     ///
     /// # Errors
-    /// [`TextError::Busy`], at once, when the queue is full; [`TextError::NoTemplate`] for a chat
-    /// without a template; [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`]
-    /// and [`TextError::Encode`] for what cannot be rendered or encoded; [`TextError::TooLong`] for
-    /// what has more tokens than it may.
+    /// [`TextError::Busy`], at once: the queue is full. [`TextError::NoTemplate`]: a chat without a
+    /// template. [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`] and
+    /// [`TextError::Encode`]: the input cannot be rendered or encoded. [`TextError::TooLong`]: it
+    /// has more tokens than it may.
     pub async fn encode(self, input: TextInput) -> Result<Encoded, TextError> {
         let mut encoded = self.pool.run(input.into(), self.most, self.keep).await?;
         encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
@@ -420,7 +420,7 @@ impl Drop for Leave<'_> {
 }
 
 impl Shared {
-    /// What each thread does.
+    /// The loop of each thread.
     fn work(&self) {
         let _leave = Leave(&self.queue);
         let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
@@ -443,7 +443,7 @@ impl Shared {
         }
     }
 
-    /// What the thread of long pieces does.
+    /// The loop of the thread of long pieces.
     fn work_long(&self) {
         let _leave = Leave(&self.queue);
         while let Some((long, piece)) = self.queue.take_long() {

@@ -1,4 +1,4 @@
-//! What waits for the text threads, and in which order they take it.
+//! The inputs that wait for the text threads, and the order in which the threads take them.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
@@ -12,9 +12,8 @@ use crate::error::TextError;
 /// Estimated tokens that a thread takes at a time: a few milliseconds of work at most.
 const BATCH_TOKENS: usize = 2048;
 
-/// The lanes: whole inputs, first come first served; long inputs that have been cut, which take
-/// turns piece by piece; and pieces that could not be cut and are long themselves, which have a
-/// thread of their own.
+/// There are three lanes. Whole inputs are first come first served. Long inputs that have been cut
+/// take turns piece by piece. Long pieces that could not be cut have a thread of their own.
 #[derive(Debug)]
 pub(super) struct Queue {
     lanes: Mutex<Lanes>,
@@ -38,7 +37,7 @@ struct Lanes {
     closed: bool,
 }
 
-/// What a thread does next.
+/// The next work of a thread.
 #[derive(Debug)]
 pub(super) enum Task {
     Batch(Vec<Job>),
@@ -158,7 +157,7 @@ impl Queue {
         self.long_ready.notify_all();
     }
 
-    /// How many inputs wait.
+    /// The number of inputs that wait.
     pub(super) fn waiting(&self) -> usize {
         self.lanes.lock().waiting.len()
     }

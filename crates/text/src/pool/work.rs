@@ -21,10 +21,10 @@ const PAIRS_BYTES: usize = 8 << 10;
 /// A pair of so many bytes is not for the threads that others wait for.
 const LONG_PAIR_BYTES: usize = 64 << 10;
 
-/// Where an input's answer goes; closed once nobody waits for it.
+/// The receiver of an input's answer; closed once nobody waits for it.
 pub(super) type Reply = oneshot::Sender<Result<Vec<Encoded>, TextError>>;
 
-/// What inputs are worked on with.
+/// The tools that work on inputs.
 #[derive(Debug)]
 pub(super) struct Tools {
     pub(super) encoder: Encoder,
@@ -68,7 +68,7 @@ pub(super) struct Job {
     /// An estimate, at least one.
     pub(super) tokens: usize,
     pub(super) reply: Reply,
-    /// What goes when the input goes.
+    /// A value that is dropped with the input.
     pub(super) keep: Option<Keep>,
 }
 
@@ -80,7 +80,7 @@ pub(super) struct Long {
     left: AtomicUsize,
     /// `None` once it is answered.
     reply: Mutex<Option<Reply>>,
-    /// What goes when the input goes.
+    /// A value that is dropped with the input.
     _keep: Option<Keep>,
 }
 
@@ -89,7 +89,7 @@ pub(super) struct Long {
 pub(super) enum Planned {
     Cut {
         work: Work,
-        /// What a template rendered, for the answer.
+        /// The rendered text, for the answer.
         rendered: Option<String>,
     },
     Pairs(Pairs),
@@ -243,7 +243,7 @@ impl Pairs {
     }
 }
 
-/// What has become of an input that was started.
+/// The state of an input that was started.
 #[derive(Debug)]
 pub(super) enum Started {
     /// It is encoded, or has failed; the answer is still to be given.
@@ -337,12 +337,12 @@ impl Long {
         self.planned.pieces()
     }
 
-    /// Whether a piece is for the thread of long ones.
+    /// True if a piece is for the thread of long ones.
     pub(super) fn is_long(&self, piece: usize) -> bool {
         self.planned.is_long(piece)
     }
 
-    /// Whether nobody waits for the answer any more, or it has been given.
+    /// True if nobody waits for the answer any more, or it has been given.
     pub(super) fn is_over(&self) -> bool {
         self.reply.lock().as_ref().is_none_or(Reply::is_closed)
     }

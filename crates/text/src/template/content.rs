@@ -4,13 +4,13 @@ use serde_json::{Value, json};
 
 use super::{ChatRender, ChatTemplate};
 
-/// In which form a template reads the content of a message: a string, or a list of parts such as
-/// `{"type": "text", "text": "..."}`.
+/// The form in which a template reads the content of a message: a string, or a list of parts such
+/// as `{"type": "text", "text": "..."}`.
 ///
-/// Clients may send either. Which form a template reads is found by rendering it, once, with a
-/// short chat in each form: the text must come out, and must come out without the part's other
-/// fields (a template that prints the whole list does not read parts). This looks at what the
-/// template does rather than at how it is written, so it sees through macros, variables and loops.
+/// Clients may send either. The form is found by rendering the template, once, with a short chat in
+/// each form. The text must come out, and must come out without the part's other fields: a template
+/// that prints the whole list does not read parts. This looks at what the template does rather than
+/// at how it is written, so it sees through macros, variables and loops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentFormat {
     /// Reads strings only: a list of text parts is joined with line feeds.
@@ -58,7 +58,7 @@ fn part_text(part: &Value) -> Option<&str> {
     (part["type"] == "text").then(|| part["text"].as_str())?
 }
 
-/// Whether the text of a user's message with this content comes out, and nothing else of the
+/// True if the text of a user's message with this content comes out, and nothing else of the
 /// content.
 fn reads(template: &ChatTemplate, content: &Value) -> bool {
     let user = json!({"role": "user", "content": content});

@@ -7,7 +7,7 @@ use minijinja::{Error, ErrorKind, Value};
 
 use super::python;
 
-/// How deep a value may nest: more is a value that contains itself, or an attack on the stack.
+/// The limit on the depth of a value. A deeper value contains itself, or is an attack on the stack.
 pub(super) const DEEPEST: usize = 256;
 
 /// `value | tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.

@@ -34,8 +34,8 @@ const RECURSION: usize = 250;
 const OUTPUT: usize = 4 << 20;
 const OUTPUT_A_BYTE: usize = 16;
 
-/// What transformers puts after the message to be continued, to find where the rendered text has to
-/// be cut.
+/// The tag that transformers puts after the message to be continued, to find the place at which the
+/// rendered text has to be cut.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// The names under which messages carry reasoning; templates read the first.
@@ -45,9 +45,9 @@ type Clock = Arc<dyn Fn() -> Zoned + Send + Sync>;
 
 /// A compiled chat template.
 ///
-/// It renders as `transformers.apply_chat_template` does: the same filters, functions and
-/// whitespace rules, undefined names are empty, Python's string and dictionary methods work, `{%
-/// generation %}` marks are accepted and mean nothing. The text is not tokenised here.
+/// It renders as `transformers.apply_chat_template` does, with the same filters, functions and
+/// whitespace rules. Undefined names are empty, and Python's string and dictionary methods work.
+/// `{% generation %}` marks are accepted and mean nothing. The text is not tokenised here.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     source: String,
@@ -65,7 +65,7 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// What one chat is rendered from.
+/// The input of one rendering.
 #[derive(Debug, Clone, Copy)]
 pub struct ChatRender<'a> {
     /// A list of messages, each an object.
@@ -150,7 +150,7 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// In which form the template reads a message's content.
+    /// The form in which the template reads a message's content.
     pub fn content_format(&self) -> ContentFormat {
         self.content_format
     }
@@ -160,12 +160,12 @@ impl ChatTemplate {
         &self.source
     }
 
-    /// Whether descriptions of tools come out.
+    /// True if descriptions of tools come out.
     pub fn takes_tools(&self) -> bool {
         self.shape.tools()
     }
 
-    /// What is done to messages so that the template takes them, in words.
+    /// The changes to messages so that the template takes them, in words.
     pub fn adaptations(&self) -> Vec<&'static str> {
         self.shape.notes()
     }
@@ -175,8 +175,8 @@ impl ChatTemplate {
     /// Message contents are brought into the form the template reads first, see [`ContentFormat`].
     ///
     /// # Errors
-    /// [`TextError::Template`] if the template refuses the messages or fails on them, or if the
-    /// last message is to be continued and cannot be; [`TextError::Costly`] if it runs for too
+    /// [`TextError::Template`]: the template refuses the messages or fails on them, or the last
+    /// message is to be continued and cannot be. [`TextError::Costly`]: the template runs for too
     /// long, prints too much or calls itself too often.
     pub fn render(&self, request: &ChatRender<'_>) -> Result<String, TextError> {
         if request.continue_final_message && request.add_generation_prompt {
@@ -269,7 +269,7 @@ impl ChatTemplate {
     }
 }
 
-/// What a template has written, up to a limit.
+/// The output of a template, up to a limit.
 struct Limited {
     bytes: Vec<u8>,
     most: usize,

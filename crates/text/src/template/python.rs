@@ -1,5 +1,5 @@
-//! What jinja2 templates take from Python: how values print, which methods strings and dictionaries
-//! have.
+//! Python's part in jinja2 templates: the printed form of values, and the methods of strings and
+//! dictionaries.
 
 use std::cell::Cell;
 use std::fmt::Write as _;
@@ -173,7 +173,7 @@ fn float_repr(float: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-/// Whether Python's `str.strip` and `str.split` take this for a space: Unicode's, and four
+/// True if Python's `str.strip` and `str.split` take this for a space: Unicode's, and four
 /// separators.
 fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)

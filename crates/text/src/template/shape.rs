@@ -1,5 +1,5 @@
-//! What a template does with messages that not every template takes, found out by rendering short
-//! chats, and messages brought into the shape that it takes.
+//! The features of messages that not every template takes. They are found out by rendering short
+//! chats, and messages are brought into the shape that the template takes.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::{ChatRender, ChatTemplate};
 
-/// What a template takes. Nothing is changed where a probe says nothing.
+/// The features that a template takes. A probe without an answer changes nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
     /// Messages of the role `system`.
@@ -38,7 +38,7 @@ enum Arguments {
     Either,
 }
 
-/// How a message with calls says that it has no content.
+/// The way in which a message with calls says that it has no content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Nothing {
     Null,
@@ -148,7 +148,7 @@ impl Shape {
         self.tools
     }
 
-    /// What is done to messages, in words.
+    /// The changes to messages, in words.
     pub(super) fn notes(&self) -> Vec<&'static str> {
         [
             (!self.developer, "developer messages become system messages"),

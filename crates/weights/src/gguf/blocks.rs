@@ -1,5 +1,5 @@
-//! What the blocks of GGUF's types mean, number by number as the `gguf` package computes it, and
-//! types that there are no kernels for in blocks of a type that there are.
+//! The numbers in blocks of GGUF's types, computed one by one as the `gguf` package does. Blocks of
+//! types without kernels become blocks of types with kernels.
 
 use half::{bf16, f16};
 
@@ -155,7 +155,7 @@ fn round(value: f32) -> f32 {
 /// Whole blocks of `kind` as blocks of type `to`, appended to `out`; false where there is no way.
 ///
 /// Of the same type, the bytes as they are. `Q4_K` as `Q4_1` keeps its codes, and its scales are
-/// rounded to half precision; `Q4_0` and `Q5_0` as `Q8_0` are exact; any other type as `Q8_0` is
+/// rounded to half precision. `Q4_0` and `Q5_0` as `Q8_0` are exact. Any other type as `Q8_0` is
 /// rounded to the nearest of 255 steps.
 pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut Vec<u8>) -> bool {
     let same = matches!(

@@ -6,8 +6,7 @@ use super::file::{GgufFiles, GgufValue};
 use crate::error::ModelError;
 
 const DEFAULT_FREQ_BASE: f64 = 10000.0;
-/// Where a file names no end of turn, these control tokens are it (llama.cpp goes by the same
-/// texts).
+/// The control tokens that end a turn if a file names none (llama.cpp goes by the same texts).
 const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>"];
 const CONTROL: i64 = 3;
 const HUGE: i64 = i32::MAX as i64;
@@ -213,7 +212,7 @@ fn rope_scaling(
 /// 2]`.
 ///
 /// Between its two bounds the scaling is linear in `1 / wavelength`, so the parameters can be
-/// solved for; they are only known up to a common scale, which is fixed by `low_freq_factor` 1, the
+/// solved for. They are only known up to a common scale, which is fixed by `low_freq_factor` 1, the
 /// value of every published model.
 fn llama3_scaling(factors: &[f64], theta: f64, head_dim: f64) -> Result<Value, ModelError> {
     if factors.iter().all(|&factor| factor == 1.0) {

@@ -69,7 +69,7 @@ impl GgufValue {
     }
 }
 
-/// How a tensor's numbers are stored: those types that are read.
+/// The storage of a tensor's numbers: the types that are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum TensorType {
     F32,
@@ -430,7 +430,7 @@ impl<R: Read> Header<R> {
         })
     }
 
-    /// Whether the file can have `count` things of at least `least` bytes here.
+    /// Checks that the file can have `count` things of at least `least` bytes here.
     fn claim(&mut self, count: u64, least: u64) -> Result<(), Fault> {
         self.entries = self.entries.saturating_add(count);
         if self.entries > MOST_ENTRIES {

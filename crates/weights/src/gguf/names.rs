@@ -1,4 +1,4 @@
-//! Which of a model's weights a GGUF file's tensors hold, by their Hugging Face names
+//! The Hugging Face names of the weights that a GGUF file's tensors hold
 //! (`gguf.constants.TENSOR_NAMES`).
 
 use super::file::{GgufFiles, GgufTensor};

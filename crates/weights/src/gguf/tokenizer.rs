@@ -72,7 +72,7 @@ struct Vocabulary<'a> {
     types: Vec<i64>,
 }
 
-/// What a tokenizer does around its model.
+/// The steps of a tokenizer around its model.
 struct Around {
     normalizer: Value,
     pre_tokenizer: Value,
@@ -259,9 +259,9 @@ impl Vocabulary<'_> {
 /// The merges of a SentencePiece vocabulary, best first: every way to make a token of two, by the
 /// token's score.
 ///
-/// Ways to make tokens of the same score go by the length of their halves, longest first: the order
-/// in which Hugging Face converts such vocabularies, and so that of the published `tokenizer.json`
-/// files.
+/// Ways to make tokens of the same score go by the length of their halves, longest first. Hugging
+/// Face converts such vocabularies in this order, and so the published `tokenizer.json` files have
+/// it.
 fn merges_of_scores(scores: Vec<(&str, f64)>) -> Vec<Value> {
     // Of a text that is there twice the place of the first, and the score of the last.
     let mut ranks: HashMap<&str, usize> = HashMap::new();

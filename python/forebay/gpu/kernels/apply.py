@@ -1,4 +1,4 @@
-"""What a plan writes to the tables: new slots, and pages. The device reads the plan's own words."""
+"""A plan's writes to the tables: new slots, and pages. The device reads the plan's own words."""
 
 from __future__ import annotations
 

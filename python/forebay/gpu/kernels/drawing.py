@@ -61,7 +61,7 @@ def _keys(logits, candidates, at, count, top, temperature, FEW: tl.constexpr):
 
 @triton.jit
 def _upto(logits, candidates, count, top, temperature, key, FEW: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens have at most this key, or their mass; int64."""
+    """The number of tokens that have at most this key, or their mass; int64."""
     total = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, count, BLOCK):
         found = _keys(logits, candidates, begin + tl.arange(0, BLOCK), count, top, temperature, FEW)

@@ -20,7 +20,8 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["copies"])
 def sort_kernel(ids, order, first, copies, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the copies of one expert go: counts those of lower experts, then numbers its own. Grid: experts + 1."""
+    """The places of the copies of one expert: counts those of lower experts, then numbers its own. Grid: experts + 1.
+    """
     expert = tl.program_id(0)
     lower = 0
     for begin in range(0, copies, BLOCK):

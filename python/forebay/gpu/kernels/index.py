@@ -1,7 +1,8 @@
-"""Which positions queries attend to: scores by an index (DeepSeek Sparse Attention, 2025), and the best of them.
+"""The choice of the positions that queries attend to: scores by an index (DeepSeek Sparse Attention, 2025), and the
+best of them.
 
-A query's score of a position is `sum over heads of weight * relu(query . key)`, in float32. The best are found by
-their digits, from the highest down; nothing is sorted, so they come in ascending order, and of equal scores the lower
+A query's score of a position is `sum over heads of weight * relu(query . key)`, in float32. The best are found by their
+digits, from the highest down; nothing is sorted, so they come in ascending order, and of equal scores the lower
 positions win.
 """
 

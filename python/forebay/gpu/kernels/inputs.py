@@ -1,4 +1,4 @@
-"""What a step's rows read and write: input tokens, positions, entries. The device reads the plan's own words."""
+"""The inputs and outputs of a step's rows: input tokens, positions, entries. The device reads the plan's own words."""
 
 from __future__ import annotations
 

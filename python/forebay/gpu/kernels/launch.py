@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether kernels run in Triton's interpreter: the environment had `TRITON_INTERPRET=1` when Triton was imported."""
+"""True if kernels run in Triton's interpreter: the environment had `TRITON_INTERPRET=1` when Triton was imported."""
 
 ROOM = 227 << 10
 """Bytes of shared memory that a program may have where it `is_roomy`."""
@@ -63,7 +63,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @cache
 def is_roomy(device: torch.device) -> bool:
-    """Whether a program may have 227 KiB of shared memory, as on Hopper and the large Blackwells, and not 99 or 163."""
+    """True if a program may have 227 KiB of shared memory, as on Hopper and the large Blackwells, and not 99 or 163."""
     if device.type != "cuda":
         return True
     limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -81,5 +81,5 @@ def power_of_2(n: int) -> int:
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many parts of `size` cover n."""
+    """The number of parts of `size` that cover n."""
     return -(-n // size)

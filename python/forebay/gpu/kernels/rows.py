@@ -1,4 +1,4 @@
-"""What latent attention keeps of a position: its latent row, and the key by which an index finds it.
+"""The data that latent attention keeps of a position: its latent row, and the key by which an index finds it.
 
 Both are normalised and rotated in part, and stored in their pages.
 """

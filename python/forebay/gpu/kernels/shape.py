@@ -1,4 +1,4 @@
-"""How much of attention's work a program takes, by the shape of heads and the type of their elements."""
+"""The size of a program's share of attention, by the shape of heads and the type of their elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROGRAMS = 264
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program holds: queries of a key head, and positions."""
+    """The tile of a program: queries of a key head, and positions."""
 
     m: int
     tile: int
@@ -28,13 +28,13 @@ class Tiles:
     stages: int
 
     def options(self) -> dict[str, Any]:
-        """What a launch is told of it."""
+        """The options of a launch."""
         return {"TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How heads share keys, and how wide they are."""
+    """The shape of heads: the number that share keys, and their width."""
 
     heads: int
     group: int
@@ -58,7 +58,7 @@ class Shape:
         return self.heads // self.group
 
     def constants(self, keys: torch.Tensor) -> dict[str, Any]:
-        """What kernels know of it that walk over positions."""
+        """The constants of kernels that walk over positions."""
         return {
             "HEADS": self.heads,
             "GROUP": self.group,

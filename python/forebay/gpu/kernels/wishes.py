@@ -1,4 +1,4 @@
-"""What sampled rows want, read on the device by their slots, and where their tokens go."""
+"""The wishes of sampled rows, read on the device by their slots, and the places of their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers are made of besides matrix products and attention, in PyTorch's operators."""
+"""The parts of layers besides matrix products and attention, in PyTorch's operators."""
 
 from __future__ import annotations
 

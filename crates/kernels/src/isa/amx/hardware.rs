@@ -16,7 +16,7 @@ thread_local! {
     static SHAPE: Cell<Shape> = const { Cell::new(Shape::NONE) };
 }
 
-/// What `LDTILECFG` reads.
+/// The operand of `LDTILECFG`.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,
@@ -27,8 +27,9 @@ struct Config {
 }
 
 impl Hardware {
-    /// Whether the processor has tiles of bfloat16 and of bytes, and the kernel lets this process
-    /// use them: 8 KiB a thread, which it keeps only for those who ask (Linux 5.16).
+    /// True if the processor has tiles of bfloat16 and of bytes, and the kernel lets this process
+    /// use them. They take 8 KiB a thread, which the kernel keeps only for processes that ask
+    /// (Linux 5.16).
     pub(crate) fn is_there() -> bool {
         static THERE: OnceLock<bool> = OnceLock::new();
         *THERE.get_or_init(|| {
@@ -59,8 +60,8 @@ impl Hardware {
     }
 }
 
-/// A thread's turn with the tiles: others may have shaped them before, and afterwards the kernel
-/// need not keep them any more.
+/// A thread's turn with the tiles. Others may have shaped them before. Afterwards the operating
+/// system need not keep them any more.
 pub(crate) struct Turn(());
 
 impl Turn {
@@ -77,7 +78,7 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         SHAPE.set(Shape::NONE);
-        // SAFETY: who began the turn had tiles.
+        // SAFETY: the turn began with tiles.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
 }

@@ -1,4 +1,4 @@
-//! What a processor's tiles can do, and the same in plain Rust for those that have none.
+//! The operations of a processor's tiles, and the same in plain Rust for processors without them.
 
 /// Rows of a tile.
 pub(super) const HIGH: usize = 16;
@@ -46,8 +46,9 @@ impl Shape {
         Self::four(rows, width)
     }
 
-    /// Sums of up to 16 queries in 0 to 3; for scores `width` positions of queries in 4 and of keys
-    /// in 5; weights of a group in 6 and its values in 7.
+    /// The tiles of attention. Sums of up to 16 queries are in 0 to 3. For scores, `width`
+    /// positions of queries are in 4 and of keys in 5. Weights of a group are in 6 and its values
+    /// in 7.
     #[inline(always)]
     pub(super) fn attention(rows: usize, width: usize) -> Self {
         let (rows, bytes, pairs) = (rows as u8, (2 * width) as u8, (width / 2) as u8);

@@ -1,10 +1,10 @@
 //! Codes with AVX2 alone.
 //!
 //! Its own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that
-//! large, not even those of a whole block: 32 positions are 8 quads of two pairs, of at most 2 · 15
+//! large, not even those of a whole block. 32 positions are 8 quads of two pairs, of at most 2 · 15
 //! · 127 each, and a lane becomes 32 bits once a block. 8-bit codes would saturate, so both sides
-//! become 16 bits: even and odd positions of a quad by themselves, the weights' once for all rows
-//! of a tile, the rows' before. Integers are the same as everywhere.
+//! become 16 bits, even and odd positions of a quad by themselves. The weights are converted once
+//! for all rows of a tile, the rows before. Integers are the same as everywhere.
 
 use std::arch::x86_64::*;
 
@@ -18,7 +18,7 @@ use crate::isa::operands::format;
 /// Codes with AVX2 alone.
 pub(crate) struct Avx2Dots;
 
-// What is said above of 4-bit codes.
+// The claim about 4-bit codes above.
 const _: () = assert!(SHARED / QUAD * 2 * 15 * LARGEST as usize <= i16::MAX as usize);
 
 impl Bytes for Avx2Dots {

@@ -117,9 +117,9 @@ unsafe fn rounded(values: __m256) -> __m256i {
     }
 }
 
-/// The same address, of which the compiler does not know that it is: it would keep what it loaded
-/// for even halves until odd ones are made of it, for which there are no registers, and put sums
-/// into memory instead.
+/// The same address, but the compiler does not know that it is the same. Otherwise it would keep
+/// the values of even halves until it makes odd ones of them. There are no registers for these, and
+/// sums would go to memory instead.
 #[expect(clippy::pointers_in_nomem_asm_block, reason = "nothing is read at the address")]
 #[inline(always)]
 pub(super) fn again<T>(mut address: *const T) -> *const T {
@@ -130,7 +130,7 @@ pub(super) fn again<T>(mut address: *const T) -> *const T {
     address
 }
 
-/// Where rows' numbers are.
+/// The place of rows' numbers.
 trait Numbers {
     /// Floats between those of two rows.
     const ROW: usize;
@@ -205,9 +205,8 @@ unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usi
 }
 
 /// Adds the rows' numbers times columns to `out` `[M, width]`. The columns come in `runs` of
-/// `pairs` pairs that are `pitch` elements apart. What is `ahead` of each run begins to be loaded:
-/// as much as its columns where `LINES` are 2, half as much from the first address where they
-/// are 1.
+/// `pairs` pairs that are `pitch` elements apart. The `ahead` of each run begins to be loaded: as
+/// much as its columns if `LINES` are 2, half as much from the first address if they are 1.
 ///
 /// # Safety
 /// Rows and columns have as many pairs, the output has room; the processor has the instructions.
@@ -259,12 +258,8 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
     }
 }
 
-/// [`add_runs`], which stays a function of its own: where the compiler sees several of these loops
-/// together, or how often they are run, it does not find registers for all. It is not asked to
-/// leave functions alone that have features of their own, so this one has none.
-///
-/// # Safety
-/// As of [`add_runs`].
+/// [`add_runs`], which stays a function of its own. If the compiler sees several of these loops
+/// together, or the number of their runs, it does not find registers for all.
 #[inline(never)]
 unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
     numbers: *const f32,

@@ -1,4 +1,4 @@
-//! What products with AVX-512 have in common, whatever they multiply.
+//! The parts that products with AVX-512 have in common, whichever numbers they multiply.
 
 use std::arch::x86_64::*;
 

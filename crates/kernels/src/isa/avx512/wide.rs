@@ -97,8 +97,8 @@ pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
 /// `APART` floats apart.
 ///
 /// Two columns take it from memory as they multiply, which the compiler does only for a number that
-/// is used once: an instruction less a row, of which a processor that shares its core with another
-/// one has few.
+/// is used once. That saves an instruction a row, and a processor that shares its core with another
+/// one has few to spare.
 ///
 /// # Safety
 /// There is such a number.

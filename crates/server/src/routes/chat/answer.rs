@@ -17,8 +17,8 @@ use crate::stream::outlet::Encoder;
 use crate::stream::sse::{Chunks, Cut};
 use crate::stream::tally::Tally;
 
-/// How calls are named where the model gives them no names. A brain that goes on with another's
-/// stream gives the same ones.
+/// The ids of calls if the model gives them none. A brain that goes on with another's stream gives
+/// the same ones.
 #[derive(Debug, Clone)]
 pub(crate) struct CallIds {
     /// Name of the response.
@@ -41,7 +41,7 @@ impl CallIds {
     }
 }
 
-/// How tokens are shown.
+/// The form in which tokens are shown.
 #[derive(Clone)]
 pub(super) struct Tokens {
     /// To write log-probabilities with, where they are asked for.

@@ -15,8 +15,8 @@ use crate::state::Shared;
 /// where the prompt leaves the model.
 ///
 /// # Errors
-/// The model's way to write calls is not known, or can't be told from content of that form; or the
-/// client wants to know that a form has no effect.
+/// The model's way to write calls is not known, or can't be told from content of that form. A
+/// client that demands a form without effect gets an error as well.
 pub(super) fn form(
     state: &Shared,
     tools: &OfferedTools,
@@ -108,7 +108,7 @@ pub(super) fn form(
     Ok(Some(Structure { param, source }))
 }
 
-/// Whether it is only forms of texts that ask for something, the first of which came in `param`.
+/// True if all demands are forms of texts, the first of which came in `param`.
 fn of_texts(tools: &OfferedTools, param: &str) -> bool {
     tools.functions.iter().any(|tool| tool.text.as_ref().is_some_and(|text| text.path == param))
 }

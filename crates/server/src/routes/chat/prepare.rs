@@ -80,7 +80,7 @@ pub(crate) async fn prepare(
     Ok(submission)
 }
 
-/// How answers behind `prompt` are read; `None`: they are text.
+/// The settings by which answers behind `prompt` are read; `None`: they are text.
 fn reading(
     state: &Shared,
     tools: OfferedTools,

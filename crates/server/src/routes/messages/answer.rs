@@ -123,7 +123,7 @@ fn usage(usage: &Usage) -> Value {
     })
 }
 
-/// What the open block is.
+/// The kind of the open block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Text,

@@ -63,7 +63,7 @@ pub(crate) async fn messages(
     Ok(reply::ok(&writer.message(delta, &call.tally())))
 }
 
-/// How long a prompt is.
+/// The number of tokens of a prompt.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct TokenCount {
     /// Tokens of the prompt, an image's positions among them.

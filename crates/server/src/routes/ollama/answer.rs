@@ -13,7 +13,7 @@ use crate::stream::outlet::Encoder;
 use crate::stream::sse;
 use crate::stream::tally::Tally;
 
-/// Which route's objects they are.
+/// The route of the objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Chat,
@@ -26,7 +26,7 @@ pub(super) struct Writer {
     pub(super) model: String,
     pub(super) ids: CallIds,
     pub(super) arrived: Instant,
-    /// When the first token came.
+    /// The time at which the first token came.
     first: Option<Instant>,
     /// A call whose arguments are not complete.
     call: Option<(String, u32, String, String)>,
@@ -136,7 +136,7 @@ impl Writer {
     }
 }
 
-/// What one object says.
+/// The content of one object.
 #[derive(Default)]
 struct Said {
     content: String,

@@ -93,7 +93,7 @@ pub(crate) async fn generate(
     from.answer(ask, Kind::Generate, model, charge).await
 }
 
-/// How a request came.
+/// The origin of a request.
 struct From<'a> {
     state: &'a Shared,
     wire: Wire,

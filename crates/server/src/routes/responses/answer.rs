@@ -21,25 +21,25 @@ use crate::stream::tally::Tally;
 /// had.
 const EVENTS_A_TOKEN: u64 = 16;
 
-/// What is the same in all states of a response.
+/// The part that is the same in all states of a response.
 pub(super) struct Head {
     pub(super) id: String,
     pub(super) created: u64,
     pub(super) model: String,
-    /// What it repeats of the request.
+    /// The parameters of the request that the response repeats.
     pub(super) echo: Map<String, Value>,
     pub(super) ids: CallIds,
     pub(super) kinds: HashMap<String, ToolKind>,
     /// Reasoning comes sealed as well.
     pub(super) sealed: bool,
-    /// For what it keeps of the request until it has ended.
+    /// The charge for the parts of the request that are kept until it has ended.
     pub(super) _held: Charge,
 }
 
 /// A response while it is made.
 pub(super) struct Answer {
     head: Head,
-    /// Who keeps it; `None`: nobody.
+    /// The keeper of the response; `None`: it is not kept.
     keeper: Option<Keeper>,
     /// Items that are complete.
     output: Vec<Value>,
@@ -63,7 +63,7 @@ enum Kind {
     Custom { call: Value, input: Input },
 }
 
-/// Where events go; nowhere for a whole answer.
+/// The writer of events; it writes nothing for a whole answer.
 struct Events<'a> {
     out: Option<&'a mut Vec<u8>>,
     sequence: &'a mut u64,

@@ -6,9 +6,9 @@ use serde_json::Value;
 /// Reads the text out of `{"input": "…"}` while that comes in pieces.
 #[derive(Debug, Default)]
 pub(super) struct Input {
-    /// What has come.
+    /// The arguments that have come.
     arguments: String,
-    /// How far that is read; `None`: the text has not begun.
+    /// The place up to which the arguments are read; `None`: the text has not begun.
     at: Option<usize>,
     /// The text so far.
     text: String,
@@ -45,7 +45,7 @@ impl Input {
     }
 }
 
-/// Where the text begins, behind its quote.
+/// The place at which the text begins, behind its quote.
 fn begin(arguments: &str) -> Option<usize> {
     let mut rest = arguments.trim_start();
     for expected in ["{", "\"input\"", ":", "\""] {

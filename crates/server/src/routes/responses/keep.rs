@@ -1,4 +1,4 @@
-//! How responses come into the store.
+//! The way of responses into the store.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub(super) struct Keeper {
     pub(super) state: Shared,
     pub(super) owner: Owner,
     pub(super) input: Vec<Item>,
-    /// What was said before.
+    /// The turns of the conversation before.
     pub(super) before: Vec<Arc<Turn>>,
     /// It is computed behind its answer.
     pub(super) background: bool,

@@ -39,7 +39,7 @@ use crate::stream::wire::Wire;
 use answer::{Answer, Head};
 use keep::Keeper;
 
-/// How many of the client's responses had to go since it was last told.
+/// The header with the number of the client's responses that were evicted since the last count.
 const EVICTED: HeaderName = HeaderName::from_static("x-forebay-responses-evicted");
 
 /// Bytes of an item's copies in a prompt, for each of its own: the message, the rendered text, its
@@ -196,7 +196,7 @@ pub(crate) async fn retrieve(
     Ok(sent(find(&state, owner(key), &id, None)?.body))
 }
 
-/// That a response is gone.
+/// The confirmation that a response is gone.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Deleted {
     id: String,
@@ -294,7 +294,7 @@ pub(crate) async fn input_items(
     }))
 }
 
-/// Who asks, as the store tells clients apart.
+/// The owner of the key's responses in the store.
 fn owner(KeyId(key): KeyId) -> Owner {
     key.map_or(0, |at| at + 1)
 }

@@ -3,9 +3,9 @@
 //! A request belongs to one of them by its name. One lane leads into each, so that a request's
 //! registration, sent before the request is submitted, is always ahead of its outputs. A thread
 //! waits for nothing but its lane (sockets are written without waiting). Writing is nine tenths of
-//! what a token costs here, so a thread that is behind, with the next step already in its lane,
-//! gathers several steps' tokens for one chunk: the engine does not have to wait for it, and
-//! streams get fewer and longer chunks. Lanes are bounded all the same.
+//! a token's cost here. So a thread that is behind, with the next step already in its lane, gathers
+//! several steps' tokens for one chunk. The engine does not have to wait for it, and streams get
+//! fewer and longer chunks. Lanes are bounded all the same.
 
 mod stream;
 
@@ -33,7 +33,7 @@ pub(crate) use stream::request_error;
 /// Longest time that a thread which is behind gathers tokens before it writes.
 const GATHER: Duration = Duration::from_millis(5);
 
-/// How the egress threads work.
+/// The settings of the egress threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EgressConfig {
     /// Threads, at least one.
@@ -50,7 +50,7 @@ pub(crate) struct Registration {
     pub(crate) id: RequestId,
     pub(crate) sender: mailbox::Sender,
     pub(crate) engine: Arc<dyn Engine>,
-    /// Where it goes on with another's stream, it has read that.
+    /// The speller. If the stream began at another brain, the speller has read the tokens so far.
     pub(crate) speller: Speller,
     /// To tell end-of-sequence from the client's own stop tokens.
     pub(crate) eos: Arc<[i32]>,

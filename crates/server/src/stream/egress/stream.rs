@@ -24,12 +24,12 @@ pub(super) struct Scratch {
     chunk: Chunk,
 }
 
-/// When a stream's next chunk may be sent.
+/// The time at which a stream's next chunk may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Due {
     /// Now.
     Now,
-    /// When more tokens have come.
+    /// The chunk waits for more tokens.
     Later,
     /// At this time.
     At(Instant),
@@ -48,7 +48,7 @@ pub(super) struct Stream {
     interval: Option<u32>,
     /// Least time between two chunks.
     window: Duration,
-    /// When the last chunk was sent.
+    /// The time at which the last chunk was sent.
     sent: Option<Instant>,
     /// A time at which what is there will be sent has been noted.
     pub(super) noted: bool,
@@ -75,7 +75,8 @@ impl Stream {
         self.delta.end.as_ref()
     }
 
-    /// Whether what has come up to `now` is to be sent: a first token and an end do not wait.
+    /// The time to send the tokens that have come up to `now`: a first token and an end do not
+    /// wait.
     pub(super) fn due(&self, now: Instant) -> Due {
         if self.delta.end.is_some() {
             return Due::Now;

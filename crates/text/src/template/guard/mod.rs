@@ -3,10 +3,10 @@
 //!
 //! A chat whose strings can put no special token together renders as ever. Otherwise it renders
 //! twice: as it is, and with twins in place of some characters of those tokens, which no special
-//! token has and no client wrote. Where the two texts differ by twins alone, the twins say which of
-//! the text is the client's; the text itself is the first one, so that nothing a template does with
-//! content (trimming, splitting, comparing, measuring) is changed by being watched. Where they
-//! differ otherwise the template has looked at such a token itself, and the chat is refused.
+//! token has and no client wrote. If the two texts differ by twins alone, the twins tell the
+//! client's part of the text. The text itself is the first one. So watching changes nothing that a
+//! template does with content (trimming, splitting, comparing, measuring). Where they differ
+//! otherwise the template has looked at such a token itself, and the chat is refused.
 
 #[cfg(test)]
 mod tests;
@@ -20,8 +20,8 @@ use serde_json::{Map, Value};
 use super::{ChatRender, ChatTemplate};
 use crate::error::TextError;
 
-/// Where twins are taken from: letters that print, have no case, are no spaces and that hardly any
-/// text has.
+/// The range of characters that twins are taken from: letters that print, have no case, are no
+/// spaces and that hardly any text has.
 const TWINS: Range<u32> = 0x2_0000..0x2_a6d0;
 
 /// A rendered chat.
@@ -40,7 +40,7 @@ pub(crate) struct Guard {
     finder: AhoCorasick,
     /// First bytes of tokens that begin with no letter or digit.
     firsts: Box<[bool; 256]>,
-    /// What the template's source has in quotes: where it may cut content.
+    /// The quoted strings in the template's source, at which it may cut content.
     literals: Option<AhoCorasick>,
     /// Every character that gets a twin.
     alphabet: Vec<char>,
@@ -57,7 +57,7 @@ struct Twinned {
     kwargs: Option<Map<String, Value>>,
 }
 
-/// Which character stands for which.
+/// The pairs of characters that stand for each other.
 struct Twins {
     twin: HashMap<char, char>,
     original: HashMap<char, char>,
@@ -192,8 +192,9 @@ impl Guard {
         fields.iter().map(field).collect()
     }
 
-    /// Where `text` has special tokens, and beginnings of some which the template could complete
-    /// with other text of the client's: before a place where it may cut, or at the end.
+    /// The places at which `text` has special tokens, or the beginning of one. The template could
+    /// complete a beginning with other text of the client's: before a place at which it may cut, or
+    /// at the end.
     fn places(&self, text: &str) -> Vec<Range<usize>> {
         let mut places = self.whole(text);
         places.extend(self.beginnings(text));

@@ -28,7 +28,7 @@ fn rendered(source: &str, messages: &Value) -> Result<Rendered, TextError> {
     guard(&template).render(&template, &ChatRender::new(messages))
 }
 
-/// What of the text is marked as the client's.
+/// The parts of the text that are marked as the client's.
 fn marked(rendered: &Rendered) -> Vec<&str> {
     rendered.client.iter().map(|range| &rendered.text[range.clone()]).collect()
 }

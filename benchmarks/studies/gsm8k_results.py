@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import records
-from benchmarks.cells import markdown, number
+from benchmarks.cells import markdown, number, table_of
 from benchmarks.records import Results, Run
 
 BENCHMARK = "gsm8k"
@@ -58,6 +58,7 @@ def record(model: str, values: dict[str, Any], path: Path | None = None) -> Path
     return records.save(found, path)
 
 
+@table_of(BENCHMARK)
 def table(found: Results) -> str:
     """A row for each model."""
     head = ["model", "shots", "questions", "accuracy", "invalid", "compared", "accuracy of these", "by transformers"]

@@ -1,9 +1,9 @@
 """Two builds of the compiled kernels, or one at two levels, in turns: what a change of theirs is worth.
 
-    python -m benchmarks.kernel_turns --old /elsewhere/libforebay_kernels.so
-    python -m benchmarks.kernel_turns --old-level avx512bf16
-    python -m benchmarks.kernel_turns --old-level avx512vnni --quantization w8a8_int8
-    FOREBAY_KERNELS=avx2 python -m benchmarks.kernel_turns --old /elsewhere/libforebay_kernels.so
+    python -m benchmarks.studies.kernel_turns --old /elsewhere/libforebay_kernels.so
+    python -m benchmarks.studies.kernel_turns --old-level avx512bf16
+    python -m benchmarks.studies.kernel_turns --old-level avx512vnni --quantization w8a8_int8
+    FOREBAY_KERNELS=avx2 python -m benchmarks.studies.kernel_turns --old /elsewhere/libforebay_kernels.so
 
 Steps as in `cpu_parts`, without a server. Each side is a process of its own, with its library beside a copy of the
 package; single steps alternate, and both processes are started anew several times, since where their memory happens
@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 
 import forebay
-from benchmarks import cpu_parts, models
+from benchmarks import models
+from benchmarks.studies import cpu_parts
 from forebay.kernels.library import NAME, PARTS
 
 READY = "ready"
@@ -58,7 +59,7 @@ class Side:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(Path.cwd())])}
         if level is not None:
             env["FOREBAY_KERNELS"] = level
-        command = [sys.executable, "-m", "benchmarks.kernel_turns", "--work", *arguments]
+        command = [sys.executable, "-m", "benchmarks.studies.kernel_turns", "--work", *arguments]
         self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _line(self) -> str:

@@ -1,6 +1,6 @@
 """Where the CPU time of a streamed token goes, from samples of the running server.
 
-    python -m benchmarks.profile --streams 2048
+    python -m benchmarks.studies.profile --streams 2048
 
 Needs Linux's `perf`. One token a chunk, as in `benchmarks.egress`; samples are taken of every thread, each is put
 into the first group whose words its call stack has, and shares become microseconds by the CPU time that the load
@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, table_of
 from benchmarks.egress import server, workload
 from benchmarks.load import load, start
-from benchmarks.records import Run
+from benchmarks.records import Results, Run, median_of
 
 STREAMS = 2048
 WARM_SECONDS = 3.0
@@ -72,6 +73,20 @@ def record(pid: int, into: Path) -> None:
     time.sleep(WARM_SECONDS)
     command = ["perf", "record", "-e", "cpu-clock", "-F", str(FREQUENCY), "-g", "-p", str(pid), "-o", str(into)]
     subprocess.run([*command, "--", "sleep", str(SAMPLED_SECONDS)], check=True, capture_output=True)
+
+
+@table_of("profile")
+def table(found: Results) -> str:
+    """Microseconds of each group of samples, and their sum."""
+    rows = []
+    for streams in found.workloads():
+        runs = [run.values for run in found.runs if run.workload == streams]
+        groups = median_of(values["groups_us_per_token"] for values in runs)
+        total = sum(groups.values())
+        ordered = sorted(groups.items(), key=lambda item: -item[1])
+        rows += [[name, f"{value:.2f}", f"{value / total:.0%}"] for name, value in ordered if value >= total / 200]
+        rows.append([f"all, {streams}", f"{total:.2f}", ""])
+    return markdown(["where", "CPU us/token", "share"], rows)
 
 
 def main() -> None:

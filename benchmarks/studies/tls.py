@@ -1,6 +1,6 @@
 """What TLS costs the server: CPU time of a streamed token, plain and encrypted.
 
-    python -m benchmarks.tls --rounds 7
+    python -m benchmarks.studies.tls --rounds 7
 
 Encrypted connections are written by the tasks of the HTTP server (`--egress tasks`), so plain connections are measured
 that way too: the difference of the two is the encryption, the rest is what the direct egress saves. The device is

@@ -2,7 +2,7 @@ r"""Few-shot GSM8K on transformers, one question at a time: `forebay eval gsm8k`
 
     forebay serve smollm2 --dtype float32
     forebay eval gsm8k --data-path test.jsonl --train-path train.jsonl --raw-result-file ours.jsonl
-    python -m benchmarks.gsm8k_reference --data-path test.jsonl --train-path train.jsonl \
+    python -m benchmarks.studies.gsm8k_reference --data-path test.jsonl --train-path train.jsonl \
         --output theirs.jsonl --compare ours.jsonl
 
 The second model is made by `python -m benchmarks.coder`; both sides then read the same files in bfloat16 and compute
@@ -10,7 +10,7 @@ in float32:
 
     forebay serve benchmarks/.models/qwen2.5-coder-0.5b --dtype float32
     forebay eval gsm8k ...  # as above
-    python -m benchmarks.gsm8k_reference --model qwen2.5-coder-0.5b ...  # as above
+    python -m benchmarks.studies.gsm8k_reference --model qwen2.5-coder-0.5b ...  # as above
 
 `--num-questions` may be smaller here than there: the first of ours are compared. `--record` puts the comparison into
 benchmarks/results/gsm8k.json, `python -m benchmarks.tables` from there into docs/performance.
@@ -37,7 +37,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from benchmarks import coder, gsm8k_results, models
+from benchmarks import coder, models
+from benchmarks.studies import gsm8k_results
 from tests.e2e.models import SmolLM2
 
 STOP = ("Question", "Assistant:", "<|separator|>")

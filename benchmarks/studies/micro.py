@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare, records
-from benchmarks.records import Run
+from benchmarks.cells import markdown, number, table_of
+from benchmarks.records import Results, Run
 from benchmarks.servers import ROOT
 
 
@@ -29,6 +30,19 @@ def estimates(folder: Path) -> list[Run]:
         name = about["group_id"] if about["function_id"] is None else f"{about['group_id']}: {about['function_id']}"
         runs.append(Run(name, about["value_str"] or "-", 1, values))
     return runs
+
+
+@table_of("micro")
+def table(found: Results) -> str:
+    """A row for each operation, a column for each size, and what the largest costs beside the smallest."""
+    sizes = sorted({run.server for run in found.runs if run.server.isdigit()}, key=int)
+    rows = []
+    for operation in found.workloads():
+        costs = [found.median(operation, size, "ns_per_element") for size in sizes]
+        measured = [cost for cost in costs if cost is not None]
+        if measured:
+            rows.append([operation, *(number(cost) for cost in costs), f"{measured[-1] / measured[0]:.2f}"])
+    return markdown(["nanoseconds", *sizes, "largest / smallest"], rows)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Whether our load generator says what others say of the same server.
 
-    python -m benchmarks.agreement --rounds 5
+    python -m benchmarks.studies.agreement --rounds 5
 
 One Forebay server is loaded in turn by `forebay bench serve`, by `vllm bench serve` and, if it is installed, by vLLM's
 load generator written in Rust: A B C, A B C, with nothing in between. Requests have the same lengths and concurrency.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, load, run_client, start
 from benchmarks.processes import Running, ServerError
 from benchmarks.records import Results, Run
@@ -97,6 +98,28 @@ def run(found: Results, names: list[str], rounds: int) -> None:
                 values = {key: said.get(key) for key in KEYS}
                 found.runs.append(Run(workload.name, client, number, values))
                 compare.say(f"  round {number} {where}: {values['output_throughput']:.1f} tokens/s")
+
+
+@table_of("agreement")
+def table(found: Results) -> str:
+    """What several clients say of the same server; in brackets our number by theirs."""
+    keys = {
+        "output_throughput": "tokens/s",
+        "mean_ttft_ms": "mean TTFT ms",
+        "mean_tpot_ms": "mean TPOT ms",
+        "mean_itl_ms": "mean ITL ms",
+    }
+    rows = []
+    for workload in found.workloads():
+        ours, *others = found.servers(workload)
+        rows.append([workload, ours, *(number(found.median(workload, ours, key)) for key in keys)])
+        for client in others:
+            cells = [
+                f"{number(found.median(workload, client, key))} [{spread(found.ratio(workload, ours, client, key))}]"
+                for key in keys
+            ]
+            rows.append([workload, client, *cells])
+    return markdown(["workload", "client", *keys.values()], rows)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Where a step's time goes on the CPU, and how far its products are from oneDNN's: SmolLM2-135M-Instruct in bfloat16.
 
-    python -m benchmarks.cpu_parts --rounds 7
+    python -m benchmarks.studies.cpu_parts --rounds 7
 
 One process, no server. For each kind of step, rounds in which the compiled kernels and oneDNN's prepacked products take
 turns; medians, in milliseconds.

@@ -1,6 +1,6 @@
 """Two builds of Forebay in turns: what a change costs on the host.
 
-    python -m benchmarks.build_turns --old /elsewhere/.venv/bin/forebay --rounds 7
+    python -m benchmarks.studies.build_turns --old /elsewhere/.venv/bin/forebay --rounds 7
 
 Each build lies in the virtual environment of its checkout. The device is simulated and takes no time, so what is
 measured is the brain, or the router in front of one. Each side runs in fresh processes, old and new in turns; ratios

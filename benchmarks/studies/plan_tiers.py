@@ -1,6 +1,6 @@
 """What a host tier is worth for a recorded traffic: prefix hits and replicas, by its size.
 
-    python -m benchmarks.plan_tiers --trace FILE
+    python -m benchmarks.studies.plan_tiers --trace FILE
 
 The trace is Mooncake's format. Schedulers are real, devices and copies take the time that the profile says; nothing is
 measured here, so one run is enough.

@@ -1,6 +1,6 @@
 """What sparse decoding from host memory is worth in simulated time: requests that run, tokens, what waits for saves.
 
-    python -m benchmarks.hisparse
+    python -m benchmarks.studies.hisparse
 
 Schedulers are real; devices, copies and misses take the time that a profile says, which nobody has measured. So one
 run is enough, and a ratio is of two simulations of the same traffic. How many of the chosen positions are missed is

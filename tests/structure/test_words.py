@@ -1,0 +1,167 @@
+"""Doc comments and docstrings begin with their subject, and their sentences are short (ADR 57)."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.structure.repository import ROOT, files, inside, read
+
+LONGEST = 30
+"""Words of a sentence. The rule is 25; the rest is room for a list of names."""
+OPENER = re.compile(
+    r"((?:How|What|Whatever|Who|Whom|Whose|Whether|Where|When|Whenever|That|Which)\b"
+    r"|(?:At|By|For|From|In|Of|On|To|With) (?:what|which|who|whom|whose)\b)"
+)
+_DOC_LINE = re.compile(r"\s*(///|//!)(?!/) ?(.*)")
+_SECTION = re.compile(r"# (?:Errors|Panics|Safety)")
+_ITEM = re.compile(r"- |\* |\d+\. ")
+_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?]\))\s+")
+
+Place = tuple[int, list[str]]
+"""A doc comment: the number of its first line, and its lines."""
+
+
+def rust_docs(text: str) -> Iterator[Place]:
+    """The doc comments of a Rust file, private ones too: neighbouring lines of one kind."""
+    kind, first, found = "", 0, list[str]()
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        match = _DOC_LINE.match(line)
+        if match and match[1] == kind:
+            found.append(match[2].strip())
+            continue
+        if found:
+            yield first, found
+        kind, first, found = (match[1], number, [match[2].strip()]) if match else ("", 0, [])
+
+
+def python_docs(text: str) -> Iterator[Place]:
+    """The docstrings of a Python file: of modules, classes, functions and attributes."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for before, statement in zip([None, *node.body], node.body, strict=False):
+            if before is not None and not isinstance(before, ast.Assign | ast.AnnAssign):
+                continue
+            if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+                continue
+            if isinstance(value := statement.value.value, str):
+                yield statement.lineno, [line.strip() for line in value.splitlines()]
+
+
+def paragraphs(lines: list[str]) -> list[str]:
+    """The prose of a comment: code, tables and headings left out, each item of a list by itself."""
+    found, code = [""], False
+    for line in lines:
+        if line.startswith("```"):
+            code = not code
+        if code or not line or line.startswith(("```", "|", "#")):
+            found.append("")
+        elif _ITEM.match(line):
+            found.append(_ITEM.sub("", line, count=1))
+        else:
+            found[-1] = f"{found[-1]} {line}".strip()
+    return [paragraph for paragraph in found if paragraph]
+
+
+def openings(lines: list[str]) -> list[str]:
+    """The beginnings of a comment and of its sections about errors, panics and safety."""
+    found = [lines[0]]
+    for at, line in enumerate(lines):
+        if _SECTION.match(line):
+            found += [later for later in lines[at + 1 :] if later][:1]
+    return found
+
+
+def faults(lines: list[str]) -> list[str]:
+    """The faults of a comment, each with the text that has it."""
+    found = [f"begins with {match[0]!r}: {text}" for text in openings(lines) if (match := OPENER.match(text))]
+    for paragraph in paragraphs(lines):
+        for sentence in _END.split(paragraph):
+            if (words := len(sentence.split())) > LONGEST:
+                found.append(f"{words} words: {sentence[:100]}")
+    return found
+
+
+def documents(path: Path) -> Iterator[Place]:
+    """The doc comments of a file; none of one that has no part in the rule."""
+    if path.suffix == ".rs" and path.parts[0] == "crates" and path.parts[2] == "src":
+        yield from rust_docs(read(path))
+    elif path.suffix == ".py" and inside(path, ["python/forebay", "benchmarks"]):
+        yield from python_docs(read(path))
+
+
+def folders() -> list[str]:
+    """The crates, and the folders of Python code."""
+    crates = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "crates").iterdir() if (path / "src").is_dir())
+    return [*crates, "python/forebay", "benchmarks"]
+
+
+@pytest.mark.parametrize("folder", folders())
+def test_comments_read_once(folder: str) -> None:
+    found = [
+        f"{path}:{number}: {fault}"
+        for path in files()
+        if inside(path, [folder])
+        for number, lines in documents(path)
+        for fault in faults(lines)
+    ]
+    assert not found, "\n".join(found)
+
+
+RUST = """\
+//! Of which several are found.
+
+/// What a thing is.
+pub struct Thing {
+    /// The size.
+    ///
+    /// # Errors
+    ///
+    /// When it is too large.
+    size: u32,
+}
+"""
+PYTHON = '''\
+"""How it goes."""
+
+SIZE = 1
+"""Whether it fits."""
+
+
+def size() -> int:
+    """Where it is.
+
+    The rest may say where it likes.
+    """
+    "What is no docstring is not read."
+    return SIZE
+'''
+
+
+def test_every_kind_of_comment_is_seen() -> None:
+    rust = [fault for _, lines in rust_docs(RUST) for fault in faults(lines)]
+    assert [fault.split(": ")[1] for fault in rust] == [
+        "Of which several are found.",
+        "What a thing is.",
+        "When it is too large.",
+    ]
+    python = [fault for _, lines in python_docs(PYTHON) for fault in faults(lines)]
+    assert {fault.split(": ")[1] for fault in python} == {"How it goes.", "Whether it fits.", "Where it is."}
+
+
+def test_words_are_counted_by_sentence() -> None:
+    def words(count: int) -> str:
+        return " ".join(["word"] * count)
+
+    assert faults([f"{words(LONGEST)}. {words(LONGEST)}"]) == []
+    assert faults([words(LONGEST), words(1)]) != []
+    assert faults(["- " + words(LONGEST), "- " + words(LONGEST)]) == []
+    assert faults(["```", words(2 * LONGEST), "```", "| " + words(2 * LONGEST)]) == []
+
+
+def test_the_noun_before_a_clause_is_no_fault() -> None:
+    assert faults(["The number of pages in each state.", "Whoever reads on is at the second line."]) == []
+    assert faults(["Thatched roofs are rare."]) == []
