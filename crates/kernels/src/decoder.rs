@@ -4,190 +4,15 @@
 //! [`Decoder::step`] return the fault. Nothing here is unsafe to call.
 
 use std::ffi::c_void;
-use std::fmt;
 use std::sync::Arc;
 
-use crate::codes::Format;
+use crate::any_model::AnyModel;
 use crate::dispatch::Level;
-use crate::element::Bf16;
 use crate::memory::Room;
-use crate::model::{LayerSpec, Model, ModelSpec, StepError, StepSpec};
-use crate::pack::{packed_len, padded_outputs};
+use crate::model::{LayerSpec, ModelSpec, StepError, StepSpec};
+use crate::packing::{Dtype, Packing, Storage, Unfit, aligned, unfit};
 use crate::pool::Threads;
-use crate::quantise::{quantised_bytes, stored_len};
 use crate::team::{Kind, Team};
-use crate::{Typed, compute, head, quantise};
-
-/// The type of weights, activations and pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dtype {
-    /// 32 bits.
-    Float32,
-    /// The upper half of them.
-    Bfloat16,
-}
-
-impl Dtype {
-    /// Bytes of a number.
-    #[must_use]
-    pub fn bytes(self) -> usize {
-        match self {
-            Self::Float32 => 4,
-            Self::Bfloat16 => 2,
-        }
-    }
-
-    fn number(self) -> u32 {
-        match self {
-            Self::Float32 => 0,
-            Self::Bfloat16 => 1,
-        }
-    }
-}
-
-/// The number format in which a matrix is computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Storage {
-    /// The matrix is in the model's type.
-    Plain,
-    /// 8 bits and a scale an output, made of the model's type.
-    Int8,
-    /// GGUF's blocks of 8 bits with a scale.
-    Q8_0,
-    /// GGUF's blocks of 4 bits with a scale.
-    Q4_0,
-    /// GGUF's blocks of 4 bits with a scale and a least value.
-    Q4_1,
-}
-
-impl Storage {
-    /// The number of the storage in the C interface.
-    fn number(self) -> u32 {
-        match self {
-            Self::Plain => 0,
-            Self::Int8 => 1,
-            Self::Q8_0 => 2,
-            Self::Q4_0 => 3,
-            Self::Q4_1 => 4,
-        }
-    }
-
-    fn format(self) -> Option<Format> {
-        Format::of(self.number())
-    }
-}
-
-/// A matrix to be packed: its shape and format, not its values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Packing {
-    /// Rows.
-    pub outputs: usize,
-    /// Columns.
-    pub inputs: usize,
-    /// The first half of the outputs gate the second.
-    pub interleaved: bool,
-    /// The model's type.
-    pub dtype: Dtype,
-    /// The number format in which the matrix is computed.
-    pub storage: Storage,
-}
-
-/// The part of a model that can't be packed or computed, in one line.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Unfit(String);
-
-impl fmt::Display for Unfit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Unfit {}
-
-fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
-    Err(Unfit(what.into()))
-}
-
-/// True if memory begins at an address that suits a number of the type.
-fn aligned(bytes: &[u8], dtype: Dtype) -> bool {
-    bytes.as_ptr().addr().is_multiple_of(dtype.bytes())
-}
-
-impl Packing {
-    /// Bytes of the packed matrix.
-    ///
-    /// # Errors
-    /// The kernels can't compute with such a matrix.
-    pub fn bytes(&self) -> Result<usize, Unfit> {
-        let &Self { outputs, inputs, interleaved, dtype, storage } = self;
-        let bytes = match storage.format() {
-            None if inputs.is_multiple_of(2) && inputs > 0 => {
-                packed_len(padded_outputs(outputs, interleaved), inputs) * dtype.bytes()
-            }
-            None => 0,
-            Some(format) => quantised_bytes(format, outputs, inputs, interleaved),
-        };
-        match bytes {
-            0 => unfit(format!("no kernel multiplies by {outputs} x {inputs} as {storage:?}")),
-            bytes => Ok(bytes),
-        }
-    }
-
-    /// Bytes of the matrix that [`Self::pack`] reads: of the model's type, or blocks as GGUF stores
-    /// them.
-    #[must_use]
-    pub fn source_bytes(&self) -> usize {
-        match (self.storage, self.storage.format()) {
-            (Storage::Plain | Storage::Int8, _) | (_, None) => {
-                self.outputs * self.inputs * self.dtype.bytes()
-            }
-            (_, Some(format)) => stored_len(format, self.outputs, self.inputs),
-        }
-    }
-
-    /// Packs the row-major `source`.
-    ///
-    /// # Errors
-    /// `source` is not of [`Self::source_bytes`], `packed` not of [`Self::bytes`], or one begins at
-    /// an odd address.
-    pub fn pack(&self, source: &[u8], packed: &mut [u8]) -> Result<(), Unfit> {
-        let &Self { outputs, inputs, interleaved, dtype, storage } = self;
-        if source.len() != self.source_bytes() || packed.len() != self.bytes()? {
-            return unfit(format!("{} bytes are no matrix of {outputs} x {inputs}", source.len()));
-        }
-        if !aligned(source, dtype) || !aligned(packed, dtype) {
-            return unfit("a matrix at an odd address");
-        }
-        match (storage, storage.format()) {
-            // SAFETY: both lengths and alignments were checked.
-            (Storage::Plain, _) | (_, None) => unsafe {
-                crate::fb_pack(
-                    dtype.number(),
-                    source.as_ptr(),
-                    outputs,
-                    inputs,
-                    interleaved,
-                    packed.as_mut_ptr(),
-                );
-            },
-            // SAFETY: as above.
-            (Storage::Int8, _) => unsafe {
-                crate::fb_quantise(
-                    dtype.number(),
-                    source.as_ptr(),
-                    outputs,
-                    inputs,
-                    interleaved,
-                    packed.as_mut_ptr(),
-                );
-            },
-            (_, Some(format)) => {
-                quantise::pack_blocks(format, source, outputs, inputs, interleaved, packed);
-            }
-        }
-        Ok(())
-    }
-}
 
 /// Memory of weights, which others may read too.
 pub type Bytes = Arc<Room>;
@@ -350,7 +175,7 @@ pub enum Wanted<'a> {
 
 /// A decoder that is ready to compute.
 pub struct Decoder {
-    model: Typed,
+    model: AnyModel,
     sizes: Sizes,
     /// The weights that the model points to.
     _weights: Weights,
@@ -430,12 +255,7 @@ impl Decoder {
         }
         let team = Team { threads: threads.count(), kind: Kind::Kept(threads.clone()) };
         // SAFETY: as above.
-        let model = unsafe {
-            match sizes.dtype {
-                Dtype::Float32 => Typed::Float32(Model::<f32>::new(&spec, team)),
-                Dtype::Bfloat16 => Typed::Bfloat16(Model::<Bf16>::new(&spec, team)),
-            }
-        };
+        let model = unsafe { AnyModel::new(&spec, team) };
         Ok(Self { model, sizes, _weights: weights, _pages: pages })
     }
 
@@ -504,12 +324,7 @@ impl Decoder {
         }
         // SAFETY: rows lie within the tables and the model's positions, what is given has so many
         // rows, and all results have room.
-        let done = unsafe {
-            match &mut self.model {
-                Typed::Float32(model) => compute(model, &step),
-                Typed::Bfloat16(model) => compute(model, &step),
-            }
-        };
+        let done = unsafe { self.model.step(&step) };
         done.map_err(|error| {
             Unfit(
                 match error {
@@ -532,17 +347,8 @@ impl Decoder {
         {
             return unfit("too little room for logits");
         }
-        if count == 0 {
-            return Ok(());
-        }
-        let (states, logits) = ((states.as_ptr(), count), logits.as_mut_ptr());
         // SAFETY: both have the sizes that were checked.
-        unsafe {
-            match &mut self.model {
-                Typed::Float32(model) => head(model, states, logits),
-                Typed::Bfloat16(model) => head(model, states, logits),
-            }
-        }
+        unsafe { self.model.head((states.as_ptr(), count), logits.as_mut_ptr()) };
         Ok(())
     }
 }

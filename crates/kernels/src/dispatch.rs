@@ -1,4 +1,4 @@
-//! The one table of levels: what each asks of a processor, and what then computes.
+//! The one table of levels: the features that each asks for, and the kernels that it has.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,7 +16,7 @@ pub(crate) trait Work<E: Element> {
     /// too.
     ///
     /// # Safety
-    /// The processor can run `K` and `D`; and what the work itself asks for.
+    /// The processor can run `K` and `D`, and the work's own conditions hold.
     unsafe fn compute<K: Kernel<E>, D: Dots>(self);
 }
 
@@ -25,7 +25,7 @@ pub(crate) trait Number: Element {
     /// Does the work with the instructions of a level.
     ///
     /// # Safety
-    /// The processor has the level; and what the work itself asks for.
+    /// The processor has the level, and the work's own conditions hold.
     unsafe fn compute<W: Work<Self>>(level: Level, work: W);
 }
 
@@ -57,7 +57,7 @@ macro_rules! levels {
             $(turn: $turn:expr,)?
         }
     )*) => {
-        /// What a processor can do, best first.
+        /// The instructions of a processor, best first.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(crate) enum Level {
             $($(#[$target])* $level,)*
@@ -186,8 +186,7 @@ impl Level {
         Self::within(LIMIT.load(Ordering::Relaxed))
     }
 
-    /// The best that is there, of those from a place on; or the fastest, where that is
-    /// [`PREFERRED`].
+    /// The best level that is there, of those from a place on. For [`PREFERRED`] the fastest.
     fn within(limit: usize) -> Self {
         let found = match Self::ALL.get(limit..) {
             Some(levels) => levels.iter().find(|level| level.is_there()),

@@ -11,7 +11,6 @@ use crate::element::{Bf16, Element};
 use crate::matmul::Matrix;
 use crate::pages::{Held, Pool, Shape};
 use crate::team::{Queue, Team, TeamSpec};
-use crate::team_of;
 use crate::tile::GROUP;
 
 pub(crate) use self::pass::Pass;
@@ -453,7 +452,7 @@ pub unsafe extern "C" fn fb_encoder_new(
     // SAFETY: the caller's descriptions.
     let encoder = unsafe {
         let (spec, team) = (&*spec, &*team);
-        let team = team_of(spec.threads, team);
+        let team = Team::of(spec.threads, team);
         match spec.dtype {
             0 => Encoder::new(spec, team).map(Typed::Float32),
             _ => Encoder::new(spec, team).map(Typed::Bfloat16),

@@ -9,28 +9,24 @@
 //!
 //! An encoder (`fb_encoder_new`) is computed likewise, all prompts of a batch a call (`fb_encode`).
 //!
-<<<<<<< HEAD
-//! Inside: `tile` says what the innermost loops do, `dots` the same for quantised weights, `vector`
-//! for everything else; `isa` holds them, written for each set of instructions, and `dispatch` is
-//! the table of which are used where. `pack` and `pages` are the order of weights, keys and values
-//! that they read, `quantise` and `codes` that of quantised ones; `matmul` and `attention` what is
-//! built of them, `model` the description of a decoder, `step` the list of what is computed, `team`
-//! the threads.
-=======
 //! The modules are:
 //!
-//! - `tile`: the innermost loops, for each kind of processor (`x86`);
+//! - `tile`, `dots` and `vector`: the traits of the innermost loops, of weights in floats, of
+//!   quantised ones, and of everything else;
+//! - `isa`: the loops themselves, for each set of instructions; `dispatch`: the table of levels,
+//!   which says what computes where;
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
-//! - `dots` (`vnni`), `quantise` and `codes`: the same for quantised weights;
+//!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
 //! - `matmul` and `attention`: products and attention, built of the loops;
-//! - `model`: the description of a decoder; `step`: the list of the parts of a step;
+//! - `model`: the description of a decoder; `any_model`: one of either type; `step`: the list of
+//!   the parts of a step;
 //! - `team`: the threads.
->>>>>>> words
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens
 //! do not change with the batch, the chunking or the number of threads.
 #![expect(unsafe_code, reason = "a C interface to vector instructions")]
 
+mod any_model;
 mod attention;
 mod codes;
 mod decoder;
@@ -44,6 +40,7 @@ mod matmul;
 mod memory;
 mod model;
 mod pack;
+mod packing;
 mod pages;
 mod pool;
 mod quantise;
@@ -55,17 +52,13 @@ mod vector;
 use std::ffi::{CStr, c_char};
 
 use crate::codes::Format;
-use crate::dispatch::{Level, Number, Work};
-use crate::dots::Dots;
-use crate::element::{Bf16, Element};
-use crate::model::{Model, StepError};
-use crate::step::Step;
-use crate::team::{Kind, Team};
-use crate::tile::Kernel;
+use crate::dispatch::Level;
+use crate::packing::Whole;
+use crate::team::Team;
 
+pub use crate::any_model::AnyModel;
 pub use crate::decoder::{
-    Bytes, Decoder, Dtype, Given, Layer, Matrix, Packing, Rows, Sizes, Storage, Unfit, Wanted,
-    Weights, build, level, limit,
+    Bytes, Decoder, Given, Layer, Matrix, Rows, Sizes, Wanted, Weights, build, level, limit,
 };
 pub use crate::encoder::{
     AnyEncoder, BatchSpec, EncoderLayerSpec, EncoderSpec, fb_encode, fb_encoder_free,
@@ -73,72 +66,12 @@ pub use crate::encoder::{
 };
 pub use crate::memory::{Room, Shared};
 pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
+pub use crate::packing::{Dtype, Packing, Storage, Unfit};
 pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
 const VERSION: u32 = 8;
-
-/// A decoder of either type.
-pub struct AnyModel(Typed);
-
-enum Typed {
-    Float32(Model<f32>),
-    Bfloat16(Model<Bf16>),
-}
-
-<<<<<<< HEAD
-/// Computes a step at the current level.
-///
-/// # Safety
-/// As of [`Model::step`].
-unsafe fn compute<E: Number>(model: &mut Model<E>, step: &StepSpec) -> Result<(), StepError> {
-    let level = Level::current();
-    // SAFETY: the caller's description; once a member, and the level is there.
-    unsafe {
-        model.step(step, |team: &Team, view: &Step<'_, E>| {
-            team.run(|member| E::compute(level, (view, &member)));
-        })
-=======
-/// The work that a team does together.
-enum Job<'a, E> {
-    /// A step of a decoder.
-    Step(&'a Step<'a, E>),
-    /// A pass of an encoder.
-    Pass(&'a Pass<'a, E>),
-}
-
-impl<E: Element> Job<'_, E> {
-    /// One member's share of it.
-    ///
-    /// # Safety
-    /// Called once by each member of the team; the processor can run `K` and `D`.
-    #[inline(always)]
-    unsafe fn compute<K: Kernel<E>, D: Dots>(self, member: &Member<'_>) {
-        // SAFETY: the contract.
-        unsafe {
-            match self {
-                Self::Step(step) => step.compute::<K, D>(member),
-                Self::Pass(pass) => pass.compute::<K>(member),
-            }
-        }
->>>>>>> words
-    }
-}
-
-/// Computes logits at the current level.
-///
-/// # Safety
-/// As of [`Model::head`].
-unsafe fn head<E: Number>(model: &mut Model<E>, states: (*const f32, usize), logits: *mut f32) {
-    let level = Level::current();
-    // SAFETY: the caller's description; once a member, and the level is there.
-    unsafe {
-        model.head(states, logits, |team, view| {
-            team.run(|member| E::compute(level, (view, &member)));
-        });
-    }
-}
 
 /// [`VERSION`].
 #[unsafe(no_mangle)]
@@ -179,27 +112,6 @@ pub extern "C" fn fb_packed_len(outputs: usize, inputs: usize, interleaved: bool
     pack::packed_len(pack::padded_outputs(outputs, interleaved), inputs)
 }
 
-/// A matrix to be packed, as [`fb_pack`] has it.
-struct Whole {
-    source: *const u8,
-    /// Outputs, inputs, and whether it is interleaved.
-    shape: (usize, usize, bool),
-    packed: *mut u8,
-}
-
-impl<E: Element> Work<E> for Whole {
-    unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
-        let (outputs, inputs, interleaved) = self.shape;
-        let length = fb_packed_len(outputs, inputs, interleaved);
-        // SAFETY: the caller's description; `K` fits the processor.
-        unsafe {
-            let source = std::slice::from_raw_parts(self.source.cast::<E>(), outputs * inputs);
-            let packed = std::slice::from_raw_parts_mut(self.packed.cast::<E>(), length);
-            pack::pack::<E, K>(source, outputs, inputs, interleaved, packed);
-        }
-    }
-}
-
 /// Packs `source` `[outputs, inputs]`, `inputs` even; `dtype` as in [`ModelSpec`]. `interleaved`:
 /// the first half of the outputs gate the second.
 ///
@@ -214,15 +126,9 @@ pub unsafe extern "C" fn fb_pack(
     interleaved: bool,
     packed: *mut u8,
 ) {
-    let whole = Whole { source, shape: (outputs, inputs, interleaved), packed };
-    let level = Level::current();
-    // SAFETY: the caller's description; the level is there.
-    unsafe {
-        match dtype {
-            0 => f32::compute(level, whole),
-            _ => Bf16::compute(level, whole),
-        }
-    }
+    let matrix = Whole { source, shape: (outputs, inputs, interleaved), packed };
+    // SAFETY: the caller's description.
+    unsafe { matrix.pack(dtype) }
 }
 
 /// Bytes of a packed matrix that is quantised as `format` says: 1 int8, 2 `Q8_0`, 3 `Q4_0`, 4
@@ -252,18 +158,9 @@ pub unsafe extern "C" fn fb_quantise(
     interleaved: bool,
     packed: *mut u8,
 ) {
-    let length = quantise::quantised_bytes(Format::Int8, outputs, inputs, interleaved);
+    let matrix = Whole { source, shape: (outputs, inputs, interleaved), packed };
     // SAFETY: the caller's description.
-    unsafe {
-        let packed = std::slice::from_raw_parts_mut(packed, length);
-        if dtype == 0 {
-            let source = std::slice::from_raw_parts(source.cast::<f32>(), outputs * inputs);
-            quantise::quantise(source, outputs, inputs, interleaved, packed);
-        } else {
-            let source = std::slice::from_raw_parts(source.cast::<Bf16>(), outputs * inputs);
-            quantise::quantise(source, outputs, inputs, interleaved, packed);
-        }
-    }
+    unsafe { matrix.quantise(dtype) }
 }
 
 /// Packs the rows of a GGUF tensor of a format, as they are stored, `source_bytes` in all;
@@ -300,11 +197,6 @@ pub unsafe extern "C" fn fb_pack_blocks(
     true
 }
 
-fn team_of(threads: u32, spec: &TeamSpec) -> Team {
-    let kind = spec.open_mp().map_or(Kind::Started, Kind::OpenMp);
-    Team { threads: threads.max(1) as usize, kind }
-}
-
 /// A decoder that computes with `spec.threads` threads. Null if the kernels cannot do an inner
 /// dimension: an odd one, or one of a quantised matrix that is not a multiple of 32.
 ///
@@ -322,15 +214,9 @@ pub unsafe extern "C" fn fb_model_new(
     if unsafe { !spec.is_possible() } {
         return std::ptr::null_mut();
     }
-    let team = team_of(spec.threads, team);
     // SAFETY: the caller's description.
-    let model = unsafe {
-        match spec.dtype {
-            0 => Typed::Float32(Model::new(spec, team)),
-            _ => Typed::Bfloat16(Model::new(spec, team)),
-        }
-    };
-    Box::into_raw(Box::new(AnyModel(model)))
+    let model = unsafe { AnyModel::new(spec, Team::of(spec.threads, team)) };
+    Box::into_raw(Box::new(model))
 }
 
 /// Frees a model; null is nothing.
@@ -354,13 +240,9 @@ pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) -> i32 {
     // SAFETY: the caller's description.
-    let result = unsafe {
-        match &mut (*model).0 {
-            Typed::Float32(model) => compute(model, &*step),
-            Typed::Bfloat16(model) => compute(model, &*step),
-        }
-    };
-    match result {
+    let (model, step) = unsafe { (&mut *model, &*step) };
+    // SAFETY: as above.
+    match unsafe { model.step(step) } {
         Ok(()) => 0,
         Err(error) => error as i32,
     }
@@ -378,14 +260,8 @@ pub unsafe extern "C" fn fb_head(
     count: usize,
     logits: *mut f32,
 ) {
-    if count == 0 {
-        return;
-    }
     // SAFETY: the caller's description.
-    unsafe {
-        match &mut (*model).0 {
-            Typed::Float32(model) => head(model, (states, count), logits),
-            Typed::Bfloat16(model) => head(model, (states, count), logits),
-        }
-    }
+    let model = unsafe { &mut *model };
+    // SAFETY: as above.
+    unsafe { model.head((states, count), logits) }
 }

@@ -157,11 +157,9 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     matrix: &Matrix<'_, E>,
     out: Out<E>,
 ) {
-    let Arranged { numbers, count, height } = rows;
-    let (inputs, length) = (matrix.inputs, panel_len(matrix.inputs));
     let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
-    let block_rows = K::BLOCK_ROWS / height.max(1) * height;
-    let pieces = panels * count.div_ceil(block_rows.max(1));
+    let block_rows = K::BLOCK_ROWS / rows.height.max(1) * rows.height;
+    let pieces = panels * rows.count.div_ceil(block_rows.max(1));
     let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; MAX_BLOCK_ROWS];
     loop {
         let mine = queue.take(pieces, members);
@@ -169,44 +167,68 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
             break;
         }
         for piece in mine {
-            let (block, panel) = (piece / panels, piece % panels);
-            let start = block * block_rows;
-            let end = (start + block_rows).min(count);
-            let tiles = (end - start).div_ceil(height);
-            // A single tile reads the panel once, however long it is.
-            let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, K::CHUNK, K::INNER) };
-            for first in (0..inputs).step_by(chunk) {
-                let positions = chunk.min(inputs - first);
-                for tile in 0..tiles {
-                    let row = start + tile * height;
-                    let rows = height.min(end - row);
-                    // SAFETY: inside the rows, the panels and the block's sums, which are complete
-                    // after the last chunk.
-                    unsafe {
-                        let weights = matrix.panels.add(panel * length + first * NR);
-                        // Weights come from memory. A single tile begins to load what it will soon
-                        // need; of several, the last two do for the next chunk, and the others find
-                        // theirs in the cache.
-                        let next = weights.wrapping_add(positions * NR);
-                        let ahead = match tiles - tile {
-                            1 if tiles == 1 => {
-                                Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>()))
-                            }
-                            1 => Ahead::Half(next.wrapping_add(positions * NR / 2)),
-                            2 => Ahead::Half(next),
-                            _ => Ahead::Nothing,
-                        };
-                        let numbers = numbers.add(row * inputs + first * rows);
-                        let sums = sums.as_mut_ptr().cast::<Outputs>().add(row - start);
-                        K::tile(numbers, rows, weights, positions, ahead, first > 0, sums);
-                        if first + positions == inputs {
-                            let sums = std::slice::from_raw_parts(sums, rows);
-                            finish::<E, K>(sums, row, panel, matrix, out);
-                        }
-                    }
+            let start = piece / panels * block_rows;
+            let block = start..(start + block_rows).min(rows.count);
+            // SAFETY: inside the rows and the panels; a block has room in the sums.
+            unsafe {
+                let sums = sums.as_mut_ptr().cast();
+                multiply_block::<E, K>(rows, block, (matrix, piece % panels), sums, out);
+            }
+        }
+    }
+}
+
+/// A block of rows times a panel, a chunk of inner positions after the other.
+///
+/// # Safety
+/// As of [`multiply`]; the block and the panel are there; `sums` has room for the block.
+#[inline(always)]
+unsafe fn multiply_block<E: Element, K: Kernel<E>>(
+    Arranged { numbers, height, .. }: Arranged<K::Number>,
+    block: Range<usize>,
+    (matrix, panel): (&Matrix<'_, E>, usize),
+    sums: *mut Outputs,
+    out: Out<E>,
+) {
+    let (inputs, length) = (matrix.inputs, panel_len(matrix.inputs));
+    let tiles = block.len().div_ceil(height);
+    // A single tile reads the panel once, however long it is.
+    let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, K::CHUNK, K::INNER) };
+    for first in (0..inputs).step_by(chunk) {
+        let positions = chunk.min(inputs - first);
+        for tile in 0..tiles {
+            let row = block.start + tile * height;
+            let rows = height.min(block.end - row);
+            // SAFETY: inside the rows, the panel and the sums, which are complete after the last
+            // chunk.
+            unsafe {
+                let weights = matrix.panels.add(panel * length + first * NR);
+                let ahead = ahead_of(weights, positions, (tiles, tiles - tile));
+                let numbers = numbers.add(row * inputs + first * rows);
+                let sums = sums.add(row - block.start);
+                K::tile(numbers, rows, weights, positions, ahead, first > 0, sums);
+                if first + positions == inputs {
+                    let sums = std::slice::from_raw_parts(sums, rows);
+                    finish::<E, K>(sums, row, panel, matrix, out);
                 }
             }
         }
+    }
+}
+
+/// The weights that a tile begins to load beside those of its chunk. `left` tiles of the block are
+/// left, with this one.
+///
+/// Weights come from memory. A single tile begins to load the weights that it needs soon. Of several
+/// tiles, the last two load those of the next chunk, and the others find theirs in the cache.
+#[inline(always)]
+fn ahead_of<E>(weights: *const E, positions: usize, (tiles, left): (usize, usize)) -> Ahead<E> {
+    let next = weights.wrapping_add(positions * NR);
+    match left {
+        1 if tiles == 1 => Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>())),
+        1 => Ahead::Half(next.wrapping_add(positions * NR / 2)),
+        2 => Ahead::Half(next),
+        _ => Ahead::Nothing,
     }
 }
 
@@ -228,7 +250,6 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
     (matrix, format): (&Matrix<'_, E>, Format),
     out: Out<E>,
 ) {
-    let length = panel_bytes(format, matrix.inputs);
     let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
     let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
     let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
@@ -238,102 +259,102 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
             break;
         }
         for piece in mine {
-            let (block, panel) = (piece / panels, piece % panels);
-            let mut row = block * BLOCK_ROWS;
-            let end = (row + BLOCK_ROWS).min(rows.count);
-            let tiles = (end - row).div_ceil(D::rows(format));
-            for left in (1..=tiles).rev() {
-                let count = (end - row).div_ceil(left);
-                // A single tile waits for memory all the time; the last of several loads the next
-                // panel.
-                let ahead = match left {
-                    1 if tiles == 1 => AHEAD,
-                    1 => length,
-                    _ => 0,
-                };
-                // SAFETY: inside the rows and the panels.
-                unsafe {
-                    let weights = matrix.panels.cast::<u8>().add(panel * length);
-                    let k = matrix.inputs;
-                    D::tile(format, &rows, (row, count), weights, k, ahead, &mut tile);
-                    finish::<E, K>(&tile[..count], row, panel, matrix, out);
-                }
-                row += count;
-            }
+            let start = piece / panels * BLOCK_ROWS;
+            let block = start..(start + BLOCK_ROWS).min(rows.count);
+            let matrix = (matrix, format, piece % panels);
+            // SAFETY: inside the rows and the panels.
+            unsafe { multiply_codes_block::<E, K, D>(&rows, block, matrix, &mut tile, out) };
         }
     }
 }
 
-/// Finishes a tile: writes, adds or compares its results.
+/// A block of rows times a panel.
+///
+/// # Safety
+/// As of [`multiply_codes`]; the block and the panel are there.
+#[inline(always)]
+unsafe fn multiply_codes_block<E: Element, K: Kernel<E>, D: Dots>(
+    rows: &Codes,
+    block: Range<usize>,
+    (matrix, format, panel): (&Matrix<'_, E>, Format, usize),
+    tile: &mut Tile,
+    out: Out<E>,
+) {
+    let (k, length) = (matrix.inputs, panel_bytes(format, matrix.inputs));
+    let tiles = block.len().div_ceil(D::rows(format));
+    let mut row = block.start;
+    for left in (1..=tiles).rev() {
+        let count = (block.end - row).div_ceil(left);
+        // A single tile waits for memory all the time; the last of several loads the next panel.
+        let ahead = match left {
+            1 if tiles == 1 => AHEAD,
+            1 => length,
+            _ => 0,
+        };
+        // SAFETY: inside the rows and the panels.
+        unsafe {
+            let weights = matrix.panels.cast::<u8>().add(panel * length);
+            D::tile(format, rows, (row, count), weights, k, ahead, tile);
+            finish::<E, K>(&tile[..count], row, panel, matrix, out);
+        }
+        row += count;
+    }
+}
+
+/// Finishes a tile, of which `row` is the first row: writes, adds or compares its results.
+///
+/// # Safety
+/// As of [`multiply`]; the rows and the panel are there.
 #[inline(always)]
 unsafe fn finish<E: Element, K: Kernel<E>>(
-    tile: &[[f32; NR]],
+    tile: &[Outputs],
     row: usize,
     panel: usize,
     matrix: &Matrix<'_, E>,
     out: Out<E>,
 ) {
-    let outputs = matrix.outputs;
-    let from = panel * NR;
+    let (outputs, from) = (matrix.outputs, panel * NR);
     let width = outputs.saturating_sub(from).min(NR);
-    let mut bias = [0.0; NR];
-    if !matrix.bias.is_empty() {
-        let half = outputs / 2;
-        match out {
-            Out::Gate(_) => {
-                let from = panel * HALF;
-                let width = half.saturating_sub(from).min(HALF);
-                bias[..width].copy_from_slice(&matrix.bias[from..from + width]);
-                bias[HALF..HALF + width].copy_from_slice(&matrix.bias[half + from..][..width]);
-            }
-            _ => bias[..width].copy_from_slice(&matrix.bias[from..from + width]),
-        }
-    }
+    let bias = bias_of(matrix, panel, matches!(out, Out::Gate(_)));
     // SAFETY: two vectors.
     let [bias, other_bias] = unsafe { halves::<K::Vector>(bias.as_ptr()) };
     for (sums, row) in tile.iter().zip(row..) {
         // SAFETY: two vectors of sums; this piece's part of what is written.
         unsafe {
-            if let Out::Best(to) = out {
-                (*to.add(row)).look::<K::Vector>(sums, from, width);
-                continue;
-            }
             let [left, right] = halves::<K::Vector>(sums.as_ptr());
             let (left, right) = (left.add(bias), right.add(other_bias));
             match out {
-                Out::Store(to) => {
-                    write(left, right, to.add(row * outputs + from), width);
-                }
-                Out::Add(to) => {
-                    let to = to.add(row * outputs + from);
-                    let mut before = [0.0; NR];
-                    let before = match width {
-                        NR => to.cast_const(),
-                        _ => {
-                            before[..width].copy_from_slice(std::slice::from_raw_parts(to, width));
-                            before.as_ptr()
-                        }
-                    };
-                    let [old_left, old_right] = halves::<K::Vector>(before);
-                    write(old_left.add(left), old_right.add(right), to, width);
-                }
+                Out::Store(to) => write(left, right, to.add(row * outputs + from), width),
+                Out::Add(to) => add(left, right, to.add(row * outputs + from), width),
                 Out::Gate(to) => {
                     let (from, half) = (panel * HALF, outputs / 2);
                     let to = to.add(row * half + from);
-                    let gated = math::silu(left).mul(right);
-                    if from + HALF <= half {
-                        K::narrow(gated, to);
-                    } else {
-                        let mut narrow = [E::default(); HALF];
-                        K::narrow(gated, narrow.as_mut_ptr());
-                        let width = half.saturating_sub(from);
-                        std::ptr::copy_nonoverlapping(narrow.as_ptr(), to, width);
-                    }
+                    gate::<E, K>(left, right, to, half.saturating_sub(from));
                 }
-                Out::Best(_) => {}
+                Out::Best(to) => (*to.add(row)).look::<K::Vector>(sums, from, width),
             }
         }
     }
+}
+
+/// The bias of a panel's outputs, zero where there is none.
+#[inline(always)]
+fn bias_of<E>(matrix: &Matrix<'_, E>, panel: usize, interleaved: bool) -> Outputs {
+    let mut bias = [0.0; NR];
+    if matrix.bias.is_empty() {
+        return bias;
+    }
+    if interleaved {
+        let (from, half) = (panel * HALF, matrix.outputs / 2);
+        let width = half.saturating_sub(from).min(HALF);
+        bias[..width].copy_from_slice(&matrix.bias[from..from + width]);
+        bias[HALF..HALF + width].copy_from_slice(&matrix.bias[half + from..][..width]);
+    } else {
+        let from = panel * NR;
+        let width = matrix.outputs.saturating_sub(from).min(NR);
+        bias[..width].copy_from_slice(&matrix.bias[from..from + width]);
+    }
+    bias
 }
 
 /// # Safety
@@ -342,6 +363,50 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
 unsafe fn halves<V: Vector>(from: *const f32) -> [V; 2] {
     // SAFETY: the contract.
     unsafe { [V::load(from), V::load(from.add(HALF))] }
+}
+
+/// Adds the first `width` of both vectors' lanes.
+///
+/// # Safety
+/// `to` can be read and written for as many.
+#[inline(always)]
+unsafe fn add<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
+    let mut before = [0.0; NR];
+    // SAFETY: the contract.
+    unsafe {
+        let before = if width == NR {
+            to.cast_const()
+        } else {
+            before[..width].copy_from_slice(std::slice::from_raw_parts(to, width));
+            before.as_ptr()
+        };
+        let [old_left, old_right] = halves::<V>(before);
+        write(old_left.add(left), old_right.add(right), to, width);
+    }
+}
+
+/// Writes `silu(left) * right`, at most `width` of it.
+///
+/// # Safety
+/// `to` can be written for as many, or for [`HALF`].
+#[inline(always)]
+unsafe fn gate<E: Element, K: Kernel<E>>(
+    left: K::Vector,
+    right: K::Vector,
+    to: *mut E,
+    width: usize,
+) {
+    let gated = math::silu(left).mul(right);
+    // SAFETY: the contract.
+    unsafe {
+        if width >= HALF {
+            K::narrow(gated, to);
+        } else {
+            let mut narrow = [E::default(); HALF];
+            K::narrow(gated, narrow.as_mut_ptr());
+            std::ptr::copy_nonoverlapping(narrow.as_ptr(), to, width);
+        }
+    }
 }
 
 /// Writes the first `width` of both vectors' lanes.

@@ -28,7 +28,7 @@ pub struct TeamSpec {
 }
 
 impl TeamSpec {
-    pub(crate) fn open_mp(&self) -> Option<OpenMp> {
+    fn open_mp(&self) -> Option<OpenMp> {
         Some(OpenMp {
             parallel: self.parallel?,
             barrier: self.barrier?,
@@ -125,6 +125,12 @@ impl Queue {
 }
 
 impl Team {
+    /// A team of at least one thread: those of OpenMP where there is one, or started for each call.
+    pub(crate) fn of(threads: u32, spec: &TeamSpec) -> Self {
+        let kind = spec.open_mp().map_or(Kind::Started, Kind::OpenMp);
+        Self { threads: threads.max(1) as usize, kind }
+    }
+
     /// Runs `work` on every member and returns when all are done.
     pub(crate) fn run<F: Fn(Member<'_>) + Sync>(&self, work: F) {
         if self.threads == 1 {

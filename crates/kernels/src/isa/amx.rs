@@ -46,7 +46,7 @@ pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
 /// does.
 pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
 
-/// The processor has tiles, and what is used beside them.
+/// True if the processor has tiles, and the features that are used beside them.
 pub(crate) fn is_there() -> bool {
     avx512_bf16::is_there() && Hardware::is_there()
 }

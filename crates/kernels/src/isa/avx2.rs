@@ -16,7 +16,8 @@ use vector::Ymms;
 /// `f32`, and bfloat16 multiplied as `f32`.
 pub(crate) struct Avx2;
 
-/// The processor has what is used beside AVX2; some that have that alone are known.
+/// True if the processor has AVX2 and the features that are used beside it; some processors have
+/// AVX2 alone.
 pub(crate) fn is_there() -> bool {
     is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
@@ -25,15 +26,9 @@ pub(crate) fn is_there() -> bool {
 
 /// Calls the function for as many rows `M`, the last one if there are more, with `C` vectors of
 /// columns at a time for each. The sums, 2 `M` `C` registers, are at most 12 of 16, so that weights
-<<<<<<< HEAD:crates/kernels/src/isa/avx2.rs
-/// and a row's number have theirs too, and where possible 8 or more, so that none waits for its own
-/// last addition.
-macro_rules! by_rows {
-=======
 /// and a row's number have theirs too. If possible they are 8 or more, so that none waits for its
 /// own last addition.
-macro_rules! dispatch {
->>>>>>> words:crates/kernels/src/x86/avx2.rs
+macro_rules! by_rows {
     ($rows:expr, $function:ident $arguments:tt, $last:tt, $($few:literal $columns:literal),* | $most:literal $fewest:literal) => {
         match $rows {
             $($few => $function::<E, $few, $columns, $last> $arguments,)*

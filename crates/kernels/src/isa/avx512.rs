@@ -16,12 +16,12 @@ pub(crate) struct Avx512;
 /// bfloat16 with AVX-512's multiply-add of `f32`.
 pub(crate) struct Avx512Wide;
 
-/// The processor has what is used of AVX-512.
+/// True if the processor has the parts of AVX-512 that are used.
 pub(crate) fn is_there() -> bool {
     is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq")
 }
 
-/// The processor has dot products of bytes beside it.
+/// True if the processor has dot products of bytes beside these parts.
 pub(crate) fn has_vnni() -> bool {
     is_there() && is_x86_feature_detected!("avx512vnni")
 }

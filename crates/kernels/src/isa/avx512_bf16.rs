@@ -11,14 +11,14 @@ use crate::element::Bf16;
 /// bfloat16 with AVX-512's dot products of pairs.
 pub(crate) struct Avx512Bf16;
 
-/// The processor has dot products of pairs; every one with these has dot products of bytes too.
+/// True if the processor has dot products of pairs, beside those of bytes.
 pub(crate) fn is_there() -> bool {
     has_vnni() && is_x86_feature_detected!("avx512bf16")
 }
 
-/// The processor's dot products of bfloat16 pairs are worth their while. Intel's take two cycles
-/// where two multiply-adds of as many `f32` take one, and are there for compatibility: its matrix
-/// extensions are what is fast. AMD's are twice as fast as multiply-adds.
+/// True if the processor's dot products of bfloat16 pairs are worth their while. Intel's are there
+/// for compatibility: they take two cycles, and two multiply-adds of as many `f32` take one.
+/// Intel's fast instructions are its matrix extensions. AMD's are twice as fast as multiply-adds.
 pub(crate) fn is_fast() -> bool {
     static FAST: OnceLock<bool> = OnceLock::new();
     // Asking makes a virtual machine's host answer, which takes its time.

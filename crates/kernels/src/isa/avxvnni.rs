@@ -12,7 +12,7 @@ use crate::dots::quad_bytes;
 /// Codes with AVX-VNNI.
 pub(crate) struct AvxVnni;
 
-/// The processor has dot products of bytes beside AVX2, of 256 bits.
+/// True if the processor has dot products of bytes beside AVX2, of 256 bits.
 pub(crate) fn is_there() -> bool {
     avx2::is_there() && is_x86_feature_detected!("avxvnni")
 }

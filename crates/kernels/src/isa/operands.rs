@@ -1,4 +1,4 @@
-//! What a tile of codes is computed from, as the loops of x86 take it.
+//! The operands of a tile of codes, as the loops of x86 take them.
 
 use crate::codes::{Codes, Format};
 

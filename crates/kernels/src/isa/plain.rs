@@ -287,23 +287,7 @@ unsafe impl Dots for Portable {
                     (codes, *rows.scales.add(at), *rows.sums.add(at))
                 };
                 let (weights, rest) = block.split_at(shared / QUAD * quad_bytes(format));
-                let mut dots = [sum.wrapping_mul(-format.offset()); NR];
-                for (x, weights) in
-                    codes.chunks_exact(QUAD).zip(weights.chunks_exact(quad_bytes(format)))
-                {
-                    let x: [i32; QUAD] = std::array::from_fn(|i| i32::from(x[i]));
-                    for (output, dot) in dots.iter_mut().enumerate() {
-                        let (from, shift) = match format.is_narrow() {
-                            true => (output % (NR / 2), output / (NR / 2) * 4),
-                            false => (output, 0),
-                        };
-                        let mask = if format.is_narrow() { 15 } else { 255 };
-                        for (i, x) in x.iter().enumerate() {
-                            let weight = weights[from * QUAD + i] >> shift & mask;
-                            *dot = dot.wrapping_add(x * i32::from(weight));
-                        }
-                    }
-                }
+                let dots = dots_of_block(format, codes, weights, sum);
                 for (output, total) in sums.iter_mut().enumerate() {
                     let half = |index: usize| {
                         half_to_f32(u16::from_le_bytes([rest[2 * index], rest[2 * index + 1]]))
@@ -328,4 +312,25 @@ unsafe impl Dots for Portable {
             }
         }
     }
+}
+
+/// Dot products of a row's codes, which add up to `sum`, with those of a panel's block.
+#[inline(always)]
+fn dots_of_block(format: Format, codes: &[i8], weights: &[u8], sum: i32) -> [i32; NR] {
+    let narrow = format.is_narrow();
+    let mask = if narrow { 15 } else { 255 };
+    let mut dots = [sum.wrapping_mul(-format.offset()); NR];
+    for (x, weights) in codes.chunks_exact(QUAD).zip(weights.chunks_exact(quad_bytes(format))) {
+        for (output, dot) in dots.iter_mut().enumerate() {
+            let (from, shift) = match narrow {
+                true => (output % (NR / 2), output / (NR / 2) * 4),
+                false => (output, 0),
+            };
+            for (i, &x) in x.iter().enumerate() {
+                let weight = weights[from * QUAD + i] >> shift & mask;
+                *dot = dot.wrapping_add(i32::from(x) * i32::from(weight));
+            }
+        }
+    }
+    dots
 }

@@ -60,8 +60,8 @@ impl Hardware {
     }
 }
 
-/// A thread's turn with the tiles: others may have shaped them before, and afterwards the kernel
-/// need not keep them any more.
+/// A thread's turn with the tiles. Others may have shaped them before. Afterwards the operating
+/// system need not keep them any more.
 pub(crate) struct Turn(());
 
 impl Turn {
@@ -78,7 +78,7 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         SHAPE.set(Shape::NONE);
-        // SAFETY: who began the turn had tiles.
+        // SAFETY: the turn began with tiles.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
 }

@@ -1,4 +1,4 @@
-//! What dot products of bytes of 256 bits have in common, whatever multiplies them.
+//! The common parts of dot products of bytes of 256 bits, whatever multiplies them.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -34,7 +34,7 @@ impl Quads {
     }
 }
 
-/// How dot products of bytes are made.
+/// The way to make dot products of bytes.
 pub(in crate::isa) trait Bytes {
     /// The first `count` codes of `M` rows that are `stride` apart, as [`Self::add`] wants them.
     ///

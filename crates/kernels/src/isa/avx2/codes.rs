@@ -1,12 +1,7 @@
 //! Codes with AVX2 alone.
 //!
-<<<<<<< HEAD:crates/kernels/src/isa/avx2/codes.rs
 //! Its own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that
-//! large, not even those of a whole block: 32 positions are 8 quads of two pairs, of at most 2 · 15
-=======
-//! AVX2's own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that
 //! large, not even those of a whole block. 32 positions are 8 quads of two pairs, of at most 2 · 15
->>>>>>> words:crates/kernels/src/x86/avx2/bytes.rs
 //! · 127 each, and a lane becomes 32 bits once a block. 8-bit codes would saturate, so both sides
 //! become 16 bits, even and odd positions of a quad by themselves. The weights are converted once
 //! for all rows of a tile, the rows before. Integers are the same as everywhere.
@@ -23,62 +18,9 @@ use crate::isa::operands::format;
 /// Codes with AVX2 alone.
 pub(crate) struct Avx2Dots;
 
-// What is said above of 4-bit codes.
+// The claim about 4-bit codes above.
 const _: () = assert!(SHARED / QUAD * 2 * 15 * LARGEST as usize <= i16::MAX as usize);
 
-<<<<<<< HEAD:crates/kernels/src/isa/avx2/codes.rs
-=======
-/// Dwords of rows, `apart` dwords apart: a quad's codes, or as [`Room`] has them.
-#[derive(Clone, Copy)]
-pub(super) struct Quads {
-    first: *const i32,
-    apart: usize,
-}
-
-impl Quads {
-    /// A row's dword in every lane.
-    ///
-    /// # Safety
-    /// It is there; the processor has AVX2 (here and below).
-    #[inline(always)]
-    unsafe fn splat(self, row: usize, quad: usize) -> __m256i {
-        // SAFETY: the contract.
-        unsafe { _mm256_set1_epi32(self.first.add(row * self.apart + quad).read_unaligned()) }
-    }
-}
-
-/// The way to make dot products of bytes.
-pub(super) trait Bytes {
-    /// The first `count` codes of `M` rows that are `stride` apart, as [`Self::add`] wants them.
-    ///
-    /// # Safety
-    /// They are there, `count` at most [`CHUNK`] and a multiple of [`SHARED`]; they and the room
-    /// stay. The processor has the instructions (here and below).
-    #[inline(always)]
-    unsafe fn quads<const FORMAT: u32, const M: usize>(
-        codes: *const i8,
-        stride: usize,
-        _count: usize,
-        _room: &mut Room<M>,
-    ) -> Quads {
-        Quads { first: codes.cast(), apart: stride / QUAD }
-    }
-
-    /// Adds `count` quads, of 4-bit codes at most a block's, to the dot products with a part of a
-    /// panel, and begins to load what is `ahead` bytes on.
-    ///
-    /// # Safety
-    /// Rows and the panel, whose part's first quad is at `from`, have as many.
-    unsafe fn add<const FORMAT: u32, const M: usize>(
-        rows: Quads,
-        count: usize,
-        from: *const u8,
-        ahead: usize,
-        dots: &mut Sums<M>,
-    );
-}
-
->>>>>>> words:crates/kernels/src/x86/avx2/bytes.rs
 impl Bytes for Avx2Dots {
     #[inline(always)]
     unsafe fn quads<const FORMAT: u32, const M: usize>(

@@ -27,7 +27,7 @@ const fn outputs(format: Format, part: usize) -> [usize; 2] {
 /// `M` rows times a panel whose outputs have one scale each.
 ///
 /// # Safety
-/// As [`Dots::tile`].
+/// As [`Dots::tile`](crate::dots::Dots::tile).
 #[inline(always)]
 pub(in crate::isa) unsafe fn whole<B: Bytes, const FORMAT: u32, const M: usize>(
     given: Operands,
@@ -83,7 +83,7 @@ unsafe fn halves(from: *const u16) -> __m256 {
 /// `M` rows times a panel with a scale every [`SHARED`] positions.
 ///
 /// # Safety
-/// As [`Dots::tile`].
+/// As [`Dots::tile`](crate::dots::Dots::tile).
 #[inline(always)]
 pub(in crate::isa) unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>(
     given: Operands,

@@ -1,6 +1,6 @@
 //! The innermost loops with AVX2, for `f32` and for bfloat16 multiplied as such.
 //!
-//! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all
+//! As in [`wide`](crate::isa::avx512), a vector of bfloat16 weights becomes two of `f32` for all
 //! rows of a tile together, and the rows' own numbers are `f32` already. With 16 registers, sums of
 //! six rows and 16 columns leave room for the rest: more columns are further passes over the rows.
 //! Each sum is one register from beginning to end, taken pair by pair, the even one first: how many

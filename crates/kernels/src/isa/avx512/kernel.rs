@@ -1,4 +1,4 @@
-//! How loops of 512 bits become a [`Kernel`](crate::tile::Kernel).
+//! A macro that makes a [`Kernel`](crate::tile::Kernel) of loops of 512 bits.
 
 /// Queries up to which four groups of keys, or vectors of a head, have room in registers at a time;
 /// of more there are two.

@@ -1,0 +1,229 @@
+//! Matrices that are put in the order of the kernels.
+
+use std::fmt;
+
+use crate::codes::Format;
+use crate::dispatch::{Level, Number, Work};
+use crate::dots::Dots;
+use crate::element::{Bf16, Element};
+use crate::pack::{pack, packed_len, padded_outputs};
+use crate::quantise::{self, quantised_bytes, stored_len};
+use crate::tile::Kernel;
+
+/// The type of weights, activations and pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    /// 32 bits.
+    Float32,
+    /// The upper half of them.
+    Bfloat16,
+}
+
+impl Dtype {
+    /// Bytes of a number.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Float32 => 4,
+            Self::Bfloat16 => 2,
+        }
+    }
+
+    pub(crate) fn number(self) -> u32 {
+        match self {
+            Self::Float32 => 0,
+            Self::Bfloat16 => 1,
+        }
+    }
+}
+
+/// The number format in which a matrix is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Storage {
+    /// In the model's type.
+    Plain,
+    /// 8 bits and a scale an output, made of the model's type.
+    Int8,
+    /// GGUF's blocks of 8 bits with a scale.
+    Q8_0,
+    /// GGUF's blocks of 4 bits with a scale.
+    Q4_0,
+    /// GGUF's blocks of 4 bits with a scale and a least value.
+    Q4_1,
+}
+
+impl Storage {
+    /// As the C interface counts them.
+    pub(crate) fn number(self) -> u32 {
+        match self {
+            Self::Plain => 0,
+            Self::Int8 => 1,
+            Self::Q8_0 => 2,
+            Self::Q4_0 => 3,
+            Self::Q4_1 => 4,
+        }
+    }
+
+    fn format(self) -> Option<Format> {
+        Format::of(self.number())
+    }
+}
+
+/// A matrix to be packed: what it is, not its values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Packing {
+    /// Rows.
+    pub outputs: usize,
+    /// Columns.
+    pub inputs: usize,
+    /// The first half of the outputs gate the second.
+    pub interleaved: bool,
+    /// The model's type.
+    pub dtype: Dtype,
+    /// The number format in which the matrix is computed.
+    pub storage: Storage,
+}
+
+/// The part of a model that can't be packed or computed, in one line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unfit(pub(crate) String);
+
+impl fmt::Display for Unfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Unfit {}
+
+pub(crate) fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
+    Err(Unfit(what.into()))
+}
+
+/// True if memory begins at an address that suits a number of the type.
+pub(crate) fn aligned(bytes: &[u8], dtype: Dtype) -> bool {
+    bytes.as_ptr().addr().is_multiple_of(dtype.bytes())
+}
+
+impl Packing {
+    /// Bytes of the packed matrix.
+    ///
+    /// # Errors
+    /// The kernels can't compute with such a matrix.
+    pub fn bytes(&self) -> Result<usize, Unfit> {
+        let &Self { outputs, inputs, interleaved, dtype, storage } = self;
+        let bytes = match storage.format() {
+            None if inputs.is_multiple_of(2) && inputs > 0 => {
+                packed_len(padded_outputs(outputs, interleaved), inputs) * dtype.bytes()
+            }
+            None => 0,
+            Some(format) => quantised_bytes(format, outputs, inputs, interleaved),
+        };
+        match bytes {
+            0 => unfit(format!("no kernel multiplies by {outputs} x {inputs} as {storage:?}")),
+            bytes => Ok(bytes),
+        }
+    }
+
+    /// Bytes of the matrix that [`Self::pack`] reads: of the model's type, or blocks as GGUF stores
+    /// them.
+    #[must_use]
+    pub fn source_bytes(&self) -> usize {
+        match (self.storage, self.storage.format()) {
+            (Storage::Plain | Storage::Int8, _) | (_, None) => {
+                self.outputs * self.inputs * self.dtype.bytes()
+            }
+            (_, Some(format)) => stored_len(format, self.outputs, self.inputs),
+        }
+    }
+
+    /// Packs the row-major `source`.
+    ///
+    /// # Errors
+    /// `source` is not of [`Self::source_bytes`], `packed` not of [`Self::bytes`], or one begins at
+    /// an odd address.
+    pub fn pack(&self, source: &[u8], packed: &mut [u8]) -> Result<(), Unfit> {
+        let &Self { outputs, inputs, interleaved, dtype, storage } = self;
+        if source.len() != self.source_bytes() || packed.len() != self.bytes()? {
+            return unfit(format!("{} bytes are no matrix of {outputs} x {inputs}", source.len()));
+        }
+        if !aligned(source, dtype) || !aligned(packed, dtype) {
+            return unfit("a matrix at an odd address");
+        }
+        let shape = (outputs, inputs, interleaved);
+        let whole = Whole { source: source.as_ptr(), shape, packed: packed.as_mut_ptr() };
+        match (storage, storage.format()) {
+            // SAFETY: both lengths and alignments were checked.
+            (Storage::Plain, _) | (_, None) => unsafe { whole.pack(dtype.number()) },
+            // SAFETY: as above.
+            (Storage::Int8, _) => unsafe { whole.quantise(dtype.number()) },
+            (_, Some(format)) => {
+                quantise::pack_blocks(format, source, outputs, inputs, interleaved, packed);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A whole matrix of floats, and room for the packed one. A `dtype` is 0 for float32 and 1 for
+/// bfloat16.
+pub(crate) struct Whole {
+    pub(crate) source: *const u8,
+    /// Outputs, inputs, and whether it is interleaved.
+    pub(crate) shape: (usize, usize, bool),
+    pub(crate) packed: *mut u8,
+}
+
+impl Whole {
+    /// Packs it.
+    ///
+    /// # Safety
+    /// `source` is a whole matrix, `packed` has room for [`packed_len`] elements.
+    pub(crate) unsafe fn pack(self, dtype: u32) {
+        let level = Level::current();
+        // SAFETY: the contract; the level is there.
+        unsafe {
+            match dtype {
+                0 => f32::compute(level, self),
+                _ => Bf16::compute(level, self),
+            }
+        }
+    }
+
+    /// Quantises it to int8 with one scale an output, and packs it.
+    ///
+    /// # Safety
+    /// `source` is a whole matrix, `packed` has room for [`quantised_bytes`], which are not 0.
+    pub(crate) unsafe fn quantise(self, dtype: u32) {
+        unsafe fn typed<E: Element>(whole: &Whole) {
+            let (outputs, inputs, interleaved) = whole.shape;
+            let length = quantised_bytes(Format::Int8, outputs, inputs, interleaved);
+            // SAFETY: the contract.
+            unsafe {
+                let packed = std::slice::from_raw_parts_mut(whole.packed, length);
+                let source = std::slice::from_raw_parts(whole.source.cast::<E>(), outputs * inputs);
+                quantise::quantise(source, outputs, inputs, interleaved, packed);
+            }
+        }
+        // SAFETY: the contract.
+        unsafe {
+            match dtype {
+                0 => typed::<f32>(&self),
+                _ => typed::<Bf16>(&self),
+            }
+        }
+    }
+}
+
+impl<E: Element> Work<E> for Whole {
+    unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
+        let (outputs, inputs, interleaved) = self.shape;
+        let length = packed_len(padded_outputs(outputs, interleaved), inputs);
+        // SAFETY: the contract of [`Whole::pack`]; `K` fits the processor.
+        unsafe {
+            let source = std::slice::from_raw_parts(self.source.cast::<E>(), outputs * inputs);
+            let packed = std::slice::from_raw_parts_mut(self.packed.cast::<E>(), length);
+            pack::<E, K>(source, outputs, inputs, interleaved, packed);
+        }
+    }
+}
