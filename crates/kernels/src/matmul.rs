@@ -219,8 +219,8 @@ unsafe fn multiply_block<E: Element, K: Kernel<E>>(
 /// The weights that a tile begins to load beside those of its chunk. `left` tiles of the block are
 /// left, with this one.
 ///
-/// Weights come from memory. A single tile begins to load the weights that it needs soon. Of several
-/// tiles, the last two load those of the next chunk, and the others find theirs in the cache.
+/// Weights come from memory. A single tile begins to load the weights that it needs soon. The last
+/// two of several tiles load those of the next chunk, and the others find theirs in the cache.
 #[inline(always)]
 fn ahead_of<E>(weights: *const E, positions: usize, (tiles, left): (usize, usize)) -> Ahead<E> {
     let next = weights.wrapping_add(positions * NR);

@@ -39,8 +39,8 @@ pub(in crate::isa) trait Bytes {
     /// The first `count` codes of `M` rows that are `stride` apart, as [`Self::add`] wants them.
     ///
     /// # Safety
-    /// They are there, `count` at most [`CHUNK`] and a multiple of [`SHARED`](crate::codes::SHARED); they and the room
-    /// stay. The processor has the instructions (here and below).
+    /// They are there, and they and the room stay. `count` is at most [`CHUNK`] and a multiple of
+    /// [`SHARED`](crate::codes::SHARED). The processor has the instructions (here and below).
     #[inline(always)]
     unsafe fn quads<const FORMAT: u32, const M: usize>(
         codes: *const i8,

@@ -15,8 +15,9 @@ macro_rules! by_rows {
     };
 }
 
-/// Implements [`Kernel`](crate::tile::Kernel) with the loops of a module, compiled for `$features`. Each number of rows
-/// is a function of its own: inlined, all of them would be copied to every product.
+/// Implements [`Kernel`](crate::tile::Kernel) with the loops of a module, compiled for `$features`.
+/// Each number of rows is a function of its own: inlined, all of them would be copied to every
+/// product.
 macro_rules! kernel {
     ($name:ident: $element:ty as $number:ty, $features:literal, $loops:ident) => {
         const _: () = {
