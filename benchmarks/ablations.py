@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import compare, intake, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, measure
+from benchmarks.records import Results
 from benchmarks.servers import STEPS_OF_5_MS, TOKEN_EVERY_30_US, Forebay, Server, Setting
 
 TINY = Setting(model="tiny", streams=256, context=512, threads=1)
@@ -105,6 +107,35 @@ SWITCHES = [
     ),
     Switch("text cache", (), ("--text-cache-bytes", "0"), LONG_SHARED, profile=STEPS_OF_5_MS),
 ]
+
+
+@table_of("ablations")
+def table(found: Results) -> str:
+    """On by off for every switch: throughput and latency."""
+    head = [
+        "switch",
+        "workload",
+        "tokens/s on",
+        "off",
+        "throughput on/off",
+        "TTFT on/off",
+        "ITL on/off",
+        "CPU/token on/off",
+        "P99 TTFT on/off",
+        "P99 ITL on/off",
+        "published elsewhere",
+    ]
+    keys = (
+        *("output_throughput", "mean_ttft_ms", "mean_itl_ms", "server_cpu_us_per_token"),
+        *("p99_ttft_ms", "p99_itl_ms"),
+    )
+    rows = []
+    for case in found.workloads():
+        switch, _, workload = case.partition(": ")
+        throughputs = [number(found.median(case, state, "output_throughput")) for state in ("on", "off")]
+        ratios = [spread(found.ratio(case, "on", "off", key)) for key in keys]
+        rows.append([switch, workload, *throughputs, *ratios, found.elsewhere.get(switch, "-")])
+    return markdown(head, rows)
 
 
 def main() -> None:

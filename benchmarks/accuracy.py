@@ -26,8 +26,10 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks import in_process, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.in_process import PAGE
 from benchmarks.models import default_model
+from benchmarks.records import Results
 from forebay.compute.native import NativeCompute
 from forebay.compute.rows import Launch, Rows
 from forebay.device import open_device
@@ -213,6 +215,34 @@ def speed(results: records.Results, models: dict[str, Model]) -> None:
                 results.runs.append(records.Run(case, name, round_, {"step_ms": statistics.median(times)}))
         for name in models:
             print(case, name, results.median(case, name, "step_ms"), flush=True)
+
+
+_ACCURACY_KEYS = ("perplexity", "loss_over_base", "loss_error", "answers", "answers_equal", "median_agreed")
+
+
+@table_of("accuracy")
+def table(found: Results) -> str:
+    """The cost of each way of computing in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
+    parts = []
+    if ways := found.servers("accuracy"):
+        rows = []
+        for way in ways:
+            median = {key: found.median("accuracy", way, key) for key in _ACCURACY_KEYS}
+            over, error = (median[key] or 0.0 for key in ("loss_over_base", "loss_error"))
+            same = f"{median['answers_equal']:.0f} of {median['answers']:.0f}"
+            perplexity = f"{median['perplexity']:.3f}"
+            rows.append([way, perplexity, f"{over:+.4f} ± {error:.4f}", same, number(median["median_agreed"])])
+        head = ["computed in", "perplexity", "loss over bfloat16's", "same answers", "median tokens until they differ"]
+        parts.append(markdown(head, rows))
+    steps = [workload for workload in found.workloads() if workload != "accuracy"]
+    rows = [
+        [step, way, number(found.median(step, way, "step_ms")), spread(found.ratio(step, "bfloat16", way, "step_ms"))]
+        for step in steps
+        for way in found.servers(step)
+    ]
+    if rows:
+        parts.append(markdown(["step", "computed in", "ms", "bfloat16 / this"], rows))
+    return "\n\n".join(parts)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 .PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-accuracy bench-startup bench-first-minute bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
-	bench-intake bench-images bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-outposts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
+	bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-outposts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -39,7 +39,7 @@ bench: bench-build ## compare with the installed peers: host ceiling, then a rea
 
 bench-cpu: bench-build ## a real model on the CPU beside its peers, where a step's time goes, and the machine's limits (2 hours)
 	$(BIN)/python -m benchmarks.cpu_model $(or $(BENCH_ROUNDS),--rounds 5) --servers 'forebay $(BENCH_CPU_PEERS)'
-	$(BIN)/python -m benchmarks.cpu_parts
+	$(BIN)/python -m benchmarks.studies.cpu_parts
 	cargo run --locked --release -p forebay-kernels --example roofline
 
 bench-coder: bench-build ## the second real model, Qwen2.5-Coder-0.5B, beside its peers (make bench-setup PEERS=coder; 30 minutes)
@@ -66,10 +66,10 @@ bench-egress: bench-build ## measure what a streamed chunk costs, by who writes 
 	cargo bench --locked -p forebay-server --bench socket_writes
 
 bench-profile: bench-build ## say where the CPU time of a streamed token goes; needs perf (1 minute)
-	$(BIN)/python -m benchmarks.profile $(BENCH_ROUNDS)
+	$(BIN)/python -m benchmarks.studies.profile $(BENCH_ROUNDS)
 
 bench-agreement: bench-build ## compare our load generator with vLLM's, on the same server (10 minutes)
-	$(BIN)/python -m benchmarks.agreement $(BENCH_ROUNDS)
+	$(BIN)/python -m benchmarks.studies.agreement $(BENCH_ROUNDS)
 
 bench-embeddings: bench-build $(STAMPS)/embedder ## measure the latency of embeddings at rising rates (5 minutes)
 	$(BIN)/python -m benchmarks.embeddings $(BENCH_ROUNDS) --servers 'forebay-sim forebay-sim-inline forebay $(filter vllm,$(PEERS))'
@@ -79,6 +79,9 @@ bench-intake: bench-build ## measure what a burst of large requests does to the 
 
 bench-images: bench-build ## measure what a burst of images does to the streams beside it (3 minutes)
 	$(BIN)/python -m benchmarks.images $(BENCH_ROUNDS)
+
+bench-image-peers: bench-build ## images at once in front of a tiny Qwen3-VL, beside vLLM (make bench-setup PEERS=vllm; 15 minutes)
+	$(BIN)/python -m benchmarks.image_peers $(BENCH_ROUNDS) --servers 'forebay $(filter vllm,$(PEERS))'
 
 bench-masks: bench-build ## measure what answers of a given form cost, with a vocabulary of 151 936 tokens (2 minutes)
 	$(BIN)/python -m benchmarks.masks $(BENCH_ROUNDS)
@@ -109,17 +112,17 @@ bench-host-tier: bench-build ## measure what the host tier gives a second turn a
 	$(BIN)/python -m benchmarks.host_tier $(BENCH_ROUNDS)
 
 bench-plan-tiers: bench-build ## how many replicas a trace needs with host pools of 0, 1, 4 and 16 times the device's (TRACE=FILE)
-	$(BIN)/python -m benchmarks.plan_tiers --trace $(TRACE)
+	$(BIN)/python -m benchmarks.studies.plan_tiers --trace $(TRACE)
 
 bench-hisparse: bench-build ## simulate what sparse decoding from host memory gives, and what waits for saves (2 minutes)
-	$(BIN)/python -m benchmarks.hisparse
+	$(BIN)/python -m benchmarks.studies.hisparse
 
 bench-tool-calls: bench-build ## count function calls that are valid and right, free and forced (make bench-setup PEERS=coder; 3 minutes)
 	$(BIN)/python -m benchmarks.tool_calls $(BENCH_ROUNDS)
 
 bench-micro: ## run the microbenchmarks of the scheduler, the pages and the record of steps (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache -p forebay-engine
-	$(BIN)/python -m benchmarks.micro
+	$(BIN)/python -m benchmarks.studies.micro
 
 bench-build: setup $(STAMPS)/model
 	@$(MAKE) --no-print-directory build

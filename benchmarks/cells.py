@@ -1,10 +1,24 @@
-"""Tables and their cells, as Markdown."""
+"""Tables and their cells, as Markdown, and which benchmark has which table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from benchmarks.records import Ratio
+from benchmarks.records import Ratio, Results
+
+Table = Callable[[Results], str]
+TABLES: dict[str, Table] = {}
+"""The registered tables, by the names of benchmarks."""
+
+
+def table_of(*benchmarks: str) -> Callable[[Table], Table]:
+    """Registers the function below it as the table of these benchmarks' results."""
+
+    def register(table: Table) -> Table:
+        TABLES.update(dict.fromkeys(benchmarks, table))
+        return table
+
+    return register
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,8 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import coder, compare
+from benchmarks.beside import servers_table
+from benchmarks.cells import table_of
 from benchmarks.load import Workload
-from benchmarks.servers import Setting
+from benchmarks.records import Results
+from benchmarks.servers import FOREBAY_CPU, Setting
 
 SERVERS = ["forebay", "vllm", "vllm-rust", "llama"]
 CONCURRENCY = [1, 8, 32, 64]
@@ -44,6 +47,21 @@ def prefill(concurrency: int, model: str = "smollm2") -> Workload:
 def results_name(model: str, cpuinfo: str) -> str:
     """The name of a model's results on the processor that Linux describes so."""
     return RESULTS[model] + (TILES if "amx_tile" in cpuinfo.split() else "")
+
+
+@table_of("cpu_model", "cpu_model_amx", "cpu_coder", "cpu_coder_amx")
+def table(found: Results) -> str:
+    """Generation, and then prompts only, where input tokens count."""
+    prefill = {workload for workload in found.workloads() if workload.startswith("prefill")}
+    parts = []
+    for names, throughput, title in (
+        (set(found.workloads()) - prefill, "output_throughput", "Output tokens per second:"),
+        (prefill, "input_throughput", "Input tokens per second (CPU still per output token):"),
+    ):
+        part = Results(**{**vars(found), "runs": [run for run in found.runs if run.workload in names]})
+        if part.runs:
+            parts.append(f"{title}\n\n{servers_table(part, [FOREBAY_CPU.name], 'workload', throughput)}")
+    return "\n\n".join(parts)
 
 
 def main() -> None:

@@ -10,7 +10,9 @@ sockets, detokenisation, scheduler.
 from __future__ import annotations
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, measure
+from benchmarks.records import Results
 from benchmarks.servers import TOKEN_EVERY_30_US, Forebay, Setting
 
 STREAMS = [64, 512, 2048, 4096]
@@ -27,6 +29,20 @@ def workload(streams: int) -> Workload:
 def server(mode: str) -> Forebay:
     """Forebay with chunks written that way."""
     return Forebay(mode, "forebay-chat", flags=("--egress", mode), profile=TOKEN_EVERY_30_US)
+
+
+@table_of("egress")
+def table(found: Results) -> str:
+    """CPU time of a chunk for each way of writing it; the ratios are of the others to the first."""
+    head = ["streams", "chunks written by", "CPU us/token", "user", "kernel", "chunks/token", "ITL ms", "p99 ITL ms"]
+    keys = ("server_cpu_us_per_token", "server_user_us_per_token", "server_kernel_us_per_token", "chunks_per_token")
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in (*keys, "mean_itl_ms", "p99_itl_ms")]
+            rows.append([workload, server, *cells, spread(found.ratio(workload, server, first, keys[0]))])
+    return markdown([*head, "CPU / direct"], rows)
 
 
 def main() -> None:

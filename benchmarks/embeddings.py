@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, table_of
 from benchmarks.load import SEED, run_client, start
 from benchmarks.processes import Running, ServerError
 from benchmarks.records import Results, Run
@@ -81,6 +82,19 @@ def climb(found: Results, server: Server, rates: Sequence[float], seconds: float
             compare.say(f"  round {turn} {rate}/s: {server.name}: {shown} ms, {values['late_sends']} sent late")
             if values["median_e2e_latency_ms"] > TOO_SLOW_MS:
                 return
+
+
+@table_of("embeddings")
+def table(found: Results) -> str:
+    """Latency by rate; a rate at which the load generator was late does not count."""
+    head = ["rate", "server", "inputs/s", "P50 ms", "P90 ms", "P99 ms", "sent late"]
+    keys = ("request_throughput", "median_e2e_latency_ms", "p90_e2e_latency_ms", "p99_e2e_latency_ms", "late_sends")
+    rows = [
+        [workload, server, *(number(found.median(workload, server, key)) for key in keys)]
+        for workload in found.workloads()
+        for server in found.servers(workload)
+    ]
+    return markdown(head, rows)
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ import subprocess
 import sys
 
 from benchmarks import compare, records
-from benchmarks.records import Run
+from benchmarks.cells import markdown, number, table_of
+from benchmarks.records import Results, Run
 from benchmarks.servers import ROOT
 
 ROWS = 256
@@ -38,14 +39,27 @@ def once() -> dict[int, dict[str, float]]:
     return found
 
 
+@table_of("fan_out")
+def table(found: Results) -> str:
+    """Microseconds of the engine's thread a step, by ranks."""
+    head = ["ranks", "plan to all us", "results of all us", "us a further rank"]
+    keys = ("submit_us", "collect_us", "more_us_a_rank")
+    rows = [
+        [ranks, *(number(found.median(workload, ranks, key)) for key in keys)]
+        for workload in found.workloads()
+        for ranks in found.servers(workload)
+    ]
+    return markdown(head, rows)
+
+
 def main() -> None:
     """The command."""
     chosen = compare.parser("Time how plans go to ranks.", rounds=5).parse_args()
     found = records.new("fan_out", chosen.rounds)
-    for number in range(1, chosen.rounds + 1):
+    for round_ in range(1, chosen.rounds + 1):
         for ranks, values in once().items():
-            compare.say(f"round {number}, {ranks} ranks: {values['more_us_a_rank']:.1f} us a further rank")
-            found.runs.append(Run(f"{ROWS} rows", f"{ranks}", number, values))
+            compare.say(f"round {round_}, {ranks} ranks: {values['more_us_a_rank']:.1f} us a further rank")
+            found.runs.append(Run(f"{ROWS} rows", f"{ranks}", round_, values))
     compare.finish(found, chosen.output)
 
 

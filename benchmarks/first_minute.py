@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import compare, models, records, startup
-from benchmarks.records import Run
+from benchmarks.cells import markdown, number, spread, table_of
+from benchmarks.records import Results, Run, paired_ratio
 from benchmarks.servers import FOREBAY_CPU, LLAMA, ROOT, VENVS, VLLM, Server, Setting
 
 DIST = ROOT / "dist"
@@ -158,6 +160,32 @@ def measure(installation: Installation) -> dict[str, Any]:
     return {"install_seconds": installed, "downloaded_bytes": down, "disk_bytes": disk, **values}
 
 
+@table_of("first_minute")
+def table(found: Results) -> str:
+    """Megabytes and seconds from nothing; the ratios are of each server to the first."""
+    head = ["server", "MB downloaded", "MB on disk", "installed s", "ready after s", "first token after s"]
+    head += ["from nothing to the first token s", "this / first server's"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        totals = {
+            server: {
+                run.round: run.values["install_seconds"] + run.values["first_token_seconds"]
+                for run in found.runs
+                if run.server == server
+            }
+            for server in found.servers(workload)
+        }
+        for server, total in totals.items():
+            sizes = [found.median(workload, server, key) for key in ("downloaded_bytes", "disk_bytes")]
+            keys = ("install_seconds", "ready_seconds", "first_token_seconds")
+            cells = [number(None if size is None else size / 1e6) for size in sizes]
+            cells += [number(found.median(workload, server, key)) for key in keys]
+            cells += [number(median(total.values())), spread(paired_ratio(total, totals[first]))]
+            rows.append([server, *cells])
+    return markdown(head, rows)
+
+
 def main() -> None:
     """The command."""
     flags = compare.parser("From an empty directory to the first token.", rounds=1)
@@ -171,11 +199,11 @@ def main() -> None:
     found = records.new("first_minute", asked.rounds)
     servers = [INSTALLATIONS[key].server for key in keys]
     found.notes = {server.name: server.note for server in servers if server.note}
-    for number, key in records.in_turn(asked.rounds, keys):
+    for round_, key in records.in_turn(asked.rounds, keys):
         values = measure(INSTALLATIONS[key])
-        found.runs.append(Run(workload=WORKLOAD, server=INSTALLATIONS[key].server.name, round=number, values=values))
+        found.runs.append(Run(workload=WORKLOAD, server=INSTALLATIONS[key].server.name, round=round_, values=values))
         total = values["install_seconds"] + values["first_token_seconds"]
-        compare.say(f"  round {number} {key}: {total:.1f} s, {values['downloaded_bytes'] / 1e6:.0f} MB")
+        compare.say(f"  round {round_} {key}: {total:.1f} s, {values['downloaded_bytes'] / 1e6:.0f} MB")
     compare.finish(found, asked.output)
 
 

@@ -9,8 +9,11 @@ time, which no peer has, and with the real hand on the same tiny model as the pe
 from __future__ import annotations
 
 from benchmarks import compare
+from benchmarks.beside import servers_table
+from benchmarks.cells import table_of
 from benchmarks.load import Workload
-from benchmarks.servers import BY_KEY, Setting
+from benchmarks.records import Results
+from benchmarks.servers import BY_KEY, FOREBAY_CPU, FOREBAY_SIM, Setting
 
 STREAMS = [64, 256, 1024, 2048, 4096]
 PROMPT = 10
@@ -23,6 +26,12 @@ def workload(streams: int) -> Workload:
     # The tiny model's arithmetic is too short to be shared out.
     setting = Setting(model="tiny", streams=streams, context=CONTEXT, threads=1)
     return Workload(str(streams), setting, PROMPT, ANSWER, requests=max(1024, 2 * streams))
+
+
+@table_of("host_ceiling")
+def table(found: Results) -> str:
+    """Streams against servers."""
+    return servers_table(found, [FOREBAY_SIM.name, FOREBAY_CPU.name], "streams", "output_throughput")
 
 
 def main() -> None:

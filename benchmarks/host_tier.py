@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import compare, models, records, tables
+from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, load, start
 from benchmarks.processes import Running, ServerError
+from benchmarks.records import Results
 from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, SERVED_NAME, Forebay, Setting
 
 OFF, TIER, RECOMPUTE = "off", "tier", "recompute"
@@ -145,6 +147,44 @@ def measure_write(side: Forebay, workload: Workload) -> dict[str, Any]:
         return load(side, workload, running)
 
 
+@table_of("host_tier")
+def table(found: Results) -> str:
+    """The gain of the tier for a second turn and an overload, and the cost of saving."""
+    rows = [
+        [
+            "second turn, TTFT ms",
+            number(found.median("turn", "off", "median_ttft_ms")),
+            number(found.median("turn", "tier", "median_ttft_ms")),
+            spread(found.ratio("turn", "tier", "off", "median_ttft_ms")),
+        ],
+        [
+            "of that copying, ms",
+            "-",
+            number(found.median("turn", "tier", "copy_ms_per_restore")),
+            "-",
+        ],
+        [
+            "brain, CPU us a token, nothing to reuse",
+            number(found.median("write", "off", "server_cpu_us_per_token")),
+            number(found.median("write", "tier", "server_cpu_us_per_token")),
+            spread(found.ratio("write", "tier", "off", "server_cpu_us_per_token")),
+        ],
+        [
+            "overload, tokens computed again a preemption",
+            number(found.median("overload", "recompute", "recomputed_per_preemption")),
+            number(found.median("overload", "tier", "recomputed_per_preemption")),
+            "-",
+        ],
+        [
+            "overload, output tokens/s",
+            number(found.median("overload", "recompute", "output_throughput")),
+            number(found.median("overload", "tier", "output_throughput")),
+            spread(found.ratio("overload", "tier", "recompute", "output_throughput")),
+        ],
+    ]
+    return markdown(["", "without", "with the tier", "ratio (least-most)"], rows)
+
+
 def main() -> None:
     """The command."""
     asked = compare.parser("What the host tier gives and costs.", rounds=5).parse_args()
@@ -155,7 +195,7 @@ def main() -> None:
     sides = [real(RECOMPUTE, *FLAGS, "--preemption", "recompute"), real(TIER, *FLAGS)]
     compare.measure_in_turn(found, OVERLOAD, sides, asked.rounds, measure_overload)
     records.save(found, asked.output)
-    print(tables.host_tier(found))
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from torchvision.transforms.v2 import functional as vision
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor, smart_resize
 
 from benchmarks import compare, records
-from benchmarks.records import Run
+from benchmarks.cells import markdown, number, spread, table_of
+from benchmarks.records import Results, Run
 from benchmarks.servers import ROOT
 from tests.vision.preparing import QWEN3, Preparing, picture
 
@@ -106,6 +107,21 @@ def measure(found: records.Results) -> None:
                 value = work[server]()
                 compare.say(f"{name}, {server}, round {number}: {value:.1f} images/s")
                 found.runs.append(Run(name, server, number, {"images_per_second": value, "file_bytes": len(file)}))
+
+
+@table_of("image_prepare")
+def table(found: Results) -> str:
+    """Images a second of one core; the ratios are of the first to the others."""
+    head = ["file, 1200 x 1200", "MB", "by", "images/s", "forebay / this"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            megabytes = (found.median(workload, server, "file_bytes") or 0) / 1e6
+            rate = number(found.median(workload, server, "images_per_second"))
+            ratio = spread(found.ratio(workload, first, server, "images_per_second"))
+            rows.append([workload, f"{megabytes:.2f}", server, rate, ratio])
+    return markdown(head, rows)
 
 
 def main() -> None:

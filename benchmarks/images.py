@@ -31,6 +31,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.intake import (
     MORE_KEPT,
     REQUESTS,
@@ -42,6 +43,7 @@ from benchmarks.intake import (
 )
 from benchmarks.load import Workload, client_command, kept, run_client, start
 from benchmarks.processes import ServerError
+from benchmarks.records import Results
 from benchmarks.servers import STEPS_OF_5_MS, Forebay, Server, Setting
 
 MODEL = "seeing"
@@ -224,6 +226,23 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
         raise ServerError(f"{server.name}: {run['failed']} streams failed: {run['errors']}")
     told = {"slowest_of_burst_ms": slowest, "images": seen, "images_a_second": seen / seconds}
     return kept(run) | {key: run[key] for key in MORE_KEPT} | told
+
+
+@table_of("images")
+def table(found: Results) -> str:
+    """The same with images; the last ratio is of the p99 to that beside the same work done by another server."""
+    head = ["beside the streams", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "p99 / another server"]
+    head += ["slowest of the burst ms", "images/s"]
+    keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")
+    rows = []
+    for workload in found.workloads():
+        nothing, other, *_ = found.servers(workload)
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in keys]
+            cells += [spread(found.ratio(workload, server, base, "p99_itl_ms")) for base in (nothing, other)]
+            cells += [number(found.median(workload, server, key)) for key in ("slowest_of_burst_ms", "images_a_second")]
+            rows.append([server, *cells])
+    return markdown(head, rows)
 
 
 def main() -> None:

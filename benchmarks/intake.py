@@ -36,8 +36,10 @@ import torch
 from safetensors.torch import save
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, client_command, kept, run_client, start
 from benchmarks.processes import Running, ServerError
+from benchmarks.records import Results
 from benchmarks.servers import STEPS_OF_5_MS, Forebay, Server, Setting
 
 STREAMS = 64
@@ -208,11 +210,11 @@ def bursts(
             raise ServerError(f"the streams ended before all of them ran: {streams.result()[-500:]}")
         time.sleep(0.05)
     slowest, began = 0.0, time.monotonic()
-    for number in range(BURSTS):
-        time.sleep(max(0.0, began + number * EVERY_SECONDS - time.monotonic()))
+    for index in range(BURSTS):
+        time.sleep(max(0.0, began + index * EVERY_SECONDS - time.monotonic()))
         slowest = max(slowest, *send(port, content, REQUESTS))
         if streams.done():
-            raise ServerError(f"the streams ended in burst {number + 1} of {BURSTS}: they are too short")
+            raise ServerError(f"the streams ended in burst {index + 1} of {BURSTS}: they are too short")
     return 1e3 * slowest
 
 
@@ -243,6 +245,22 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
     if run["failed"]:
         raise ServerError(f"{server.name}: {run['failed']} streams failed: {run['errors']}")
     return kept(run) | {key: run[key] for key in MORE_KEPT} | {"slowest_of_burst_ms": slowest}
+
+
+@table_of("intake")
+def table(found: Results) -> str:
+    """Gaps between tokens with and without a burst; the ratios are of the p99 to the first row's."""
+    head = ["streams", "beside them", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "slowest of the burst ms"]
+    keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in keys]
+            cells.append(spread(found.ratio(workload, server, first, "p99_itl_ms")))
+            cells.append(number(found.median(workload, server, "slowest_of_burst_ms")))
+            rows.append([workload, server, *cells])
+    return markdown(head, rows)
 
 
 def main() -> None:

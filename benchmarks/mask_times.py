@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import compare, masks, models, records
-from benchmarks.records import Run
+from benchmarks.cells import markdown, number, table_of
+from benchmarks.records import Results, Run
 from benchmarks.servers import ROOT
 from tests.e2e.schemas import made_up
 
@@ -48,6 +49,19 @@ def once(sources: Path, seed: int) -> dict[str, float]:
         "p99_us": percentile(later, 99),
         "max_us": max(later),
     }
+
+
+@table_of("mask_times")
+def table(found: Results) -> str:
+    """Microseconds; a first mask has the compiling of its schema in it."""
+    head = ["first mask p50 us", "p99 us", "masks", "p50 us", "p99 us", "max us"]
+    keys = ("first_p50_us", "first_p99_us", "masks", "p50_us", "p99_us", "max_us")
+    rows = [
+        [number(found.median(workload, server, key)) for key in keys]
+        for workload in found.workloads()
+        for server in found.servers(workload)
+    ]
+    return markdown(head, rows)
 
 
 def main() -> None:

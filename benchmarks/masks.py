@@ -21,7 +21,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, load, start
+from benchmarks.records import Results
 from benchmarks.servers import ROOT, Forebay, Server, Setting
 
 MODEL = "qwen-vocabulary"
@@ -138,6 +140,21 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
         run = load(server, asked, running)
         count, seconds = masks(running.port)
     return run | {"masks": count, "mask_us": 1e6 * seconds / count if count else None}
+
+
+@table_of("masks")
+def table(found: Results) -> str:
+    """The cost of forms of answers; the ratio is of output rates to the first row."""
+    head = ["answers", "output tokens/s", "ratio", "ITL mean ms", "p99 ms", "masks", "us a mask"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            rate = number(found.median(workload, server, "output_throughput"))
+            ratio = spread(found.ratio(workload, server, first, "output_throughput"))
+            keys = ("mean_itl_ms", "p99_itl_ms", "masks", "mask_us")
+            rows.append([server, rate, ratio, *(number(found.median(workload, server, key)) for key in keys)])
+    return markdown(head, rows)
 
 
 def main() -> None:

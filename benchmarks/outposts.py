@@ -13,7 +13,8 @@ import subprocess
 import sys
 
 from benchmarks import compare, records
-from benchmarks.records import Run
+from benchmarks.cells import markdown, number, table_of
+from benchmarks.records import Results, Run
 from benchmarks.servers import ROOT
 
 ROWS = [1, 64, 256]
@@ -36,15 +37,28 @@ def once(rows: int) -> dict[str, dict[str, float]]:
     return found
 
 
+@table_of("outposts")
+def table(found: Results) -> str:
+    """Microseconds of a round trip, and what the relay adds."""
+    head = ["plan", "hand", "p50 us", "p99 us", "more p50 us", "more p99 us"]
+    keys = ("p50_us", "p99_us", "more_p50_us", "more_p99_us")
+    rows = [
+        [workload, where, *(number(found.median(workload, where, key)) for key in keys)]
+        for workload in found.workloads()
+        for where in found.servers(workload)
+    ]
+    return markdown(head, rows)
+
+
 def main() -> None:
     """The command."""
     chosen = compare.parser("Time round trips to a hand here and behind an outpost.", rounds=5).parse_args()
     found = records.new("outposts", chosen.rounds)
-    for number in range(1, chosen.rounds + 1):
+    for round_ in range(1, chosen.rounds + 1):
         for rows in ROWS:
             for where, values in once(rows).items():
-                compare.say(f"round {number}, {rows} rows, {where}: {values['p50_us']:.0f} us")
-                found.runs.append(Run(f"{rows} rows", where, number, values))
+                compare.say(f"round {round_}, {rows} rows, {where}: {values['p50_us']:.0f} us")
+                found.runs.append(Run(f"{rows} rows", where, round_, values))
     compare.finish(found, chosen.output)
 
 

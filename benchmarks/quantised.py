@@ -22,6 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks import accuracy, compare, cpu_model, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, load, start
 from benchmarks.processes import ServerError
 from benchmarks.records import Results, Run
@@ -151,6 +152,25 @@ def perplexities(found: Results, kind: str, text: str, threads: int) -> None:
         compare.say(f"  {kind}: {server.name}: perplexity {values['perplexity']:.3f}")
 
 
+@table_of("quantised")
+def table(found: Results) -> str:
+    """A row for each format and workload: tokens a second of both, and their perplexities."""
+    ours, theirs = FOREBAY_CPU.name, LLAMA.name
+    head = ["file", "workload", f"{ours}, tokens/s", f"{theirs}, tokens/s", f"{ours} / {theirs}"]
+    rows = []
+    for name in found.workloads():
+        kind, _, workload = name.partition(": ")
+        if workload == "perplexity":
+            cells = [f"{value:.3f}" if (value := found.median(name, who, workload)) else "-" for who in (ours, theirs)]
+            rows.append([kind, workload, *cells, "-"])
+            continue
+        key = "input_throughput" if workload.startswith("prefill") else "output_throughput"
+        cells = [number(found.median(name, who, key)) for who in (ours, theirs)]
+        rows.append([kind, workload, *cells, spread(found.ratio(name, ours, theirs, key))])
+    order = list(dict.fromkeys(row[0] for row in rows))
+    return markdown(head, sorted(rows, key=lambda row: order.index(row[0])))
+
+
 def main() -> None:
     """The command."""
     flags = compare.parser("GGUF files in their own bits, beside llama.cpp.", rounds=3)
@@ -167,9 +187,9 @@ def main() -> None:
     text = accuracy.as_text(accuracy.read(asked.text))
     for kind in kinds:
         perplexities(found, kind, text, Setting(model=MODEL, streams=1).threads)
-    for number, kind in records.in_turn(asked.rounds, kinds):
-        compare.say(f"round {number}, {kind}")
-        measure(found, kind, asked.concurrency, number)
+    for round_, kind in records.in_turn(asked.rounds, kinds):
+        compare.say(f"round {round_}, {kind}")
+        measure(found, kind, asked.concurrency, round_)
         # Hours of measurements outlive what ends them.
         records.save(found, asked.output)
     compare.finish(found, asked.output)

@@ -21,8 +21,10 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, client_command, kept, run_client, start
 from benchmarks.processes import ServerError
+from benchmarks.records import Results
 from benchmarks.servers import ROOT, Forebay, Server, Setting
 
 REPLICAS = 4
@@ -171,6 +173,31 @@ def measure(scenario: Scenario, server: Server, workload: Workload, number: int 
     if run["failed"] or run["completed"] != workload.requests:
         raise ServerError(f"{server.name}: {run['failed']} of {workload.requests} requests failed: {run['errors']}")
     return kept(run) | {key: run[key] for key in MORE_KEPT} | balance(sampler.counts, sampler.peaks)
+
+
+@table_of("replicas")
+def table(found: Results) -> str:
+    """The evenness of each policy, and its latencies; the ratios are to the first policy's."""
+    head = [
+        "scenario",
+        "replica chosen by",
+        "most at one",
+        "mean spread",
+        "P99 TTFT ms",
+        "TPOT ms",
+        "P99 TPOT ms",
+        "tokens/s",
+    ]
+    head += ["tokens/s / first", "P99 TTFT / first"]
+    keys = ("most_at_one", "mean_spread", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "output_throughput")
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in keys]
+            cells += [spread(found.ratio(workload, server, first, key)) for key in ("output_throughput", "p99_ttft_ms")]
+            rows.append([workload, server, *cells])
+    return markdown(head, rows)
 
 
 def main() -> None:

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import LOGS, SEED, Workload, client_command, kept, run_client, start
 from benchmarks.processes import Running, ServerError, free_port
+from benchmarks.records import Results
 from benchmarks.servers import (
     FOREBAY,
     STEPS_OF_5_MS,
@@ -278,7 +280,7 @@ class Sampler(threading.Thread):
         self.join()
 
 
-def spread(counts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
+def evenness(counts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
     """The most that a backend had, and the mean difference of most and least, while 95 % of clients were busy."""
     busy = [looks for looks in counts if sum(looks) >= 0.95 * clients]
     if not busy:
@@ -326,7 +328,42 @@ def measure(front: Front, scene: Workload) -> dict[str, Any]:
         raise ServerError(f"{front.name}: {run['failed']} requests failed: {run['errors']}")
     tokens = max(run["total_output_tokens"], 1)
     costs = {f"{name}_us_per_token": round(seconds * 1e6 / tokens, 3) for name, seconds in used.items()}
-    return kept(run) | spread(sampler.counts, scene.setting.streams) | costs
+    return kept(run) | evenness(sampler.counts, scene.setting.streams) | costs
+
+
+_ROUTER_KEYS = (
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "output_throughput",
+    "most",
+    "mean_spread",
+    "router_us_per_token",
+    "backend_us_per_token",
+)
+
+
+@table_of("router")
+def table(found: Results) -> str:
+    """The numbers of each kind of front of simulated backends; the ratios are the first row's by this row's."""
+    head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
+    head += ["most on one", "mean spread", "router us/token", "backend us/token"]
+    rows = []
+    for scene in found.workloads():
+        servers = found.servers(scene)
+        for server in servers:
+            median = {key: number(found.median(scene, server, key)) for key in _ROUTER_KEYS}
+            slower = spread(found.ratio(scene, servers[0], server, "p99_ttft_ms"))
+            faster = spread(found.ratio(scene, servers[0], server, "output_throughput"))
+            rows.append(
+                [
+                    *(scene, server, median["median_ttft_ms"], median["p99_ttft_ms"], slower),
+                    *(median["mean_tpot_ms"], median["output_throughput"], faster),
+                    *(median["most"], median["mean_spread"]),
+                    *(median["router_us_per_token"], median["backend_us_per_token"]),
+                ]
+            )
+    return markdown(head, rows)
 
 
 def main() -> None:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks import compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import LOGS
 from benchmarks.processes import Running, ServerError, free_port
-from benchmarks.records import Run
+from benchmarks.records import Results, Run
 from benchmarks.servers import FOREBAY, FOREBAY_CPU, ROOT, SERVED_NAME, VENVS, Forebay, Server, Setting, chosen
 
 SERVERS = ["forebay", "forebay-uncached", "vllm", "llama"]
@@ -123,6 +124,22 @@ def measure(server: Startable) -> dict[str, Any]:
         return {"ready_seconds": ready, "first_token_seconds": time.monotonic() - began}
 
 
+@table_of("startup")
+def table(found: Results) -> str:
+    """Seconds from the command on; the ratios are of each server to the first."""
+    head = ["files", "server", "ready s", "first token s", "first token / first server's"]
+    keys = ("ready_seconds", "first_token_seconds")
+    rows = []
+    for state in found.workloads():
+        first = found.servers(state)[0]
+        for server in found.servers(state):
+            cells = [number(found.median(state, server, key)) for key in keys]
+            rows.append(
+                [state.removeprefix("files "), server, *cells, spread(found.ratio(state, server, first, keys[1]))]
+            )
+    return markdown(head, rows)
+
+
 def main() -> None:
     """The command."""
     flags = compare.parser("From the command to the first token.", rounds=3)
@@ -139,13 +156,13 @@ def main() -> None:
     for kept in (FOREBAY_CPU, GGUF[0]):
         if kept.name in by_name:
             fill(kept)
-    for number, name in records.in_turn(asked.rounds, list(by_name)):
+    for round_, name in records.in_turn(asked.rounds, list(by_name)):
         for state in (COLD, WARM):
             if state == COLD:
                 evict(files(by_name[name]))
             values = measure(by_name[name])
-            found.runs.append(Run(workload=state, server=name, round=number, values=values))
-            compare.say(f"  round {number} {name}, {state}: {values['first_token_seconds']:.1f} s")
+            found.runs.append(Run(workload=state, server=name, round=round_, values=values))
+            compare.say(f"  round {round_} {name}, {state}: {values['first_token_seconds']:.1f} s")
     compare.finish(found, asked.output)
 
 

@@ -26,8 +26,9 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from benchmarks import coder, compare, records
+from benchmarks.cells import markdown, table_of
 from benchmarks.load import start
-from benchmarks.records import Run
+from benchmarks.records import Results, Run
 from benchmarks.servers import SERVED_NAME, Forebay, Setting
 
 TASKS = Path(__file__).parent / "tasks/tool_calls.jsonl"
@@ -162,6 +163,20 @@ def fenced(task: dict[str, Any], choice: dict[str, Any]) -> dict[str, bool]:
         return judge(task, call["name"], call["arguments"])
     except (ValueError, KeyError, TypeError):
         return {}
+
+
+@table_of("tool_calls")
+def table(found: Results) -> str:
+    """The number of requests that were answered by a call that is valid, and by the right one."""
+    head = ["asked for", "calls", "valid", "the right function", "right", "in a fence", "right in a fence"]
+    keys = ("requests", "called", "valid", "named", "right", "fenced_called", "fenced_right")
+    rows = []
+    for workload in found.workloads():
+        for way in found.servers(workload):
+            values = {key: found.median(workload, way, key) for key in keys}
+            of = f" of {values.pop('requests'):.0f}"
+            rows.append([f"`{way}`", *(f"{value:.0f}{of}" for value in values.values())])
+    return markdown(head, rows)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks import accuracy, tables
+from benchmarks import accuracy
 from benchmarks.records import Results, Run
 from forebay.compute.rows import Launch
 
@@ -59,6 +59,6 @@ def test_the_table_shows_accuracy_and_then_steps() -> None:
     for number, (base, ours) in enumerate([(10.0, 5.0), (12.0, 4.0)], start=1):
         runs += [Run("decode, 1 rows", "bfloat16", number, {"step_ms": base})]
         runs += [Run("decode, 1 rows", "gguf", number, {"step_ms": ours})]
-    table = tables.accuracy(Results("accuracy", runs=runs))
+    table = accuracy.table(Results("accuracy", runs=runs))
     assert "| gguf | 6.000 | +0.0100 ± 0.0020 | 3 of 4 | 9.00 |" in table
     assert "| decode, 1 rows | gguf | 4.50 | 2.50 (2.00-3.00) |" in table

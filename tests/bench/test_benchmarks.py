@@ -22,26 +22,26 @@ from safetensors.torch import load as load_tensors
 
 from benchmarks import (
     ablations,
-    agreement,
     chart,
     compare,
     cpu_model,
+    egress,
     host_ceiling,
     intake,
     load,
-    micro,
     models,
-    profile,
     records,
     router,
     servers,
     tables,
 )
+from benchmarks.beside import client_share
 from benchmarks.cells import number, spread
 from benchmarks.processes import Running, ServerError, Stat, below, free_port, parse_stat, processes, survivors
 from benchmarks.records import Ratio, Results, Run, paired_ratio
 from benchmarks.rust_frontend import unpack
 from benchmarks.servers import ROOT
+from benchmarks.studies import agreement, micro, profile
 from tests.binary import binary
 
 MACHINE = {
@@ -254,7 +254,7 @@ def test_the_host_table_has_a_row_for_each_server_and_our_ratio_to_it() -> None:
             ("64", peer, 2, values(30.0)),
         ],
     )
-    head, _, first, second = cells(tables.host_ceiling(found))
+    head, _, first, second = cells(host_ceiling.table(found))
     assert [len(row) for row in (first, second)] == [len(head)] * 2
     assert head[-1] == f"{ours} / this"
     assert (first[1], first[2], first[-1]) == (ours, "145", "1.00")
@@ -266,8 +266,8 @@ def test_the_host_table_has_a_row_for_each_server_and_our_ratio_to_it() -> None:
 def test_a_client_that_uses_more_than_a_third_is_marked() -> None:
     runs = [("64", name, 1, values(1.0, client_cpu_us_per_token=cpu)) for name, cpu in [("a", 2.0), ("b", 4.0)]]
     found = measured("host_ceiling", runs)
-    assert tables.client_share(found, "64", "a") == "20%"
-    assert tables.client_share(found, "64", "b") == "40% (!)"
+    assert client_share(found, "64", "a") == "20%"
+    assert client_share(found, "64", "b") == "40% (!)"
 
 
 def test_prefill_counts_input_tokens() -> None:
@@ -280,7 +280,7 @@ def test_prefill_counts_input_tokens() -> None:
             (prefill, name, 1, values(1.0, input_throughput=300.0)),
         ],
     )
-    rows = [row for row in cells(tables.cpu_model(found)) if row[0] in (generation, prefill)]
+    rows = [row for row in cells(cpu_model.table(found)) if row[0] in (generation, prefill)]
     assert [row[:3] for row in rows] == [[generation, name, "200"], [prefill, name, "300"]]
 
 
@@ -288,13 +288,13 @@ def test_an_ablation_is_on_by_off() -> None:
     case = "lookahead: chat"
     found = measured("ablations", [(case, "on", 1, values(300.0)), (case, "off", 1, values(200.0, mean_itl_ms=4.0))])
     found.elsewhere = {"lookahead": "x1.20"}
-    _, _, row = cells(tables.ablations(found))
+    _, _, row = cells(ablations.table(found))
     assert row == ["lookahead", "chat", "300", "200", "1.50", "1.00", "0.50", "1.00", "-", "-", "x1.20"]
 
 
 def test_agreement_shows_our_number_by_theirs() -> None:
     found = measured("agreement", [("w", "ours", 1, values(101.0)), ("w", "theirs", 1, values(100.0))])
-    _, _, ours, theirs = cells(tables.agreement(found))
+    _, _, ours, theirs = cells(agreement.table(found))
     assert ours[:3] == ["w", "ours", "101"]
     assert theirs[:3] == ["w", "theirs", "100 [1.01]"]
 
@@ -309,7 +309,7 @@ def test_the_intake_table_compares_with_the_row_without_a_burst() -> None:
             ("64", "burst", 1, values(1.0, p99_itl_ms=9.0, slowest_of_burst_ms=450.0, **gaps)),
         ],
     )
-    _, _, first, second = cells(tables.intake(found))
+    _, _, first, second = cells(intake.table(found))
     assert first == ["64", "no burst", "5.10", "6.00", "9.00", "1.00", "-"]
     assert second == ["64", "burst", "5.10", "9.00", "9.00", "1.50", "450"]
 
@@ -366,9 +366,15 @@ def test_the_pages_and_the_chart_show_what_the_committed_results_say() -> None:
     texts = [page.read_text(encoding="utf-8") for page in sorted(tables.PAGES.glob("*.md"))]
     assert [tables.fill(text, rendered) for text in texts] == texts
     shown = [name for text in texts for name in re.findall(r"<!-- bench:([\w-]+) -->", text)]
-    assert sorted(shown) == sorted(tables.KINDS)
+    assert sorted(shown) == sorted(tables.registered())
     results = {name: records.read(records.RESULTS / f"{name}.json") for name in ("host_ceiling", "cpu_model")}
     assert chart.draw(results) == chart.TARGET.read_text(encoding="utf-8")
+
+
+def test_no_benchmark_needs_a_study() -> None:
+    studies = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "benchmarks.studies" in path.read_text()]
+    assert [path.name for path in studies] == []
+    assert any("from benchmarks import" in path.read_text() for path in (ROOT / "benchmarks/studies").glob("*.py"))
 
 
 # Workloads and servers.
@@ -494,13 +500,13 @@ def test_estimates_of_criterion_are_told_for_each_element(tmp_path: Path) -> Non
         (folder / "benchmark.json").write_text(json.dumps(about))
         (folder / "estimates.json").write_text(json.dumps({"median": {"point_estimate": nanoseconds}}))
     found = Results("micro", runs=micro.estimates(tmp_path))
-    assert "| decode: steady | 100 | 200 | 2.00 |" in tables.micro(found)
+    assert "| decode: steady | 100 | 200 | 2.00 |" in micro.table(found)
 
 
 def test_the_profile_adds_up() -> None:
     groups = {"a": 6.0, "b": 2.0, "c": 0.001}
     found = measured("profile", [("2048 streams", "direct", 1, values(1.0, groups_us_per_token=groups))])
-    text = tables.profile(found)
+    text = profile.table(found)
     assert "| a | 6.00 | 75% |" in text
     assert "| all, 2048 streams | 8.00 |  |" in text
     assert "| c |" not in text
@@ -511,7 +517,7 @@ def test_the_cost_of_a_chunk_is_compared_with_the_first() -> None:
         return values(1.0, server_cpu_us_per_token=us, server_user_us_per_token=us / 4, p99_itl_ms=3.0)
 
     runs = [("64", "direct", 1, cost(8.0)), ("64", "naive", 1, cost(12.0))]
-    text = tables.egress(measured("egress", runs))
+    text = egress.table(measured("egress", runs))
     assert "| 64 | direct | 8.00 | 2.00 | - | 0.50 | 2.00 | 3.00 | 1.00 |" in text
     assert "| 64 | naive | 12.0 | 3.00 | - | 0.50 | 2.00 | 3.00 | 1.50 |" in text
 
@@ -574,8 +580,8 @@ def test_one_file_is_taken_out_of_a_wheel(tmp_path: Path) -> None:
 
 def test_the_spread_is_of_the_time_when_all_clients_were_busy() -> None:
     counts = [[1, 0], [60, 40], [50, 46], [30, 20]]
-    assert router.spread(counts, 100) == {"most": 60, "mean_spread": 12, "looks": 2}
-    assert router.spread([[1, 2]], 100) == {}
+    assert router.evenness(counts, 100) == {"most": 60, "mean_spread": 12, "looks": 2}
+    assert router.evenness([[1, 2]], 100) == {}
 
 
 def test_heavy_tails_are_the_same_for_everybody_and_heavy() -> None:
@@ -601,6 +607,6 @@ def test_the_router_table_compares_with_the_first_row() -> None:
         "router",
         runs=[Run("seed", "ours", 1, values), Run("seed", "theirs", 1, other)],
     )
-    _, _, first, second = cells(tables.router(found))
+    _, _, first, second = cells(router.table(found))
     assert (first[4], second[4], second[7]) == ("1.00", "0.50", "2.00")
     assert (first[8], second[8]) == ("25.0", "-")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import build_turns
 from benchmarks.records import Results, Run
 from benchmarks.servers import Setting
+from benchmarks.studies import build_turns
 
 
 def test_each_side_starts_its_own_build() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gsm8k_reference import STOP, Reference, differences, last_integer, make_prompts, read_jsonl
+from benchmarks.studies.gsm8k_reference import STOP, Reference, differences, last_integer, make_prompts, read_jsonl
 from tests.e2e.models import TinyModel
 from tests.e2e.server import BINARY, Server
 

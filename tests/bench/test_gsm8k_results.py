@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import coder, gsm8k_results, models, records, tables
-from benchmarks.gsm8k_reference import differences, location
+from benchmarks import coder, models, records, tables
+from benchmarks.studies import gsm8k_results
+from benchmarks.studies.gsm8k_reference import differences, location
 
 MACHINE = {"cpu": "A CPU", "cores": 2, "memory_gib": 8.0, "kernel": "6.1", "python": "3.11.7", "torch": "2.15.0"}
 

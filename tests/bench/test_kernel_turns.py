@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from benchmarks import kernel_turns
+from benchmarks.studies import kernel_turns
 from forebay.kernels.library import PARTS
 
 if TYPE_CHECKING:
-    from benchmarks.kernel_turns import Measured, Pairs, Side
+    from benchmarks.studies.kernel_turns import Measured, Pairs, Side
 
 
 class Fake:

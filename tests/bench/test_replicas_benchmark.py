@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 import pytest
 
-from benchmarks import replicas, tables
+from benchmarks import replicas
 from benchmarks.records import Results, Run
 
 
@@ -85,7 +85,7 @@ def test_the_table_compares_with_the_first_policy() -> None:
         values = {"most_at_one": most, "mean_spread": 1.0, "output_throughput": throughput}
         values |= {"p99_ttft_ms": 10.0, "mean_tpot_ms": 2.0, "p99_tpot_ms": 3.0}
         found.runs.append(Run(workload="rounds", server=policy, round=1, values=values))
-    lines = tables.replicas(found).splitlines()
+    lines = replicas.table(found).splitlines()
     assert lines[2].startswith("| rounds | prefix_aware | 25.0 |")
     assert lines[3].startswith("| rounds | polled | 28.0 |")
     assert "| 0.80 |" in lines[3]

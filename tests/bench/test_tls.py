@@ -6,10 +6,10 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks import tls
 from benchmarks.load import Workload
 from benchmarks.records import Results, Run
 from benchmarks.servers import Setting
+from benchmarks.studies import tls
 
 
 def test_only_one_side_is_encrypted_and_the_others_differ_in_who_writes() -> None:

@@ -12,9 +12,11 @@ import pytest
 from safetensors.torch import save_file
 
 from forebay.weights.describe import describe_path
+from forebay.weights.pretokenizers import PIPELINES
 from tests.binary import example
 from tests.hand.support import FAMILIES, hf_config, reference_model
 from tests.hand.test_quantised import tiny
+from tests.weights.support import tiny_gguf
 
 Q = gguf.GGMLQuantizationType
 
@@ -67,6 +69,11 @@ def test_folders_of_safetensors(tmp_path: Path, family: str) -> None:
 def test_files_of_gguf(tmp_path: Path, architecture: str, tied: bool) -> None:
     path = tiny(tmp_path / "model.gguf", {"": Q.Q8_0}, architecture, tied=tied)
     check_gguf(path, tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(PIPELINES))
+def test_ways_to_cut_text(tmp_path: Path, name: str) -> None:
+    check_gguf(tiny_gguf(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": name}), tmp_path)
 
 
 def test_the_default_model(tmp_path: Path) -> None:

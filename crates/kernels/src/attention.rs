@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::element::Element;
 use crate::math;
 use crate::pages::{Held, Ordered, Pool, Shape};
-use crate::tile::{BLOCK, Kernel, LANES, MAX_ROWS, tile_height};
-use crate::vector::Vector;
+use crate::tile::{BLOCK, Kernel, MAX_ROWS, tile_height};
+use crate::vector::{LANES, Vector};
 
 /// Query rows (tokens times heads of a group) of a unit: they share a block while it is in the
 /// first cache.

@@ -6,8 +6,7 @@
 //! brings its sums along and nothing is lost: integer sums are exact.
 
 use crate::element::Element;
-use crate::tile::LANES;
-use crate::vector::Vector;
+use crate::vector::{LANES, Vector};
 
 /// Inner positions that share a scale in the GGUF formats; all inner dimensions of quantised
 /// matrices are multiples of it.
@@ -164,11 +163,15 @@ pub(crate) fn half_to_f32(bits: u16) -> f32 {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::fmt::Debug;
+
     use proptest::prelude::*;
 
     use super::*;
     use crate::element::Bf16;
-    use crate::vector::Array;
+    use crate::isa::plain::Array;
+    use crate::isa::tests::{Check, kernels};
+    use crate::tile::Kernel;
 
     /// Rows as codes, owned.
     pub(crate) struct Encoded {
@@ -234,6 +237,14 @@ pub(crate) mod tests {
         ]
     }
 
+    struct Nearest<'a>(&'a [f32], usize);
+
+    impl Check for Nearest<'_> {
+        fn kernel<E: Element + Debug + PartialEq, K: Kernel<E>>(&self) {
+            check::<K::Vector>(self.0, self.1);
+        }
+    }
+
     proptest! {
         #[test]
         fn codes_are_the_nearest_at_every_level(
@@ -246,15 +257,7 @@ pub(crate) mod tests {
                 x[at] = value;
             }
             for shared in [32, 96] {
-                check::<Array>(&x, shared);
-                #[cfg(target_arch = "x86_64")]
-                if crate::x86::has_avx2() {
-                    check::<crate::x86::Ymms>(&x, shared);
-                }
-                #[cfg(target_arch = "x86_64")]
-                if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
-                    check::<crate::x86::Zmm>(&x, shared);
-                }
+                kernels(&Nearest(&x, shared));
             }
         }
     }

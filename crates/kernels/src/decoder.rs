@@ -8,15 +8,15 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::codes::Format;
+use crate::dispatch::Level;
 use crate::element::Bf16;
-use crate::level::Level;
 use crate::memory::Room;
 use crate::model::{LayerSpec, Model, ModelSpec, StepError, StepSpec};
 use crate::pack::{packed_len, padded_outputs};
 use crate::pool::Threads;
 use crate::quantise::{quantised_bytes, stored_len};
 use crate::team::{Kind, Team};
-use crate::{Job, Typed, body_bf16, body_f32, compute, quantise};
+use crate::{Typed, compute, head, quantise};
 
 /// The type of weights, activations and pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -502,13 +502,12 @@ impl Decoder {
             (inputs, until) = rows.given.iter().map(of).unzip();
             (step.given, step.given_until) = (inputs.as_ptr(), until.as_ptr());
         }
-        let level = Level::current();
         // SAFETY: rows lie within the tables and the model's positions, what is given has so many
-        // rows, and all results have room; bodies fit the processor.
+        // rows, and all results have room.
         let done = unsafe {
             match &mut self.model {
-                Typed::Float32(model) => compute(model, &step, body_f32(level)),
-                Typed::Bfloat16(model) => compute(model, &step, body_bf16(level)),
+                Typed::Float32(model) => compute(model, &step),
+                Typed::Bfloat16(model) => compute(model, &step),
             }
         };
         done.map_err(|error| {
@@ -536,24 +535,12 @@ impl Decoder {
         if count == 0 {
             return Ok(());
         }
-        let level = Level::current();
         let (states, logits) = ((states.as_ptr(), count), logits.as_mut_ptr());
-        // SAFETY: both have the sizes that were checked; bodies fit the processor and are called
-        // once a member.
+        // SAFETY: both have the sizes that were checked.
         unsafe {
             match &mut self.model {
-                Typed::Float32(model) => {
-                    let body = body_f32(level);
-                    model.head(states, logits, |team, view| {
-                        team.run(|member| body(Job::Step(view), &member));
-                    });
-                }
-                Typed::Bfloat16(model) => {
-                    let body = body_bf16(level);
-                    model.head(states, logits, |team, view| {
-                        team.run(|member| body(Job::Step(view), &member));
-                    });
-                }
+                Typed::Float32(model) => head(model, states, logits),
+                Typed::Bfloat16(model) => head(model, states, logits),
             }
         }
         Ok(())

@@ -6,13 +6,13 @@ mod pass;
 use std::ffi::c_void;
 
 use crate::attention::{self, Queries, Scratch};
+use crate::dispatch::{Level, Number};
 use crate::element::{Bf16, Element};
-use crate::level::Level;
 use crate::matmul::Matrix;
 use crate::pages::{Held, Pool, Shape};
 use crate::team::{Queue, Team, TeamSpec};
+use crate::team_of;
 use crate::tile::GROUP;
-use crate::{Body, Job, body_bf16, body_f32, team_of};
 
 pub(crate) use self::pass::Pass;
 use self::pass::{Layer, Norm, QUEUES_A_LAYER, Score, Token};
@@ -483,22 +483,20 @@ pub unsafe extern "C" fn fb_encoder_free(encoder: *mut AnyEncoder) {
 /// with rows inside the embedding table.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_encode(encoder: *mut AnyEncoder, batch: *const BatchSpec) -> i32 {
-    unsafe fn typed<E: Element>(
-        encoder: &mut Encoder<E>,
-        batch: &BatchSpec,
-        body: Body<E>,
-    ) -> Result<(), Refused> {
-        // SAFETY: the caller's description; `body` fits the processor, and is called once a member.
+    unsafe fn typed<E: Number>(encoder: &mut Encoder<E>, batch: &BatchSpec) -> Result<(), Refused> {
+        let level = Level::current();
+        // SAFETY: the caller's description; once a member, and the level is there.
         unsafe {
-            encoder.encode(batch, |team, pass| team.run(|member| body(Job::Pass(pass), &member)))
+            encoder.encode(batch, |team, pass| {
+                team.run(|member| E::compute(level, (pass, &member)));
+            })
         }
     }
-    let level = Level::current();
-    // SAFETY: the caller's description; bodies fit the processor.
+    // SAFETY: the caller's description.
     let result = unsafe {
         match &mut (*encoder).0 {
-            Typed::Float32(encoder) => typed(encoder, &*batch, body_f32(level)),
-            Typed::Bfloat16(encoder) => typed(encoder, &*batch, body_bf16(level)),
+            Typed::Float32(encoder) => typed(encoder, &*batch),
+            Typed::Bfloat16(encoder) => typed(encoder, &*batch),
         }
     };
     result.map_or_else(|refused| refused as i32, |()| 0)

@@ -11,9 +11,11 @@
 //!
 //! The modules are:
 //!
-//! - `tile`: the innermost loops, for each kind of processor (`x86`);
+//! - `tile`: the interface of the innermost loops; `dots`: the same for quantised weights;
+//! - `vector`: the operations of everything else;
+//! - `isa`: all of these, written for each set of instructions; `dispatch`: the table of their use;
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
-//! - `dots` (`vnni`), `quantise` and `codes`: the same for quantised weights;
+//! - `quantise` and `codes`: the order of quantised ones;
 //! - `matmul` and `attention`: products and attention, built of the loops;
 //! - `model`: the description of a decoder; `step`: the list of the parts of a step;
 //! - `team`: the threads.
@@ -25,10 +27,11 @@
 mod attention;
 mod codes;
 mod decoder;
+mod dispatch;
 mod dots;
 mod element;
 mod encoder;
-mod level;
+mod isa;
 mod math;
 mod matmul;
 mod memory;
@@ -41,22 +44,17 @@ mod step;
 mod team;
 mod tile;
 mod vector;
-#[cfg(target_arch = "x86_64")]
-mod vnni;
-#[cfg(target_arch = "x86_64")]
-mod x86;
 
 use std::ffi::{CStr, c_char};
 
 use crate::codes::Format;
-use crate::dots::{Dots, Portable};
+use crate::dispatch::{Level, Number, Work};
+use crate::dots::Dots;
 use crate::element::{Bf16, Element};
-use crate::encoder::Pass;
-use crate::level::Level;
 use crate::model::{Model, StepError};
 use crate::step::Step;
-use crate::team::{Kind, Member, Team};
-use crate::tile::{Kernel, Plain};
+use crate::team::{Kind, Team};
+use crate::tile::Kernel;
 
 pub use crate::decoder::{
     Bytes, Decoder, Dtype, Given, Layer, Matrix, Packing, Rows, Sizes, Storage, Unfit, Wanted,
@@ -82,143 +80,32 @@ enum Typed {
     Bfloat16(Model<Bf16>),
 }
 
-/// The work that a team does together.
-enum Job<'a, E> {
-    /// A step of a decoder.
-    Step(&'a Step<'a, E>),
-    /// A pass of an encoder.
-    Pass(&'a Pass<'a, E>),
-}
-
-impl<E: Element> Job<'_, E> {
-    /// One member's share of it.
-    ///
-    /// # Safety
-    /// Called once by each member of the team; the processor can run `K` and `D`.
-    #[inline(always)]
-    unsafe fn compute<K: Kernel<E>, D: Dots>(self, member: &Member<'_>) {
-        // SAFETY: the contract.
-        unsafe {
-            match self {
-                Self::Step(step) => step.compute::<K, D>(member),
-                Self::Pass(pass) => pass.compute::<K>(member),
-            }
-        }
+/// Computes a step at the current level.
+///
+/// # Safety
+/// As of [`Model::step`].
+unsafe fn compute<E: Number>(model: &mut Model<E>, step: &StepSpec) -> Result<(), StepError> {
+    let level = Level::current();
+    // SAFETY: the caller's description; once a member, and the level is there.
+    unsafe {
+        model.step(step, |team: &Team, view: &Step<'_, E>| {
+            team.run(|member| E::compute(level, (view, &member)));
+        })
     }
 }
 
-/// The body of a member, compiled for one kind of processor: everything it calls is inlined into
-/// it, so that plain loops become that processor's vectors too.
-macro_rules! bodies {
-    ($($(#[$attribute:meta])* $name:ident: $element:ty, $kernel:ty, $dots:ty;)*) => {
-        $(
-            $(#[$attribute])*
-            unsafe fn $name(job: Job<'_, $element>, member: &Member<'_>) {
-                // SAFETY: the caller detected the features.
-                unsafe { job.compute::<$kernel, $dots>(member) }
-            }
-        )*
-    };
-}
-
-bodies! {
-    baseline_f32: f32, Plain, Portable;
-    baseline_bf16: Bf16, Plain, Portable;
-}
-#[cfg(target_arch = "x86_64")]
-bodies! {
-    #[target_feature(enable = "avx2,fma,f16c")]
-    avx2_f32: f32, tile::Avx2, dots::Avx2Dots;
-    #[target_feature(enable = "avx2,fma,f16c")]
-    avx2_bf16: Bf16, tile::Avx2, dots::Avx2Dots;
-    #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-    avxvnni_f32: f32, tile::Avx2, dots::AvxVnni;
-    #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-    avxvnni_bf16: Bf16, tile::Avx2, dots::AvxVnni;
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    avx512_f32: f32, tile::Avx512, dots::Avx2Dots;
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    avx512_bf16: Bf16, tile::Avx512Wide, dots::Avx2Dots;
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    avx512vnni_f32: f32, tile::Avx512, dots::Vnni;
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    avx512vnni_bf16: Bf16, tile::Avx512Wide, dots::Vnni;
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")]
-    avx512bf16_bf16: Bf16, tile::Avx512Bf16, dots::Vnni;
-}
-
-/// Makes bodies as [`bodies`] does, with tiles, which are this member's from here on until it ends.
-#[cfg(target_arch = "x86_64")]
-macro_rules! tiled_bodies {
-    ($($name:ident: $element:ty, $kernel:ty;)*) => {
-        $(
-            #[target_feature(
-                enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
-            )]
-            unsafe fn $name(job: Job<'_, $element>, member: &Member<'_>) {
-                x86::Hardware::forget();
-                // SAFETY: the caller detected the features.
-                unsafe {
-                    job.compute::<$kernel, x86::AmxDots>(member);
-                    x86::Hardware::release();
-                }
-            }
-        )*
-    };
-}
-#[cfg(target_arch = "x86_64")]
-tiled_bodies! {
-    amx_f32: f32, tile::Avx512;
-    amx_bf16: Bf16, tile::AmxBf16;
-}
-
-type Body<E> = unsafe fn(Job<'_, E>, &Member<'_>);
-
-fn body_f32(level: Level) -> Body<f32> {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        Level::Amx => amx_f32,
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512Bf16 | Level::Avx512Vnni => avx512vnni_f32,
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => avx512_f32,
-        #[cfg(target_arch = "x86_64")]
-        Level::AvxVnni => avxvnni_f32,
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => avx2_f32,
-        Level::Baseline => baseline_f32,
+/// Computes logits at the current level.
+///
+/// # Safety
+/// As of [`Model::head`].
+unsafe fn head<E: Number>(model: &mut Model<E>, states: (*const f32, usize), logits: *mut f32) {
+    let level = Level::current();
+    // SAFETY: the caller's description; once a member, and the level is there.
+    unsafe {
+        model.head(states, logits, |team, view| {
+            team.run(|member| E::compute(level, (view, &member)));
+        });
     }
-}
-
-fn body_bf16(level: Level) -> Body<Bf16> {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        Level::Amx => amx_bf16,
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512Bf16 => avx512bf16_bf16,
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512Vnni => avx512vnni_bf16,
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => avx512_bf16,
-        #[cfg(target_arch = "x86_64")]
-        Level::AvxVnni => avxvnni_bf16,
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => avx2_bf16,
-        Level::Baseline => baseline_bf16,
-    }
-}
-
-unsafe fn compute<E: Element>(
-    model: &mut Model<E>,
-    step: &StepSpec,
-    body: Body<E>,
-) -> Result<(), StepError> {
-    let run = |team: &Team, view: &Step<'_, E>| {
-        // SAFETY: once a member; `body` fits the processor.
-        team.run(|member| unsafe { body(Job::Step(view), &member) });
-    };
-    // SAFETY: the caller's description.
-    unsafe { model.step(step, run) }
 }
 
 /// [`VERSION`].
@@ -260,6 +147,27 @@ pub extern "C" fn fb_packed_len(outputs: usize, inputs: usize, interleaved: bool
     pack::packed_len(pack::padded_outputs(outputs, interleaved), inputs)
 }
 
+/// A matrix to be packed, as [`fb_pack`] has it.
+struct Whole {
+    source: *const u8,
+    /// Outputs, inputs, and whether it is interleaved.
+    shape: (usize, usize, bool),
+    packed: *mut u8,
+}
+
+impl<E: Element> Work<E> for Whole {
+    unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
+        let (outputs, inputs, interleaved) = self.shape;
+        let length = fb_packed_len(outputs, inputs, interleaved);
+        // SAFETY: the caller's description; `K` fits the processor.
+        unsafe {
+            let source = std::slice::from_raw_parts(self.source.cast::<E>(), outputs * inputs);
+            let packed = std::slice::from_raw_parts_mut(self.packed.cast::<E>(), length);
+            pack::pack::<E, K>(source, outputs, inputs, interleaved, packed);
+        }
+    }
+}
+
 /// Packs `source` `[outputs, inputs]`, `inputs` even; `dtype` as in [`ModelSpec`]. `interleaved`:
 /// the first half of the outputs gate the second.
 ///
@@ -274,41 +182,13 @@ pub unsafe extern "C" fn fb_pack(
     interleaved: bool,
     packed: *mut u8,
 ) {
-    unsafe fn typed<E: Element, K: Kernel<E>>(
-        source: *const u8,
-        (outputs, inputs, interleaved): (usize, usize, bool),
-        packed: *mut u8,
-    ) {
-        let length = fb_packed_len(outputs, inputs, interleaved);
-        // SAFETY: the caller's description; `K` fits the processor.
-        unsafe {
-            let source = std::slice::from_raw_parts(source.cast::<E>(), outputs * inputs);
-            let packed = std::slice::from_raw_parts_mut(packed.cast::<E>(), length);
-            pack::pack::<E, K>(source, outputs, inputs, interleaved, packed);
-        }
-    }
-    let shape = (outputs, inputs, interleaved);
-    // SAFETY: the caller's description; kernels fit the processor.
+    let whole = Whole { source, shape: (outputs, inputs, interleaved), packed };
+    let level = Level::current();
+    // SAFETY: the caller's description; the level is there.
     unsafe {
-        match (dtype, Level::current()) {
-            #[cfg(target_arch = "x86_64")]
-            (0, Level::Avx512 | Level::Avx512Vnni | Level::Avx512Bf16 | Level::Amx) => {
-                typed::<f32, tile::Avx512>(source, shape, packed)
-            }
-            #[cfg(target_arch = "x86_64")]
-            (1, Level::Avx512Bf16 | Level::Amx) => {
-                typed::<Bf16, tile::Avx512Bf16>(source, shape, packed)
-            }
-            #[cfg(target_arch = "x86_64")]
-            (1, Level::Avx512 | Level::Avx512Vnni) => {
-                typed::<Bf16, tile::Avx512Wide>(source, shape, packed)
-            }
-            #[cfg(target_arch = "x86_64")]
-            (0, Level::Avx2 | Level::AvxVnni) => typed::<f32, tile::Avx2>(source, shape, packed),
-            #[cfg(target_arch = "x86_64")]
-            (_, Level::Avx2 | Level::AvxVnni) => typed::<Bf16, tile::Avx2>(source, shape, packed),
-            (0, _) => typed::<f32, Plain>(source, shape, packed),
-            _ => typed::<Bf16, Plain>(source, shape, packed),
+        match dtype {
+            0 => f32::compute(level, whole),
+            _ => Bf16::compute(level, whole),
         }
     }
 }
@@ -441,12 +321,11 @@ pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
 /// rows inside the tables.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) -> i32 {
-    let level = Level::current();
-    // SAFETY: the caller's description; bodies fit the processor.
+    // SAFETY: the caller's description.
     let result = unsafe {
         match &mut (*model).0 {
-            Typed::Float32(model) => compute(model, &*step, body_f32(level)),
-            Typed::Bfloat16(model) => compute(model, &*step, body_bf16(level)),
+            Typed::Float32(model) => compute(model, &*step),
+            Typed::Bfloat16(model) => compute(model, &*step),
         }
     };
     match result {
@@ -467,28 +346,14 @@ pub unsafe extern "C" fn fb_head(
     count: usize,
     logits: *mut f32,
 ) {
-    unsafe fn typed<E: Element>(
-        model: &mut Model<E>,
-        states: (*const f32, usize),
-        logits: *mut f32,
-        body: Body<E>,
-    ) {
-        // SAFETY: the caller's description; `body` fits the processor, and is called once a member.
-        unsafe {
-            model.head(states, logits, |team, view| {
-                team.run(|member| body(Job::Step(view), &member))
-            });
-        }
-    }
-    let level = Level::current();
     if count == 0 {
         return;
     }
-    // SAFETY: the caller's description; bodies fit the processor.
+    // SAFETY: the caller's description.
     unsafe {
         match &mut (*model).0 {
-            Typed::Float32(model) => typed(model, (states, count), logits, body_f32(level)),
-            Typed::Bfloat16(model) => typed(model, (states, count), logits, body_bf16(level)),
+            Typed::Float32(model) => head(model, (states, count), logits),
+            Typed::Bfloat16(model) => head(model, (states, count), logits),
         }
     }
 }

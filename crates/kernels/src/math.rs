@@ -2,8 +2,8 @@
 //! work of the step.
 
 use crate::element::Element;
-use crate::tile::{Kernel, LANES};
-use crate::vector::Vector;
+use crate::tile::Kernel;
+use crate::vector::{LANES, Vector};
 
 /// `e^x` to about 2 units in the last place (Cephes' polynomial), of what lies from -87 to 88:
 /// others are taken for the nearest of these.
@@ -282,8 +282,7 @@ pub(crate) fn narrow<E: Element, K: Kernel<E>>(from: &[f32], to: &mut [E]) {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::tile::Plain;
-    use crate::vector::Array;
+    use crate::isa::plain::{Array, Plain};
 
     fn one(work: impl Fn(Array) -> Array, x: f32) -> f64 {
         f64::from(work(Array::splat(x)).to_array()[3])

@@ -7,10 +7,10 @@ use crate::codes::{Codes, Format};
 use crate::dots::Dots;
 use crate::element::Element;
 use crate::math;
-use crate::pack::{HALF, NR, padded_outputs, panel_len};
+use crate::pack::{padded_outputs, panel_len};
 use crate::quantise::panel_bytes;
 use crate::team::Queue;
-use crate::tile::{Ahead, Kernel, MAX_BLOCK_ROWS, MAX_ROWS, Outputs, Tile, tile_height};
+use crate::tile::{Ahead, HALF, Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, Tile, tile_height};
 use crate::vector::Vector;
 
 /// Rows that one piece of work computes with a panel of codes: they stay in the second cache from

@@ -5,12 +5,8 @@
 //! of many outputs (Goto & van de Geijn 2008).
 
 use crate::element::Element;
-use crate::tile::{Kernel, LANES};
-
-/// Outputs a panel.
-pub(crate) const NR: usize = 2 * LANES;
-/// Outputs of each of the two halves of an interleaved panel.
-pub(crate) const HALF: usize = LANES;
+use crate::tile::{HALF, Kernel, NR};
+use crate::vector::LANES;
 
 /// Elements of a packed `[n, k]` matrix; `n` is rounded up to whole panels.
 #[must_use]
@@ -84,7 +80,7 @@ pub(crate) unsafe fn pack<E: Element, K: Kernel<E>>(
 mod tests {
     use super::*;
     use crate::element::Bf16;
-    use crate::tile::Plain;
+    use crate::isa::plain::Plain;
 
     #[test]
     fn every_weight_has_its_place() {

@@ -7,7 +7,8 @@ use crate::codes::half_to_f32;
 use crate::codes::{Format, LARGEST, SHARED, inverse_of};
 use crate::dots::{QUAD, quad_bytes, scale_bytes};
 use crate::element::Element;
-use crate::pack::{NR, padded_outputs, row_of};
+use crate::pack::{padded_outputs, row_of};
+use crate::tile::NR;
 
 /// Bytes of one panel.
 #[must_use]

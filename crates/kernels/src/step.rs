@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::attention::{self, Scratch, Unit};
 use crate::codes::{CodesRoom, encode};
+use crate::dispatch::Work;
 use crate::dots::Dots;
 use crate::element::Element;
 use crate::math;
@@ -108,13 +109,22 @@ struct Stream {
     count: usize,
 }
 
+/// A step and who takes a share of it.
+impl<E: Element> Work<E> for (&Step<'_, E>, &Member<'_>) {
+    #[inline(always)]
+    unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
+        // SAFETY: the contract.
+        unsafe { self.0.compute::<K, D>(self.1) }
+    }
+}
+
 impl<E: Element> Step<'_, E> {
     /// One member's share of the step.
     ///
     /// # Safety
     /// Called once by each member of the team; the processor can run `K` and `D`.
     #[inline(always)]
-    pub(crate) unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
+    unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
         // SAFETY: between meetings, members write only what is theirs by share or by queue.
         unsafe {
             let mut watch = Watch::new(self.times, member);

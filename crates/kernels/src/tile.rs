@@ -1,12 +1,12 @@
 //! The innermost loops: a few rows times packed panels, for each kind of processor.
 
 use crate::element::Element;
-use crate::pack::NR;
-use crate::vector::{Array, Vector};
+use crate::vector::{LANES, Vector};
 
-#[cfg(target_arch = "x86_64")]
-pub(crate) use crate::x86::{AmxBf16, Avx2, Avx512, Avx512Bf16, Avx512Wide};
-
+/// Outputs a panel, see [`crate::pack`].
+pub(crate) const NR: usize = 2 * LANES;
+/// Outputs of each of the two halves of an interleaved panel.
+pub(crate) const HALF: usize = LANES;
 /// Results of a tile's row.
 pub(crate) type Outputs = [f32; NR];
 /// Results of a tile.
@@ -16,8 +16,6 @@ pub(crate) const MAX_ROWS: usize = 32;
 /// Rows of the largest piece of work.
 pub(crate) const MAX_BLOCK_ROWS: usize = 256;
 
-/// Lanes of a vector: what all loops over vectors are written for, whatever the processor has.
-pub(crate) const LANES: usize = 16;
 /// Positions of keys or values that lie together, see [`crate::pages`].
 pub(crate) const GROUP: usize = LANES;
 /// Groups of a block of attention.
@@ -151,149 +149,6 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
 
     /// Begins to load the cache line at `address`, which need not be valid, into the second cache.
     fn prefetch(address: *const E);
-}
-
-/// Plain loops, which the compiler turns into the vectors of whatever processor the caller is
-/// compiled for.
-pub(crate) struct Plain;
-
-// SAFETY: no special instructions.
-unsafe impl<E: Element> Kernel<E> for Plain {
-    const ROWS: usize = 4;
-    type Vector = Array;
-    type Number = E;
-
-    #[inline(always)]
-    unsafe fn arrange(a: *const E, rows: usize, k: usize, numbers: *mut E) {
-        for r in 0..rows {
-            for inner in 0..k {
-                let at = (inner / E::PAIR * rows + r) * E::PAIR + inner % E::PAIR;
-                // SAFETY: inside the row and the numbers, by the contract.
-                unsafe { *numbers.add(at) = *a.add(r * k + inner) };
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn tile(
-        numbers: *const E,
-        rows: usize,
-        panel: *const E,
-        k: usize,
-        _: Ahead<E>,
-        more: bool,
-        out: *mut Outputs,
-    ) {
-        for r in 0..rows {
-            // SAFETY: row r and the panel, by the contract.
-            unsafe {
-                let before = if more { *out.add(r) } else { [0.0; NR] };
-                *out.add(r) = product((numbers.add(r * E::PAIR), rows), panel, k, before);
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn scores(
-        queries: *const E,
-        rows: usize,
-        keys: &[*const E; GROUPS],
-        _: &[*const E; GROUPS],
-        dim: usize,
-        out: &mut Scores,
-    ) {
-        for (r, sums) in out.iter_mut().enumerate().take(rows) {
-            for (sums, &keys) in sums.chunks_exact_mut(GROUP).zip(keys) {
-                // SAFETY: a query and a group of keys, by the contract.
-                let query = unsafe { queries.add(r * E::PAIR) };
-                // SAFETY: as above.
-                let group = unsafe { product((query, rows), keys, dim, [0.0; GROUP]) };
-                sums.copy_from_slice(&group);
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn mix(
-        weights: *const E,
-        rows: usize,
-        values: &[*const E],
-        _: &[*const E; GROUPS],
-        dim: usize,
-        decay: &[f32; MAX_ROWS],
-        out: *mut f32,
-    ) {
-        for (r, &decay) in decay.iter().enumerate().take(rows) {
-            // SAFETY: a row of out, by the contract.
-            let out = unsafe { std::slice::from_raw_parts_mut(out.add(r * dim), dim) };
-            out.iter_mut().for_each(|out| *out *= decay);
-            for (group, &values) in values.iter().enumerate() {
-                for position in 0..GROUP {
-                    let (pair, within) = (position / E::PAIR, position % E::PAIR);
-                    // SAFETY: inside the weights and the group, by the contract.
-                    unsafe {
-                        let weight = (*weights.add(r * BLOCK + group * GROUP + position)).to_f32();
-                        let values = values.add(pair * dim * E::PAIR + within);
-                        for (d, out) in out.iter_mut().enumerate() {
-                            *out += weight * (*values.add(d * E::PAIR)).to_f32();
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn number(values: Array, to: *mut E) {
-        // SAFETY: the contract.
-        unsafe { to.cast::<[E; LANES]>().write(values.to_array().map(E::from_f32)) };
-    }
-
-    #[inline(always)]
-    unsafe fn pack_rows(rows: &[*const E; LANES], k: usize, panel: *mut E, pitch: usize) {
-        for (column, &row) in rows.iter().enumerate() {
-            for inner in 0..k {
-                let at = (inner / E::PAIR * pitch + column) * E::PAIR + inner % E::PAIR;
-                // SAFETY: inside the row and the panel, by the contract.
-                unsafe { *panel.add(at) = *row.add(inner) };
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn narrow(values: Array, to: *mut E) {
-        // SAFETY: the contract, which is the same.
-        unsafe { <Self as Kernel<E>>::number(values, to) };
-    }
-
-    #[inline(always)]
-    fn prefetch(_: *const E) {}
-}
-
-/// `sums + row[.. k] · panel`, `N` outputs wide. Groups of the row's elements are `apart` groups
-/// apart.
-///
-/// # Safety
-/// The row has `k` elements, the panel `k * N`.
-#[inline(always)]
-unsafe fn product<E: Element, const N: usize>(
-    (row, apart): (*const E, usize),
-    panel: *const E,
-    k: usize,
-    mut sums: [f32; N],
-) -> [f32; N] {
-    for group in 0..k / E::PAIR {
-        for within in 0..E::PAIR {
-            // SAFETY: inside the row, by the contract.
-            let x = unsafe { (*row.add(group * apart * E::PAIR + within)).to_f32() };
-            for (column, sum) in sums.iter_mut().enumerate() {
-                let at = (group * N + column) * E::PAIR + within;
-                // SAFETY: inside the panel, by the contract.
-                *sum += x * unsafe { (*panel.add(at)).to_f32() };
-            }
-        }
-    }
-    sums
 }
 
 #[cfg(test)]

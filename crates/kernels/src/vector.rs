@@ -1,7 +1,8 @@
 //! Sixteen floats at a time, for all work but products. Loops over arrays would do, but compilers
 //! turn them into vectors only now and then.
 
-use crate::tile::LANES;
+/// Lanes of a vector: what all loops over vectors are written for, whatever the processor has.
+pub(crate) const LANES: usize = 16;
 
 /// [`LANES`] floats. Like its kernels, a processor's own may be used only where its instructions
 /// were detected.
@@ -49,109 +50,5 @@ pub(crate) trait Vector: Copy {
         // SAFETY: as many as there are.
         unsafe { self.store(lanes.as_mut_ptr()) };
         lanes
-    }
-}
-
-/// A vector for any processor.
-#[derive(Clone, Copy)]
-pub(crate) struct Array([f32; LANES]);
-
-impl Array {
-    #[inline(always)]
-    fn zip(self, other: Self, work: impl Fn(f32, f32) -> f32) -> Self {
-        Self(std::array::from_fn(|i| work(self.0[i], other.0[i])))
-    }
-
-    #[inline(always)]
-    fn fold(mut self, work: impl Fn(f32, f32) -> f32) -> f32 {
-        for half in [8, 4, 2, 1] {
-            for i in 0..half {
-                self.0[i] = work(self.0[i], self.0[i + half]);
-            }
-        }
-        self.0[0]
-    }
-}
-
-impl Vector for Array {
-    #[inline(always)]
-    fn splat(value: f32) -> Self {
-        Self([value; LANES])
-    }
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the contract.
-        Self(unsafe { from.cast::<[f32; LANES]>().read_unaligned() })
-    }
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32) {
-        // SAFETY: the contract.
-        unsafe { to.cast::<[f32; LANES]>().write_unaligned(self.0) };
-    }
-    #[inline(always)]
-    fn add(self, other: Self) -> Self {
-        self.zip(other, |a, b| a + b)
-    }
-    #[inline(always)]
-    fn sub(self, other: Self) -> Self {
-        self.zip(other, |a, b| a - b)
-    }
-    #[inline(always)]
-    fn mul(self, other: Self) -> Self {
-        self.zip(other, |a, b| a * b)
-    }
-    #[inline(always)]
-    fn div(self, other: Self) -> Self {
-        self.zip(other, |a, b| a / b)
-    }
-    #[inline(always)]
-    fn fused(self, factor: Self, term: Self) -> Self {
-        self.mul(factor).add(term)
-    }
-    #[inline(always)]
-    fn larger(self, other: Self) -> Self {
-        self.zip(other, |a, b| if b > a { b } else { a })
-    }
-    #[inline(always)]
-    fn at_least(self, bound: f32) -> Self {
-        Self(self.0.map(|x| if x < bound { bound } else { x }))
-    }
-    #[inline(always)]
-    fn at_most(self, bound: f32) -> Self {
-        Self(self.0.map(|x| if x > bound { bound } else { x }))
-    }
-    #[inline(always)]
-    fn round(self) -> Self {
-        // Adding it leaves the nearest integer in the low bits.
-        const ROUND: f32 = 12_582_912.0;
-        Self(self.0.map(|x| (x + ROUND) - ROUND))
-    }
-    #[inline(always)]
-    fn times_power(self, n: Self) -> Self {
-        self.zip(n, |x, n| {
-            let power = f32::from_bits((((n as i32) + 127) << 23).cast_unsigned());
-            if n < -126.0 { 0.0 } else { x * power }
-        })
-    }
-    #[inline(always)]
-    fn only(self, count: usize) -> Self {
-        Self(std::array::from_fn(|i| if i < count { self.0[i] } else { f32::NEG_INFINITY }))
-    }
-    #[inline(always)]
-    fn sum(self) -> f32 {
-        self.fold(|a, b| a + b)
-    }
-    #[inline(always)]
-    fn largest(self) -> f32 {
-        self.fold(|a, b| if b > a { b } else { a })
-    }
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        self.0.iter().all(|x| x.is_finite())
-    }
-    #[inline(always)]
-    unsafe fn store_codes(self, to: *mut i8) {
-        // SAFETY: the contract.
-        unsafe { to.cast::<[i8; LANES]>().write_unaligned(self.0.map(|x| x as i32 as i8)) };
     }
 }

@@ -44,7 +44,7 @@ class Images:
                 f"the description of a {model.config.architecture} does not say how images become patches"
             )
         self._tower, self._arena, self._device = model.tower, arena, device
-        self._pixels = Pixels(images, device.torch_device)
+        self._pixels = Pixels(images, device.torch_device, config.dtype)
         pages = image_page_count(config, images)
         self.nbytes = ImagePool.nbytes(vision, pages, config.dtype)
         """Bytes of the pages."""

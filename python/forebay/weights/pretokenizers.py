@@ -12,7 +12,7 @@ from typing import Any
 
 from forebay.weights.errors import UnsupportedModelError
 
-__all__ = ["Pipeline", "pipeline"]
+__all__ = ["PIPELINES", "Pipeline", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Pipeline:
 
 def pipeline(name: str) -> Pipeline:
     """The pipeline called `name`. Raises UnsupportedModelError for a name that isn't known."""
-    if name not in _PIPELINES:
+    if name not in PIPELINES:
         raise UnsupportedModelError(
-            f"the GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(sorted(_PIPELINES))}"
+            f"the GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(sorted(PIPELINES))}"
         )
-    return _PIPELINES[name]
+    return PIPELINES[name]
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:
@@ -96,7 +96,7 @@ _LLAMA3 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")), ignore_merges=True, add_b
 _GLM4 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")))
 _QWEN2 = Pipeline(_splits(_gpt4_like(r"\p{N}")), normalizer=_NFC)
 
-_PIPELINES = {
+PIPELINES = {
     # No name at all is the same as "default": llama.cpp's guess for files older than the names.
     "default": Pipeline(_splits(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_REGEX, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _GPT2,

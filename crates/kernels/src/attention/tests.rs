@@ -1,10 +1,11 @@
 //! Attention against the formula, however positions lie on pages and whoever computes which part.
 
+use std::fmt::Debug;
+
 use proptest::prelude::*;
 
 use super::*;
-use crate::element::Bf16;
-use crate::tile::Plain;
+use crate::isa::tests::{Check, kernels};
 use crate::tile::tests::numbers;
 
 struct Sizes {
@@ -105,24 +106,9 @@ fn all_differ(pages: &[i32]) {
     assert_eq!(sorted.len(), pages.len());
 }
 
-fn check_all(sizes: &Sizes) {
-    check::<f32, Plain>(sizes, 1e-5);
-    check::<Bf16, Plain>(sizes, 5e-3);
-    #[cfg(target_arch = "x86_64")]
-    if crate::x86::has_avx2() {
-        check::<f32, crate::tile::Avx2>(sizes, 1e-5);
-        check::<Bf16, crate::tile::Avx2>(sizes, 5e-3);
-    }
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
-        check::<f32, crate::tile::Avx512>(sizes, 1e-5);
-        check::<Bf16, crate::tile::Avx512Wide>(sizes, 5e-3);
-        if is_x86_feature_detected!("avx512bf16") {
-            check::<Bf16, crate::tile::Avx512Bf16>(sizes, 5e-3);
-            if crate::x86::Hardware::is_there() {
-                check::<Bf16, crate::tile::AmxBf16>(sizes, 5e-3);
-            }
-        }
+impl Check for Sizes {
+    fn kernel<E: Element + Debug + PartialEq, K: Kernel<E>>(&self) {
+        check::<E, K>(self, if E::PAIR == 1 { 1e-5 } else { 5e-3 });
     }
 }
 
@@ -140,7 +126,7 @@ proptest! {
         // The pages' order needs a number of them that 7 does not divide.
         let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
         let shape = Shape { heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7 };
-        check_all(&Sizes { shape, length, start: length.saturating_sub(asked), together, whole, seed });
+        kernels(&Sizes { shape, length, start: length.saturating_sub(asked), together, whole, seed });
     }
 }
 
@@ -150,7 +136,7 @@ fn spans_are_put_together() {
         for (together, whole) in [(false, false), (true, false), (false, true)] {
             let shape = Shape { heads: 6, kv_heads: 2, head_dim: 32, page_size: 16, scale: 0.5 };
             let start = length - asked;
-            check_all(&Sizes { shape, length, start, together, whole, seed: 5 });
+            kernels(&Sizes { shape, length, start, together, whole, seed: 5 });
         }
     }
 }

@@ -4,14 +4,13 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::codes::tests::Encoded;
+use crate::isa::plain::{Array, Plain, Portable};
+use crate::isa::tests::{self, CheckDots};
 use crate::matmul::{Best, Matrix, Out, multiply_codes};
 use crate::quantise::{pack_blocks, quantise, quantised_bytes, stored_len, unpacked};
 use crate::team::{Kind, Queue, Team};
+use crate::tile::MAX_ROWS;
 use crate::tile::tests::numbers;
-use crate::tile::{MAX_ROWS, Plain};
-use crate::vector::Array;
-#[cfg(target_arch = "x86_64")]
-use crate::x86::{AmxDots, Emulated, Hardware};
 
 const FORMATS: [Format; 4] = [Format::Int8, Format::Q8_0, Format::Q4_0, Format::Q4_1];
 
@@ -154,7 +153,6 @@ fn check_tiles<D: Dots>(format: Format, rows: usize, blocks: usize, seed: u32, e
 }
 
 /// Levels that multiply and add at once give the same bits, as they have the same integers.
-#[cfg(target_arch = "x86_64")]
 fn check_same<D: Dots, Other: Dots>(
     format: Format,
     rows: usize,
@@ -252,36 +250,20 @@ fn check_finishes<D: Dots>(format: Format, rows: usize, pairs: usize, seed: u32)
     }
 }
 
-fn check(rows: usize, size: usize, seed: u32, extreme: bool) {
-    for format in FORMATS {
-        check_tiles::<Portable>(format, rows, size, seed, extreme);
-        check_finishes::<Portable>(format, rows, 7 * size, seed);
-        #[cfg(target_arch = "x86_64")]
-        if crate::x86::has_avx2() {
-            check_tiles::<Avx2Dots>(format, rows, size, seed, extreme);
-            check_finishes::<Avx2Dots>(format, rows, 7 * size, seed);
-        }
-        #[cfg(target_arch = "x86_64")]
-        if crate::x86::has_avx_vnni() {
-            check_tiles::<AvxVnni>(format, rows, size, seed, extreme);
-            check_finishes::<AvxVnni>(format, rows, 7 * size, seed);
-            check_same::<Avx2Dots, AvxVnni>(format, rows, size, seed, extreme);
-        }
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vnni")
-        {
-            check_tiles::<Vnni>(format, rows, size, seed, extreme);
-            check_finishes::<Vnni>(format, rows, 7 * size, seed);
-            check_same::<Avx2Dots, Vnni>(format, rows, size, seed, extreme);
-            check_tiles::<AmxDots<Emulated>>(format, rows, size, seed, extreme);
-            check_same::<Vnni, AmxDots<Emulated>>(format, rows, size, seed, extreme);
-            if Hardware::is_there() {
-                check_tiles::<AmxDots>(format, rows, size, seed, extreme);
-                check_finishes::<AmxDots>(format, rows, 7 * size, seed);
-                check_same::<Vnni, AmxDots>(format, rows, size, seed, extreme);
-            }
+struct Sizes {
+    rows: usize,
+    size: usize,
+    seed: u32,
+    extreme: bool,
+}
+
+impl CheckDots for Sizes {
+    fn dots<D: Dots, Like: Dots>(&self) {
+        let &Self { rows, size, seed, extreme } = self;
+        for format in FORMATS {
+            check_tiles::<D>(format, rows, size, seed, extreme);
+            check_finishes::<D>(format, rows, 7 * size, seed);
+            check_same::<D, Like>(format, rows, size, seed, extreme);
         }
     }
 }
@@ -295,7 +277,7 @@ proptest! {
         seed: u32,
         extreme in prop::bool::weighted(0.3),
     ) {
-        check(rows, size, seed, extreme);
+        tests::dots(&Sizes { rows, size, seed, extreme });
     }
 }
 
@@ -303,7 +285,7 @@ proptest! {
 fn nothing_saturates() {
     // Every code at its end, over as many positions as a large model has.
     for seed in [1, 2] {
-        check(9, 28672 / SHARED, seed, true);
+        tests::dots(&Sizes { rows: 9, size: 28672 / SHARED, seed, extreme: true });
     }
 }
 

@@ -3,6 +3,8 @@
 use std::ops::Range;
 
 use crate::attention::{self, Scratch, Unit};
+use crate::dispatch::Work;
+use crate::dots::Dots;
 use crate::element::Element;
 use crate::encoder::Activation;
 use crate::math;
@@ -96,6 +98,15 @@ struct Stream {
 #[inline(always)]
 fn own<E: Element, K: Kernel<E>>(member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
     rows.of_tiles::<K>(member.share(rows.tiles::<K>()))
+}
+
+/// A batch and who takes a share of it.
+impl<E: Element> Work<E> for (&Pass<'_, E>, &Member<'_>) {
+    #[inline(always)]
+    unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
+        // SAFETY: the contract.
+        unsafe { self.0.compute::<K>(self.1) }
+    }
 }
 
 impl<E: Element> Pass<'_, E> {

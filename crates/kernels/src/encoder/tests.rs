@@ -1,12 +1,16 @@
 //! An encoder against the formula, at every level, whatever is computed beside a prompt.
 
+use std::fmt::Debug;
+
 use proptest::prelude::*;
 
 use super::*;
+use crate::isa::plain::Plain;
+use crate::isa::tests::{Check, kernels};
 use crate::pack::{pack, packed_len};
 use crate::team::Kind;
+use crate::tile::Kernel;
 use crate::tile::tests::numbers;
-use crate::tile::{Kernel, Plain};
 
 const VOCABULARY: usize = 50;
 const POSITIONS: usize = 150;
@@ -310,25 +314,12 @@ fn check<E: Element, K: Kernel<E>>(sizes: Sizes, lengths: &[usize], bound: f64) 
     }
 }
 
-fn check_all(sizes: Sizes, lengths: &[usize]) {
-    const ROUGH: f64 = 0.3;
-    check::<f32, Plain>(sizes, lengths, 1e-4);
-    check::<Bf16, Plain>(sizes, lengths, ROUGH);
-    #[cfg(target_arch = "x86_64")]
-    if crate::x86::has_avx2() {
-        check::<f32, crate::tile::Avx2>(sizes, lengths, 1e-4);
-        check::<Bf16, crate::tile::Avx2>(sizes, lengths, ROUGH);
-    }
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
-        check::<f32, crate::tile::Avx512>(sizes, lengths, 1e-4);
-        check::<Bf16, crate::tile::Avx512Wide>(sizes, lengths, ROUGH);
-        if is_x86_feature_detected!("avx512bf16") {
-            check::<Bf16, crate::tile::Avx512Bf16>(sizes, lengths, ROUGH);
-            if crate::x86::Hardware::is_there() {
-                check::<Bf16, crate::tile::AmxBf16>(sizes, lengths, ROUGH);
-            }
-        }
+/// Sizes of an encoder, and lengths of its prompts.
+struct Batch<'a>(Sizes, &'a [usize]);
+
+impl Check for Batch<'_> {
+    fn kernel<E: Element + Debug + PartialEq, K: Kernel<E>>(&self) {
+        check::<E, K>(self.0, self.1, if E::PAIR == 1 { 1e-4 } else { 0.3 });
     }
 }
 
@@ -343,7 +334,8 @@ proptest! {
         seed: u32,
     ) {
         let hidden = heads * dim;
-        check_all(Sizes { hidden, heads, intermediate, activation, first, scores, seed }, &lengths);
+        let sizes = Sizes { hidden, heads, intermediate, activation, first, scores, seed };
+        kernels(&Batch(sizes, &lengths));
     }
 }
 
@@ -360,7 +352,7 @@ const SMALL: Sizes = Sizes {
 #[test]
 fn long_prompts_lie_beside_short_ones() {
     for first in [false, true] {
-        check_all(Sizes { first, ..SMALL }, &[POSITIONS, 1, 97, 2]);
+        kernels(&Batch(Sizes { first, ..SMALL }, &[POSITIONS, 1, 97, 2]));
     }
 }
 

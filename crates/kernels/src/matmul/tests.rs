@@ -1,12 +1,13 @@
 //! Products and what is done with their results, against the formulas.
 
+use std::fmt::Debug;
+
 use proptest::prelude::*;
 
 use super::*;
-use crate::element::Bf16;
+use crate::isa::tests::{Check, kernels};
 use crate::pack::{pack, packed_len};
 use crate::team::{Kind, Team};
-use crate::tile::Plain;
 use crate::tile::tests::numbers;
 
 /// Pointers that members share.
@@ -122,6 +123,22 @@ fn check<E: Element, K: Kernel<E>>(
     }
 }
 
+struct Sizes {
+    rows: usize,
+    outputs: usize,
+    inputs: usize,
+    biased: bool,
+    seed: u32,
+}
+
+impl Check for Sizes {
+    fn kernel<E: Element + Debug + PartialEq, K: Kernel<E>>(&self) {
+        let sizes = (self.rows, self.outputs, self.inputs);
+        let bound = if E::PAIR == 1 { 1e-5 } else { 2e-2 };
+        check::<E, K>(sizes, self.biased, self.seed, bound);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
@@ -132,24 +149,6 @@ proptest! {
         biased: bool,
         seed: u32,
     ) {
-        let sizes = (rows, outputs, 2 * inputs);
-        check::<f32, Plain>(sizes, biased, seed, 1e-5);
-        check::<Bf16, Plain>(sizes, biased, seed, 2e-2);
-        #[cfg(target_arch = "x86_64")]
-        if crate::x86::has_avx2() {
-            check::<f32, crate::tile::Avx2>(sizes, biased, seed, 1e-5);
-            check::<Bf16, crate::tile::Avx2>(sizes, biased, seed, 2e-2);
-        }
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
-            check::<f32, crate::tile::Avx512>(sizes, biased, seed, 1e-5);
-            check::<Bf16, crate::tile::Avx512Wide>(sizes, biased, seed, 2e-2);
-            if is_x86_feature_detected!("avx512bf16") {
-                check::<Bf16, crate::tile::Avx512Bf16>(sizes, biased, seed, 2e-2);
-                if crate::x86::Hardware::is_there() {
-                    check::<Bf16, crate::tile::AmxBf16>(sizes, biased, seed, 2e-2);
-                }
-            }
-        }
+        kernels(&Sizes { rows, outputs, inputs: 2 * inputs, biased, seed });
     }
 }

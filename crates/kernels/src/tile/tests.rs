@@ -1,12 +1,13 @@
 //! Products, attention and vectors of every kind of processor against the formulas.
 
+use std::fmt::Debug;
+
 use proptest::prelude::*;
 
 use super::*;
-use crate::element::Bf16;
+use crate::isa::plain::{Array, Plain};
+use crate::isa::tests::{Check, kernels_and_emulated};
 use crate::pack::{pack, packed_len};
-#[cfg(target_arch = "x86_64")]
-use crate::x86::{Emulated, Hardware};
 
 /// Numbers between -0.5 and 0.5.
 pub(crate) fn numbers<E: Element>(count: usize, seed: u32) -> Vec<E> {
@@ -29,11 +30,7 @@ fn close(found: f32, exact: f64, terms: usize) {
     assert!((f64::from(found) - exact).abs() < bound, "{found} {exact}");
 }
 
-fn check_tile<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(
-    k: usize,
-    rows: usize,
-    seed: u32,
-) {
+fn check_tile<E: Element + Debug + PartialEq, K: Kernel<E>>(k: usize, rows: usize, seed: u32) {
     let weights: Vec<E> = numbers(NR * k, seed);
     let (mut plain, mut panel) =
         (vec![E::default(); packed_len(NR, k)], vec![E::default(); packed_len(NR, k)]);
@@ -220,34 +217,25 @@ fn check_vector<E: Element, K: Kernel<E>>(seed: u32) {
     }
 }
 
-fn check<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(k: usize, rows: usize, seed: u32) {
-    check_tile::<E, K>(k, rows, seed);
-    let sizes = (k, (k % 96 + 1).next_multiple_of(LANES));
-    check_attention::<E, K>(sizes, (rows.min(K::QUERIES), seed as usize % GROUPS + 1), seed);
+struct Sizes {
+    groups: usize,
+    rows: usize,
+    seed: u32,
+}
+
+impl Check for Sizes {
+    fn kernel<E: Element + Debug + PartialEq, K: Kernel<E>>(&self) {
+        let &Self { groups, rows, seed } = self;
+        let k = groups * E::PAIR;
+        check_tile::<E, K>(k, rows, seed);
+        let sizes = (k, (k % 96 + 1).next_multiple_of(LANES));
+        check_attention::<E, K>(sizes, (rows.min(K::QUERIES), seed as usize % GROUPS + 1), seed);
+    }
 }
 
 proptest! {
     #[test]
-    fn kernels_compute_products(k in 1usize..160, rows in 1usize..=MAX_ROWS, seed: u32) {
-        check::<f32, Plain>(k, rows, seed);
-        check::<Bf16, Plain>(2 * k, rows, seed);
-        #[cfg(target_arch = "x86_64")]
-        {
-            if crate::x86::has_avx2() {
-                check::<f32, Avx2>(k, rows, seed);
-                check::<Bf16, Avx2>(2 * k, rows, seed);
-            }
-            if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
-                check::<f32, Avx512>(k, rows, seed);
-                check::<Bf16, Avx512Wide>(2 * k, rows, seed);
-                if is_x86_feature_detected!("avx512bf16") {
-                    check::<Bf16, Avx512Bf16>(2 * k, rows, seed);
-                    check::<Bf16, AmxBf16<Emulated>>(2 * k, rows, seed);
-                    if Hardware::is_there() {
-                        check::<Bf16, AmxBf16>(2 * k, rows, seed);
-                    }
-                }
-            }
-        }
+    fn kernels_compute_products(groups in 1usize..160, rows in 1usize..=MAX_ROWS, seed: u32) {
+        kernels_and_emulated(&Sizes { groups, rows, seed });
     }
 }

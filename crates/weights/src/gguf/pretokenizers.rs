@@ -25,6 +25,21 @@ const TEKKEN: &str = concat!(
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 );
 const CJK: &str = "[一-龥ࠀ-一가-퟿]+";
+const V3_CJK: &str = "[一-龥぀-ゟ゠-ヿ]+";
+const V3_WORDS: &str = concat!(
+    r##"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"##,
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+/// The letters that DeepSeek LLM takes for words: those of alphabets with two cases.
+///
+/// Six are escaped, because editors that normalise text replace them by their equivalents, which
+/// lie elsewhere.
+const DEEPSEEK_LETTERS: &str = concat!(
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ",
+    "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u{1f7d}ᾀ-ᾴᾶ-ᾼ\u{1fbe}ῂ-ῄῆ-ῌῐ-\u{1fd3}ῖ-\u{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ",
+    "\u{2126}ℨ\u{212a}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-",
+    "𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃",
+);
 
 fn byte_level(use_regex: bool) -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex})
@@ -52,6 +67,17 @@ fn gpt4_like(numbers: &str) -> String {
     let before = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|";
     let after = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
     format!("{before}{numbers}{after}")
+}
+
+/// The pattern of Kimi K2: words apart by case, and Han characters apart from both.
+fn kimi() -> String {
+    let upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]";
+    let lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]";
+    let start = r"[^\r\n\p{L}\p{N}]?";
+    let end = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?";
+    let words = format!("{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}");
+    let rest = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    format!(r"[\p{{Han}}]+|{words}|{rest}")
 }
 
 /// The pipeline called `name`.
@@ -86,6 +112,17 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
             digits(),
             byte_level(false),
         ])),
+        "deepseek-llm" => plain(sequence(vec![
+            split("[\r\n]"),
+            split(&format!(r"\s?[{DEEPSEEK_LETTERS}]+")),
+            split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
+            split(r"\s+$"),
+            split(CJK),
+            digits(),
+            byte_level(false),
+        ])),
+        "deepseek-v3" => plain(splits(&[r"\p{N}{1,3}", V3_CJK, V3_WORDS])),
+        "kimi-k2" => plain(splits(&[&kimi()])),
         other => return Err(ModelError::elsewhere(format!("the GGUF pre-tokenizer '{other}'"))),
     })
 }

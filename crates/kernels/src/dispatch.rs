@@ -1,0 +1,258 @@
+//! The one table of levels: what each asks of a processor, and what then computes.
+
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::dots::Dots;
+use crate::element::{Bf16, Element};
+use crate::isa::plain::{Plain, Portable};
+#[cfg(target_arch = "x86_64")]
+use crate::isa::{amx, avx2, avx512, avx512_bf16, avxvnni};
+use crate::tile::Kernel;
+
+/// Something that is computed with the instructions of a level.
+pub(crate) trait Work<E: Element> {
+    /// Does it. Implementations are inlined, so that plain loops become the processor's vectors
+    /// too.
+    ///
+    /// # Safety
+    /// The processor can run `K` and `D`; and what the work itself asks for.
+    unsafe fn compute<K: Kernel<E>, D: Dots>(self);
+}
+
+/// An element with a kernel at every level.
+pub(crate) trait Number: Element {
+    /// Does the work with the instructions of a level.
+    ///
+    /// # Safety
+    /// The processor has the level; and what the work itself asks for.
+    unsafe fn compute<W: Work<Self>>(level: Level, work: W);
+}
+
+/// Does the work in a function of its own, compiled for some features: everything it calls is
+/// inlined into it.
+macro_rules! compute {
+    ($work:ident: $element:ty, $kernel:ty, $codes:ty, [$($features:literal)?], [$($turn:expr)?]) => {{
+        $(#[target_feature(enable = $features)])?
+        unsafe fn run<W: Work<$element>>(work: W) {
+            // SAFETY: the caller's contract, here and below.
+            $(let _turn = unsafe { $turn };)?
+            unsafe { work.compute::<$kernel, $codes>() }
+        }
+        unsafe { run($work) }
+    }};
+}
+
+macro_rules! levels {
+    ($(
+        $(#[$target:meta])*
+        $level:ident {
+            name: $name:literal,
+            is_there: $there:expr,
+            $(is_fast: $fast:expr,)?
+            $(features: $features:literal,)?
+            f32: $f32:ty,
+            bf16: $bf16:ty,
+            codes: $codes:ty,
+            $(turn: $turn:expr,)?
+        }
+    )*) => {
+        /// The instructions of a processor, best first.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum Level {
+            $($(#[$target])* $level,)*
+        }
+
+        impl Level {
+            const ALL: &[Self] = &[$($(#[$target])* Self::$level,)*];
+
+            pub(crate) fn name(self) -> &'static CStr {
+                match self {
+                    $($(#[$target])* Self::$level => $name,)*
+                }
+            }
+
+            fn is_there(self) -> bool {
+                match self {
+                    $($(#[$target])* Self::$level => $there,)*
+                }
+            }
+
+            /// No level below is faster.
+            fn is_fast(self) -> bool {
+                match self {
+                    $($(#[$target])* Self::$level => true $(&& $fast)?,)*
+                }
+            }
+        }
+
+        impl Number for f32 {
+            unsafe fn compute<W: Work<Self>>(level: Level, work: W) {
+                match level {
+                    $($(#[$target])* Level::$level => {
+                        compute!(work: f32, $f32, $codes, [$($features)?], [$($turn)?])
+                    })*
+                }
+            }
+        }
+
+        impl Number for Bf16 {
+            unsafe fn compute<W: Work<Self>>(level: Level, work: W) {
+                match level {
+                    $($(#[$target])* Level::$level => {
+                        compute!(work: Bf16, $bf16, $codes, [$($features)?], [$($turn)?])
+                    })*
+                }
+            }
+        }
+    };
+}
+
+// A level has what every level below it has, but for `AvxVnni`.
+levels! {
+    #[cfg(target_arch = "x86_64")]
+    Amx {
+        name: c"amx",
+        is_there: amx::is_there(),
+        features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16",
+        f32: avx512::Avx512,
+        bf16: amx::AmxBf16,
+        codes: amx::AmxDots,
+        turn: amx::hardware::Turn::begin(),
+    }
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16 {
+        name: c"avx512bf16",
+        is_there: avx512_bf16::is_there(),
+        is_fast: avx512_bf16::is_fast(),
+        features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16",
+        f32: avx512::Avx512,
+        bf16: avx512_bf16::Avx512Bf16,
+        codes: avx512::vnni::Vnni,
+    }
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni {
+        name: c"avx512vnni",
+        is_there: avx512::has_vnni(),
+        features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni",
+        f32: avx512::Avx512,
+        bf16: avx512::Avx512Wide,
+        codes: avx512::vnni::Vnni,
+    }
+    #[cfg(target_arch = "x86_64")]
+    Avx512 {
+        name: c"avx512",
+        is_there: avx512::is_there(),
+        features: "avx512f,avx512bw,avx512dq,avx512vl",
+        f32: avx512::Avx512,
+        bf16: avx512::Avx512Wide,
+        codes: avx2::codes::Avx2Dots,
+    }
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni {
+        name: c"avxvnni",
+        is_there: avxvnni::is_there(),
+        features: "avx2,fma,f16c,avxvnni",
+        f32: avx2::Avx2,
+        bf16: avx2::Avx2,
+        codes: avxvnni::AvxVnni,
+    }
+    #[cfg(target_arch = "x86_64")]
+    Avx2 {
+        name: c"avx2",
+        is_there: avx2::is_there(),
+        features: "avx2,fma,f16c",
+        f32: avx2::Avx2,
+        bf16: avx2::Avx2,
+        codes: avx2::codes::Avx2Dots,
+    }
+    Baseline {
+        name: c"baseline",
+        is_there: true,
+        f32: Plain,
+        bf16: Plain,
+        codes: Portable,
+    }
+}
+
+/// The level that is not to be exceeded, as its place in [`Level::ALL`], or [`PREFERRED`].
+static LIMIT: AtomicUsize = AtomicUsize::new(PREFERRED);
+/// The fastest level, which need not be the best.
+const PREFERRED: usize = usize::MAX;
+
+impl Level {
+    /// The one to use.
+    pub(crate) fn current() -> Self {
+        Self::within(LIMIT.load(Ordering::Relaxed))
+    }
+
+    /// The best that is there, of those from a place on; or the fastest, where that is
+    /// [`PREFERRED`].
+    fn within(limit: usize) -> Self {
+        let found = match Self::ALL.get(limit..) {
+            Some(levels) => levels.iter().find(|level| level.is_there()),
+            None => Self::ALL.iter().find(|level| level.is_there() && level.is_fast()),
+        };
+        found.copied().unwrap_or(Self::Baseline)
+    }
+
+    /// Uses nothing better than the level of this name from now on, or none: the fastest again.
+    /// False if there is no such level.
+    pub(crate) fn limit(name: Option<&CStr>) -> bool {
+        let limit = match name {
+            None => Some(PREFERRED),
+            Some(name) => Self::ALL.iter().position(|level| level.name() == name),
+        };
+        if let Some(limit) = limit {
+            LIMIT.store(limit, Ordering::Relaxed);
+        }
+        limit.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codes::Format;
+
+    #[test]
+    fn a_level_that_is_there_is_used_and_nothing_better_than_asked_for() {
+        for (limit, &asked) in Level::ALL.iter().enumerate() {
+            let level = Level::within(limit);
+            let place = Level::ALL.iter().position(|&other| other == level);
+            assert!(level.is_there() && place >= Some(limit), "{asked:?} {level:?}");
+            assert!(!asked.is_there() || level == asked, "{asked:?} {level:?}");
+        }
+        assert!(Level::within(PREFERRED).is_fast());
+        assert_eq!(Level::within(Level::ALL.len() - 1), Level::Baseline);
+    }
+
+    /// Says how many rows tiles have.
+    struct Heights<'a>(&'a mut [usize; 2]);
+
+    impl<E: Element> Work<E> for Heights<'_> {
+        unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
+            *self.0 = [K::ROWS, D::rows(Format::Int8)];
+        }
+    }
+
+    #[test]
+    fn every_level_computes_with_its_own_kernels() {
+        for &level in Level::ALL.iter().filter(|level| level.is_there()) {
+            let (mut floats, mut halves) = ([0; 2], [0; 2]);
+            // SAFETY: it is there.
+            unsafe {
+                f32::compute(level, Heights(&mut floats));
+                Bf16::compute(level, Heights(&mut halves));
+            }
+            let wanted = match level.name().to_bytes() {
+                b"amx" => ([12, 32], [32, 32]),
+                b"avx512bf16" | b"avx512vnni" => ([12, 12], [12, 12]),
+                b"avx512" => ([12, 6], [12, 6]),
+                b"avxvnni" | b"avx2" => ([6, 6], [6, 6]),
+                _ => ([4, 4], [4, 4]),
+            };
+            assert_eq!((floats, halves), wanted, "{level:?}");
+        }
+    }
+}

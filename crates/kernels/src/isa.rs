@@ -1,0 +1,19 @@
+//! Instruction sets: innermost loops, in a file or a folder for each. The table of
+//! [`crate::dispatch`] says which of them compute at a level.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512_bf16;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avxvnni;
+#[cfg(target_arch = "x86_64")]
+mod operands;
+pub(crate) mod plain;
+
+#[cfg(test)]
+pub(crate) mod tests;

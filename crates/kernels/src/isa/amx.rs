@@ -1,0 +1,490 @@
+//! bfloat16 and bytes with Intel's matrix extensions (AMX): products of whole tiles.
+//!
+//! A tile is 16 rows of 64 bytes. One instruction multiplies a tile of rows with a tile of weights
+//! and adds the result to a tile of sums. Panels, groups of keys and groups of values already lie
+//! as tiles of weights have to. A row of a tile is a group of pairs, or of quads, of 16 outputs.
+//!
+//! A product adds up 32 inner positions at a time. The even ones and the odd ones of them are added
+//! by themselves, then both to the sum so far (Intel's manual, `TDPBF16PS`). The order is the same
+//! for every number of rows, so a row's result does not depend on the rows beside it. Numbers below
+//! the normal ones count as zero.
+
+mod few;
+pub(crate) mod hardware;
+pub(crate) mod unit;
+
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+
+use std::arch::x86_64::*;
+
+use self::hardware::Hardware;
+use self::unit::{HIGH, Shape, Tiles, WIDE};
+use super::avx512::sums::ask;
+use super::avx512::vector::Zmm;
+use super::avx512::vnni::{Vnni, scale};
+use super::avx512_bf16::{self, Avx512Bf16};
+use super::operands::Operands;
+use crate::codes::{Codes, Format};
+use crate::dots::{Dots, QUAD, quad_bytes};
+use crate::element::{Bf16, Element};
+use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, MAX_ROWS, NR, Outputs, Scores, Tile};
+use crate::vector::LANES;
+
+/// Inner positions of bfloat16 that an instruction adds up.
+const INNER: usize = WIDE / size_of::<Bf16>();
+/// Inner positions of bytes that an instruction adds up.
+const INNER_BYTES: usize = WIDE;
+
+/// Rows of bytes up to which dot products of vectors are quicker than tiles. Sums of integers are
+/// exact, so the bits are the same.
+const FEW_BYTES: usize = 8;
+
+/// bfloat16 with tiles.
+pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
+/// Codes of one scale an output with tiles; few rows, and formats with more scales, as [`Vnni`]
+/// does.
+pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
+
+/// The processor has tiles, and what is used beside them.
+pub(crate) fn is_there() -> bool {
+    avx512_bf16::is_there() && Hardware::is_there()
+}
+
+/// Begins to load `lines` cache lines from an address that need not be valid.
+#[inline(always)]
+fn ask_lines<E>(address: *const E, lines: usize) {
+    for line in 0..lines {
+        ask(address.cast::<u8>().wrapping_add(line * 64));
+    }
+}
+
+/// Multiplies up to 32 rows by a panel, `width` inner positions of it at a time. There are at most
+/// two tiles of rows and two of outputs, whose sums are tiles 0 to 3.
+///
+/// # Safety
+/// The tiles are shaped by [`Shape::product`] of `rows` and `width`; numbers and panel have `steps`
+/// times `width` positions; `out` has the rows.
+#[inline(always)]
+unsafe fn strip<U: Tiles>(
+    (numbers, rows, width): (*const Bf16, usize, usize),
+    (panel, steps): (*const Bf16, usize),
+    ahead: Ahead<Bf16>,
+    more: bool,
+    out: *mut Outputs,
+) {
+    const PITCH: usize = NR * 4;
+    let pitch = width * size_of::<Bf16>();
+    let two = rows > HIGH;
+    // SAFETY: inside the rows, the panel and the sums, by the contract.
+    unsafe {
+        let left = out.cast::<u8>();
+        let (right, low) = (left.add(WIDE), left.wrapping_add(HIGH * PITCH));
+        let low_right = low.wrapping_add(WIDE);
+        if more {
+            U::load::<0>(left, PITCH);
+            U::load::<1>(right, PITCH);
+        } else {
+            U::zero::<0>();
+            U::zero::<1>();
+        }
+        if two && more {
+            U::load::<2>(low, PITCH);
+            U::load::<3>(low_right, PITCH);
+        } else if two {
+            U::zero::<2>();
+            U::zero::<3>();
+        }
+        for step in 0..steps {
+            let at = step * width;
+            let weights = panel.add(at * NR).cast::<u8>();
+            let mine = numbers.add(at * rows).cast::<u8>();
+            match ahead {
+                Ahead::Nothing => {}
+                Ahead::Half(next) => {
+                    ask_lines(next.wrapping_add(at * NR / 2), width * NR / 64);
+                }
+                Ahead::Whole(next) => {
+                    ask_lines(next.wrapping_add(at * NR), width * NR / 32);
+                }
+            }
+            U::load::<6>(weights, PITCH);
+            U::load::<7>(weights.add(WIDE), PITCH);
+            U::load::<4>(mine, pitch);
+            U::pairs::<0, 4, 6>();
+            U::pairs::<1, 4, 7>();
+            if two {
+                U::load::<5>(mine.add(HIGH * pitch), pitch);
+                U::pairs::<2, 5, 6>();
+                U::pairs::<3, 5, 7>();
+            }
+        }
+        U::store::<0>(left, PITCH);
+        U::store::<1>(right, PITCH);
+        if two {
+            U::store::<2>(low, PITCH);
+            U::store::<3>(low_right, PITCH);
+        }
+    }
+}
+
+/// Scores of up to 16 queries for the groups of a block, `width` inner positions at a time.
+///
+/// # Safety
+/// The tiles are shaped for `width` positions; queries and keys have `steps` times as many.
+#[inline(always)]
+unsafe fn score<U: Tiles>(
+    (queries, rows, width): (*const Bf16, usize, usize),
+    (keys, ahead): (&[*const Bf16; GROUPS], &[*const Bf16; GROUPS]),
+    (first, steps): (usize, usize),
+    out: &mut Scores,
+) {
+    const PITCH: usize = BLOCK * size_of::<f32>();
+    macro_rules! groups {
+        ($($group:literal)*) => {
+            // SAFETY: inside the queries, the keys and the scores, by the contract.
+            unsafe {
+                let out = out.as_mut_ptr().cast::<u8>();
+                $(if first == 0 {
+                    U::zero::<$group>();
+                } else {
+                    U::load::<$group>(out.add($group * WIDE), PITCH);
+                })*
+                for step in 0..steps {
+                    let at = first + step * width;
+                    let pitch = width * size_of::<Bf16>();
+                    U::load::<4>(queries.add(at * rows).cast(), pitch);
+                    $(
+                        ask_lines(ahead[$group].wrapping_add(at * GROUP), width / 2);
+                        U::load::<5>(keys[$group].add(at * GROUP).cast(), WIDE);
+                        U::pairs::<$group, 4, 5>();
+                    )*
+                }
+                $(U::store::<$group>(out.add($group * WIDE), PITCH);)*
+            }
+        };
+    }
+    const { assert!(GROUPS == 4, "every group is named") };
+    groups!(0 1 2 3);
+}
+
+/// `C` tiles of the output's columns, from `column` on.
+///
+/// # Safety
+/// As of [`Kernel::mix`], whose tiles are shaped by [`Shape::attention`].
+#[inline(always)]
+unsafe fn mix<U: Tiles, const C: usize>(
+    weights: *const Bf16,
+    values: &[*const Bf16],
+    ahead: &[*const Bf16; GROUPS],
+    (dim, column): (usize, usize),
+    out: *mut f32,
+) {
+    macro_rules! columns {
+        ($($c:literal)*) => {
+            // SAFETY: inside the weights, the values and the output, by the contract.
+            unsafe {
+                let pitch = dim * size_of::<f32>();
+                let out = out.add(column).cast::<u8>();
+                $(if $c < C { U::load::<$c>(out.add($c * WIDE), pitch); })*
+                for (group, (values, ahead)) in values.iter().zip(ahead).enumerate() {
+                    let mine = weights.add(group * GROUP).cast();
+                    U::load::<6>(mine, BLOCK * size_of::<Bf16>());
+                    $(if $c < C {
+                        let at = (column + $c * LANES) * Bf16::PAIR;
+                        ask_lines(ahead.wrapping_add(at * GROUP / 2), GROUP / 2);
+                        U::load::<7>(values.add(at).cast(), dim * 4);
+                        U::pairs::<$c, 6, 7>();
+                    })*
+                }
+                $(if $c < C { U::store::<$c>(out.add($c * WIDE), pitch); })*
+            }
+        };
+    }
+    const { assert!(C <= 4, "every tile is named") };
+    columns!(0 1 2 3);
+}
+
+/// Scores of up to 16 queries.
+///
+/// # Safety
+/// As of [`Kernel::scores`].
+#[inline(always)]
+unsafe fn tiled_scores<U: Tiles>(
+    (queries, rows): (*const Bf16, usize),
+    keys: (&[*const Bf16; GROUPS], &[*const Bf16; GROUPS]),
+    dim: usize,
+    out: &mut Scores,
+) {
+    let whole = dim / INNER * INNER;
+    // SAFETY: the contract.
+    unsafe {
+        if whole > 0 {
+            U::shape(Shape::attention(rows, INNER));
+            score::<U>((queries, rows, INNER), keys, (0, whole / INNER), out);
+        }
+        if whole < dim {
+            U::shape(Shape::attention(rows, dim - whole));
+            score::<U>((queries, rows, dim - whole), keys, (whole, 1), out);
+        }
+    }
+}
+
+/// Adds weights of up to 16 queries times the values.
+///
+/// # Safety
+/// As of [`Kernel::mix`].
+#[inline(always)]
+unsafe fn tiled_mix<U: Tiles>(
+    (weights, rows): (*const Bf16, usize),
+    (values, ahead): (&[*const Bf16], &[*const Bf16; GROUPS]),
+    dim: usize,
+    out: *mut f32,
+) {
+    let wide = dim / (4 * LANES) * (4 * LANES);
+    // SAFETY: the contract.
+    unsafe {
+        U::shape(Shape::attention(rows, INNER));
+        for column in (0..wide).step_by(4 * LANES) {
+            mix::<U, 4>(weights, values, ahead, (dim, column), out);
+        }
+        for column in (wide..dim).step_by(LANES) {
+            mix::<U, 1>(weights, values, ahead, (dim, column), out);
+        }
+    }
+}
+
+// SAFETY: callers detect the extensions, and AVX-512 with bfloat16.
+unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
+    const ROWS: usize = 2 * HIGH;
+    const QUERIES: usize = HIGH;
+    const INNER: usize = INNER;
+    const CHUNK: usize = 512;
+    const BLOCK_ROWS: usize = 256;
+    type Vector = Zmm;
+    type Number = Bf16;
+
+    #[inline(always)]
+    unsafe fn arrange(a: *const Bf16, rows: usize, k: usize, numbers: *mut Bf16) {
+        for first in (0..k).step_by(INNER) {
+            let width = INNER.min(k - first);
+            for row in 0..rows {
+                // SAFETY: inside the rows, and as many numbers.
+                unsafe {
+                    let (from, to) =
+                        (a.add(row * k + first), numbers.add(first * rows + row * width));
+                    if width == INNER {
+                        _mm512_storeu_si512(to.cast(), _mm512_loadu_si512(from.cast()));
+                    } else {
+                        std::ptr::copy_nonoverlapping(from, to, width);
+                    }
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn tile(
+        numbers: *const Bf16,
+        rows: usize,
+        panel: *const Bf16,
+        k: usize,
+        ahead: Ahead<Bf16>,
+        more: bool,
+        out: *mut Outputs,
+    ) {
+        let whole = k / INNER * INNER;
+        // SAFETY: the contract; the rest lies behind what is whole.
+        unsafe {
+            if whole > 0 {
+                U::shape(Shape::product(rows, INNER));
+                let steps = whole / INNER;
+                strip::<U>((numbers, rows, INNER), (panel, steps), ahead, more, out);
+            }
+            if whole < k {
+                let rest = (numbers.add(whole * rows), rows, k - whole);
+                U::shape(Shape::product(rows, k - whole));
+                let panel = (panel.add(whole * NR), 1);
+                strip::<U>(rest, panel, Ahead::Nothing, more || whole > 0, out);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scores(
+        queries: *const Bf16,
+        rows: usize,
+        keys: &[*const Bf16; GROUPS],
+        ahead: &[*const Bf16; GROUPS],
+        dim: usize,
+        out: &mut Scores,
+    ) {
+        // SAFETY: the contract.
+        unsafe {
+            if rows > few::MOST {
+                return tiled_scores::<U>((queries, rows), (keys, ahead), dim, out);
+            }
+            let whole = dim / INNER;
+            let rest = dim % INNER;
+            let out = out.as_flattened_mut().as_mut_ptr();
+            few::scores((queries, rows), (0, INNER, whole), keys, ahead, out);
+            if rest > 0 {
+                few::scores((queries, rows), (whole * INNER, rest, 1), keys, ahead, out);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn mix(
+        weights: *const Bf16,
+        rows: usize,
+        values: &[*const Bf16],
+        ahead: &[*const Bf16; GROUPS],
+        dim: usize,
+        decay: &[f32; MAX_ROWS],
+        out: *mut f32,
+    ) {
+        // SAFETY: the contract.
+        unsafe {
+            for (row, &decay) in decay.iter().enumerate().take(rows) {
+                if decay.to_bits() == 1f32.to_bits() {
+                    continue;
+                }
+                let decay = _mm512_set1_ps(decay);
+                for at in (0..dim).step_by(LANES) {
+                    let at = out.add(row * dim + at);
+                    _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), decay));
+                }
+            }
+            if rows > few::MOST {
+                return tiled_mix::<U>((weights, rows), (values, ahead), dim, out);
+            }
+            few::mix((weights, rows), values, ahead, dim, out);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn number(values: Zmm, to: *mut Bf16) {
+        // SAFETY: the contract, here and below.
+        unsafe { <Avx512Bf16 as Kernel<Bf16>>::number(values, to) }
+    }
+
+    #[inline(always)]
+    unsafe fn pack_rows(rows: &[*const Bf16; LANES], k: usize, panel: *mut Bf16, pitch: usize) {
+        // SAFETY: the contract.
+        unsafe { <Avx512Bf16 as Kernel<Bf16>>::pack_rows(rows, k, panel, pitch) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow(values: Zmm, to: *mut Bf16) {
+        // SAFETY: the contract.
+        unsafe { <Avx512Bf16 as Kernel<Bf16>>::narrow(values, to) }
+    }
+
+    #[inline(always)]
+    fn prefetch(address: *const Bf16) {
+        ask(address);
+    }
+}
+
+/// Up to 32 rows times a panel whose outputs have one scale each.
+///
+/// # Safety
+/// As of [`Dots::tile`].
+#[inline(always)]
+unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
+    const PITCH: usize = NR * QUAD;
+    let Operands { codes, sums, panel, k, ahead, .. } = given;
+    let two = rows > HIGH;
+    let mut dots = MaybeUninit::<[[i32; NR]; MAX_ROWS]>::uninit();
+    let left = dots.as_mut_ptr().cast::<u8>();
+    // SAFETY: inside the rows, the panel and the sums, by the contract.
+    unsafe {
+        let (right, low) = (left.add(WIDE), left.add(HIGH * PITCH));
+        let low_right = low.add(WIDE);
+        let mut first = 0;
+        while first < k {
+            // Inner dimensions are whole halves of what an instruction adds up.
+            let width = INNER_BYTES.min(k - first);
+            U::shape(Shape::bytes(rows, width));
+            let steps = (k - first) / width;
+            if first == 0 {
+                U::zero::<0>();
+                U::zero::<1>();
+                U::zero::<2>();
+                U::zero::<3>();
+            } else {
+                U::load::<0>(left, PITCH);
+                U::load::<1>(right, PITCH);
+                if two {
+                    U::load::<2>(low, PITCH);
+                    U::load::<3>(low_right, PITCH);
+                }
+            }
+            for at in (first..first + steps * width).step_by(width) {
+                let weights = panel.add(at * NR);
+                if ahead > 0 {
+                    ask_lines(weights.wrapping_add(ahead), width * NR / 64);
+                }
+                U::load::<6>(weights, PITCH);
+                U::load::<7>(weights.add(WIDE), PITCH);
+                U::load::<4>(codes.add(at).cast(), k);
+                U::quads::<0, 4, 6>();
+                U::quads::<1, 4, 7>();
+                if two {
+                    U::load::<5>(codes.add(HIGH * k + at).cast(), k);
+                    U::quads::<2, 5, 6>();
+                    U::quads::<3, 5, 7>();
+                }
+            }
+            U::store::<0>(left, PITCH);
+            U::store::<1>(right, PITCH);
+            if two {
+                U::store::<2>(low, PITCH);
+                U::store::<3>(low_right, PITCH);
+            }
+            first += steps * width;
+        }
+        let own = panel.add(k / QUAD * quad_bytes(Format::Int8)).cast::<f32>();
+        for (half, own) in
+            [_mm512_loadu_ps(own), _mm512_loadu_ps(own.add(LANES))].iter().enumerate()
+        {
+            for r in 0..rows {
+                let begin = (*sums.add(r)).wrapping_mul(-Format::Int8.offset());
+                let dots = _mm512_loadu_si512(left.add(r * PITCH + half * WIDE).cast());
+                let dots = _mm512_add_epi32(dots, _mm512_set1_epi32(begin));
+                scale(&given, (r, half), dots, *own, out);
+            }
+        }
+    }
+}
+
+// SAFETY: callers detect the extensions, and AVX-512 with its dot products of bytes.
+unsafe impl<U: Tiles> Dots for AmxDots<U> {
+    #[inline(always)]
+    fn rows(format: Format) -> usize {
+        if format == Format::Int8 { 2 * HIGH } else { Vnni::rows(format) }
+    }
+
+    #[inline(always)]
+    unsafe fn tile(
+        format: Format,
+        rows: &Codes,
+        (row, count): (usize, usize),
+        panel: *const u8,
+        k: usize,
+        ahead: usize,
+        out: &mut Tile,
+    ) {
+        // SAFETY: the contract.
+        unsafe {
+            if format != Format::Int8 || count <= FEW_BYTES {
+                return Vnni::tile(format, rows, (row, count), panel, k, ahead, out);
+            }
+            whole::<U>(Operands::new(format, rows, row, (panel, ahead), k), count, out);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,171 @@
+//! The processor's own tiles. Stable Rust names no such instructions, so that they are written as
+//! assembly. The compiler uses no tiles itself: their content stays from one block to the next.
+
+use std::arch::asm;
+use std::arch::x86_64::__cpuid_count;
+use std::cell::Cell;
+use std::sync::OnceLock;
+
+use super::unit::{Shape, Tiles};
+
+/// This processor's tiles.
+pub(crate) struct Hardware;
+
+thread_local! {
+    /// The shape of the thread's tiles.
+    static SHAPE: Cell<Shape> = const { Cell::new(Shape::NONE) };
+}
+
+/// The operand of `LDTILECFG`.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl Hardware {
+    /// True if the processor has tiles of bfloat16 and of bytes, and the kernel lets this process
+    /// use them. They take 8 KiB a thread, which the kernel keeps only for processes that ask
+    /// (Linux 5.16).
+    pub(crate) fn is_there() -> bool {
+        static THERE: OnceLock<bool> = OnceLock::new();
+        *THERE.get_or_init(|| {
+            // Of leaf 7: AMX-BF16, AMX-TILE and AMX-INT8.
+            const WANTED: u32 = 1 << 22 | 1 << 24 | 1 << 25;
+            __cpuid_count(7, 0).edx & WANTED == WANTED && Self::is_permitted()
+        })
+    }
+
+    fn is_permitted() -> bool {
+        const ARCH_PRCTL: i64 = 158;
+        const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
+        const XFEATURE_XTILEDATA: u64 = 18;
+        let mut result = ARCH_PRCTL;
+        // SAFETY: a system call that changes nothing but what the process is permitted.
+        unsafe {
+            asm!(
+                "syscall",
+                inlateout("rax") result,
+                in("rdi") ARCH_REQ_XCOMP_PERM,
+                in("rsi") XFEATURE_XTILEDATA,
+                lateout("rcx") _,
+                lateout("r11") _,
+                options(nostack)
+            );
+        }
+        result == 0
+    }
+}
+
+/// A thread's turn with the tiles: others may have shaped them before, and afterwards the kernel
+/// need not keep them any more.
+pub(crate) struct Turn(());
+
+impl Turn {
+    /// Begins, with tiles that have no shape.
+    ///
+    /// # Safety
+    /// The processor has tiles.
+    pub(crate) unsafe fn begin() -> Self {
+        SHAPE.set(Shape::NONE);
+        Self(())
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        SHAPE.set(Shape::NONE);
+        // SAFETY: who began the turn had tiles.
+        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+    }
+}
+
+// SAFETY: callers ask whether tiles are there.
+unsafe impl Tiles for Hardware {
+    #[inline(always)]
+    unsafe fn shape(shape: Shape) {
+        if SHAPE.get() == shape {
+            return;
+        }
+        SHAPE.set(shape);
+        let mut config =
+            Config { palette: 1, start_row: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
+        for tile in 0..8 {
+            config.bytes[tile] = u16::from(shape.bytes[tile]);
+            config.rows[tile] = shape.rows[tile];
+        }
+        // SAFETY: a whole configuration.
+        unsafe {
+            asm!(
+                "ldtilecfg [{config}]",
+                config = in(reg) &raw const config,
+                options(nostack, readonly, preserves_flags)
+            );
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn zero<const T: usize>() {
+        // SAFETY: the contract, here and below.
+        unsafe { asm!("tilezero tmm{t}", t = const T, options(nostack, nomem, preserves_flags)) };
+    }
+
+    #[inline(always)]
+    unsafe fn load<const T: usize>(from: *const u8, pitch: usize) {
+        // SAFETY: the contract.
+        unsafe {
+            asm!(
+                "tileloadd tmm{t}, [{from} + {pitch}]",
+                t = const T,
+                from = in(reg) from,
+                pitch = in(reg) pitch,
+                options(nostack, readonly, preserves_flags)
+            );
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store<const T: usize>(to: *mut u8, pitch: usize) {
+        // SAFETY: the contract.
+        unsafe {
+            asm!(
+                "tilestored [{to} + {pitch}], tmm{t}",
+                t = const T,
+                to = in(reg) to,
+                pitch = in(reg) pitch,
+                options(nostack, preserves_flags)
+            );
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn pairs<const C: usize, const A: usize, const B: usize>() {
+        // SAFETY: the contract.
+        unsafe {
+            asm!(
+                "tdpbf16ps tmm{c}, tmm{a}, tmm{b}",
+                c = const C,
+                a = const A,
+                b = const B,
+                options(nostack, nomem, preserves_flags)
+            );
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quads<const C: usize, const A: usize, const B: usize>() {
+        // SAFETY: the contract.
+        unsafe {
+            asm!(
+                "tdpbsud tmm{c}, tmm{a}, tmm{b}",
+                c = const C,
+                a = const A,
+                b = const B,
+                options(nostack, nomem, preserves_flags)
+            );
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! The parts that products with AVX-512 have in common, whichever numbers they multiply.
+
+use std::arch::x86_64::*;
+
+use crate::element::Element;
+use crate::tile::{MAX_ROWS, Outputs};
+use crate::vector::LANES;
+
+/// Two vectors of outputs a row.
+pub(in crate::isa) type Sums<const M: usize> = [[__m512; 2]; M];
+
+/// The first sums: zeros, or the content of `out`.
+///
+/// # Safety
+/// `out` has `M` rows; the processor has the instructions (here and below).
+#[inline(always)]
+pub(in crate::isa) unsafe fn start<const M: usize>(more: bool, out: *const Outputs) -> Sums<M> {
+    // SAFETY: the contract; whole vectors.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); 2]; M];
+        if more {
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let row = out.add(r).cast::<f32>();
+                *sums = [_mm512_loadu_ps(row), _mm512_loadu_ps(row.add(LANES))];
+            }
+        }
+        sums
+    }
+}
+
+/// # Safety
+/// `out` has room for `M` rows.
+#[inline(always)]
+pub(in crate::isa) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outputs) {
+    for (r, sums) in sums.iter().enumerate() {
+        // SAFETY: the contract; whole vectors.
+        unsafe {
+            let row = out.add(r).cast::<f32>();
+            _mm512_storeu_ps(row, sums[0]);
+            _mm512_storeu_ps(row.add(LANES), sums[1]);
+        }
+    }
+}
+
+/// `C` vectors of `M` rows that are `pitch` apart, times the rows' decay.
+///
+/// # Safety
+/// `out` has as many.
+#[inline(always)]
+pub(in crate::isa) unsafe fn decayed<const M: usize, const C: usize>(
+    out: *const f32,
+    pitch: usize,
+    decay: &[f32; MAX_ROWS],
+) -> [[__m512; C]; M] {
+    // SAFETY: the contract.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); C]; M];
+        for (r, (sums, &decay)) in sums.iter_mut().zip(decay).enumerate() {
+            let decay = _mm512_set1_ps(decay);
+            for (c, sum) in sums.iter_mut().enumerate() {
+                *sum = _mm512_mul_ps(_mm512_loadu_ps(out.add(r * pitch + c * LANES)), decay);
+            }
+        }
+        sums
+    }
+}
+
+/// # Safety
+/// As of [`decayed`].
+#[inline(always)]
+pub(in crate::isa) unsafe fn keep_columns<const M: usize, const C: usize>(
+    sums: &[[__m512; C]; M],
+    out: *mut f32,
+    pitch: usize,
+) {
+    for (r, sums) in sums.iter().enumerate() {
+        for (c, &sum) in sums.iter().enumerate() {
+            // SAFETY: the contract.
+            unsafe { _mm512_storeu_ps(out.add(r * pitch + c * LANES), sum) };
+        }
+    }
+}
+
+/// Begins to load a cache line that is read later: not into the first cache, where it would be in
+/// the way.
+#[inline(always)]
+pub(in crate::isa) fn ask<E>(address: *const E) {
+    // SAFETY: a prefetch of a wrong address does nothing.
+    unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
+}
+
+/// Begins to load what is `ahead`, beside the two vectors that are read at `at`: as much (2
+/// `LINES`), or half of it.
+///
+/// # Safety
+/// None but the processor's: a prefetch of a wrong address does nothing.
+#[inline(always)]
+pub(in crate::isa) unsafe fn begin_to_load<E: Element, const LINES: usize>(
+    ahead: *const E,
+    at: usize,
+) {
+    // SAFETY: see above.
+    unsafe {
+        if LINES == 1 {
+            ask(ahead.wrapping_add(at / 2));
+        } else if LINES == 2 {
+            let ahead = ahead.wrapping_add(at);
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LANES * E::PAIR).cast());
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! The innermost loops for bfloat16 where `f32` is multiplied: on processors without dot products
+//! of pairs, or with slow ones.
+//!
+//! A vector of weights becomes two of `f32`, once for all rows of a tile. The rows' own numbers are
+//! `f32` already, once for all panels. Products are exact, and sums are taken pair by pair, the
+//! even one first.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+
+use super::sums::{ask, begin_to_load, decayed, keep, keep_columns, start};
+use crate::element::Element;
+use crate::tile::{BLOCK, GROUP, GROUPS, MAX_ROWS, NR, Outputs};
+use crate::vector::LANES;
+
+/// Pairs of elements, which become `f32` without rounding.
+pub(super) trait Wide: Element {
+    /// The even or the odd ones of [`LANES`] pairs.
+    ///
+    /// # Safety
+    /// The processor has the instructions (here and below).
+    unsafe fn half_of<const ODD: bool>(pairs: __m512i) -> __m512;
+
+    /// [`Self::half_of`] what is at an address.
+    ///
+    /// # Safety
+    /// `at` can be read for [`LANES`] pairs.
+    #[inline(always)]
+    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m512 {
+        // SAFETY: the contract.
+        unsafe { Self::half_of::<ODD>(_mm512_loadu_si512(at.cast())) }
+    }
+
+    /// The first `count` of [`LANES`] elements; what follows is zero.
+    ///
+    /// # Safety
+    /// `at` can be read for `count` elements.
+    unsafe fn widen(at: *const Self, count: usize) -> __m512;
+
+    /// # Safety
+    /// `to` can be written for [`LANES`] elements.
+    unsafe fn narrow(values: __m512, to: *mut Self);
+}
+
+impl Wide for crate::element::Bf16 {
+    #[inline(always)]
+    unsafe fn half_of<const ODD: bool>(pairs: __m512i) -> __m512 {
+        // SAFETY: the contract.
+        unsafe {
+            _mm512_castsi512_ps(if ODD {
+                _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))
+            } else {
+                _mm512_slli_epi32::<16>(pairs)
+            })
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen(at: *const Self, count: usize) -> __m512 {
+        // SAFETY: the contract; what the mask leaves out is not read.
+        unsafe {
+            let mask = ((1u32 << count.min(LANES)) - 1) as u16;
+            let bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow(values: __m512, to: *mut Self) {
+        // SAFETY: the contract.
+        unsafe {
+            let bits = _mm512_castps_si512(values);
+            let high = _mm512_srli_epi32::<16>(bits);
+            let even = _mm512_and_si512(high, _mm512_set1_epi32(1));
+            let half = _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
+            // Rounding could carry what is not a number over to infinity or zero.
+            let odd = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+            let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+            let narrow = _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, odd, quiet));
+            _mm256_storeu_si256(to.cast(), narrow);
+        }
+    }
+}
+
+/// Rounds to elements.
+///
+/// # Safety
+/// As of [`Wide::narrow`].
+#[inline(always)]
+pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
+    // SAFETY: the contract.
+    unsafe { E::narrow(values, to) }
+}
+
+/// Adds a number times the columns to the sums. The number is that of row `R`, of rows that are
+/// `APART` floats apart.
+///
+/// Two columns take it from memory as they multiply, which the compiler does only for a number that
+/// is used once. That saves an instruction a row, and a processor that shares its core with another
+/// one has few to spare.
+///
+/// # Safety
+/// There is such a number.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn add_row<const R: usize, const APART: usize, const C: usize>(
+    numbers: *const f32,
+    columns: &[__m512; C],
+    sums: &mut [__m512; C],
+) {
+    // SAFETY: the contract.
+    unsafe {
+        if C == 2 {
+            for (sum, column) in sums.iter_mut().zip(columns) {
+                asm!(
+                    "vfmadd231ps {sum}, {column}, dword ptr [{numbers} + {at}]{{1to16}}",
+                    sum = inout(zmm_reg) *sum,
+                    column = in(zmm_reg) *column,
+                    numbers = in(reg) numbers,
+                    at = const R * APART * size_of::<f32>(),
+                    options(pure, readonly, nostack, preserves_flags)
+                );
+            }
+        } else {
+            let x = _mm512_set1_ps(*numbers.add(R * APART));
+            for (sum, column) in sums.iter_mut().zip(columns) {
+                *sum = _mm512_fmadd_ps(x, *column, *sum);
+            }
+        }
+    }
+}
+
+/// Adds each row's number times the columns to the row's sums. Numbers are `APART` floats apart.
+///
+/// # Safety
+/// There is a number of each row.
+#[inline(always)]
+unsafe fn add<const M: usize, const APART: usize, const C: usize>(
+    numbers: *const f32,
+    columns: [__m512; C],
+    sums: &mut [[__m512; C]; M],
+) {
+    macro_rules! rows {
+        ($($row:literal)*) => {
+            // SAFETY: the contract.
+            $(if $row < M {
+                unsafe { add_row::<$row, APART, C>(numbers, &columns, &mut sums[$row]) };
+            })*
+        };
+    }
+    const { assert!(M <= 12, "every row is named") };
+    rows!(0 1 2 3 4 5 6 7 8 9 10 11);
+}
+
+/// Adds a pair of each row's numbers times the pairs of `columns`: even ones, then odd ones, for
+/// lack of registers for both at a time. Odd numbers are `odd` floats behind even ones, and those
+/// of rows `APART` floats apart.
+///
+/// # Safety
+/// There is a pair of each row; every column has [`LANES`] pairs.
+#[inline(always)]
+unsafe fn add_pair<E: Wide, const M: usize, const APART: usize, const C: usize>(
+    numbers: *const f32,
+    odd: usize,
+    columns: [*const E; C],
+    sums: &mut [[__m512; C]; M],
+) {
+    // SAFETY: the contract.
+    unsafe {
+        // No closures: they would not be compiled for the processor.
+        let mut here = [_mm512_setzero_ps(); C];
+        for (here, column) in here.iter_mut().zip(&columns) {
+            *here = E::every_other::<false>(*column);
+        }
+        add::<M, APART, C>(numbers, here, sums);
+        for (here, column) in here.iter_mut().zip(&columns) {
+            *here = E::every_other::<true>(*column);
+        }
+        add::<M, APART, C>(numbers.add(odd), here, sums);
+    }
+}
+
+/// Makes `f32` of `k` elements.
+///
+/// # Safety
+/// There are as many, and room for them.
+#[inline(always)]
+pub(super) unsafe fn copy<E: Wide>(from: *const E, k: usize, to: *mut f32) {
+    for at in (0..k).step_by(LANES) {
+        let count = (k - at).min(LANES);
+        // SAFETY: the contract; no more than `count` are written.
+        unsafe {
+            let mask = ((1u32 << count) - 1) as u16;
+            _mm512_mask_storeu_ps(to.add(at), mask, E::widen(from.add(at), count));
+        }
+    }
+}
+
+/// # Safety
+/// `to` has room for [`LANES`] numbers.
+#[inline(always)]
+pub(super) unsafe fn number<E: Wide>(values: __m512, to: *mut f32) {
+    // SAFETY: the contract.
+    unsafe { _mm512_storeu_ps(to, values) }
+}
+
+/// Writes the numbers of the rows' pairs: those of even positions, then those of odd ones.
+///
+/// # Safety
+/// `to` has room for a pair of `rows` rows, at most [`LANES`].
+#[inline(always)]
+pub(super) unsafe fn put<E: Wide>(pairs: __m512i, rows: usize, to: *mut f32) {
+    let mask = ((1u32 << rows) - 1) as u16;
+    // SAFETY: the contract.
+    unsafe {
+        _mm512_mask_storeu_ps(to, mask, E::half_of::<false>(pairs));
+        _mm512_mask_storeu_ps(to.add(rows), mask, E::half_of::<true>(pairs));
+    }
+}
+
+/// `M` rows times a panel: two vectors of outputs a row.
+#[inline(always)]
+pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
+    numbers: *const f32,
+    panel: *const E,
+    k: usize,
+    ahead: *const E,
+    more: bool,
+    out: *mut Outputs,
+) {
+    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`.
+    unsafe {
+        let mut sums = start::<M>(more, out);
+        for inner in (0..k).step_by(E::PAIR) {
+            let at = inner * NR;
+            begin_to_load::<E, LINES>(ahead, at);
+            let halves = [panel.add(at), panel.add(at + LANES * E::PAIR)];
+            add_pair::<E, M, 1, 2>(numbers.add(inner * M), M, halves, &mut sums);
+        }
+        keep(&sums, out);
+    }
+}
+
+/// Scores of `M` queries, [`BLOCK`] apart.
+#[inline(always)]
+pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
+    queries: *const f32,
+    keys: &[*const E; G],
+    ahead: &[*const E; G],
+    dim: usize,
+    out: *mut f32,
+) {
+    // SAFETY: inside the queries, the groups and the output, by the contract of `Kernel::scores`.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); G]; M];
+        for inner in (0..dim).step_by(E::PAIR) {
+            let mut groups = *keys;
+            for (group, ahead) in groups.iter_mut().zip(ahead) {
+                *group = group.add(inner * GROUP);
+                ask(ahead.wrapping_add(inner * GROUP));
+            }
+            add_pair::<E, M, 1, G>(queries.add(inner * M), M, groups, &mut sums);
+        }
+        keep_columns(&sums, out, BLOCK);
+    }
+}
+
+/// `C` vectors of the output's columns, from `column` on.
+#[inline(always)]
+pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
+    weights: *const f32,
+    values: &[*const E],
+    ahead: &[*const E; GROUPS],
+    (dim, column): (usize, usize),
+    decay: &[f32; MAX_ROWS],
+    out: *mut f32,
+) {
+    // SAFETY: inside the weights, the groups and the output, by the contract of `Kernel::mix`.
+    unsafe {
+        let out = out.add(column);
+        let mut sums = decayed::<M, C>(out, dim, decay);
+        for (group, (values, ahead)) in values.iter().zip(ahead).enumerate() {
+            for position in (0..GROUP).step_by(E::PAIR) {
+                let at = position * dim + column * E::PAIR;
+                let mut columns = [*values; C];
+                for (c, column) in columns.iter_mut().enumerate() {
+                    let at = at + c * LANES * E::PAIR;
+                    *column = values.add(at);
+                    ask(ahead.wrapping_add(at));
+                }
+                let weights = weights.add(group * GROUP + position);
+                add_pair::<E, M, BLOCK, C>(weights, 1, columns, &mut sums);
+            }
+        }
+        keep_columns(&sums, out, dim);
+    }
+}

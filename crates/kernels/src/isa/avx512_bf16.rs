@@ -1,0 +1,48 @@
+//! [`Kernel`](crate::tile::Kernel) of bfloat16 with AVX-512's dot products of pairs.
+
+use std::arch::x86_64::*;
+use std::sync::OnceLock;
+
+use super::avx512::dot::{self, Dot};
+use super::avx512::has_vnni;
+use super::avx512::kernel::kernel;
+use crate::element::Bf16;
+
+/// bfloat16 with AVX-512's dot products of pairs.
+pub(crate) struct Avx512Bf16;
+
+/// The processor has dot products of pairs; every one with these has dot products of bytes too.
+pub(crate) fn is_there() -> bool {
+    has_vnni() && is_x86_feature_detected!("avx512bf16")
+}
+
+/// The processor's dot products of bfloat16 pairs are worth their while. Intel's take two cycles
+/// where two multiply-adds of as many `f32` take one, and are there for compatibility: its matrix
+/// extensions are what is fast. AMD's are twice as fast as multiply-adds.
+pub(crate) fn is_fast() -> bool {
+    static FAST: OnceLock<bool> = OnceLock::new();
+    // Asking makes a virtual machine's host answer, which takes its time.
+    *FAST.get_or_init(|| __cpuid(0).ebx.to_le_bytes() != *b"Genu")
+}
+
+impl Dot for Bf16 {
+    #[inline(always)]
+    unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the processor has it; the same bits as another type.
+        unsafe {
+            let a = std::mem::transmute::<__m512, __m512bh>(a);
+            _mm512_dpbf16_ps(sum, a, std::mem::transmute::<__m512, __m512bh>(b))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(values: __m512, to: *mut Self) {
+        // SAFETY: the contract; the same bits as another type.
+        unsafe {
+            let narrow = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values));
+            _mm256_storeu_si256(to.cast(), narrow);
+        }
+    }
+}
+
+kernel!(Avx512Bf16: Bf16 as Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", dot);

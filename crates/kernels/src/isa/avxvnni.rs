@@ -1,0 +1,46 @@
+//! [`Dots`](crate::dots::Dots) of 256 bits where a processor without AVX-512 has dot products of
+//! bytes (AVX-VNNI).
+
+use std::arch::x86_64::*;
+
+use super::avx2;
+use super::avx2::bytes::{Bytes, Quads, Sums, load};
+use super::avx2::dots::dots;
+use super::operands::format;
+use crate::dots::quad_bytes;
+
+/// Codes with AVX-VNNI.
+pub(crate) struct AvxVnni;
+
+/// The processor has dot products of bytes beside AVX2, of 256 bits.
+pub(crate) fn is_there() -> bool {
+    avx2::is_there() && is_x86_feature_detected!("avxvnni")
+}
+
+impl Bytes for AvxVnni {
+    #[inline(always)]
+    unsafe fn add<const FORMAT: u32, const M: usize>(
+        rows: Quads,
+        count: usize,
+        from: *const u8,
+        ahead: usize,
+        dots: &mut Sums<M>,
+    ) {
+        // SAFETY: the contract; a prefetch of a wrong address does nothing.
+        unsafe {
+            for quad in 0..count {
+                let from = from.add(quad * quad_bytes(format(FORMAT)));
+                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(ahead).cast());
+                let weights = load::<FORMAT>(from);
+                for (r, dots) in dots.iter_mut().enumerate() {
+                    let x = rows.splat(r, quad);
+                    for (dot, weights) in dots.iter_mut().zip(weights) {
+                        *dot = _mm256_dpbusd_avx_epi32(*dot, weights, x);
+                    }
+                }
+            }
+        }
+    }
+}
+
+dots!(AvxVnni, "avx2,fma,f16c,avxvnni");

@@ -1,0 +1,57 @@
+//! The operands of a tile of codes, in the form of the loops of x86.
+
+use crate::codes::{Codes, Format};
+
+/// A tile's rows, from its first one on.
+#[derive(Clone, Copy)]
+pub(super) struct Operands {
+    pub(super) codes: *const i8,
+    pub(super) scales: *const f32,
+    pub(super) sums: *const i32,
+    pub(super) panel: *const u8,
+    pub(super) k: usize,
+    pub(super) ahead: usize,
+}
+
+impl Operands {
+    /// Rows of `k` positions from `row` on.
+    ///
+    /// # Safety
+    /// There is such a row.
+    #[inline(always)]
+    pub(super) unsafe fn new(
+        format: Format,
+        rows: &Codes,
+        row: usize,
+        (panel, ahead): (*const u8, usize),
+        k: usize,
+    ) -> Self {
+        let first = row * (k / format.shared(k));
+        // SAFETY: the contract.
+        unsafe {
+            Self {
+                codes: rows.codes.add(row * k),
+                scales: rows.scales.add(first),
+                sums: rows.sums.add(first),
+                panel,
+                k,
+                ahead,
+            }
+        }
+    }
+}
+
+/// Formats as constants of functions.
+pub(super) const INT8: u32 = 0;
+pub(super) const Q8_0: u32 = 1;
+pub(super) const Q4_0: u32 = 2;
+pub(super) const Q4_1: u32 = 3;
+
+pub(super) const fn format(number: u32) -> Format {
+    match number {
+        INT8 => Format::Int8,
+        Q8_0 => Format::Q8_0,
+        Q4_0 => Format::Q4_0,
+        _ => Format::Q4_1,
+    }
+}

@@ -1,0 +1,80 @@
+//! Every kernel and way of dot products that this processor can run, for tests of what uses them.
+
+use std::fmt::Debug;
+
+use super::plain::{Plain, Portable};
+#[cfg(target_arch = "x86_64")]
+use super::{amx, avx2, avx512, avx512_bf16, avxvnni};
+use crate::dots::Dots;
+use crate::element::{Bf16, Element};
+use crate::tile::Kernel;
+
+/// Something that holds whatever computes.
+pub(crate) trait Check {
+    /// With a kernel.
+    fn kernel<E: Element + Debug + PartialEq, K: Kernel<E>>(&self);
+}
+
+/// Checks every kernel.
+pub(crate) fn kernels(check: &impl Check) {
+    check.kernel::<f32, Plain>();
+    check.kernel::<Bf16, Plain>();
+    #[cfg(target_arch = "x86_64")]
+    {
+        if avx2::is_there() {
+            check.kernel::<f32, avx2::Avx2>();
+            check.kernel::<Bf16, avx2::Avx2>();
+        }
+        if avx512::is_there() {
+            check.kernel::<f32, avx512::Avx512>();
+            check.kernel::<Bf16, avx512::Avx512Wide>();
+        }
+        if avx512_bf16::is_there() {
+            check.kernel::<Bf16, avx512_bf16::Avx512Bf16>();
+        }
+        if amx::is_there() {
+            check.kernel::<Bf16, amx::AmxBf16>();
+        }
+    }
+}
+
+/// As [`kernels`], and with tiles in memory where the processor has what is used beside them.
+pub(crate) fn kernels_and_emulated(check: &impl Check) {
+    kernels(check);
+    #[cfg(target_arch = "x86_64")]
+    if avx512_bf16::is_there() {
+        check.kernel::<Bf16, amx::AmxBf16<amx::unit::Emulated>>();
+    }
+}
+
+/// Something that holds of dot products of codes, whatever computes them.
+pub(crate) trait CheckDots {
+    /// With `D`, of which the floats have the bits of `Like`.
+    fn dots<D: Dots, Like: Dots>(&self);
+}
+
+/// Checks every way of dot products, tiles in memory among them.
+pub(crate) fn dots(check: &impl CheckDots) {
+    check.dots::<Portable, Portable>();
+    #[cfg(target_arch = "x86_64")]
+    {
+        use amx::AmxDots;
+        use amx::unit::Emulated;
+        use avx2::codes::Avx2Dots;
+        use avx512::vnni::Vnni;
+
+        if avx2::is_there() {
+            check.dots::<Avx2Dots, Avx2Dots>();
+        }
+        if avxvnni::is_there() {
+            check.dots::<avxvnni::AvxVnni, Avx2Dots>();
+        }
+        if avx512::has_vnni() {
+            check.dots::<Vnni, Avx2Dots>();
+            check.dots::<AmxDots<Emulated>, Vnni>();
+        }
+        if amx::is_there() {
+            check.dots::<AmxDots, Vnni>();
+        }
+    }
+}
