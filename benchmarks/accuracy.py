@@ -222,7 +222,7 @@ _ACCURACY_KEYS = ("perplexity", "loss_over_base", "loss_error", "answers", "answ
 
 @table_of("accuracy")
 def table(found: Results) -> str:
-    """What each way of computing costs in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
+    """The cost of each way of computing in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
     parts = []
     if ways := found.servers("accuracy"):
         rows = []

@@ -12,7 +12,7 @@ _PROCESSES = 4
 
 
 def processes(found: Results, workload: str, server: str) -> str:
-    """Who used the CPU: the largest first."""
+    """The CPU time by process: the largest first."""
     rows = [
         run.values["processes_us_per_token"] for run in found.runs if (run.workload, run.server) == (workload, server)
     ]

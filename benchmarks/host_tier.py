@@ -149,7 +149,7 @@ def measure_write(side: Forebay, workload: Workload) -> dict[str, Any]:
 
 @table_of("host_tier")
 def table(found: Results) -> str:
-    """What the tier gives a second turn and an overload, and what saving costs."""
+    """The gain of the tier for a second turn and an overload, and the cost of saving."""
     rows = [
         [
             "second turn, TTFT ms",

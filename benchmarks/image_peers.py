@@ -2,10 +2,11 @@
 
     python -m benchmarks.image_peers --servers forebay,vllm
 
-96 chats come at the same moment, each with another PNG file of 1200x1200 (noise in eight levels, 1.6 MB): first alone,
-then beside 32 streams of text that run from before the first image until after the last. The streams' gaps are those
-between the arrival of the images and the last answer to one. The model has one layer and its tower has one, so the path
-from the socket to the tower weighs as much as it can. Both servers compute the same weights with PyTorch.
+96 chats come at the same moment, each with another PNG file of 1200x1200 (noise in eight levels, 1.6 MB). They come
+first alone, then beside 32 streams of text. The streams run from before the first image until after the last, and their
+gaps are those between the arrival of the images and the last answer to one. The model has one layer and its tower has
+one, so the path from the socket to the tower weighs as much as it can. Both servers compute the same weights with
+PyTorch.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
 
 @table_of("masks")
 def table(found: Results) -> str:
-    """What forms of answers cost; the ratio is of output rates to the first row."""
+    """The cost of forms of answers; the ratio is of output rates to the first row."""
     head = ["answers", "output tokens/s", "ratio", "ITL mean ms", "p99 ms", "masks", "us a mask"]
     rows = []
     for workload in found.workloads():

@@ -177,7 +177,7 @@ def measure(scenario: Scenario, server: Server, workload: Workload, number: int 
 
 @table_of("replicas")
 def table(found: Results) -> str:
-    """How even each policy is, and its latencies; the ratios are to the first policy's."""
+    """The evenness of each policy, and its latencies; the ratios are to the first policy's."""
     head = [
         "scenario",
         "replica chosen by",

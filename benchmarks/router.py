@@ -345,7 +345,7 @@ _ROUTER_KEYS = (
 
 @table_of("router")
 def table(found: Results) -> str:
-    """What stands in front of simulated backends; the ratios are the first row's by this row's."""
+    """The numbers of each kind of front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
     head += ["most on one", "mean spread", "router us/token", "backend us/token"]
     rows = []

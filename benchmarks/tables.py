@@ -22,7 +22,7 @@ from benchmarks.servers import ROOT
 
 PAGES = ROOT / "docs/performance"
 FOLDERS = ("benchmarks", "benchmarks/studies")
-"""Where modules with tables are."""
+"""The folders of modules with tables."""
 _SECTION = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 

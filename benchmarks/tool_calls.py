@@ -167,7 +167,7 @@ def fenced(task: dict[str, Any], choice: dict[str, Any]) -> dict[str, bool]:
 
 @table_of("tool_calls")
 def table(found: Results) -> str:
-    """How many requests were answered by a call that is valid, and by the right one."""
+    """The number of requests that were answered by a call that is valid, and by the right one."""
     head = ["asked for", "calls", "valid", "the right function", "right", "in a fence", "right in a fence"]
     keys = ("requests", "called", "valid", "named", "right", "fenced_called", "fenced_right")
     rows = []

@@ -103,7 +103,7 @@ def run(found: Results, names: list[str], rounds: int) -> None:
 
 @table_of("agreement")
 def table(found: Results) -> str:
-    """What several clients say of the same server; in brackets our number by theirs."""
+    """The numbers of several clients about the same server; in brackets our number by theirs."""
     keys = {
         "output_throughput": "tokens/s",
         "mean_ttft_ms": "mean TTFT ms",

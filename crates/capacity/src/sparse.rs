@@ -116,7 +116,7 @@ pub fn hot_row_tokens(profile: &Profile, wanted: Option<u32>, page_size: u32) ->
 pub(crate) struct SparseOutcome {
     /// Times that a request became sparse.
     pub(crate) conversions: u64,
-    /// Pages that running requests gave up.
+    /// The number of pages that running requests dropped.
     pub(crate) pages_dropped: u64,
     /// Positions that were copied from the host's memory, over rows and layers.
     pub(crate) missed: u64,

@@ -37,7 +37,7 @@ pub struct Reading {
     pub dialect: Dialect,
     /// The tools that may be called. Without any, calls are text like other text.
     pub tools: Arc<Tools>,
-    /// At most one call.
+    /// True if at most one call is allowed.
     pub single: bool,
     /// Reasoning is left out.
     pub silent: bool,

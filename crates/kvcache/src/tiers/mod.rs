@@ -209,8 +209,8 @@ impl Tiers {
         self.hot.release_all(leases);
     }
 
-    /// Notes that a request with these leading blocks was here: its first block is the last one that
-    /// a tier evicts.
+    /// Notes that a request with these leading blocks was here: its first block is the last one
+    /// that a tier evicts.
     pub fn touch(&mut self, names: &[BlockHash]) {
         for &name in names.iter().rev() {
             self.hot.touch(name);
