@@ -1,10 +1,9 @@
 //! Texts of clients, as errors show them.
 
-/// Longest string that is accepted where none is expected: the error shows it.
+/// The longest string that is accepted where none is expected: the error shows it.
 pub const SHOWN_BYTES: usize = 64;
 
-/// `text`, cut to at most `bytes` bytes where it is longer: for errors, which show what a client
-/// sent.
+/// `text`, cut to at most `bytes` bytes if it is longer: for errors, which show the client's words.
 pub fn cut(text: &str, bytes: usize) -> std::borrow::Cow<'_, str> {
     if text.len() <= bytes {
         return text.into();

@@ -255,7 +255,7 @@ fn settings(flags: &ServeFlags, config: &Config, door: ServerConfig) -> ServerCo
     }
 }
 
-/// What ends the server without a signal, and who is told.
+/// The events that end the server without a signal, and the logs that report them.
 struct Life {
     engine_ended: oneshot::Receiver<()>,
     guard: Guard,

@@ -53,7 +53,7 @@ pub enum Storage {
 }
 
 impl Storage {
-    /// As the C interface counts them.
+    /// The number of the storage in the C interface.
     pub(crate) fn number(self) -> u32 {
         match self {
             Self::Plain => 0,
@@ -69,7 +69,7 @@ impl Storage {
     }
 }
 
-/// A matrix to be packed: what it is, not its values.
+/// A matrix to be packed: its shape and format, not its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packing {
     /// Rows.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-/// How often the engine is asked, by one task for all who wait.
+/// The time between two questions to the engine, by one task for all that wait.
 const PERIOD: Duration = Duration::from_millis(10);
 
 /// Tells that the model no longer loads. It has a task only once somebody waits.

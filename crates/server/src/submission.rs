@@ -14,9 +14,9 @@ use crate::terms::{Terms, check_tokens};
 /// One prompt with its parameters.
 pub(crate) struct Submission {
     pub(crate) prompt: Arc<[i32]>,
-    /// In place of the prompt's tokens.
+    /// The embeddings in place of the prompt's tokens.
     pub(crate) embeds: Option<Embeds>,
-    /// Where its images stand, and their files.
+    /// The places of its images, and their files.
     pub(crate) images: Arc<[PromptImage]>,
     pub(crate) files: Vec<Arc<ImageFile>>,
     pub(crate) terms: Arc<Terms>,

@@ -13,14 +13,15 @@ pub(crate) struct Terms {
     pub(crate) stop_ids: Arc<[i32]>,
     /// The stop strings.
     pub(crate) stops: Arc<StopTable>,
-    /// How answers are read; `None`: they are text.
+    /// The settings by which answers are read; `None`: they are text.
     pub(crate) reading: Option<Reading>,
-    /// Where the prompt leaves a model that reasons; `None`: its tokens tell.
+    /// The part of an answer at which the prompt leaves a model that reasons; `None`: its tokens
+    /// tell.
     pub(crate) thinks: Option<Place>,
 }
 
 impl Terms {
-    /// With the end-of-sequence ids that the model of `limits` can make.
+    /// Makes the terms with the end-of-sequence ids that the model of `limits` can make.
     pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
         let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
         let mut stop_ids = generation.stop_ids(eos);

@@ -8,7 +8,7 @@ use crate::response::StopReason;
 /// The answer to a native request, also as a chunk of a stream.
 #[derive(Debug, serde::Serialize, ToSchema)]
 pub struct GenerateOutput {
-    /// Number of the prompt and choice in the batch; only in the chunks of a batch.
+    /// The number of the prompt and choice in the batch; only in the chunks of a batch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index: Option<u32>,
     /// All of the text so far.
@@ -60,12 +60,12 @@ pub struct GenerateMeta {
 pub enum GenerateFinish {
     /// A stop string or stop token.
     Stop {
-        /// Which.
+        /// The stop string or token that ended the output.
         matched: StopReason,
     },
-    /// As many tokens as asked for.
+    /// The answer has as many tokens as were asked for.
     Length {
-        /// How many.
+        /// The number of tokens in the output.
         length: u32,
     },
 }

@@ -13,7 +13,7 @@ use crate::turns::{Content, Turns};
 /// would empty the prefix cache.
 const BILLING: &str = "x-anthropic-billing-header:";
 
-/// Who says something. Anthropic has no system messages; some of its clients write them all the
+/// The roles of messages. Anthropic has no system messages; some of its clients write them all the
 /// same.
 const ROLES: [&str; 3] = ["user", "assistant", "system"];
 
@@ -25,7 +25,7 @@ pub(crate) struct InMessage {
 }
 
 impl InMessage {
-    /// Whether it is an answer that ends in text.
+    /// True if the message is an answer that ends in text.
     pub(super) fn is_begun_answer(&self) -> bool {
         let ends_in_text = match &self.content {
             TextOr::Text(_) => true,
@@ -49,7 +49,7 @@ pub(crate) struct Block {
     tool_use_id: Option<String>,
     is_error: Option<bool>,
     content: Option<TextOr<Inner>>,
-    /// Of thinking: what we made of it ourselves.
+    /// The signature of a block of thinking, which this server made itself.
     #[serde(default, rename = "signature")]
     _signature: Inert,
 }
@@ -63,7 +63,7 @@ pub(crate) struct Inner {
     source: Option<Source>,
 }
 
-/// Where an image or a text is.
+/// The source of an image or a text: its data or its URL.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Source {
     #[serde(rename = "type")]

@@ -23,7 +23,7 @@ use conversation::{Block, InMessage, add, invalid, system_text};
 /// A request of Anthropic's dialect. `/v1/messages/count_tokens` takes it too.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct MessagesRequest {
-    /// Name of the model; the served one where absent.
+    /// The name of the model; the served one where absent.
     pub model: Option<String>,
     /// The conversation so far.
     #[schema(value_type = Vec<Object>)]
@@ -31,7 +31,7 @@ pub struct MessagesRequest {
     /// The system prompt: a string, or a list of blocks of text.
     #[schema(value_type = Option<String>)]
     system: Option<TextOr<Block>>,
-    /// Most tokens to generate; the rest of the context where absent.
+    /// The largest number of tokens to generate; the rest of the context where absent.
     pub max_tokens: Option<u32>,
     /// Strings that end the text.
     #[schema(value_type = Option<Vec<String>>)]
@@ -42,14 +42,14 @@ pub struct MessagesRequest {
     pub temperature: Option<f32>,
     /// Nucleus mass.
     pub top_p: Option<f32>,
-    /// Number of candidates; -1 or 0 is off.
+    /// The number of candidates; -1 or 0 is off.
     pub top_k: Option<i32>,
-    /// Whether the model is to think, and how long at most.
+    /// The switch for reasoning, and its largest number of tokens.
     thinking: Option<Thinking>,
     /// Functions that the model may call.
     #[schema(value_type = Option<Vec<Object>>)]
     tools: Option<Vec<Value>>,
-    /// Whether, and which tools it calls.
+    /// The demand for calls: none, any, or certain tools.
     tool_choice: Option<ToolChoice>,
     /// The form of the answer, and how long to think.
     output_config: Option<OutputConfig>,
@@ -71,7 +71,7 @@ pub(crate) struct Thinking {
     /// `enabled`, `disabled` or `adaptive`.
     #[serde(rename = "type")]
     kind: String,
-    /// Most tokens of it.
+    /// The largest number of tokens of it.
     budget_tokens: Option<u32>,
 }
 
@@ -81,16 +81,16 @@ pub(crate) struct ToolChoice {
     /// `auto`, `any`, `tool` or `none`.
     #[serde(rename = "type")]
     kind: String,
-    /// Of `tool`: which.
+    /// The name of the tool, for the kind `tool`.
     name: Option<String>,
-    /// At most one call.
+    /// True if at most one call is allowed.
     disable_parallel_tool_use: Option<bool>,
 }
 
 /// The `output_config` parameter.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct OutputConfig {
-    /// How long the model is to think, for templates that ask.
+    /// The effort of the model's reasoning, for templates that ask.
     effort: Option<String>,
     /// The form of the answer.
     format: Option<OutputFormat>,
@@ -108,8 +108,8 @@ pub(crate) struct OutputFormat {
 }
 
 impl MessagesRequest {
-    /// Checks everything that can be checked before the prompt is tokenised. The names of what had
-    /// no effect are added to `ignored`.
+    /// Checks everything that can be checked before the prompt is tokenised. The names of
+    /// parameters without effect are added to `ignored`.
     ///
     /// # Errors
     /// The first parameter that is out of range or not served.
@@ -179,7 +179,7 @@ impl MessagesRequest {
 }
 
 impl Thinking {
-    /// Whether the model is to think, and how many tokens at most.
+    /// The switch for reasoning, and the limit on its tokens.
     fn check(&self) -> Result<(Option<bool>, Option<i64>), ApiError> {
         match self.kind.as_str() {
             "enabled" => Ok((Some(true), self.budget_tokens.map(i64::from))),
@@ -191,7 +191,7 @@ impl Thinking {
 }
 
 impl ToolChoice {
-    /// In the chat API's words.
+    /// The value in the chat API's words.
     fn in_chat(&self) -> Result<Value, ApiError> {
         match (self.kind.as_str(), &self.name) {
             ("auto" | "none", _) => Ok(json!(self.kind)),

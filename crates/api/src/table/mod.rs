@@ -35,9 +35,9 @@ use tokens::{DETOKENIZE, TOKENIZE};
 /// A route that takes a body.
 #[derive(Debug)]
 pub struct RouteLimits {
-    /// Its path, as it is documented.
+    /// The path of the route, as in the documentation.
     pub path: &'static str,
-    /// Its parameters.
+    /// The parameters of the route.
     pub params: Params,
 }
 

@@ -39,7 +39,7 @@ pub(super) const COMPLETION: &[Param] = &[
     ignored("suffix"),
 ];
 
-/// What OpenAI's two dialects share, beside [`NUMBERS`] and [`LISTS`].
+/// The parameters that OpenAI's two dialects share, beside [`NUMBERS`] and [`LISTS`].
 pub(super) const OPENAI: &[Param] = &[
     text("model", NAME_BYTES),
     count("max_tokens", 0),

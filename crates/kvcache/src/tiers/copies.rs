@@ -7,14 +7,15 @@ use super::Tiers;
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
 
-/// Which way a block is copied.
+/// The direction in which a block is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the hot tier to the host tier.
+    /// The block goes from the hot tier to the host tier.
     Save,
-    /// From the host tier to the hot tier.
+    /// The block goes from the host tier to the hot tier.
     Restore,
-    /// From a page of the host tier to the index page of the same number, in backed tiers.
+    /// The block's index keys go from a page of the host tier to the index page of the same number,
+    /// in backed tiers.
     RestoreIndex,
 }
 
@@ -30,9 +31,9 @@ pub struct Span {
 /// A copy of one page, as a plan names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
-    /// Its number.
+    /// The number of the copy.
     pub ticket: u32,
-    /// Which way.
+    /// The direction of the copy.
     pub direction: Direction,
     /// The page in the hot tier; `None` where only an index comes back.
     pub hot: Option<u32>,
@@ -51,7 +52,7 @@ pub(super) struct Copying {
     pub(super) hot: Option<Lease<Hot>>,
     pub(super) host: Lease<Host>,
     pub(super) span: Option<Span>,
-    /// Its block can be found at the target when it has ended.
+    /// True if the block can be found at the target when the copy has ended.
     pub(super) publish: bool,
     /// A plan has named it.
     pub(super) sent: bool,
@@ -102,8 +103,8 @@ impl Tiers {
         None
     }
 
-    /// Starts to save the longest unused block that is in the hot tier only, as long as fewer than
-    /// `goal` hot pages can be given up without a loss, and fewer than `most` saves are under way.
+    /// Starts to save the longest unused block that is in the hot tier only. Nothing is done if
+    /// `goal` hot pages can be given up without a loss, or `most` saves are under way.
     pub fn sweep(&mut self, goal: u32, most: u32) -> Option<PageCopy> {
         let enough = self.hot.spare() + self.saving >= goal;
         if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
@@ -234,7 +235,7 @@ impl Tiers {
         self.hot.set_saved(name, false);
     }
 
-    /// Whether a block is being saved, or will be.
+    /// True if a block is being saved, or will be.
     #[must_use]
     pub fn will_be_saved(&self, name: BlockHash) -> bool {
         self.under_way.contains_key(&name) || self.is_wanted.contains(&name)

@@ -183,7 +183,7 @@ impl Tiers {
         self.hot.contains(name) || self.under_way.contains_key(&name) || self.host.contains(name)
     }
 
-    /// Says what a hot page holds. False where another page holds that block already or the page
+    /// Names the block of a hot page. False where another page holds that block already or the page
     /// has a name.
     pub fn name(&mut self, lease: &Lease<Hot>, name: BlockHash) -> bool {
         let named = self.hot.name(lease, name);

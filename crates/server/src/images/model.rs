@@ -2,15 +2,15 @@
 
 use forebay_vision::Processing;
 
-/// What the served model sees, and what it is given at most.
+/// The images that the served model takes, and their limits.
 #[derive(Debug, Clone, Copy)]
 pub struct ImageModel {
-    /// How it cuts images.
+    /// The processing that cuts images.
     pub processing: Processing,
     /// The token that stands for a position of an image.
     pub token: i32,
-    /// Most images of a request.
+    /// The largest number of images of a request.
     pub most: u32,
-    /// What one image may cost.
+    /// The limits of one image.
     pub limits: forebay_vision::Limits,
 }

@@ -47,7 +47,7 @@ impl Pieces {
     }
 }
 
-/// Most bytes of a body.
+/// The largest number of bytes of a body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BodyLimit {
     /// Bytes.

@@ -16,17 +16,17 @@ pub(crate) struct Live {
     pub(super) shown: Mutex<Option<watch::Receiver<Arc<Snapshot>>>>,
 }
 
-/// How the replicas are at a moment.
+/// The state of the replicas at a moment.
 #[derive(Default)]
 pub(super) struct Snapshot {
     pub(super) now_us: u64,
     pub(super) replicas: Vec<Seen>,
 }
 
-/// How a replica is.
+/// The state of a replica.
 pub(super) struct Seen {
     pub(super) engine: EngineHandle,
     pub(super) report: ReplicaReport,
-    /// Its requests.
+    /// The requests of the replica.
     pub(super) views: Arc<[RequestView]>,
 }

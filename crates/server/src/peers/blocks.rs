@@ -15,7 +15,7 @@ use crate::limits;
 use crate::reply::Failure;
 use crate::state::Shared;
 
-/// Longest wait for an event.
+/// The longest wait for an event.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// The names of a prompt's blocks, for requests with this salt.
@@ -23,7 +23,7 @@ pub(super) fn names(state: &Shared, salt: u64, prompt: &[i32]) -> Vec<u64> {
     state.engine.block_names(salt, prompt).into_iter().map(short).collect()
 }
 
-/// From where on, and for how long.
+/// The place from which to answer, and the time to wait.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Since {
     #[serde(default)]

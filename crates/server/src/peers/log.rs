@@ -32,10 +32,10 @@ fn tiers(place: Place) -> u64 {
 
 #[derive(Debug, Default)]
 struct Log {
-    /// How many replicas hold each block, on their devices and in host memory.
+    /// The number of replicas that hold each block, on their devices and in host memory.
     holders: HashMap<u64, [u32; 2], FxBuildHasher>,
     events: VecDeque<u64>,
-    /// Number of the first of them.
+    /// The number of the first of them.
     first: u64,
 }
 
@@ -129,7 +129,7 @@ impl BlockLog {
     }
 }
 
-/// Passes on what one replica stores and drops.
+/// Passes on the blocks that one replica stores and drops.
 #[derive(Debug)]
 pub struct ReplicaBlocks {
     log: BlockLog,
@@ -197,8 +197,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whenever a follower looks, and whatever replicas hold in common, it knows what at least
-        /// one of them holds.
+        /// A follower knows the blocks that at least one replica holds, whenever it looks.
         #[test]
         fn a_follower_knows_what_is_there(
             moves in prop::collection::vec((0usize..2, 0u128..8, 0u8..10), 0..120),

@@ -2,7 +2,7 @@
 
 use super::lane::Pooled;
 
-/// What a model that pools gives.
+/// The output of a model that pools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolingTask {
     /// Vectors of texts.
@@ -14,13 +14,13 @@ pub enum PoolingTask {
 /// A model that pools.
 #[derive(Debug, Clone)]
 pub struct PooledModel {
-    /// What it gives.
+    /// The output of the model.
     pub task: PoolingTask,
     /// Numbers of a vector.
     pub size: usize,
-    /// Its authors divide vectors by their length.
+    /// True if the model's authors divide vectors by their length.
     pub normalize: bool,
-    /// Its authors squeeze scores into 0 to 1.
+    /// True if the model's authors squeeze scores into 0 to 1.
     pub sigmoid: bool,
     /// The other end of the sink that the engine was started with.
     pub outputs: Pooled,

@@ -15,8 +15,9 @@ use crate::stream::mode::EgressMode;
 
 pub(crate) const DONE: &[u8] = b"data: [DONE]\n\n";
 
-/// JSON without the characters that are line ends to Unicode but not to server-sent events: clients
-/// that cut streams with Python's `splitlines`, as httpx does, would cut an event at them.
+/// JSON without the characters that end a line in Unicode but not in server-sent events. Some
+/// clients cut streams with Python's `splitlines`, as httpx does. They would cut an event at such a
+/// character.
 struct OneLine;
 
 impl Formatter for OneLine {
@@ -129,7 +130,7 @@ impl Chunks {
         Ok(Self { head, streaming, prepared, prompt_token_ids: None })
     }
 
-    /// The same, with the prompt's token ids in the first chunk.
+    /// Puts the prompt's token ids into the first chunk.
     pub(crate) fn with_prompt(self, prompt_token_ids: Option<Vec<i32>>) -> Self {
         Self { prompt_token_ids, ..self }
     }

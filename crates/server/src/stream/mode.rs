@@ -1,6 +1,6 @@
 //! The ways of a streamed chunk to its socket.
 
-/// How streamed chunks get to their sockets.
+/// The way of streamed chunks to their sockets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EgressMode {
     /// The egress thread writes them: prepared events, no wake-up.
@@ -8,7 +8,7 @@ pub enum EgressMode {
     Direct,
     /// The connections' tasks write them: prepared events, one wake-up for all that is pending.
     Tasks,
-    /// As servers do it that take every token by itself: a wake-up, a chunk object and a write
-    /// each. To measure the others by.
+    /// Every token costs a wake-up, a chunk object and a write, as in servers without batching.
+    /// This mode is here to be compared with the others.
     Naive,
 }

@@ -118,7 +118,7 @@ fn demand(
     })
 }
 
-/// Whether it is only forms of texts that ask for something, the first of which came in `param`.
+/// True if all demands are forms of texts, the first of which came in `param`.
 fn of_texts(tools: &OfferedTools, param: &str) -> bool {
     tools.functions.iter().any(|tool| tool.text.as_ref().is_some_and(|text| text.path == param))
 }

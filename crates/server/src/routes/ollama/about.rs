@@ -10,7 +10,7 @@ use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// Behind a model's name it says nothing.
+/// The suffix of a model's name that has no meaning here.
 const LATEST: &str = ":latest";
 
 /// The name by which a model is served.

@@ -53,7 +53,7 @@ const REPEATED: usize = 3;
 pub(crate) struct NextTurn {
     valid: ValidResponses,
     owner: Owner,
-    /// What was said before.
+    /// The turns of the conversation before.
     before: Vec<Arc<Turn>>,
     /// For what was said before, until the prompt is token ids.
     front: Charge,
