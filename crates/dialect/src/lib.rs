@@ -1,8 +1,8 @@
 //! The forms in which families of models write reasoning, text and calls of tools.
 //!
-//! [`Dialect`] says of which family a model is. From the one description of a family come the
-//! [`Parser`], which makes [`Parts`] of an answer that comes token by token, and the grammar that
-//! has a model write calls and nothing else.
+//! [`Dialect`] names the family of a model. Two things come from the one description of a family.
+//! The [`Parser`] makes [`Parts`] of an answer that comes token by token. The grammar has a model
+//! write calls and nothing else.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! Files that requests name by URL, fetched so that no URL can be turned against the network that
 //! the server runs in.
 //!
-//! A name is resolved once, every address that it has must be public, and the address that was
-//! checked is the one dialled: an answer of the DNS that changes meanwhile changes nothing. Each
-//! redirect goes through the same checks. `docs/images.md` lists all limits.
+//! A name is resolved once, and every address that it has must be public. The fetcher dials the
+//! address that was checked, so a DNS answer that changes meanwhile has no effect. Each redirect
+//! goes through the same checks. `docs/images.md` lists all limits.
 //!
 //! ```
 //! use forebay_fetch::{Config, FetchError, Fetcher};

@@ -4,8 +4,8 @@
 //! A [`Source`] is the form that a client asks for. [`Grammars`] compiles it on threads of its own,
 //! and keeps the result for the next request with the same source. Each choice gets a
 //! [`forebay_engine::Constraint`], which the engine asks for a mask before every token. The parser
-//! is llguidance's (Earley over derivatives of regular expressions); this crate adds what a server
-//! needs around it: limits, a cache, other notations, and what else may restrict an answer.
+//! is llguidance's (Earley over derivatives of regular expressions). This crate adds the needs of a
+//! server: limits, a cache, other notations, and other restrictions of an answer.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -4,46 +4,46 @@
 /// Lanes of a vector: what all loops over vectors are written for, whatever the processor has.
 pub(crate) const LANES: usize = 16;
 
-/// Lanes of a vector: what all loops over vectors are written for, whatever the processor has.
+/// [`LANES`] floats. Like its kernels, a processor's own may be used only where its instructions
+/// were detected.
 pub(crate) trait Vector: Copy {
     fn splat(value: f32) -> Self;
-    /// [`LANES`] floats. Like its kernels, a processor's own may be used only where its
-    /// instructions were detected.
-    unsafe fn load(from: *const f32) -> Self;
     /// # Safety
     /// `from` can be read for [`LANES`] floats.
+    unsafe fn load(from: *const f32) -> Self;
+    /// # Safety
+    /// `to` can be written for [`LANES`] floats.
     unsafe fn store(self, to: *mut f32);
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
     fn div(self, other: Self) -> Self;
-    /// # Safety
-    /// `to` can be written for [`LANES`] floats.
-    fn fused(self, factor: Self, term: Self) -> Self;
     /// `self * factor + term`, rounded once where that is one instruction.
-    fn larger(self, other: Self) -> Self;
+    fn fused(self, factor: Self, term: Self) -> Self;
     /// The larger of two numbers; of others, anything.
-    fn at_least(self, bound: f32) -> Self;
+    fn larger(self, other: Self) -> Self;
     /// Not below `bound`; what is not a number stays so.
+    fn at_least(self, bound: f32) -> Self;
+    /// Not above `bound`; what is not a number stays so.
     fn at_most(self, bound: f32) -> Self;
     /// Rounds to the nearest integer, for numbers below 2^22.
     fn round(self) -> Self;
-    /// Rounds to the nearest integer, for numbers below 2^22.
-    fn times_power(self, n: Self) -> Self;
     /// `self * 2^n` for integers `n` from -200 to 127; 0 below -126.
-    fn only(self, count: usize) -> Self;
+    fn times_power(self, n: Self) -> Self;
     /// Minus infinity in the lanes from `count` on.
-    fn sum(self) -> f32;
+    fn only(self, count: usize) -> Self;
     /// Added up in a fixed order.
+    fn sum(self) -> f32;
+    /// The largest lane, if all are numbers.
     fn largest(self) -> f32;
     fn is_finite(self) -> bool;
-    /// The largest lane, if all are numbers.
-    unsafe fn store_codes(self, to: *mut i8);
-
     /// The lanes as bytes, of integers from -128 to 127.
     ///
     /// # Safety
     /// `to` can be written for [`LANES`] bytes.
+    unsafe fn store_codes(self, to: *mut i8);
+
+    /// The lanes.
     #[inline(always)]
     fn to_array(self) -> [f32; LANES] {
         let mut lanes = [0.0; LANES];

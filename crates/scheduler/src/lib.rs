@@ -27,11 +27,14 @@
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
-//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets
-//! a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer`
-//! (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image
-//! is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset`
-//! (the hand died, quarantine), `integrity` (what is always true).
+//! The files have these rules:
+//!
+//! - `queue`: the next request; `share`: the request that has to give way.
+//! - `plan`: the rows; `words`: the size of a plan; `prompts`: log-probabilities of prompts.
+//! - `transfer`: copies between tiers; `sparse`: pages given up while a request goes on.
+//! - `images`: the next image in the tower.
+//! - `retire`: slots and pages, preemption; `apply`: tokens, ends.
+//! - `reset`: the hand's death, quarantine; `integrity`: facts that are always true.
 //!
 //! A request's two tokens, from a device that says 42 whatever it is asked:
 //!

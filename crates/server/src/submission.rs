@@ -55,7 +55,7 @@ impl Submission {
         u32::try_from(self.prompt.len()).unwrap_or(u32::MAX)
     }
 
-    /// How much memory it may take.
+    /// The largest amount of memory that it may take.
     pub(crate) fn size(&self) -> Size {
         let Generation { sampling, prompt_logprobs, n, .. } = &self.terms.generation;
         Size {

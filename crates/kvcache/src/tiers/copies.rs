@@ -24,7 +24,7 @@ pub enum Direction {
 pub struct Span {
     /// The first, counted from the page's own.
     pub first: u32,
-    /// How many.
+    /// The number of positions.
     pub count: u32,
 }
 

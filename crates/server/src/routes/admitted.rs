@@ -63,7 +63,7 @@ pub(crate) struct Admission {
     pub(crate) model: String,
     pub(crate) limits: Limits,
     pub(crate) routing: Routing,
-    /// For what the body takes, until its prompts are token ids.
+    /// The body's share of memory, until its prompts are token ids.
     pub(crate) charge: Arc<Charge>,
 }
 

@@ -55,7 +55,7 @@ pub(crate) struct NextTurn {
     owner: Owner,
     /// The turns of the conversation before.
     before: Vec<Arc<Turn>>,
-    /// For what was said before, until the prompt is token ids.
+    /// The share of memory of the turns before, until the prompt is token ids.
     front: Charge,
 }
 
