@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use forebay_api::ROUTES;
 use forebay_api::limits::{
-    BIASES, Bound, CHOICES, INPUTS, LOGPROBS, PROMPTS, ROUTES, STOP_BYTES, STOP_IDS, VALUES,
+    BIASES, Bound, CHOICES, INPUTS, LOGPROBS, PROMPTS, STOP_BYTES, STOP_IDS, VALUES,
 };
 use forebay_engine::Request;
 use forebay_server::PoolingTask;
