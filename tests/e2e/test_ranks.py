@@ -106,7 +106,7 @@ def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
         (("--tp-size", "2", "--enable-expert-parallel"), "expert"),
         (("--tp-size", "2", "--quantization", "w8a8_int8"), "quantization"),
         (("--tp-size", "2", "--ep-size", "3"), "--ep-size 3"),
-        (("--nnodes", "2"), "forebay route"),
+        (("--nnodes", "2"), "forebay worker --join"),
     ],
 )
 def test_what_can_t_be_divided_is_said_at_start(serve: Serve, tiny: Model, flags: tuple[str, ...], told: str) -> None:

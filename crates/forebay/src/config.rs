@@ -168,7 +168,7 @@ impl Config {
         let tp_size = flags.replicas.tp_size;
         let expert_parallel = flags.replicas.expert_parallel()?;
         let hands = dp_size.saturating_mul(tp_size);
-        let apart = flags.replicas.listen_hands.is_some();
+        let apart = flags.replicas.elsewhere().is_some();
         let (device, gpus) = device(flags.run.device, dp_size, tp_size, apart)?;
         let cuda = device == Device::Cuda;
         let schedule = &flags.schedule;

@@ -83,9 +83,14 @@ pub(crate) fn program(hand: &str, python: &Path) -> (PathBuf, Vec<OsString>) {
     if hand != "rust" {
         return (python.to_owned(), python::arguments("forebay.worker"));
     }
+    (own_program(), vec!["hand".into()])
+}
+
+/// This program.
+pub(crate) fn own_program() -> PathBuf {
     // A program that was replaced since it was started is not there any more, but its file is.
     let own = std::env::current_exe().ok().filter(|path| path.is_file());
-    (own.unwrap_or_else(|| "/proc/self/exe".into()), vec!["hand".into()])
+    own.unwrap_or_else(|| "/proc/self/exe".into())
 }
 
 /// Variables of every hand. glibc is asked for huge pages for large blocks, unless the user has set

@@ -2,6 +2,7 @@
 
 mod affinity;
 mod chat;
+mod collectives;
 mod command;
 mod config;
 mod descriptors;
@@ -18,6 +19,8 @@ mod logs;
 mod model;
 mod models;
 mod outposts;
+mod parent;
+mod placement;
 mod python;
 mod route;
 mod script;

@@ -1,4 +1,4 @@
-//! `--listen-hands`: hands on other machines.
+//! `--listen-hands` and `--placement`: hands on other machines.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
@@ -11,49 +11,79 @@ use forebay_server::Guard;
 use tracing::{error, info};
 
 use crate::config::Config;
-use crate::flags::{Device, ReplicaFlags, ServeFlags};
-use crate::worker;
+use crate::flags::{Device, Placement, ReplicaFlags, ServeFlags};
+use crate::placement::{Asked, Door, Placed, Placer};
+use crate::{hands, worker};
 
-/// The address at which hands join, and the file of the token that lets them in.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Gate<'a> {
-    address: SocketAddr,
-    token: &'a Path,
+/// The site of hands on other machines, and the placer of their outposts, which has to outlive
+/// them.
+pub(crate) type Elsewhere = (Option<Arc<dyn Site>>, Option<Placed>);
+
+/// Begins to listen for hands that run on other machines, on a thread of its own, and has them
+/// placed if that was asked for.
+///
+/// # Errors
+/// The address can't be had, the token's files are not right, or there is no cluster.
+pub(crate) fn open(
+    flags: &ReplicaFlags,
+    python: &Path,
+    config: &Config,
+    guard: &Guard,
+) -> Result<Elsewhere> {
+    let placer = match flags.placement {
+        Some(Placement::Ray) => Some(Placer::new(python, asked(flags, config))?),
+        None => None,
+    };
+    // Ray's nodes need no port that somebody knows.
+    let near = placer.as_ref().map(|placer| SocketAddr::new(placer.address, 0));
+    let Some(address) = flags.listen_hands.or(near) else { return Ok((None, None)) };
+    let credentials = match &flags.join_token_file {
+        Some(file) => Credentials::open(file)
+            .with_context(|| format!("--join-token-file {}", file.display()))?,
+        None => Credentials::make()?,
+    };
+    let listener =
+        TcpListener::bind(address).with_context(|| format!("--listen-hands {address}"))?;
+    let address = listener.local_addr()?;
+    let (outposts, serving) = Outposts::listen(listener, &credentials)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut serving = Box::pin(serving);
+    guard.spawn("outposts", move || {
+        if let Err(error) = runtime.block_on(serving.as_mut()) {
+            error!("hands can't join any more: {error}");
+        }
+    })?;
+    match &flags.join_token_file {
+        Some(token) => {
+            let (named, token) = (named(address), token.display());
+            info!("hands join at {address}: forebay worker --join {named} --token-file {token}");
+        }
+        None => info!("hands join at {address}"),
+    }
+    let site = outposts.site(config.hand.hand, flags.collective_interface.as_deref());
+    let placed = placer.map(|placer| {
+        let host = if address.ip().is_unspecified() { placer.address } else { address.ip() };
+        let join = SocketAddr::new(host, address.port()).to_string();
+        placer.open(Door { join, token: credentials.token().to_string() }, guard)
+    });
+    Ok((Some(site), placed.transpose()?))
 }
 
-impl<'a> Gate<'a> {
-    /// `None`: hands run here.
-    pub(crate) fn of(flags: &'a ReplicaFlags) -> Option<Self> {
-        let address = flags.listen_hands?;
-        Some(Self { address, token: flags.join_token_file.as_deref()? })
+/// An address for people on other machines.
+fn named(address: SocketAddr) -> String {
+    match address.ip().is_unspecified() {
+        true => format!("{}:{}", worker::host_name(), address.port()),
+        false => address.to_string(),
     }
+}
 
-    /// Begins to listen, on a thread of its own.
-    ///
-    /// # Errors
-    /// The address can't be had, or the token's files are not right.
-    pub(crate) fn open(self, hand: &str, guard: &Guard) -> Result<Arc<dyn Site>> {
-        let token = self.token.display();
-        let credentials =
-            Credentials::open(self.token).with_context(|| format!("--join-token-file {token}"))?;
-        let listener = TcpListener::bind(self.address)
-            .with_context(|| format!("--listen-hands {}", self.address))?;
-        let address = listener.local_addr()?;
-        let (outposts, serving) = Outposts::listen(listener, &credentials)?;
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let mut serving = Box::pin(serving);
-        guard.spawn("outposts", move || {
-            if let Err(error) = runtime.block_on(serving.as_mut()) {
-                error!("hands can't join any more: {error}");
-            }
-        })?;
-        let port = address.port();
-        let named = match address.ip().is_unspecified() {
-            true => format!("{}:{port}", worker::host_name()),
-            false => address.to_string(),
-        };
-        info!("hands join at {address}: forebay worker --join {named} --token-file {token}");
-        Ok(outposts.site(hand))
+fn asked(flags: &ReplicaFlags, config: &Config) -> Asked {
+    Asked {
+        replicas: config.dp_size,
+        ranks: config.tp_size,
+        cuda: config.device == "cuda",
+        apart: flags.collective_interface.is_some(),
+        program: hands::own_program(),
     }
 }
 
@@ -62,9 +92,12 @@ impl<'a> Gate<'a> {
 /// # Errors
 /// One line for the user.
 pub(crate) fn check(flags: &ServeFlags, config: &Config) -> Result<()> {
-    if flags.replicas.listen_hands.is_none() {
+    let Some(flag) = flags.replicas.elsewhere() else {
+        if flags.replicas.collective_interface.is_some() {
+            bail!("--collective-interface is for ranks on other machines: --listen-hands");
+        }
         return Ok(());
-    }
+    };
     let without = [
         (config.device == "sim", "--device sim: it has no hands"),
         (flags.run.device == Device::Deferred, "--device deferred"),
@@ -73,7 +106,7 @@ pub(crate) fn check(flags: &ServeFlags, config: &Config) -> Result<()> {
         (flags.replicas.cpu_affinity.is_some(), "--cpu-affinity: it is of this machine"),
     ];
     match without.into_iter().find(|(given, _)| *given) {
-        Some((_, what)) => bail!("--listen-hands does not go with {what}"),
+        Some((_, what)) => bail!("{flag} does not go with {what}"),
         None => Ok(()),
     }
 }

@@ -14,6 +14,7 @@ use forebay_engine::{
     BlockObserver, Clock, EngineThread, Executor, OutputSink, Status, SystemClock,
 };
 use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec, Site};
+use forebay_outpost::Collectives;
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, EgressSink, Guard, HealthThread, Intake,
@@ -22,7 +23,6 @@ use forebay_server::{
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
-use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 use serde_json::Value;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
@@ -32,10 +32,9 @@ use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags, vis
 use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
-use crate::outposts::Gate;
 use crate::{
-    affinity, descriptors, dialect, gpus, grammar, hands, images, logs, secret, signals, simulate,
-    threads, vocabulary, watch,
+    affinity, collectives, descriptors, dialect, gpus, grammar, hands, images, logs, outposts,
+    parent, secret, signals, simulate, threads, vocabulary, watch,
 };
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
@@ -47,7 +46,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref(), &guard)?;
     warn_of_visible_keys();
     if let Some(parent) = flags.run.parent {
-        end_with(parent)?;
+        parent::end_with(parent)?;
     }
     let name = flags.model_name().context("no model named")?;
     // Taken before minutes of downloads, so that a port in use is said at once.
@@ -92,8 +91,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
 
     let namer = secret::namer(flags.sharing.cache_secret_file.as_deref())?;
     let arena = Arena::new(config.arena_bytes).context("no arena")?;
-    let gate = Gate::of(&flags.replicas);
-    let site = gate.map(|gate| gate.open(config.hand.hand, &guard)).transpose()?;
+    let (site, placed) = outposts::open(&flags.replicas, &python, &config, &guard)?;
     let (executors, clock) = executors(flags, &python, &config, &model, &tokenizer, &arena, site)?;
     let (ended, engine_ended) = oneshot::channel();
     let on_exit = move || {
@@ -164,6 +162,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     drop(health);
     engine.stop();
     threads.into_iter().for_each(EngineThread::join);
+    drop(placed);
     runtime.shutdown_timeout(Duration::from_secs(1));
     drop(life);
     served
@@ -307,7 +306,7 @@ fn executors(
                 env: if site.is_some() { Vec::new() } else { hands::environment() },
                 config: config.hand(model),
                 arena: arena.clone(),
-                ranks: ranks(config, replica),
+                ranks: ranks(config, replica, site.is_some()),
                 site: site.clone(),
             })?));
         }
@@ -326,14 +325,15 @@ fn executors(
 
 /// The ranks of a replica. One with a GPU sees no other, so that all of them compute on their
 /// first.
-fn ranks(config: &Config, replica: usize) -> Vec<RankSpec> {
-    /// The collectives of ranks on one machine need no other interface, and nobody is to reach them
-    /// from outside.
-    const INTERFACES: [&str; 2] = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"];
+fn ranks(config: &Config, replica: usize, apart: bool) -> Vec<RankSpec> {
     let count = config.tp_size as usize;
     let hands = (0..count).map(|rank| replica * count + rank);
-    let unset = |name: &&str| count > 1 && std::env::var_os(name).is_none();
-    let interfaces = INTERFACES.into_iter().filter(unset).map(|name| (name.into(), "lo".into()));
+    // Those of other machines are chosen there.
+    let together = count > 1 && !apart;
+    let collectives = if together { Collectives::Machine } else { Collectives::None };
+    let is_set = |name: &str| std::env::var_os(name).is_some();
+    let interfaces = collectives::environment(&collectives, None, is_set).into_iter();
+    let interfaces = interfaces.map(|(name, value)| (name.into(), value.into()));
     let interfaces: Vec<(OsString, OsString)> = interfaces.collect();
     let gpu = |hand: usize| config.gpus.get(hand).map(|gpu| (gpus::VISIBLE.into(), gpu.into()));
     let rank = |hand: usize| RankSpec {
@@ -407,16 +407,6 @@ async fn serve(
         bail!("{cause}");
     }
     info!("drained, stopping");
-    Ok(())
-}
-
-/// Has the system end this process when its parent ends.
-fn end_with(parent: i32) -> Result<()> {
-    set_parent_process_death_signal(Some(Signal::TERM))?;
-    // It may have ended before.
-    if getppid().map(Pid::as_raw_nonzero).map(NonZeroI32::get) != Some(parent) {
-        bail!("--parent {parent}: it is not the parent, or has ended");
-    }
     Ok(())
 }
 

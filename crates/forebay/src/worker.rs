@@ -10,10 +10,12 @@ use clap::Args;
 use forebay_hand::{Arena, RankProcess};
 use forebay_outpost::{Credentials, HandOrder, JoinToken, Spawn, WorkSettings, work};
 
+use crate::collectives;
 use crate::gpus::{self, Gpus};
 use crate::hands;
 use crate::logs;
 use crate::model::find_python;
+use crate::parent;
 use crate::signals;
 
 /// Flags of `forebay worker`.
@@ -32,7 +34,7 @@ pub(crate) struct WorkerFlags {
     token_file: Option<PathBuf>,
     /// Only make FILE and FILE.key, for a server that is to find them (--join-token-file), and for
     /// its workers, which need FILE alone.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file", "hands", "name"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file", "hands", "name", "collective_interface", "parent"])]
     make_token: Option<PathBuf>,
     /// Hands that may run here at a time [default: one for each GPU, else 1].
     #[arg(long, value_name = "HANDS", value_parser = clap::value_parser!(u32).range(1..=256))]
@@ -44,6 +46,13 @@ pub(crate) struct WorkerFlags {
     /// else the virtual environment's, else python3].
     #[arg(long, value_name = "FILE", env = "FOREBAY_PYTHON")]
     python: Option<PathBuf>,
+    /// This machine's network interface for ranks of a replica that has others on other machines:
+    /// their traffic is in the clear [default: the server's --collective-interface].
+    #[arg(long, value_name = "NAME", value_parser = collectives::interface)]
+    collective_interface: Option<String>,
+    /// End when this process ends, which has to be the parent.
+    #[arg(long, value_name = "PID", hide = true)]
+    parent: Option<i32>,
 }
 
 /// Runs until a signal ends it, or the server refuses this machine.
@@ -64,12 +73,19 @@ pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
     if !brain.contains(':') {
         bail!("--join {brain}: the address ends with a port, such as :7711");
     }
+    if let Some(interface) = &flags.collective_interface {
+        collectives::check(interface).map_err(anyhow::Error::msg)?;
+    }
+    if let Some(parent) = flags.parent {
+        parent::end_with(parent)?;
+    }
     logs::init_plain()?;
     let gpus = Gpus::find();
     let hands = flags.hands.unwrap_or_else(|| u32::try_from(gpus.count()).unwrap_or(1).max(1));
     let name = flags.name.clone().unwrap_or_else(host_name);
     let settings = WorkSettings { brain: brain.clone(), token, name, hands };
-    let spawn = spawn(find_python(flags.python.as_deref()), gpus);
+    let interface = flags.collective_interface.clone();
+    let spawn = spawn(find_python(flags.python.as_deref()), gpus, interface);
     // Hands are children of this thread: the kernel ends them with it.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
@@ -79,7 +95,7 @@ pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
 }
 
 /// Starts hands as `serve` would start them here.
-fn spawn(python: PathBuf, gpus: Gpus) -> Spawn {
+fn spawn(python: PathBuf, gpus: Gpus, interface: Option<String>) -> Spawn {
     Arc::new(move |order: &HandOrder| {
         let (program, arguments) = program(&order.hand, &python)?;
         let mut command = Command::new(&program);
@@ -88,6 +104,12 @@ fn spawn(python: PathBuf, gpus: Gpus) -> Spawn {
             command.env(gpus::VISIBLE, gpu);
         }
         command.envs(order.env.iter().map(|(name, value)| (name, value)));
+        let (collectives, own) = (&order.collectives, interface.as_deref());
+        let is_set = |name: &str| std::env::var_os(name).is_some();
+        for (variable, interface) in collectives::environment(collectives, own, is_set) {
+            collectives::check(&interface).map_err(io::Error::other)?;
+            command.env(variable, interface);
+        }
         let arena = Arena::new(order.arena_bytes)?;
         RankProcess::spawn(command, &arena, None, &[]).map_err(|error| {
             io::Error::new(error.kind(), format!("cannot run {}: {error}", program.display()))

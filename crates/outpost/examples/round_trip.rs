@@ -86,7 +86,7 @@ fn main() -> Result<(), Failure> {
         runtime().map(|runtime| runtime.block_on(work(settings, spawn, std::future::pending())))
     });
 
-    for (name, site) in [("here", None), ("outpost", Some(outposts.site("fake")))] {
+    for (name, site) in [("here", None), ("outpost", Some(outposts.site("fake", None)))] {
         let site: Option<Arc<dyn Site>> = site;
         let executor = HandExecutor::new(HandSpec {
             program: python.clone().into(),

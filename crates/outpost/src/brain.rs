@@ -19,9 +19,11 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tracing::{info, warn};
 
+use crate::claim::Claim;
 use crate::credentials::Credentials;
 use crate::messages::{
-    Answer, FromOutpost, HandOrder, KNOCK_BYTES, Knock, Purpose, ToOutpost, read, write,
+    Answer, Collectives, FromOutpost, HandOrder, KNOCK_BYTES, Knock, Purpose, ToOutpost, read,
+    write,
 };
 use crate::rank::{Handle, Life};
 use crate::relay::{OPENING, PING, SILENCE, Side, prepare, relay, said};
@@ -54,10 +56,10 @@ pub struct Outposts {
 }
 
 #[derive(Default)]
-struct Shared {
+pub(crate) struct Shared {
     state: Mutex<State>,
     /// An outpost came, or has a free hand again.
-    changed: Notify,
+    pub(crate) changed: Notify,
 }
 
 #[derive(Default)]
@@ -75,15 +77,15 @@ struct Ordered {
 }
 
 /// An outpost that has joined.
-struct Member {
-    name: String,
-    taken: Mutex<Vec<bool>>,
+pub(crate) struct Member {
+    pub(crate) name: String,
+    pub(crate) taken: Mutex<Vec<bool>>,
     orders: mpsc::UnboundedSender<ToOutpost>,
     gone: watch::Sender<bool>,
 }
 
 impl Member {
-    fn free(&self) -> usize {
+    pub(crate) fn free(&self) -> usize {
         self.taken.lock().iter().filter(|taken| !**taken).count()
     }
 
@@ -93,25 +95,11 @@ impl Member {
     }
 }
 
-/// Hands of an outpost that a group has. Dropping it gives them back.
-struct Claim {
-    member: Arc<Member>,
-    places: Vec<u32>,
-    shared: Arc<Shared>,
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        let mut taken = self.member.taken.lock();
-        self.places.iter().for_each(|place| taken[*place as usize] = false);
-        drop(taken);
-        self.shared.changed.notify_waiters();
-    }
-}
-
-/// Ranks that are to run on one outpost.
+/// Ranks that are to run on outposts.
 struct Group {
     hand: String,
+    /// The network interface of their collectives; `None`: they have to be on one outpost.
+    interface: Option<String>,
     ranks: Vec<Rank>,
     /// The relays' ends of their sockets, in the same order.
     near: Vec<Socket>,
@@ -139,18 +127,21 @@ impl Outposts {
         Ok((Self { groups }, serving))
     }
 
-    /// Runs groups, each on one outpost that has room for all of its ranks. `hand` is `rust` or
-    /// `torch`. Replicas may share it.
+    /// Runs groups, each on one outpost that has room for all of its ranks. With the name of a
+    /// network interface, ranks may also be on several, and talk to each other over it. `hand` is
+    /// `rust` or `torch`. Replicas may share the site.
     #[must_use]
-    pub fn site(&self, hand: &str) -> Arc<dyn Site> {
-        Arc::new(Anywhere { groups: self.groups.clone(), hand: hand.to_owned() })
+    pub fn site(&self, hand: &str, interface: Option<&str>) -> Arc<dyn Site> {
+        let (groups, interface) = (self.groups.clone(), interface.map(str::to_owned));
+        Arc::new(Anywhere { groups, hand: hand.to_owned(), interface })
     }
 }
 
-/// A site whose groups go wherever one outpost has room.
+/// A site whose groups go wherever there is room.
 struct Anywhere {
     groups: mpsc::UnboundedSender<Group>,
     hand: String,
+    interface: Option<String>,
 }
 
 impl Site for Anywhere {
@@ -165,7 +156,8 @@ impl Site for Anywhere {
             ranks.push(Rank { life, env, arena_bytes });
             sockets.push(near);
         }
-        let group = Group { hand: self.hand.clone(), ranks, near: sockets };
+        let (hand, interface) = (self.hand.clone(), self.interface.clone());
+        let group = Group { hand, interface, ranks, near: sockets };
         let over = |_| io::Error::other("nothing listens for outposts any more");
         self.groups.send(group).map_err(over)?;
         Ok(remotes)
@@ -362,30 +354,23 @@ impl Shared {
         }
     }
 
-    /// Takes so many hands of one outpost: of the one with the fewest free ones that suffice.
-    fn claim(self: &Arc<Self>, count: usize) -> Option<Claim> {
-        let state = self.state.lock();
-        let fits = state.members.iter().filter(|member| member.free() >= count);
-        let member = Arc::clone(fits.min_by_key(|member| member.free())?);
-        drop(state);
-        let mut taken = member.taken.lock();
-        let free = (0_u32..).zip(taken.iter_mut()).filter(|(_, taken)| !**taken).take(count);
-        let places: Vec<u32> = free.map(|(place, taken)| (*taken = true, place).1).collect();
-        drop(taken);
-        let claim = Claim { member, places, shared: Arc::clone(self) };
-        // Another group was quicker.
-        (claim.places.len() == count).then_some(claim)
+    /// Takes so many hands, of several outposts only if `apart`.
+    fn claim(self: &Arc<Self>, count: usize, apart: bool) -> Option<Claim> {
+        Claim::take(&self.state.lock().members, count, apart, self)
     }
 
-    /// The most hands that one outpost has free.
-    fn most_free(&self) -> usize {
-        self.state.lock().members.iter().map(|member| member.free()).max().unwrap_or(0)
+    /// The hands that are free: on one outpost, or on all if a group may be `apart`.
+    fn free(&self, apart: bool) -> usize {
+        let state = self.state.lock();
+        let free = state.members.iter().map(|member| member.free());
+        if apart { free.sum() } else { free.max().unwrap_or(0) }
     }
 }
 
 /// A group from its order to its end.
 async fn run(group: Group, shared: Arc<Shared>) {
-    let Group { hand, ranks, near } = group;
+    let Group { hand, interface, ranks, near } = group;
+    let apart = interface.is_some();
     let lives: Vec<Arc<Life>> = ranks.iter().map(|rank| Arc::clone(&rank.life)).collect();
     let registered: io::Result<Vec<_>> = near.into_iter().map(UnixStream::from_std).collect();
     let mut near = match registered {
@@ -397,10 +382,10 @@ async fn run(group: Group, shared: Arc<Shared>) {
     };
     let claim = loop {
         let changed = shared.changed.notified();
-        if let Some(claim) = shared.claim(ranks.len()) {
+        if let Some(claim) = shared.claim(ranks.len(), apart) {
             break claim;
         }
-        let told = say_that_it_waits(&mut near, &shared).await;
+        let told = say_that_it_waits(&mut near, &shared, apart).await;
         let over = told.is_err();
         let over = over
             || tokio::select! {
@@ -413,22 +398,33 @@ async fn run(group: Group, shared: Arc<Shared>) {
             return;
         }
     };
-    info!(ranks = ranks.len(), "hands run on outpost {}", claim.member.name);
+    info!(ranks = ranks.len(), "hands run on outpost {}", claim.names());
+    let collectives = match interface {
+        _ if ranks.len() == 1 => Collectives::None,
+        Some(interface) if claim.is_apart() => Collectives::Network(interface),
+        _ => Collectives::Machine,
+    };
     let claim = Arc::new(claim);
-    for ((rank, near), &place) in ranks.into_iter().zip(near).zip(&claim.places) {
+    for ((rank, near), (member, place)) in ranks.into_iter().zip(near).zip(&claim.hands) {
         let Rank { life, env, arena_bytes } = rank;
-        let (id, hand) = (shared.next_id(), hand.clone());
-        let order = HandOrder { id, place, hand, env, arena_bytes };
-        tokio::spawn(run_rank(order, life, near, Arc::clone(&claim), Arc::clone(&shared)));
+        let (id, hand, collectives) = (shared.next_id(), hand.clone(), collectives.clone());
+        let order = HandOrder { id, place: *place, hand, env, collectives, arena_bytes };
+        let (member, claim) = (Arc::clone(member), Arc::clone(&claim));
+        tokio::spawn(run_rank(order, life, near, member, claim, Arc::clone(&shared)));
     }
 }
 
 /// Writes a sign of life for the executor to each rank's socket. It fails once the executor has
 /// closed them.
-async fn say_that_it_waits(near: &mut [UnixStream], shared: &Shared) -> io::Result<()> {
+async fn say_that_it_waits(
+    near: &mut [UnixStream],
+    shared: &Shared,
+    apart: bool,
+) -> io::Result<()> {
     let total = near.len() as u64;
-    let stage = "waits for an outpost with free hands:".to_owned();
-    let progress = Progress { stage, done: (shared.most_free() as u64).min(total), total };
+    let stage = if apart && total > 1 { "outposts" } else { "an outpost" };
+    let stage = format!("waits for {stage} with free hands:");
+    let progress = Progress { stage, done: (shared.free(apart) as u64).min(total), total };
     let frame = encode_json(Kind::Progress, &serde_json::to_string(&progress)?);
     let frame = frame.map_err(io::Error::other)?;
     for socket in near {
@@ -442,11 +438,12 @@ async fn run_rank(
     order: HandOrder,
     life: Arc<Life>,
     mut near: UnixStream,
+    member: Arc<Member>,
     claim: Arc<Claim>,
     shared: Arc<Shared>,
 ) {
     let (sender, connection) = oneshot::channel();
-    let (id, member) = (order.id, &claim.member);
+    let id = order.id;
     let ordered = Ordered { life: Arc::clone(&life), connection: Some(sender) };
     shared.state.lock().ranks.insert(id, ordered);
     // A member that is gone is noticed below.

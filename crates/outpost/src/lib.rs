@@ -16,6 +16,7 @@
 //! it by its SHA-256; the token's secret opens the connection before anything else is read.
 
 mod brain;
+mod claim;
 mod credentials;
 mod messages;
 mod rank;
@@ -26,6 +27,6 @@ mod work;
 
 pub use brain::Outposts;
 pub use credentials::Credentials;
-pub use messages::HandOrder;
+pub use messages::{Collectives, HandOrder};
 pub use token::{JoinToken, TokenError};
 pub use work::{Ended, Spawn, WorkSettings, work};

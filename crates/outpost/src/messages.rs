@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// The version of these messages, and of the frames that are relayed between them.
-const OWN_VERSION: u16 = 1;
+const OWN_VERSION: u16 = 2;
 /// Begins every connection.
 const MAGIC: [u8; 4] = *b"fbw1";
 /// Bytes of a [`Knock`].
@@ -108,8 +108,23 @@ pub struct HandOrder {
     pub hand: String,
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
+    /// How it reaches the other ranks of its group.
+    pub collectives: Collectives,
     /// Bytes of its shared memory.
     pub arena_bytes: u32,
+}
+
+/// The way of a hand to the other ranks of its group.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Collectives {
+    /// There are no others.
+    None,
+    /// All of them are on its own machine.
+    Machine,
+    /// Some are on other machines, behind the network interface of this name, unless the outpost
+    /// knows a better one.
+    Network(String),
 }
 
 /// Writes a message: four bytes with its length, then JSON.
@@ -157,6 +172,7 @@ mod tests {
             place: 3,
             hand: "rust".into(),
             env: vec![("A".into(), "b=c".into())],
+            collectives: Collectives::Network("eth0".into()),
             arena_bytes: 1 << 30,
         };
         let mut bytes = Vec::new();

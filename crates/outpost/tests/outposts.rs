@@ -33,6 +33,11 @@ fn runtime() -> tokio::runtime::Runtime {
 
 impl Brain {
     fn start() -> Self {
+        Self::of(None)
+    }
+
+    /// One whose groups may be on several outposts if an interface is named.
+    fn of(interface: Option<&str>) -> Self {
         let credentials = Credentials::make().expect("it works");
         let listener = TcpListener::bind("127.0.0.1:0").expect("it works");
         let address = listener.local_addr().expect("it works");
@@ -46,7 +51,7 @@ impl Brain {
                 }
             });
         });
-        let site = outposts.site("fake");
+        let site = outposts.site("fake", interface);
         Self { site, address, token: credentials.token().clone(), _stop: stop }
     }
 
@@ -80,6 +85,7 @@ fn spawn(order: &HandOrder) -> io::Result<(RankProcess, std::os::unix::net::Unix
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../hand/tests/fake_hand.py");
     let mut command = Command::new("python3");
     command.arg(script).envs(order.env.iter().map(|(name, value)| (name, value)));
+    command.env("FAKE_COLLECTIVES", format!("{:?}", order.collectives));
     if order.env.iter().any(|(_, value)| value == "no program") {
         command = Command::new("/no/such/program");
     }
@@ -119,6 +125,11 @@ fn next(executor: &mut HandExecutor) -> Signal {
 
 fn ready(executor: &mut HandExecutor) -> Ready {
     executor.start();
+    ready_at_last(executor)
+}
+
+/// The facts of a group that was started.
+fn ready_at_last(executor: &mut HandExecutor) -> Ready {
     loop {
         match next(executor) {
             Signal::Ready(facts) => return facts,
@@ -162,11 +173,16 @@ fn step(executor: &mut HandExecutor, step: u64, tokens: &[i32]) -> Vec<i32> {
 
 /// Hands below this process that are alive.
 fn hands_of(marker: &str) -> usize {
+    environments(marker).len()
+}
+
+/// The variables of those hands.
+fn environments(marker: &str) -> Vec<String> {
     let wanted = format!("FAKE_BEHAVIOUR={marker}\0");
     let processes = std::fs::read_dir("/proc").expect("it works").flatten();
-    let environments =
-        processes.filter_map(|entry| std::fs::read(entry.path().join("environ")).ok());
-    environments.filter(|text| String::from_utf8_lossy(text).contains(&wanted)).count()
+    let texts = processes.filter_map(|entry| std::fs::read(entry.path().join("environ")).ok());
+    let texts = texts.map(|text| String::from_utf8_lossy(&text).into_owned());
+    texts.filter(|text| text.contains(&wanted)).collect()
 }
 
 fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -215,6 +231,39 @@ fn a_group_waits_for_an_outpost_with_room_for_all_of_it() {
     // A hand is free again once its group has ended.
     executor.stop();
     assert_eq!(ready(&mut executor).page_count, 100);
+}
+
+#[test]
+fn a_group_is_on_several_outposts_where_none_has_room_for_all_of_it() {
+    let brain = Brain::of(Some("eth7"));
+    let small = Outpost::start(brain.settings(1));
+    let mut executor = brain.executor("apart", 3);
+    executor.start();
+    let waits = "waits for outposts with free hands: 1/3";
+    eventually(
+        "it says what is missing",
+        || matches!(next(&mut executor), Signal::Progress(text) if text == waits),
+    );
+    let _large = Outpost::start(brain.settings(2));
+    ready_at_last(&mut executor);
+    assert_eq!(step(&mut executor, 1, &[7; 3]), [0]);
+    let ways = |wanted: &str| {
+        let found = environments("apart");
+        found.iter().filter(|text| text.contains(wanted)).count()
+    };
+    assert_eq!(ways("FAKE_COLLECTIVES=Network(\"eth7\")\0"), 3);
+
+    // One outpost's end is that of all ranks. They are started again when there is room.
+    small.end().expect("it works");
+    let (reason, after) = death(&mut executor);
+    assert!(reason.contains("outpost here"), "{reason}");
+    assert!(after < Duration::from_secs(2), "{after:?}");
+    eventually("all hands are gone", || hands_of("apart") == 0);
+    executor.start();
+    let _other = Outpost::start(brain.settings(3));
+    ready_at_last(&mut executor);
+    assert_eq!(step(&mut executor, 1, &[7; 3]), [0]);
+    assert_eq!(ways("FAKE_COLLECTIVES=Machine\0"), 3, "one outpost suffices");
 }
 
 #[test]

@@ -66,16 +66,25 @@ pub(crate) struct ReplicaFlags {
     #[arg(long, visible_alias = "expert-parallel-size", value_name = "RANKS")]
     pub(crate) ep_size: Option<u32>,
     #[command(flatten)]
-    pub(crate) elsewhere: ElsewhereFlags,
+    pub(crate) unknown: ElsewhereFlags,
     /// Run all hands on other machines, which join at this address with `forebay worker --join`.
-    /// All ranks of a replica run on one machine; --tp-size and --dp-size set the number of hands.
-    /// Without the flag nothing listens for hands.
+    /// --tp-size and --dp-size set the number of hands. Without the flag nothing listens for hands.
     #[arg(long, value_name = "ADDR:PORT", requires = "join_token_file")]
     pub(crate) listen_hands: Option<SocketAddr>,
     /// The file with the token that opens --listen-hands. It and FILE.key, which is the brain's
     /// alone, are made if neither is there.
     #[arg(long, value_name = "FILE", requires = "listen_hands")]
     pub(crate) join_token_file: Option<PathBuf>,
+    /// Let the ranks of a replica be on several machines where none has room for all of them, and
+    /// talk to each other, in the clear, over the network interface of this name. Without the flag
+    /// they are on one, and use its loopback interface.
+    #[arg(long, value_name = "NAME", value_parser = crate::collectives::interface)]
+    pub(crate) collective_interface: Option<String>,
+    /// Have a cluster run the machines' workers: `ray` asks the Ray cluster that this machine is a
+    /// node of (RAY_ADDRESS names another) for a GPU a hand, or a processor a hand where --device
+    /// is `cpu`. Workers join at this machine's address in the cluster, or at --listen-hands.
+    #[arg(long, value_enum, value_name = "WHO")]
+    pub(crate) placement: Option<Placement>,
     /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as
     /// `brain=0-1|2-15|16-31`. There is one list a replica or one for all, with `;` between those
     /// of its ranks. `auto` divides the cores among the hands [default: any].
@@ -104,7 +113,7 @@ pub(crate) struct ElsewhereFlags {
 impl ElsewhereFlags {
     /// The first that asks for more than one machine, or for what is not there.
     fn given(&self) -> Option<(&'static str, &'static str)> {
-        const MACHINES: &str = "a replica's ranks are on one machine; --listen-hands runs replicas on others, and `forebay route` spreads requests over several servers";
+        const MACHINES: &str = "other machines run `forebay worker --join HOST:7711 --token-file FILE`, and this one --listen-hands 0.0.0.0:7711 --join-token-file FILE; with --collective-interface ranks of one replica may be on several";
         let several = |number: Option<u32>| number.is_some_and(|number| number > 1);
         [
             ("--nnodes", several(self.nnodes), MACHINES),
@@ -127,14 +136,26 @@ impl ElsewhereFlags {
     }
 }
 
+/// The cluster that runs outposts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Placement {
+    Ray,
+}
+
 impl ReplicaFlags {
+    /// The given flag by which hands run on other machines.
+    pub(crate) fn elsewhere(&self) -> Option<&'static str> {
+        let placed = self.placement.map(|_| "--placement");
+        self.listen_hands.map(|_| "--listen-hands").or(placed)
+    }
+
     /// True if each rank has whole experts.
     ///
     /// # Errors
     /// The numbers of ranks contradict each other, or a flag asks for a feature that does not
     /// exist.
     pub(crate) fn expert_parallel(&self) -> Result<bool> {
-        if let Some((flag, reason)) = self.elsewhere.given() {
+        if let Some((flag, reason)) = self.unknown.given() {
             bail!("{flag}: {reason}");
         }
         let ranks = self.tp_size;
@@ -193,8 +214,14 @@ mod tests {
     #[test]
     fn what_is_not_there_is_said() {
         for (line, word) in [
-            ("--nnodes 2 --node-rank 1", "--nnodes: a replica's ranks are on one machine"),
-            ("--dist-init-addr a:1", "--dist-init-addr"),
+            (
+                "--nnodes 2 --node-rank 1",
+                "--nnodes: other machines run `forebay worker --join HOST:7711 --token-file FILE`",
+            ),
+            ("--node-rank 1", "--node-rank: other machines run `forebay worker --join"),
+            ("--master-addr a", "--master-addr: other machines run `forebay worker --join"),
+            ("--dist-init-addr a:1", "--dist-init-addr: other machines run `forebay worker --join"),
+            ("--nccl-init-addr a:1", "--dist-init-addr: other machines run `forebay worker --join"),
             ("--pp-size 2", "--pipeline-parallel-size"),
             ("--enable-dp-attention", "--enable-dp-attention"),
         ] {

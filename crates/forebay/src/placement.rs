@@ -1,0 +1,285 @@
+//! `--placement ray`: Ray runs the outposts. A process in Python asks it to, for as long as this
+//! one lives: the end of its stdin is all that it has to notice.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::IpAddr;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use forebay_hand::without_keys;
+use forebay_server::Guard;
+use parking_lot::{Condvar, Mutex};
+use serde::{Deserialize, Serialize};
+use tracing::warn;
+
+/// From the end of the process to its next start.
+const PAUSE: Duration = Duration::from_secs(5);
+/// How long Ray may take to let go of everything. The process gives up before.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// The hands that are wanted of Ray. `forebay.place.ray` reads it.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Asked {
+    pub(crate) replicas: u32,
+    pub(crate) ranks: u32,
+    pub(crate) cuda: bool,
+    /// Ranks of a replica may be on several nodes.
+    pub(crate) apart: bool,
+    /// This program, which nodes may have in the same place.
+    pub(crate) program: PathBuf,
+}
+
+/// The way in for outposts.
+#[derive(Clone, Serialize)]
+pub(crate) struct Door {
+    /// `HOST:PORT`.
+    pub(crate) join: String,
+    pub(crate) token: String,
+}
+
+/// The first line of the process.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Answer {
+    /// Ray's nodes reach this machine here.
+    Address(IpAddr),
+    Error(String),
+}
+
+/// A process that has joined the cluster and waits for the door.
+struct Joined {
+    child: Child,
+    orders: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+/// A cluster that was asked, and does nothing yet.
+pub(crate) struct Placer {
+    python: PathBuf,
+    asked: Asked,
+    joined: Joined,
+    /// Ray's nodes reach this machine here.
+    pub(crate) address: IpAddr,
+}
+
+/// Outposts that Ray runs, until this is dropped.
+pub(crate) struct Placed {
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Nothing is to be started any more.
+    over: bool,
+    /// The thread has ended.
+    ended: bool,
+    /// The process, and what keeps it alive.
+    running: Option<(Child, ChildStdin)>,
+}
+
+impl Placer {
+    /// Joins the cluster.
+    ///
+    /// # Errors
+    /// There is none, or the interpreter has no Ray.
+    pub(crate) fn new(python: &Path, asked: Asked) -> Result<Self> {
+        let (joined, address) = join(python, &asked).context("--placement ray")?;
+        Ok(Self { python: python.to_owned(), asked, joined, address })
+    }
+
+    /// Has outposts run that come to the door, now and whenever the process has to be started
+    /// again.
+    ///
+    /// # Errors
+    /// The system refuses a thread.
+    pub(crate) fn open(self, door: Door, guard: &Guard) -> Result<Placed> {
+        let shared = Arc::new(Shared::default());
+        let placed = Placed { shared: Arc::clone(&shared) };
+        let Self { python, asked, joined, .. } = self;
+        let mut next = Some(joined);
+        guard.spawn("placement", move || {
+            let ended = Ended(Arc::clone(&shared));
+            loop {
+                let lost = match next.take().map_or_else(|| Ok(join(&python, &asked)?.0), Ok) {
+                    Ok(joined) => watch(joined, &door, &shared),
+                    Err(error) => error,
+                };
+                let mut state = shared.state.lock();
+                if state.over {
+                    break;
+                }
+                warn!("Ray runs no outposts any more: {lost:#}; trying again in {PAUSE:?}");
+                shared.changed.wait_while_for(&mut state, |state| !state.over, PAUSE);
+                if state.over {
+                    break;
+                }
+            }
+            drop(ended);
+        })?;
+        Ok(placed)
+    }
+}
+
+/// Notes the end of the thread, however it comes.
+struct Ended(Arc<Shared>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.state.lock().ended = true;
+        self.0.changed.notify_all();
+    }
+}
+
+/// Starts the process and waits until it has joined the cluster.
+fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
+    let mut command = Command::new(python);
+    command.args(crate::python::arguments("forebay.place.ray"));
+    without_keys(&mut command);
+    // A signal of the terminal is for this process, which ends outposts once requests have drained.
+    command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let shown = python.display();
+    let mut child = command.spawn().with_context(|| format!("cannot run {shown}"))?;
+    let (Some(mut orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+        bail!("{shown} has no pipes");
+    };
+    let mut answers = BufReader::new(answers);
+    // One that has ended says nothing, which is noticed next.
+    let _ = send(&mut orders, asked);
+    let mut line = String::new();
+    answers.read_line(&mut line)?;
+    match serde_json::from_str(&line) {
+        Ok(Answer::Address(address)) => Ok((Joined { child, orders, answers }, address)),
+        Ok(Answer::Error(error)) => {
+            child.wait()?;
+            bail!("{error}")
+        }
+        Err(_) => {
+            let _ = child.kill();
+            let status = child.wait()?;
+            bail!(
+                "{shown} said nothing of a cluster ({status}): Ray comes with `pip install \
+                 'forebay[ray]'`"
+            )
+        }
+    }
+}
+
+/// A process from here to its end, whose reason is the answer.
+fn watch(joined: Joined, door: &Door, shared: &Shared) -> anyhow::Error {
+    let Joined { child, mut orders, mut answers } = joined;
+    if let Err(error) = send(&mut orders, door) {
+        warn!("the process that asks Ray takes no orders: {error}");
+    }
+    let mut state = shared.state.lock();
+    // Without orders it ends at once.
+    state.running = Some((child, orders)).filter(|_| !state.over);
+    drop(state);
+    // Its end is that of its stdout.
+    let read = io::copy(&mut answers, &mut io::sink());
+    let running = shared.state.lock().running.take();
+    let status = running.map(|(mut child, _)| child.wait()).transpose();
+    match (read, status) {
+        (Ok(_), Ok(Some(status))) => anyhow::anyhow!("its process ended ({status})"),
+        (Err(error), _) | (_, Err(error)) => error.into(),
+        (_, Ok(None)) => anyhow::anyhow!("its process was ended"),
+    }
+}
+
+fn send(orders: &mut ChildStdin, message: &impl Serialize) -> io::Result<()> {
+    let line = serde_json::to_string(message)?;
+    orders.write_all(format!("{line}\n").as_bytes())?;
+    orders.flush()
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        let Shared { state, changed } = &*self.shared;
+        let mut state = state.lock();
+        state.over = true;
+        changed.notify_all();
+        let Some((child, orders)) = state.running.take() else { return };
+        drop(orders);
+        state.running = None;
+        let mut child = child;
+        changed.wait_while_for(&mut state, |state| !state.ended, PATIENCE);
+        if !state.ended {
+            let _ = child.kill();
+        }
+        let _ = child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::Instant;
+
+    use super::*;
+
+    fn asked() -> Asked {
+        Asked { replicas: 2, ranks: 1, cuda: false, apart: false, program: "/bin/forebay".into() }
+    }
+
+    /// An interpreter that is a shell script.
+    fn interpreter(folder: &Path, script: &str) -> PathBuf {
+        let file = folder.join("python");
+        fs::write(&file, format!("#!/bin/sh\n{script}\n")).expect("a file");
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).expect("a program");
+        file
+    }
+
+    fn eventually(mut is_so: impl FnMut() -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !is_so() {
+            assert!(Instant::now() < deadline, "never");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn the_process_is_told_what_is_wanted_and_lives_as_long_as_this() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let shown = folder.path().display().to_string();
+        let script = format!(
+            "read asked; echo '{{\"address\": \"10.1.2.3\"}}'; read door; echo \"$asked $door $*\" > \
+             {shown}/told.new; mv {shown}/told.new {shown}/told; cat; touch {shown}/ended"
+        );
+        let python = interpreter(folder.path(), &script);
+        let placer = Placer::new(&python, asked()).expect("it has joined");
+        assert_eq!(placer.address.to_string(), "10.1.2.3");
+        let door = Door { join: "10.1.2.3:7".into(), token: "secret".into() };
+        let placed = placer.open(door, &Guard::default()).expect("a thread");
+        eventually(|| folder.path().join("told").exists());
+        let told = fs::read_to_string(folder.path().join("told")).expect("a file");
+        assert!(told.contains("\"replicas\":2") && told.contains("\"token\":\"secret\""), "{told}");
+        let (_, arguments) = told.rsplit_once('}').expect("JSON");
+        assert!(arguments.contains("forebay.place.ray") && !arguments.contains("secret"), "{told}");
+        drop(placed);
+        assert!(folder.path().join("ended").exists(), "it ends by itself, and is waited for");
+    }
+
+    #[test]
+    fn a_process_that_cannot_join_says_why() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let of = |script: &str| {
+            let python = interpreter(folder.path(), script);
+            let error = Placer::new(&python, asked()).err().expect("there is no cluster");
+            format!("{error:#}")
+        };
+        let told = of("read asked; echo '{\"error\": \"no cluster\"}'; exit 1");
+        assert_eq!(told, "--placement ray: no cluster");
+        let told = of("exit 3");
+        assert!(told.contains("(exit status: 3)") && told.contains("forebay[ray]"), "{told}");
+    }
+}

@@ -1,0 +1,125 @@
+//! Hands that a group gets: of one outpost where one suffices, of as few as possible elsewhere.
+
+use std::sync::Arc;
+
+use crate::brain::{Member, Shared};
+
+/// Hands of outposts that a group has. Dropping it gives all of them back together, so that the
+/// group's next start finds them side by side.
+pub(crate) struct Claim {
+    /// In the order of ranks; those of an outpost stand together.
+    pub(crate) hands: Vec<(Arc<Member>, u32)>,
+    shared: Arc<Shared>,
+}
+
+impl Claim {
+    /// Takes so many hands of these outposts, of several only if `apart`. Nobody else may take
+    /// hands of them meanwhile.
+    pub(crate) fn take(
+        members: &[Arc<Member>],
+        count: usize,
+        apart: bool,
+        shared: &Arc<Shared>,
+    ) -> Option<Self> {
+        let free: Vec<usize> = members.iter().map(|member| member.free()).collect();
+        let mut hands = Vec::with_capacity(count);
+        for (at, share) in shares(&free, count, apart)? {
+            let member = &members[at];
+            let mut taken = member.taken.lock();
+            let places = (0_u32..).zip(taken.iter_mut()).filter(|(_, taken)| !**taken).take(share);
+            hands.extend(
+                places
+                    .map(|(place, taken)| (*taken = true, place).1)
+                    .map(|place| (Arc::clone(member), place)),
+            );
+        }
+        Some(Self { hands, shared: Arc::clone(shared) })
+    }
+
+    /// Whether ranks are on several outposts.
+    pub(crate) fn is_apart(&self) -> bool {
+        let mut pairs = self.hands.iter().zip(self.hands.iter().skip(1));
+        pairs.any(|((one, _), (other, _))| !Arc::ptr_eq(one, other))
+    }
+
+    /// The names of its outposts, for people.
+    pub(crate) fn names(&self) -> String {
+        let mut names: Vec<&str> = self.hands.iter().map(|(member, _)| &*member.name).collect();
+        names.dedup();
+        names.join(", ")
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        for (member, place) in &self.hands {
+            member.taken.lock()[*place as usize] = false;
+        }
+        self.shared.changed.notify_waiters();
+    }
+}
+
+/// How many hands to take of which outposts, by how many each has free: all of the one with the
+/// fewest that suffice. If there is none and the group may be `apart`, most come from the largest,
+/// and the rest again from the smallest that suffices.
+fn shares(free: &[usize], count: usize, apart: bool) -> Option<Vec<(usize, usize)>> {
+    let mut shares = Vec::new();
+    let mut left: Vec<(usize, usize)> = free.iter().copied().enumerate().collect();
+    let mut missing = count;
+    loop {
+        let enough = left.iter().filter(|(_, free)| *free >= missing);
+        if let Some(&(at, _)) = enough.min_by_key(|(_, free)| *free) {
+            shares.push((at, missing));
+            return Some(shares);
+        }
+        let largest = left.iter().enumerate().max_by_key(|(_, (_, free))| *free);
+        let (which, &(at, most)) = largest.filter(|(_, (_, free))| apart && *free > 0)?;
+        shares.push((at, most));
+        missing -= most;
+        left.swap_remove(which);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn one_outpost_is_preferred_and_the_smallest_that_suffices() {
+        assert_eq!(shares(&[8, 2, 4], 3, true), Some(vec![(2, 3)]));
+        assert_eq!(shares(&[8, 2, 4], 2, false), Some(vec![(1, 2)]));
+        assert_eq!(shares(&[1, 1], 2, false), None);
+        assert_eq!(shares(&[], 1, true), None);
+    }
+
+    #[test]
+    fn few_outposts_share_what_none_has() {
+        assert_eq!(shares(&[1, 1], 2, true).map(|shares| shares.len()), Some(2));
+        assert_eq!(shares(&[2, 4, 3, 1], 6, true), Some(vec![(1, 4), (0, 2)]));
+        assert_eq!(shares(&[2, 0, 1], 4, true), None);
+    }
+
+    proptest! {
+        #[test]
+        fn shares_are_there_and_add_up(
+            free in prop::collection::vec(0_usize..9, 0..6), count in 1_usize..20, apart: bool,
+        ) {
+            let possible = if apart { free.iter().sum() } else { free.iter().copied().max().unwrap_or(0) };
+            match shares(&free, count, apart) {
+                None => prop_assert!(possible < count),
+                Some(shares) => {
+                    prop_assert_eq!(shares.iter().map(|(_, share)| share).sum::<usize>(), count);
+                    prop_assert!(shares.iter().all(|&(at, share)| share > 0 && share <= free[at]));
+                    let mut of: Vec<usize> = shares.iter().map(|&(at, _)| at).collect();
+                    of.sort_unstable();
+                    of.dedup();
+                    prop_assert_eq!(of.len(), shares.len(), "each outpost once");
+                    let fewest = free.iter().any(|&free| free >= count);
+                    prop_assert_eq!(fewest, shares.len() == 1);
+                }
+            }
+        }
+    }
+}

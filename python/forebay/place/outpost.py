@@ -1,0 +1,73 @@
+"""An outpost as the child of a cluster's process. It needs no cluster to be tested, and imports none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run. It travels to the node, and holds the token."""
+
+    program: str
+    """The `forebay` of the brain. A node that lacks this file looks for one on its `PATH`."""
+    join: str
+    """`HOST:PORT` of the brain."""
+    token: str
+    name: str
+    hands: int
+
+
+def command(order: Order) -> list[str]:
+    """The command line, without the token: that comes through a pipe, so that no list of processes shows it.
+
+    Raises:
+        FileNotFoundError: The node has no `forebay`.
+    """
+    own = os.path.isfile(order.program) and os.access(order.program, os.X_OK)
+    program = order.program if own else shutil.which("forebay")
+    if program is None:
+        raise FileNotFoundError(f"neither {order.program} nor a `forebay` on PATH: the wheel of Forebay brings one")
+    line = [program, "worker", "--join", order.join, "--token-file", "/dev/stdin"]
+    line += ["--hands", str(order.hands), "--name", order.name, "--parent", str(os.getpid())]
+    # The packages are where this code was found.
+    return line if "FOREBAY_PYTHON" in os.environ else [*line, "--python", sys.executable]
+
+
+def environment(given: Mapping[str, str], gpus: Sequence[object]) -> dict[str, str]:
+    """Variables of the outpost, which sees these GPUs and no others; none are given where hands need none."""
+    return {**given, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else dict(given)
+
+
+def run(order: Order, gpus: Sequence[object]) -> int:
+    """Runs an outpost to its end, which comes with this process at the latest; gives its exit status.
+
+    The kernel ends the outpost with the thread that calls this: it has to be one that lasts.
+    """
+    child = subprocess.Popen(command(order), stdin=subprocess.PIPE, env=environment(os.environ, gpus))
+    try:
+        # One that has ended already says why in its log.
+        child.communicate(order.token.encode())
+        return child.returncode
+    finally:
+        child.kill()
+        child.wait()
+
+
+class Outpost:
+    """The actor. A cluster makes it on a node."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    def run(self) -> int:
+        """Runs the outpost with the devices that the cluster gave this process; gives its exit status."""
+        import ray
+
+        # The node's own numbers, whether or not Ray has also set the variable of this process.
+        return run(self._order, sorted(ray.get_gpu_ids(), key=str))

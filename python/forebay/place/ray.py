@@ -1,0 +1,179 @@
+"""`python -m forebay.place.ray`: has Ray run a brain's outposts, for as long as the brain lives.
+
+The brain starts it and talks to it in lines of JSON. On stdin comes `Asked`; on stdout goes the address at which Ray's
+nodes reach this machine, or an error; on stdin comes `Door`. The end of stdin is the brain's end. Ray places outposts
+and says when one is lost: no plan and no tensor goes through it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import IO, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from forebay.place.outpost import Order, Outpost
+from forebay.place.shares import bundle, shares
+
+LOOK_SECONDS = 0.5
+"""Between two looks at what became of outposts, and of the brain."""
+PAUSE_SECONDS = 2.0
+"""From the end of an outpost to the start of its successor."""
+LAST_SECONDS = 10.0
+"""How long Ray may take to let go once the brain has ended."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the brain wants."""
+
+    replicas: int
+    ranks: int
+    cuda: bool
+    apart: bool
+    program: str
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where outposts join, and what opens the door."""
+
+    join: str
+    token: str
+
+
+def say(line: str) -> None:
+    """Writes a line to the brain's log."""
+    print(f"ray: {line}", file=sys.stderr, flush=True)
+
+
+class Seat:
+    """One bundle of the placement group, and the outpost there."""
+
+    def __init__(self, group: PlacementGroup, index: int, hands: int, asked: Asked, door: Door) -> None:
+        name = f"ray-{index}"
+        self._order = Order(program=asked.program, join=door.join, token=door.token, name=name, hands=hands)
+        wants = bundle(hands, asked.cuda)
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        self._options = {
+            "num_cpus": wants["CPU"],
+            "num_gpus": wants.get("GPU", 0.0),
+            "scheduling_strategy": place,
+            "max_restarts": 0,
+        }
+        self._actor: Any = None
+        self._running: Any = None
+        self._again = 0.0
+
+    def look(self) -> None:
+        """Starts the outpost if there is none, and says so if it has ended."""
+        if self._running is None:
+            if time.monotonic() >= self._again:
+                self._actor = ray.remote(Outpost).options(**self._options).remote(self._order)
+                self._running = self._actor.run.remote()
+            return
+        done, _ = ray.wait([self._running], timeout=0)
+        if not done:
+            return
+        try:
+            how = f"exit status {ray.get(self._running)}"
+        except RayError as error:
+            how = str(error).strip().splitlines()[0]
+        say(f"outpost {self._order.name} has ended: {how}; Ray places another")
+        self.end()
+        self._again = time.monotonic() + PAUSE_SECONDS
+
+    def end(self) -> None:
+        """Has Ray end the outpost."""
+        if self._actor is not None:
+            ray.kill(self._actor)
+        self._actor = self._running = None
+
+
+def connect() -> str:
+    """Joins the cluster; gives the address at which its nodes reach this machine."""
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ConnectionError("RAY_ADDRESS is of Ray's client: the server has to be on a node of the cluster")
+    try:
+        ray.init(address="auto", namespace="forebay", log_to_driver=False, logging_level="error")
+    except ConnectionError as error:
+        how = "`ray start --head` begins one, and RAY_ADDRESS names one"
+        raise ConnectionError(f"no Ray cluster was found: {how} ({error})") from error
+    return str(ray.util.get_node_ip_address())
+
+
+def divided(asked: Asked) -> list[int]:
+    """The hands of each bundle."""
+    unit = "GPU" if asked.cuda else "CPU"
+    largest = int(max((node["Resources"].get(unit, 0) for node in ray.nodes() if node["Alive"]), default=0))
+    if asked.ranks > largest and not asked.apart:
+        more = "with --collective-interface the ranks of a replica may be on several"
+        say(f"no node has {asked.ranks} {unit}s (the largest has {largest}), so this waits for one: {more}")
+    return shares(asked.replicas, asked.ranks, largest, asked.apart)
+
+
+def serve(asked: Asked, door: Door, over: threading.Event) -> None:
+    """Keeps outposts running until the brain has ended."""
+    hands = divided(asked)
+    group = placement_group([bundle(count, asked.cuda) for count in hands], strategy="PACK")
+    seats = [Seat(group, index, count, asked, door) for index, count in enumerate(hands)]
+    say(f"{sum(hands)} hands in {len(hands)} bundles")
+    try:
+        while not over.wait(LOOK_SECONDS):
+            for seat in seats:
+                seat.look()
+    finally:
+        for seat in seats:
+            seat.end()
+        remove_placement_group(group)
+
+
+def told(stream: IO[str]) -> dict[str, Any]:
+    """A line of the brain; the brain's end is this process's."""
+    line = stream.readline()
+    if not line:
+        raise SystemExit(0)
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def watch(stream: IO[str], over: threading.Event) -> None:
+    """Notes the end of the brain, and ends a process that Ray holds up. Ray notices that it has gone."""
+    stream.read()
+    over.set()
+    time.sleep(LAST_SECONDS)
+    os._exit(1)
+
+
+def main() -> None:
+    """The command."""
+    # Ray and its workers may print: stdout is for the brain alone.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**fields: str) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
+
+    asked = Asked(**told(sys.stdin))
+    try:
+        answer(address=connect())
+    except Exception as error:
+        answer(error=str(error).strip())
+        raise SystemExit(1) from error
+    door = Door(**told(sys.stdin))
+    over = threading.Event()
+    threading.Thread(target=watch, args=(sys.stdin, over), daemon=True).start()
+    serve(asked, door, over)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

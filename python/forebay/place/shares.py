@@ -1,0 +1,25 @@
+"""How the hands of a server are divided into bundles, each of which a cluster places on one node."""
+
+from __future__ import annotations
+
+
+def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
+    """How many hands each bundle has: the ranks of a replica together, where a node can have them.
+
+    Where none can, and ranks may be `apart`, each replica is spread over as few nodes as possible.
+
+    Args:
+        replicas: How many replicas there are.
+        ranks: How many hands each replica has.
+        largest: The most hands that a node of the cluster has devices for; 0 if that is not known.
+        apart: Whether the ranks of a replica may be on several nodes.
+    """
+    if not apart or largest <= 0 or ranks <= largest:
+        return [ranks] * replicas
+    whole, rest = divmod(ranks, largest)
+    return ([largest] * whole + [rest] * (rest > 0)) * replicas
+
+
+def bundle(hands: int, cuda: bool) -> dict[str, float]:
+    """What so many hands need of a node: a GPU each and a processor for all, or a processor each."""
+    return {"GPU": float(hands), "CPU": 1.0} if cuda else {"CPU": float(hands)}
