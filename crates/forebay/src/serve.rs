@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::net::TcpListener;
-use std::num::{NonZeroI32, NonZeroUsize};
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
