@@ -24,6 +24,7 @@ mod decoder;
 mod dots;
 mod element;
 mod encoder;
+mod experts;
 mod level;
 mod math;
 mod matmul;
@@ -55,20 +56,21 @@ use crate::team::{Kind, Member, Team};
 use crate::tile::{Kernel, Plain};
 
 pub use crate::decoder::{
-    Bytes, Decoder, Dtype, Given, Layer, Matrix, Packing, Rows, Sizes, Storage, Unfit, Wanted,
-    Weights, build, level, limit,
+    Bytes, Decoder, Dtype, ExpertMatrices, ExpertSizes, FeedForward, Gated, Given, Layer, Matrix,
+    Packing, Rows, Sizes, Storage, Unfit, Wanted, Weights, build, level, limit,
 };
 pub use crate::encoder::{
     AnyEncoder, BatchSpec, EncoderLayerSpec, EncoderSpec, fb_encode, fb_encoder_free,
     fb_encoder_new,
 };
+pub use crate::experts::{ExpertsSpec, RoutingSpec};
 pub use crate::memory::{Room, Shared};
 pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
 pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 8;
+const VERSION: u32 = 9;
 
 /// A decoder of either type.
 pub struct AnyModel(Typed);

@@ -16,7 +16,7 @@ use crate::vector::Vector;
 
 /// Rows that one piece of work computes with a panel of codes: they stay in the second cache from
 /// panel to panel.
-const BLOCK_ROWS: usize = 96;
+pub(crate) const BLOCK_ROWS: usize = 96;
 
 /// Bytes between what a tile computes with and what it begins to load: more than memory sends in
 /// the time that it takes to answer.
@@ -70,6 +70,30 @@ pub(crate) struct Arranged<N> {
     numbers: *const N,
     count: usize,
     height: usize,
+}
+
+impl<N: Copy> Arranged<N> {
+    /// Some rows of one product, arranged from `numbers` on in tiles of the height that
+    /// [`tile_height`] gives.
+    #[inline(always)]
+    pub(crate) fn of<E: Element, K: Kernel<E, Number = N>>(
+        numbers: *const N,
+        count: usize,
+    ) -> Self {
+        Self { numbers, count, height: tile_height(count, K::ROWS) }
+    }
+
+    /// Rows of a block but the last.
+    #[inline(always)]
+    fn block<E: Element, K: Kernel<E, Number = N>>(&self) -> usize {
+        block_of::<E, K>(self.height)
+    }
+}
+
+/// Rows of a block of whole tiles of a height.
+#[inline(always)]
+pub(crate) fn block_of<E: Element, K: Kernel<E>>(height: usize) -> usize {
+    (K::BLOCK_ROWS / height.max(1) * height).max(1)
 }
 
 /// Arranges the rows of some tiles, each with `inputs` elements; what comes of it, once all tiles
@@ -157,11 +181,8 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     matrix: &Matrix<'_, E>,
     out: Out<E>,
 ) {
-    let Arranged { numbers, count, height } = rows;
-    let (inputs, length) = (matrix.inputs, panel_len(matrix.inputs));
     let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
-    let block_rows = K::BLOCK_ROWS / height.max(1) * height;
-    let pieces = panels * count.div_ceil(block_rows.max(1));
+    let pieces = panels * rows.count.div_ceil(rows.block::<E, K>());
     let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; MAX_BLOCK_ROWS];
     loop {
         let mine = queue.take(pieces, members);
@@ -169,41 +190,65 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
             break;
         }
         for piece in mine {
-            let (block, panel) = (piece / panels, piece % panels);
-            let start = block * block_rows;
-            let end = (start + block_rows).min(count);
-            let tiles = (end - start).div_ceil(height);
-            // A single tile reads the panel once, however long it is.
-            let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, K::CHUNK, K::INNER) };
-            for first in (0..inputs).step_by(chunk) {
-                let positions = chunk.min(inputs - first);
-                for tile in 0..tiles {
-                    let row = start + tile * height;
-                    let rows = height.min(end - row);
-                    // SAFETY: inside the rows, the panels and the block's sums, which are complete
-                    // after the last chunk.
-                    unsafe {
-                        let weights = matrix.panels.add(panel * length + first * NR);
-                        // Weights come from memory. A single tile begins to load what it will soon
-                        // need; of several, the last two do for the next chunk, and the others find
-                        // theirs in the cache.
-                        let next = weights.wrapping_add(positions * NR);
-                        let ahead = match tiles - tile {
-                            1 if tiles == 1 => {
-                                Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>()))
-                            }
-                            1 => Ahead::Half(next.wrapping_add(positions * NR / 2)),
-                            2 => Ahead::Half(next),
-                            _ => Ahead::Nothing,
-                        };
-                        let numbers = numbers.add(row * inputs + first * rows);
-                        let sums = sums.as_mut_ptr().cast::<Outputs>().add(row - start);
-                        K::tile(numbers, rows, weights, positions, ahead, first > 0, sums);
-                        if first + positions == inputs {
-                            let sums = std::slice::from_raw_parts(sums, rows);
-                            finish::<E, K>(sums, row, panel, matrix, out);
-                        }
-                    }
+            // SAFETY: the contract.
+            unsafe {
+                multiply_piece::<E, K>(
+                    rows,
+                    (piece / panels, piece % panels),
+                    matrix,
+                    out,
+                    &mut sums,
+                );
+            }
+        }
+    }
+}
+
+/// One piece of [`multiply`]: a block of the rows times a panel.
+///
+/// # Safety
+/// As of [`multiply`], of what this piece reads and writes.
+#[inline(always)]
+pub(crate) unsafe fn multiply_piece<E: Element, K: Kernel<E>>(
+    rows: Arranged<K::Number>,
+    (block, panel): (usize, usize),
+    matrix: &Matrix<'_, E>,
+    out: Out<E>,
+    sums: &mut [MaybeUninit<Outputs>; MAX_BLOCK_ROWS],
+) {
+    let block_rows = rows.block::<E, K>();
+    let Arranged { numbers, count, height } = rows;
+    let (inputs, length) = (matrix.inputs, panel_len(matrix.inputs));
+    let start = block * block_rows;
+    let end = (start + block_rows).min(count);
+    let tiles = (end - start).div_ceil(height);
+    // A single tile reads the panel once, however long it is.
+    let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, K::CHUNK, K::INNER) };
+    for first in (0..inputs).step_by(chunk) {
+        let positions = chunk.min(inputs - first);
+        for tile in 0..tiles {
+            let row = start + tile * height;
+            let rows = height.min(end - row);
+            // SAFETY: inside the rows, the panels and the block's sums, which are complete after
+            // the last chunk.
+            unsafe {
+                let weights = matrix.panels.add(panel * length + first * NR);
+                // Weights come from memory. A single tile begins to load what it will soon need; of
+                // several, the last two do for the next chunk, and the others find theirs in the
+                // cache.
+                let next = weights.wrapping_add(positions * NR);
+                let ahead = match tiles - tile {
+                    1 if tiles == 1 => Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>())),
+                    1 => Ahead::Half(next.wrapping_add(positions * NR / 2)),
+                    2 => Ahead::Half(next),
+                    _ => Ahead::Nothing,
+                };
+                let numbers = numbers.add(row * inputs + first * rows);
+                let sums = sums.as_mut_ptr().cast::<Outputs>().add(row - start);
+                K::tile(numbers, rows, weights, positions, ahead, first > 0, sums);
+                if first + positions == inputs {
+                    let sums = std::slice::from_raw_parts(sums, rows);
+                    finish::<E, K>(sums, row, panel, matrix, out);
                 }
             }
         }
@@ -228,7 +273,6 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
     (matrix, format): (&Matrix<'_, E>, Format),
     out: Out<E>,
 ) {
-    let length = panel_bytes(format, matrix.inputs);
     let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
     let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
     let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
@@ -239,28 +283,51 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
         }
         for piece in mine {
             let (block, panel) = (piece / panels, piece % panels);
-            let mut row = block * BLOCK_ROWS;
-            let end = (row + BLOCK_ROWS).min(rows.count);
-            let tiles = (end - row).div_ceil(D::rows(format));
-            for left in (1..=tiles).rev() {
-                let count = (end - row).div_ceil(left);
-                // A single tile waits for memory all the time; the last of several loads the next
-                // panel.
-                let ahead = match left {
-                    1 if tiles == 1 => AHEAD,
-                    1 => length,
-                    _ => 0,
-                };
-                // SAFETY: inside the rows and the panels.
-                unsafe {
-                    let weights = matrix.panels.cast::<u8>().add(panel * length);
-                    let k = matrix.inputs;
-                    D::tile(format, &rows, (row, count), weights, k, ahead, &mut tile);
-                    finish::<E, K>(&tile[..count], row, panel, matrix, out);
-                }
-                row += count;
+            // SAFETY: the contract.
+            unsafe {
+                multiply_codes_piece::<E, K, D>(
+                    rows,
+                    (block, panel),
+                    (matrix, format),
+                    out,
+                    &mut tile,
+                );
             }
         }
+    }
+}
+
+/// One piece of [`multiply_codes`]: a block of [`BLOCK_ROWS`] times a panel.
+///
+/// # Safety
+/// As of [`multiply_codes`], of what this piece reads and writes.
+#[inline(always)]
+pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
+    rows: Codes,
+    (block, panel): (usize, usize),
+    (matrix, format): (&Matrix<'_, E>, Format),
+    out: Out<E>,
+    tile: &mut Tile,
+) {
+    let length = panel_bytes(format, matrix.inputs);
+    let mut row = block * BLOCK_ROWS;
+    let end = (row + BLOCK_ROWS).min(rows.count);
+    let tiles = (end - row).div_ceil(D::rows(format));
+    for left in (1..=tiles).rev() {
+        let count = (end - row).div_ceil(left);
+        // A single tile waits for memory all the time; the last of several loads the next panel.
+        let ahead = match left {
+            1 if tiles == 1 => AHEAD,
+            1 => length,
+            _ => 0,
+        };
+        // SAFETY: inside the rows and the panels.
+        unsafe {
+            let weights = matrix.panels.cast::<u8>().add(panel * length);
+            D::tile(format, &rows, (row, count), weights, matrix.inputs, ahead, tile);
+            finish::<E, K>(&tile[..count], row, panel, matrix, out);
+        }
+        row += count;
     }
 }
 
