@@ -93,8 +93,11 @@ def test_logits_are_those_of_torch(family: str, dtype: str, page_size: int, inst
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_gets_the_same_bits_in_any_company(dtype: str, threads: int, page_size: int, instructions: str) -> None:
-    whole, pieces = (filled("llama", dtype, page_size, context_length=96) for _ in range(2))
+@pytest.mark.parametrize("family", ["llama", "glm4-moe"])
+def test_a_row_gets_the_same_bits_in_any_company(
+    family: str, dtype: str, threads: int, page_size: int, instructions: str
+) -> None:
+    whole, pieces = (filled(family, dtype, page_size, context_length=96) for _ in range(2))
     alone = native(whole, threads=1)
     wanted = [alone.logits(rows([(slot, 0, 80)]))[0] for slot in range(3)]
     mixed = native(pieces, threads)
@@ -197,4 +200,4 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 def test_the_kernels_compute_every_dense_family() -> None:
-    assert [family for family in FAMILIES if not family.startswith(("qwen3-moe", "glm", "deepseek"))] == COMPILED
+    assert [family for family in FAMILIES if not family.startswith(("glm-dsa", "deepseek"))] == COMPILED
