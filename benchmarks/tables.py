@@ -456,6 +456,21 @@ def quantised(found: Results) -> str:
     return markdown(head, sorted(rows, key=lambda row: order.index(row[0])))
 
 
+def experts(found: Results) -> str:
+    """A row for each workload: tokens a second of every server, and the first one by the others."""
+    servers = list(dict.fromkeys(run.server for run in found.runs))
+    first = servers[0]
+    head = ["workload", *(f"{server}, tokens/s" for server in servers)]
+    head += [f"{first} / {server}" for server in servers[1:]]
+    rows = []
+    for workload in found.workloads():
+        key = "input_throughput" if workload.startswith("prefill") else "output_throughput"
+        cells = [number(found.median(workload, server, key)) for server in servers]
+        ratios = [spread(found.ratio(workload, first, server, key)) for server in servers[1:]]
+        rows.append([workload, *cells, *ratios])
+    return markdown(head, rows)
+
+
 def first_minute(found: Results) -> str:
     """Megabytes and seconds from nothing; the ratios are of each server to the first."""
     head = ["server", "MB downloaded", "MB on disk", "installed s", "ready after s", "first token after s"]
@@ -508,6 +523,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "startup": startup,
     "first_minute": first_minute,
     "quantised": quantised,
+    "experts": experts,
     "tool_calls": tool_calls,
 }
 
