@@ -37,7 +37,7 @@ impl ExpertSizes {
     pub(crate) fn check(&self) -> Result<(), Unfit> {
         let numbers = [self.count, self.per_token, self.intermediate];
         let small = numbers.iter().all(|number| (1..=i32::MAX as usize).contains(number));
-        if !small || self.per_token > self.count || self.intermediate % 2 > 0 {
+        if !small || self.per_token > self.count || !self.intermediate.is_multiple_of(2) {
             return unfit(format!("no kernel computes experts of {self:?}"));
         }
         Ok(())

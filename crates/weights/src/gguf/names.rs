@@ -149,3 +149,31 @@ fn hf_name(name: &str) -> Option<String> {
     };
     Some(format!("model.layers.{layer}.{part}.{kind}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_experts_are_told_from_others() {
+        let fused: &[&str] = &["gate_proj", "up_proj"];
+        assert_eq!(of_experts("blk.12.ffn_gate_up_exps.weight"), Some((12, fused)));
+        assert_eq!(of_experts("blk.0.ffn_down_exps.weight"), Some((0, &["down_proj"][..])));
+        for name in [
+            "blk.0.ffn_down.weight",
+            "blk.0.ffn_down_exps.bias",
+            "blk.x.ffn_down_exps.weight",
+            "blk.12345678901.ffn_down_exps.weight",
+            "ffn_down_exps.weight",
+        ] {
+            assert_eq!(of_experts(name), None, "{name}");
+        }
+        assert_eq!(
+            hf_name("blk.3.ffn_gate_inp.weight").as_deref(),
+            Some("model.layers.3.mlp.gate.weight")
+        );
+        assert_eq!(layer_of("model.layers.7.mlp.gate.weight"), Some(7));
+        assert_eq!(layer_of("layers.7.mlp.gate.weight"), Some(7));
+        assert_eq!(layer_of("model.norm.weight"), None);
+    }
+}
