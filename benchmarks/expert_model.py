@@ -9,6 +9,7 @@ answers make no sense, and every expert is chosen about as often as any other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -111,7 +112,7 @@ def _write(target: Path) -> None:
     writer.close()
 
 
-def _add_tokenizer(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
+def _add_tokenizer(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
     writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
     writer.add_token_list(metadata["tokenizer.ggml.tokens"])
