@@ -5,8 +5,8 @@ Names of tensors and of metadata are those of the `gguf` package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Form:
 
     kind: gguf.GGMLQuantizationType = F32
     """Of the matrices whose rows its blocks divide."""
+    others: Mapping[str, gguf.GGMLQuantizationType] = field(default_factory=dict)
+    """Of those with another one, by the tensors' names."""
     split: bool = True
     """Keys and values of latent rows have a tensor each."""
     fused: bool = False
@@ -78,7 +80,7 @@ def write(path: Path, model: Any, form: Form = Form()) -> Path:
         tensors[found] = tensor
     form.change(tensors)
     for name, tensor in tensors.items():
-        _add(writer, name, tensor, form.kind)
+        _add(writer, name, tensor, form.others.get(name, form.kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

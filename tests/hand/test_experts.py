@@ -139,7 +139,7 @@ def mixture(routing: Routing, dtype: torch.dtype = torch.float32) -> MixtureOfEx
     params = Parameters(dtype, torch.device("cpu"))
     made = MixtureOfExperts(params, "mlp", 64, Experts(COUNT, PER_TOKEN, 24, 48, routing))
     params.randomise(3, lambda done, total: None)
-    made._router.weight.mul_(20)
+    made.router.weight.mul_(20)
     return made
 
 
@@ -151,11 +151,11 @@ OPS = pytest.mark.parametrize("ops", [HostOps(), TorchOps()], ids=["host", "besi
 def test_a_token_is_computed_as_if_it_were_alone(name: str, ops: TorchOps) -> None:
     made = mixture(ROUTINGS[name])
     x = torch.randn(70, 64, generator=torch.Generator().manual_seed(1))
-    ids, weights = made._router(x)
+    ids, weights = made.router(x)
     together = made(x, ops)
     for index in range(len(x)):
         alone = x[index : index + 1]
-        own_ids, own_weights = made._router(alone)
+        own_ids, own_weights = made.router(alone)
         assert torch.equal(own_ids[0], ids[index])
         torch.testing.assert_close(own_weights[0], weights[index], atol=1e-6, rtol=0)
         torch.testing.assert_close(made(alone, ops)[0], together[index], atol=1e-6, rtol=0)

@@ -131,6 +131,7 @@ def test_loading_experts_takes_their_weights_and_a_tenth(tmp_path: Path, kind: s
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     weights = found["weights"]
-    assert weights >= SIZE * MIB
+    # Experts of a file stay in its blocks, of 8 bits and a scale here, and not of 16.
+    assert weights >= SIZE * MIB * (1 if kind == "safetensors" else 17 / 32)
     assert found["peak"] - found["before"] <= 1.1 * weights + found["pages"]
     assert found["peak"] - found["before"] >= 0.9 * weights, "the peak is not that of this load"

@@ -264,8 +264,6 @@ def test_what_can_not_be_quantised(changes: dict[str, Any], message: str) -> Non
     ("family", "architecture", "message"),
     [
         ("deepseek-v3", "DeepseekV3ForCausalLM", "it has latent attention"),
-        ("glm4-moe", "Glm4MoeForCausalLM", "rotated in part"),
-        ("qwen3-moe", "Qwen3MoeForCausalLM", "it has a mixture of experts"),
     ],
 )
 def test_what_has_no_kernel_is_not_quantised(family: str, architecture: str, message: str) -> None:

@@ -28,8 +28,21 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
+from tests.hand.gguf_models import Form, write
 from tests.hand.process import spawn
-from tests.hand.support import HOST, MiniBrain, PlanBuilder, Request, Sampling, hf_config, reference_model, wire_config
+from tests.hand.support import (
+    HOST,
+    MiniBrain,
+    PlanBuilder,
+    Request,
+    Sampling,
+    hf_config,
+    hub_weights,
+    random_model,
+    reference_model,
+    wire_config,
+)
+from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_quantised import MIXED, WITHOUT_KERNELS, tiny
 
 VOCABULARY = 131
@@ -105,9 +118,10 @@ def torch_runner(values: dict[str, Any], arena: npt.NDArray[np.uint8] | None = N
 
 
 def in_safetensors(folder: Path, family: str) -> dict[str, Any]:
-    model = reference_model(family)
+    # Blocks of integers want longer rows than the other tests' experts have.
+    model = random_model(*MODELS[family]) if family in MODELS else reference_model(family)
     path = folder / "model.safetensors"
-    save_file({name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}, path)
+    save_file({name: tensor.contiguous().clone() for name, tensor in hub_weights(model).items()}, path)
     return {"format": "safetensors", "files": [str(path)], "config": hf_config(model.config, type(model).__name__)}
 
 
@@ -181,6 +195,9 @@ def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-
         "llama-yarn-mscale",
         "qwen2-tied",
         "qwen3-bias",
+        "qwen3-moe",
+        "qwen3-moe-plain",
+        "qwen3-moe-some-dense",
     ],
 )
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
@@ -188,6 +205,8 @@ def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str
     values = settings(in_safetensors(tmp_path, family), dtype=dtype, quantization=quantization)
     if quantization is not None and family == "llama-head-dim":
         values["model"] = in_safetensors(tmp_path, "llama-mha")
+    elif quantization is not None and family in ("qwen3-moe-plain", "qwen3-moe-some-dense"):
+        pytest.skip("experts of 24 elements")
     with rust(tmp_path, values) as runner:
         found = served(runner, 17)
     check(found, served(torch_runner(values), 17))
@@ -215,6 +234,25 @@ def test_files_of_gguf_are_the_same_to_both(
     with rust(tmp_path, values) as runner:
         found = served(runner, 23, vocabulary)
     check(found, served(torch_runner(values), 23, vocabulary))
+
+
+@pytest.mark.parametrize("quantization", [None, "gguf", "w8a8_int8"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+def test_files_of_gguf_with_experts_are_the_same_to_both(tmp_path: Path, kind: str, quantization: str | None) -> None:
+    if kind == "F16" and quantization == "gguf":
+        pytest.skip("no blocks")
+    form = Form(kind=getattr(Q, kind), fused=kind == "Q4_1")
+    path = write(tmp_path / "model.gguf", random_model(*MODELS["qwen3-moe"]), form)
+    model = {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
+    values = settings(model, dtype="bfloat16", quantization=quantization)
+    with rust(tmp_path, values) as runner:
+        found = served(runner, 23)
+        weight_bytes = runner.facts["weight_bytes"]
+    expected = torch_runner(values)
+    check(found, served(expected, 23))
+    assert weight_bytes == expected.facts()["weight_bytes"]
+    told = (tmp_path / "stderr").read_text()
+    assert ("computing with blocks of the file" in told) == (kind != "F16")
 
 
 def test_masks_and_embeddings_are_the_same_to_both(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from forebay.weights.describe import describe_path
 from forebay.weights.pretokenizers import PIPELINES
 from tests.binary import example
-from tests.hand.support import FAMILIES, hf_config, reference_model
+from tests.hand.gguf_models import Form, write
+from tests.hand.support import FAMILIES, hf_config, random_model, reference_model
+from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_quantised import tiny
 from tests.weights.support import tiny_gguf
 
@@ -38,10 +40,10 @@ def both(path: Path, caches: Path) -> list[dict[str, Any]]:
     return found
 
 
-DENSE = [name for name in FAMILIES if name.startswith(("llama", "qwen")) and "moe" not in name]
+READ = [name for name in FAMILIES if name.startswith(("llama", "qwen"))]
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", READ)
 def test_folders_of_safetensors(tmp_path: Path, family: str) -> None:
     model = reference_model(family)
     folder = tmp_path / "model"
@@ -74,6 +76,11 @@ def test_files_of_gguf(tmp_path: Path, architecture: str, tied: bool) -> None:
 @pytest.mark.parametrize("name", sorted(PIPELINES))
 def test_ways_to_cut_text(tmp_path: Path, name: str) -> None:
     check_gguf(tiny_gguf(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": name}), tmp_path)
+
+
+@pytest.mark.parametrize("form", [Form(), Form(fused=True, kind=Q.Q4_0)])
+def test_files_of_gguf_with_experts(tmp_path: Path, form: Form) -> None:
+    check_gguf(write(tmp_path / "model.gguf", random_model(*MODELS["qwen3-moe"]), form), tmp_path)
 
 
 def test_the_default_model(tmp_path: Path) -> None:

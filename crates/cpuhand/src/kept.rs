@@ -10,7 +10,7 @@ use forebay_weights::{Entry, PackedFile, content_key, python_json};
 use rustix::process::nice;
 use serde_json::{Map, Value, json};
 
-use crate::load::{Formats, Loaded, Plan, rooms, shared};
+use crate::load::{Loaded, Plan, rooms, shared};
 
 /// Below the model's cache folder.
 const FOLDER: &str = "packed";
@@ -89,10 +89,7 @@ impl Kept {
         }
         let entries: Vec<(String, Entry)> =
             plan.entries().into_iter().map(|(name, entry)| (name.to_owned(), entry)).collect();
-        let stored = match plan.formats() {
-            Formats::Stored(stored) => json!(stored),
-            Formats::Plain | Formats::Int8 => json!({}),
-        };
+        let stored = json!(plan.formats().stored);
         let mut notes = Map::new();
         notes.insert("stored".into(), python_json(&stored, false).into());
         let write = move || {

@@ -4,9 +4,12 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use forebay_kernels::{Bytes, Dtype, Layer, Matrix, Packing, Room, Storage, Threads, Weights};
+use forebay_kernels::{
+    Bytes, Dtype, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Packing, Room, Storage,
+    Threads, Weights,
+};
 use forebay_weights::{
-    Angles, BlockKind, Checkpoint, Entry, ModelError, Shape, TorchNumber, computed_as,
+    Angles, BlockKind, Checkpoint, Entry, Experts, ModelError, Shape, TorchNumber, computed_as,
 };
 
 use crate::random::randomise;
@@ -19,32 +22,28 @@ const SHARED: usize = 32;
 
 /// The formats in which matrices are computed.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Formats {
-    /// Matrices are computed in the model's type.
-    Plain,
-    /// All of them as 8-bit integers.
-    Int8,
-    /// Matrices stay in a file's blocks: checkpoint name to GGUF's name of its type.
-    Stored(BTreeMap<String, String>),
+pub(crate) struct Formats {
+    /// True if matrices that are not in blocks are 8-bit integers, and not of the model's type.
+    pub(crate) int8: bool,
+    /// True if blocks were asked for.
+    pub(crate) all_blocks: bool,
+    /// Matrices that stay in a file's blocks: checkpoint name to GGUF's name of its type.
+    pub(crate) stored: BTreeMap<String, String>,
 }
 
 impl Formats {
     fn of(&self, names: &[String], inputs: usize) -> Result<Storage, ModelError> {
-        let stored = match self {
-            Self::Plain => return Ok(Storage::Plain),
-            Self::Int8 if inputs.is_multiple_of(SHARED) => return Ok(Storage::Int8),
-            Self::Int8 => {
+        let kinds: Option<Vec<BlockKind>> =
+            names.iter().map(|name| computed_as(self.stored.get(name)?)).collect();
+        Ok(match kinds.as_deref() {
+            None | Some([]) if !self.int8 => Storage::Plain,
+            None | Some([]) if inputs.is_multiple_of(SHARED) => Storage::Int8,
+            None | Some([]) => {
                 return Err(ModelError::Broken(format!(
                     "{} has {inputs} inputs, and --quantization w8a8_int8 needs multiples of {SHARED}",
                     names[0]
                 )));
             }
-            Self::Stored(stored) => stored,
-        };
-        let kinds: Option<Vec<BlockKind>> =
-            names.iter().map(|name| computed_as(stored.get(name)?)).collect();
-        Ok(match kinds.as_deref() {
-            None | Some([]) => Storage::Plain,
             // Files give keys and values more bits than queries: the widest of the formats holds
             // them all.
             Some([first, rest @ ..]) if rest.iter().any(|kind| kind != first) => Storage::Q8_0,
@@ -82,8 +81,12 @@ impl Parts {
 }
 
 struct Matrices {
+    /// Of all of them, as many of each.
     parts: Parts,
+    /// Of one.
     packing: Packing,
+    /// The number of matrices, which lie one behind the other.
+    count: usize,
     /// The name of the tensor in the checkpoint, if it is not that of the only part.
     source: Option<&'static str>,
 }
@@ -121,8 +124,6 @@ impl Plan {
             let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
             let qkv = qkv.map(|(name, rows)| (at(&format!("self_attn.{name}")), rows));
             let output = [(at("self_attn.o_proj"), hidden)];
-            let gate_up = ["gate_proj", "up_proj"].map(|name| (at(&format!("mlp.{name}")), inner));
-            let down = [(at("mlp.down_proj"), hidden)];
             plan.linear(&qkv, hidden, shape.qkv_bias, false)?;
             plan.linear(&output, queries, shape.output_bias, false)?;
             if shape.head_norms {
@@ -130,8 +131,16 @@ impl Plan {
                     plan.vector(&[(at(&format!("self_attn.{norm}.weight")), vec![dim])]);
                 }
             }
-            plan.linear(&gate_up, hidden, shape.mlp_bias, true)?;
-            plan.linear(&down, inner, shape.mlp_bias, false)?;
+            match shape.experts.filter(|_| shape.sparse[layer]) {
+                Some(experts) => plan.experts(&at("mlp"), hidden, experts)?,
+                None => {
+                    let up = |name: &str| (at(&format!("mlp.{name}")), inner);
+                    let gate_up = ["gate_proj", "up_proj"].map(up);
+                    let down = [(at("mlp.down_proj"), hidden)];
+                    plan.linear(&gate_up, hidden, shape.mlp_bias, true)?;
+                    plan.linear(&down, inner, shape.mlp_bias, false)?;
+                }
+            }
             for norm in ["input_layernorm", "post_attention_layernorm"] {
                 plan.vector(&[(at(&format!("{norm}.weight")), vec![hidden])]);
             }
@@ -153,7 +162,7 @@ impl Plan {
     ) -> Result<(), ModelError> {
         let part = |(name, rows): &(String, usize)| (format!("{name}.weight"), vec![*rows, inputs]);
         let parts = Parts { parts: outputs.iter().map(part).collect() };
-        self.matrix(parts, inputs, interleaved, None)?;
+        self.matrix((parts, 1), inputs, interleaved, None)?;
         if bias {
             let part = |(name, rows): &(String, usize)| (format!("{name}.bias"), vec![*rows]);
             self.vectors.push(Parts { parts: outputs.iter().map(part).collect() });
@@ -161,17 +170,32 @@ impl Plan {
         Ok(())
     }
 
+    fn experts(&mut self, at: &str, hidden: usize, of: Experts) -> Result<(), ModelError> {
+        let inner = of.intermediate_size;
+        self.vector(&[(format!("{at}.gate.weight"), vec![of.count, hidden])]);
+        let all = |kinds: &[&str], shape: [usize; 2]| {
+            let each =
+                (0..of.count).flat_map(|expert| kinds.iter().map(move |kind| (expert, kind)));
+            let name = |(expert, kind)| format!("{at}.experts.{expert}.{kind}.weight");
+            Parts { parts: each.map(|it| (name(it), shape.to_vec())).collect() }
+        };
+        let gate_up = all(&["gate_proj", "up_proj"], [inner, hidden]);
+        let down = all(&["down_proj"], [hidden, inner]);
+        self.matrix((gate_up, of.count), hidden, true, None)?;
+        self.matrix((down, of.count), inner, false, None)
+    }
+
     fn head(&mut self, shape: &Shape) -> Result<(), ModelError> {
         let parts = Parts { parts: vec![(HEAD.into(), vec![shape.vocab_size, shape.hidden_size])] };
         let storage = self.formats.of(&[HEAD.into()], shape.hidden_size)?;
         // Also where it is tied: the rows of an embedding are looked up in the model's type.
         let own = !shape.tied || block_of(storage).is_some();
-        self.matrix(parts, shape.hidden_size, false, (!own).then_some(EMBEDDING))
+        self.matrix((parts, 1), shape.hidden_size, false, (!own).then_some(EMBEDDING))
     }
 
     fn matrix(
         &mut self,
-        parts: Parts,
+        (parts, count): (Parts, usize),
         inputs: usize,
         interleaved: bool,
         source: Option<&'static str>,
@@ -179,10 +203,10 @@ impl Plan {
         let names: Vec<String> = parts.parts.iter().map(|(name, _)| name.clone()).collect();
         let storage = self.formats.of(&names, inputs)?;
         let dtype = dtype(self.number);
-        let packing =
-            Packing { outputs: parts.elements() / inputs, inputs, interleaved, dtype, storage };
+        let outputs = parts.elements() / inputs / count;
+        let packing = Packing { outputs, inputs, interleaved, dtype, storage };
         packing.bytes().map_err(|error| ModelError::Broken(error.to_string()))?;
-        self.matrices.push(Matrices { parts, packing, source });
+        self.matrices.push(Matrices { parts, packing, count, source });
         Ok(())
     }
 
@@ -222,7 +246,7 @@ impl Plan {
             .iter()
             .map(|parts| (parts.name(), Entry { dtype: number.into(), shape: vector(parts) }));
         let matrices = self.matrices.iter().map(|matrix| {
-            let bytes = matrix.packing.bytes().unwrap_or(0);
+            let bytes = matrix.count * matrix.packing.bytes().unwrap_or(0);
             let plain = matrix.packing.storage == Storage::Plain;
             let (dtype, width) =
                 if plain { (number, matrix.packing.dtype.bytes()) } else { ("U8", 1) };
@@ -236,7 +260,7 @@ impl Plan {
         let found = checkpoint.shapes();
         let blocks = |name: &str| {
             // Its shape is that of the embedding, which it is.
-            name == HEAD && matches!(self.formats, Formats::Stored(_))
+            name == HEAD && self.formats.stored.contains_key(HEAD)
         };
         let wanted: HashSet<&str> = self.wanted().map(|(name, _)| name.as_str()).collect();
         let lacking: Vec<&str> = wanted
@@ -273,7 +297,7 @@ impl Plan {
 
     /// One line about what of a file is computed as it is stored; an error if that is nothing.
     pub(crate) fn tell_formats(&self) -> Result<Option<String>, ModelError> {
-        let Formats::Stored(stored) = &self.formats else { return Ok(None) };
+        let stored = &self.formats.stored;
         let (mut kinds, mut others) = (BTreeMap::new(), 0);
         for matrix in &self.matrices {
             for (name, _) in &matrix.parts.parts {
@@ -286,6 +310,9 @@ impl Plan {
                     _ => {}
                 }
             }
+        }
+        if kinds.is_empty() && !self.formats.all_blocks {
+            return Ok(None);
         }
         if kinds.is_empty() {
             return Err(ModelError::Broken(
@@ -388,16 +415,26 @@ impl Parts {
         &self,
         source: Source<'_>,
         number: TorchNumber,
-        mut to: &mut [u8],
+        to: &mut [u8],
     ) -> Result<usize, ModelError> {
-        let width = dtype(number).bytes();
-        for (name, shape) in &self.parts {
-            let (part, rest) = to.split_at_mut(shape.iter().product::<usize>() * width);
-            source.read(name, number, part)?;
-            to = rest;
-        }
+        read_parts(&self.parts, source, number, to)?;
         Ok(self.parts.len())
     }
+}
+
+fn read_parts(
+    parts: &[(String, Vec<usize>)],
+    source: Source<'_>,
+    number: TorchNumber,
+    mut to: &mut [u8],
+) -> Result<(), ModelError> {
+    let width = dtype(number).bytes();
+    for (name, shape) in parts {
+        let (part, rest) = to.split_at_mut(shape.iter().product::<usize>() * width);
+        source.read(name, number, part)?;
+        to = rest;
+    }
+    Ok(())
 }
 
 impl Source<'_> {
@@ -419,30 +456,40 @@ impl Matrices {
         number: TorchNumber,
         to: &mut [u8],
     ) -> Result<usize, ModelError> {
+        let each = self.parts.parts.len() / self.count;
+        let packed = to.chunks_exact_mut(to.len() / self.count);
+        for (parts, to) in self.parts.parts.chunks_exact(each).zip(packed) {
+            self.read_one(parts, source, number, to)?;
+        }
+        Ok(if self.source.is_none() { self.parts.parts.len() } else { 0 })
+    }
+
+    fn read_one(
+        &self,
+        parts: &[(String, Vec<usize>)],
+        source: Source<'_>,
+        number: TorchNumber,
+        to: &mut [u8],
+    ) -> Result<(), ModelError> {
         let unfit = |error: forebay_kernels::Unfit| ModelError::Broken(error.to_string());
         if let (Some(kind), Source::Checkpoint(checkpoint)) =
             (block_of(self.packing.storage), source)
         {
             let mut blocks = Vec::with_capacity(self.packing.source_bytes());
-            for (name, _) in &self.parts.parts {
+            for (name, _) in parts {
                 checkpoint.read_blocks(name, kind, &mut blocks)?;
             }
-            self.packing.pack(&blocks, to).map_err(unfit)?;
-            return Ok(self.parts.parts.len());
+            return self.packing.pack(&blocks, to).map_err(unfit);
         }
         // Words, so that numbers of every type begin where they may.
         let bytes = self.packing.source_bytes();
         let mut words = vec![0_u64; bytes.div_ceil(8)];
         let numbers = &mut bytemuck::cast_slice_mut(&mut words)[..bytes];
-        let count = match self.source {
-            None => self.parts.read(source, number, numbers)?,
-            Some(name) => {
-                source.read(name, number, numbers)?;
-                0
-            }
-        };
-        self.packing.pack(numbers, to).map_err(unfit)?;
-        Ok(count)
+        match self.source {
+            None => read_parts(parts, source, number, numbers)?,
+            Some(name) => source.read(name, number, numbers)?,
+        }
+        self.packing.pack(numbers, to).map_err(unfit)
     }
 }
 
@@ -473,6 +520,19 @@ pub(crate) fn assemble(
         } else {
             None
         };
+        let feed = match shape.sparse[layer] {
+            true => FeedForward::Experts(ExpertMatrices {
+                router: get(&at("mlp.gate.weight"))?,
+                gate_up: matrix(&at("mlp.experts.0.gate_proj.weight"))?,
+                down: matrix(&at("mlp.experts.0.down_proj.weight"))?,
+            }),
+            false => FeedForward::Dense(Gated {
+                gate_up: matrix(&at("mlp.gate_proj.weight"))?,
+                gate_up_bias: bias(shape.mlp_bias, "mlp.gate_proj.bias")?,
+                down: matrix(&at("mlp.down_proj.weight"))?,
+                down_bias: bias(shape.mlp_bias, "mlp.down_proj.bias")?,
+            }),
+        };
         layers.push(Layer {
             input_norm: norm("input_layernorm")?,
             qkv: matrix(&at("self_attn.q_proj.weight"))?,
@@ -481,10 +541,7 @@ pub(crate) fn assemble(
             output: matrix(&at("self_attn.o_proj.weight"))?,
             output_bias: bias(shape.output_bias, "self_attn.o_proj.bias")?,
             post_norm: norm("post_attention_layernorm")?,
-            gate_up: matrix(&at("mlp.gate_proj.weight"))?,
-            gate_up_bias: bias(shape.mlp_bias, "mlp.gate_proj.bias")?,
-            down: matrix(&at("mlp.down_proj.weight"))?,
-            down_bias: bias(shape.mlp_bias, "mlp.down_proj.bias")?,
+            feed,
         });
     }
     let Angles { cos, sin } = Angles::of(shape, positions, plan.number)?;

@@ -1,10 +1,13 @@
 //! One process's memory: weights, pages and tables, loaded and ready for steps (`step`).
 
+use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::sync::Arc;
 use std::time::Instant;
 
-use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, limit};
+use forebay_kernels::{
+    Decoder, Dtype, ExpertSizes, Room, Shared, Sizes, Threads, Unfit, Wanted, limit,
+};
 use forebay_protocol::{HandConfig, Ready};
 use forebay_weights::{Checkpoint, ModelError, Shape, TorchNumber};
 use serde_json::Value;
@@ -255,18 +258,29 @@ fn formats(
     kept: Option<&Kept>,
     checkpoint: &mut Option<Checkpoint>,
 ) -> Result<Formats, ModelError> {
-    Ok(match config.quantization.as_deref() {
-        Some("w8a8_int8") => Formats::Int8,
-        Some("gguf") => match kept.and_then(Kept::stored) {
-            Some(stored) => Formats::Stored(stored),
+    let quantization = config.quantization.as_deref();
+    let all_blocks = quantization == Some("gguf");
+    let from_file = config.model.get("format").and_then(Value::as_str) == Some("gguf")
+        && config.load_format == "auto";
+    // Experts stay in the blocks of their file, however the rest is computed with.
+    let stored = if all_blocks || from_file && shape.experts.is_some() {
+        match kept.and_then(Kept::stored) {
+            Some(stored) => stored,
             None => {
-                let opened = checkpoint.insert(open(config, shape)?);
-                let stored = opened.stored().into_iter();
-                Formats::Stored(stored.map(|(name, kind)| (name, kind.to_owned())).collect())
+                let found = checkpoint.insert(open(config, shape)?).stored();
+                let wanted = found.into_iter().filter(|(name, _)| all_blocks || is_of_expert(name));
+                wanted.map(|(name, kind)| (name, kind.to_owned())).collect()
             }
-        },
-        _ => Formats::Plain,
-    })
+        }
+    } else {
+        BTreeMap::new()
+    };
+    Ok(Formats { int8: quantization == Some("w8a8_int8"), all_blocks, stored })
+}
+
+/// Whether a weight belongs to one of the experts among which tokens choose.
+fn is_of_expert(name: &str) -> bool {
+    name.contains(".mlp.experts.")
 }
 
 /// The sizes of the decoder, with as many pages as fit.
@@ -288,6 +302,12 @@ fn sizes(
         kv_heads: shape.kv_heads,
         head_dim: shape.head_dim,
         intermediate: shape.intermediate_size,
+        experts: shape.experts.map(|experts| ExpertSizes {
+            count: experts.count,
+            per_token: experts.per_token,
+            intermediate: experts.intermediate_size,
+            normalise: experts.normalise,
+        }),
         vocabulary: shape.vocab_size,
         positions: config.context_length as usize,
         page_size,

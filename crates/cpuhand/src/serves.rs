@@ -85,8 +85,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         Some(other) => return lacks(&format!("--quantization {other}")),
     }
     let shape = Shape::of(asked.config)?;
-    if [shape.hidden_size, shape.intermediate_size, shape.head_dim].iter().any(|size| size % 2 > 0)
-    {
+    let of_experts = shape.experts.map_or(0, |experts| experts.intermediate_size);
+    let sizes = [shape.hidden_size, shape.intermediate_size, shape.head_dim, of_experts];
+    if sizes.iter().any(|size| size % 2 > 0) {
         return lacks("inner dimensions that are odd");
     }
     if shape.heads % shape.kv_heads > 0 {

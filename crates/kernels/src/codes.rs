@@ -141,8 +141,12 @@ pub(crate) unsafe fn encode<E: Element, V: Vector>(
     }
 }
 
+/// A vector of elements as floats.
+///
+/// # Safety
+/// `from` can be read for [`LANES`] elements.
 #[inline(always)]
-unsafe fn widened<E: Element, V: Vector>(from: *const E) -> V {
+pub(crate) unsafe fn widened<E: Element, V: Vector>(from: *const E) -> V {
     // SAFETY: the caller has a whole vector there.
     unsafe {
         let values: [f32; LANES] = std::array::from_fn(|lane| (*from.add(lane)).to_f32());

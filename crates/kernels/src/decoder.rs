@@ -3,16 +3,21 @@
 //! Weights, pages and tables have the form that the caller states, or [`Decoder::new`] and
 //! [`Decoder::step`] return the fault. Nothing here is unsafe to call.
 
+mod experts;
+
 use std::ffi::c_void;
 use std::sync::Arc;
 
 use crate::any_model::AnyModel;
 use crate::dispatch::Level;
+use crate::experts::{ExpertsSpec, RoutingSpec};
 use crate::memory::Room;
 use crate::model::{LayerSpec, ModelSpec, StepError, StepSpec};
 use crate::packing::{Dtype, Packing, Storage, Unfit, aligned, unfit};
 use crate::pool::Threads;
 use crate::team::{Kind, Team};
+
+pub use experts::{ExpertMatrices, ExpertSizes};
 
 /// Memory of weights, which others may read too.
 pub type Bytes = Arc<Room>;
@@ -43,6 +48,22 @@ pub struct Layer {
     pub output_bias: Option<Bytes>,
     /// `[hidden]`.
     pub post_norm: Bytes,
+    /// The part behind the attention.
+    pub feed: FeedForward,
+}
+
+/// The part of a layer behind the attention.
+#[derive(Clone)]
+pub enum FeedForward {
+    /// One gated part for every token.
+    Dense(Gated),
+    /// Each token has some of many.
+    Experts(ExpertMatrices),
+}
+
+/// A gated feed-forward part.
+#[derive(Clone)]
+pub struct Gated {
     /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved.
     pub gate_up: Matrix,
     /// `[2 * intermediate]`.
@@ -66,8 +87,10 @@ pub struct Sizes {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Elements between the two products of the feed-forward part.
+    /// Elements between the two products of a dense feed-forward part; 0: no layer has one.
     pub intermediate: usize,
+    /// Of the layers that have some.
+    pub experts: Option<ExpertSizes>,
     /// Tokens.
     pub vocabulary: usize,
     /// The largest number of positions of a request.
@@ -93,7 +116,7 @@ impl Sizes {
             self.heads,
             self.kv_heads,
             self.head_dim,
-            self.intermediate,
+            self.intermediate.max(usize::from(self.experts.is_some())),
             self.vocabulary,
             self.positions,
             self.page_size,
@@ -111,7 +134,7 @@ impl Sizes {
                 self.hidden, self.intermediate, self.head_dim
             ));
         }
-        Ok(())
+        self.experts.iter().try_for_each(ExpertSizes::check)
     }
 }
 
@@ -208,22 +231,35 @@ impl Decoder {
         }
         let address = |bytes: &Bytes| bytes.as_ptr().cast::<c_void>();
         let optional = |bytes: &Option<Bytes>| bytes.as_ref().map_or(std::ptr::null(), address);
-        let layer = |(layer, [keys, values]): (&Layer, &mut [Room; 2])| LayerSpec {
-            input_norm: address(&layer.input_norm),
-            qkv: address(&layer.qkv.packed),
-            qkv_bias: optional(&layer.qkv_bias),
-            q_norm: layer.head_norms.as_ref().map_or(std::ptr::null(), |(norm, _)| address(norm)),
-            k_norm: layer.head_norms.as_ref().map_or(std::ptr::null(), |(_, norm)| address(norm)),
-            output: address(&layer.output.packed),
-            output_bias: optional(&layer.output_bias),
-            post_norm: address(&layer.post_norm),
-            gate_up: address(&layer.gate_up.packed),
-            gate_up_bias: optional(&layer.gate_up_bias),
-            down: address(&layer.down.packed),
-            down_bias: optional(&layer.down_bias),
-            keys: keys.as_mut_ptr().cast(),
-            values: values.as_mut_ptr().cast(),
-            formats: layer.matrices().map(|(matrix, ..)| matrix.storage.number()),
+        let layer = |(layer, [keys, values]): (&Layer, &mut [Room; 2])| {
+            let (dense, experts) = match &layer.feed {
+                FeedForward::Dense(dense) => (Some(dense), ExpertsSpec::NONE),
+                FeedForward::Experts(experts) => (None, experts.spec()),
+            };
+            let norm = |norm: Option<&Bytes>| norm.map_or(std::ptr::null(), address);
+            let packed =
+                |of: Option<&Matrix>| of.map_or(std::ptr::null(), |of| address(&of.packed));
+            let number = |of: Option<&Matrix>| of.map_or(0, |of| of.storage.number());
+            let bias = |of: Option<&Option<Bytes>>| of.map_or(std::ptr::null(), optional);
+            let (gate_up, down) = (dense.map(|of| &of.gate_up), dense.map(|of| &of.down));
+            LayerSpec {
+                input_norm: address(&layer.input_norm),
+                qkv: address(&layer.qkv.packed),
+                qkv_bias: optional(&layer.qkv_bias),
+                q_norm: norm(layer.head_norms.as_ref().map(|(norm, _)| norm)),
+                k_norm: norm(layer.head_norms.as_ref().map(|(_, norm)| norm)),
+                output: address(&layer.output.packed),
+                output_bias: optional(&layer.output_bias),
+                post_norm: address(&layer.post_norm),
+                gate_up: packed(gate_up),
+                gate_up_bias: bias(dense.map(|of| &of.gate_up_bias)),
+                down: packed(down),
+                down_bias: bias(dense.map(|of| &of.down_bias)),
+                keys: keys.as_mut_ptr().cast(),
+                values: values.as_mut_ptr().cast(),
+                formats: [Some(&layer.qkv), Some(&layer.output), gate_up, down].map(number),
+                experts,
+            }
         };
         let layers: Vec<LayerSpec> = weights.layers.iter().zip(&mut pages).map(layer).collect();
         let spec = ModelSpec {
@@ -248,6 +284,8 @@ impl Decoder {
             cos: weights.cos.as_ptr(),
             sin: weights.sin.as_ptr(),
             layer: layers.as_ptr(),
+            rotary_dim: sizes.head_dim as u32,
+            routing: sizes.experts.map_or_else(RoutingSpec::default, |experts| experts.spec()),
         };
         // SAFETY: the description was checked, and what it points to lives in the decoder.
         if unsafe { !spec.is_possible() } {
@@ -354,30 +392,17 @@ impl Decoder {
 }
 
 impl Layer {
-    /// The matrices, and which of the sizes they have: outputs and inputs.
-    fn matrices(&self) -> [(&Matrix, bool); 4] {
-        [(&self.qkv, false), (&self.output, false), (&self.gate_up, true), (&self.down, false)]
-    }
-
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
-        let &Sizes { hidden, heads, kv_heads, head_dim, intermediate, .. } = sizes;
+        let &Sizes { hidden, heads, kv_heads, head_dim, .. } = sizes;
         let (queries, projected) = (heads * head_dim, (heads + 2 * kv_heads) * head_dim);
-        let shapes = [
-            (projected, hidden),
-            (hidden, queries),
-            (2 * intermediate, hidden),
-            (hidden, intermediate),
-        ];
-        for ((matrix, interleaved), shape) in self.matrices().into_iter().zip(shapes) {
-            matrix.check(sizes.dtype, shape, interleaved)?;
+        self.qkv.check(sizes.dtype, (projected, hidden), false)?;
+        self.output.check(sizes.dtype, (hidden, queries), false)?;
+        match &self.feed {
+            FeedForward::Dense(dense) => dense.check(sizes)?,
+            FeedForward::Experts(experts) => experts.check(sizes)?,
         }
         let norms = self.head_norms.iter().flat_map(|(q, k)| [(q, head_dim), (k, head_dim)]);
-        let biases = [
-            (&self.qkv_bias, projected),
-            (&self.output_bias, hidden),
-            (&self.gate_up_bias, 2 * intermediate),
-            (&self.down_bias, hidden),
-        ];
+        let biases = [(&self.qkv_bias, projected), (&self.output_bias, hidden)];
         let biases = biases.into_iter().filter_map(|(bias, size)| Some((bias.as_ref()?, size)));
         let vectors = [(&self.input_norm, hidden), (&self.post_norm, hidden)];
         vectors
@@ -385,6 +410,19 @@ impl Layer {
             .chain(norms)
             .chain(biases)
             .try_for_each(|(vector, size)| of_size(vector, size * sizes.dtype.bytes()))
+    }
+}
+
+impl Gated {
+    fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
+        let &Sizes { hidden, intermediate, dtype, .. } = sizes;
+        self.gate_up.check(dtype, (2 * intermediate, hidden), true)?;
+        self.down.check(dtype, (hidden, intermediate), false)?;
+        let biases = [(&self.gate_up_bias, 2 * intermediate), (&self.down_bias, hidden)];
+        biases
+            .into_iter()
+            .filter_map(|(bias, size)| Some((bias.as_ref()?, size)))
+            .try_for_each(|(bias, size)| of_size(bias, size * dtype.bytes()))
     }
 }
 

@@ -64,7 +64,8 @@ macro_rules! levels {
         }
 
         impl Level {
-            const ALL: &[Self] = &[$($(#[$target])* Self::$level,)*];
+            /// Best first.
+            pub(crate) const ALL: &[Self] = &[$($(#[$target])* Self::$level,)*];
 
             pub(crate) fn name(self) -> &'static CStr {
                 match self {
@@ -72,7 +73,8 @@ macro_rules! levels {
                 }
             }
 
-            fn is_there(self) -> bool {
+            /// True if the processor has the level's instructions.
+            pub(crate) fn is_there(self) -> bool {
                 match self {
                     $($(#[$target])* Self::$level => $there,)*
                 }

@@ -34,6 +34,7 @@ mod dispatch;
 mod dots;
 mod element;
 mod encoder;
+mod experts;
 mod isa;
 mod math;
 mod matmul;
@@ -58,12 +59,14 @@ use crate::team::Team;
 
 pub use crate::any_model::AnyModel;
 pub use crate::decoder::{
-    Bytes, Decoder, Given, Layer, Matrix, Rows, Sizes, Wanted, Weights, build, level, limit,
+    Bytes, Decoder, ExpertMatrices, ExpertSizes, FeedForward, Gated, Given, Layer, Matrix, Rows,
+    Sizes, Wanted, Weights, build, level, limit,
 };
 pub use crate::encoder::{
     AnyEncoder, BatchSpec, EncoderLayerSpec, EncoderSpec, fb_encode, fb_encoder_free,
     fb_encoder_new,
 };
+pub use crate::experts::{ExpertsSpec, RoutingSpec};
 pub use crate::memory::{Room, Shared};
 pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
 pub use crate::packing::{Dtype, Packing, Storage, Unfit};
@@ -71,7 +74,7 @@ pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 8;
+const VERSION: u32 = 9;
 
 /// [`VERSION`].
 #[unsafe(no_mangle)]

@@ -1,4 +1,5 @@
-//! Products with packed matrices, and the work on each result while it is still in a register.
+//! Products with packed matrices, and what is done with each result while it is still in a
+//! register.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -15,7 +16,7 @@ use crate::vector::Vector;
 
 /// Rows that one piece of work computes with a panel of codes: they stay in the second cache from
 /// panel to panel.
-const BLOCK_ROWS: usize = 96;
+pub(crate) const BLOCK_ROWS: usize = 96;
 
 /// Bytes between what a tile computes with and what it begins to load: more than memory sends in
 /// the time that it takes to answer.
@@ -24,10 +25,9 @@ const AHEAD: usize = 4096;
 /// A packed weight matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a, E> {
-    /// The panels in the order of [`crate::pack::pack`], or of [`crate::quantise`] if there is a
-    /// format.
+    /// As [`crate::pack::pack`] leaves them, or [`crate::quantise`] where there is a format.
     pub(crate) panels: *const E,
-    /// The format of quantised weights.
+    /// Of quantised weights.
     pub(crate) format: Option<Format>,
     /// Outputs, without padding.
     pub(crate) outputs: usize,
@@ -70,6 +70,30 @@ pub(crate) struct Arranged<N> {
     numbers: *const N,
     count: usize,
     height: usize,
+}
+
+impl<N: Copy> Arranged<N> {
+    /// Some rows of one product, arranged from `numbers` on in tiles of the height that
+    /// [`tile_height`] gives.
+    #[inline(always)]
+    pub(crate) fn of<E: Element, K: Kernel<E, Number = N>>(
+        numbers: *const N,
+        count: usize,
+    ) -> Self {
+        Self { numbers, count, height: tile_height(count, K::ROWS) }
+    }
+
+    /// Rows of a block but the last.
+    #[inline(always)]
+    fn block<E: Element, K: Kernel<E, Number = N>>(&self) -> usize {
+        block_of::<E, K>(self.height)
+    }
+}
+
+/// Rows of a block of whole tiles of a height.
+#[inline(always)]
+pub(crate) fn block_of<E: Element, K: Kernel<E>>(height: usize) -> usize {
+    (K::BLOCK_ROWS / height.max(1) * height).max(1)
 }
 
 /// Arranges the rows of some tiles, each with `inputs` elements; what comes of it, once all tiles
@@ -158,8 +182,7 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     out: Out<E>,
 ) {
     let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
-    let block_rows = K::BLOCK_ROWS / rows.height.max(1) * rows.height;
-    let pieces = panels * rows.count.div_ceil(block_rows.max(1));
+    let pieces = panels * rows.count.div_ceil(rows.block::<E, K>());
     let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; MAX_BLOCK_ROWS];
     loop {
         let mine = queue.take(pieces, members);
@@ -167,45 +190,52 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
             break;
         }
         for piece in mine {
-            let start = piece / panels * block_rows;
-            let block = start..(start + block_rows).min(rows.count);
-            // SAFETY: inside the rows and the panels; a block has room in the sums.
+            // SAFETY: the contract.
             unsafe {
-                let sums = sums.as_mut_ptr().cast();
-                multiply_block::<E, K>(rows, block, (matrix, piece % panels), sums, out);
+                multiply_piece::<E, K>(
+                    rows,
+                    (piece / panels, piece % panels),
+                    matrix,
+                    out,
+                    &mut sums,
+                );
             }
         }
     }
 }
 
-/// A block of rows times a panel, a chunk of inner positions after the other.
+/// One piece of [`multiply`]: a block of the rows times a panel.
 ///
 /// # Safety
-/// As of [`multiply`]; the block and the panel are there; `sums` has room for the block.
+/// As of [`multiply`], of what this piece reads and writes.
 #[inline(always)]
-unsafe fn multiply_block<E: Element, K: Kernel<E>>(
-    Arranged { numbers, height, .. }: Arranged<K::Number>,
-    block: Range<usize>,
-    (matrix, panel): (&Matrix<'_, E>, usize),
-    sums: *mut Outputs,
+pub(crate) unsafe fn multiply_piece<E: Element, K: Kernel<E>>(
+    rows: Arranged<K::Number>,
+    (block, panel): (usize, usize),
+    matrix: &Matrix<'_, E>,
     out: Out<E>,
+    sums: &mut [MaybeUninit<Outputs>; MAX_BLOCK_ROWS],
 ) {
+    let block_rows = rows.block::<E, K>();
+    let Arranged { numbers, count, height } = rows;
     let (inputs, length) = (matrix.inputs, panel_len(matrix.inputs));
-    let tiles = block.len().div_ceil(height);
+    let start = block * block_rows;
+    let end = (start + block_rows).min(count);
+    let tiles = (end - start).div_ceil(height);
     // A single tile reads the panel once, however long it is.
     let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, K::CHUNK, K::INNER) };
     for first in (0..inputs).step_by(chunk) {
         let positions = chunk.min(inputs - first);
         for tile in 0..tiles {
-            let row = block.start + tile * height;
-            let rows = height.min(block.end - row);
-            // SAFETY: inside the rows, the panel and the sums, which are complete after the last
-            // chunk.
+            let row = start + tile * height;
+            let rows = height.min(end - row);
+            // SAFETY: inside the rows, the panels and the block's sums, which are complete after
+            // the last chunk.
             unsafe {
                 let weights = matrix.panels.add(panel * length + first * NR);
                 let ahead = ahead_of(weights, positions, (tiles, tiles - tile));
                 let numbers = numbers.add(row * inputs + first * rows);
-                let sums = sums.add(row - block.start);
+                let sums = sums.as_mut_ptr().cast::<Outputs>().add(row - start);
                 K::tile(numbers, rows, weights, positions, ahead, first > 0, sums);
                 if first + positions == inputs {
                     let sums = std::slice::from_raw_parts(sums, rows);
@@ -259,32 +289,39 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
             break;
         }
         for piece in mine {
-            let start = piece / panels * BLOCK_ROWS;
-            let block = start..(start + BLOCK_ROWS).min(rows.count);
-            let matrix = (matrix, format, piece % panels);
-            // SAFETY: inside the rows and the panels.
-            unsafe { multiply_codes_block::<E, K, D>(&rows, block, matrix, &mut tile, out) };
+            let (block, panel) = (piece / panels, piece % panels);
+            // SAFETY: the contract.
+            unsafe {
+                multiply_codes_piece::<E, K, D>(
+                    rows,
+                    (block, panel),
+                    (matrix, format),
+                    out,
+                    &mut tile,
+                );
+            }
         }
     }
 }
 
-/// A block of rows times a panel.
+/// One piece of [`multiply_codes`]: a block of [`BLOCK_ROWS`] times a panel.
 ///
 /// # Safety
-/// As of [`multiply_codes`]; the block and the panel are there.
+/// As of [`multiply_codes`], of what this piece reads and writes.
 #[inline(always)]
-unsafe fn multiply_codes_block<E: Element, K: Kernel<E>, D: Dots>(
-    rows: &Codes,
-    block: Range<usize>,
-    (matrix, format, panel): (&Matrix<'_, E>, Format, usize),
-    tile: &mut Tile,
+pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
+    rows: Codes,
+    (block, panel): (usize, usize),
+    (matrix, format): (&Matrix<'_, E>, Format),
     out: Out<E>,
+    tile: &mut Tile,
 ) {
-    let (k, length) = (matrix.inputs, panel_bytes(format, matrix.inputs));
-    let tiles = block.len().div_ceil(D::rows(format));
-    let mut row = block.start;
+    let length = panel_bytes(format, matrix.inputs);
+    let mut row = block * BLOCK_ROWS;
+    let end = (row + BLOCK_ROWS).min(rows.count);
+    let tiles = (end - row).div_ceil(D::rows(format));
     for left in (1..=tiles).rev() {
-        let count = (block.end - row).div_ceil(left);
+        let count = (end - row).div_ceil(left);
         // A single tile waits for memory all the time; the last of several loads the next panel.
         let ahead = match left {
             1 if tiles == 1 => AHEAD,
@@ -294,7 +331,7 @@ unsafe fn multiply_codes_block<E: Element, K: Kernel<E>, D: Dots>(
         // SAFETY: inside the rows and the panels.
         unsafe {
             let weights = matrix.panels.cast::<u8>().add(panel * length);
-            D::tile(format, rows, (row, count), weights, k, ahead, tile);
+            D::tile(format, &rows, (row, count), weights, matrix.inputs, ahead, tile);
             finish::<E, K>(&tile[..count], row, panel, matrix, out);
         }
         row += count;

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use crate::attention::{self, Queries, Scratch};
 use crate::codes::{CodesRoom, Format, SHARED};
 use crate::element::Element;
+use crate::experts::{self, ExpertsSpec, Mixture, RoutingSpec};
 use crate::matmul::{Best, Matrix};
 use crate::pages::{Held, Pool, Shape};
 use crate::step::{FEW, QUEUES_A_LAYER, Step};
@@ -32,6 +33,9 @@ pub struct LayerSpec {
     pub(crate) values: *mut c_void,
     /// The formats of the four matrices in the order above, see [`Format::of`].
     pub(crate) formats: [u32; 4],
+    /// A layer that has them need not have `gate_up` and `down`, which are then what all tokens
+    /// share.
+    pub(crate) experts: ExpertsSpec,
 }
 
 /// A decoder, as the caller describes it. The memory that it points to lives as long as the model.
@@ -59,12 +63,16 @@ pub struct ModelSpec {
     pub(crate) final_norm: *const c_void,
     /// Packed.
     pub(crate) head: *const c_void,
-    /// float32 `[positions, head_dim / 2]`.
+    /// float32 `[positions, rotary_dim / 2]`.
     pub(crate) cos: *const f32,
     pub(crate) sin: *const f32,
     pub(crate) layer: *const LayerSpec,
     /// The format of the head.
     pub(crate) head_format: u32,
+    /// The first elements of a head, those that positions rotate.
+    pub(crate) rotary_dim: u32,
+    /// Of the layers that have experts.
+    pub(crate) routing: RoutingSpec,
 }
 
 impl ModelSpec {
@@ -76,13 +84,30 @@ impl ModelSpec {
     pub(crate) unsafe fn is_possible(&self) -> bool {
         // SAFETY: the caller's description.
         let layers = unsafe { std::slice::from_raw_parts(self.layer, self.layers as usize) };
-        let inputs = [self.hidden, self.heads * self.head_dim, self.hidden, self.intermediate];
         let fits = |(format, inputs): (u32, u32)| {
             Format::of(format).is_none() || (inputs as usize).is_multiple_of(SHARED)
         };
-        [self.hidden, self.head_dim, self.intermediate].iter().all(|size| size % 2 == 0)
+        let layer_fits = |layer: &LayerSpec| {
+            let inner = self.intermediate_of(layer);
+            let inputs = [self.hidden, self.heads * self.head_dim, self.hidden, inner];
+            let of_experts = [self.hidden, self.routing.intermediate];
+            layer.formats.into_iter().zip(inputs).all(fits)
+                && layer.experts.formats.into_iter().zip(of_experts).all(fits)
+        };
+        let routing = &self.routing;
+        [self.hidden, self.head_dim, self.intermediate, self.rotary_dim]
+            .iter()
+            .chain([&routing.intermediate, &routing.shared])
+            .all(|size| size % 2 == 0)
+            && self.rotary_dim <= self.head_dim
+            && routing.is_possible()
             && fits((self.head_format, self.hidden))
-            && layers.iter().all(|layer| layer.formats.into_iter().zip(inputs).all(fits))
+            && layers.iter().all(layer_fits)
+    }
+
+    /// Elements between the two products that all tokens of a layer have.
+    fn intermediate_of(&self, layer: &LayerSpec) -> u32 {
+        if layer.experts.is_there() { self.routing.shared } else { self.intermediate }
     }
 }
 
@@ -136,8 +161,9 @@ pub(crate) struct Layer<E> {
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
     pub(crate) output: Owned<E>,
     pub(crate) post_norm: Vec<f32>,
-    pub(crate) gate_up: Owned<E>,
-    pub(crate) down: Owned<E>,
+    pub(crate) mixture: Option<Mixture<E>>,
+    /// What all tokens have: beside experts, or in place of them.
+    pub(crate) feed: Option<[Owned<E>; 2]>,
     pub(crate) pool: Pool<E>,
 }
 
@@ -160,7 +186,10 @@ impl<E> Owned<E> {
 pub(crate) struct Model<E> {
     shape: Shape,
     hidden: usize,
+    /// Of the widest layer.
     intermediate: usize,
+    routing: RoutingSpec,
+    rotary_dim: usize,
     vocabulary: usize,
     page_count: usize,
     eps: f32,
@@ -194,6 +223,7 @@ struct Work<E> {
     attention: attention::Work,
     /// The attention of the last layer, if it is not the same.
     last_attention: attention::Work,
+    experts: experts::Work<E>,
     queues: Vec<Queue>,
     best: Vec<Best>,
     scratch: Vec<Scratch<E>>,
@@ -225,7 +255,7 @@ impl<E: Element> Model<E> {
             page_size: spec.page_size as usize,
             scale: spec.scale,
         };
-        let (hidden, intermediate) = (spec.hidden as usize, spec.intermediate as usize);
+        let hidden = spec.hidden as usize;
         let (dim, queries) = (shape.head_dim, shape.heads * shape.head_dim);
         let projected = queries + 2 * shape.kv_heads * dim;
         // SAFETY: the caller's description.
@@ -247,6 +277,15 @@ impl<E: Element> Model<E> {
         };
         // SAFETY: the caller's description.
         let layers = unsafe { std::slice::from_raw_parts(spec.layer, spec.layers as usize) };
+        let feed = |layer: &LayerSpec| {
+            let inner = spec.intermediate_of(layer) as usize;
+            let gate_up = (layer.gate_up, layer.formats[2]);
+            let down = (layer.down, layer.formats[3]);
+            [
+                owned(gate_up, (2 * inner, hidden), layer.gate_up_bias),
+                owned(down, (hidden, inner), layer.down_bias),
+            ]
+        };
         let layer = |layer: &LayerSpec| Layer {
             input_norm: vector(layer.input_norm, hidden),
             qkv: owned((layer.qkv, layer.formats[0]), (projected, hidden), layer.qkv_bias),
@@ -254,13 +293,26 @@ impl<E: Element> Model<E> {
                 .then(|| (vector(layer.q_norm, dim), vector(layer.k_norm, dim))),
             output: owned((layer.output, layer.formats[1]), (hidden, queries), layer.output_bias),
             post_norm: vector(layer.post_norm, hidden),
-            gate_up: owned(
-                (layer.gate_up, layer.formats[2]),
-                (2 * intermediate, hidden),
-                layer.gate_up_bias,
-            ),
-            down: owned((layer.down, layer.formats[3]), (hidden, intermediate), layer.down_bias),
+            // SAFETY: the caller's description.
+            mixture: layer
+                .experts
+                .is_there()
+                .then(|| unsafe { Mixture::new(&layer.experts, &spec.routing, hidden) }),
+            feed: (!layer.gate_up.is_null()).then(|| feed(layer)),
             pool: Pool { keys: layer.keys.cast(), values: layer.values.cast() },
+        };
+        let layers_of_spec = layers;
+        let layers: Vec<Layer<E>> = layers_of_spec.iter().map(layer).collect();
+        let of_experts = layers.iter().filter_map(|layer| layer.mixture.as_ref());
+        let quantised = Format::of(spec.head_format).is_some()
+            || layers_of_spec
+                .iter()
+                .flat_map(|layer| layer.formats)
+                .any(|it| Format::of(it).is_some())
+            || of_experts.clone().any(Mixture::is_quantised);
+        let routing = match of_experts.count() {
+            0 => RoutingSpec::default(),
+            _ => spec.routing,
         };
         let mut work = Work { scratch: Vec::new(), ..Work::default() };
         work.scratch.resize_with(team.threads, || Scratch::new(&shape));
@@ -268,7 +320,9 @@ impl<E: Element> Model<E> {
         Self {
             shape,
             hidden,
-            intermediate,
+            intermediate: spec.intermediate.max(routing.shared) as usize,
+            routing,
+            rotary_dim: spec.rotary_dim as usize,
             vocabulary: spec.vocabulary as usize,
             page_count: spec.page_count as usize,
             eps: spec.eps,
@@ -281,9 +335,8 @@ impl<E: Element> Model<E> {
             ),
             cos: spec.cos,
             sin: spec.sin,
-            layers: layers.iter().map(layer).collect(),
-            quantised: Format::of(spec.head_format).is_some()
-                || layers.iter().flat_map(|layer| layer.formats).any(|it| Format::of(it).is_some()),
+            layers,
+            quantised,
             team,
             work,
         }
@@ -313,7 +366,12 @@ impl<E: Element> Model<E> {
         grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
         grow(&mut work.qkv, count * projected, 0.0);
         grow(&mut work.attended, count * queries, zero);
-        grow(&mut work.gated, count * self.intermediate, zero);
+        let of_experts = self.routing.per_token as usize * self.routing.intermediate as usize;
+        grow(&mut work.gated, count * self.intermediate.max(of_experts), zero);
+        if self.routing.count > 0 {
+            let sizes = (count, self.hidden, self.team.threads);
+            work.experts.make_room(&self.routing, sizes);
+        }
         self.make_room(count);
         let work = &mut self.work;
         work.best.clear();
@@ -370,13 +428,16 @@ impl<E: Element> Model<E> {
         let queries = self.shape.heads * self.shape.head_dim;
         let widest = self.hidden.max(self.intermediate).max(queries);
         let rows = count.max(self.team.threads * FEW);
+        let of_experts = self.hidden.max(self.routing.intermediate as usize);
+        let chosen = count * self.routing.per_token as usize;
+        let numbers = (rows * widest).max(chosen * of_experts);
         let work = &mut self.work;
         grow(&mut work.normed, rows * self.hidden, E::default());
-        grow(&mut work.arranged, rows * widest, 0.0);
+        grow(&mut work.arranged, numbers, 0.0);
         if self.quantised {
-            grow(&mut work.codes, rows * widest, 0);
-            grow(&mut work.code_scales, rows * widest / SHARED, 0.0);
-            grow(&mut work.code_sums, rows * widest / SHARED, 0);
+            grow(&mut work.codes, numbers, 0);
+            grow(&mut work.code_scales, numbers / SHARED, 0.0);
+            grow(&mut work.code_sums, numbers / SHARED, 0);
         }
         work.queues.iter_mut().for_each(Queue::reset);
     }
@@ -391,6 +452,8 @@ impl<E: Element> Model<E> {
             qkv: work.qkv.as_mut_ptr(),
             attended: work.attended.as_mut_ptr(),
             gated: work.gated.as_mut_ptr(),
+            experts: work.experts.buffers(),
+            routing: self.routing,
             best: work.best.as_mut_ptr(),
             scratch: work.scratch.as_mut_ptr(),
             arranged: work.arranged.as_mut_ptr(),
@@ -412,6 +475,7 @@ impl<E: Element> Model<E> {
             shape: self.shape,
             hidden: self.hidden,
             eps: self.eps,
+            rotary_dim: self.rotary_dim,
             cos: self.cos,
             sin: self.sin,
             final_norm: &self.final_norm,
@@ -499,7 +563,7 @@ impl<E: Element> Model<E> {
     }
 }
 
-fn grow<T: Clone>(buffer: &mut Vec<T>, length: usize, value: T) {
+pub(crate) fn grow<T: Clone>(buffer: &mut Vec<T>, length: usize, value: T) {
     if buffer.len() < length {
         buffer.resize(length, value);
     }

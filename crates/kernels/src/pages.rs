@@ -249,5 +249,5 @@ pub(crate) fn turn<V: Vector>(
             *x = *x * factor * weight;
         }
     }
-    math::rotate::<V>(head, cos, sin);
+    math::rotate::<V>(&mut head[..2 * cos.len()], cos, sin);
 }

@@ -8,6 +8,7 @@ use crate::codes::{CodesRoom, encode};
 use crate::dispatch::Work;
 use crate::dots::Dots;
 use crate::element::Element;
+use crate::experts::{self, RoutingSpec};
 use crate::math;
 use crate::matmul::{Best, Matrix, Out, Rows, arrange, multiply, multiply_codes};
 use crate::model::{Layer, Token};
@@ -15,8 +16,9 @@ use crate::pages::{Shape, turn};
 use crate::team::{Member, Queue};
 use crate::tile::Kernel;
 
-/// Pieces of work a layer takes from queues: four products and the attention.
-pub(crate) const QUEUES_A_LAYER: usize = 5;
+/// Pieces of work a layer takes from queues: four products, the attention, and two products of
+/// experts.
+pub(crate) const QUEUES_A_LAYER: usize = 7;
 
 /// Tokens up to which every member normalises all of them for itself: that is quicker than to meet.
 pub(crate) const FEW: usize = 16;
@@ -37,7 +39,7 @@ pub(crate) enum Part {
 }
 
 /// Adds up what parts take, as the first member sees it; nothing for the others.
-struct Watch {
+pub(crate) struct Watch {
     times: *mut u64,
     since: Option<Instant>,
 }
@@ -51,7 +53,7 @@ impl Watch {
     }
 
     #[inline(always)]
-    fn lap(&mut self, part: Part) {
+    pub(crate) fn lap(&mut self, part: Part) {
         if let Some(since) = self.since {
             let now = Instant::now();
             // SAFETY: see `new`.
@@ -70,6 +72,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) qkv: *mut f32,
     pub(crate) attended: *mut E,
     pub(crate) gated: *mut E,
+    pub(crate) experts: experts::Buffers<E>,
+    pub(crate) routing: RoutingSpec,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,
     /// Room for numbers of any kind.
@@ -92,6 +96,7 @@ pub(crate) struct Step<'a, E> {
     pub(crate) shape: Shape,
     pub(crate) hidden: usize,
     pub(crate) eps: f32,
+    pub(crate) rotary_dim: usize,
     pub(crate) cos: *const f32,
     pub(crate) sin: *const f32,
     pub(crate) final_norm: &'a [f32],
@@ -104,9 +109,9 @@ unsafe impl<E> Sync for Step<'_, E> {}
 
 /// The residual stream `[count, hidden]`.
 #[derive(Clone, Copy)]
-struct Stream {
-    x: *mut f32,
-    count: usize,
+pub(crate) struct Stream {
+    pub(crate) x: *mut f32,
+    pub(crate) count: usize,
 }
 
 /// A step and who takes a share of it.
@@ -207,12 +212,17 @@ impl<E: Element> Step<'_, E> {
                 watch.lap(Part::Output);
                 let normed = self.normalise::<K>(member, stream, &layer.post_norm);
                 watch.lap(Part::Norm);
+                if let Some(mixture) = &layer.mixture {
+                    let queues = (&queues[5..], member);
+                    self.experts::<K, D>(mixture, (stream, normed), queues, watch);
+                }
+                let Some([gate_up, down]) = &layer.feed else { continue };
                 let gate = Out::Gate(self.gated);
-                self.multiply::<K, D>(queue(2), normed, &layer.gate_up.matrix(), gate);
+                self.multiply::<K, D>(queue(2), normed, &gate_up.matrix(), gate);
                 member.meet();
                 watch.lap(Part::GateUp);
                 let gated = Rows { first: self.gated.cast_const(), count: stream.count };
-                self.multiply::<K, D>(queue(3), gated, &layer.down.matrix(), added);
+                self.multiply::<K, D>(queue(3), gated, &down.matrix(), added);
                 member.meet();
                 watch.lap(Part::Down);
             }
@@ -324,7 +334,7 @@ impl<E: Element> Step<'_, E> {
     /// The angles' cosines and sines at a position.
     #[inline(always)]
     unsafe fn angles(&self, position: usize) -> (&[f32], &[f32]) {
-        let half = self.shape.head_dim / 2;
+        let half = self.rotary_dim / 2;
         // SAFETY: positions are those of the tables.
         unsafe {
             (

@@ -2,13 +2,16 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use half::{bf16, f16};
 use safetensors::Dtype;
 
 use crate::config::{Shape, TorchNumber};
 use crate::error::ModelError;
-use crate::gguf::{BlockKind, GgufFiles, GgufTensor, TensorType, computed_as, stored_weights};
+use crate::gguf::{
+    BlockKind, GgufFiles, GgufTensor, TensorType, computed_as, layer_of, stored_weights,
+};
 use crate::gguf::{as_blocks, dequantise};
 use crate::safe::{SafeFile, SafeTensor};
 
@@ -43,8 +46,16 @@ enum Files {
     Gguf(Box<Gguf>),
 }
 
+/// A weight that is rows of a tensor.
+struct Part {
+    tensor: Arc<GgufTensor>,
+    shape: Vec<usize>,
+    first: usize,
+    rows: usize,
+}
+
 struct Gguf {
-    weights: HashMap<String, GgufTensor>,
+    weights: HashMap<String, Part>,
     /// The names, in the order of the files.
     names: Vec<String>,
     /// Query heads and key heads, whose halves the llama converter makes alternate, as the original
@@ -69,6 +80,8 @@ impl Checkpoint {
                     // as a buffer.
                     let spare =
                         (shape.tied && name == HEAD) || name.ends_with(".rotary_emb.inv_freq");
+                    let spare =
+                        spare || layer_of(name).is_some_and(|layer| !shape.has_place_for(layer));
                     if !spare {
                         shapes.insert(name.clone(), tensor.shape.clone());
                     }
@@ -81,8 +94,18 @@ impl Checkpoint {
                 let permuted =
                     (files.architecture() == "llama").then_some((shape.heads, shape.kv_heads));
                 let names: Vec<String> = stored.iter().map(|stored| stored.name.clone()).collect();
-                let weights: HashMap<String, GgufTensor> =
-                    stored.into_iter().map(|stored| (stored.name, stored.tensor.clone())).collect();
+                // One for all experts of a layer.
+                let mut tensors: HashMap<&str, Arc<GgufTensor>> = HashMap::new();
+                let mut weights = HashMap::new();
+                for stored in &stored {
+                    let tensor = tensors
+                        .entry(&stored.tensor.name)
+                        .or_insert_with(|| Arc::new(stored.tensor.clone()));
+                    let (tensor, shape) = (tensor.clone(), stored.shape.clone());
+                    let rows = shape.iter().rev().skip(1).product();
+                    let part = Part { tensor, shape, first: stored.first, rows };
+                    weights.insert(stored.name.clone(), part);
+                }
                 let shape_of = |name: &String| (name.clone(), weights[name].shape.clone());
                 let shapes = names.iter().map(shape_of).collect();
                 let tied = shape.tied;
@@ -106,7 +129,7 @@ impl Checkpoint {
     #[must_use]
     pub fn stored(&self) -> Vec<(String, &'static str)> {
         let Files::Gguf(gguf) = &self.files else { return Vec::new() };
-        let kind_of = |name: &str| gguf.weights.get(name).map(|tensor| tensor.kind.name());
+        let kind_of = |name: &str| gguf.weights.get(name).map(|part| part.tensor.kind.name());
         let mut found: Vec<(String, &'static str)> = gguf
             .names
             .iter()
@@ -147,13 +170,14 @@ impl Checkpoint {
     ) -> Result<(), ModelError> {
         let Files::Gguf(gguf) = &self.files else { return Err(lacks(name)) };
         let from = if gguf.tied && name == HEAD { EMBEDDING } else { name };
-        let tensor = gguf.weights.get(from).ok_or_else(|| lacks(name))?;
+        let &Part { ref tensor, first: before, rows, .. } =
+            gguf.weights.get(from).ok_or_else(|| lacks(name))?;
         let step = (AT_ONCE / tensor.columns().max(1)).max(1);
         let mut bytes = Vec::new();
         let begin = to.len();
-        for first in (0..tensor.rows).step_by(step) {
-            bytes.resize(step.min(tensor.rows - first) * tensor.row_bytes, 0);
-            tensor.read(first, &mut bytes)?;
+        for first in (0..rows).step_by(step) {
+            bytes.resize(step.min(rows - first) * tensor.row_bytes, 0);
+            tensor.read(before + first, &mut bytes)?;
             if !as_blocks(tensor.kind, kind, &bytes, to) {
                 let what = format!("{name} of the type {} as {kind:?}", tensor.kind.name());
                 return Err(ModelError::elsewhere(what));
@@ -161,7 +185,7 @@ impl Checkpoint {
         }
         if let Some(heads) = gguf.permuted_heads(from) {
             // A row's blocks go where the row goes.
-            halves(&mut to[begin..], tensor.rows, heads);
+            halves(&mut to[begin..], rows, heads);
         }
         Ok(())
     }
@@ -183,24 +207,25 @@ impl Gguf {
     }
 
     fn read(&self, name: &str, number: TorchNumber, to: &mut [u8]) -> Result<(), ModelError> {
-        let tensor = self.weights.get(name).ok_or_else(|| lacks(name))?;
+        let &Part { ref tensor, ref shape, first: before, rows: all } =
+            self.weights.get(name).ok_or_else(|| lacks(name))?;
         let (width, size) = (tensor.columns(), bytes_of(number));
-        if to.len() != tensor.rows * width * size {
+        if to.len() != all * width * size {
             return Err(ModelError::broken(format!("{name} has another size in the GGUF file")));
         }
         let step = (AT_ONCE / width.max(1)).max(1);
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
-        for first in (0..tensor.rows).step_by(step) {
-            let rows = step.min(tensor.rows - first);
+        for first in (0..all).step_by(step) {
+            let rows = step.min(all - first);
             bytes.resize(rows * tensor.row_bytes, 0);
             values.resize(rows * width, 0.0);
-            tensor.read(first, &mut bytes)?;
+            tensor.read(before + first, &mut bytes)?;
             dequantise(tensor.kind, &bytes, &mut values);
             let to = &mut to[first * width * size..][..rows * width * size];
             write_numbers(values.iter().copied(), number, to);
         }
         if let Some(heads) = self.permuted_heads(name) {
-            let outputs = tensor.shape.first().copied().unwrap_or(1);
+            let outputs = shape.first().copied().unwrap_or(1);
             halves(to, outputs, heads);
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! The shape of a dense decoder, read from a Hugging Face `config.json` of any age.
+//! The shape of a decoder, read from a Hugging Face `config.json` of any age.
 
 use serde_json::{Map, Value};
 
@@ -7,6 +7,8 @@ use crate::error::ModelError;
 /// Far beyond every known model: names of weights are made for each layer, before a file is asked
 /// for them.
 const MOST_LAYERS: u64 = 1 << 12;
+/// The same of experts, of all layers together.
+const MOST_EXPERTS: usize = 1 << 18;
 const DEFAULT_ROPE_THETA: f64 = 10000.0;
 
 /// The types that a model is computed in, by the names of PyTorch.
@@ -18,16 +20,31 @@ pub enum TorchNumber {
     Bfloat16,
 }
 
-/// A family of dense decoders.
+/// A family of decoders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Family {
     Llama,
     Mistral,
     Qwen2,
     Qwen3,
+    Qwen3Moe,
 }
 
-/// Everything that is needed to build a dense decoder. Sizes are numbers of elements, positions are
+/// A mixture of experts (Shazeer et al. 2017): each token has some gated feed-forward parts of
+/// many, those with the largest softmax of their scores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Experts {
+    /// Of a layer.
+    pub count: usize,
+    /// Of a token.
+    pub per_token: usize,
+    /// Elements between the products of one.
+    pub intermediate_size: usize,
+    /// A token's weights are divided by their sum.
+    pub normalise: bool,
+}
+
+/// Everything that is needed to build a decoder. Sizes are numbers of elements, positions are
 /// tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
@@ -35,8 +52,12 @@ pub struct Shape {
     pub vocab_size: usize,
     /// Elements of the residual stream.
     pub hidden_size: usize,
-    /// Elements between the products of the feed-forward part.
+    /// Elements between the products of a dense feed-forward part; 0: no layer has one.
     pub intermediate_size: usize,
+    /// What the layers with experts have; `None`: there are none.
+    pub experts: Option<Experts>,
+    /// Whether each layer has experts in place of a dense part.
+    pub sparse: Vec<bool>,
     /// Layers.
     pub layers: usize,
     /// Query heads.
@@ -74,7 +95,7 @@ impl Shape {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// The model is not a dense decoder of the families here, or the config lacks a needed value.
+    /// The model is not a decoder of the families here, or the config lacks a needed value.
     pub fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
         let family = family(config)?;
         if truthy(config.get("quantization_config")) {
@@ -92,11 +113,19 @@ impl Shape {
         let heads = size(config, "num_attention_heads")?;
         let hidden_size = size(config, "hidden_size")?;
         let all_biases = flag(config, "attention_bias", false);
+        let sparse: Vec<bool> =
+            (0..layers).map(|layer| is_sparse(config, family, layer)).collect::<Result<_, _>>()?;
+        let count = sparse.iter().filter(|&&sparse| sparse).count();
+        let experts = if count > 0 { Some(experts(config, count)?) } else { None };
+        // A model of experts alone needs no size of a dense layer.
+        let all_sparse = count == sparse.len();
         let usual = if family == Family::Qwen3 { 128 } else { hidden_size / heads };
         Ok(Self {
             vocab_size: size(config, "vocab_size")?,
             hidden_size,
-            intermediate_size: size(config, "intermediate_size")?,
+            intermediate_size: if all_sparse { 0 } else { size(config, "intermediate_size")? },
+            experts,
+            sparse,
             layers: layers as usize,
             heads,
             kv_heads: optional(config, "num_key_value_heads")?.unwrap_or(heads as u64) as usize,
@@ -104,7 +133,7 @@ impl Shape {
             qkv_bias: flag(config, "qkv_bias", family == Family::Qwen2 || all_biases),
             output_bias: all_biases && family != Family::Qwen2,
             mlp_bias: flag(config, "mlp_bias", false),
-            head_norms: family == Family::Qwen3,
+            head_norms: matches!(family, Family::Qwen3 | Family::Qwen3Moe),
             rms_norm_eps: config.get("rms_norm_eps").and_then(Value::as_f64).unwrap_or(1e-6),
             rope_theta,
             rope_scaling,
@@ -113,6 +142,12 @@ impl Shape {
             sliding_window: sliding_window(config, family, layers)?,
             eos_token_ids: token_ids(config.get("eos_token_id")),
         })
+    }
+
+    /// Whether a checkpoint's layer may belong to those that are computed: behind them checkpoints
+    /// with experts have layers that predict further tokens (MTP), and nothing else.
+    pub(crate) fn has_place_for(&self, layer: usize) -> bool {
+        self.experts.is_none() || layer < self.layers
     }
 
     /// Positions that a request may use: with yarn more than the config may say.
@@ -167,6 +202,53 @@ fn size(config: &Map<String, Value>, key: &str) -> Result<usize, ModelError> {
     Ok(integer(config, key)? as usize)
 }
 
+/// Whether a layer has experts.
+fn is_sparse(config: &Map<String, Value>, family: Family, layer: u64) -> Result<bool, ModelError> {
+    if family != Family::Qwen3Moe || expert_count(config)? == 0 {
+        return Ok(false);
+    }
+    let dense = config.get("mlp_only_layers").and_then(Value::as_array);
+    if dense.is_some_and(|layers| layers.iter().any(|it| it.as_u64() == Some(layer))) {
+        return Ok(false);
+    }
+    let step = optional(config, "decoder_sparse_step")?.unwrap_or(1);
+    Ok((layer + 1).is_multiple_of(step))
+}
+
+fn expert_count(config: &Map<String, Value>) -> Result<u64, ModelError> {
+    let there = |key: &&str| config.get(*key).is_some_and(|value| !value.is_null());
+    let key = ["num_experts", "num_local_experts"].into_iter().find(there);
+    let key = key.ok_or_else(|| ModelError::broken("the model's config has no 'num_experts'"))?;
+    Ok(optional(config, key)?.unwrap_or(0))
+}
+
+/// The experts of a model with so many layers of them.
+fn experts(config: &Map<String, Value>, layers: usize) -> Result<Experts, ModelError> {
+    if flag(config, "mlp_bias", false) {
+        return Err(ModelError::elsewhere("experts with biases"));
+    }
+    match config.get("scoring_func").filter(|value| !value.is_null()) {
+        None => {}
+        Some(scores) if scores.as_str() == Some("softmax") => {}
+        Some(other) => return Err(ModelError::elsewhere(format!("experts scored by {other}"))),
+    }
+    let count = expert_count(config)? as usize;
+    let per_token = size(config, "num_experts_per_tok")?;
+    if per_token > count {
+        return Err(ModelError::broken(format!(
+            "a token has {per_token} experts (num_experts_per_tok), and there are {count}"
+        )));
+    }
+    if count * layers > MOST_EXPERTS {
+        return Err(ModelError::broken(format!(
+            "{count} experts in each of {layers} layers are not supported: at most {MOST_EXPERTS} in all"
+        )));
+    }
+    let intermediate_size = size(config, "moe_intermediate_size")?;
+    let normalise = flag(config, "norm_topk_prob", false);
+    Ok(Experts { count, per_token, intermediate_size, normalise })
+}
+
 /// A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be.
 pub(crate) fn token_ids(value: Option<&Value>) -> Vec<i32> {
     let id = |value: &Value| value.as_i64().and_then(|id| i32::try_from(id).ok());
@@ -185,6 +267,7 @@ fn family(config: &Map<String, Value>) -> Result<Family, ModelError> {
         "MistralForCausalLM" => Some(Family::Mistral),
         "Qwen2ForCausalLM" => Some(Family::Qwen2),
         "Qwen3ForCausalLM" => Some(Family::Qwen3),
+        "Qwen3MoeForCausalLM" => Some(Family::Qwen3Moe),
         _ => None,
     });
     known.ok_or_else(|| {
@@ -232,7 +315,7 @@ fn sliding_window(
     family: Family,
     layers: u64,
 ) -> Result<Option<u64>, ModelError> {
-    let qwen = matches!(family, Family::Qwen2 | Family::Qwen3);
+    let qwen = matches!(family, Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe);
     let Some(window) = config.get("sliding_window").and_then(Value::as_u64) else {
         return Ok(None);
     };
@@ -287,12 +370,45 @@ mod tests {
         assert!(qwen2.qkv_bias && !qwen2.output_bias);
         let qwen3 = of(json!({"architectures": ["Qwen3ForCausalLM"]})).expect("a model");
         assert!(qwen3.head_norms && qwen3.head_dim == 128);
+        assert!(qwen3.experts.is_none() && qwen3.sparse == [false; 3]);
+    }
+
+    #[test]
+    fn layers_have_experts_as_the_config_says() {
+        let moe = |changes: Value| {
+            let mut all = json!({"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6, "num_experts": 8,
+                "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": true});
+            for (key, value) in changes.as_object().expect("an object") {
+                all[key] = value.clone();
+            }
+            of(all)
+        };
+        let all = moe(json!({"intermediate_size": null})).expect("a model");
+        let experts = Experts { count: 8, per_token: 2, intermediate_size: 24, normalise: true };
+        assert_eq!((all.experts, all.intermediate_size), (Some(experts), 0));
+        assert!(all.head_norms && all.head_dim == 16 && all.sparse == [true; 6]);
+        assert!(all.has_place_for(5) && !all.has_place_for(6));
+        let some = moe(json!({"decoder_sparse_step": 2, "mlp_only_layers": [3]})).expect("a model");
+        assert_eq!(some.sparse, [false, true, false, false, false, true]);
+        assert_eq!(some.intermediate_size, 96);
+        let none = moe(json!({"num_experts": 0})).expect("a model");
+        assert_eq!((none.experts, none.sparse), (None, vec![false; 6]));
+        assert!(matches!(moe(json!({"mlp_bias": true})), Err(ModelError::Elsewhere(_))));
+        assert!(matches!(moe(json!({"scoring_func": "sigmoid"})), Err(ModelError::Elsewhere(_))));
+        for broken in [
+            json!({"num_experts_per_tok": 9}),
+            json!({"num_experts": null}),
+            json!({"moe_intermediate_size": null}),
+            json!({"num_experts": 1 << 20}),
+        ] {
+            assert!(matches!(moe(broken), Err(ModelError::Broken(_))));
+        }
     }
 
     #[test]
     fn others_are_elsewhere_with_a_reason() {
         for (changes, reason) in [
-            (json!({"architectures": ["Qwen3MoeForCausalLM"]}), "Qwen3MoeForCausalLM"),
+            (json!({"architectures": ["Glm4MoeForCausalLM"]}), "Glm4MoeForCausalLM"),
             (json!({"hidden_act": "gelu"}), "gelu"),
             (json!({"quantization_config": {"quant_method": "fp8"}}), "quantised"),
             (json!({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}), "longrope"),

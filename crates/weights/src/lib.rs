@@ -1,8 +1,8 @@
 //! The contents of a model's files: its description for the brain, its shape, and its tensors, out
 //! of safetensors and GGUF.
 //!
-//! `python/forebay/weights` reads the same files for every family; here are the dense decoders that
-//! the compiled kernels compute. Whatever is beyond them is [`ModelError::Elsewhere`], with the
+//! `python/forebay/weights` reads the same files for every family; here are the decoders that the
+//! hand in Rust computes. Whatever is beyond them is [`ModelError::Elsewhere`], with the
 //! reason, and the hand in Python serves it. Files are read with bounds on everything that they
 //! say: a damaged one is an error.
 //!
@@ -40,7 +40,7 @@ mod safe;
 
 pub use angles::Angles;
 pub use checkpoint::{Blocks, Checkpoint, Number};
-pub use config::{Shape, TorchNumber};
+pub use config::{Experts, Shape, TorchNumber};
 pub use describe::{Description, Source, describe};
 pub use error::ModelError;
 pub use gguf::{BlockKind, computed_as};

@@ -214,6 +214,12 @@ class Choice:
             return EncoderCompute(model, tables, self._device)
         return TorchCompute(model, tables, kv, prompts, self._device)
 
+    def keeps_experts(self, model: ModelConfig) -> bool:
+        """Whether experts stay in the blocks of a GGUF file, however the rest is computed with."""
+        config = self._config
+        from_file = config.model.get("format") == "gguf" and config.load_format == "auto" and config.pooling is None
+        return from_file and any(isinstance(feed, Experts) for feed in model.feeds) and self._packs(model)
+
     def weight_order(self, config: ModelConfig) -> str | None:
         """A name for the order that `compute` brings matrices into; None: they stay as they were loaded."""
         # All levels read the same order.

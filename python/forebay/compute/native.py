@@ -10,10 +10,22 @@ import torch
 
 from forebay.compute.rows import Launch, Rows
 from forebay.device.memory import HugePages
-from forebay.kernels.library import FORMATS, PARTS, LayerSpec, ModelSpec, StepSpec, library, open_mp
-from forebay.kernels.packing import Packing, head_packing, linear_packing, packings, plain_parts
+from forebay.kernels.library import (
+    FORMATS,
+    PARTS,
+    SCORES,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    RoutingSpec,
+    StepSpec,
+    library,
+    open_mp,
+)
+from forebay.kernels.packing import Packing, compiled_parts, head_packing, linear_packing, packings, stack_packing
 from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
+from forebay.layers.moe import MixtureOfExperts, Stack
 from forebay.layers.norm import RMSNorm
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
@@ -35,21 +47,45 @@ def why_not_plain(config: ModelConfig) -> str | None:
     attention = config.attention
     if not isinstance(attention, GroupedQuery):
         return "latent attention"
-    if attention.rotary_dim != attention.head_dim:
-        return "heads that are rotated in part"
-    if any(isinstance(feed, Experts) for feed in config.feeds):
-        return "a mixture of experts"
     if config.sections is not None:
         return "positions of three numbers"
     return None
 
 
-def _plain(config: ModelConfig) -> tuple[GroupedQuery, Dense]:
-    """The parts of a model that there are kernels for."""
-    attention, feed = config.attention, config.feed(0)
-    assert isinstance(attention, GroupedQuery)
-    assert isinstance(feed, Dense)
-    return attention, feed
+def _heads(config: ModelConfig) -> GroupedQuery:
+    """The attention of a model that there are kernels for."""
+    assert isinstance(config.attention, GroupedQuery)
+    return config.attention
+
+
+def _intermediate(config: ModelConfig) -> int:
+    """Elements between the products of the layers without experts; 0: there are none."""
+    return next((feed.intermediate_size for feed in config.feeds if isinstance(feed, Dense)), 0)
+
+
+def _experts(config: ModelConfig) -> Experts | None:
+    """What the layers with experts have; None: there are none."""
+    return next((feed for feed in config.feeds if isinstance(feed, Experts)), None)
+
+
+def _routing(experts: Experts | None) -> RoutingSpec:
+    """As the library has it."""
+    if experts is None:
+        return RoutingSpec()
+    routing = experts.routing
+    return RoutingSpec(
+        count=experts.count,
+        per_token=experts.per_token,
+        intermediate=experts.intermediate_size,
+        shared=experts.shared_size,
+        scores=SCORES.index(routing.scores),
+        in_float32=routing.in_float32,
+        groups=routing.groups,
+        kept_groups=routing.kept_groups,
+        best_of_group=routing.best_of_group,
+        normalise=routing.normalise,
+        scaling=routing.scaling,
+    )
 
 
 def _sampling(rows: Rows) -> Int64s:
@@ -75,19 +111,23 @@ class NativeCompute:
         self._kept: list[object] = [model, tables, kv]
         layers = (LayerSpec * len(model.blocks))()
         for layer, block, pages in zip(layers, model.blocks, kv.layers, strict=True):
-            attention, mlp = plain_parts(block)
+            attention, mlp, experts = compiled_parts(block)
             layer.input_norm = self._vector(block.input_norm)
             layer.qkv, layer.qkv_bias = self._matrix(attention.qkv)
             if attention.norms is not None:
                 layer.q_norm, layer.k_norm = (self._vector(norm) for norm in attention.norms)
             layer.output, layer.output_bias = self._matrix(attention.output)
             layer.post_norm = self._vector(block.post_norm)
-            layer.gate_up, layer.gate_up_bias = self._matrix(mlp.gate_up, interleaved=True)
-            layer.down, layer.down_bias = self._matrix(mlp.down)
-            layer.formats[:] = [_number(of.format) for of in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
+            layer.formats[:2] = [_number(of.format) for of in (attention.qkv, attention.output)]
+            if mlp is not None:
+                layer.gate_up, layer.gate_up_bias = self._matrix(mlp.gate_up, interleaved=True)
+                layer.down, layer.down_bias = self._matrix(mlp.down)
+                layer.formats[2:] = [_number(of.format) for of in (mlp.gate_up, mlp.down)]
+            if experts is not None:
+                layer.experts = self._mixture(experts)
             layer.keys, layer.values = pages.keys.data_ptr(), pages.values.data_ptr()
         config = model.config
-        heads, feed = _plain(config)
+        heads = _heads(config)
         cos, sin = model.rotary.table(tables.context_length)
         self._kept += [layers, cos, sin, model.embedding]
         spec = ModelSpec(
@@ -97,7 +137,7 @@ class NativeCompute:
             heads=heads.heads,
             kv_heads=heads.kv_heads,
             head_dim=heads.head_dim,
-            intermediate=feed.intermediate_size,
+            intermediate=_intermediate(config),
             vocabulary=config.vocab_size,
             positions=tables.context_length,
             page_size=kv.page_size,
@@ -112,6 +152,8 @@ class NativeCompute:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             layer=layers,
+            rotary_dim=heads.rotary_dim,
+            routing=_routing(_experts(config)),
         )
         self._model = self._library.fb_model_new(ctypes.byref(spec), ctypes.byref(open_mp()))
         weakref.finalize(self, self._library.fb_model_free, self._model)
@@ -121,8 +163,10 @@ class NativeCompute:
         """True if the kernels can compute the model: they take inner dimensions two by two."""
         if why_not_plain(config) is not None:
             return False
-        heads, feed = _plain(config)
-        return all(size % 2 == 0 for size in (config.hidden_size, feed.intermediate_size, heads.head_dim))
+        heads, experts = _heads(config), _experts(config)
+        of_experts = (experts.intermediate_size, experts.shared_size) if experts is not None else ()
+        sizes = (config.hidden_size, _intermediate(config), heads.head_dim, heads.rotary_dim, *of_experts)
+        return all(size % 2 == 0 for size in sizes)
 
     def watch(self) -> None:
         """Begins to add up `times`, at zero."""
@@ -184,6 +228,24 @@ class NativeCompute:
         linear.weight = linear.weight.new_empty(0)
         return self._pointer(packed), None if linear.bias is None else self._pointer(linear.bias)
 
+    def _mixture(self, experts: MixtureOfExperts) -> ExpertsSpec:
+        assert experts.stacks is not None
+        gate_up, down = experts.stacks
+        router = experts.router
+        return ExpertsSpec(
+            router=self._pointer(router.weight),
+            correction=None if router.bias is None else self._pointer(router.bias),
+            gate_up=self._stack(gate_up, interleaved=True),
+            down=self._stack(down),
+            formats=(_number(gate_up.format), _number(down.format)),
+        )
+
+    def _stack(self, stack: Stack, *, interleaved: bool = False) -> int:
+        packing = stack_packing(stack, self._params.dtype, interleaved=interleaved)
+        packed = self._packed(packing, stack.weight)
+        stack.weight = stack.weight.new_empty(0)
+        return self._pointer(packed)
+
     def _head(self, model: Decoder) -> int:
         packed = self._packed(head_packing(model), model.head)
         # A tied embedding stays, for its rows are looked up.
@@ -199,7 +261,9 @@ class NativeCompute:
             if weight.is_meta:
                 raise ValueError(f"{name} is neither loaded nor packed")
             packed = self._params.packed[name] = self._room.take((room,), dtype)
-            self._pack(weight.contiguous(), packing, packed)
+            matrices = weight.contiguous().view(packing.count, packing.outputs, -1)
+            for matrix, to in zip(matrices, packed.view(packing.count, -1), strict=True):
+                self._pack(matrix, packing, to)
         if (packed.shape, packed.dtype) != ((room,), dtype):
             # The kernels would read beyond its end.
             raise ValueError(f"{name} is packed as {packed.dtype} {list(packed.shape)}, not {dtype} [{room}]")

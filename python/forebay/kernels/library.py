@@ -9,13 +9,15 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 8
+VERSION = 9
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """The parts of a step whose time is told."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
 """Instructions that there are kernels for, best first; the library knows those of its own kind of processor."""
 WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
 """Those with products of bytes, which quantised matrices want."""
+SCORES = ("softmax", "sigmoid")
+"""How experts are scored, as the library counts it."""
 FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
 """Of quantised matrices; 0 is a matrix of the model's dtype."""
 CHOICES = ("native", "torch", *LEVELS)
@@ -31,6 +33,38 @@ class TeamSpec(Structure):
     """Entry points of the running OpenMP, all null where there is none."""
 
     _fields_ = [(name, c_void_p) for name in ("parallel", "barrier", "thread", "threads")]
+
+
+class ExpertsSpec(Structure):
+    """The experts of one layer; see `crates/kernels/src/experts.rs`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("router", "correction", "gate_up", "down")),
+        ("formats", c_uint32 * 2),
+    ]
+
+
+class RoutingSpec(Structure):
+    """The experts of a model and how they are chosen; see `crates/kernels/src/experts/routing.rs`."""
+
+    _fields_ = [
+        *(
+            (name, c_uint32)
+            for name in (
+                "count",
+                "per_token",
+                "intermediate",
+                "shared",
+                "scores",
+                "in_float32",
+                "groups",
+                "kept_groups",
+                "best_of_group",
+                "normalise",
+            )
+        ),
+        ("scaling", c_float),
+    ]
 
 
 class LayerSpec(Structure):
@@ -57,6 +91,7 @@ class LayerSpec(Structure):
             )
         ),
         ("formats", c_uint32 * 4),
+        ("experts", ExpertsSpec),
     ]
 
 
@@ -86,6 +121,8 @@ class ModelSpec(Structure):
         *((name, c_void_p) for name in ("embedding", "final_norm", "head", "cos", "sin")),
         ("layer", POINTER(LayerSpec)),
         ("head_format", c_uint32),
+        ("rotary_dim", c_uint32),
+        ("routing", RoutingSpec),
     ]
 
 

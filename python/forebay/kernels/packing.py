@@ -12,6 +12,7 @@ from forebay.layers.attention import Attention
 from forebay.layers.decoder import HEAD, Block, Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.mlp import SwiGLU
+from forebay.layers.moe import MixtureOfExperts, Stack
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Packing:
     """One of `FORMATS`; None: it stays in its dtype."""
     interleaved: bool = False
     """The first half of the outputs gate the second."""
+    count: int = 1
+    """Matrices of this shape that lie one behind the other."""
 
     @property
     def shape(self) -> tuple[int, int, bool]:
@@ -35,24 +38,41 @@ class Packing:
 
     @property
     def room(self) -> tuple[int, torch.dtype]:
-        """Elements of the packed matrix, and their type: bytes if it is quantised."""
+        """Elements of the packed matrices, and their type: bytes if they are quantised."""
         if self.format is None:
-            return library().fb_packed_len(*self.shape), self.dtype
-        return library().fb_quantised_bytes(FORMATS[self.format], *self.shape), torch.uint8
+            return self.count * library().fb_packed_len(*self.shape), self.dtype
+        return self.count * library().fb_quantised_bytes(FORMATS[self.format], *self.shape), torch.uint8
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed matrix."""
+        """Bytes of the packed matrices."""
         elements, dtype = self.room
         return elements * dtype.itemsize
 
 
-def plain_parts(block: Block) -> tuple[Attention, SwiGLU]:
-    """The two parts of a block, which are the only kinds that there are compiled kernels for."""
+def compiled_parts(block: Block) -> tuple[Attention, SwiGLU | None, MixtureOfExperts | None]:
+    """The parts of a block: its attention, what every token has behind it, and its experts."""
     attention, mlp = block.attention, block.mlp
-    if not (isinstance(attention, Attention) and isinstance(mlp, SwiGLU)):
-        raise TypeError(f"no kernel computes {type(attention).__name__} and {type(mlp).__name__}")
+    if isinstance(attention, Attention):
+        if isinstance(mlp, SwiGLU):
+            return attention, mlp, None
+        if isinstance(mlp, MixtureOfExperts) and mlp.stacks is not None:
+            return attention, mlp.shared, mlp
+    raise TypeError(f"no kernel computes {type(attention).__name__} and {type(mlp).__name__}")
+
+
+def plain_parts(block: Block) -> tuple[Attention, SwiGLU]:
+    """The two parts of a block that has no experts."""
+    attention, mlp, experts = compiled_parts(block)
+    assert mlp is not None
+    assert experts is None
     return attention, mlp
+
+
+def stack_packing(stack: Stack, dtype: torch.dtype, *, interleaved: bool = False) -> Packing:
+    """The packing of a matrix of all experts of a layer."""
+    count, outputs = stack.weight.shape[:2]
+    return Packing(stack.name, outputs, stack.inputs, dtype, stack.format, interleaved, count)
 
 
 def linear_packing(linear: Linear, dtype: torch.dtype, *, interleaved: bool = False) -> Packing:
@@ -69,10 +89,16 @@ def packings(model: Decoder) -> Iterator[Packing]:
     """Every matrix of a model that is not packed yet."""
     dtype = model.params.dtype
     for block in model.blocks:
-        attention, mlp = plain_parts(block)
-        for linear in (attention.qkv, attention.output, mlp.down):
+        attention, mlp, experts = compiled_parts(block)
+        for linear in (attention.qkv, attention.output):
             yield linear_packing(linear, dtype)
-        yield linear_packing(mlp.gate_up, dtype, interleaved=True)
+        if mlp is not None:
+            yield linear_packing(mlp.down, dtype)
+            yield linear_packing(mlp.gate_up, dtype, interleaved=True)
+        if experts is not None and experts.stacks is not None:
+            gate_up, down = experts.stacks
+            yield stack_packing(gate_up, dtype, interleaved=True)
+            yield stack_packing(down, dtype)
     yield head_packing(model)
 
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.ops import Ops
-from forebay.layers.params import Parameters
+from forebay.layers.params import Parameters, size_of
 from forebay.layers.quantised import KeptMatrix
 from forebay.layers.routing import Router
 from forebay.weights.parts import Experts
 from forebay.weights.shards import ALONE, Part
+
+
+@dataclass(eq=False)
+class Stack:
+    """The same matrix of all experts of a layer."""
+
+    name: str
+    """What the whole goes by."""
+    weight: torch.Tensor  # [experts, rows, inputs]; of a format in blocks uint8 [experts, rows, bytes]
+    inputs: int
+    format: str | None
+    """As of `Parameters.matrix`."""
 
 
 class MixtureOfExperts:
@@ -25,8 +39,8 @@ class MixtureOfExperts:
         whole = params.ranks is not None and params.ranks.expert_parallel
         own = params.shard.of(count) if whole else ALONE.of(count)
         of_inner = ALONE.of(inner) if whole else params.shard.of(inner)
-        self._router = Router(params, f"{prefix}.gate", hidden, experts)
-        self._choose = OwnExperts(self._router, own) if whole else self._router
+        self.router = Router(params, f"{prefix}.gate", hidden, experts)
+        self._choose = OwnExperts(self.router, own) if whole else self.router
         names = [(f"{prefix}.experts.{expert}", expert in range(own.first, own.end)) for expert in range(count)]
         gate_up = {
             f"{name}.{kind}_proj.weight": of_inner if here else Part(inner, 0, 0)
@@ -36,25 +50,35 @@ class MixtureOfExperts:
         down = {f"{name}.down_proj.weight": hidden if here else Part(hidden, 0, 0) for name, here in names}
         self._products = params.products
         self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
+        self.stacks: tuple[Stack, Stack] | None = None
+        """Gates with ups, and downs; None: they are kept in the bits of the checkpoint."""
         if params.keeps_experts(hidden, gate_up) and params.keeps_experts(of_inner, down):
             kept = params.kept_matrix(hidden, gate_up), params.kept_matrix(of_inner, down)
             assert kept[0] is not None
             assert kept[1] is not None
             self._kept = kept[0], kept[1]
         else:
-            self._gate_up = params.matrix(hidden, gate_up)[0].view(own.size, 2 * of_inner.size, hidden)
-            self._down = params.matrix(of_inner, down)[0].view(own.size, hidden, of_inner.size)
-        self._shared: SwiGLU | None = None
+            shapes = (2 * of_inner.size, hidden, gate_up), (hidden, of_inner, down)
+            first, second = (self._stack(params, own.size, *shape) for shape in shapes)
+            self.stacks = first, second
+        self.shared: SwiGLU | None = None
         if experts.shared_size:
-            self._shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
+            self.shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
+
+    @staticmethod
+    def _stack(params: Parameters, count: int, rows: int, inputs: int | Part, parts: dict[str, int | Part]) -> Stack:
+        weight, format_ = params.matrix(inputs, parts)
+        return Stack(next(iter(parts)), weight.view(count, rows, weight.shape[1]), size_of(inputs), format_)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         if self._kept is None:
-            y = ops.experts(x, *self._choose(x), self._gate_up, self._down)
+            assert self.stacks is not None
+            gate_up, down = self.stacks
+            y = ops.experts(x, *self._choose(x), gate_up.weight, down.weight)
         else:
             assert self._products is not None
             y = self._products.experts(x, *self._choose(x), *self._kept)
-        return y if self._shared is None else y.add_(self._shared(x, ops))
+        return y if self.shared is None else y.add_(self.shared(x, ops))
 
 
 class OwnExperts:

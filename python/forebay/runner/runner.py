@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -50,7 +50,7 @@ from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import stored_formats
 from forebay.weights.load import iter_kept, iter_weights, quantised_matrices, spare_biases, weight_shapes
-from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats, Kept
+from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats, Kept, is_of_expert
 from forebay.weights.stored import Fp8
 from forebay.weights.vision import TOWER, own_name
 
@@ -257,14 +257,24 @@ class ModelRunner:
     def _formats(self) -> Formats:
         """The weights that the configuration wants quantised."""
         config, model = self.config, self.model_config
+        if isinstance(model, EncoderConfig):
+            return Formats(int8=True) if config.quantization == "w8a8_int8" else PLAIN
+        stored = self._stored(model)
         if config.quantization == "w8a8_int8":
-            return Formats(int8=True)
-        if config.quantization == "gguf" and not isinstance(model, EncoderConfig):
-            stored = None if self._kept is None else self._kept.stored
-            if stored is None:
-                stored = stored_formats(GgufFiles.open(config.model["files"]), model)
+            return Formats(int8=True, stored=stored)
+        if config.quantization == "gguf" or stored:
             return Formats(stored=stored)
-        return PLAIN if isinstance(model, EncoderConfig) else Formats(kept=self._matrices_kept(model))
+        return Formats(kept=self._matrices_kept(model))
+
+    def _stored(self, model: ModelConfig) -> Mapping[str, str]:
+        """The types in a GGUF file of those matrices that stay in its blocks, by name."""
+        everything = self.config.quantization == "gguf"
+        if not everything and not self._choice.keeps_experts(model):
+            return {}
+        if self._kept is not None and self._kept.stored is not None:
+            return self._kept.stored
+        stored = stored_formats(GgufFiles.open(self.config.model["files"]), model)
+        return stored if everything else {name: kind for name, kind in stored.items() if is_of_expert(name)}
 
     def _matrices_kept(self, model: ModelConfig) -> Kept | None:
         """The matrices that may be kept in their bits."""
@@ -281,9 +291,9 @@ class ModelRunner:
 
     def _tell_formats(self, params: Parameters) -> None:
         """Says what of a file is computed as it is stored; raises `ModelError` if that is nothing."""
-        if self.config.quantization != "gguf":
-            return
         if not params.stored:
+            if self.config.quantization != "gguf":
+                return
             raise ModelError(
                 f"quantization gguf knows {', '.join(COMPUTED_AS)}, and no matrix of the file is of these types"
             )

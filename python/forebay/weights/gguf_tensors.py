@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -52,11 +53,12 @@ def hf_tensor_names(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
 
 
 def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
-    """Hugging Face name to type of the matrices that can be computed with in blocks.
+    """Hugging Face name to type of the matrices that can be computed with in blocks, those of each expert among them.
 
     A tied head is the embedding's tensor under a name of its own.
     """
-    types = {name: stored.tensor.type.name for name, stored in _whole(files, config).items()}
+    weights = stored_weights(files, config)
+    types = {name: stored.tensor.type.name for name, stored in weights.items() if isinstance(stored, Part)}
     if config.tie_word_embeddings and _EMBEDDING in types:
         types[_HEAD] = types[_EMBEDDING]
     return {name: kind for name, kind in types.items() if kind in COMPUTED_AS and name != _EMBEDDING}
@@ -93,10 +95,10 @@ def iter_tensors(
             yield name, _both_up(stored, cut)
             continue
         if name == _EMBEDDING and config.tie_word_embeddings and _HEAD in in_blocks:
-            yield _HEAD, _blocks(stored.tensor, in_blocks[_HEAD])
+            yield _HEAD, _blocks(stored, in_blocks[_HEAD])
         # A row's blocks go where the row goes.
         if name in in_blocks:
-            tensor = _blocks(stored.tensor, in_blocks[name])
+            tensor = _blocks(stored, in_blocks[name])
         elif cut is None:
             tensor = dequantized(stored.tensor, stored.shape, stored.first)
         else:
@@ -160,9 +162,10 @@ def _both_up(stored: LatentUp, cut: Cut | None) -> torch.Tensor:
     return torch.cat((keys, dequantized(stored.values, (count, values, rank), first * values)), dim=1).flatten(0, 1)
 
 
-def _blocks(tensor: GgufTensor, kind: str) -> torch.Tensor:
-    blocks = torch.from_numpy(as_blocks(tensor, kind))
-    tensor.release(0, len(tensor.data))
+def _blocks(stored: Part, kind: str) -> torch.Tensor:
+    tensor, first, rows = stored.tensor, stored.first, math.prod(stored.shape[:-1])
+    blocks = torch.from_numpy(as_blocks(replace(tensor, data=tensor.data[first : first + rows]), kind))
+    tensor.release(first, rows)
     return blocks
 
 

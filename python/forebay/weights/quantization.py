@@ -19,6 +19,7 @@ __all__ = [
     "SHARED",
     "Formats",
     "Kept",
+    "is_of_expert",
     "why_not_stored",
 ]
 
@@ -40,6 +41,11 @@ INT8 = "INT8"
 """8 bits and one scale an output, made of a checkpoint's weights when they are loaded."""
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether a weight belongs to one of the experts among which tokens choose."""
+    return ".mlp.experts." in name
+
+
 @dataclass(frozen=True)
 class Kept:
     """Matrices that a device keeps in their bits."""
@@ -54,7 +60,7 @@ class Formats:
     """The format of every matrix, by its names in the checkpoint."""
 
     int8: bool = False
-    """All of them are made int8."""
+    """All that are not stored in blocks are made int8."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint name to the type in which a file has it, one of `COMPUTED_AS`."""
     kept: Kept | None = None
@@ -77,17 +83,17 @@ class Formats:
         Raises ModelError if the matrix can't have the format that was asked for.
         """
         names = list(names)
+        if names and all(name in self.stored for name in names):
+            formats = {COMPUTED_AS[self.stored[name]] for name in names}
+            # Files give keys and values more bits than queries: the widest of the formats holds them all.
+            return formats.pop() if len(formats) == 1 else "Q8_0"
         if self.int8:
             if inputs % SHARED:
                 raise ModelError(
                     f"{names[0]} has {inputs} inputs, and --quantization w8a8_int8 needs multiples of {SHARED}"
                 )
             return INT8
-        if any(name not in self.stored for name in names):
-            return None
-        formats = {COMPUTED_AS[self.stored[name]] for name in names}
-        # Files give keys and values more bits than queries: the widest of the formats holds them all.
-        return formats.pop() if len(formats) == 1 else "Q8_0"
+        return None
 
 
 PLAIN = Formats()

@@ -9,6 +9,27 @@ const DEFAULT_FREQ_BASE: f64 = 10000.0;
 /// The control tokens that end a turn if a file names none (llama.cpp goes by the same texts).
 const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>"];
 const CONTROL: i64 = 3;
+/// `gguf.ExpertGatingFuncType`
+const SOFTMAX: i64 = 1;
+/// Keys of families that share the names of those with experts, and compute something else.
+const CHANGES: [&str; 16] = [
+    "attention.clamp_kqv",
+    "attention.scale",
+    "attention.temperature_scale",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "expert_group_scale",
+    "expert_weights_scale",
+    "final_logit_softcapping",
+    "interleave_moe_layer_step",
+    "logit_scale",
+    "moe_every_n_layers",
+    "moe_latent_size",
+    "residual_scale",
+    "router_logit_softcapping",
+    "swiglu_clamp_exp",
+    "swiglu_clamp_shexp",
+];
 const HUGE: i64 = i32::MAX as i64;
 
 /// The `config.json` that the model would have.
@@ -20,11 +41,16 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         "llama" => ("LlamaForCausalLM", "llama"),
         "qwen2" => ("Qwen2ForCausalLM", "qwen2"),
         "qwen3" => ("Qwen3ForCausalLM", "qwen3"),
+        "qwen3moe" => ("Qwen3MoeForCausalLM", "qwen3_moe"),
         other => return Err(ModelError::elsewhere(format!("the GGUF architecture '{other}'"))),
     };
-    if whole(files, "expert_count")?.unwrap_or(0) > 0 {
-        return Err(ModelError::elsewhere("a mixture of experts"));
-    }
+    let experts = if kind == "qwen3_moe" {
+        Some(experts(files)?)
+    } else if whole(files, "expert_count")?.unwrap_or(0) > 0 {
+        return Err(ModelError::elsewhere("experts of this family"));
+    } else {
+        None
+    };
     let embedding = files.tensor("token_embd.weight").ok_or_else(|| {
         ModelError::broken("the GGUF file has no token embedding: it isn't a whole model")
     })?;
@@ -71,7 +97,44 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         "architectures": [name],
         "model_type": kind,
     });
-    if let Value::Object(config) = config { Ok(config) } else { unreachable!("an object") }
+    let Value::Object(mut config) = config else { unreachable!("an object") };
+    config.extend(experts.into_iter().flatten());
+    Ok(config)
+}
+
+/// What metadata says of experts; what files of other kinds under the same name say is refused.
+fn experts(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    let changes = CHANGES.iter().find(|key| files.get(key).is_some_and(changes));
+    if let Some(key) = changes {
+        return Err(ModelError::elsewhere(format!("'{}.{key}'", files.architecture())));
+    }
+    match whole(files, "expert_gating_func")? {
+        None | Some(0 | SOFTMAX) => {}
+        Some(other) => {
+            return Err(ModelError::elsewhere(format!("experts with scores of the kind {other}")));
+        }
+    }
+    // No file says it, and llama.cpp does it for all of them.
+    let normalise = files.get("expert_weights_norm").is_none_or(GgufValue::truthy);
+    let keys = json!({
+        "num_experts": required(files, "expert_count")?,
+        "num_experts_per_tok": required(files, "expert_used_count")?,
+        "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
+        "norm_topk_prob": normalise,
+        "scoring_func": "softmax",
+    });
+    if let Value::Object(keys) = keys { Ok(keys) } else { unreachable!("an object") }
+}
+
+/// Whether a value changes what is computed.
+fn changes(value: &GgufValue) -> bool {
+    match value {
+        GgufValue::List(items) => items.iter().any(changes),
+        value => value
+            .as_f64()
+            .or(value.as_i64().map(|it| it as f64))
+            .is_none_or(|it| it != 0.0 && it != 1.0),
+    }
 }
 
 fn missing(files: &GgufFiles, key: &str) -> ModelError {

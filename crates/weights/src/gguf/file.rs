@@ -144,8 +144,7 @@ pub(crate) struct GgufTensor {
     pub(crate) kind: TensorType,
     /// The shape in elements, the outermost dimension first (GGUF writes it the other way round).
     pub(crate) shape: Vec<usize>,
-    /// Rows of all outer dimensions together, and the bytes of each.
-    pub(crate) rows: usize,
+    /// Of each row; those of all outer dimensions lie one behind the other.
     pub(crate) row_bytes: usize,
     path: PathBuf,
     file: Arc<File>,
@@ -360,8 +359,7 @@ impl<R: Read> Header<R> {
         let bytes = rows.zip(row_bytes).and_then(|(rows, bytes)| rows.checked_mul(bytes));
         let first = start.checked_add(offset);
         let end = first.zip(bytes).and_then(|(first, bytes)| first.checked_add(bytes));
-        let (Some(rows), Some(row_bytes), Some(first), Some(end)) = (rows, row_bytes, first, end)
-        else {
+        let (Some(row_bytes), Some(first), Some(end)) = (row_bytes, first, end) else {
             return damage(format!("tensor {name:?} is larger than any memory"));
         };
         if end > self.size {
@@ -371,7 +369,6 @@ impl<R: Read> Header<R> {
             name,
             kind,
             shape: shape.iter().map(|&n| n as usize).collect(),
-            rows: rows as usize,
             row_bytes: row_bytes as usize,
             path: path.to_owned(),
             file: file.clone(),
@@ -535,7 +532,8 @@ pub(crate) mod tests {
         let file = written(bytes);
         let opened = GgufFiles::open(&[file.path().to_owned()])?;
         for tensor in &opened.tensors {
-            tensor.read(0, &mut vec![0; tensor.rows * tensor.row_bytes])?;
+            let rows: usize = tensor.shape.iter().rev().skip(1).product();
+            tensor.read(0, &mut vec![0; rows * tensor.row_bytes])?;
         }
         Ok(opened)
     }

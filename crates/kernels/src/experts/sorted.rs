@@ -1,0 +1,92 @@
+//! The rows of a step's experts: who goes to one expert lies side by side.
+
+use crate::tile::tile_height;
+
+/// One tile's rows, all of one expert.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct RowTile {
+    pub(crate) first: usize,
+    pub(crate) count: usize,
+}
+
+/// The rows of an expert that has any.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Active {
+    pub(crate) expert: usize,
+    pub(crate) first: usize,
+    pub(crate) count: usize,
+    /// Its pieces of work, when all experts' are counted in order, begin here,
+    pub(crate) begin: usize,
+    /// and end here.
+    pub(crate) end: usize,
+}
+
+/// Rows in order of experts and, of each, of tokens: a row is one token at one of its experts. Each
+/// member has its own, which is quicker to make than to wait for.
+#[derive(Default)]
+pub(crate) struct Sorted {
+    /// The token of each row.
+    pub(crate) tokens: Vec<u32>,
+    /// The row of each token's each expert, in order of their ids.
+    pub(crate) rows: Vec<u32>,
+    pub(crate) active: Vec<Active>,
+    pub(crate) tiles: Vec<RowTile>,
+    /// Where the next row of each expert goes.
+    places: Vec<u32>,
+}
+
+impl Sorted {
+    /// Sorts tokens by their experts `ids` `[tokens, per_token]`, all below `experts`. Tiles are of
+    /// at most `most` rows.
+    #[inline(always)]
+    pub(crate) fn sort(&mut self, ids: &[u32], per_token: usize, experts: usize, most: usize) {
+        self.places.clear();
+        self.places.resize(experts, 0);
+        for &id in ids {
+            self.places[id as usize] += 1;
+        }
+        self.active.clear();
+        self.tiles.clear();
+        let mut first = 0;
+        for (expert, place) in self.places.iter_mut().enumerate() {
+            let count = *place as usize;
+            *place = first as u32;
+            if count == 0 {
+                continue;
+            }
+            self.active.push(Active { expert, first, count, begin: 0, end: 0 });
+            let height = tile_height(count, most);
+            let tile = |row| RowTile { first: first + row, count: height.min(count - row) };
+            self.tiles.extend((0..count).step_by(height).map(tile));
+            first += count;
+        }
+        self.tokens.clear();
+        self.tokens.resize(ids.len(), 0);
+        self.rows.clear();
+        for (place, &id) in ids.iter().enumerate() {
+            let next = &mut self.places[id as usize];
+            self.tokens[*next as usize] = (place / per_token) as u32;
+            self.rows.push(*next);
+            *next += 1;
+        }
+    }
+
+    /// Counts the pieces of a product whose panels each take blocks of `block` rows; gives how many
+    /// there are.
+    #[inline(always)]
+    pub(crate) fn count_pieces(&mut self, panels: usize, block: impl Fn(usize) -> usize) -> usize {
+        let mut end = 0;
+        for active in &mut self.active {
+            active.begin = end;
+            end += panels * active.count.div_ceil(block(active.count));
+            active.end = end;
+        }
+        end
+    }
+
+    /// Which of the active experts has a piece.
+    #[inline(always)]
+    pub(crate) fn place_of(&self, piece: usize) -> usize {
+        self.active.partition_point(|active| active.end <= piece)
+    }
+}

@@ -1,0 +1,32 @@
+"""The benchmark of a mixture of experts: its weights, and its table."""
+
+from __future__ import annotations
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from benchmarks import expert_model
+from benchmarks.records import Results, Run
+from benchmarks.tables import experts
+
+
+def test_outputs_of_random_blocks_are_as_large_as_inputs() -> None:
+    random = np.random.default_rng(3)
+    made = expert_model.blocks(random, 4, 64, 512)
+    assert made.shape == (4, 64, 512 // 32 * 18)
+    weights = dequantize(made.reshape(-1, made.shape[-1]), GGMLQuantizationType.Q4_0)
+    x = random.standard_normal(512).astype(np.float32)
+    assert abs(float((weights @ x).std()) - 1) < 0.15
+
+
+def test_every_server_has_a_column_and_the_first_is_compared_with_the_others() -> None:
+    def run(workload: str, server: str, rate: float) -> Run:
+        return Run(workload, server, 1, {"output_throughput": rate, "input_throughput": 10 * rate})
+
+    found = Results(
+        "experts", runs=[run("one", "a", 6), run("one", "b", 2), run("prefill", "a", 3), run("prefill", "b", 4)]
+    )
+    lines = experts(found).splitlines()
+    assert lines[0] == "| workload | a, tokens/s | b, tokens/s | a / b |"
+    assert lines[2:] == ["| one | 6.00 | 2.00 | 3.00 |", "| prefill | 30.0 | 40.0 | 0.75 |"]
