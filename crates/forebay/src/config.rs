@@ -264,7 +264,8 @@ impl Config {
                 schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(together)
             },
             max_total_tokens: schedule.max_total_tokens,
-            prefix_cache: !schedule.disable_radix_cache,
+            prefix_cache: !schedule.disable_radix_cache
+                && !model.pooling.as_ref().is_some_and(Pooling::counts_all),
             host_tier: HostTier::resolve(flags, model, step, page_size)?,
             schedule_policy: schedule.schedule_policy,
             schedule_low_priority_values_first: schedule.schedule_low_priority_values_first,

@@ -61,14 +61,17 @@ impl Checkpoint {
     pub fn open(format: &str, files: &[PathBuf], shape: &Shape) -> Result<Self, ModelError> {
         match format {
             "safetensors" => {
-                let files: Vec<SafeFile> =
+                let mut files: Vec<SafeFile> =
                     files.iter().map(|path| SafeFile::open(path)).collect::<Result<_, _>>()?;
+                if shape.headless {
+                    files.iter_mut().for_each(root);
+                }
                 let mut shapes = HashMap::new();
                 for (name, tensor) in files.iter().flat_map(|file| &file.tensors) {
                     // Old Llama checkpoints carry the inverse frequencies of the rotary embedding
                     // as a buffer.
-                    let spare =
-                        (shape.tied && name == HEAD) || name.ends_with(".rotary_emb.inv_freq");
+                    let spare = (shape.has_spare_head() && name == HEAD)
+                        || name.ends_with(".rotary_emb.inv_freq");
                     if !spare {
                         shapes.insert(name.clone(), tensor.shape.clone());
                     }
@@ -84,8 +87,9 @@ impl Checkpoint {
                 let weights: HashMap<String, GgufTensor> =
                     stored.into_iter().map(|stored| (stored.name, stored.tensor.clone())).collect();
                 let shape_of = |name: &String| (name.clone(), weights[name].shape.clone());
-                let shapes = names.iter().map(shape_of).collect();
-                let tied = shape.tied;
+                let kept = |name: &&String| !(shape.headless && *name == HEAD);
+                let shapes = names.iter().filter(kept).map(shape_of).collect();
+                let tied = shape.tied && !shape.headless;
                 Ok(Self {
                     files: Files::Gguf(Box::new(Gguf { weights, names, permuted, tied })),
                     shapes,
@@ -165,6 +169,16 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+/// Names the parts of a body as if it had a head beside it: without one, they may be saved as they
+/// are.
+fn root(file: &mut SafeFile) {
+    let rooted = |name: String| match name.starts_with("model.") || name.starts_with("lm_head.") {
+        true => name,
+        false => format!("model.{name}"),
+    };
+    file.tensors = file.tensors.drain().map(|(name, it)| (rooted(name), it)).collect();
 }
 
 fn lacks(name: &str) -> ModelError {

@@ -12,6 +12,7 @@ from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
 from forebay.attention.flash import FlashAttention, why_not_fa3
 from forebay.attention.triton import TritonAttention
+from forebay.compute.causal import KINDS
 from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
 from forebay.compute.native import NativeCompute, why_not_plain
@@ -199,6 +200,11 @@ class Choice:
         self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
     ) -> Compute:
         """How the rows of a model are computed whose weights are loaded; `images` None: it sees none."""
+        return self._decoder(model, tables, kv, prompts, images)
+
+    def _decoder(
+        self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
+    ) -> NativeCompute | TorchCompute:
         if self._packs(model.config):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
         if model.params.formats.for_integers:
@@ -209,10 +215,15 @@ class Choice:
         """How the rows of a model are pooled whose weights are loaded."""
         if isinstance(model, Bert) and self._packs_encoder(model):
             return NativeEncoder(model, tables, torch.get_num_threads())
-        model.params.pack()
+        packed = isinstance(model, Decoder) and self._packs(model.config)
+        if not packed:
+            model.params.pack()
         if isinstance(model, Bert):
             return EncoderCompute(model, tables, self._device)
-        return TorchCompute(model, tables, kv, prompts, self._device)
+        pooling = self._config.pooling
+        assert pooling is not None
+        compute = self._decoder(model, tables, kv, prompts)
+        return KINDS[pooling.kind](compute, self._config.slots, model.config.hidden_size, self._device)
 
     def weight_order(self, config: ModelConfig) -> str | None:
         """A name for the order that `compute` brings matrices into; None: they stay as they were loaded."""

@@ -58,7 +58,7 @@ def _sampling(rows: Rows) -> Int64s:
 
 
 class NativeCompute:
-    """Implements `Compute`. The matrices of the model are moved: its own forward pass can't be used afterwards."""
+    """Implements `Compute` and `States`. The matrices of the model are moved: its own forward pass can't be used afterwards."""
 
     def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, threads: int) -> None:
         self._library = library()
@@ -141,6 +141,11 @@ class NativeCompute:
         self._step(rows, tokens, StepSpec(states=states.data_ptr()))
         return states.index_select(0, torch.from_numpy(places))
 
+    def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
+        vectors = torch.empty(len(tokens), self._hidden)
+        self._step(launch.rows, tokens, StepSpec(vectors=vectors.data_ptr()))
+        return vectors
+
     def head(self, states: torch.Tensor) -> torch.Tensor:
         states = states.contiguous()
         logits = torch.empty(len(states), self._vocabulary)
@@ -184,7 +189,9 @@ class NativeCompute:
         linear.weight = linear.weight.new_empty(0)
         return self._pointer(packed), None if linear.bias is None else self._pointer(linear.bias)
 
-    def _head(self, model: Decoder) -> int:
+    def _head(self, model: Decoder) -> int | None:
+        if model.config.headless:
+            return None
         packed = self._packed(head_packing(model), model.head)
         # A tied embedding stays, for its rows are looked up.
         if model.head is not model.embedding:

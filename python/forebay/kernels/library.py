@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 8
+VERSION = 9
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """What a step's time is told for."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
@@ -102,7 +102,7 @@ class StepSpec(Structure):
         ("sample", c_void_p),
         ("sampled", c_uint64),
         *((name, c_void_p) for name in ("given", "given_until")),
-        *((name, c_void_p) for name in ("logits", "best", "finite", "times", "states")),
+        *((name, c_void_p) for name in ("logits", "best", "finite", "times", "states", "vectors")),
     ]
 
 

@@ -73,7 +73,8 @@ def packings(model: Decoder) -> Iterator[Packing]:
         for linear in (attention.qkv, attention.output, mlp.down):
             yield linear_packing(linear, dtype)
         yield linear_packing(mlp.gate_up, dtype, interleaved=True)
-    yield head_packing(model)
+    if not model.config.headless:
+        yield head_packing(model)
 
 
 def packed_bytes(model: Decoder) -> int:
