@@ -232,7 +232,7 @@ def vectors(runner: Any, lengths: Sequence[int]) -> npt.NDArray[np.float32]:
         if number < len(prompts):
             slot = number % 3
             builder.slot(slot, prompts[number])
-            builder.page_writes += [(slot, index, 8 * slot + index) for index in range(8)]
+            builder.page_writes += [(slot, index, 6 * slot + index) for index in range(6)]
             builder.rows.append((slot, 0, len(prompts[number]) // 2, 0))
         result = runner.launch(builder.build()).collect()
         assert not result.row_errors.any()
@@ -257,7 +257,7 @@ def test_both_hands_give_the_same_vectors(
         model["config"]["architectures"] = ["Qwen3Model"]
     model["pooling"] = Pooling("embed", how, 64, normalize=True, sigmoid=False, max_length=None).to_dict()
     values = settings(model, dtype=dtype, quantization=quantization)
-    lengths = [2, 30, 7, 128, 63, 3]
+    lengths = [2, 30, 7, 96, 63, 3]
     with rust(tmp_path, values) as runner:
         found = vectors(runner, lengths)
         assert runner.facts["page_count"] > 0

@@ -404,9 +404,6 @@ fn egress_threads() -> u16 {
 /// formats), it says itself.
 fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization>> {
     let wanted = flags.loading.quantization;
-    if wanted.is_some() && model.pooling.is_some() {
-        bail!("--quantization is for models that generate, and this one pools");
-    }
     let dummy = flags.loading.load_format == LoadFormat::Dummy;
     if wanted == Some(Quantization::Gguf) && (model.format != "gguf" || dummy) {
         bail!(

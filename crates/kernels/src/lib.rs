@@ -97,7 +97,7 @@ impl<E: Element> Job<'_, E> {
         unsafe {
             match self {
                 Self::Step(step) => step.compute::<K, D>(member),
-                Self::Pass(pass) => pass.compute::<K>(member),
+                Self::Pass(pass) => pass.compute::<K, D>(member),
             }
         }
     }

@@ -16,7 +16,7 @@ from forebay.compute.causal import KINDS
 from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
 from forebay.compute.native import NativeCompute, why_not_plain
-from forebay.compute.native_encoder import NativeEncoder
+from forebay.compute.native_encoder import NativeEncoder, why_no_encoder
 from forebay.compute.paged import Limits, PagedSteps
 from forebay.compute.rows import Compute, Pooler
 from forebay.compute.sampler import Sampler
@@ -118,7 +118,7 @@ class Choice:
             raise ValueError(
                 f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use"
             )
-        missing = None if isinstance(model, EncoderConfig) else why_not_plain(model)
+        missing = why_no_encoder(model) if isinstance(model, EncoderConfig) else why_not_plain(model)
         if missing is not None:
             raise ModelError(
                 f"quantization {quantization} is not supported for {model.architecture}: it has {missing}, "
@@ -219,6 +219,10 @@ class Choice:
         if not packed:
             model.params.pack()
         if isinstance(model, Bert):
+            if model.params.formats.for_integers:
+                raise ModelError(
+                    "the compiled kernels can't compute this model, and nothing else computes quantised ones"
+                )
             return EncoderCompute(model, tables, self._device)
         pooling = self._config.pooling
         assert pooling is not None
@@ -235,7 +239,7 @@ class Choice:
         return packed_bytes(model) if self._packs(model.config) else model.params.nbytes
 
     def _packs_encoder(self, model: Bert) -> bool:
-        return self._native and NativeEncoder.supports(model.config) and not model.params.formats.for_integers
+        return self._native and why_no_encoder(model.config) is None
 
     def _packs(self, config: ModelConfig) -> bool:
         return self._native and NativeCompute.supports(config)

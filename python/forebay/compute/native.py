@@ -10,8 +10,17 @@ import torch
 
 from forebay.compute.rows import Launch, Rows
 from forebay.device.memory import HugePages
-from forebay.kernels.library import FORMATS, PARTS, LayerSpec, ModelSpec, StepSpec, library, open_mp
-from forebay.kernels.packing import Packing, head_packing, linear_packing, packings, plain_parts
+from forebay.kernels.library import PARTS, LayerSpec, ModelSpec, StepSpec, library, open_mp
+from forebay.kernels.packing import (
+    DTYPES,
+    Packing,
+    format_number,
+    head_packing,
+    linear_packing,
+    pack,
+    packings,
+    plain_parts,
+)
 from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
@@ -20,14 +29,8 @@ from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Dense, Experts, GroupedQuery
-from forebay.weights.quantization import INT8
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ERRORS = {1: "a row has a position without a page", 2: "a row has a token that is not of the vocabulary"}
-
-
-def _number(format_: str | None) -> int:
-    return 0 if format_ is None else FORMATS[format_]
 
 
 def why_not_plain(config: ModelConfig) -> str | None:
@@ -58,7 +61,10 @@ def _sampling(rows: Rows) -> Int64s:
 
 
 class NativeCompute:
-    """Implements `Compute` and `States`. The matrices of the model are moved: its own forward pass can't be used afterwards."""
+    """Implements `Compute` and `States`.
+
+    The matrices of the model are moved: its own forward pass can't be used afterwards.
+    """
 
     def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, threads: int) -> None:
         self._library = library()
@@ -84,7 +90,9 @@ class NativeCompute:
             layer.post_norm = self._vector(block.post_norm)
             layer.gate_up, layer.gate_up_bias = self._matrix(mlp.gate_up, interleaved=True)
             layer.down, layer.down_bias = self._matrix(mlp.down)
-            layer.formats[:] = [_number(of.format) for of in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
+            layer.formats[:] = [
+                format_number(of.format) for of in (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+            ]
             layer.keys, layer.values = pages.keys.data_ptr(), pages.values.data_ptr()
         config = model.config
         heads, feed = _plain(config)
@@ -108,7 +116,7 @@ class NativeCompute:
             embedding=model.embedding.data_ptr(),
             final_norm=self._vector(model.norm),
             head=self._head(model),
-            head_format=_number(model.head_format),
+            head_format=format_number(model.head_format),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             layer=layers,
@@ -206,22 +214,11 @@ class NativeCompute:
             if weight.is_meta:
                 raise ValueError(f"{name} is neither loaded nor packed")
             packed = self._params.packed[name] = self._room.take((room,), dtype)
-            self._pack(weight.contiguous(), packing, packed)
+            pack(weight.contiguous(), packing, packed)
         if (packed.shape, packed.dtype) != ((room,), dtype):
             # The kernels would read beyond its end.
             raise ValueError(f"{name} is packed as {packed.dtype} {list(packed.shape)}, not {dtype} [{room}]")
         return packed
-
-    def _pack(self, weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
-        """Packs, and quantises if the format is not that of `weight` yet."""
-        format_, shape = packing.format, packing.shape
-        source, to = weight.data_ptr(), packed.data_ptr()
-        if format_ is None:
-            self._library.fb_pack(DTYPES[weight.dtype], source, *shape, to)
-        elif format_ == INT8:
-            self._library.fb_quantise(DTYPES[weight.dtype], source, *shape, to)
-        elif not self._library.fb_pack_blocks(FORMATS[format_], source, weight.nbytes, *shape, to):
-            raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {packing.outputs} x {packing.inputs}")
 
     def _pointer(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)

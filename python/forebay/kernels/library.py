@@ -110,9 +110,12 @@ class EncoderLayerSpec(Structure):
     """One layer of an encoder; see `crates/kernels/src/encoder.rs`."""
 
     _fields_ = [
-        (name, c_void_p)
-        for part in ("qkv", "output", "attention_norm", "up", "down", "output_norm")
-        for name in (part, f"{part}_bias")
+        *(
+            (name, c_void_p)
+            for part in ("qkv", "output", "attention_norm", "up", "down", "output_norm")
+            for name in (part, f"{part}_bias")
+        ),
+        ("formats", c_uint32 * 4),
     ]
 
 

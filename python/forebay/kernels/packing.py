@@ -12,6 +12,10 @@ from forebay.layers.attention import Attention
 from forebay.layers.decoder import HEAD, Block, Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.mlp import SwiGLU
+from forebay.weights.quantization import INT8
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Of weights and activations, as the library counts them."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,23 @@ class Packing:
         """Bytes of the packed matrix."""
         elements, dtype = self.room
         return elements * dtype.itemsize
+
+
+def format_number(format_: str | None) -> int:
+    """A matrix's format as the library counts them; None: it is of the model's dtype."""
+    return 0 if format_ is None else FORMATS[format_]
+
+
+def pack(weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
+    """Packs the contiguous `weight` into `packed`, of `packing.room`; quantises if the format is not its own yet."""
+    format_, shape = packing.format, packing.shape
+    source, to = weight.data_ptr(), packed.data_ptr()
+    if format_ is None:
+        library().fb_pack(DTYPES[weight.dtype], source, *shape, to)
+    elif format_ == INT8:
+        library().fb_quantise(DTYPES[weight.dtype], source, *shape, to)
+    elif not library().fb_pack_blocks(FORMATS[format_], source, weight.nbytes, *shape, to):
+        raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {packing.outputs} x {packing.inputs}")
 
 
 def plain_parts(block: Block) -> tuple[Attention, SwiGLU]:
