@@ -12,8 +12,9 @@ from forebay.layers.attention import Attention
 from forebay.layers.decoder import HEAD, Block, Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.mlp import SwiGLU
-from forebay.weights.quantization import INT8
 
+MADE = FORMATS["INT8"]
+"""The format that is made of a matrix of the model's dtype; the others are a file's."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Of weights and activations, as the library counts them."""
 
@@ -62,7 +63,7 @@ def pack(weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
     source, to = weight.data_ptr(), packed.data_ptr()
     if format_ is None:
         library().fb_pack(DTYPES[weight.dtype], source, *shape, to)
-    elif format_ == INT8:
+    elif FORMATS[format_] == MADE:
         library().fb_quantise(DTYPES[weight.dtype], source, *shape, to)
     elif not library().fb_pack_blocks(FORMATS[format_], source, weight.nbytes, *shape, to):
         raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {packing.outputs} x {packing.inputs}")
