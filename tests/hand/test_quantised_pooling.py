@@ -33,7 +33,7 @@ def embedder() -> tuple[Any, dict[str, Any], list[int]]:
 
 
 def scorer() -> tuple[Any, dict[str, Any], list[int]]:
-    model = random_model(BertForSequenceClassification, BertConfig(**SIZES, num_labels=1))
+    model = random_model(BertForSequenceClassification, BertConfig(**SIZES | {"num_labels": 1}))
     return model, pooling("cls", 1, "score"), [3, 0, 40, 6, 1, 1, 30, 3]
 
 
@@ -51,7 +51,7 @@ def test_int8_vectors_are_those_of_torch_that_rounds(
     other = runner_of(model, pooled)
     bert = other.model
     # The layers that make a score of a vector stay as they are.
-    plain = {part.weight.data_ptr() for part in bert.head or ()}  # type: ignore[union-attr]
+    plain = {part.weight.data_ptr() for part in bert.head or ()}
     for block in bert.blocks:
         for linear in (block.qkv, block.output, block.up, block.down):  # type: ignore[union-attr]
             linear.weight.copy_(rounded(linear.weight, linear.weight.shape[1]))
