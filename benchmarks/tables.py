@@ -362,6 +362,20 @@ def embeddings(found: Results) -> str:
     return markdown(head, rows)
 
 
+def embedding_rate(found: Results) -> str:
+    """Inputs a second by the length of texts; the ratios are of the first row of each workload to the others."""
+    head = ["texts", "computed by", "inputs/s", "forebay / this", "inputs a batch"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            rate = number(found.median(workload, server, "inputs_per_second"))
+            batch = found.median(workload, server, "batch")
+            ratio = spread(found.ratio(workload, first, server, "inputs_per_second"))
+            rows.append([workload, server, rate, ratio, "-" if batch is None else f"{batch:.0f}"])
+    return markdown(head, rows)
+
+
 def replicas(found: Results) -> str:
     """How even each policy is, and its latencies; the ratios are to the first policy's."""
     head = [
@@ -493,6 +507,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "micro": micro,
     "agreement": agreement,
     "embeddings": embeddings,
+    "embedding_rate": embedding_rate,
     "host_tier": host_tier,
     "intake": intake,
     "images": images,
