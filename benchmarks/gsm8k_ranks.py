@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import coder, models
 from benchmarks.gsm8k_reference import read_jsonl
+
+from benchmarks import coder, models
 from benchmarks.processes import Running, free_port
 from benchmarks.servers import FOREBAY
 

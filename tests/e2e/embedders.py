@@ -76,7 +76,7 @@ class CrossEncoder(Encoder):
             return [float(self.model(**one).logits[0, 0]) for one in inputs]
 
 
-def as_sentence_transformers(directory: Path) -> None:
+def as_sentence_transformers(directory: Path, mode: str = "lasttoken") -> None:
     """Adds the files by which a causal model's repository says that it is an embedder."""
     types = ["Transformer", "Pooling", "Normalize"]
     modules = [
@@ -84,4 +84,4 @@ def as_sentence_transformers(directory: Path) -> None:
     ]
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    (directory / "1_Pooling/config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))

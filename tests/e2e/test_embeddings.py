@@ -260,14 +260,18 @@ def test_an_embedder_scores_by_cosine(server: Server, minilm: MiniLM) -> None:
     assert [one["score"] for one in answer["data"]] == pytest.approx((vectors[1:] @ vectors[0]).tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("hand", ["rust", "torch"])
 @pytest.mark.parametrize("told", ["by-flag", "by-repository"])
-def test_a_causal_model_embeds_in_chunks_and_from_the_prefix_cache(told: str, tmp_path: Path, serve: Serve) -> None:
+def test_a_causal_model_embeds_in_chunks_and_from_the_prefix_cache(
+    told: str, hand: str, tmp_path: Path, serve: Serve
+) -> None:
     model = TinyModel("qwen3", tmp_path / "model")
     if told == "by-repository":
         as_sentence_transformers(tmp_path / "model")
     (tmp_path / "logs").mkdir()
     flags = ["--chunked-prefill-size", "64"] + (["--is-embedding"] if told == "by-flag" else [])
-    server = serve(model, *flags)
+    server = serve(model, *flags, *(["--hand", "torch"] if hand == "torch" else []))
+    assert server.http.get("/server_info").json()["config"]["hand"] == hand
     chance = random.Random(2)
     shared = [chance.randrange(3, 2000) for _ in range(100)]
     prompts = [shared + [chance.randrange(3, 2000) for _ in range(length)] for length in (1, 7, 50, 200)]
@@ -280,6 +284,25 @@ def test_a_causal_model_embeds_in_chunks_and_from_the_prefix_cache(told: str, tm
     assert server.metric("vllm:prefix_cache_hits_total") >= 4 * 96
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert server.post("/v1/completions", {"prompt": "a"}).status_code == 400
+
+
+@pytest.mark.parametrize("hand", ["rust", "torch"])
+def test_a_mean_of_a_causal_model_counts_what_an_earlier_prompt_has_computed(
+    hand: str, tmp_path: Path, serve: Serve
+) -> None:
+    model = TinyModel("qwen3", tmp_path / "model")
+    as_sentence_transformers(tmp_path / "model", "mean_tokens")
+    (tmp_path / "logs").mkdir()
+    server = serve(model, "--chunked-prefill-size", "64", "--hand", hand)
+    chance = random.Random(2)
+    shared = [chance.randrange(3, 2000) for _ in range(100)]
+    prompts = [shared + [chance.randrange(3, 2000) for _ in range(length)] for length in (1, 7, 50, 200)]
+    with torch.inference_mode():
+        states = [model.reference.model(input_ids=torch.tensor([p])).last_hidden_state[0].mean(0) for p in prompts]
+    expected = torch.nn.functional.normalize(torch.stack(states).float(), dim=-1)
+    for _ in range(2):
+        assert min(cosines(embed(server, prompts), expected)) > 0.99999
+    assert server.metric("vllm:prefix_cache_hits_total") == 0
 
 
 def test_a_generator_makes_no_vectors(models: Models, serve: Serve) -> None:

@@ -36,7 +36,6 @@ def test_tokens_depend_on_the_request_alone(serve: Serve, models: Models, name: 
     ("name", "flags", "message"),
     [
         ("llama", ["--quantization", "gguf"], "the model is in safetensors"),
-        ("llama", ["--quantization", "w8a8_int8", "--is-embedding"], "this one pools"),
         ("smollm2", ["--quantization", "gguf", "--load-format", "dummy"], "--load-format dummy loads none"),
         ("llama", ["--quantization", "fp4"], "possible values: w8a8_int8, gguf, fp8, awq, gptq, compressed-tensors"),
         (

@@ -9,10 +9,10 @@ import gguf
 import pytest
 import torch
 
-from forebay.compute.native import NativeCompute
+from forebay.compute import native
 from forebay.compute.prompts import slice_bytes
 from forebay.device.cpu import CpuDevice
-from forebay.kernels.packing import Packing, plain_parts
+from forebay.kernels.packing import Packing, head_packing, plain_parts
 from forebay.layers.params import ignore
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
@@ -87,15 +87,18 @@ def test_weights_of_an_earlier_start_take_what_was_said(quantization: str | None
 
 
 def test_what_torch_computes_with_is_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = hf_config(FAMILIES["llama"][1], "LlamaForCausalLM")
+    config = hf_config(FAMILIES["llama-untied-biases"][1], "LlamaForCausalLM")
     pooling = Pooling("embed", "last", 64, normalize=True, sigmoid=False, max_length=None)
     wire = wire_config(config)
+    packed = ModelRunner(RunnerConfig.from_dict(wire))
     wire["model"]["pooling"] = pooling.to_dict()
     pooled = ModelRunner(RunnerConfig.from_dict(wire))
-    assert pooled.weight_bytes == pooled.model.params.nbytes
+    # Both are packed, and one of them has no head.
+    assert packed.weight_bytes - pooled.weight_bytes == head_packing(packed.decoder).nbytes
     monkeypatch.setenv("FOREBAY_KERNELS", "torch")
-    plain = ModelRunner(RunnerConfig.from_dict(wire_config(config)))
-    assert plain.weight_bytes == plain.model.params.nbytes
+    for values in (wire, wire_config(config)):
+        plain = ModelRunner(RunnerConfig.from_dict(values))
+        assert plain.weight_bytes == plain.model.params.nbytes
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), WAYS)
@@ -117,14 +120,14 @@ def test_the_pool_gets_what_packed_weights_leave(
 def test_matrices_go_one_by_one_as_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(reference_model("llama-untied-biases"))
     down = plain_parts(runner.decoder.blocks[0])[1].down
-    pack = NativeCompute._pack
+    pack = native.pack
     held: list[int] = []
 
-    def count(self: NativeCompute, weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
+    def count(weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
         held.append(runner.model.params.count + (packing.name != down.name and down.weight.numel() > 0))
-        pack(self, weight, packing, packed)
+        pack(weight, packing, packed)
 
-    monkeypatch.setattr(NativeCompute, "_pack", count)
+    monkeypatch.setattr(native, "pack", count)
     runner.warm_up()
     # A layer is packed from its queries to its `down`: until then that is there, and nothing else holds any.
     assert held == [1, 1, 1, *[0] * (len(held) - 3)]

@@ -1,6 +1,7 @@
 """Vectors and scores: those of transformers, whatever the batch, the order and the chunking."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
 )
 
 from benchmarks.models import unpack_minilm
+from forebay.compute.eager import TorchCompute
+from forebay.compute.native import NativeCompute
 from forebay.compute.native_encoder import NativeEncoder
 from forebay.protocol.frames import Float32s
-from forebay.protocol.plan import FLAG_POOL
+from forebay.protocol.plan import FLAG_POOL, Plan
 from forebay.protocol.result import ROW_NOT_FINITE
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
@@ -180,37 +185,100 @@ def test_bfloat16_is_close() -> None:
     assert min(cosine(a, b) for a, b in zip(exact, rough, strict=True)) > 0.99
 
 
-@pytest.mark.parametrize("kind", [Qwen3ForCausalLM, Qwen3Model])
-def test_a_causal_model_gives_its_last_state(kind: type[Any]) -> None:
-    model = random_model(kind, Qwen3Config(**TINY, head_dim=32))
-    body = model.model if kind is Qwen3ForCausalLM else model
+CAUSAL: list[tuple[type[Any], Any]] = [
+    (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32)),
+    (Qwen3Model, Qwen3Config(**TINY, head_dim=32)),
+    (LlamaForCausalLM, LlamaConfig(**TINY)),
+]
+
+
+@pytest.mark.parametrize("how", ["last", "causal_mean"])
+@pytest.mark.parametrize(("kind", "config"), CAUSAL, ids=[kind.__name__ for kind, _ in CAUSAL])
+def test_a_causal_model_pools_as_transformers_does(kind: type[Any], config: Any, how: str, kernels: str) -> None:
+    model = random_model(kind, config)
+    body = model if kind is Qwen3Model else model.model
     texts = prompts(LENGTHS)
-    found = pool(runner_of(model, pooling("last", 64), max_total_tokens=1024), texts)
+    runner = runner_of(model, pooling(how, 64), max_total_tokens=1024)
+    found = pool(runner, texts)
+    expected_compute = NativeCompute if kernels == "native" else TorchCompute
+    assert isinstance(runner._pooler._compute, expected_compute)  # type: ignore[attr-defined]
     for vector, tokens in zip(found, texts, strict=True):
-        expected = reference_states(body, tokens)[-1]
+        states = reference_states(body, tokens)
+        expected = states[-1] if how == "last" else states.mean(0)
         assert cosine(vector, expected) > 0.99999
         np.testing.assert_allclose(vector, expected, atol=1e-4)
 
 
-def test_a_causal_prompt_may_come_in_chunks_and_from_shared_pages() -> None:
+def parts(slot: int, first_page: int, cuts: Sequence[int], tokens: list[int]) -> list[Plan]:
+    """The plans of a prompt that is cut at these positions; only the last one asks for its vector."""
+    plans = []
+    for start, end in pairwise((0, *cuts, len(tokens))):
+        builder = PlanBuilder()
+        if start == 0:
+            builder.slot(slot, tokens)
+            builder.page_writes += [(slot, index, first_page + index) for index in range(8)]
+        builder.rows.append((slot, start, end - start, FLAG_POOL if end == len(tokens) else 0))
+        plans.append(builder.build())
+    return plans
+
+
+@pytest.mark.parametrize("how", ["last", "causal_mean"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_causal_prompt_may_come_in_chunks(how: str, dtype: str, kernels: str) -> None:
     model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
-    runner = runner_of(model, pooling("last", 64))
+    runner = runner_of(model, pooling(how, 64), dtype=dtype)
     tokens = prompts([30])[0]
     whole = pool(runner, [tokens])[0]
-    builder = PlanBuilder()
-    builder.slot(1, tokens)
-    builder.page_writes += [(1, index, 20 + index) for index in range(8)]
-    builder.rows.append((1, 0, 13, 0))
-    assert not len(runner.step(builder.build()).pooled)
-    builder = PlanBuilder()
-    builder.rows.append((1, 13, 17, FLAG_POOL))
-    np.testing.assert_allclose(runner.step(builder.build()).pooled, whole, atol=1e-5)
-    # Another slot that finds the first five pages.
-    builder = PlanBuilder()
-    builder.slot(2, tokens)
-    builder.page_writes += [(2, index, (20 if index < 5 else 40) + index) for index in range(8)]
-    builder.rows.append((2, 20, 10, FLAG_POOL))
-    np.testing.assert_allclose(runner.step(builder.build()).pooled, whole, atol=1e-5)
+    for cuts in [(13,), (1, 2, 29)]:
+        *before, last = [runner.step(plan).pooled for plan in parts(1, 20, cuts, tokens)]
+        assert not any(map(len, before))
+        if kernels == "native":
+            np.testing.assert_array_equal(last, whole)
+        else:
+            # Products of other shapes add in another order.
+            np.testing.assert_allclose(last, whole, atol=1e-5 if dtype == "float32" else 0.1)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_last_state_of_a_causal_prompt_may_come_from_shared_pages_and_a_mean_may_not() -> None:
+    model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
+    tokens = prompts([30])[0]
+    for how in ("last", "causal_mean"):
+        runner = runner_of(model, pooling(how, 64))
+        *_, whole = [runner.step(plan).pooled for plan in parts(1, 20, (), tokens)]
+        # Another slot that finds the first five pages.
+        builder = PlanBuilder()
+        builder.slot(2, tokens)
+        builder.page_writes += [(2, index, (20 if index < 5 else 40) + index) for index in range(8)]
+        builder.rows.append((2, 20, 10, FLAG_POOL))
+        if how == "last":
+            np.testing.assert_allclose(runner.step(builder.build()).pooled, whole, atol=1e-5)
+        else:
+            with pytest.raises(PlanError, match="not computed"):
+                runner.step(builder.build())
+
+
+def test_causal_vectors_have_the_same_bits_whatever_is_computed_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KERNELS", "native")
+    model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
+    texts = prompts(LENGTHS)
+    for how in ("last", "causal_mean"):
+        runner = runner_of(model, pooling(how, 64), max_total_tokens=1024, dtype="bfloat16")
+        together = pool(runner, texts)
+        np.testing.assert_array_equal(pool(runner, texts[::-1])[::-1], together)
+        np.testing.assert_array_equal(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("how", ["last", "causal_mean"])
+def test_causal_vectors_in_bfloat16_are_close(how: str) -> None:
+    model = random_model(Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32))
+    texts = prompts(LENGTHS)
+    exact, rough = (
+        pool(runner_of(model, pooling(how, 64), max_total_tokens=1024, dtype=name), texts)
+        for name in ("float32", "bfloat16")
+    )
+    assert min(cosine(a, b) for a, b in zip(exact, rough, strict=True)) > 0.99
 
 
 def test_what_a_model_does_not_give_is_refused() -> None:

@@ -21,7 +21,6 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.pooling import Pooling
 from tests.hand.support import FAMILIES, HOST, hf_config, reference_model, runner_of, wire_config
 from tests.weights.support import smollm2, tiny_metadata, tiny_tensors, tiny_tokenizer, write_gguf
 
@@ -245,19 +244,14 @@ def runner_with(**changes: Any) -> ModelRunner:
     [
         ({"quantization": "fp4"}, "use w8a8_int8 or gguf"),
         ({"quantization": "gguf"}, "none is loaded"),
-        ({"quantization": "w8a8_int8", "pooling": True}, "not for those that pool"),
         ({"quantization": "w8a8_int8", "intermediate_size": 90}, "needs multiples of 32"),
     ],
 )
 def test_what_can_not_be_quantised(changes: dict[str, Any], message: str) -> None:
     config = {**hf_config(FAMILIES["llama"][1], "LlamaForCausalLM")}
     config["intermediate_size"] = changes.pop("intermediate_size", 96)
-    wire = wire_config(config, **{key: value for key, value in changes.items() if key != "pooling"})
-    if changes.get("pooling"):
-        pooling = Pooling("embed", "last", 64, normalize=True, sigmoid=False, max_length=None)
-        wire["model"]["pooling"] = pooling.to_dict()
     with pytest.raises(ValueError, match=message):
-        ModelRunner(RunnerConfig.from_dict(wire))
+        ModelRunner(RunnerConfig.from_dict(wire_config(config, **changes)))
 
 
 @pytest.mark.parametrize(

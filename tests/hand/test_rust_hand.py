@@ -17,17 +17,18 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from forebay.protocol.connection import Connection
 from forebay.protocol.frames import Kind, encode_json
 from forebay.protocol.masks import INLINE, Masks
-from forebay.protocol.plan import Plan
+from forebay.protocol.plan import FLAG_POOL, Plan
 from forebay.protocol.result import StepResult
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
+from forebay.weights.pooling import Pooling
 from tests.hand.gguf_models import Form, write
 from tests.hand.process import spawn
 from tests.hand.support import (
@@ -253,6 +254,52 @@ def test_files_of_gguf_with_experts_are_the_same_to_both(tmp_path: Path, kind: s
     assert weight_bytes == expected.facts()["weight_bytes"]
     told = (tmp_path / "stderr").read_text()
     assert ("computing with blocks of the file" in told) == (kind != "F16")
+
+
+def vectors(runner: Any, lengths: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Of prompts of these lengths, each in two parts, the second of which has a step with the first of the next."""
+    random = np.random.default_rng(7)
+    prompts = [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
+    found = []
+    for number in range(len(prompts) + 1):
+        builder = PlanBuilder(number + 1)
+        if number:
+            tokens = prompts[number - 1]
+            half = len(tokens) // 2
+            builder.rows.append(((number - 1) % 3, half, len(tokens) - half, FLAG_POOL))
+        if number < len(prompts):
+            slot = number % 3
+            builder.slot(slot, prompts[number])
+            builder.page_writes += [(slot, index, 6 * slot + index) for index in range(6)]
+            builder.rows.append((slot, 0, len(prompts[number]) // 2, 0))
+        result = runner.launch(builder.build()).collect()
+        assert not result.row_errors.any()
+        found.append(result.pooled)
+    return np.concatenate(found).reshape(len(prompts), -1)
+
+
+@pytest.mark.parametrize("how", ["last", "causal_mean"])
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
+@pytest.mark.parametrize("family", ["llama", "llama-untied-biases", "qwen3", "without-a-head"])
+def test_both_hands_give_the_same_vectors(
+    tmp_path: Path, family: str, dtype: str, quantization: str | None, how: str
+) -> None:
+    headless = family == "without-a-head"
+    model = in_safetensors(tmp_path, "qwen3" if headless else family)
+    if headless:
+        path = Path(model["files"][0])
+        body = {
+            name.removeprefix("model."): tensor for name, tensor in load_file(path).items() if "lm_head" not in name
+        }
+        save_file(body, path)
+        model["config"]["architectures"] = ["Qwen3Model"]
+    model["pooling"] = Pooling("embed", how, 64, normalize=True, sigmoid=False, max_length=None).to_dict()
+    values = settings(model, dtype=dtype, quantization=quantization)
+    lengths = [2, 30, 7, 96, 63, 3]
+    with rust(tmp_path, values) as runner:
+        found = vectors(runner, lengths)
+        assert runner.facts["page_count"] > 0
+    np.testing.assert_allclose(found, vectors(torch_runner(values), lengths), atol=2e-5 if dtype == "float32" else 0.03)
 
 
 def test_masks_and_embeddings_are_the_same_to_both(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def repository(folder: Path, mode: dict[str, Any], *more: str, length: int | Non
         (BERT, {"pooling_mode": "mean"}, "mean"),
         (QWEN, {"pooling_mode_lasttoken": True}, "last"),
         (QWEN, {"pooling_mode": "lasttoken"}, "last"),
+        (QWEN, {"pooling_mode_mean_tokens": True}, "causal_mean"),
     ],
 )
 def test_a_repository_of_sentence_transformers(
@@ -68,7 +69,9 @@ def test_vectors_that_nobody_normalises(tmp_path: Path) -> None:
     [
         (BERT, {"pooling_mode_max_tokens": True}, (), "pooling 'max' of an encoder"),
         (BERT, {"pooling_mode_lasttoken": True}, (), "pooling 'last' of an encoder"),
-        (QWEN, {"pooling_mode_mean_tokens": True}, (), "pooling 'mean' of a causal model"),
+        (QWEN, {"pooling_mode_cls_token": True}, (), "pooling 'cls' of a causal model"),
+        ({**QWEN, "is_causal": False}, {"pooling_mode_mean_tokens": True}, (), "see what is behind them"),
+        ({**QWEN, "use_bidirectional_attention": True}, {"pooling_mode": "mean"}, (), "see what is behind them"),
         (BERT, {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, (), "cls and mean"),
         (BERT, {}, (), "by nothing"),
         (BERT, {"pooling_mode_mean_tokens": True}, ("Dense",), "module Dense"),

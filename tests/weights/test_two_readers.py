@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from forebay.weights.describe import describe_path
 from forebay.weights.pretokenizers import PIPELINES
 from tests.binary import example
+from tests.e2e.embedders import as_sentence_transformers
 from tests.hand.gguf_models import Form, write
 from tests.hand.support import FAMILIES, hf_config, random_model, reference_model
 from tests.hand.test_gguf_experts import MODELS
@@ -23,17 +24,18 @@ from tests.weights.support import tiny_gguf
 Q = gguf.GGMLQuantizationType
 
 
-def of_rust(path: Path, cache: Path) -> dict[str, Any]:
-    command = [example("describe"), path, cache]
+def of_rust(path: Path, cache: Path, *, embedding: bool = False) -> dict[str, Any]:
+    command = [example("describe"), path, cache, *(["--embedding"] if embedding else [])]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def both(path: Path, caches: Path) -> list[dict[str, Any]]:
+def both(path: Path, caches: Path, *, embedding: bool = False) -> list[dict[str, Any]]:
     """The descriptions of both, without the folder in which each has made its files."""
     one, other = caches / "rust", caches / "python"
-    found = [of_rust(path, one), json.loads(json.dumps({**describe_path(path, other), "cache": str(other)}))]
+    described = {**describe_path(path, other, embedding=embedding), "cache": str(other)}
+    found = [of_rust(path, one, embedding=embedding), json.loads(json.dumps(described))]
     for description, cache in zip(found, (one, other), strict=True):
         assert description.pop("cache") == str(cache)
         description["tokenizer"] = description["tokenizer"].replace(str(cache), "CACHE")
@@ -66,6 +68,24 @@ def test_folders_of_safetensors(tmp_path: Path, family: str) -> None:
     assert one["eos_token_ids"] == [3, 7, 9]
 
 
+@pytest.mark.parametrize("mode", [None, "lasttoken", "mean_tokens"])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
+def test_what_a_folder_says_of_vectors(tmp_path: Path, architecture: str, mode: str | None) -> None:
+    model = reference_model("qwen3")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"model.norm.weight": model.model.norm.weight.detach().clone()}, folder / "w.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf_config(model.config, architecture)))
+    (folder / "tokenizer.json").write_text("{}")
+    if mode is not None:
+        as_sentence_transformers(folder, mode)
+        (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 96}))
+    for embedding in (False, True):
+        one, other = both(folder, tmp_path, embedding=embedding)
+        assert one == other
+        assert (one["pooling"] is None) == (mode is None and architecture == "Qwen3ForCausalLM" and not embedding)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_of_gguf(tmp_path: Path, architecture: str, tied: bool) -> None:
@@ -90,8 +110,9 @@ def test_the_default_model(tmp_path: Path) -> None:
 
 
 def check_gguf(path: Path, caches: Path) -> None:
-    one, other = both(path, caches)
-    assert one == other
+    for embedding in (False, True):
+        one, other = both(path, caches, embedding=embedding)
+        assert one == other
     made = [sorted((caches / reader / "gguf").rglob("*.json")) for reader in ("rust", "python")]
     assert [file.relative_to(caches / "rust") for file in made[0]] == [
         file.relative_to(caches / "python") for file in made[1]

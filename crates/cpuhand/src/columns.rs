@@ -5,7 +5,7 @@ use forebay_protocol::{StepPlan, Want};
 
 use crate::tables::{PlanError, Tables, wrong};
 
-/// `r` rows, of which `s` sample.
+/// `r` rows, of which `s` sample, or pool.
 pub(crate) struct Columns {
     /// `[r]`
     pub(crate) slot: Vec<i64>,
@@ -15,7 +15,7 @@ pub(crate) struct Columns {
     pub(crate) length: Vec<i64>,
     /// `[r]`: each row's last token, numbered over all rows.
     pub(crate) last: Vec<i64>,
-    /// `[s]`: the rows that sample.
+    /// `[s]`: the rows that sample, or that pool.
     pub(crate) sampling: Vec<usize>,
     /// The sampling rows that have a mask.
     pub(crate) masked: Vec<usize>,
@@ -34,7 +34,8 @@ impl Columns {
         }
     }
 
-    pub(crate) fn of(plan: &StepPlan, tables: &Tables) -> Result<Self, PlanError> {
+    /// `pools`: rows give vectors, and otherwise tokens.
+    pub(crate) fn of(plan: &StepPlan, tables: &Tables, pools: bool) -> Result<Self, PlanError> {
         let count = plan.rows().len();
         let mut columns = Self {
             slot: Vec::with_capacity(count),
@@ -55,8 +56,12 @@ impl Columns {
                     row.slot, row.start, row.length
                 ));
             }
-            if row.want == Want::Vector {
+            let pooled = row.want == Want::Vector;
+            if pooled && !pools {
                 return wrong("a row that pools, for a model that generates");
+            }
+            if pools && !pooled && row.want != Want::Nothing {
+                return wrong("a row that samples, for a model that pools");
             }
             last += i64::from(row.length);
             columns.slot.push(row.slot.into());
@@ -66,7 +71,7 @@ impl Columns {
             if row.want == Want::Masked {
                 columns.masked.push(columns.sampling.len());
             }
-            if row.want.samples() {
+            if pooled || row.want.samples() {
                 columns.sampling.push(index);
             }
         }

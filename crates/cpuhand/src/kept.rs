@@ -11,6 +11,7 @@ use rustix::process::nice;
 use serde_json::{Map, Value, json};
 
 use crate::load::{Loaded, Plan, rooms, shared};
+use crate::pooled::kind;
 
 /// Below the model's cache folder.
 const FOLDER: &str = "packed";
@@ -27,7 +28,8 @@ impl Kept {
     pub(crate) fn open(config: &HandConfig) -> Option<Self> {
         let model = &config.model;
         let folder = model.get("cache").and_then(Value::as_str)?;
-        if config.weight_cache_bytes == 0 || config.load_format != "auto" {
+        let pools = kind(config).is_some();
+        if pools || config.weight_cache_bytes == 0 || config.load_format != "auto" {
             return None;
         }
         let facts = json!({

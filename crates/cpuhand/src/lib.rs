@@ -13,6 +13,7 @@ mod exponential;
 mod kept;
 mod load;
 mod machine;
+mod pooled;
 mod process;
 mod prompts;
 mod random;

@@ -186,6 +186,9 @@ impl Plan {
     }
 
     fn head(&mut self, shape: &Shape) -> Result<(), ModelError> {
+        if shape.headless {
+            return Ok(());
+        }
         let parts = Parts { parts: vec![(HEAD.into(), vec![shape.vocab_size, shape.hidden_size])] };
         let storage = self.formats.of(&[HEAD.into()], shape.hidden_size)?;
         // Also where it is tied: the rows of an embedding are looked up in the model's type.
@@ -548,7 +551,7 @@ pub(crate) fn assemble(
     Ok(Weights {
         embedding: get(EMBEDDING)?,
         final_norm: get(NORM)?,
-        head: matrix(HEAD)?,
+        head: (!shape.headless).then(|| matrix(HEAD)).transpose()?,
         layers,
         cos,
         sin,

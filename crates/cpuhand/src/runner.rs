@@ -18,6 +18,7 @@ use crate::connection::ConnectionError;
 use crate::kept::{Kept, files};
 use crate::load::{Formats, Plan, Source, assemble, load};
 use crate::machine::{available_bytes, physical_cores};
+use crate::pooled::Pooler;
 use crate::prompts::slice_bytes;
 use crate::serves::{Asked, serves};
 use crate::tables::{PlanError, Tables};
@@ -60,6 +61,8 @@ pub(crate) struct Runner {
     pub(crate) ended: Instant,
     /// Kept from step to step.
     pub(crate) logits: Vec<f32>,
+    /// `None`: the model generates.
+    pub(crate) pooler: Option<Pooler>,
 }
 
 /// A runner, and how its weights are kept for the next start.
@@ -87,7 +90,8 @@ impl Runner {
         })?;
         limit_kernels(kernels.as_deref())?;
         check(config)?;
-        let shape = Shape::of(asked.config)?;
+        let pooling = asked.pooling;
+        let shape = Shape { headless: pooling.is_some(), ..Shape::of(asked.config)? };
         let number = number(&config.dtype)?;
         let members = config.threads.map_or_else(physical_cores, |threads| threads as usize);
         let threads = Arc::new(Threads::new(members)?);
@@ -154,7 +158,9 @@ impl Runner {
             sizes.vocabulary,
         );
         let (ended, logits, arena) = (Instant::now(), Vec::new(), Arc::new(arena));
-        let mut runner = Self { decoder, tables, threads, arena, sizes, facts, ended, logits };
+        let pooler = pooling.and_then(|kind| Pooler::of(kind, config.slots as usize, sizes.hidden));
+        let mut runner =
+            Self { decoder, tables, threads, arena, sizes, facts, ended, logits, pooler };
         if !runner.warm_up()? {
             let mut what = "the weights give results that are not finite".to_owned();
             if kept.as_mut().is_some_and(Kept::discard) {
@@ -186,6 +192,12 @@ impl Runner {
             let (mut best, mut finite) = ([0], [0]);
             let columns = Columns::one(start as i64, length as i64);
             let rows = columns.rows(&self.tables, &[], &columns.last);
+            if self.pooler.is_some() {
+                let mut vector = vec![0.0; self.sizes.hidden];
+                self.decoder.step(&rows, Wanted::Vectors(&mut vector))?;
+                fine &= vector.iter().all(|number| number.is_finite());
+                continue;
+            }
             self.decoder.step(&rows, Wanted::Best(&mut best, &mut finite))?;
             fine &= finite[0] == 1;
         }
@@ -318,7 +330,8 @@ fn sizes(
     let pages = match config.max_total_tokens {
         Some(tokens) => tokens / u64::from(config.page_size),
         None => {
-            let steps = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
+            let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
+            let steps = if shape.headless { 0 } else { slices };
             let share = (config.mem_fraction_static * available as f64) as u64;
             let fitting = share.saturating_sub(weight_bytes + steps) / page_bytes;
             let of_slot = u64::from(config.context_length.div_ceil(config.page_size));

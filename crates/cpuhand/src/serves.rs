@@ -5,13 +5,15 @@ use forebay_protocol::HandConfig;
 use forebay_weights::{ModelError, Shape};
 use serde_json::{Map, Value};
 
+use crate::pooled::{Pooler, kind};
+
 /// The model and settings that are to be served, as the brain has them before a hand starts.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
     /// The model's `config.json`.
     pub config: &'a Map<String, Value>,
-    /// True if the model pools.
-    pub pools: bool,
+    /// The kind of pooling; `None`: the model generates.
+    pub pooling: Option<&'a str>,
     /// True if the model sees images.
     pub sees: bool,
     /// The kind of device.
@@ -36,7 +38,7 @@ impl<'a> Asked<'a> {
         let there = |key: &str| !config.model.get(key).is_none_or(Value::is_null);
         Some(Self {
             config: config.model.get("config")?.as_object()?,
-            pools: there("pooling"),
+            pooling: kind(config),
             sees: there("images"),
             device: &config.device,
             quantization: config.quantization.as_deref(),
@@ -62,8 +64,8 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.device != "cpu" {
         return lacks(&format!("the device {}", asked.device));
     }
-    if asked.pools {
-        return lacks("pooling");
+    if let Some(kind) = asked.pooling.filter(|kind| !Pooler::knows(kind)) {
+        return lacks(&format!("the pooling {kind:?}"));
     }
     if asked.sees {
         return lacks("images");
@@ -117,7 +119,7 @@ mod tests {
         });
         let good = Asked {
             config: config.as_object().expect("an object"),
-            pools: false,
+            pooling: None,
             sees: false,
             device: "cpu",
             quantization: None,
@@ -129,8 +131,9 @@ mod tests {
         };
         assert_eq!(serves(&good), Ok(()));
         assert_eq!(serves(&Asked { quantization: Some("gguf"), ..good }), Ok(()));
+        assert_eq!(serves(&Asked { pooling: Some("last"), ..good }), Ok(()));
         for (asked, why) in [
-            (Asked { pools: true, ..good }, "pooling"),
+            (Asked { pooling: Some("cls"), ..good }, "the pooling \"cls\""),
             (Asked { sees: true, ..good }, "images"),
             (Asked { device: "cuda", ..good }, "the device cuda"),
             (Asked { quantization: Some("fp8"), ..good }, "--quantization fp8"),

@@ -63,7 +63,10 @@ impl Runner {
         masks: &mut MaskSource<'_>,
         result: &mut StepResult,
     ) -> Result<bool, HandError> {
-        let columns = Columns::of(plan, &self.tables)?;
+        if self.pool(plan, result)? {
+            return Ok(true);
+        }
+        let columns = Columns::of(plan, &self.tables, false)?;
         let (arena, width) = (self.arena.clone(), self.sizes.dtype.bytes());
         let given = columns.given(&self.tables, &arena, (self.sizes.hidden * width, width))?;
         let prompts = self.prompts(plan, &columns)?;

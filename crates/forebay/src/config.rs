@@ -265,7 +265,8 @@ impl Config {
                 schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(together)
             },
             max_total_tokens: schedule.max_total_tokens,
-            prefix_cache: !schedule.disable_radix_cache,
+            prefix_cache: !schedule.disable_radix_cache
+                && !model.pooling.as_ref().is_some_and(Pooling::counts_all),
             host_tier: HostTier::resolve(flags, model, step, page_size)?,
             schedule_policy: schedule.schedule_policy,
             schedule_low_priority_values_first: schedule.schedule_low_priority_values_first,
@@ -404,9 +405,6 @@ fn egress_threads() -> u16 {
 /// formats), it says itself.
 fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization>> {
     let wanted = flags.loading.quantization;
-    if wanted.is_some() && model.pooling.is_some() {
-        bail!("--quantization is for models that generate, and this one pools");
-    }
     let dummy = flags.loading.load_format == LoadFormat::Dummy;
     if wanted == Some(Quantization::Gguf) && (model.format != "gguf" || dummy) {
         bail!(

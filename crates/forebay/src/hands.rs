@@ -39,7 +39,7 @@ impl Chosen {
         let quantization = config.quantization.map(crate::flags::Quantization::name);
         let asked = Asked {
             config: &model.config,
-            pools: model.pooling.is_some(),
+            pooling: model.pooling.as_ref().map(|pooling| pooling.kind.as_str()),
             sees: model.images.is_some(),
             device: config.device,
             quantization: quantization.as_deref(),

@@ -65,6 +65,9 @@ pub(crate) struct Pooling {
     pub(crate) max_length: Option<u32>,
 }
 
+/// The mean of states that see what is before them.
+const CAUSAL_MEAN: &str = "causal_mean";
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Task {
@@ -76,7 +79,13 @@ impl Pooling {
     /// True if every position sees the whole prompt, so that the model keeps nothing and its
     /// prompts can't be cut into chunks.
     pub(crate) fn whole_prompts(&self) -> bool {
-        self.kind != "last"
+        !matches!(self.kind.as_str(), "last" | CAUSAL_MEAN)
+    }
+
+    /// Whether every state of a prompt counts, so that none may be left out because its keys and
+    /// values are known.
+    pub(crate) fn counts_all(&self) -> bool {
+        self.kind == CAUSAL_MEAN
     }
 }
 
@@ -148,11 +157,16 @@ fn describe_any(
     source: Source<'_>,
     weights: bool,
 ) -> Result<Model> {
-    if hand == Hand::Torch || source.embedding {
+    if hand == Hand::Torch {
         return describe(python, name, found, cache, source, weights);
     }
-    let files =
-        forebay_weights::Source { path: &found.path, name: found.name.as_deref(), cache, weights };
+    let files = forebay_weights::Source {
+        path: &found.path,
+        name: found.name.as_deref(),
+        cache,
+        weights,
+        embedding: source.embedding,
+    };
     let why = match forebay_weights::describe(files) {
         Ok(description) => {
             return serde_json::from_value(description).context("a description without a model");

@@ -96,6 +96,11 @@ impl HostTier {
         if model.pooling.as_ref().is_some_and(Pooling::whole_prompts) {
             bail!("this model keeps no keys and values, so a host tier has nothing to hold");
         }
+        if model.pooling.as_ref().is_some_and(Pooling::counts_all) {
+            bail!(
+                "a host tier keeps blocks of the prefix cache, and this model's vectors are means of states that all have to be computed"
+            );
+        }
         if sparse.is_some() && flags.sim.sim_tokens_a_row.is_some_and(|tokens| tokens > 1) {
             bail!(
                 "--sim-tokens-a-row does not go with --enable-hisparse: a sparse row gives one token"

@@ -144,8 +144,8 @@ pub struct Weights {
     pub embedding: Bytes,
     /// `[hidden]`.
     pub final_norm: Bytes,
-    /// `[vocabulary, hidden]`.
-    pub head: Matrix,
+    /// `[vocabulary, hidden]`; `None`: the decoder gives vectors only.
+    pub head: Option<Matrix>,
     /// One after the other.
     pub layers: Vec<Layer>,
     /// The cosines of the angles at each position, `[positions, head_dim / 2]`.
@@ -194,6 +194,8 @@ pub enum Wanted<'a> {
     Best(&'a mut [i32], &'a mut [u8]),
     /// `[sampled, hidden]`, for [`Decoder::head`].
     States(&'a mut [f32]),
+    /// `[sampled, hidden]`: the final states, normalised.
+    Vectors(&'a mut [f32]),
 }
 
 /// A decoder that is ready to compute.
@@ -201,11 +203,11 @@ pub struct Decoder {
     model: AnyModel,
     sizes: Sizes,
     /// The weights that the model points to.
-    _weights: Weights,
+    weights: Weights,
     _pages: Vec<[Room; 2]>,
 }
 
-// SAFETY: a model has pointers to what it owns through `_weights` and `_pages`, which any thread
+// SAFETY: a model has pointers to what it owns through `weights` and `_pages`, which any thread
 // may read and write in turn.
 unsafe impl Send for Decoder {}
 
@@ -279,8 +281,8 @@ impl Decoder {
             scale: (sizes.head_dim as f64).powf(-0.5) as f32,
             embedding: address(&weights.embedding),
             final_norm: address(&weights.final_norm),
-            head: address(&weights.head.packed),
-            head_format: weights.head.storage.number(),
+            head: weights.head.as_ref().map_or(std::ptr::null(), |head| address(&head.packed)),
+            head_format: weights.head.as_ref().map_or(0, |head| head.storage.number()),
             cos: weights.cos.as_ptr(),
             sin: weights.sin.as_ptr(),
             layer: layers.as_ptr(),
@@ -294,7 +296,7 @@ impl Decoder {
         let team = Team { threads: threads.count(), kind: Kind::Kept(threads.clone()) };
         // SAFETY: as above.
         let model = unsafe { AnyModel::new(&spec, team) };
-        Ok(Self { model, sizes, _weights: weights, _pages: pages })
+        Ok(Self { model, sizes, weights, _pages: pages })
     }
 
     /// Computes a step: writes keys and values of every row, and the wanted outputs.
@@ -331,7 +333,11 @@ impl Decoder {
             finite: std::ptr::null_mut(),
             times: std::ptr::null_mut(),
             states: std::ptr::null_mut(),
+            vectors: std::ptr::null_mut(),
         };
+        if self.weights.head.is_none() && !matches!(wanted, Wanted::Vectors(_)) {
+            return unfit("something else than vectors of a decoder without a head");
+        }
         let room = match wanted {
             Wanted::Logits(logits) => {
                 step.logits = logits.as_mut_ptr();
@@ -344,6 +350,10 @@ impl Decoder {
             Wanted::States(states) => {
                 step.states = states.as_mut_ptr();
                 states.len() == sampled * hidden
+            }
+            Wanted::Vectors(vectors) => {
+                step.vectors = vectors.as_mut_ptr();
+                vectors.len() == sampled * hidden
             }
         };
         if !room {
@@ -377,8 +387,11 @@ impl Decoder {
     /// Computes logits `[count, vocabulary]` of states `[count, hidden]` that a step gave.
     ///
     /// # Errors
-    /// There are not as many logits as states.
+    /// There are not as many logits as states, or there is no head.
     pub fn head(&mut self, states: &[f32], logits: &mut [f32]) -> Result<(), Unfit> {
+        if self.weights.head.is_none() {
+            return unfit("logits of a decoder without a head");
+        }
         let count = states.len() / self.sizes.hidden;
         if states.len() != count * self.sizes.hidden
             || logits.len() != count * self.sizes.vocabulary
@@ -443,7 +456,9 @@ impl Weights {
         let &Sizes { dtype, hidden, vocabulary, head_dim, positions, .. } = sizes;
         of_size(&self.embedding, vocabulary * hidden * dtype.bytes())?;
         of_size(&self.final_norm, hidden * dtype.bytes())?;
-        self.head.check(dtype, (vocabulary, hidden), false)?;
+        if let Some(head) = &self.head {
+            head.check(dtype, (vocabulary, hidden), false)?;
+        }
         if [&self.cos, &self.sin].iter().any(|table| table.len() != positions * head_dim / 2) {
             return unfit("angles of another number of positions");
         }

@@ -6,6 +6,7 @@ mod pass;
 use std::ffi::c_void;
 
 use crate::attention::{self, Queries, Scratch};
+use crate::codes::{CodesRoom, Format, SHARED};
 use crate::dispatch::{Level, Number};
 use crate::element::{Bf16, Element};
 use crate::matmul::Matrix;
@@ -33,6 +34,8 @@ pub struct EncoderLayerSpec {
     down_bias: *const c_void,
     output_norm: *const c_void,
     output_norm_bias: *const c_void,
+    /// Of the four matrices in the order above, see [`Format::of`].
+    formats: [u32; 4],
 }
 
 /// An encoder, as the caller describes it. The memory that it points to lives as long as the
@@ -115,6 +118,7 @@ pub(crate) enum Refused {
 
 struct Owned<E> {
     panels: *const E,
+    format: Option<Format>,
     outputs: usize,
     inputs: usize,
     bias: Vec<f32>,
@@ -122,8 +126,8 @@ struct Owned<E> {
 
 impl<E> Owned<E> {
     fn matrix(&self) -> Matrix<'_, E> {
-        let Self { panels, outputs, inputs, ref bias } = *self;
-        Matrix { panels, format: None, outputs, inputs, bias }
+        let Self { panels, format, outputs, inputs, ref bias } = *self;
+        Matrix { panels, format, outputs, inputs, bias }
     }
 }
 
@@ -178,6 +182,8 @@ pub(crate) struct Encoder<E> {
     norm: OwnedNorm,
     layers: Vec<OwnedLayer<E>>,
     score: Option<(Owned<E>, Owned<E>)>,
+    /// Whether any matrix is.
+    quantised: bool,
     team: Team,
     work: Work<E>,
 }
@@ -199,6 +205,10 @@ struct Work<E> {
     keys: Vec<E>,
     values: Vec<E>,
     arranged: Vec<f32>,
+    /// Rows as a quantised matrix takes them: codes, their scales and sums.
+    codes: Vec<i8>,
+    code_scales: Vec<f32>,
+    code_sums: Vec<i32>,
     attention: attention::Work,
     /// The attention of the last layer, in which only the first state of each prompt counts.
     last_attention: attention::Work,
@@ -207,7 +217,8 @@ struct Work<E> {
 }
 
 impl<E: Element> Encoder<E> {
-    /// None if the kernels cannot do its sizes: inner dimensions are taken two by two.
+    /// None if the kernels cannot do its sizes: inner dimensions are taken two by two, and of
+    /// quantised matrices [`SHARED`] by [`SHARED`].
     ///
     /// # Safety
     /// `spec` describes what is there, and it stays there.
@@ -230,8 +241,9 @@ impl<E: Element> Encoder<E> {
             let values = unsafe { std::slice::from_raw_parts(from.cast::<E>(), length) };
             values.iter().map(|value| value.to_f32()).collect()
         };
-        let owned = |panels: *const c_void, bias, outputs, inputs| Owned {
+        let owned = |(panels, format): (*const c_void, u32), bias, outputs, inputs| Owned {
             panels: panels.cast(),
+            format: Format::of(format),
             outputs,
             inputs,
             bias: vector(bias, outputs),
@@ -240,18 +252,25 @@ impl<E: Element> Encoder<E> {
             |weight, bias| OwnedNorm { weight: vector(weight, hidden), bias: vector(bias, hidden) };
         // SAFETY: the caller's description.
         let layers = unsafe { std::slice::from_raw_parts(spec.layer, spec.layers as usize) };
+        let inputs = [hidden, hidden, hidden, intermediate];
+        let fits = |(format, inputs): (u32, usize)| {
+            Format::of(format).is_none() || inputs.is_multiple_of(SHARED)
+        };
+        if !layers.iter().all(|layer| layer.formats.into_iter().zip(inputs).all(fits)) {
+            return None;
+        }
         let layer = |it: &EncoderLayerSpec| OwnedLayer {
-            qkv: owned(it.qkv, it.qkv_bias, 3 * hidden, hidden),
-            output: owned(it.output, it.output_bias, hidden, hidden),
+            qkv: owned((it.qkv, it.formats[0]), it.qkv_bias, 3 * hidden, hidden),
+            output: owned((it.output, it.formats[1]), it.output_bias, hidden, hidden),
             attention_norm: norm(it.attention_norm, it.attention_norm_bias),
-            up: owned(it.up, it.up_bias, intermediate, hidden),
-            down: owned(it.down, it.down_bias, hidden, intermediate),
+            up: owned((it.up, it.formats[2]), it.up_bias, intermediate, hidden),
+            down: owned((it.down, it.formats[3]), it.down_bias, hidden, intermediate),
             output_norm: norm(it.output_norm, it.output_norm_bias),
         };
         let score = (spec.scores > 0).then(|| {
             (
-                owned(spec.pooler, spec.pooler_bias, hidden, hidden),
-                owned(spec.classifier, spec.classifier_bias, spec.scores as usize, hidden),
+                owned((spec.pooler, 0), spec.pooler_bias, hidden, hidden),
+                owned((spec.classifier, 0), spec.classifier_bias, spec.scores as usize, hidden),
             )
         });
         let mut work = Work::default();
@@ -274,6 +293,7 @@ impl<E: Element> Encoder<E> {
             norm: norm(spec.norm, spec.norm_bias),
             layers: layers.iter().map(layer).collect(),
             score,
+            quantised: layers.iter().flat_map(|it| it.formats).any(|it| Format::of(it).is_some()),
             team,
             work,
         })
@@ -304,7 +324,13 @@ impl<E: Element> Encoder<E> {
         grow(&mut work.wide, count * widest, 0.0);
         grow(&mut work.attended, count * hidden, zero);
         grow(&mut work.activated, count * self.intermediate, zero);
-        grow(&mut work.arranged, count * hidden.max(self.intermediate), 0.0);
+        let wide = count * hidden.max(self.intermediate);
+        grow(&mut work.arranged, wide, 0.0);
+        if self.quantised {
+            grow(&mut work.codes, wide, 0);
+            grow(&mut work.code_scales, wide / SHARED, 0.0);
+            grow(&mut work.code_sums, wide / SHARED, 0);
+        }
         let entries = work.pages.len() * GROUP;
         grow(&mut work.keys, entries * hidden, zero);
         grow(&mut work.values, entries * hidden, zero);
@@ -318,6 +344,11 @@ impl<E: Element> Encoder<E> {
             attended: work.attended.as_mut_ptr(),
             activated: work.activated.as_mut_ptr(),
             arranged: work.arranged.as_mut_ptr(),
+            codes: CodesRoom {
+                codes: work.codes.as_mut_ptr(),
+                scales: work.code_scales.as_mut_ptr(),
+                sums: work.code_sums.as_mut_ptr(),
+            },
             scratch: work.scratch.as_mut_ptr(),
             vectors: batch.vectors,
             pool: Pool { keys: work.keys.as_mut_ptr(), values: work.values.as_mut_ptr() },
@@ -416,6 +447,9 @@ impl<E> Default for Work<E> {
             keys: Vec::new(),
             values: Vec::new(),
             arranged: Vec::new(),
+            codes: Vec::new(),
+            code_scales: Vec::new(),
+            code_sums: Vec::new(),
             attention: attention::Work::default(),
             last_attention: attention::Work::default(),
             queues: Vec::new(),

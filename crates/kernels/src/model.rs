@@ -61,7 +61,7 @@ pub struct ModelSpec {
     /// `[vocabulary, hidden]`, as in the checkpoint.
     pub(crate) embedding: *const c_void,
     pub(crate) final_norm: *const c_void,
-    /// Packed.
+    /// Packed; null where steps give no logits and no tokens.
     pub(crate) head: *const c_void,
     /// float32 `[positions, rotary_dim / 2]`.
     pub(crate) cos: *const f32,
@@ -143,6 +143,8 @@ pub struct StepSpec {
     /// float32 `[sampled, hidden]`, or null: in place of logits, what [`Model::head`] makes them
     /// of.
     pub(crate) states: *mut f32,
+    /// float32 `[sampled, hidden]`, or null: in place of logits, the final states, normalised.
+    pub(crate) vectors: *mut f32,
 }
 
 /// Why a step was not computed. Nothing was written.
@@ -375,7 +377,7 @@ impl<E: Element> Model<E> {
         self.make_room(count);
         let work = &mut self.work;
         work.best.clear();
-        let picks = step.logits.is_null() && step.states.is_null();
+        let picks = step.logits.is_null() && step.states.is_null() && step.vectors.is_null();
         if picks {
             work.best.resize(self.team.threads * sampled, Best::NONE);
         }
@@ -384,6 +386,7 @@ impl<E: Element> Model<E> {
         let view = Step {
             logits: step.logits,
             states: step.states,
+            vectors: step.vectors,
             times: step.times,
             decodes,
             ..self.view(x, &chosen)
@@ -464,6 +467,7 @@ impl<E: Element> Model<E> {
             },
             logits: std::ptr::null_mut(),
             states: std::ptr::null_mut(),
+            vectors: std::ptr::null_mut(),
             times: std::ptr::null_mut(),
             tokens: &work.tokens,
             attention: work.attention.shared(),

@@ -1,5 +1,7 @@
 //! One step of a decoder, as the members of a team compute it together.
 
+mod vectors;
+
 use std::ops::Range;
 use std::time::Instant;
 
@@ -82,6 +84,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) logits: *mut f32,
     /// Null, or where the stream of the tokens that sample goes, in place of the head.
     pub(crate) states: *mut f32,
+    /// Null, or where the same goes normalised.
+    pub(crate) vectors: *mut f32,
     pub(crate) times: *mut u64,
     pub(crate) tokens: &'a [Token<E>],
     pub(crate) attention: attention::Shared<'a>,
@@ -142,6 +146,10 @@ impl<E: Element> Step<'_, E> {
                     let to = self.states.add(row * self.hidden);
                     std::ptr::copy_nonoverlapping(self.row(stream, row).as_ptr(), to, self.hidden);
                 }
+                return;
+            }
+            if !self.vectors.is_null() {
+                self.give_vectors::<K>(member, stream);
                 return;
             }
             let last = self.normalise::<K>(member, stream, self.final_norm);

@@ -72,14 +72,17 @@ impl Checkpoint {
     pub fn open(format: &str, files: &[PathBuf], shape: &Shape) -> Result<Self, ModelError> {
         match format {
             "safetensors" => {
-                let files: Vec<SafeFile> =
+                let mut files: Vec<SafeFile> =
                     files.iter().map(|path| SafeFile::open(path)).collect::<Result<_, _>>()?;
+                if shape.headless {
+                    files.iter_mut().for_each(root);
+                }
                 let mut shapes = HashMap::new();
                 for (name, tensor) in files.iter().flat_map(|file| &file.tensors) {
                     // Old Llama checkpoints carry the inverse frequencies of the rotary embedding
                     // as a buffer.
-                    let spare =
-                        (shape.tied && name == HEAD) || name.ends_with(".rotary_emb.inv_freq");
+                    let spare = (shape.has_spare_head() && name == HEAD)
+                        || name.ends_with(".rotary_emb.inv_freq");
                     let spare =
                         spare || layer_of(name).is_some_and(|layer| !shape.has_place_for(layer));
                     if !spare {
@@ -107,8 +110,9 @@ impl Checkpoint {
                     weights.insert(stored.name.clone(), part);
                 }
                 let shape_of = |name: &String| (name.clone(), weights[name].shape.clone());
-                let shapes = names.iter().map(shape_of).collect();
-                let tied = shape.tied;
+                let kept = |name: &&String| !(shape.headless && *name == HEAD);
+                let shapes = names.iter().filter(kept).map(shape_of).collect();
+                let tied = shape.tied && !shape.headless;
                 Ok(Self {
                     files: Files::Gguf(Box::new(Gguf { weights, names, permuted, tied })),
                     shapes,
@@ -189,6 +193,16 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+/// Names the parts of a body as if it had a head beside it: without one, they may be saved as they
+/// are.
+fn root(file: &mut SafeFile) {
+    let rooted = |name: String| match name.starts_with("model.") || name.starts_with("lm_head.") {
+        true => name,
+        false => format!("model.{name}"),
+    };
+    file.tensors = file.tensors.drain().map(|(name, it)| (rooted(name), it)).collect();
 }
 
 fn lacks(name: &str) -> ModelError {

@@ -85,6 +85,8 @@ pub struct Shape {
     pub max_positions: u64,
     /// The head is the embedding.
     pub tied: bool,
+    /// There is no head, whatever the checkpoint has: the model pools. [`Self::of`] leaves it unset.
+    pub headless: bool,
     /// Tokens that a position sees, itself included; `None`: all.
     pub sliding_window: Option<u64>,
     /// Tokens that end a generation.
@@ -139,15 +141,21 @@ impl Shape {
             rope_scaling,
             max_positions: optional(config, "max_position_embeddings")?.unwrap_or(2048),
             tied: flag(config, "tie_word_embeddings", false),
+            headless: false,
             sliding_window: sliding_window(config, family, layers)?,
             eos_token_ids: token_ids(config.get("eos_token_id")),
         })
     }
 
-    /// Whether a checkpoint's layer may belong to those that are computed: behind them checkpoints
+    /// True if a checkpoint's layer may belong to those that are computed. Behind them checkpoints
     /// with experts have layers that predict further tokens (MTP), and nothing else.
     pub(crate) fn has_place_for(&self, layer: usize) -> bool {
         self.experts.is_none() || layer < self.layers
+    }
+
+    /// True if a head in the checkpoint is one too many.
+    pub(crate) fn has_spare_head(&self) -> bool {
+        self.tied || self.headless
     }
 
     /// Positions that a request may use: with yarn more than the config may say.
@@ -262,11 +270,12 @@ pub(crate) fn token_ids(value: Option<&Value>) -> Vec<i32> {
 fn family(config: &Map<String, Value>) -> Result<Family, ModelError> {
     let names = config.get("architectures").and_then(Value::as_array);
     let mut names = names.into_iter().flatten().filter_map(Value::as_str);
+    // A checkpoint without a head has the name of the body.
     let known = names.clone().find_map(|name| match name {
-        "LlamaForCausalLM" => Some(Family::Llama),
-        "MistralForCausalLM" => Some(Family::Mistral),
-        "Qwen2ForCausalLM" => Some(Family::Qwen2),
-        "Qwen3ForCausalLM" => Some(Family::Qwen3),
+        "LlamaForCausalLM" | "LlamaModel" => Some(Family::Llama),
+        "MistralForCausalLM" | "MistralModel" => Some(Family::Mistral),
+        "Qwen2ForCausalLM" | "Qwen2Model" => Some(Family::Qwen2),
+        "Qwen3ForCausalLM" | "Qwen3Model" => Some(Family::Qwen3),
         "Qwen3MoeForCausalLM" => Some(Family::Qwen3Moe),
         _ => None,
     });

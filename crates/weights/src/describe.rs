@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::config::{Shape, token_ids};
 use crate::error::ModelError;
 use crate::gguf::{GgufFiles, hf_config, special_token, tokenizer_json};
+use crate::pooling::read_pooling;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 const INDEX: &str = "model.safetensors.index.json";
@@ -34,6 +35,8 @@ pub struct Source<'a> {
     pub cache: &'a Path,
     /// True if a directory needs weights.
     pub weights: bool,
+    /// Whether a model that could generate is to pool.
+    pub embedding: bool,
 }
 
 /// The object that the brain reads, field by field as `forebay.weights.describe` prints it.
@@ -52,7 +55,7 @@ pub fn describe(source: Source<'_>) -> Result<Description, ModelError> {
         return Err(ModelError::broken(format!("{} doesn't exist", path.display())));
     } else if path.extension().is_some_and(|end| end == "gguf") {
         let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        of_gguf(&gguf_parts(&path)?, source.name.unwrap_or(&stem), source.cache)?
+        of_gguf(&gguf_parts(&path)?, source.name.unwrap_or(&stem), source)?
     } else {
         return Err(ModelError::broken(format!(
             "{} is neither a directory nor a .gguf file",
@@ -77,7 +80,7 @@ fn of_folder(folder: &Path, source: Source<'_>) -> Result<Value, ModelError> {
                 folder.display()
             )));
         }
-        return of_safetensors(folder, name, &present, source.weights);
+        return of_safetensors(folder, name, &present, source);
     };
     let parts = gguf_parts(&folder.join(first))?;
     if parts.len() != ggufs.len() {
@@ -88,7 +91,7 @@ fn of_folder(folder: &Path, source: Source<'_>) -> Result<Value, ModelError> {
             names.join(", ")
         )));
     }
-    of_gguf(&parts, name, source.cache)
+    of_gguf(&parts, name, source)
 }
 
 fn file_names(folder: &Path) -> Result<BTreeSet<String>, ModelError> {
@@ -107,7 +110,7 @@ fn of_safetensors(
     folder: &Path,
     name: &str,
     present: &BTreeSet<String>,
-    weights: bool,
+    source: Source<'_>,
 ) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
     let shape = Shape::of(&config)?;
@@ -118,10 +121,8 @@ fn of_safetensors(
             folder.display()
         )));
     }
-    if present.contains("modules.json") {
-        return Err(ModelError::elsewhere("pooling"));
-    }
-    let files = if weights { safetensors_names(folder, present)? } else { Vec::new() };
+    let pooling = read_pooling(&config, Some(folder), source.embedding)?;
+    let files = if source.weights { safetensors_names(folder, present)? } else { Vec::new() };
     let generation = read_object(&folder.join("generation_config.json"), true)?;
     let tokenizer_config = read_object(&folder.join("tokenizer_config.json"), true)?;
     let special = read_object(&folder.join("special_tokens_map.json"), true)?;
@@ -143,13 +144,13 @@ fn of_safetensors(
         "config": config,
         "tokenizer_config": tokenizer_config,
         "generation_config": generation,
-        "pooling": null,
+        "pooling": pooling,
         "images": null,
     }))
 }
 
-fn of_gguf(files: &[PathBuf], name: &str, cache: &Path) -> Result<Value, ModelError> {
-    let folder = cache.join("gguf").join(content_key(files)?);
+fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, ModelError> {
+    let folder = source.cache.join("gguf").join(content_key(files)?);
     let (facts_path, tokenizer) = (folder.join("facts.json"), folder.join("tokenizer.json"));
     if !(facts_path.is_file() && tokenizer.is_file()) {
         rebuild(files, &facts_path, &tokenizer)?;
@@ -173,7 +174,7 @@ fn of_gguf(files: &[PathBuf], name: &str, cache: &Path) -> Result<Value, ModelEr
         "config": config,
         "tokenizer_config": {},
         "generation_config": {},
-        "pooling": null,
+        "pooling": read_pooling(&config, None, source.embedding)?,
         "images": null,
     }))
 }
@@ -313,7 +314,7 @@ pub(crate) fn new_file(folder: &Path, path: &Path) -> io::Result<tempfile::Named
     tempfile::Builder::new().prefix(&format!(".{name}.")).permissions(mode).tempfile_in(folder)
 }
 
-fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelError> {
+pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelError> {
     let text = match fs::File::open(path) {
         Ok(file) => {
             let mut text = Vec::new();

@@ -36,6 +36,7 @@ mod error;
 mod gguf;
 mod json;
 mod packed;
+mod pooling;
 mod safe;
 
 pub use angles::Angles;

@@ -12,10 +12,11 @@ from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
 from forebay.attention.flash import FlashAttention, why_not_fa3
 from forebay.attention.triton import TritonAttention
+from forebay.compute.causal import KINDS
 from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
 from forebay.compute.native import NativeCompute, why_not_plain
-from forebay.compute.native_encoder import NativeEncoder
+from forebay.compute.native_encoder import NativeEncoder, why_no_encoder
 from forebay.compute.paged import Limits, PagedSteps
 from forebay.compute.rows import Compute, Pooler
 from forebay.compute.sampler import Sampler
@@ -117,7 +118,7 @@ class Choice:
             raise ValueError(
                 f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use"
             )
-        missing = None if isinstance(model, EncoderConfig) else why_not_plain(model)
+        missing = why_no_encoder(model) if isinstance(model, EncoderConfig) else why_not_plain(model)
         if missing is not None:
             raise ModelError(
                 f"quantization {quantization} is not supported for {model.architecture}: it has {missing}, "
@@ -199,6 +200,11 @@ class Choice:
         self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
     ) -> Compute:
         """The way to compute the rows of a model whose weights are loaded; `images` None: it sees none."""
+        return self._decoder(model, tables, kv, prompts, images)
+
+    def _decoder(
+        self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
+    ) -> NativeCompute | TorchCompute:
         if self._packs(model.config):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
         if model.params.formats.for_integers:
@@ -209,10 +215,19 @@ class Choice:
         """The way to pool the rows of a model whose weights are loaded."""
         if isinstance(model, Bert) and self._packs_encoder(model):
             return NativeEncoder(model, tables, torch.get_num_threads())
-        model.params.pack()
+        packed = isinstance(model, Decoder) and self._packs(model.config)
+        if not packed:
+            model.params.pack()
         if isinstance(model, Bert):
+            if model.params.formats.for_integers:
+                raise ModelError(
+                    "the compiled kernels can't compute this model, and nothing else computes quantised ones"
+                )
             return EncoderCompute(model, tables, self._device)
-        return TorchCompute(model, tables, kv, prompts, self._device)
+        pooling = self._config.pooling
+        assert pooling is not None
+        compute = self._decoder(model, tables, kv, prompts)
+        return KINDS[pooling.kind](compute, self._config.slots, model.config.hidden_size, self._device)
 
     def keeps_experts(self, model: ModelConfig) -> bool:
         """Whether experts stay in the blocks of a GGUF file, however the rest is computed with."""
@@ -230,7 +245,7 @@ class Choice:
         return packed_bytes(model) if self._packs(model.config) else model.params.nbytes
 
     def _packs_encoder(self, model: Bert) -> bool:
-        return self._native and NativeEncoder.supports(model.config) and not model.params.formats.for_integers
+        return self._native and why_no_encoder(model.config) is None
 
     def _packs(self, config: ModelConfig) -> bool:
         return self._native and NativeCompute.supports(config)

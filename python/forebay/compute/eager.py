@@ -16,7 +16,7 @@ from forebay.protocol.plan import ROW_WORDS
 from forebay.state.images import ImagePool, RowImages
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
-from forebay.state.slots import SlotTables
+from forebay.state.slots import Int64s, SlotTables
 
 
 class TorchCompute:
@@ -65,21 +65,25 @@ class TorchCompute:
             assert isinstance(forward.index.find, InRows)
             self._device.copy_out(forward.index.find.counts, launch.found)
 
-    def pool(self, launch: Launch) -> torch.Tensor:
-        # A decoder without a head gives the states themselves, and causal models pool the last one only.
-        return self.logits(launch)
+    def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
+        return self._model.states(self._forward(launch, tokens)).float()
 
     def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         return self._model.ops.greedy(self.logits(launch))
 
-    def _forward(self, launch: Launch) -> Forward:
-        """Tokens and positions are made on the device from the plan's rows; what is decided is decided on the host."""
+    def _forward(self, launch: Launch, tokens: Int64s | None = None) -> Forward:
+        """Tokens and positions are made on the device from the plan's rows; what is decided is decided on the host.
+
+        States are of `tokens`, numbered over all rows; None: of those that sample, and of those before `rows.prompts`.
+        """
         rows, tables, kv, backend = launch.rows, self._tables, self._kv, self._model.backend
         cut = pieces(rows, backend, self.choose_from)
         total = int(cut.length.sum())
         spans = [] if rows.given is None else rows.given.spans(cut.row, cut.start, cut.length)
         wanted = cut.last[rows.sampling]
-        if rows.prompts is not None:
+        if tokens is not None:
+            wanted = cut.places(rows)[tokens]
+        elif rows.prompts is not None:
             wanted = np.concatenate((wanted, cut.places(rows)[rows.before_prompts]))
         row, starts, lengths, sampled, sparse, *given = self._device.copy_in(
             cut.row, cut.start, cut.length, wanted, cut.sparse(rows), *map(self._prompts.rows, spans)

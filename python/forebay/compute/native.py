@@ -11,7 +11,6 @@ import torch
 from forebay.compute.rows import Launch, Rows
 from forebay.device.memory import HugePages
 from forebay.kernels.library import (
-    FORMATS,
     PARTS,
     SCORES,
     ExpertsSpec,
@@ -22,7 +21,17 @@ from forebay.kernels.library import (
     library,
     open_mp,
 )
-from forebay.kernels.packing import Packing, compiled_parts, head_packing, linear_packing, packings, stack_packing
+from forebay.kernels.packing import (
+    DTYPES,
+    Packing,
+    compiled_parts,
+    format_number,
+    head_packing,
+    linear_packing,
+    pack,
+    packings,
+    stack_packing,
+)
 from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.moe import MixtureOfExperts, Stack
@@ -32,14 +41,8 @@ from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Dense, Experts, GroupedQuery
-from forebay.weights.quantization import INT8
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ERRORS = {1: "a row has a position without a page", 2: "a row has a token that is not of the vocabulary"}
-
-
-def _number(format_: str | None) -> int:
-    return 0 if format_ is None else FORMATS[format_]
 
 
 def why_not_plain(config: ModelConfig) -> str | None:
@@ -94,7 +97,10 @@ def _sampling(rows: Rows) -> Int64s:
 
 
 class NativeCompute:
-    """Implements `Compute`. The matrices of the model are moved: its own forward pass can't be used afterwards."""
+    """Implements `Compute` and `States`.
+
+    The matrices of the model are moved: its own forward pass can't be used afterwards.
+    """
 
     def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, threads: int) -> None:
         self._library = library()
@@ -118,11 +124,11 @@ class NativeCompute:
                 layer.q_norm, layer.k_norm = (self._vector(norm) for norm in attention.norms)
             layer.output, layer.output_bias = self._matrix(attention.output)
             layer.post_norm = self._vector(block.post_norm)
-            layer.formats[:2] = [_number(of.format) for of in (attention.qkv, attention.output)]
+            layer.formats[:2] = [format_number(of.format) for of in (attention.qkv, attention.output)]
             if mlp is not None:
                 layer.gate_up, layer.gate_up_bias = self._matrix(mlp.gate_up, interleaved=True)
                 layer.down, layer.down_bias = self._matrix(mlp.down)
-                layer.formats[2:] = [_number(of.format) for of in (mlp.gate_up, mlp.down)]
+                layer.formats[2:] = [format_number(of.format) for of in (mlp.gate_up, mlp.down)]
             if experts is not None:
                 layer.experts = self._mixture(experts)
             layer.keys, layer.values = pages.keys.data_ptr(), pages.values.data_ptr()
@@ -148,7 +154,7 @@ class NativeCompute:
             embedding=model.embedding.data_ptr(),
             final_norm=self._vector(model.norm),
             head=self._head(model),
-            head_format=_number(model.head_format),
+            head_format=format_number(model.head_format),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             layer=layers,
@@ -184,6 +190,11 @@ class NativeCompute:
         states = torch.empty(len(tokens), self._hidden)
         self._step(rows, tokens, StepSpec(states=states.data_ptr()))
         return states.index_select(0, torch.from_numpy(places))
+
+    def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
+        vectors = torch.empty(len(tokens), self._hidden)
+        self._step(launch.rows, tokens, StepSpec(vectors=vectors.data_ptr()))
+        return vectors
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         states = states.contiguous()
@@ -237,7 +248,7 @@ class NativeCompute:
             correction=None if router.bias is None else self._pointer(router.bias),
             gate_up=self._stack(gate_up, interleaved=True),
             down=self._stack(down),
-            formats=(_number(gate_up.format), _number(down.format)),
+            formats=(format_number(gate_up.format), format_number(down.format)),
         )
 
     def _stack(self, stack: Stack, *, interleaved: bool = False) -> int:
@@ -246,7 +257,9 @@ class NativeCompute:
         stack.weight = stack.weight.new_empty(0)
         return self._pointer(packed)
 
-    def _head(self, model: Decoder) -> int:
+    def _head(self, model: Decoder) -> int | None:
+        if model.config.headless:
+            return None
         packed = self._packed(head_packing(model), model.head)
         # A tied embedding stays, for its rows are looked up.
         if model.head is not model.embedding:
@@ -261,24 +274,11 @@ class NativeCompute:
             if weight.is_meta:
                 raise ValueError(f"{name} is neither loaded nor packed")
             packed = self._params.packed[name] = self._room.take((room,), dtype)
-            matrices = weight.contiguous().view(packing.count, packing.outputs, -1)
-            for matrix, to in zip(matrices, packed.view(packing.count, -1), strict=True):
-                self._pack(matrix, packing, to)
+            pack(weight.contiguous(), packing, packed)
         if (packed.shape, packed.dtype) != ((room,), dtype):
             # The kernels would read beyond its end.
             raise ValueError(f"{name} is packed as {packed.dtype} {list(packed.shape)}, not {dtype} [{room}]")
         return packed
-
-    def _pack(self, weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
-        """Packs, and quantises if the format is not that of `weight` yet."""
-        format_, shape = packing.format, packing.shape
-        source, to = weight.data_ptr(), packed.data_ptr()
-        if format_ is None:
-            self._library.fb_pack(DTYPES[weight.dtype], source, *shape, to)
-        elif format_ == INT8:
-            self._library.fb_quantise(DTYPES[weight.dtype], source, *shape, to)
-        elif not self._library.fb_pack_blocks(FORMATS[format_], source, weight.nbytes, *shape, to):
-            raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {packing.outputs} x {packing.inputs}")
 
     def _pointer(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)

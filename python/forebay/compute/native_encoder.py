@@ -7,11 +7,10 @@ import weakref
 
 import torch
 
-from forebay.compute.native import DTYPES
 from forebay.compute.rows import Launch
 from forebay.device.memory import HugePages
 from forebay.kernels.library import BatchSpec, EncoderLayerSpec, EncoderSpec, library, open_mp
-from forebay.kernels.packing import linear_packing
+from forebay.kernels.packing import DTYPES, format_number, linear_packing, pack
 from forebay.layers.linear import Linear
 from forebay.models.bert import Bert
 from forebay.state.slots import PlanError, SlotTables
@@ -23,6 +22,14 @@ ERRORS = {
     3: "a row is empty, or longer than the model",
     4: "a row has a second text, and the model knows one",
 }
+
+
+def why_no_encoder(config: EncoderConfig) -> str | None:
+    """What of an encoder there is no kernel for, which take inner dimensions two by two; None: there is for all."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if hidden % heads == 0 and not any(size % 2 for size in (hidden // heads, config.intermediate_size)):
+        return None
+    return "heads or inner layers with an odd number of elements"
 
 
 class NativeEncoder:
@@ -69,6 +76,9 @@ class NativeEncoder:
             layer.output, layer.output_bias = self._matrix(block.output)
             layer.up, layer.up_bias = self._matrix(block.up)
             layer.down, layer.down_bias = self._matrix(block.down)
+            layer.formats[:] = [
+                format_number(linear.format) for linear in (block.qkv, block.output, block.up, block.down)
+            ]
             layer.attention_norm = block.attention_norm.weight.data_ptr()
             layer.attention_norm_bias = block.attention_norm.bias.data_ptr()
             layer.output_norm = block.output_norm.weight.data_ptr()
@@ -78,12 +88,6 @@ class NativeEncoder:
         if not self._encoder:
             raise ValueError(f"the compiled kernels can't compute {config}")
         weakref.finalize(self, self._library.fb_encoder_free, self._encoder)
-
-    @staticmethod
-    def supports(config: EncoderConfig) -> bool:
-        """True if the kernels can compute the model: they take inner dimensions two by two."""
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        return hidden % heads == 0 and not any(size % 2 for size in (hidden // heads, config.intermediate_size))
 
     def pool(self, launch: Launch) -> torch.Tensor:
         rows, tables = launch.rows, self._tables
@@ -111,7 +115,7 @@ class NativeEncoder:
         room, dtype = packing.room
         packed = self._room.take((room,), dtype)
         weight = linear.weight.contiguous()
-        self._library.fb_pack(DTYPES[self._dtype], weight.data_ptr(), *packing.shape, packed.data_ptr())
+        pack(weight, packing, packed)
         # The packed copy is the one that is used: free this one before the next is packed.
         linear.weight = linear.weight.new_empty(0)
         assert linear.bias is not None

@@ -88,6 +88,16 @@ class Compute(Protocol):
         """float32 [m, vocabulary] of some states [m, hidden]."""
 
 
+class States(Protocol):
+    """Computes rows: writes their keys and values, and gives the states that vectors are made of."""
+
+    def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
+        """Final states, normalised, of tokens [m], which are numbered over all rows, ascending: float32 [m, hidden].
+
+        Called as work.
+        """
+
+
 class Pooler(Protocol):
     """Computes rows: gives one vector of each prompt that ends with them."""
 

@@ -139,7 +139,7 @@ class StepSpec(Structure):
         ("sample", c_void_p),
         ("sampled", c_uint64),
         *((name, c_void_p) for name in ("given", "given_until")),
-        *((name, c_void_p) for name in ("logits", "best", "finite", "times", "states")),
+        *((name, c_void_p) for name in ("logits", "best", "finite", "times", "states", "vectors")),
     ]
 
 
@@ -147,9 +147,12 @@ class EncoderLayerSpec(Structure):
     """One layer of an encoder; see `crates/kernels/src/encoder.rs`."""
 
     _fields_ = [
-        (name, c_void_p)
-        for part in ("qkv", "output", "attention_norm", "up", "down", "output_norm")
-        for name in (part, f"{part}_bias")
+        *(
+            (name, c_void_p)
+            for part in ("qkv", "output", "attention_norm", "up", "down", "output_norm")
+            for name in (part, f"{part}_bias")
+        ),
+        ("formats", c_uint32 * 4),
     ]
 
 

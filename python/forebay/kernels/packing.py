@@ -14,6 +14,11 @@ from forebay.layers.linear import Linear
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.moe import MixtureOfExperts, Stack
 
+MADE = FORMATS["INT8"]
+"""The format that is made of a matrix of the model's dtype; the others are a file's."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Of weights and activations, as the library counts them."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -50,8 +55,32 @@ class Packing:
         return elements * dtype.itemsize
 
 
+def format_number(format_: str | None) -> int:
+    """The number of a matrix's format in the library; None: it is of the model's dtype."""
+    return 0 if format_ is None else FORMATS[format_]
+
+
+def pack(weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
+    """Packs the contiguous `weight` into `packed`, of `packing.room`; quantises if the format is not its own yet."""
+    matrices = weight.view(packing.count, packing.outputs, -1)
+    for matrix, to in zip(matrices, packed.view(packing.count, -1), strict=True):
+        _pack(matrix, packing, to)
+
+
+def _pack(weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
+    """The same with one matrix."""
+    format_, shape = packing.format, packing.shape
+    source, to = weight.data_ptr(), packed.data_ptr()
+    if format_ is None:
+        library().fb_pack(DTYPES[weight.dtype], source, *shape, to)
+    elif FORMATS[format_] == MADE:
+        library().fb_quantise(DTYPES[weight.dtype], source, *shape, to)
+    elif not library().fb_pack_blocks(FORMATS[format_], source, weight.nbytes, *shape, to):
+        raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {packing.outputs} x {packing.inputs}")
+
+
 def compiled_parts(block: Block) -> tuple[Attention, SwiGLU | None, MixtureOfExperts | None]:
-    """The parts of a block: its attention, what every token has behind it, and its experts."""
+    """The parts of a block: its attention, the dense part for every token, and its experts."""
     attention, mlp = block.attention, block.mlp
     if isinstance(attention, Attention):
         if isinstance(mlp, SwiGLU):
@@ -99,7 +128,8 @@ def packings(model: Decoder) -> Iterator[Packing]:
             gate_up, down = experts.stacks
             yield stack_packing(gate_up, dtype, interleaved=True)
             yield stack_packing(down, dtype)
-    yield head_packing(model)
+    if not model.config.headless:
+        yield head_packing(model)
 
 
 def packed_bytes(model: Decoder) -> int:

@@ -140,11 +140,9 @@ class Decoder:
     def __call__(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones.
 
-        Of several ranks each gives those of its own tokens. Without a head it is the final states, [s, hidden].
+        Of several ranks each gives those of its own tokens.
         """
         x = self.states(forward)
-        if self.config.headless:
-            return x.float()
         return self.logits(x) if forward.logits is None else forward.logits.copy_(F.linear(x, self.head))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

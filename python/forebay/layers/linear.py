@@ -22,12 +22,18 @@ class Linear:
     """`y = x W^T + b`; x is [tokens, inputs], y is [tokens, outputs], fused projections one after the other."""
 
     def __init__(
-        self, params: Parameters, prefix: str, inputs: int | Part, outputs: Mapping[str, int | Part], bias: bool = False
+        self,
+        params: Parameters,
+        prefix: str,
+        inputs: int | Part,
+        outputs: Mapping[str, int | Part],
+        bias: bool = False,
+        plain: bool = False,
     ) -> None:
         """`outputs` maps the names under `prefix` to their widths; "" is the root of all names.
 
         With a part of the outputs, the others are those of other ranks. With a part of the inputs, y is a term of a sum
-        over ranks, and the bias is the first one's.
+        over ranks, and the bias is the first one's. `plain` as of `Parameters.matrix`.
         """
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
@@ -36,7 +42,7 @@ class Linear:
         self.inputs = size_of(inputs)
         self._products, self.kept = params.products, params.kept_matrix(inputs, parts)
         if self.kept is None:
-            self.weight, self.format = params.matrix(inputs, parts)
+            self.weight, self.format = params.matrix(inputs, parts, plain=plain)
         self.bias: torch.Tensor | None = None
         if bias:
             biases = {f"{prefix}{name}.bias": n for name, n in outputs.items()}

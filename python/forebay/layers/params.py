@@ -84,16 +84,18 @@ class Parameters:
         self.others[next(iter(parts))] = tensor
         return tensor
 
-    def matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> tuple[torch.Tensor, str | None]:
+    def matrix(
+        self, inputs: int | Part, parts: Mapping[str, int | Part], *, plain: bool = False
+    ) -> tuple[torch.Tensor, str | None]:
         """A new matrix with rows of `inputs` elements, and the format that it has or is to get; `parts` as of `tensor`.
 
         Of a format in blocks it is uint8 [rows, bytes], otherwise [rows, inputs] in the model's dtype. `inputs` may be
-        a part of the weights' columns.
+        a part of the weights' columns. `plain`: it is computed with in the model's dtype whatever is asked for.
         """
         columns = None if isinstance(inputs, int) else inputs
         inputs = size_of(inputs)
         rows = sum(map(size_of, parts.values()))
-        format_ = self.formats.of(parts, inputs)
+        format_ = None if plain else self.formats.of(parts, inputs)
         self.matrices += len(parts)
         if format_ not in BLOCK_BYTES:
             return self._allocate((rows, inputs), parts, self.dtype, self._of_matrices, columns), format_

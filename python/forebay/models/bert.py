@@ -81,8 +81,9 @@ class Bert:
         """Numbers of a vector."""
         if pooling.task == "score":
             self.size = pooling.size
-            pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True)
-            self.head = pooler, Linear(params, "", hidden, {"classifier": pooling.size}, bias=True)
+            # What rounding they would save is a single row's, and their error would be the score's.
+            pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True, plain=True)
+            self.head = pooler, Linear(params, "", hidden, {"classifier": pooling.size}, bias=True, plain=True)
         else:
             params.skip("pooler.dense.weight")
             params.skip("pooler.dense.bias")

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forebay.compute.causal import Summed
 from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
@@ -127,6 +128,7 @@ class ModelRunner:
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         self._ops = self._choice.ops()
         self._copier: Copier | None = None
+        self._summed: Summed | None = None
         with telling_of_memory(self.device):
             self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
             self.weight_bytes = self._weight_bytes()
@@ -136,6 +138,8 @@ class ModelRunner:
             self._make_pages(self._sizes(available))
             pool = self._open_host(host)
             self._make_tables(self._hot_rows(pool))
+        if config.pooling is not None and config.pooling.kind == "causal_mean":
+            self._summed = Summed(config.slots)
         if pool is not None:
             self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
@@ -249,10 +253,8 @@ class ModelRunner:
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
 
     def _weight_bytes(self) -> int:
-        """`weight_bytes` of the model that was built. Those of one that pools count as they are loaded."""
-        if isinstance(self.model, Bert) or self.config.pooling is not None:
-            return self.model.params.nbytes
-        return self._choice.weight_bytes(self.model)
+        """`weight_bytes` of the model that was built. Those of an encoder count as they are loaded."""
+        return self.model.params.nbytes if isinstance(self.model, Bert) else self._choice.weight_bytes(self.model)
 
     def _formats(self) -> Formats:
         """The weights that the configuration wants quantised."""
@@ -522,6 +524,8 @@ class ModelRunner:
         if isinstance(self.model, Bert):
             check_whole(rows)
             rows = replace(rows, segment=self.tables.segment[rows.slot].astype(np.int64))
+        if self._summed is not None:
+            self._summed.check(rows)
         columns = VectorColumns(rows.sampling, self._vector_size, self.device)
         self.device.queue(partial(self._pool, Launch(rows, inputs), columns))
         return columns

@@ -115,8 +115,6 @@ class RunnerConfig:
             return
         if wanted not in QUANTIZATIONS:
             raise ConfigError(f"quantization {wanted!r} is not supported: use {' or '.join(QUANTIZATIONS)}")
-        if self.pooling is not None:
-            raise ConfigError(f"quantization {wanted} is for models that generate, not for those that pool")
         if wanted == "gguf" and (self.model["format"] != "gguf" or self.load_format == "dummy"):
             raise ConfigError("quantization gguf computes with the blocks of a GGUF file, and none is loaded")
 

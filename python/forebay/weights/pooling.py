@@ -32,7 +32,7 @@ class Pooling:
     task: str
     """`embed`: the vector is the answer. `score`: it is one logit, of how well two texts go together."""
     kind: str
-    """`mean` of all positions, `cls` (the first) or `last`."""
+    """`mean` of all positions, `cls` (the first) or `last`; `causal_mean` is the mean of a causal model's."""
     size: int
     """Numbers in a vector."""
     normalize: bool
@@ -70,10 +70,19 @@ def read_pooling(config: dict[str, Any], directory: Path | None, *, forced: bool
         return Pooling("score", "cls", _labels(config), False, _sigmoid(config), _length(max_length))
     # Without a word from the repository: what other engines do.
     kind, normalize = _of_modules(modules, directory) if modules else ("cls" if encoder else "last", True)
-    if kind not in (("cls", "mean") if encoder else ("last",)):
+    if not encoder and _sees_all(config):
+        raise UnsupportedModelError("a decoder whose positions see what is behind them is not supported")
+    if kind not in (("cls", "mean") if encoder else ("last", "mean")):
         what = "an encoder" if encoder else "a causal model"
         raise UnsupportedModelError(f"pooling {kind!r} of {what} is not supported")
+    if not encoder and kind == "mean":
+        kind = "causal_mean"
     return Pooling("embed", kind, int(config.get("hidden_size") or 0), normalize, False, _length(max_length))
+
+
+def _sees_all(config: Mapping[str, Any]) -> bool:
+    """Whether a decoder was trained on to be an encoder, as configurations say it."""
+    return config.get("is_causal") is False or bool(config.get("use_bidirectional_attention"))
 
 
 def _modules(directory: Path | None) -> list[Mapping[str, Any]]:

@@ -3,12 +3,13 @@
 use std::ops::Range;
 
 use crate::attention::{self, Scratch, Unit};
+use crate::codes::{CodesRoom, encode};
 use crate::dispatch::Work;
 use crate::dots::Dots;
 use crate::element::Element;
 use crate::encoder::Activation;
 use crate::math;
-use crate::matmul::{Matrix, Out, Rows, arrange, multiply};
+use crate::matmul::{Matrix, Out, Rows, arrange, multiply, multiply_codes};
 use crate::pages::{Pool, Shape};
 use crate::team::{Member, Queue};
 use crate::tile::Kernel;
@@ -64,6 +65,8 @@ pub(crate) struct Pass<'a, E> {
     pub(super) activated: *mut E,
     /// Room for numbers of any kind.
     pub(super) arranged: *mut f32,
+    /// Room for rows as quantised matrices take them.
+    pub(super) codes: CodesRoom,
     pub(super) scratch: *mut Scratch<E>,
     pub(super) vectors: *mut f32,
     pub(super) pool: Pool<E>,
@@ -105,7 +108,7 @@ impl<E: Element> Work<E> for (&Pass<'_, E>, &Member<'_>) {
     #[inline(always)]
     unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
         // SAFETY: the contract.
-        unsafe { self.0.compute::<K>(self.1) }
+        unsafe { self.0.compute::<K, D>(self.1) }
     }
 }
 
@@ -113,13 +116,13 @@ impl<E: Element> Pass<'_, E> {
     /// One member's share of the batch.
     ///
     /// # Safety
-    /// Called once by each member of the team; the processor can run `K`.
+    /// Called once by each member of the team; the processor can run `K` and `D`.
     #[inline(always)]
-    pub(crate) unsafe fn compute<K: Kernel<E>>(&self, member: &Member<'_>) {
+    pub(crate) unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
         let prompts = self.starts.len() - 1;
         // SAFETY: between meetings, members write only what is theirs by share or by queue.
         unsafe {
-            let stream = self.layers::<K>(member);
+            let stream = self.layers::<K, D>(member);
             member.meet();
             let to = if self.score.is_some() { self.pooled } else { self.vectors };
             for prompt in member.share(prompts) {
@@ -132,14 +135,14 @@ impl<E: Element> Pass<'_, E> {
             }
             member.meet();
             if let Some(score) = &self.score {
-                self.score::<K>(member, score, prompts);
+                self.score::<K, D>(member, score, prompts);
             }
         }
     }
 
     /// One member's share of the layers; gives the states of all tokens, or of the first ones.
     #[inline(always)]
-    unsafe fn layers<K: Kernel<E>>(&self, member: &Member<'_>) -> Stream {
+    unsafe fn layers<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) -> Stream {
         let count = self.tokens.len();
         let mut stream = Stream { x: self.x, count };
         // SAFETY: as for `compute`.
@@ -148,7 +151,12 @@ impl<E: Element> Pass<'_, E> {
             for (index, layer) in self.layers.iter().enumerate() {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
                 let normed = Rows { first: self.normed.cast_const(), count };
-                self.multiply::<K>((&queues[0], member), normed, &layer.qkv, Out::Store(self.wide));
+                self.multiply::<K, D>(
+                    (&queues[0], member),
+                    normed,
+                    &layer.qkv,
+                    Out::Store(self.wide),
+                );
                 self.keep::<K>(member);
                 let mut attention = self.attention;
                 if index + 1 == self.layers.len() && self.first {
@@ -166,12 +174,17 @@ impl<E: Element> Pass<'_, E> {
                 member.meet();
                 let attended = Rows { first: self.attended.cast_const(), count: stream.count };
                 let added = Out::Add(stream.x);
-                self.multiply::<K>((&queues[2], member), attended, &layer.output, added);
+                self.multiply::<K, D>((&queues[2], member), attended, &layer.output, added);
                 let normed = self.normalise::<K>(member, stream, layer.attention_norm);
-                self.multiply::<K>((&queues[3], member), normed, &layer.up, Out::Store(self.wide));
+                self.multiply::<K, D>(
+                    (&queues[3], member),
+                    normed,
+                    &layer.up,
+                    Out::Store(self.wide),
+                );
                 let inputs = layer.down.inputs;
                 let activated = self.activate::<K>(member, stream.count, inputs);
-                self.multiply::<K>((&queues[4], member), activated, &layer.down, added);
+                self.multiply::<K, D>((&queues[4], member), activated, &layer.down, added);
                 self.normalise::<K>(member, stream, layer.output_norm);
             }
         }
@@ -259,7 +272,7 @@ impl<E: Element> Pass<'_, E> {
     /// A product of rows of which this member has made its own, or that all have met since. All
     /// have met when it is done.
     #[inline(always)]
-    unsafe fn multiply<K: Kernel<E>>(
+    unsafe fn multiply<K: Kernel<E>, D: Dots>(
         &self,
         (queue, member): (&Queue, &Member<'_>),
         rows: Rows<E>,
@@ -267,12 +280,24 @@ impl<E: Element> Pass<'_, E> {
         out: Out<E>,
     ) {
         let tiles = member.share(rows.tiles::<K>());
-        // SAFETY: this member's share of what is arranged; whoever still read that of an earlier
-        // product was met since.
+        let (queue, inputs) = ((queue, member.members), matrix.inputs);
+        // SAFETY: this member's share of what is arranged, or made codes; whoever still read that
+        // of an earlier product was met since.
         unsafe {
-            let rows = arrange::<E, K>(rows, matrix.inputs, tiles, self.arranged.cast());
-            member.meet();
-            multiply::<E, K>((queue, member.members), rows, matrix, out);
+            if let Some(format) = matrix.format {
+                let shared = format.shared(inputs);
+                for row in rows.of_tiles::<K>(tiles) {
+                    let (from, to) = (rows.first.add(row * inputs), &self.codes);
+                    encode::<E, K::Vector>(from, inputs, shared, to.from(row, inputs, shared));
+                }
+                member.meet();
+                let codes = self.codes.filled(rows.count);
+                multiply_codes::<E, K, D>(queue, codes, (matrix, format), out);
+            } else {
+                let rows = arrange::<E, K>(rows, inputs, tiles, self.arranged.cast());
+                member.meet();
+                multiply::<E, K>(queue, rows, matrix, out);
+            }
         }
         member.meet();
     }
@@ -362,7 +387,7 @@ impl<E: Element> Pass<'_, E> {
 
     /// One member's share of making scores of the vectors.
     #[inline(always)]
-    unsafe fn score<K: Kernel<E>>(
+    unsafe fn score<K: Kernel<E>, D: Dots>(
         &self,
         member: &Member<'_>,
         score: &Score<'_, E>,
@@ -377,11 +402,11 @@ impl<E: Element> Pass<'_, E> {
             let normed = std::slice::from_raw_parts_mut(self.normed.add(at), length);
             let pooled = std::slice::from_raw_parts(self.pooled.add(at), length);
             math::narrow::<E, K>(pooled, normed);
-            self.multiply::<K>((&queues[0], member), rows, &score.pooler, Out::Store(self.wide));
+            self.multiply::<K, D>((&queues[0], member), rows, &score.pooler, Out::Store(self.wide));
             let wide = std::slice::from_raw_parts(self.wide.add(at), length);
             math::each::<E, K, math::Tanh>(wide, normed);
             let out = Out::Store(self.vectors);
-            self.multiply::<K>((&queues[1], member), rows, &score.classifier, out);
+            self.multiply::<K, D>((&queues[1], member), rows, &score.classifier, out);
         }
     }
 }

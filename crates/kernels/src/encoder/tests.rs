@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use proptest::prelude::*;
 
 use super::*;
-use crate::isa::plain::Plain;
+use crate::isa::plain::{Plain, Portable};
 use crate::isa::tests::{Check, kernels};
 use crate::pack::{pack, packed_len};
 use crate::team::Kind;
@@ -139,6 +139,7 @@ impl<E: Element> Naive<E> {
             down_bias: at(&block.down.bias),
             output_norm: at(&block.output_norm.weight),
             output_norm_bias: at(&block.output_norm.bias),
+            formats: [0; 4],
         };
         let layers: Vec<EncoderLayerSpec> = self.blocks.iter().map(layer).collect();
         let spec = EncoderSpec {
@@ -288,7 +289,8 @@ fn encode<E: Element, K: Kernel<E>>(
     };
     // SAFETY: the batch is there; the caller detected what `K` needs.
     unsafe {
-        encoder.encode(&batch, |team, pass| team.run(|member| pass.compute::<K>(&member)))?;
+        encoder
+            .encode(&batch, |team, pass| team.run(|member| pass.compute::<K, Portable>(&member)))?;
     }
     Ok(vectors)
 }

@@ -303,6 +303,7 @@ impl<E: Number> Tiny<E> {
             finite: std::ptr::null_mut(),
             times: std::ptr::null_mut(),
             states: states.as_mut_ptr(),
+            vectors: std::ptr::null_mut(),
         };
         let team = Team { threads, kind: Kind::Started };
         // SAFETY: everything lives and is as described; the caller detected the features.

@@ -1,0 +1,129 @@
+//! Vectors of prompts, in place of tokens: of the states of the positions that a step computes.
+
+use forebay_kernels::Wanted;
+use forebay_protocol::{HandConfig, ROW_NOT_FINITE, ROW_OK, StepPlan, StepResult};
+use serde_json::Value;
+
+use crate::columns::Columns;
+use crate::runner::{HandError, Runner};
+use crate::tables::{PlanError, wrong};
+
+/// What makes a vector of a prompt's states.
+pub(crate) enum Pooler {
+    /// The last position has seen all others.
+    Last,
+    /// The mean of all, which may come in several steps.
+    Mean(Sums),
+}
+
+/// Sums of the states of each slot, in 64 bits: the way in which a prompt is cut shows in no bit
+/// that is left.
+pub(crate) struct Sums {
+    /// `[slots, hidden]`
+    sums: Vec<f64>,
+    /// Positions of each slot that were added up.
+    until: Vec<i64>,
+    hidden: usize,
+}
+
+/// The kind of pooling that a hand is told; `None`: the model generates.
+pub(crate) fn kind(config: &HandConfig) -> Option<&str> {
+    let pooling = config.model.get("pooling").filter(|pooling| !pooling.is_null())?;
+    Some(pooling.get("kind").and_then(Value::as_str).unwrap_or("of no kind"))
+}
+
+impl Pooler {
+    /// `None`: there is no such kind here.
+    pub(crate) fn of(kind: &str, slots: usize, hidden: usize) -> Option<Self> {
+        match kind {
+            "last" => Some(Self::Last),
+            "causal_mean" => Some(Self::Mean(Sums {
+                sums: vec![0.0; slots * hidden],
+                until: vec![0; slots],
+                hidden,
+            })),
+            _ => None,
+        }
+    }
+
+    /// Whether it is one of the kinds here.
+    pub(crate) fn knows(kind: &str) -> bool {
+        Self::of(kind, 0, 0).is_some()
+    }
+
+    /// The tokens whose states it wants, ascending.
+    fn wants(&self, columns: &Columns) -> Vec<i64> {
+        match self {
+            Self::Last => columns.last_tokens(),
+            Self::Mean(_) => (0..columns.last.last().map_or(0, |last| last + 1)).collect(),
+        }
+    }
+
+    /// Makes the vectors `[s, hidden]` of the states that it wants.
+    fn make(&mut self, columns: &Columns, states: Vec<f32>) -> Result<Vec<f32>, PlanError> {
+        match self {
+            Self::Last => Ok(states),
+            Self::Mean(sums) => sums.make(columns, &states),
+        }
+    }
+}
+
+impl Sums {
+    fn make(&mut self, columns: &Columns, states: &[f32]) -> Result<Vec<f32>, PlanError> {
+        let hidden = self.hidden;
+        let mut rows = states.chunks_exact(hidden);
+        for (row, &slot) in columns.slot.iter().enumerate() {
+            let (slot, start, length) = (slot as usize, columns.start[row], columns.length[row]);
+            if start > 0 && start != self.until[slot] {
+                return wrong(format!("a mean of states that were not computed: slot {slot}"));
+            }
+            self.until[slot] = start + length;
+            let sum = &mut self.sums[slot * hidden..][..hidden];
+            if start == 0 {
+                sum.fill(0.0);
+            }
+            for state in rows.by_ref().take(length as usize) {
+                for (sum, &state) in sum.iter_mut().zip(state) {
+                    *sum += f64::from(state);
+                }
+            }
+        }
+        let of_row = |&row: &usize| {
+            let slot = columns.slot[row] as usize;
+            let count = self.until[slot] as f64;
+            self.sums[slot * hidden..][..hidden].iter().map(move |sum| (sum / count) as f32)
+        };
+        Ok(columns.sampling.iter().flat_map(of_row).collect())
+    }
+}
+
+impl Runner {
+    /// Computes rows, and pools those that end their prompts. False: the model generates.
+    pub(crate) fn pool(
+        &mut self,
+        plan: &StepPlan,
+        result: &mut StepResult,
+    ) -> Result<bool, HandError> {
+        let Some(pooler) = &self.pooler else { return Ok(false) };
+        if plan.prompt_logprobs().next().is_some() {
+            return Err(PlanError("log-probabilities of a prompt that is pooled".into()).into());
+        }
+        let columns = Columns::of(plan, &self.tables, true)?;
+        let (arena, width) = (self.arena.clone(), self.sizes.dtype.bytes());
+        let given = columns.given(&self.tables, &arena, (self.sizes.hidden * width, width))?;
+        let tokens = pooler.wants(&columns);
+        let mut states = vec![0.0; tokens.len() * self.sizes.hidden];
+        let rows = columns.rows(&self.tables, &given, &tokens);
+        self.decoder.step(&rows, Wanted::Vectors(&mut states))?;
+        let Some(pooler) = &mut self.pooler else { return Ok(false) };
+        result.pooled = pooler.make(&columns, states)?;
+        result.row_errors = vec![ROW_OK; columns.slot.len()];
+        let vectors = result.pooled.chunks_exact(self.sizes.hidden);
+        for (&row, vector) in columns.sampling.iter().zip(vectors) {
+            if !vector.iter().all(|number| number.is_finite()) {
+                result.row_errors[row] = ROW_NOT_FINITE;
+            }
+        }
+        Ok(true)
+    }
+}

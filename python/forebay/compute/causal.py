@@ -1,0 +1,68 @@
+"""From a step's rows to the vectors of a causal model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from forebay.compute.rows import Launch, Rows, States
+from forebay.device import Device
+from forebay.state.slots import Int64s, PlanError
+
+
+class LastState:
+    """Implements `Pooler`: the state of a prompt's last position, which has seen all others."""
+
+    def __init__(self, compute: States) -> None:
+        self._compute = compute
+
+    def pool(self, launch: Launch) -> torch.Tensor:
+        rows = launch.rows
+        return self._compute.vectors(launch, rows.last[rows.sampling])
+
+
+class MeanState:
+    """Implements `Pooler`: the mean of the states of all positions, which may come in several steps.
+
+    Sums are kept in float64, so that the way in which a prompt is cut shows in no bit that is left.
+    """
+
+    def __init__(self, compute: States, slots: int, hidden: int, device: Device) -> None:
+        self._compute = compute
+        self._device = device
+        self._sums = torch.zeros(slots, hidden, dtype=torch.float64, device=device.torch_device)
+
+    def pool(self, launch: Launch) -> torch.Tensor:
+        rows, sums = launch.rows, self._sums
+        states = self._compute.vectors(launch, np.arange(int(rows.length.sum())))
+        ends = rows.last + 1
+        for slot, start, first, end in zip(
+            *(column.tolist() for column in (rows.slot, rows.start, ends - rows.length, ends)), strict=True
+        ):
+            sum_ = states[first:end].sum(dim=0, dtype=torch.float64)
+            sums[slot] = sum_ if start == 0 else sums[slot] + sum_
+        slots, lengths = self._device.copy_in(rows.slot[rows.sampling], (rows.start + rows.length)[rows.sampling])
+        return (sums.index_select(0, slots) / lengths[:, None]).float()
+
+
+class Summed:
+    """Which positions of each slot a mean has seen. For the host."""
+
+    def __init__(self, slots: int) -> None:
+        self._until: Int64s = np.zeros(slots, np.int64)
+
+    def check(self, rows: Rows) -> None:
+        """Raises `PlanError` unless each row begins a prompt or goes on where the slot's last one ended."""
+        gaps = (rows.start > 0) & (rows.start != self._until[rows.slot])
+        if gaps.any():
+            raise PlanError(f"a mean of states that were not computed: slots {rows.slot[gaps].tolist()}")
+        self._until[rows.slot] = rows.start + rows.length
+
+
+KINDS: dict[str, Callable[[States, int, int, Device], LastState | MeanState]] = {
+    "last": lambda compute, slots, hidden, device: LastState(compute),
+    "causal_mean": MeanState,
+}
+"""What makes a vector, by `Pooling.kind`; of so many slots, and of states of so many numbers."""
