@@ -328,6 +328,21 @@ def outposts(found: Results) -> str:
     return markdown(head, rows)
 
 
+def outpost_bursts(found: Results) -> str:
+    """Gaps beside bursts, with the hand here and behind an outpost; the last ratio is of p99 to the same one here."""
+    head = ["hand", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "p99 / here", "slowest of the burst ms"]
+    keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")
+    rows = []
+    for workload in found.workloads():
+        for server in found.servers(workload):
+            where, _, burst = server.partition(", ")
+            cells = [number(found.median(workload, server, key)) for key in keys]
+            bases = (f"{where}, no burst", f"here, {burst}")
+            cells += [spread(found.ratio(workload, server, base, "p99_itl_ms")) for base in bases]
+            rows.append([server, *cells, number(found.median(workload, server, "slowest_of_burst_ms"))])
+    return markdown(head, rows)
+
+
 def router(found: Results) -> str:
     """What stands in front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
@@ -498,6 +513,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "images": images,
     "image_prepare": image_prepare,
     "fan_out": fan_out,
+    "outpost_bursts": outpost_bursts,
     "outposts": outposts,
     "masks": masks,
     "mask_times": mask_times,

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// Of these messages, and of what is relayed between them.
-const OWN_VERSION: u16 = 1;
+const OWN_VERSION: u16 = 2;
 /// Begins every connection.
 const MAGIC: [u8; 4] = *b"fbw1";
 /// Bytes of a [`Knock`].
@@ -70,6 +70,11 @@ pub(crate) enum Purpose {
         /// The order's.
         id: u64,
     },
+    /// Bytes for the mirror of the arena.
+    Bulk {
+        /// The order's.
+        id: u64,
+    },
 }
 
 /// Brain to outpost.
@@ -78,6 +83,14 @@ pub(crate) enum Purpose {
 pub(crate) enum ToOutpost {
     /// Asks for a [`FromOutpost::Pong`].
     Ping,
+    /// Has it keep a mirror of the brain's arena, and open a connection for its bytes. Once, and
+    /// before the first hand.
+    Mirror {
+        /// Names the connection among all that the brain ever ordered.
+        id: u64,
+        /// Of the arena.
+        bytes: u32,
+    },
     /// Has a hand run.
     Spawn(HandOrder),
 }
@@ -108,8 +121,6 @@ pub struct HandOrder {
     pub hand: String,
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
-    /// Bytes of its shared memory.
-    pub arena_bytes: u32,
 }
 
 /// Writes a message: four bytes with its length, then JSON.
@@ -157,7 +168,6 @@ mod tests {
             place: 3,
             hand: "rust".into(),
             env: vec![("A".into(), "b=c".into())],
-            arena_bytes: 1 << 30,
         };
         let mut bytes = Vec::new();
         wait(async {

@@ -24,18 +24,21 @@
 //! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images: plans compute them
 //! some layers a step, and rows end before an image that is not there yet.
 //!
+//! A request whose payload is not where the hand reads yet is held ([`Request::held`]).
+//!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
 //! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets
 //! a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer`
 //! (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image
-//! is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset`
+//! is next in the tower), `held` (who has no turn yet), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset`
 //! (the hand died, quarantine), `integrity` (what is always true).
 
 mod apply;
 mod config;
 mod event;
+mod held;
 mod images;
 mod integrity;
 mod plan;
@@ -262,10 +265,13 @@ impl Scheduler {
             if request.past.admitted { &mut self.next_return } else { &mut self.next_arrival };
         let key = Key { rank, arrival: *counter };
         *counter += 1;
-        let (id, suspect) = (request.id, request.past.suspect.is_some());
+        let (id, suspect, held) = (request.id, request.past.suspect.is_some(), request.held);
         let handle = self.requests.insert(Entry::new(request, key, &self.config.namer));
         let previous = self.by_id.insert(id, handle);
         debug_assert!(previous.is_none(), "two live requests with id {id}");
+        if held {
+            return;
+        }
         if suspect {
             self.suspects.insert(key, handle);
         } else {

@@ -53,6 +53,9 @@ pub struct Request {
     /// When it came, in microseconds of the engine's clock; 0: when the engine took it. It is only
     /// told ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
+    /// Its payload is not where the hand reads yet: it has no turn before
+    /// [`crate::Scheduler::release`].
+    pub held: bool,
     /// Its history with another scheduler, if there was one.
     pub past: Past,
 }
