@@ -339,10 +339,10 @@ fn what_has_reached_a_hand_that_died_is_carried_to_the_next_one() {
     let (first, second) = (rig.next(), rig.next());
     first.arrive();
     rig.control.kill();
+    rig.control.release();
     // The next hand needs both, and what comes too late for the first is none of its.
     let again = [rig.next(), rig.next()];
     second.arrive();
-    rig.control.release();
     rig.submit(2, Kind::Text, 5);
     check(&rig.follow(1), 2, Kind::Text, 5);
     again.into_iter().for_each(Cargo::arrive);
