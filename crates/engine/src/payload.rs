@@ -28,8 +28,8 @@ pub trait Payload: Debug + Send + Sync {
     /// # Errors
     /// It does not fit, or the system has no memory for it.
     fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()>;
-    /// Reads from its byte `at` on what there is, at most `into.len()` bytes; says how many. 0 means
-    /// that it ends there. For those who bring it to a hand elsewhere.
+    /// Reads from its byte `at` on, at most `into.len()` bytes; says how many. 0 means that it ends
+    /// there. For those who bring it to a hand elsewhere.
     ///
     /// # Errors
     /// The system refuses it.

@@ -1,9 +1,9 @@
-//! The bulk connection of an outpost: bytes of the arena one way, counts of written bytes the other.
+//! The bulk connection of an outpost: bytes of the arena one way, counts of written bytes back.
 //!
 //! A piece is eight bytes that say where it belongs and how long it is, and then its bytes. The
 //! outpost answers each with the number of bytes that it has written so far, in all. Pieces arrive
-//! in the order in which they were sent, so a place in the arena may be written again as soon as the
-//! brain has no more use for what was there.
+//! in the order in which they were sent. So a place in the arena may be written again as soon as
+//! the brain has no more use for its bytes.
 
 use std::io;
 
@@ -45,7 +45,8 @@ impl Head {
     }
 }
 
-/// Sends a payload in pieces, from `total` bytes of the connection on; gives how many there are now.
+/// Sends a payload in pieces; gives the number of its bytes. `written` hears how many of them are
+/// about to be sent.
 ///
 /// # Errors
 /// The connection broke, or the arena can't be read.

@@ -1,8 +1,8 @@
 //! Requests whose payloads are still on their way to the hand.
 //!
-//! A hand on another machine reads what was brought there, and a plan may name no byte before. Until
-//! then its request is *held*: it is alive, keeps its place in the order, and has no turn. Nobody
-//! waits for it meanwhile, not even in quarantine.
+//! A hand on another machine reads payloads that were brought there, and no plan may name one
+//! before. Until then its request is *held*: it is alive, keeps its place in the order, and has no
+//! turn. Nobody waits for it meanwhile, not even in quarantine.
 
 use crate::Scheduler;
 

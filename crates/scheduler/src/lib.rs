@@ -32,8 +32,8 @@
 //! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets
 //! a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer`
 //! (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image
-//! is next in the tower), `held` (who has no turn yet), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset`
-//! (the hand died, quarantine), `integrity` (what is always true).
+//! is next in the tower), `held` (who has no turn yet), `retire` (slots and pages, preemption),
+//! `apply` (tokens, ends), `reset` (the hand died, quarantine), `integrity` (what is always true).
 
 mod apply;
 mod config;
