@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
 	clean distclean
 
 help: ## print this list
@@ -223,6 +223,9 @@ test-image-sizes: build-tests ## compare a thousand images with transformers' pa
 
 test-fuzz-images: ## damage ten thousand image files of each format and prepare them (2 minutes)
 	FOREBAY_FUZZED_IMAGES=10000 cargo test --locked --profile $(TEST_PROFILE) --package forebay-vision --test images damaged -- --nocapture
+
+test-fuzz-outposts: ## damage a million frames and messages of outposts, for each of the parsers (a minute)
+	FOREBAY_FUZZED_MESSAGES=1000000 cargo test --locked --profile $(TEST_PROFILE) --package forebay-hand --package forebay-outpost --lib fuzz -- --nocapture
 
 check: setup-dev ## check the types of both languages, without building
 	cargo check $(CARGO_FLAGS) --all-targets

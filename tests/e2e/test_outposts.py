@@ -14,14 +14,12 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 
 from tests.e2e.client import stream_events
 from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
 from tests.e2e.processes import alive, descendants, is_hand
 from tests.e2e.server import BINARY, CACHE, Server, free_port
-from tests.e2e.test_prompt_embeds import HIDDEN, encoded
 from tests.e2e.waiting import eventually
 
 STREAMS = 12
@@ -173,13 +171,6 @@ def test_ranks_of_a_replica_run_on_one_worker(serve: Serve, tiny: Model, gate: G
 
 
 def test_what_workers_cannot_have_is_refused(serve: Serve, tiny: Model, gate: Gate) -> None:
-    server = serve(tiny, *gate.flags(), healthy=False)
-    gate.worker()
-    server.wait_for_health()
-    vectors = encoded(torch.zeros(2, HIDDEN))
-    answer = server.post("/v1/completions", {"model": tiny.name, "prompt_embeds": vectors, "max_tokens": 1})
-    assert answer.status_code == 413, answer.text
-    assert answer.json()["error"]["param"] == "prompt_embeds"
     for flags, words in (
         (("--device", "sim"), "--device sim"),
         (("--enable-hierarchical-cache", "--hicache-size", "1"), "a tier of host memory"),

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use forebay_protocol::{Ready, StepMasks, StepPlan, StepResult};
 
+use crate::payload::{Payload, There};
+
 /// The end of a wait.
 #[derive(Debug)]
 pub enum Signal {
@@ -39,6 +41,17 @@ pub trait Executor: Send {
     /// Hands over the masks of the plan that was submitted last, before another plan is; returns at
     /// once. Every plan with masked rows gets them.
     fn masks(&mut self, masks: &StepMasks);
+    /// Whether the hand reads payloads where they were written. Else each has to be
+    /// [carried](Self::carry) before a plan names it.
+    fn is_near(&self) -> bool {
+        true
+    }
+    /// Has a payload brought to where the hand reads it, by other threads; returns at once. `there`
+    /// is called on any thread, and dropped where the group ends before. What was carried to a
+    /// group is there until it ends.
+    fn carry(&mut self, _payload: &Arc<dyn Payload>, there: There) {
+        there();
+    }
     /// Blocks until something happens, at most `timeout_us` microseconds (`None`: without limit).
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal;
     /// Ends the group as quickly as it allows and waits until it is gone. Idempotent.

@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use crate::clock::Clock;
 use crate::executor::Wake;
 use crate::journal::{Journal, Moment, Since, StepNote};
+use crate::owner::Carried;
 use crate::picture::Placed;
 use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
 use crate::waiting::{Place, Waiting};
@@ -24,6 +25,7 @@ pub(crate) enum Order {
     HandOver,
     Abort(RequestId),
     Placed { image: ImageId, placed: Placed },
+    Carried(Carried),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Run(Box<dyn FnOnce() + Send>),
     Look(Box<dyn FnOnce(Vec<RequestView>) + Send>),

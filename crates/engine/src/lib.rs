@@ -18,7 +18,8 @@
 //!
 //! Payloads ([`Payload`]) are too big for plans. They lie in memory that the hand reads, and are
 //! there before their request is submitted. The thread keeps them until the request has ended and
-//! no step in flight can read them.
+//! no step in flight can read them. Where the hand is on another machine ([`Executor::is_near`]),
+//! other threads bring them there, and the request has no turn before.
 //!
 //! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in
 //! virtual time.
@@ -120,7 +121,7 @@ pub use forebay_scheduler::{
 pub use handle::{EngineHandle, Size};
 pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};
 pub use owner::MOST_VIEWS;
-pub use payload::{Embeds, Payload, Payloads};
+pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{

@@ -1,5 +1,6 @@
 //! The loop that owns a replica.
 
+mod carrying;
 mod constrained;
 mod events;
 mod hand;
@@ -21,6 +22,8 @@ use crate::config::EngineConfig;
 use crate::executor::{Executor, Signal};
 use crate::handle::{EngineHandle, Order, Shared, positions};
 use crate::journal::{Notes, StepNote, What};
+pub(crate) use crate::owner::carrying::Carried;
+use crate::owner::carrying::Carrying;
 pub(crate) use crate::owner::constrained::Constrained;
 use crate::owner::pictures::Pictures;
 use crate::payload::Held;
@@ -74,6 +77,7 @@ pub(crate) struct Owner {
     /// The payloads of requests in the arena.
     payloads: Held,
     pictures: Pictures,
+    carrying: Carrying,
     /// The constraints on their tokens.
     constrained: Constrained,
     /// The last step that was handed over.
@@ -113,6 +117,7 @@ impl Owner {
             lane,
             orders,
             pictures: Pictures::default(),
+            carrying: Carrying::default(),
             scheduler: None,
             up: false,
             recovery,
@@ -196,6 +201,7 @@ impl Owner {
                     }
                 }
                 Order::Placed { image, placed } => self.placed(image, placed),
+                Order::Carried(carried) => self.carried(carried),
                 Order::FlushCache(reply) => {
                     reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
                 }
@@ -215,6 +221,7 @@ impl Owner {
     fn enter(&mut self, entering: EngineRequest) {
         let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
         request.masked = constraint.is_some();
+        let has_to_wait = self.has_to_wait(&payloads);
         let Some(scheduler) = self.scheduler.as_mut() else {
             let reason = "it is still starting".into();
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
@@ -227,10 +234,15 @@ impl Owner {
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id, finish);
         }
-        self.payloads.hold(request.id, payloads);
-        self.pictures.hold(request.id, pictures);
-        self.constrained.hold(request.id, constraint);
+        let id = request.id;
+        request.held = has_to_wait;
+        self.payloads.hold(id, payloads);
+        self.pictures.hold(id, pictures);
+        self.constrained.hold(id, constraint);
         scheduler.submit(request);
+        if has_to_wait {
+            self.carry_for(id);
+        }
     }
 
     /// Plans as far ahead as the lookahead allows.

@@ -28,7 +28,16 @@ pub trait Payload: Debug + Send + Sync {
     /// # Errors
     /// It does not fit, or the system has no memory for it.
     fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()>;
+    /// Reads from its byte `at` on, at most `into.len()` bytes; says how many. 0 means that it ends
+    /// there. For those who bring it to a hand elsewhere.
+    ///
+    /// # Errors
+    /// The system refuses it.
+    fn read(&self, at: usize, into: &mut [u8]) -> io::Result<usize>;
 }
+
+/// Told once a payload is where the hand reads it; dropped if it never will be.
+pub type There = Box<dyn FnOnce() + Send>;
 
 /// Embeddings that stand for a prompt's tokens.
 #[derive(Debug, Clone)]
@@ -53,6 +62,16 @@ impl Held {
         if !payloads.is_empty() {
             self.live.insert(request, payloads);
         }
+    }
+
+    /// Those of a request.
+    pub(crate) fn of(&self, request: u64) -> &[Arc<dyn Payload>] {
+        self.live.get(&request).map_or(&[], |payloads| payloads)
+    }
+
+    /// The requests that have any, in no order.
+    pub(crate) fn owners(&self) -> impl Iterator<Item = u64> {
+        self.live.keys().copied()
     }
 
     /// The request goes to another engine, and no step is in flight.

@@ -277,8 +277,7 @@ impl Config {
             text_threads: flags.http.text_threads,
             intake_threads: flags.http.intake_threads,
             inline_intake: flags.http.inline_intake,
-            // Nothing reads the memory of another machine.
-            arena_bytes: if apart { 0 } else { flags.run.arena_bytes },
+            arena_bytes: flags.run.arena_bytes,
             tokenizer_backend: flags.text.tokenizer_backend,
             tokenizer_mode: flags.text.tokenizer_mode,
             text_cache_bytes: flags.text.text_cache_bytes,

@@ -102,7 +102,6 @@ pub(crate) fn check(flags: &ServeFlags, config: &Config) -> Result<()> {
         (config.device == "sim", "--device sim: it has no hands"),
         (flags.run.device == Device::Deferred, "--device deferred"),
         (config.host_tier.is_some(), "a tier of host memory"),
-        (config.images.is_some(), "models that see images: their pixels go through shared memory"),
         (flags.replicas.cpu_affinity.is_some(), "--cpu-affinity: it is of this machine"),
     ];
     match without.into_iter().find(|(given, _)| *given) {

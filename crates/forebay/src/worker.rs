@@ -96,7 +96,7 @@ pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
 
 /// Starts hands as `serve` would start them here.
 fn spawn(python: PathBuf, gpus: Gpus, interface: Option<String>) -> Spawn {
-    Arc::new(move |order: &HandOrder| {
+    Arc::new(move |order: &HandOrder, arena: &Arena| {
         let (program, arguments) = program(&order.hand, &python)?;
         let mut command = Command::new(&program);
         command.args(arguments).envs(hands::environment());
@@ -110,8 +110,7 @@ fn spawn(python: PathBuf, gpus: Gpus, interface: Option<String>) -> Spawn {
             collectives::check(&interface).map_err(io::Error::other)?;
             command.env(variable, interface);
         }
-        let arena = Arena::new(order.arena_bytes)?;
-        RankProcess::spawn(command, &arena, None, &[]).map_err(|error| {
+        RankProcess::spawn(command, arena, None, &[]).map_err(|error| {
             io::Error::new(error.kind(), format!("cannot run {}: {error}", program.display()))
         })
     })

@@ -49,7 +49,9 @@ impl Arena {
         self.0.fd.as_fd()
     }
 
-    pub(crate) fn bytes(&self) -> u32 {
+    /// Its size.
+    #[must_use]
+    pub fn bytes(&self) -> u32 {
         self.0.bytes
     }
 
@@ -58,6 +60,57 @@ impl Arena {
     pub fn take(&self, bytes: usize) -> Option<Region> {
         let range = self.0.space.lock().take(bytes)?;
         Some(Region { range, bytes, arena: self.clone() })
+    }
+
+    /// Writes what another arena of this size has at the same place: its allocator decides what is
+    /// free there, and this one's has no say.
+    ///
+    /// # Errors
+    /// It is not inside, or the system has no memory for it.
+    pub fn mirror(&self, offset: u32, bytes: &[u8]) -> io::Result<()> {
+        let end = u64::from(offset) + bytes.len() as u64;
+        if end > u64::from(self.0.bytes) {
+            return Err(io::Error::other("more than the arena holds"));
+        }
+        self.write(u64::from(offset), bytes)
+    }
+
+    /// So many bytes from `offset` on, as they are.
+    ///
+    /// # Errors
+    /// It is not inside.
+    pub fn look(&self, offset: u32, bytes: usize) -> io::Result<Vec<u8>> {
+        let mut seen = vec![0; bytes];
+        self.read(u64::from(offset), &mut seen)?;
+        Ok(seen)
+    }
+
+    fn read(&self, mut from: u64, mut into: &mut [u8]) -> io::Result<()> {
+        while !into.is_empty() {
+            match rustix::io::pread(self.fd(), &mut *into, from) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => {
+                    from += read as u64;
+                    into = &mut into[read..];
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, mut to: u64, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let written = match rustix::io::pwrite(self.fd(), bytes, to) {
+                Ok(written) => written,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            to += written as u64;
+            bytes = &bytes[written..];
+        }
+        Ok(())
     }
 
     /// Copies `bytes` in; `None` when there is no room now.
@@ -107,18 +160,15 @@ impl Payload for Region {
         if at + bytes.len() > self.bytes {
             return Err(io::Error::other("more than the region holds"));
         }
-        let mut to = (self.range.offset + at) as u64;
-        let mut rest = bytes;
-        while !rest.is_empty() {
-            let written = match rustix::io::pwrite(self.arena.fd(), rest, to) {
-                Ok(written) => written,
-                Err(rustix::io::Errno::INTR) => continue,
-                Err(error) => return Err(error.into()),
-            };
-            to += written as u64;
-            rest = &rest[written..];
+        self.arena.write((self.range.offset + at) as u64, bytes)
+    }
+
+    fn read(&self, at: usize, into: &mut [u8]) -> io::Result<usize> {
+        let count = into.len().min(self.bytes.saturating_sub(at));
+        if count > 0 {
+            self.arena.read((self.range.offset + at) as u64, &mut into[..count])?;
         }
-        Ok(())
+        Ok(count)
     }
 }
 
@@ -144,9 +194,7 @@ mod tests {
     use super::*;
 
     fn read(arena: &Arena, region: &Region, bytes: usize) -> Vec<u8> {
-        let mut seen = vec![0; bytes];
-        rustix::io::pread(arena.fd(), &mut seen, u64::from(region.offset())).expect("read");
-        seen
+        arena.look(region.offset(), bytes).expect("read")
     }
 
     #[test]
@@ -163,6 +211,28 @@ mod tests {
         drop((first, second));
         assert_eq!(arena.used(), 0);
         assert!(arena.place(&[3; 4096]).is_some());
+    }
+
+    #[test]
+    fn what_is_read_piece_by_piece_is_at_the_same_place_in_the_mirror() {
+        let (arena, mirror) = (Arena::new(4096).expect("arena"), Arena::new(4096).expect("arena"));
+        let _before = arena.take(100).expect("room");
+        let bytes: Vec<u8> = (0..1000_u32).map(|at| (at % 251) as u8).collect();
+        let region = arena.place(&bytes).expect("room");
+        let (mut piece, mut at) = ([0; 300], 0);
+        loop {
+            let count = region.read(at, &mut piece).expect("read");
+            if count == 0 {
+                break;
+            }
+            mirror.mirror(region.offset() + at as u32, &piece[..count]).expect("inside");
+            at += count;
+        }
+        assert_eq!((at, read(&mirror, &region, 1000)), (1000, bytes));
+        assert!(mirror.mirror(4000, &[1; 97]).is_err(), "it would end behind the arena");
+        assert!(mirror.mirror(u32::MAX, &[1]).is_err());
+        assert_eq!(region.read(5000, &mut piece).expect("nothing"), 0);
+        assert_eq!(mirror.used(), 0, "its own list of free parts means nothing");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay_engine::{Executor, Payload, Signal, Wake};
+use forebay_engine::{Executor, Payload, Signal, There, Wake};
 use forebay_protocol::{
     Fatal, Frame, FrameError, HEADER_BYTES, HandConfig, Header, Hello, Kind, Message, Progress,
     Ready, StepMasks, StepPlan, StepResult, StoreRequest, encode_json, encode_place,
@@ -21,7 +21,7 @@ use tracing::debug;
 use crate::arena::{Arena, Region};
 use crate::frames::{FrameReader, FrameWriter, StreamError};
 use crate::process::RankProcess;
-use crate::site::{Process, RankOrder, Site};
+use crate::site::{Process, RankOrder, Site, last_of};
 use crate::store::Store;
 use crate::waker::EventWaker;
 
@@ -47,7 +47,7 @@ pub struct HandSpec {
     /// The ranks, at least one.
     pub ranks: Vec<RankSpec>,
     /// The place of the ranks, if they do not run below this process. Plans, tokens and masks then
-    /// go through the socket whole, and no payload can be named.
+    /// go through the socket whole, and payloads are carried there before a plan names them.
     pub site: Option<Arc<dyn Site>>,
 }
 
@@ -439,6 +439,19 @@ impl Executor for HandExecutor {
             Some(offset)
         });
         self.send(encoded);
+    }
+
+    fn is_near(&self) -> bool {
+        self.spec.site.is_none()
+    }
+
+    fn carry(&mut self, payload: &Arc<dyn Payload>, there: There) {
+        for (rank, there) in self.ranks.iter().zip(last_of(self.ranks.len(), there)) {
+            match &rank.process {
+                Process::Here(_) => there(),
+                Process::There(distant) => distant.carry(payload, there),
+            }
+        }
     }
 
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {

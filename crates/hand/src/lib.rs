@@ -13,6 +13,8 @@
 mod arena;
 mod executor;
 mod frames;
+#[cfg(test)]
+mod fuzz;
 mod process;
 mod site;
 mod slice;

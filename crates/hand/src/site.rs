@@ -2,8 +2,12 @@
 
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use forebay_engine::{Payload, There};
+use parking_lot::Mutex;
 use rustix::process::Signal;
 
 use crate::process::RankProcess;
@@ -16,7 +20,8 @@ const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs
 pub struct RankOrder {
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
-    /// Bytes of the shared memory that the hand maps. Nothing is put there.
+    /// Bytes of the shared memory that the hand maps: what is [carried](Distant::carry) to it is
+    /// there, at the offsets that it has here.
     pub arena_bytes: u32,
 }
 
@@ -40,8 +45,28 @@ pub trait Distant: Send {
     fn doom(&self);
     /// Waits until it has ended, at most `limit`.
     fn ended_within(&self, limit: Duration) -> bool;
+    /// Has a payload brought to the shared memory that the rank maps, at the same offset, and calls
+    /// `there` then; drops it where the rank ends before. Returns at once.
+    fn carry(&self, payload: &Arc<dyn Payload>, there: There);
     /// Ends it and says how it ended, as far as that is known soon.
     fn bury(self: Box<Self>) -> String;
+}
+
+/// One duty for so many: the last of them does it.
+pub(crate) fn last_of(count: usize, there: There) -> impl Iterator<Item = There> {
+    let (left, there) = (AtomicUsize::new(count), Mutex::new(Some(there)));
+    let shared = Arc::new((left, there));
+    std::iter::repeat_n(shared, count).map(|shared| {
+        let one: There = Box::new(move || {
+            let (left, there) = &*shared;
+            if left.fetch_sub(1, Ordering::AcqRel) == 1
+                && let Some(there) = there.lock().take()
+            {
+                there();
+            }
+        });
+        one
+    })
 }
 
 /// A rank that was started.
@@ -94,5 +119,23 @@ impl Process {
         }
         // Processes that a leader started may outlive it: dropping it kills them.
         processes.iter().for_each(Self::doom);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_of_several_does_it() {
+        let done = Arc::new(AtomicUsize::new(0));
+        let seen = Arc::clone(&done);
+        let there: There = Box::new(move || _ = seen.fetch_add(1, Ordering::SeqCst));
+        let mut all: Vec<There> = last_of(3, there).collect();
+        let last = all.pop().expect("three");
+        all.into_iter().for_each(|one| one());
+        assert_eq!(done.load(Ordering::SeqCst), 0);
+        last();
+        assert_eq!(done.load(Ordering::SeqCst), 1);
     }
 }

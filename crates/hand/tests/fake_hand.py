@@ -14,7 +14,7 @@ SOCKET = socket.socket(fileno=3)
 SHARED = []
 HELLO, CONFIG, PROGRESS, READY, PLAN, RESULT, FATAL, SHUTDOWN = range(1, 9)
 STORE, STORE_REPLY, PLAN_AT = 10, 11, 12
-SLOTS, TOKENS_OF_SLOTS, ROWS = 1, 3, 8
+SLOTS, TOKENS_OF_SLOTS, ROWS, EMBEDS = 1, 3, 8, 11
 TOKENS, ROW_ERRORS, TIMING = 1, 2, 6
 
 
@@ -138,4 +138,6 @@ while True:
     if slots and slots[10] >= 0 and behaviour != "tells":
         arena = os.pread(4, 4, slots[10])
         first = struct.unpack("<i", arena)[0]
+    if columns.get(EMBEDS):
+        first = struct.unpack("<i", os.pread(4, 4, columns[EMBEDS][1]))[0]
     send(RESULT, step, {TOKENS: [first] * sampled, ROW_ERRORS: [0] * (len(rows) // 4), TIMING: [11, 22]})

@@ -77,10 +77,10 @@ fn main() -> Result<(), Failure> {
     let token = credentials.token().clone();
     let settings = WorkSettings { brain, token, name: "here".into(), hands: 1 };
     let (program, script) = (python.clone(), hand.clone());
-    let spawn = Arc::new(move |order: &HandOrder| {
+    let spawn = Arc::new(move |_: &HandOrder, arena: &Arena| {
         let mut command = Command::new(&program);
         command.arg(&script).env("FAKE_BEHAVIOUR", "good");
-        RankProcess::spawn(command, &Arena::new(order.arena_bytes)?, None, &[])
+        RankProcess::spawn(command, arena, None, &[])
     });
     std::thread::spawn(move || {
         runtime().map(|runtime| runtime.block_on(work(settings, spawn, std::future::pending())))

@@ -19,12 +19,14 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tracing::{info, warn};
 
+use crate::aside::Aside;
 use crate::claim::Claim;
 use crate::credentials::Credentials;
 use crate::messages::{
     Answer, Collectives, FromOutpost, HandOrder, KNOCK_BYTES, Knock, Purpose, ToOutpost, read,
     write,
 };
+use crate::mirror::Mirror;
 use crate::rank::{Handle, Life};
 use crate::relay::{OPENING, PING, SILENCE, Side, prepare, relay, said};
 use crate::tls::acceptor;
@@ -55,9 +57,10 @@ pub struct Outposts {
     groups: mpsc::UnboundedSender<Group>,
 }
 
-#[derive(Default)]
 pub(crate) struct Shared {
     state: Mutex<State>,
+    /// Runs the bulk connections.
+    aside: Aside,
     /// An outpost came, or has a free hand again.
     pub(crate) changed: Notify,
 }
@@ -67,6 +70,8 @@ struct State {
     members: Vec<Arc<Member>>,
     last_id: u64,
     ranks: HashMap<u64, Ordered>,
+    /// Who waits for which bulk connection.
+    bulk: HashMap<u64, oneshot::Sender<Stream>>,
 }
 
 /// A rank between its order and its end.
@@ -81,6 +86,7 @@ pub(crate) struct Member {
     pub(crate) name: String,
     pub(crate) taken: Mutex<Vec<bool>>,
     orders: mpsc::UnboundedSender<ToOutpost>,
+    mirror: Arc<Mirror>,
     gone: watch::Sender<bool>,
 }
 
@@ -170,7 +176,8 @@ async fn serve(
     secret: [u8; 32],
     mut groups: mpsc::UnboundedReceiver<Group>,
 ) -> io::Result<()> {
-    let shared = Arc::new(Shared::default());
+    let (state, changed) = (Mutex::default(), Notify::new());
+    let shared = Arc::new(Shared { state, aside: Aside::start()?, changed });
     listener.set_nonblocking(true)?;
     let listener = TcpListener::from_std(listener)?;
     let strangers = Arc::new(Semaphore::new(STRANGERS));
@@ -236,13 +243,13 @@ async fn greet(
             let name = format!("{} ({from})", line(&name, LONGEST_NAME));
             member(stream, name, hands as usize, shared).await;
         }
-        Purpose::Rank { id } => {
-            let Some(waiting) = shared.connection(id) else {
-                let reason = format!("nobody waits for rank {id}");
+        Purpose::Rank { id } | Purpose::Bulk { id } => {
+            let Some(waiting) = shared.connection(&purpose) else {
+                let reason = format!("nobody waits for connection {id}");
                 return write(&mut stream, &Answer::Refused(reason)).await;
             };
             write(&mut stream, &Answer::Welcome).await?;
-            // The rank's task may have given up.
+            // Whoever waited may have given up.
             let _ = waiting.send(stream);
         }
     }
@@ -278,6 +285,7 @@ async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>)
         name,
         taken: Mutex::new(vec![false; hands]),
         orders,
+        mirror: Arc::default(),
         gone: watch::Sender::new(false),
     });
     info!(hands, "outpost {} has joined", member.name);
@@ -301,6 +309,7 @@ async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>)
                 }
                 continue;
             }
+            () = member.mirror.closed() => break "its bulk connection ended".to_owned(),
             Some(order) = ordered.recv() => order,
             _ = pings.tick() => {
                 if last.elapsed() > SILENCE {
@@ -318,6 +327,7 @@ async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>)
     listening.abort();
     shared.state.lock().members.retain(|other| !Arc::ptr_eq(other, &member));
     warn!("outpost {} is lost: {why}", member.name);
+    member.mirror.close();
     member.gone.send_replace(true);
 }
 
@@ -340,9 +350,30 @@ impl Shared {
         state.last_id
     }
 
-    /// The way to the task that waits for a rank's connection; only the first caller gets it.
-    fn connection(&self, id: u64) -> Option<oneshot::Sender<Stream>> {
-        self.state.lock().ranks.get_mut(&id)?.connection.take()
+    /// The way to the task that waits for a connection; only the first caller gets it.
+    fn connection(&self, purpose: &Purpose) -> Option<oneshot::Sender<Stream>> {
+        let mut state = self.state.lock();
+        match purpose {
+            Purpose::Join { .. } => None,
+            Purpose::Rank { id } => state.ranks.get_mut(id)?.connection.take(),
+            Purpose::Bulk { id } => state.bulk.remove(id),
+        }
+    }
+
+    /// Has an outpost mirror an arena of so many bytes, from before its first hand on.
+    fn mirror(&self, member: &Member, bytes: u32) {
+        if bytes == 0 || !member.mirror.is_to_be_ordered() {
+            return;
+        }
+        let id = self.next_id();
+        let (sender, connection) = oneshot::channel();
+        let mut state = self.state.lock();
+        state.bulk.retain(|_, waiting| !waiting.is_closed());
+        state.bulk.insert(id, sender);
+        drop(state);
+        self.aside.run(Arc::clone(&member.mirror).run(connection));
+        // A member that is gone has closed its mirror.
+        let _ = member.orders.send(ToOutpost::Mirror { id, bytes });
     }
 
     /// An outpost says how a hand ended.
@@ -408,8 +439,11 @@ async fn run(group: Group, shared: Arc<Shared>) {
     for ((rank, near), (member, place)) in ranks.into_iter().zip(near).zip(&claim.hands) {
         let Rank { life, env, arena_bytes } = rank;
         let (id, hand, collectives) = (shared.next_id(), hand.clone(), collectives.clone());
-        let order = HandOrder { id, place: *place, hand, env, collectives, arena_bytes };
+        let order = HandOrder { id, place: *place, hand, env, collectives };
         let (member, claim) = (Arc::clone(member), Arc::clone(&claim));
+        // A life has one outpost.
+        let _ = life.mirror.set(Arc::clone(&member.mirror));
+        shared.mirror(&member, arena_bytes);
         tokio::spawn(run_rank(order, life, near, member, claim, Arc::clone(&shared)));
     }
 }

@@ -9,16 +9,23 @@
 //! ```
 //!
 //! Each rank has a connection of its own, so that no plan stands behind another's. One more
-//! connection an outpost carries orders and a ping a second. Any end of a connection ends the rank:
-//! the outpost kills the process, and the brain sees its socket close.
+//! connection an outpost carries orders and a ping a second, and one its payloads (`bulk`). An
+//! outpost has a mirror of the brain's arena, and the engine plans a request once its bytes are
+//! there. Any end of a connection ends the rank: the outpost kills the process, and the brain sees
+//! its socket close.
 //!
 //! Every connection is TLS 1.3. The brain's certificate signs itself, and the [`JoinToken`] names
 //! it by its SHA-256; the token's secret opens the connection before anything else is read.
 
+mod aside;
 mod brain;
+mod bulk;
 mod claim;
 mod credentials;
+#[cfg(test)]
+mod fuzz;
 mod messages;
+mod mirror;
 mod rank;
 mod relay;
 mod tls;

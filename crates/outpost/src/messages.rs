@@ -70,6 +70,11 @@ pub(crate) enum Purpose {
         /// The order's.
         id: u64,
     },
+    /// Bytes for the mirror of the arena.
+    Bulk {
+        /// The order's.
+        id: u64,
+    },
 }
 
 /// Brain to outpost.
@@ -78,6 +83,14 @@ pub(crate) enum Purpose {
 pub(crate) enum ToOutpost {
     /// Asks for a [`FromOutpost::Pong`].
     Ping,
+    /// Has it keep a mirror of the brain's arena, and open a connection for its bytes. Once, and
+    /// before the first hand.
+    Mirror {
+        /// Names the connection among all that the brain ever ordered.
+        id: u64,
+        /// Of the arena.
+        bytes: u32,
+    },
     /// Has a hand run.
     Spawn(HandOrder),
 }
@@ -108,10 +121,8 @@ pub struct HandOrder {
     pub hand: String,
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
-    /// How it reaches the other ranks of its group.
+    /// The way to the other ranks of its group.
     pub collectives: Collectives,
-    /// Bytes of its shared memory.
-    pub arena_bytes: u32,
 }
 
 /// The way of a hand to the other ranks of its group.
@@ -173,7 +184,6 @@ mod tests {
             hand: "rust".into(),
             env: vec![("A".into(), "b=c".into())],
             collectives: Collectives::Network("eth0".into()),
-            arena_bytes: 1 << 30,
         };
         let mut bytes = Vec::new();
         wait(async {

@@ -2,11 +2,14 @@
 
 use std::time::Duration;
 
+use forebay_engine::{Payload, There};
 use forebay_hand::Distant;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, watch};
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+use crate::mirror::Mirror;
 
 /// The time that a rank whose connection broke may take to say how it ended.
 const LAST_BREATH: Duration = Duration::from_millis(500);
@@ -21,6 +24,8 @@ pub(crate) struct Life {
     pub(crate) doom: Notify,
     /// The outpost's words about its end.
     pub(crate) report: watch::Sender<Option<String>>,
+    /// Its outpost's, once it has one.
+    pub(crate) mirror: OnceLock<Arc<Mirror>>,
 }
 
 impl Default for Life {
@@ -30,6 +35,7 @@ impl Default for Life {
             changed: Condvar::new(),
             doom: Notify::new(),
             report: watch::Sender::new(None),
+            mirror: OnceLock::new(),
         }
     }
 }
@@ -64,6 +70,13 @@ impl Distant for Handle {
             self.0.changed.wait_for(&mut ended, limit);
         }
         ended.is_some()
+    }
+
+    fn carry(&self, payload: &Arc<dyn Payload>, there: There) {
+        // Without an outpost there is no hand that could be told anything.
+        if let Some(mirror) = self.0.mirror.get() {
+            mirror.carry(payload, there);
+        }
     }
 
     fn bury(self: Box<Self>) -> String {

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream as Socket;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_hand::RankProcess;
+use forebay_hand::{Arena, RankProcess};
 use tokio::io::{AsyncWriteExt, ReadHalf, split};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{mpsc, watch};
@@ -16,6 +16,8 @@ use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::Error as TlsError;
 use tracing::{info, warn};
 
+use crate::aside::Aside;
+use crate::bulk::receive;
 use crate::messages::{Answer, FromOutpost, HandOrder, Knock, Purpose, ToOutpost, read, write};
 use crate::relay::{OPENING, PING, SILENCE, Side, prepare, relay, said};
 use crate::tls::{connector, name};
@@ -41,9 +43,9 @@ pub struct WorkSettings {
     pub hands: u32,
 }
 
-/// Starts a hand: its process and the near end of its socket. It is called on the thread that runs
-/// [`work`], and the kernel kills the process when that thread ends.
-pub type Spawn = Arc<dyn Fn(&HandOrder) -> io::Result<(RankProcess, Socket)> + Send + Sync>;
+/// Starts a hand with this arena: its process and the near end of its socket. It is called on the
+/// thread that runs [`work`], and the kernel kills the process when that thread ends.
+pub type Spawn = Arc<dyn Fn(&HandOrder, &Arena) -> io::Result<(RankProcess, Socket)> + Send + Sync>;
 
 /// Why an outpost does not go on. Losing the brain is no reason: it is joined again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -54,6 +56,9 @@ pub enum Ended {
     /// The brain does not want this outpost.
     #[error("{0} refuses: {1}")]
     Refused(String, String),
+    /// The system refuses a thread.
+    #[error("no thread: {0}")]
+    Thread(String),
     /// TLS can't be set up.
     #[error("no TLS: {0}")]
     Tls(String),
@@ -83,11 +88,12 @@ pub async fn work(
     let connector =
         connector(settings.token.fingerprint).map_err(|error| Ended::Tls(error.to_string()))?;
     let door = Door { connector, settings };
+    let aside = Aside::start().map_err(|error| Ended::Thread(error.to_string()))?;
     tokio::pin!(stop);
     let mut said = String::new();
     loop {
         let over = tokio::select! {
-            over = session(&door, &spawn) => over,
+            over = session(&door, &spawn, &aside) => over,
             () = &mut stop => return Ok(()),
         };
         match over {
@@ -143,7 +149,7 @@ impl Door {
 }
 
 /// Runs from joining the brain to losing it. No hand is left behind.
-async fn session(door: &Door, spawn: &Spawn) -> Over {
+async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
     let WorkSettings { brain, name, hands, .. } = &door.settings;
     let purpose = Purpose::Join { name: name.clone(), hands: *hands };
     let stream = match door.open(&purpose).await {
@@ -157,6 +163,8 @@ async fn session(door: &Door, spawn: &Spawn) -> Over {
     let gone = watch::Sender::new(false);
     let mut ranks = JoinSet::new();
     ranks.spawn(listen(reading, sender));
+    let mut mirror = None;
+    let (bulk, mut bulk_ended) = mpsc::channel(1);
     let over = loop {
         let message = tokio::select! {
             message = timeout(SILENCE + PING, heard.recv()) => match message {
@@ -167,15 +175,39 @@ async fn session(door: &Door, spawn: &Spawn) -> Over {
                 Ok(Some(Ok(ToOutpost::Spawn(order)))) => {
                     let (door, spawn) = (door.clone(), Arc::clone(spawn));
                     let (said, gone) = (said.clone(), gone.subscribe());
+                    let arena = match &mirror {
+                        Some(mirror) => Arena::clone(mirror),
+                        None => match Arena::new(0) {
+                            Ok(none) => none,
+                            Err(error) => break error.into(),
+                        },
+                    };
                     ranks.spawn(async move {
                         let id = order.id;
-                        let status = run(&door, &spawn, &order, gone).await;
+                        let status = run(&door, &spawn, &order, &arena, gone).await;
                         // Nobody asks once the session is over.
                         let _ = said.send(FromOutpost::Ended { id, status });
                     });
                     continue;
                 }
+                Ok(Some(Ok(ToOutpost::Mirror { bytes, .. }))) if mirror.is_some() => {
+                    break Over::Lost(format!("a second mirror, of {bytes} bytes"));
+                }
+                Ok(Some(Ok(ToOutpost::Mirror { id, bytes }))) => {
+                    let arena = match Arena::new(bytes) {
+                        Ok(arena) => mirror.insert(arena).clone(),
+                        Err(error) => break error.into(),
+                    };
+                    let (door, bulk, gone) = (door.clone(), bulk.clone(), gone.subscribe());
+                    aside.run(async move {
+                        let over = reflect(&door, id, &arena, gone).await;
+                        // The session may be over.
+                        let _ = bulk.send(over).await;
+                    });
+                    continue;
+                }
             },
+            Some(over) = bulk_ended.recv() => break over,
             Some(message) = saying.recv() => message,
         };
         match timeout(SILENCE, write(&mut writing, &message)).await {
@@ -206,14 +238,35 @@ async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<To
     }
 }
 
+/// Writes into the mirror what the brain sends, until the connection or the session ends.
+async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<bool>) -> Over {
+    let receiving = async {
+        match door.open(&Purpose::Bulk { id }).await {
+            Ok(stream) => {
+                let (reading, writing) = split(stream);
+                let over = receive(reading, writing, arena).await;
+                over.map_or_else(Over::from, |()| Over::Lost("the bulk connection ended".into()))
+            }
+            // Refused by a brain that has given this session up: the next one may be better.
+            Err(Over::Ended(ended)) => Over::Lost(ended.to_string()),
+            Err(over) => over,
+        }
+    };
+    tokio::select! {
+        over = receiving => over,
+        _ = gone.wait_for(|gone| *gone) => Over::Lost("the session is over".into()),
+    }
+}
+
 /// A hand from its order to its end; the answer is how it ended.
 async fn run(
     door: &Door,
     spawn: &Spawn,
     order: &HandOrder,
+    arena: &Arena,
     mut gone: watch::Receiver<bool>,
 ) -> String {
-    let started = spawn(order).and_then(|(process, near)| {
+    let started = spawn(order, arena).and_then(|(process, near)| {
         near.set_nonblocking(true)?;
         Ok((process, UnixStream::from_std(near)?))
     });

@@ -7,10 +7,11 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use forebay_engine::{Executor, Ready, Signal};
+use forebay_engine::{Executor, Payload, Payloads, Ready, Signal};
 use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
 use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
@@ -22,6 +23,7 @@ const MINUTE_US: u64 = 60_000_000;
 struct Brain {
     /// All replicas share it.
     site: Arc<dyn Site>,
+    arena: Arena,
     address: SocketAddr,
     token: JoinToken,
     _stop: oneshot::Sender<()>,
@@ -52,7 +54,8 @@ impl Brain {
             });
         });
         let site = outposts.site("fake", interface);
-        Self { site, address, token: credentials.token().clone(), _stop: stop }
+        let arena = Arena::new(16 << 20).expect("it works");
+        Self { site, arena, address, token: credentials.token().clone(), _stop: stop }
     }
 
     fn executor(&self, behaviour: &str, ranks: usize) -> HandExecutor {
@@ -61,7 +64,7 @@ impl Brain {
             args: Vec::new(),
             env: vec![("FAKE_BEHAVIOUR".into(), behaviour.into())],
             config: HandConfig { page_size: 16, ..HandConfig::default() },
-            arena: Arena::new(0).expect("it works"),
+            arena: self.arena.clone(),
             ranks: vec![RankSpec::default(); ranks],
             site: Some(Arc::clone(&self.site)),
         })
@@ -80,7 +83,10 @@ struct Outpost {
     thread: Option<thread::JoinHandle<Result<(), Ended>>>,
 }
 
-fn spawn(order: &HandOrder) -> io::Result<(RankProcess, std::os::unix::net::UnixStream)> {
+fn spawn(
+    order: &HandOrder,
+    arena: &Arena,
+) -> io::Result<(RankProcess, std::os::unix::net::UnixStream)> {
     assert_eq!(order.hand, "fake");
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../hand/tests/fake_hand.py");
     let mut command = Command::new("python3");
@@ -89,7 +95,7 @@ fn spawn(order: &HandOrder) -> io::Result<(RankProcess, std::os::unix::net::Unix
     if order.env.iter().any(|(_, value)| value == "no program") {
         command = Command::new("/no/such/program");
     }
-    RankProcess::spawn(command, &Arena::new(order.arena_bytes)?, None, &[])
+    RankProcess::spawn(command, arena, None, &[])
 }
 
 impl Outpost {
@@ -206,6 +212,92 @@ fn plans_and_results_go_over_the_network() {
     assert_eq!(step(&mut executor, 51, &[4; 100_000]), [4]);
     drop(executor);
     assert_eq!(outpost.end(), Ok(()));
+}
+
+/// A payload of so many words, all the same.
+fn payload(brain: &Brain, word: i32, words: usize) -> Arc<dyn Payload> {
+    let payload: Arc<dyn Payload> = brain.arena.reserve(4 * words).expect("room").into();
+    payload.write(0, &word.to_le_bytes().repeat(words)).expect("inside");
+    payload
+}
+
+/// Brings a payload to the hand; whether it came there.
+fn bring(executor: &mut HandExecutor, payload: &Arc<dyn Payload>) -> bool {
+    let (sender, arrived) = channel();
+    // A test that ends does not wait.
+    executor.carry(payload, Box::new(move || _ = sender.send(())));
+    match arrived.recv_timeout(Duration::from_secs(60)) {
+        Ok(()) => true,
+        Err(RecvTimeoutError::Disconnected) => false,
+        Err(RecvTimeoutError::Timeout) => panic!("nobody was told"),
+    }
+}
+
+/// The word that every rank finds where the payload is.
+fn found(executor: &mut HandExecutor, step: u64, payload: &Arc<dyn Payload>) -> i32 {
+    let mut plan = StepPlan::default();
+    plan.begin(step);
+    let spec = SlotSpec { embeds: Some(payload.offset()), ..SlotSpec::default() };
+    plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec });
+    plan.push_row(Row { slot: 0, start: 0, length: 2, want: Want::TOKEN });
+    executor.submit(&plan);
+    match next(executor) {
+        Signal::Result(result) => result.tokens[0],
+        other => panic!("no result: {other:?}"),
+    }
+}
+
+#[test]
+fn payloads_reach_every_rank_and_follow_the_group_to_another_outpost() {
+    let brain = Brain::start();
+    let outpost = Outpost::start(brain.settings(2));
+    let mut executor = brain.executor("carried", 2);
+    assert!(!executor.is_near());
+    ready(&mut executor);
+    let first = payload(&brain, 77, 360_000);
+    assert!(bring(&mut executor, &first));
+    assert_eq!(found(&mut executor, 1, &first), 77);
+    // Its room is used again.
+    let offset = first.offset();
+    drop(first);
+    let second = payload(&brain, 78, 1000);
+    assert_eq!(second.offset(), offset, "the first free bytes are taken");
+    assert!(bring(&mut executor, &second));
+    assert_eq!(found(&mut executor, 2, &second), 78);
+    outpost.end().expect("it works");
+    death(&mut executor);
+    let late = payload(&brain, 79, 1000);
+    assert!(!bring(&mut executor, &late), "there is no group");
+    let _other = Outpost::start(brain.settings(2));
+    ready(&mut executor);
+    for (step, word, payload) in [(1, 78, second), (2, 79, late)] {
+        assert!(bring(&mut executor, &payload));
+        assert_eq!(found(&mut executor, step, &payload), word);
+    }
+    drop(executor);
+    eventually("all room has come back", || brain.arena.used() == 0);
+}
+
+#[test]
+fn an_outpost_that_is_lost_while_bytes_are_on_their_way_tells_nobody_and_keeps_no_room() {
+    let brain = Brain::start();
+    let network = Network::to(brain.address);
+    let settings = WorkSettings { brain: network.address.to_string(), ..brain.settings(1) };
+    let _outpost = Outpost::start(settings);
+    let mut executor = brain.executor("cut off", 1);
+    ready(&mut executor);
+    let payloads: Vec<_> = (0..3).map(|word| payload(&brain, word, 1 << 20)).collect();
+    let (sender, arrived) = channel();
+    for payload in &payloads {
+        let sender = sender.clone();
+        executor.carry(payload, Box::new(move || _ = sender.send(())));
+    }
+    network.state.store(CUT, Ordering::SeqCst);
+    death(&mut executor);
+    drop((payloads, sender));
+    // The duties of those that did not arrive are dropped.
+    assert!(arrived.iter().count() < 3, "it was cut too late");
+    eventually("all room has come back", || brain.arena.used() == 0);
 }
 
 #[test]

@@ -172,11 +172,13 @@ impl Scheduler {
         };
         let prefill = matches!(entry.state, State::Prefill(_));
         let arriving = matches!(entry.state, State::Arriving { .. });
-        let suspect = entry.mark().is_some();
+        let held = entry.request.held;
+        let suspect = entry.mark().is_some() && !held;
         let places = [
             ("by_id", self.by_id.get(&entry.request.id) == Some(&handle), true),
-            ("queue", self.queue.contains(&entry.ticket(handle)), !resident && !suspect),
+            ("queue", self.queue.contains(&entry.ticket(handle)), !resident && !suspect && !held),
             ("suspects", self.suspects.get(key) == Some(&handle), suspect),
+            ("held", held && resident, false),
             ("residents", self.residents.get(key) == Some(&handle), resident),
             ("prefills", self.prefills.get(key) == Some(&handle), prefill),
             ("arriving", self.arriving.get(key) == Some(&handle), arriving),

@@ -24,6 +24,8 @@
 //! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images: plans compute them
 //! some layers a step, and rows end before an image that is not there yet.
 //!
+//! A request whose payload is not where the hand reads yet is held ([`Request::held`]).
+//!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
@@ -32,7 +34,7 @@
 //! - `queue`: the next request; `share`: the request that has to give way.
 //! - `plan`: the rows; `words`: the size of a plan; `prompts`: log-probabilities of prompts.
 //! - `transfer`: copies between tiers; `sparse`: pages given up while a request goes on.
-//! - `images`: the next image in the tower.
+//! - `images`: the next image in the tower; `held`: requests that have no turn yet.
 //! - `retire`: slots and pages, preemption; `apply`: tokens, ends.
 //! - `reset`: the hand's death, quarantine; `integrity`: facts that are always true.
 //!
@@ -85,6 +87,7 @@
 mod apply;
 mod config;
 mod event;
+mod held;
 mod images;
 mod integrity;
 mod plan;
@@ -311,10 +314,13 @@ impl Scheduler {
             if request.past.admitted { &mut self.next_return } else { &mut self.next_arrival };
         let key = Key { rank, arrival: *counter };
         *counter += 1;
-        let (id, suspect) = (request.id, request.past.suspect.is_some());
+        let (id, suspect, held) = (request.id, request.past.suspect.is_some(), request.held);
         let handle = self.requests.insert(Entry::new(request, key, &self.config.namer));
         let previous = self.by_id.insert(id, handle);
         debug_assert!(previous.is_none(), "two live requests with id {id}");
+        if held {
+            return;
+        }
         if suspect {
             self.suspects.insert(key, handle);
         } else {

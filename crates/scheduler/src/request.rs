@@ -54,6 +54,9 @@ pub struct Request {
     /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
     /// took it. It is only told ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
+    /// True if its payload is not yet in the memory of its hand. It has no turn before
+    /// [`crate::Scheduler::release`].
+    pub held: bool,
     /// The history with another scheduler, if there was one.
     pub past: Past,
 }

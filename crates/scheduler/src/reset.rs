@@ -72,6 +72,9 @@ impl Scheduler {
         for (handle, entry) in self.requests.iter_mut() {
             entry.total = entry.known();
             let ticket = entry.ticket(handle);
+            if entry.request.held {
+                continue;
+            }
             if entry.mark().is_some() {
                 self.queue.remove(&ticket);
                 self.suspects.insert(entry.key, handle);

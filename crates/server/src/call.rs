@@ -201,6 +201,7 @@ impl Call {
                 masked: false,
                 prompt_logprobs: told,
                 arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
+                held: false,
                 past: Past::default(),
             };
             let submitted = EngineRequest {

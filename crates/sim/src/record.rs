@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
-use forebay_engine::{Executor, Signal, Wake};
+use forebay_engine::{Executor, Payload, Signal, There, Wake};
 use forebay_protocol::{StepMasks, StepPlan};
 use serde::{Deserialize, Serialize};
 use tracing::{error, info};
@@ -110,6 +110,14 @@ impl Executor for Recorder {
             _ => {}
         }
         signal
+    }
+
+    fn is_near(&self) -> bool {
+        self.inner.is_near()
+    }
+
+    fn carry(&mut self, payload: &Arc<dyn Payload>, there: There) {
+        self.inner.carry(payload, there);
     }
 
     fn stop(&mut self) {

@@ -100,6 +100,7 @@ impl Owner {
         self.arriving.remove(&id);
         let in_flight = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() > 0);
         self.payloads.retire(id, in_flight.then_some(self.last_step));
+        self.carrying.forget(id);
         self.constrained.give(id);
         self.pictures.give(id);
         let id = RequestId(id);

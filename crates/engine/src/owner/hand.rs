@@ -149,6 +149,7 @@ impl Owner {
             peers.up(true);
         }
         *self.shared.status.lock() = Status::Ready;
+        self.carry_again();
     }
 
     pub(super) fn died(&mut self, reason: &str) {
@@ -176,6 +177,7 @@ impl Owner {
                 self.end(id, FinishReason::Error(RequestError::Poisoned));
             }
         }
+        self.hold_embedded();
         if let Some(peers) = &self.peers {
             peers.up(false);
         }

@@ -47,6 +47,7 @@ impl Owner {
 
     fn orphan(&mut self, request: Request) -> Orphan {
         let id = request.id;
+        self.carrying.forget(id);
         Orphan {
             queued: self.forget_arrival(id),
             admission: self.admissions.remove(&id),

@@ -58,17 +58,22 @@ impl Owner {
     pub(super) fn placed(&mut self, image: ImageId, placed: Placed) {
         let Some(scheduler) = &mut self.scheduler else { return };
         match placed {
-            Ok(payload) => {
-                if scheduler.image_placed(image, payload.offset()) {
-                    self.pictures.placed.insert(payload.offset(), payload);
-                }
-            }
+            Ok(payload) if self.executor.is_near() => self.patches_there(image, payload),
+            Ok(payload) => self.carry_patches(image, payload),
             Err(error) => {
                 for (id, index) in scheduler.image_failed(image) {
                     let error = RequestError::Image { index, error: error.clone() };
                     self.end(id, FinishReason::Error(error));
                 }
             }
+        }
+    }
+
+    /// The hand can read the patches of an image.
+    pub(super) fn patches_there(&mut self, image: ImageId, payload: Arc<dyn Payload>) {
+        let Some(scheduler) = &mut self.scheduler else { return };
+        if scheduler.image_placed(image, payload.offset()) {
+            self.pictures.placed.insert(payload.offset(), payload);
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod device;
 mod harness;
+mod held;
 mod model;
 mod quarantine;
 mod rules;

@@ -95,6 +95,9 @@ mod tests {
         fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
             Ok(())
         }
+        fn read(&self, _: usize, _: &mut [u8]) -> io::Result<usize> {
+            Ok(0)
+        }
     }
 
     impl Drop for Part {

@@ -75,6 +75,13 @@ impl Payload for Part {
         self.memory.0.bytes.lock()[first..first + bytes.len()].copy_from_slice(bytes);
         Ok(())
     }
+
+    fn read(&self, at: usize, into: &mut [u8]) -> io::Result<usize> {
+        let count = into.len().min(self.bytes.saturating_sub(at));
+        let first = self.offset + at;
+        into[..count].copy_from_slice(&self.memory.0.bytes.lock()[first..first + count]);
+        Ok(count)
+    }
 }
 
 impl Drop for Part {

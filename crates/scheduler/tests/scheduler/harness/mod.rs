@@ -17,7 +17,7 @@ pub(crate) use requests::{alone, config, pooled, request, telling};
 
 /// A client's view of a request, and its place in the order.
 pub(crate) struct Client {
-    request: Request,
+    pub(crate) request: Request,
     order: (i64, usize),
     expected: (Vec<i32>, Finish),
     pub(crate) tokens: Vec<i32>,
@@ -64,7 +64,8 @@ pub(crate) struct Harness {
     slot_owner: BTreeMap<u32, u64>,
     pub(crate) plan: StepPlan,
     last_step: u64,
-    was_reset: bool,
+    /// The order of arrival says nothing any more.
+    pub(crate) was_reset: bool,
 }
 
 impl Harness {

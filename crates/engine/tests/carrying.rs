@@ -1,0 +1,409 @@
+//! A hand that reads payloads only where they were brought to: no plan names one that is not there,
+//! and whoever has none waits for nobody's.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::yield_now;
+use std::time::Duration;
+
+use forebay_engine::{
+    Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, Executor, FinishReason, Grid,
+    Hooks, ImageId, Namer, Output, OutputSink, Payload, Picture, Placement, Policy, PromptImage,
+    Request, RequestId, Signal, Status, There, Wake,
+};
+use forebay_protocol::{StepMasks, StepPlan};
+use forebay_sim::{
+    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, SimTower, Timing,
+    next_token,
+};
+
+const VOCAB: u32 = 1000;
+const PAD: i32 = 5;
+const GRID: Grid = Grid { rows: 5, columns: 7 };
+/// Far longer than anything here takes: a test that reaches it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What is in the arena here, and what of it has reached the hand.
+#[derive(Debug, Default)]
+struct Arena {
+    used: AtomicUsize,
+    next: AtomicU32,
+}
+
+#[derive(Debug)]
+struct Room(Arc<Arena>, u32);
+
+impl Payload for Room {
+    fn offset(&self) -> u32 {
+        self.1
+    }
+    fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+    fn read(&self, _: usize, _: &mut [u8]) -> io::Result<usize> {
+        Ok(0)
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.0.used.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Arena {
+    fn room(self: &Arc<Self>) -> Arc<dyn Payload> {
+        self.used.fetch_add(1, Ordering::SeqCst);
+        Arc::new(Room(Arc::clone(self), 64 * self.next.fetch_add(1, Ordering::SeqCst)))
+    }
+}
+
+#[derive(Debug)]
+struct Shown(Arc<Arena>);
+
+impl Picture for Shown {
+    fn place(&self, placement: Placement) {
+        placement.done(Ok(self.0.room()));
+    }
+}
+
+/// What has reached the hand that runs now.
+type Reached = Arc<Mutex<HashSet<u32>>>;
+
+/// Something on its way.
+struct Cargo {
+    payload: Arc<dyn Payload>,
+    there: There,
+    reached: Reached,
+}
+
+impl Cargo {
+    fn arrive(self) {
+        self.reached.lock().expect("fine").insert(self.payload.offset());
+        drop(self.payload);
+        (self.there)();
+    }
+}
+
+/// A simulated hand on another machine.
+struct Far {
+    inner: SimExecutor,
+    /// Of the present life.
+    reached: Reached,
+    cargo: Sender<Cargo>,
+    carried: Arc<AtomicUsize>,
+}
+
+impl Executor for Far {
+    fn start(&mut self) {
+        self.reached = Arc::default();
+        self.inner.start();
+    }
+    fn submit(&mut self, plan: &StepPlan) {
+        let embeds = plan.new_slots().filter_map(|new| new.embeds);
+        let patches = plan.images().filter_map(|(work, _)| work.patches);
+        for offset in embeds.chain(patches) {
+            let reached = self.reached.lock().expect("fine").contains(&offset);
+            assert!(reached, "step {} names {offset}, which is not there", plan.step());
+        }
+        self.inner.submit(plan);
+    }
+    fn masks(&mut self, masks: &StepMasks) {
+        self.inner.masks(masks);
+    }
+    fn is_near(&self) -> bool {
+        false
+    }
+    fn carry(&mut self, payload: &Arc<dyn Payload>, there: There) {
+        self.carried.fetch_add(1, Ordering::SeqCst);
+        let (payload, reached) = (Arc::clone(payload), Arc::clone(&self.reached));
+        // The test may be over.
+        let _ = self.cargo.send(Cargo { payload, there, reached });
+    }
+    fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
+        self.inner.wait(timeout_us)
+    }
+    fn stop(&mut self) {
+        self.inner.stop();
+    }
+    fn waker(&self) -> Arc<dyn Wake> {
+        self.inner.waker()
+    }
+}
+
+/// Sees every batch on the engine's thread.
+type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
+
+struct Sink(Sender<Vec<Output>>, SimControl, Hook);
+
+impl OutputSink for Sink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        (self.2)(&self.1, &outputs);
+        // The test may be over.
+        let _ = self.0.send(outputs);
+    }
+}
+
+struct Rig {
+    handle: EngineHandle,
+    control: SimControl,
+    outputs: Receiver<Vec<Output>>,
+    cargo: Receiver<Cargo>,
+    carried: Arc<AtomicUsize>,
+    arena: Arc<Arena>,
+    thread: Option<EngineThread>,
+}
+
+impl Rig {
+    fn start(hook: Hook) -> Self {
+        let clock = SimClock::virtual_time();
+        let (inner, control) = SimExecutor::new(SimConfig {
+            tokens_a_row: 1,
+            host_pages: 0,
+            clock: clock.clone(),
+            timing: Timing {
+                model: DeviceModel { step_us: 1000.0, tower_us: 10.0, ..DeviceModel::INSTANT },
+                ..Timing::default()
+            },
+            hot_row_tokens: 0,
+            seed: 0,
+            load_us: 1000,
+            page_count: 500,
+            vocab_size: VOCAB,
+            hidden_size: 4,
+            text: text(),
+            device: "sim".into(),
+            tower: Some(SimTower { layers: 6, pages: 16 }),
+        });
+        let config = EngineConfig {
+            max_running: 16,
+            slots: 24,
+            page_size: 4,
+            token_budget: 32,
+            prefix_cache: true,
+            namer: Namer::open(),
+            policy: Policy::Fcfs,
+            fair: true,
+            lookahead: 1,
+            max_queued: 1000,
+            queue_timeout_us: 0,
+            context_length: 1024,
+            watchdog_us: 10_000_000,
+            load_timeout_us: 0,
+            restart_limit: 3,
+            mask_threads: 0,
+            image_budget: 2 * u64::from(GRID.positions()),
+            host: None,
+        };
+        let (cargo, coming) = channel();
+        let (sender, outputs) = channel();
+        let carried = Arc::new(AtomicUsize::new(0));
+        let far = Far { inner, reached: Arc::default(), cargo, carried: Arc::clone(&carried) };
+        let hooks = Hooks::new(Box::new(Sink(sender, control.clone(), hook)));
+        let (handle, thread) =
+            Engine::start(config, Box::new(far), Arc::new(clock), hooks).expect("thread");
+        while handle.status() != Status::Ready {
+            yield_now();
+        }
+        control.hold();
+        let (cargo, arena) = (coming, Arc::default());
+        Self { handle, control, outputs, cargo, carried, arena, thread: Some(thread) }
+    }
+
+    fn submit(&self, id: u64, kind: Kind, max_tokens: u32) {
+        let mut entering = EngineRequest::default();
+        let mut prompt = vec![id as i32 + 10; 9];
+        match kind {
+            Kind::Text => {}
+            Kind::Embedded => {
+                let payload = self.arena.room();
+                entering.request.spec.embeds = Some(payload.offset());
+                entering.payloads.push(payload);
+            }
+            Kind::Image => {
+                let image = ImageId(u128::from(id % 3 + 1) << 80);
+                let placed = [(image, prompt.len() as u32, GRID)];
+                entering.request.images = PromptImage::place(placed);
+                entering.pictures.push(Arc::new(Shown(Arc::clone(&self.arena))));
+                prompt.extend(std::iter::repeat_n(PAD, GRID.positions() as usize));
+                prompt.push(7);
+            }
+        }
+        let request = Request { id, prompt: prompt.into(), max_tokens, ..entering.request };
+        self.handle.submit(EngineRequest { request, ..entering }).expect("room");
+    }
+
+    /// Waits for what is on its way next.
+    fn next(&self) -> Cargo {
+        self.cargo.recv_timeout(PATIENCE).expect("something is carried")
+    }
+
+    /// Follows the outputs until `count` requests have ended.
+    fn follow(&self, count: usize) -> HashMap<u64, (Vec<i32>, FinishReason)> {
+        let (mut tokens, mut ends) = (HashMap::<u64, Vec<i32>>::new(), HashMap::new());
+        while ends.len() < count {
+            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
+                let id = output.id.0;
+                tokens.entry(id).or_default().extend(output.token.map(|token| token.id));
+                if let Some(finish) = output.finish {
+                    let told = tokens.remove(&id).unwrap_or_default();
+                    assert!(ends.insert(id, (told, finish)).is_none(), "{id} ends twice");
+                }
+            }
+        }
+        ends
+    }
+
+    /// Nothing is left in the arena once the engine has ended.
+    fn end(mut self) {
+        self.handle.stop();
+        if let Some(thread) = self.thread.take() {
+            thread.join();
+        }
+        drop(self.cargo);
+        assert_eq!(self.arena.used.load(Ordering::SeqCst), 0, "room that nobody gave back");
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Text,
+    Embedded,
+    Image,
+}
+
+fn text() -> SimText {
+    SimText::endless((0..VOCAB as i32).collect())
+}
+
+/// What the simulated model gives a request that runs alone.
+fn alone(id: u64, kind: Kind, count: u32) -> Vec<i32> {
+    let mut tokens = vec![id as i32 + 10; 9];
+    if kind == Kind::Image {
+        tokens.extend(std::iter::repeat_n(PAD, GRID.positions() as usize));
+        tokens.push(7);
+    }
+    let start = tokens.len();
+    (0..count).for_each(|_| tokens.push(next_token(&text(), &tokens, start)));
+    tokens.split_off(start)
+}
+
+fn check(ends: &HashMap<u64, (Vec<i32>, FinishReason)>, id: u64, kind: Kind, count: u32) {
+    assert_eq!(ends[&id], (alone(id, kind, count), FinishReason::Length), "request {id}");
+}
+
+#[test]
+fn whoever_has_no_payload_waits_for_nobody_s() {
+    let rig = Rig::start(Box::new(|_, _| {}));
+    rig.submit(0, Kind::Embedded, 5);
+    rig.submit(1, Kind::Image, 5);
+    for id in 2..6 {
+        rig.submit(id, Kind::Text, 5);
+    }
+    rig.control.release();
+    let ends = rig.follow(4);
+    (2..6).for_each(|id| check(&ends, id, Kind::Text, 5));
+    let stats = rig.handle.stats().scheduler;
+    assert_eq!((stats.running, stats.waiting), (1, 1), "one sees, the other has no turn yet");
+    rig.next().arrive();
+    rig.next().arrive();
+    let ends = rig.follow(2);
+    check(&ends, 0, Kind::Embedded, 5);
+    check(&ends, 1, Kind::Image, 5);
+    rig.end();
+}
+
+#[test]
+fn one_that_leaves_while_its_payload_is_on_its_way_leaves_nothing() {
+    let rig = Rig::start(Box::new(|_, _| {}));
+    rig.submit(0, Kind::Embedded, 5);
+    let late = rig.next();
+    rig.handle.abort(RequestId(0));
+    rig.control.release();
+    assert_eq!(rig.follow(1)[&0].1, FinishReason::Abort);
+    late.arrive();
+    rig.submit(1, Kind::Embedded, 5);
+    rig.next().arrive();
+    check(&rig.follow(1), 1, Kind::Embedded, 5);
+    rig.end();
+}
+
+#[test]
+fn what_has_reached_a_hand_that_died_is_carried_to_the_next_one() {
+    let rig = Rig::start(Box::new(|_, _| {}));
+    rig.submit(0, Kind::Embedded, 20);
+    rig.submit(1, Kind::Embedded, 20);
+    let (first, second) = (rig.next(), rig.next());
+    first.arrive();
+    rig.control.kill();
+    rig.control.release();
+    // The next hand needs both, and what comes too late for the first is none of its.
+    let again = [rig.next(), rig.next()];
+    second.arrive();
+    rig.submit(2, Kind::Text, 5);
+    check(&rig.follow(1), 2, Kind::Text, 5);
+    again.into_iter().for_each(Cargo::arrive);
+    let ends = rig.follow(2);
+    check(&ends, 0, Kind::Embedded, 20);
+    check(&ends, 1, Kind::Embedded, 20);
+    assert_eq!(rig.carried.load(Ordering::SeqCst), 4);
+    rig.end();
+}
+
+#[test]
+fn everybody_ends_as_if_alone_while_hands_die_and_payloads_come_late() {
+    let mut seen = 0;
+    let rig = Rig::start(Box::new(move |control, outputs| {
+        seen += outputs.len();
+        if seen > 150 {
+            seen = 0;
+            control.kill();
+        }
+    }));
+    let kind = |id: u64| [Kind::Text, Kind::Embedded, Kind::Image][id as usize % 3];
+    let count = |id: u64| 1 + (id as u32 * 13) % 40;
+    for id in 0..48 {
+        rig.submit(id, kind(id), count(id));
+    }
+    rig.control.release();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let Rig { cargo, .. } = &rig;
+        let (sender, moved) = channel();
+        let over = &over;
+        // The newest of what is there arrives first.
+        let mut waiting: Vec<Cargo> = Vec::new();
+        let carrier = move || {
+            let moved: Receiver<Cargo> = moved;
+            while !over.load(Ordering::SeqCst) {
+                waiting.extend(moved.try_iter());
+                match waiting.pop() {
+                    Some(cargo) => cargo.arrive(),
+                    None => yield_now(),
+                }
+            }
+        };
+        scope.spawn(carrier);
+        let mut ends = HashMap::new();
+        let mut tokens = HashMap::<u64, Vec<i32>>::new();
+        while ends.len() < 48 {
+            cargo.try_iter().for_each(|one| sender.send(one).expect("it is carried"));
+            for output in rig.outputs.try_iter().flatten() {
+                let id = output.id.0;
+                tokens.entry(id).or_default().extend(output.token.map(|token| token.id));
+                ends.extend(output.finish.map(|finish| (id, finish)));
+            }
+            yield_now();
+        }
+        over.store(true, Ordering::SeqCst);
+        for id in 0..48 {
+            assert_eq!(ends[&id], FinishReason::Length);
+            assert_eq!(tokens[&id], alone(id, kind(id), count(id)), "request {id}");
+        }
+    });
+    assert!(rig.handle.stats().hand.deaths >= 2);
+    rig.end();
+}

@@ -1,0 +1,39 @@
+//! A thread for bytes that nobody's step waits for.
+
+use std::io;
+use std::thread;
+
+use tokio::runtime::{Builder, Handle};
+use tokio::sync::oneshot;
+
+/// How much the thread stands back, in steps of `nice`, as the threads that prepare large requests
+/// do: where processors are short, payloads are to wait and steps are not.
+const NICENESS: i32 = 10;
+
+/// A thread that runs tasks beside the one that relays frames: encrypting and copying a payload
+/// takes as long as many steps. It ends, with all tasks, when this is dropped.
+pub(crate) struct Aside {
+    handle: Handle,
+    _stop: oneshot::Sender<()>,
+}
+
+impl Aside {
+    /// # Errors
+    /// The system refuses a thread.
+    pub(crate) fn start() -> io::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let handle = runtime.handle().clone();
+        let (stop, stopped) = oneshot::channel::<()>();
+        thread::Builder::new().name("bulk".into()).spawn(move || {
+            // Standing back is a courtesy: where the system refuses, it works all the same.
+            let _ = rustix::process::nice(NICENESS);
+            // It is never told, only dropped.
+            let _ = runtime.block_on(stopped);
+        })?;
+        Ok(Self { handle, _stop: stop })
+    }
+
+    pub(crate) fn run(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.handle.spawn(task);
+    }
+}

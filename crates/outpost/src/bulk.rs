@@ -1,0 +1,97 @@
+//! The bulk connection of an outpost: bytes of the arena one way, counts of written bytes back.
+//!
+//! A piece is eight bytes that say where it belongs and how long it is, and then its bytes. The
+//! outpost answers each with the number of bytes that it has written so far, in all. Pieces arrive
+//! in the order in which they were sent. So a place in the arena may be written again as soon as
+//! the brain has no more use for its bytes.
+
+use std::io;
+
+use forebay_engine::Payload;
+use forebay_hand::Arena;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+/// Bytes of the head of a piece.
+pub(crate) const HEAD_BYTES: usize = 8;
+/// Most bytes of a piece.
+pub(crate) const PIECE_BYTES: usize = 256 << 10;
+
+/// The head of a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Head {
+    /// Where it begins in the arena.
+    pub(crate) offset: u32,
+    /// Bytes; from 1 to [`PIECE_BYTES`].
+    pub(crate) length: u32,
+}
+
+impl Head {
+    pub(crate) fn bytes(self) -> [u8; HEAD_BYTES] {
+        (u64::from(self.length) << 32 | u64::from(self.offset)).to_le_bytes()
+    }
+
+    /// The head of a piece for an arena of `arena` bytes.
+    ///
+    /// # Errors
+    /// It is empty, too long, or not inside.
+    pub(crate) fn read(bytes: [u8; HEAD_BYTES], arena: u32) -> io::Result<Self> {
+        let both = u64::from_le_bytes(bytes);
+        let (offset, length) = (both as u32, (both >> 32) as u32);
+        let inside = offset.checked_add(length).is_some_and(|end| end <= arena);
+        if length == 0 || length as usize > PIECE_BYTES || !inside {
+            return Err(io::Error::other(format!("a piece of {length} bytes at {offset}")));
+        }
+        Ok(Self { offset, length })
+    }
+}
+
+/// Sends a payload in pieces; gives the number of its bytes. `written` hears how many of them are
+/// about to be sent.
+///
+/// # Errors
+/// The connection broke, or the arena can't be read.
+pub(crate) async fn send(
+    payload: &dyn Payload,
+    buffer: &mut Vec<u8>,
+    stream: &mut (impl AsyncWrite + Unpin),
+    mut written: impl FnMut(u64),
+) -> io::Result<u64> {
+    buffer.resize(HEAD_BYTES + PIECE_BYTES, 0);
+    let mut at = 0;
+    loop {
+        let count = payload.read(at, &mut buffer[HEAD_BYTES..])?;
+        if count == 0 {
+            return Ok(at as u64);
+        }
+        // Offsets of an arena, and lengths of pieces, fit into 32 bits.
+        let head = Head { offset: payload.offset() + at as u32, length: count as u32 };
+        buffer[..HEAD_BYTES].copy_from_slice(&head.bytes());
+        at += count;
+        written(at as u64);
+        stream.write_all(&buffer[..HEAD_BYTES + count]).await?;
+        stream.flush().await?;
+    }
+}
+
+/// Writes what comes where it belongs, and says so, until the connection ends.
+///
+/// # Errors
+/// Always: the connection broke, or something else than a piece came.
+pub(crate) async fn receive(
+    mut reading: impl AsyncRead + Unpin,
+    mut writing: impl AsyncWrite + Unpin,
+    arena: &Arena,
+) -> io::Result<()> {
+    let mut piece = vec![0; PIECE_BYTES];
+    let (mut head, mut written) = ([0; HEAD_BYTES], 0_u64);
+    loop {
+        reading.read_exact(&mut head).await?;
+        let Head { offset, length } = Head::read(head, arena.bytes())?;
+        let piece = &mut piece[..length as usize];
+        reading.read_exact(piece).await?;
+        arena.mirror(offset, piece)?;
+        written += u64::from(length);
+        writing.write_u64_le(written).await?;
+        writing.flush().await?;
+    }
+}

@@ -1,0 +1,44 @@
+//! Requests whose payloads are still on their way to the hand.
+//!
+//! A hand on another machine reads payloads that were brought there, and no plan may name one
+//! before. Until then its request is *held*: it is alive, keeps its place in the order, and has no
+//! turn. Nobody waits for it meanwhile, not even in quarantine.
+
+use crate::Scheduler;
+
+impl Scheduler {
+    /// Takes a waiting request out of the line until it is released. It owns nothing: it was
+    /// submitted, or the hand has died ([`Self::reset`]), and nothing was planned since.
+    pub fn hold(&mut self, id: u64) {
+        let Some(&handle) = self.by_id.get(&id) else { return };
+        let entry = &mut self.requests[handle];
+        debug_assert!(entry.state.residence().is_none(), "{id} has been admitted");
+        entry.request.held = true;
+        let (key, ticket) = (entry.key, entry.ticket(handle));
+        self.queue.remove(&ticket);
+        self.suspects.remove(&key);
+        self.shares.gone(handle);
+    }
+
+    /// Puts a held request back into the line, in its place. False: none of that name is held.
+    pub fn release(&mut self, id: u64) -> bool {
+        let Some(&handle) = self.by_id.get(&id) else { return false };
+        let entry = &mut self.requests[handle];
+        if !std::mem::take(&mut entry.request.held) {
+            return false;
+        }
+        let key = entry.key;
+        if entry.mark().is_some() {
+            self.suspects.insert(key, handle);
+        } else {
+            self.enqueue(handle);
+        }
+        true
+    }
+
+    /// Ids of the held requests, the same order in every run.
+    pub fn held(&self) -> impl Iterator<Item = u64> {
+        let held = self.requests.iter().filter(|(_, entry)| entry.request.held);
+        held.map(|(_, entry)| entry.request.id)
+    }
+}
