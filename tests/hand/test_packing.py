@@ -12,7 +12,7 @@ import torch
 from forebay.compute import native
 from forebay.compute.prompts import slice_bytes
 from forebay.device.cpu import CpuDevice
-from forebay.kernels.packing import Packing, head_packing, plain_parts
+from forebay.kernels.packing import Packing, head_packing, pack, plain_parts
 from forebay.layers.params import ignore
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
@@ -120,7 +120,6 @@ def test_the_pool_gets_what_packed_weights_leave(
 def test_matrices_go_one_by_one_as_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(reference_model("llama-untied-biases"))
     down = plain_parts(runner.decoder.blocks[0])[1].down
-    pack = native.pack
     held: list[int] = []
 
     def count(weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ Q = gguf.GGMLQuantizationType
 
 
 def of_rust(path: Path, cache: Path, *, embedding: bool = False) -> dict[str, Any]:
-    command = [example("describe"), path, cache, *(["--embedding"] if embedding else [])]
+    command = [str(example("describe")), str(path), str(cache), *(["--embedding"] if embedding else [])]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     found: dict[str, Any] = json.loads(done.stdout)
     return found

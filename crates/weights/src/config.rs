@@ -85,7 +85,8 @@ pub struct Shape {
     pub max_positions: u64,
     /// The head is the embedding.
     pub tied: bool,
-    /// There is no head, whatever the checkpoint has: the model pools. [`Self::of`] leaves it unset.
+    /// There is no head, whatever the checkpoint has: the model pools. [`Self::of`] leaves it
+    /// unset.
     pub headless: bool,
     /// Tokens that a position sees, itself included; `None`: all.
     pub sliding_window: Option<u64>,
