@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"protocol", "kvcache"},
     "engine": {"protocol", "scheduler"},
     "hand": {"engine", "protocol"},
-    "outpost": {"hand", "protocol"},
+    "outpost": {"engine", "hand", "protocol"},
     "sim": {"engine", "protocol"},
     "text": set(),
     "dialect": set(),
