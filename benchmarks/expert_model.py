@@ -3,8 +3,8 @@
     python -m benchmarks.expert_model          # makes benchmarks/.models/experts-Q4_0.gguf if it is missing
 
 64 experts in each of 16 layers, of which a token has 8: 1.6 billion weights, and an eighth of them for a token. The
-tokenizer is SmolLM2's. Codes are random and scales are such that a layer's output is about as large as its input:
-answers make no sense, and every expert is chosen about as often as any other.
+tokenizer is SmolLM2's. Codes are random, and scales give a layer's output about the size of its input. Answers make no
+sense, and every expert is chosen about as often as any other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def path() -> Path:
-    """Where the file is."""
+    """The path of the file."""
     return models.MODELS / f"{NAME}-Q4_0.gguf"
 
 

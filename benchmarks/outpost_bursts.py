@@ -1,4 +1,4 @@
-"""What a burst of large requests does to streams whose hand is behind an outpost, beside one that is not.
+"""Streams beside a burst of large requests, with their hand behind an outpost and with a hand here.
 
     python -m benchmarks.outpost_bursts --rounds 3
 

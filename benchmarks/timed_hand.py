@@ -24,7 +24,7 @@ ROWS = 8
 """The column of a plan with (`slot`, `start`, `length`, `flags`) a row."""
 TOKENS, ROW_ERRORS, TIMING = 1, 2, 6
 TOKEN = 1000
-"""What every row samples."""
+"""The token that every row samples."""
 MODULE = "forebay.worker"
 
 
@@ -78,7 +78,7 @@ class Hand:
         self.send(kind, 0, {1: text + b" " * (-len(text) % 4)})
 
     def has_more(self) -> bool:
-        """Whether another frame has come."""
+        """True if another frame has come."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gsm8k_ranks import command, differences
+from benchmarks.studies.gsm8k_ranks import command, differences
 
 
 def answers(*texts: str) -> list[dict[str, Any]]:

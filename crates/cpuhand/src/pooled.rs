@@ -8,7 +8,7 @@ use crate::columns::Columns;
 use crate::runner::{HandError, Runner};
 use crate::tables::{PlanError, wrong};
 
-/// What makes a vector of a prompt's states.
+/// The way to make a vector of a prompt's states.
 pub(crate) enum Pooler {
     /// The last position has seen all others.
     Last,
@@ -46,7 +46,7 @@ impl Pooler {
         }
     }
 
-    /// Whether it is one of the kinds here.
+    /// True if the kind is one of those here.
     pub(crate) fn knows(kind: &str) -> bool {
         Self::of(kind, 0, 0).is_some()
     }

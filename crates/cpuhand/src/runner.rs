@@ -290,7 +290,7 @@ fn formats(
     Ok(Formats { int8: quantization == Some("w8a8_int8"), all_blocks, stored })
 }
 
-/// Whether a weight belongs to one of the experts among which tokens choose.
+/// True if a weight belongs to one of the experts among which tokens choose.
 fn is_of_expert(name: &str) -> bool {
     name.contains(".mlp.experts.")
 }

@@ -41,8 +41,8 @@ pub trait Executor: Send {
     /// Hands over the masks of the plan that was submitted last, before another plan is; returns at
     /// once. Every plan with masked rows gets them.
     fn masks(&mut self, masks: &StepMasks);
-    /// Whether the hand reads payloads where they were written. Else each has to be
-    /// [carried](Self::carry) before a plan names it.
+    /// True if the hand reads payloads in the memory in which they were written. Otherwise each has
+    /// to be [carried](Self::carry) before a plan names it.
     fn is_near(&self) -> bool {
         true
     }

@@ -82,7 +82,7 @@ impl Pooling {
         !matches!(self.kind.as_str(), "last" | CAUSAL_MEAN)
     }
 
-    /// Whether every state of a prompt counts, so that none may be left out because its keys and
+    /// True if every state of a prompt counts. Then none may be left out because its keys and
     /// values are known.
     pub(crate) fn counts_all(&self) -> bool {
         self.kind == CAUSAL_MEAN

@@ -18,7 +18,7 @@ use tracing::warn;
 
 /// From the end of the process to its next start.
 const PAUSE: Duration = Duration::from_secs(5);
-/// How long Ray may take to let go of everything. The process gives up before.
+/// The time that Ray may take to release everything. The process gives up before.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// The hands that are wanted of Ray. `forebay.place.ray` reads it.

@@ -16,7 +16,7 @@ const FRAMES: u64 = 20_000;
 /// Most memory that reading may have taken at a time. A frame that announces 256 MiB takes none
 /// before they come.
 const MOST_GROWTH_KIB: u64 = 64 << 10;
-/// What a damaged word becomes.
+/// The values of damaged words.
 const EXTREMES: [u32; 8] = [0, 1, 2, 1 << 16, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];
 
 /// SplitMix64 (Steele, Lea and Flood 2014).
@@ -58,7 +58,7 @@ impl Dice {
     }
 }
 
-/// Whatever the executor does with a frame before it believes it.
+/// The executor's checks of a frame, in full.
 fn decode(frame: &Frame) -> bool {
     match frame.header().kind {
         Kind::Hello => Hello::decode(frame).is_ok(),

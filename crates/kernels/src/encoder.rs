@@ -182,7 +182,7 @@ pub(crate) struct Encoder<E> {
     norm: OwnedNorm,
     layers: Vec<OwnedLayer<E>>,
     score: Option<(Owned<E>, Owned<E>)>,
-    /// Whether any matrix is.
+    /// True if any matrix is quantised.
     quantised: bool,
     team: Team,
     work: Work<E>,

@@ -139,7 +139,7 @@ pub(crate) struct Work<E> {
     /// `[tokens, per_token]`, of few tokens once a member.
     ids: Vec<u32>,
     weights: Vec<f32>,
-    /// What each row gives, `[rows, hidden]`.
+    /// The output of each row, `[rows, hidden]`.
     terms: Vec<f32>,
     own: Vec<Own<E>>,
 }
@@ -193,7 +193,7 @@ impl<E: Element> Work<E> {
     }
 }
 
-/// Where the rows of a product of experts come from.
+/// The source of the rows of a product of experts.
 #[derive(Clone, Copy)]
 enum Origin<E> {
     /// From the rows of their tokens.

@@ -164,7 +164,7 @@ pub(crate) struct Layer<E> {
     pub(crate) output: Owned<E>,
     pub(crate) post_norm: Vec<f32>,
     pub(crate) mixture: Option<Mixture<E>>,
-    /// What all tokens have: beside experts, or in place of them.
+    /// The dense part for all tokens: beside experts, or in place of them.
     pub(crate) feed: Option<[Owned<E>; 2]>,
     pub(crate) pool: Pool<E>,
 }

@@ -6,8 +6,8 @@ use std::thread;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
-/// How much the thread stands back, in steps of `nice`, as the threads that prepare large requests
-/// do: where processors are short, payloads are to wait and steps are not.
+/// The thread's `nice` value, as of the threads that prepare large requests. Where processors are
+/// short, payloads wait and steps do not.
 const NICENESS: i32 = 10;
 
 /// A thread that runs tasks beside the one that relays frames: encrypting and copying a payload

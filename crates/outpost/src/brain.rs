@@ -70,7 +70,7 @@ struct State {
     members: Vec<Arc<Member>>,
     last_id: u64,
     ranks: HashMap<u64, Ordered>,
-    /// Who waits for which bulk connection.
+    /// The waiting sides of bulk connections.
     bulk: HashMap<u64, oneshot::Sender<Stream>>,
 }
 

@@ -19,7 +19,7 @@ pub(crate) const PIECE_BYTES: usize = 256 << 10;
 /// The head of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Head {
-    /// Where it begins in the arena.
+    /// The offset in the arena.
     pub(crate) offset: u32,
     /// Bytes; from 1 to [`PIECE_BYTES`].
     pub(crate) length: u32,

@@ -36,7 +36,7 @@ impl Claim {
         Some(Self { hands, shared: Arc::clone(shared) })
     }
 
-    /// Whether ranks are on several outposts.
+    /// True if ranks are on several outposts.
     pub(crate) fn is_apart(&self) -> bool {
         let mut pairs = self.hands.iter().zip(self.hands.iter().skip(1));
         pairs.any(|((one, _), (other, _))| !Arc::ptr_eq(one, other))
@@ -59,7 +59,7 @@ impl Drop for Claim {
     }
 }
 
-/// How many hands to take of which outposts, by how many each has free: all of the one with the
+/// The hands to take of each outpost, by the number that it has free: all of the one with the
 /// fewest that suffice. If there is none and the group may be `apart`, most come from the largest,
 /// and the rest again from the smallest that suffices.
 fn shares(free: &[usize], count: usize, apart: bool) -> Option<Vec<(usize, usize)>> {

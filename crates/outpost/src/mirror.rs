@@ -1,8 +1,8 @@
 //! The brain's side of an outpost's mirror of the arena: what is there, and what is on its way.
 //!
 //! Room is accounted for in the brain's arena alone. A payload is kept until the outpost has
-//! written it, so that nothing else is put into its place before it was sent; and what comes into
-//! that place later is sent after it.
+//! written it. So nothing else is put into its place before it was sent. Bytes that come into that
+//! place later are sent after it.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -21,9 +21,9 @@ use tracing::warn;
 use crate::bulk::send;
 use crate::relay::said;
 
-/// How long an outpost may take from an order to its bulk connection.
+/// The time that an outpost may take from an order to its bulk connection.
 const OPENING: Duration = Duration::from_secs(30);
-/// How long an outpost may have bytes before it says that it wrote some.
+/// The time that an outpost may have bytes before it says that it wrote some.
 const STALLED: Duration = Duration::from_secs(30);
 /// Payloads to know before looking for those that are gone.
 const SWEEP_AT: usize = 64;
@@ -64,7 +64,7 @@ struct Known {
 
 enum Way {
     There,
-    /// Whom to tell.
+    /// The callbacks of those that wait.
     Coming(Vec<There>),
 }
 
@@ -75,7 +75,7 @@ impl fmt::Debug for Mirror {
 }
 
 impl Mirror {
-    /// Whether the outpost is still to be told that there is one; true once.
+    /// True, once, if the outpost has not been told of the mirror.
     pub(crate) fn is_to_be_ordered(&self) -> bool {
         !std::mem::replace(&mut self.state.lock().ordered, true)
     }
@@ -237,7 +237,7 @@ impl State {
     }
 }
 
-/// What has just been written at the outpost, and who waits for it.
+/// Bytes that were just written at the outpost, and the callbacks of those that wait.
 #[derive(Default)]
 struct Arrived {
     waiting: Vec<There>,
@@ -309,7 +309,7 @@ mod tests {
             Some(payload)
         }
 
-        /// What the outpost has in place of a payload.
+        /// The bytes that the outpost has in place of a payload.
         fn far(&self, payload: &Arc<dyn Payload>, length: usize) -> Vec<u8> {
             self.far.look(payload.offset(), length).unwrap()
         }

@@ -54,9 +54,9 @@ pub struct Shape {
     pub hidden_size: usize,
     /// Elements between the products of a dense feed-forward part; 0: no layer has one.
     pub intermediate_size: usize,
-    /// What the layers with experts have; `None`: there are none.
+    /// The experts of the layers that have some; `None`: there are none.
     pub experts: Option<Experts>,
-    /// Whether each layer has experts in place of a dense part.
+    /// True for each layer that has experts in place of a dense part.
     pub sparse: Vec<bool>,
     /// Layers.
     pub layers: usize,
@@ -211,7 +211,7 @@ fn size(config: &Map<String, Value>, key: &str) -> Result<usize, ModelError> {
     Ok(integer(config, key)? as usize)
 }
 
-/// Whether a layer has experts.
+/// True if a layer has experts.
 fn is_sparse(config: &Map<String, Value>, family: Family, layer: u64) -> Result<bool, ModelError> {
     if family != Family::Qwen3Moe || expert_count(config)? == 0 {
         return Ok(false);

@@ -35,7 +35,7 @@ pub struct Source<'a> {
     pub cache: &'a Path,
     /// True if a directory needs weights.
     pub weights: bool,
-    /// Whether a model that could generate is to pool.
+    /// True if a model that could generate is to pool.
     pub embedding: bool,
 }
 

@@ -27,7 +27,7 @@ const MODES: [(&str, &str); 6] = [
 /// head; `forced`, any does: the last token's state, normalised.
 ///
 /// # Errors
-/// Whatever would be pooled wrongly.
+/// The model would be pooled wrongly.
 pub(crate) fn read_pooling(
     config: &Map<String, Value>,
     folder: Option<&Path>,

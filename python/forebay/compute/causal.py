@@ -48,7 +48,7 @@ class MeanState:
 
 
 class Summed:
-    """Which positions of each slot a mean has seen. For the host."""
+    """The positions of each slot that a mean has seen. For the host."""
 
     def __init__(self, slots: int) -> None:
         self._until: Int64s = np.zeros(slots, np.int64)
@@ -65,4 +65,4 @@ KINDS: dict[str, Callable[[States, int, int, Device], LastState | MeanState]] = 
     "last": lambda compute, slots, hidden, device: LastState(compute),
     "causal_mean": MeanState,
 }
-"""What makes a vector, by `Pooling.kind`; of so many slots, and of states of so many numbers."""
+"""The ways to make a vector, by `Pooling.kind`. The numbers are those of slots, and of elements of a state."""

@@ -230,7 +230,7 @@ class Choice:
         return KINDS[pooling.kind](compute, self._config.slots, model.config.hidden_size, self._device)
 
     def keeps_experts(self, model: ModelConfig) -> bool:
-        """Whether experts stay in the blocks of a GGUF file, however the rest is computed with."""
+        """True if experts stay in the blocks of a GGUF file, whatever the format of the rest."""
         config = self._config
         from_file = config.model.get("format") == "gguf" and config.load_format == "auto" and config.pooling is None
         return from_file and any(isinstance(feed, Experts) for feed in model.feeds) and self._packs(model)

@@ -67,7 +67,7 @@ def _intermediate(config: ModelConfig) -> int:
 
 
 def _experts(config: ModelConfig) -> Experts | None:
-    """What the layers with experts have; None: there are none."""
+    """The experts of the layers that have some; None: there are none."""
     return next((feed for feed in config.feeds if isinstance(feed, Experts)), None)
 
 

@@ -17,7 +17,7 @@ LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "basel
 WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
 """Those with products of bytes, which quantised matrices want."""
 SCORES = ("softmax", "sigmoid")
-"""How experts are scored, as the library counts it."""
+"""The ways to score experts, by their numbers in the library."""
 FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
 """Of quantised matrices; 0 is a matrix of the model's dtype."""
 CHOICES = ("native", "torch", *LEVELS)

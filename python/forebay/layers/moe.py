@@ -20,7 +20,7 @@ class Stack:
     """The same matrix of all experts of a layer."""
 
     name: str
-    """What the whole goes by."""
+    """The name of the whole."""
     weight: torch.Tensor  # [experts, rows, inputs]; of a format in blocks uint8 [experts, rows, bytes]
     inputs: int
     format: str | None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Order:
-    """What to run. It travels to the node, and holds the token."""
+    """The order to run an outpost. It travels to the node, and holds the token."""
 
     program: str
     """The `forebay` of the brain. A node that lacks this file looks for one on its `PATH`."""

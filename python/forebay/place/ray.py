@@ -28,12 +28,12 @@ LOOK_SECONDS = 0.5
 PAUSE_SECONDS = 2.0
 """From the end of an outpost to the start of its successor."""
 LAST_SECONDS = 10.0
-"""How long Ray may take to let go once the brain has ended."""
+"""The seconds that Ray may take to release everything once the brain has ended."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the brain wants."""
+    """The wishes of the brain."""
 
     replicas: int
     ranks: int
@@ -44,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Door:
-    """Where outposts join, and what opens the door."""
+    """The address at which outposts join, and the token that lets them in."""
 
     join: str
     token: str

@@ -1,10 +1,10 @@
-"""How the hands of a server are divided into bundles, each of which a cluster places on one node."""
+"""The division of a server's hands into bundles, each of which a cluster places on one node."""
 
 from __future__ import annotations
 
 
 def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
-    """How many hands each bundle has: the ranks of a replica together, where a node can have them.
+    """The number of hands of each bundle: the ranks of a replica together, where a node can have them.
 
     Where none can, and ranks may be `apart`, each replica is spread over as few nodes as possible.
 
@@ -21,5 +21,5 @@ def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
 
 
 def bundle(hands: int, cuda: bool) -> dict[str, float]:
-    """What so many hands need of a node: a GPU each and a processor for all, or a processor each."""
+    """The resources of a node for so many hands: a GPU each and a processor for all, or a processor each."""
     return {"GPU": float(hands), "CPU": 1.0} if cuda else {"CPU": float(hands)}

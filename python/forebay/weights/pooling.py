@@ -81,7 +81,7 @@ def read_pooling(config: dict[str, Any], directory: Path | None, *, forced: bool
 
 
 def _sees_all(config: Mapping[str, Any]) -> bool:
-    """Whether a decoder was trained on to be an encoder, as configurations say it."""
+    """True if a decoder was trained on to be an encoder, as configurations say it."""
     return config.get("is_causal") is False or bool(config.get("use_bidirectional_attention"))
 
 

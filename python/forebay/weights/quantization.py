@@ -42,7 +42,7 @@ INT8 = "INT8"
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a weight belongs to one of the experts among which tokens choose."""
+    """True if a weight belongs to one of the experts among which tokens choose."""
     return ".mlp.experts." in name
 
 

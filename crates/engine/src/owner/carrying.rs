@@ -41,7 +41,7 @@ pub(crate) struct Carried {
     cargo: Cargo,
 }
 
-/// Who waits for it.
+/// The owner of a payload, which waits for it.
 #[derive(Debug)]
 enum Cargo {
     Of(u64),
@@ -49,7 +49,7 @@ enum Cargo {
 }
 
 impl Owner {
-    /// Whether a request with these payloads has to wait until they are brought to the hand.
+    /// True if a request with these payloads has to wait until they are brought to the hand.
     pub(super) fn has_to_wait(&self, payloads: &[Arc<dyn Payload>]) -> bool {
         !payloads.is_empty() && !self.executor.is_near()
     }

@@ -75,14 +75,14 @@ pub(crate) struct ReplicaFlags {
     /// alone, are made if neither is there.
     #[arg(long, value_name = "FILE", requires = "listen_hands")]
     pub(crate) join_token_file: Option<PathBuf>,
-    /// Let the ranks of a replica be on several machines where none has room for all of them, and
-    /// talk to each other, in the clear, over the network interface of this name. Without the flag
-    /// they are on one, and use its loopback interface.
+    /// Let the ranks of a replica be on several machines if none has room for all of them. They
+    /// talk to each other in the clear, over the network interface of this name. Without the flag
+    /// they are on one machine, and use its loopback interface.
     #[arg(long, value_name = "NAME", value_parser = crate::collectives::interface)]
     pub(crate) collective_interface: Option<String>,
-    /// Have a cluster run the machines' workers: `ray` asks the Ray cluster that this machine is a
-    /// node of (RAY_ADDRESS names another) for a GPU a hand, or a processor a hand where --device
-    /// is `cpu`. Workers join at this machine's address in the cluster, or at --listen-hands.
+    /// Have a cluster run the machines' workers. `ray` asks the Ray cluster of this machine, or of
+    /// RAY_ADDRESS, for a GPU a hand. With --device `cpu` it asks for a processor a hand. Workers
+    /// join at this machine's address in the cluster, or at --listen-hands.
     #[arg(long, value_enum, value_name = "WHO")]
     pub(crate) placement: Option<Placement>,
     /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as

@@ -12,7 +12,7 @@ pub struct ExpertSizes {
     pub per_token: usize,
     /// Elements between the two products of an expert.
     pub intermediate: usize,
-    /// Whether a token's weights are divided by their sum.
+    /// True if a token's weights are divided by their sum.
     pub normalise: bool,
 }
 

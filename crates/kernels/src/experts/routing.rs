@@ -1,10 +1,10 @@
-//! Which experts a token goes to, and with which weights.
+//! The experts that a token goes to, and their weights.
 //!
 //! Softmax over all experts: Shazeer et al. 2017, as in Qwen3-MoE; limited to the best groups:
 //! DeepSeek-V2 (2024); sigmoids whose choice a bias corrects: DeepSeek-V3 (2024), which GLM-4
 //! shares.
 
-/// What keeps a sum of sigmoids, which may all be 0, from being a divisor of 0.
+/// A term that keeps a sum of sigmoids, which may all be 0, from being a divisor of 0.
 const EPSILON: f32 = 1e-20;
 
 /// The experts of a model, as the caller describes them; a `count` of 0: it has none.
@@ -20,22 +20,22 @@ pub struct RoutingSpec {
     pub(crate) shared: u32,
     /// 0: softmax over all experts, 1: the sigmoid of each.
     pub(crate) scores: u32,
-    /// Whether routers are float32; otherwise they are of the model's type.
+    /// 1: routers are float32; otherwise they are of the model's type.
     pub(crate) in_float32: u32,
     /// Groups of experts of neighbouring ids; 1: there are none.
     pub(crate) groups: u32,
     /// Best groups, outside of which nothing is chosen.
     pub(crate) kept_groups: u32,
-    /// How many of its best scores a group's score is the sum of.
+    /// The number of best scores whose sum is a group's score.
     pub(crate) best_of_group: u32,
-    /// Whether a token's weights are divided by their sum.
+    /// 1: a token's weights are divided by their sum.
     pub(crate) normalise: u32,
-    /// What weights are multiplied by at last.
+    /// The factor of the weights, applied last.
     pub(crate) scaling: f32,
 }
 
 impl RoutingSpec {
-    /// Whether as many experts can be chosen as a token has.
+    /// True if as many experts can be chosen as a token has.
     pub(crate) fn is_possible(&self) -> bool {
         let &Self { count, per_token, groups, kept_groups, best_of_group, .. } = self;
         if count == 0 {
@@ -121,8 +121,8 @@ impl Chooser {
     }
 }
 
-/// Where the largest scores are, the first of equals first, as many as `ids` has room for; each of
-/// them is taken away. What is no number is never larger: all ids differ whatever the scores are.
+/// Finds the places of the largest scores, the first of equals first, as many as `ids` has room
+/// for. Each of them is taken away. A score that is no number is never larger, so all ids differ.
 #[inline(always)]
 fn take_best(scores: &mut [f32], ids: &mut [u32]) {
     for place in 0..ids.len() {

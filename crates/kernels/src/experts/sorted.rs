@@ -31,7 +31,7 @@ pub(crate) struct Sorted {
     pub(crate) rows: Vec<u32>,
     pub(crate) active: Vec<Active>,
     pub(crate) tiles: Vec<RowTile>,
-    /// Where the next row of each expert goes.
+    /// The place of the next row of each expert.
     places: Vec<u32>,
 }
 
@@ -84,7 +84,7 @@ impl Sorted {
         end
     }
 
-    /// Which of the active experts has a piece.
+    /// The active expert that has a piece.
     #[inline(always)]
     pub(crate) fn place_of(&self, piece: usize) -> usize {
         self.active.partition_point(|active| active.end <= piece)

@@ -102,7 +102,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     Ok(config)
 }
 
-/// What metadata says of experts; what files of other kinds under the same name say is refused.
+/// The metadata of experts. Metadata of other kinds of files under the same name is refused.
 fn experts(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let changes = CHANGES.iter().find(|key| files.get(key).is_some_and(changes));
     if let Some(key) = changes {
@@ -126,7 +126,7 @@ fn experts(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     if let Value::Object(keys) = keys { Ok(keys) } else { unreachable!("an object") }
 }
 
-/// Whether a value changes what is computed.
+/// True if a value changes what is computed.
 fn changes(value: &GgufValue) -> bool {
     match value {
         GgufValue::List(items) => items.iter().any(changes),

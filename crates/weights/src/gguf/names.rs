@@ -20,8 +20,8 @@ pub(crate) struct Stored<'a> {
     pub(crate) first: usize,
 }
 
-/// Every weight of the model that is in the files, in their order; a head that is tied to the
-/// embedding, and layers behind the last one of a model with experts, are left out.
+/// Every weight of the model that is in the files, in their order. A head that is tied to the
+/// embedding is left out. So are layers behind the last one of a model with experts.
 pub(crate) fn stored_weights<'a>(
     files: &'a GgufFiles,
     shape: &Shape,

@@ -1,7 +1,7 @@
 """GSM8K with one rank and with several: how many answers differ.
 
     make bench-setup PEERS=coder
-    python -m benchmarks.gsm8k_ranks --data-path test.jsonl --train-path train.jsonl
+    python -m benchmarks.studies.gsm8k_ranks --data-path test.jsonl --train-path train.jsonl
 
 Both compute Qwen2.5-Coder-0.5B in float32 with PyTorch's operators, greedily. Sums over ranks differ in the last bits,
 so two tokens that are nearly as likely may be taken the other way. An answer differs if the number that is read from it
@@ -17,11 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gsm8k_reference import read_jsonl
-
 from benchmarks import coder, models
 from benchmarks.processes import Running, free_port
 from benchmarks.servers import FOREBAY
+from benchmarks.studies.gsm8k_reference import read_jsonl
 
 START_SECONDS = 300.0
 CONTEXT = 2048
