@@ -6,9 +6,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from benchmarks import expert_model
+from benchmarks import expert_model, tables
 from benchmarks.records import Results, Run
-from benchmarks.tables import experts
 
 
 def test_outputs_of_random_blocks_are_as_large_as_inputs() -> None:
@@ -27,6 +26,6 @@ def test_every_server_has_a_column_and_the_first_is_compared_with_the_others() -
     found = Results(
         "experts", runs=[run("one", "a", 6), run("one", "b", 2), run("prefill", "a", 3), run("prefill", "b", 4)]
     )
-    lines = experts(found).splitlines()
+    lines = tables.table(found).splitlines()
     assert lines[0] == "| workload | a, tokens/s | b, tokens/s | a / b |"
     assert lines[2:] == ["| one | 6.00 | 2.00 | 3.00 |", "| prefill | 30.0 | 40.0 | 0.75 |"]
