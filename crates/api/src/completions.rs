@@ -49,9 +49,9 @@ pub enum CompletionPrompts {
 pub struct ValidCompletion {
     /// The prompts, at least one.
     pub prompts: CompletionPrompts,
-    /// The tokenizer's special tokens go around text prompts.
+    /// True if the tokenizer's special tokens are added to text prompts.
     pub add_special_tokens: bool,
-    /// The prompt's text comes first.
+    /// True if the answer's text begins with the prompt's text.
     pub echo: bool,
     /// Choices to return for each prompt; more may be generated.
     pub n: u32,

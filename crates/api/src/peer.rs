@@ -115,7 +115,8 @@ pub struct LoadReport {
     pub tokens: u64,
     /// Pages that nobody holds.
     pub pages_free: u64,
-    /// A number that is equal for brains with equal names of equal blocks.
+    /// The number of the way in which this brain names blocks. Brains with the same number give the
+    /// same content the same name.
     #[serde(default)]
     pub names: u64,
 }

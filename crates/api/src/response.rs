@@ -191,7 +191,7 @@ pub struct ChatDelta<'a> {
     /// The reasoning under its other name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<&'a str>,
-    /// A call that begins, or more of one's arguments.
+    /// The beginning of a tool call, or the next piece of a call's arguments.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tool_calls: Option<[ToolCallDelta<'a>; 1]>,
 }
@@ -339,7 +339,7 @@ pub struct CompletionLogprobs {
 pub struct ModelList {
     /// `list`.
     pub object: &'static str,
-    /// One a served name.
+    /// One card for each served name.
     pub data: Vec<ModelCard>,
 }
 

@@ -17,7 +17,7 @@ use crate::settings::Settings;
 /// A model in the cache.
 #[derive(Debug, Clone, Serialize)]
 pub struct Stored {
-    /// The name of the model for [`remove`] and the commands.
+    /// The model's name, as [`remove`] and the command line accept it.
     pub name: String,
     /// The format of its weights.
     pub format: Format,

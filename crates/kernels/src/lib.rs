@@ -222,10 +222,10 @@ pub unsafe extern "C" fn fb_model_new(
     Box::into_raw(Box::new(model))
 }
 
-/// Frees a model; null is nothing.
+/// Frees a model, or does nothing if `model` is null.
 ///
 /// # Safety
-/// `model` is of [`fb_model_new`] and not used again.
+/// `model` came from [`fb_model_new`] and is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
     if !model.is_null() {

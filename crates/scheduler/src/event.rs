@@ -161,7 +161,7 @@ pub struct Stats {
     pub pages_free: usize,
     /// Prompt tokens looked up in the prefix cache at first admissions.
     pub prefix_queries: u64,
-    /// Prompt tokens found there, in the device's memory.
+    /// Prompt tokens found in the prefix cache, in hot pages.
     pub prefix_hits: u64,
     /// Prompt tokens found in the host tier, at first admissions.
     pub host_hits: u64,

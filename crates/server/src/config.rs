@@ -20,7 +20,7 @@ use crate::store::StoreConfig;
 use crate::stream::mode::EgressMode;
 use crate::tls::Tls;
 
-/// The clients that share cached blocks.
+/// The rule of which clients share cached blocks.
 #[derive(Debug, Clone)]
 pub struct Sharing {
     /// The namer of the engine's blocks. Salts are made with it too, so that nobody can find a
@@ -56,7 +56,7 @@ pub struct ServerConfig {
     pub max_connections: usize,
     /// Certificate and key, where connections are encrypted.
     pub tls: Option<Tls>,
-    /// Largest `priority`, and smallest below 0, that clients may ask for.
+    /// The largest `priority` that clients may ask for; minus this number is the smallest.
     pub max_client_priority: u32,
     /// The largest request body in bytes; only embeddings or images may exceed `max_json_bytes` of
     /// it.

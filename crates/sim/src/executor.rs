@@ -32,7 +32,7 @@ pub struct SimConfig {
     pub vocab_size: u32,
     /// Elements of an embedding, as if it were bfloat16; nothing reads any.
     pub hidden_size: u32,
-    /// The answers of requests.
+    /// The rules by which simulated answers are made.
     pub text: SimText,
     /// The largest number of tokens that a row gives, as if drafts were accepted; 1: one each.
     pub tokens_a_row: u32,

@@ -32,7 +32,7 @@ use responses::RESPONSES;
 use shared::{CONVERSATION, LISTS, NUMBERS};
 use tokens::{DETOKENIZE, TOKENIZE};
 
-/// A route that takes a body.
+/// The limits of a route that takes a body: the bounds of its parameters.
 #[derive(Debug)]
 pub struct RouteLimits {
     /// The path of the route, as in the documentation.

@@ -252,8 +252,8 @@ impl Parser {
         }
     }
 
-    /// Reads what was held back: the answer has ended. `complete`: by itself, and not because it
-    /// became too long.
+    /// Reads the text that was held back, at the end of an answer. `complete`: the model ended the
+    /// answer; false if a limit of length did.
     pub fn finish(&mut self, complete: bool, out: &mut Parts) {
         let mut rest = std::mem::take(&mut self.pending);
         if !complete

@@ -137,7 +137,7 @@ impl Tiers {
         self.host.release(host);
     }
 
-    /// Starts to bring a saved block back into the hot tier. `None`: every hot page is held.
+    /// Starts to restore a saved block to a hot page. `None`: every hot page is leased.
     pub fn restore_backed(
         &mut self,
         name: BlockHash,

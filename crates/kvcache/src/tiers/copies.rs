@@ -39,7 +39,7 @@ pub struct PageCopy {
     pub hot: Option<u32>,
     /// The page in the host tier.
     pub host: u32,
-    /// The part of it; `None`: all.
+    /// The positions of the page to copy; `None`: all of the page.
     pub span: Option<Span>,
 }
 

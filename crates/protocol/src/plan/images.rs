@@ -88,8 +88,8 @@ impl StepPlan {
         self.images.extend_from_slice(&[image.cast_signed(), 0, 0, 0, 0, -1, 0]);
     }
 
-    /// The work for images, with the pages for their output; those that are given up have no
-    /// layers.
+    /// The tower's work in this step, with the pages for each image's output. An image that was
+    /// given up is listed too, without layers.
     pub fn images(&self) -> impl Iterator<Item = (TowerWork, &[i32])> {
         let records = with_pages::<IMAGE_WORDS>(&self.images, &self.image_pages);
         records.map(|([image, first, end, rows, columns, patches, _], pages)| {

@@ -20,7 +20,7 @@ pub struct PooledModel {
     pub size: usize,
     /// True if the model's authors divide vectors by their length.
     pub normalize: bool,
-    /// True if the model's authors squeeze scores into 0 to 1.
+    /// True if scores go through a sigmoid, which puts them between 0 and 1.
     pub sigmoid: bool,
     /// The other end of the sink that the engine was started with.
     pub outputs: Pooled,

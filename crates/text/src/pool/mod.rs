@@ -135,7 +135,7 @@ pub struct TextStats {
     pub cut: u64,
     /// Inputs whose caller had gone before they were encoded.
     pub cancelled: u64,
-    /// Bytes of text that were encoded, or begun to be.
+    /// Bytes of text given to the encoder, counted when encoding starts.
     pub encoded_bytes: u64,
     /// Bytes of text that were looked up in the cache.
     pub cache_queries: u64,
