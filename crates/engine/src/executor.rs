@@ -11,8 +11,8 @@ pub enum Signal {
     Progress(String),
     /// The hand takes plans from now on.
     Ready(Ready),
-    /// The oldest plan in flight is done.
-    Result(StepResult),
+    /// The oldest step in flight is done: a result for each plan that [`Executor::submit`] took.
+    Result(Vec<StepResult>),
     /// Somebody used the waker.
     Woken,
     /// The time is up.
@@ -27,18 +27,22 @@ pub trait Wake: Send + Sync {
     fn wake(&self);
 }
 
-/// A rank group: takes numbered plans, gives results in order.
+/// A rank group: takes the plans of numbered steps, gives results in order.
 ///
-/// At most two plans are in flight. After [`Signal::Died`] only [`start`](Self::start) and
+/// The ranks of a replica compute one plan together. Those of a step group have one each, and a
+/// step is all of them.
+///
+/// At most two steps are in flight. After [`Signal::Died`] only [`start`](Self::start) and
 /// [`stop`](Self::stop) may be called.
 pub trait Executor: Send {
     /// Begins to start the group; returns at once. [`Signal::Ready`] or [`Signal::Died`] follows.
     fn start(&mut self);
-    /// Hands over a plan; returns at once. A failure shows as [`Signal::Died`] from the next wait.
-    fn submit(&mut self, plan: &StepPlan);
-    /// Hands over the masks of the plan that was submitted last, before another plan is; returns at
-    /// once. Every plan with masked rows gets them.
-    fn masks(&mut self, masks: &StepMasks);
+    /// Hands over the plans of a step, one for each member of the engine, which have its number;
+    /// returns at once. A failure shows as [`Signal::Died`] from the next wait.
+    fn submit(&mut self, plans: &[StepPlan]);
+    /// Hands over the masks of the plan that was submitted last for a member, before another plan
+    /// is; returns at once. Every plan with masked rows gets them.
+    fn masks(&mut self, member: usize, masks: &StepMasks);
     /// Blocks until something happens, at most `timeout_us` microseconds (`None`: without limit).
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal;
     /// Ends the group as quickly as it allows and waits until it is gone. Idempotent.

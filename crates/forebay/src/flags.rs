@@ -26,7 +26,7 @@ pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
-pub(crate) use self::replicas::ReplicaFlags;
+pub(crate) use self::replicas::{Arrangement, ReplicaFlags};
 pub(crate) use self::responses::ResponseFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 

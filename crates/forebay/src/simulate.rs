@@ -21,7 +21,7 @@ const MIN_WORDS: usize = 64;
 /// More would only be rarer: vocabularies are sorted by frequency, more or less.
 const MAX_WORDS: usize = 2048;
 
-/// What is simulated in place of a replica's hand.
+/// What is simulated in place of a group's hands.
 pub(crate) fn config(
     config: &Config,
     simulated: &Simulated,

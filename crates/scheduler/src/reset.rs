@@ -89,6 +89,13 @@ impl Scheduler {
         })
     }
 
+    /// Whether a request is suspected of the hand's death. Of schedulers that share a hand one at
+    /// most may have a plan with rows in flight then.
+    #[must_use]
+    pub fn is_suspected(&self) -> bool {
+        !self.suspects.is_empty()
+    }
+
     /// Gives every live request away, the most important first, to be submitted to another
     /// scheduler. No step may be in flight: they are surrendered after [`Self::reset`], or before
     /// there was a step.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from forebay.distributed.exchange import Exchange
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.layers.quantised import KeptMatrix
 from forebay.layers.routing import Router
 from forebay.weights.parts import Experts
-from forebay.weights.shards import ALONE, Part
+from forebay.weights.shards import ALONE, Part, Shard
 
 
 class MixtureOfExperts:
@@ -18,12 +19,17 @@ class MixtureOfExperts:
 
     With other ranks it gives a term of a sum over ranks: of a part of each expert, or of some of the experts
     (`OwnExperts`), and of a part of what is shared.
+
+    The ranks of a step group have some of the experts each, and tokens of their own: they gather the tokens of all,
+    and each gets its own rows of the sum. What is shared is whole on each rank.
     """
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts) -> None:
         count, inner = experts.count, experts.intermediate_size
-        whole = params.ranks is not None and params.ranks.expert_parallel
-        own = params.shard.of(count) if whole else ALONE.of(count)
+        self._exchange = params.exchange
+        shard = params.shard if self._exchange is None else Shard(self._exchange.rank, self._exchange.world)
+        whole = self._exchange is not None or (params.ranks is not None and params.ranks.expert_parallel)
+        own = shard.of(count) if whole else ALONE.of(count)
         of_inner = ALONE.of(inner) if whole else params.shard.of(inner)
         self._router = Router(params, f"{prefix}.gate", hidden, experts)
         self._choose = OwnExperts(self._router, own) if whole else self._router
@@ -49,12 +55,23 @@ class MixtureOfExperts:
             self._shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        if self._kept is None:
-            y = ops.experts(x, *self._choose(x), self._gate_up, self._down)
-        else:
-            assert self._products is not None
-            y = self._products.experts(x, *self._choose(x), *self._kept)
+        y = self._routed(x, ops) if self._exchange is None else self._exchanged(x, ops, self._exchange)
         return y if self._shared is None else y.add_(self._shared(x, ops))
+
+    def take_part(self, none: torch.Tensor, ops: Ops) -> None:
+        """Computes the tokens of others where this rank has none; `none` is [0, hidden]."""
+        if self._exchange is not None:
+            self._exchanged(none, ops, self._exchange)
+
+    def _exchanged(self, x: torch.Tensor, ops: Ops, exchange: Exchange) -> torch.Tensor:
+        return exchange.scatter(self._routed(exchange.gather(x), ops))
+
+    def _routed(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """What this rank's experts give of x."""
+        if self._kept is None:
+            return ops.experts(x, *self._choose(x), self._gate_up, self._down)
+        assert self._products is not None
+        return self._products.experts(x, *self._choose(x), *self._kept)
 
 
 class OwnExperts:

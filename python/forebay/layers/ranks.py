@@ -1,4 +1,4 @@
-"""What layers know of the other ranks."""
+"""What layers know of the other ranks that compute the same tokens."""
 
 from __future__ import annotations
 

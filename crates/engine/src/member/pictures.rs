@@ -6,7 +6,7 @@ use std::sync::Arc;
 use forebay_scheduler::ImageId;
 
 use crate::handle::Order;
-use crate::owner::Owner;
+use crate::member::Member;
 use crate::payload::Payload;
 use crate::picture::{Picture, Placed, Placement};
 use crate::types::{FinishReason, RequestError};
@@ -39,7 +39,7 @@ impl Pictures {
     }
 }
 
-impl Owner {
+impl Member {
     /// Has the patches of an image put into the arena.
     pub(super) fn place(&mut self, request: u64, index: usize, image: ImageId) {
         let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
