@@ -41,9 +41,9 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> MiniLM:
     return MiniLM(tmp_path_factory.mktemp("models") / "minilm")
 
 
-@pytest.fixture(scope="module")
-def server(minilm: MiniLM, serve_for_module: Serve) -> Server:
-    return serve_for_module(minilm)
+@pytest.fixture(scope="module", params=["rust", "torch"])
+def server(minilm: MiniLM, serve_for_module: Serve, request: pytest.FixtureRequest) -> Server:
+    return serve_for_module(minilm, "--hand", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def cross(tmp_path_factory: pytest.TempPathFactory, minilm: MiniLM) -> CrossEnco
     return CrossEncoder(tmp_path_factory.mktemp("models") / "cross", minilm)
 
 
-@pytest.fixture(scope="module")
-def scorer(cross: CrossEncoder, serve_for_module: Serve) -> Server:
-    return serve_for_module(cross)
+@pytest.fixture(scope="module", params=["rust", "torch"])
+def scorer(cross: CrossEncoder, serve_for_module: Serve, request: pytest.FixtureRequest) -> Server:
+    return serve_for_module(cross, "--hand", request.param)
 
 
 def embed(server: Server, texts: Any, **more: Any) -> np.ndarray:

@@ -1,5 +1,7 @@
 //! Weights from a checkpoint into the order of the kernels, or from an earlier start's file.
 
+mod bert;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -37,7 +37,7 @@ impl Dtype {
         }
     }
 
-    fn number(self) -> u32 {
+    pub(crate) fn number(self) -> u32 {
         match self {
             Self::Float32 => 0,
             Self::Bfloat16 => 1,
@@ -62,7 +62,7 @@ pub enum Storage {
 
 impl Storage {
     /// As the C interface counts them.
-    fn number(self) -> u32 {
+    pub(crate) fn number(self) -> u32 {
         match self {
             Self::Plain => 0,
             Self::Int8 => 1,
@@ -104,7 +104,7 @@ impl fmt::Display for Unfit {
 
 impl std::error::Error for Unfit {}
 
-fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
+pub(crate) fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
     Err(Unfit(what.into()))
 }
 
@@ -609,7 +609,7 @@ impl Layer {
 }
 
 impl Matrix {
-    fn check(
+    pub(crate) fn check(
         &self,
         dtype: Dtype,
         (outputs, inputs): (usize, usize),
@@ -635,7 +635,7 @@ impl Weights {
     }
 }
 
-fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
+pub(crate) fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
     match bytes.len() {
         found if found == wanted => Ok(()),
         found => unfit(format!("a weight of {found} bytes in place of {wanted}")),

@@ -1,6 +1,7 @@
 //! An encoder (Devlin et al. 2019): every position of a prompt sees all of it, and one vector is
 //! made of each prompt. Nothing is kept from batch to batch but the weights.
 
+mod front;
 mod pass;
 
 use std::ffi::c_void;
@@ -15,6 +16,9 @@ use crate::team::{Queue, Team, TeamSpec};
 use crate::tile::GROUP;
 use crate::{Body, Job, body_bf16, body_f32, team_of};
 
+pub use self::front::{
+    Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes, BertWeights, Texts,
+};
 pub(crate) use self::pass::Pass;
 use self::pass::{Layer, Norm, QUEUES_A_LAYER, Score, Token};
 
