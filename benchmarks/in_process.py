@@ -47,6 +47,7 @@ def runner(
         "rank": 0,
         "world_size": 1,
         "expert_parallel": False,
+        "step_group": False,
         "threads": threads,
         "seed": 0,
         "weight_cache_bytes": 0,

@@ -55,8 +55,11 @@ def deaths(server: Server) -> float:
     return server.metric("forebay:hand_deaths_total")
 
 
-async def end_ranks(server: Server, load: Load, number: signal.Signals, seconds: float) -> None:
-    """Sends a signal to one rank after the other; each time all ranks are gone soon after."""
+async def end_ranks(server: Server, load: Load, number: signal.Signals, seconds: float, replicas: int = 1) -> None:
+    """Sends a signal to one rank after the other; each time all ranks are gone soon after.
+
+    They compute so many replicas, each of which counts the death.
+    """
     running = asyncio.create_task(load.run(STREAMS))
     try:
         await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
@@ -72,7 +75,7 @@ async def end_ranks(server: Server, load: Load, number: signal.Signals, seconds:
             os.kill(group[count % 2], number)
             await eventually_async(lambda pids=group: not any(map(alive, pids)), "all ranks are gone")  # type: ignore[misc]
             assert time.monotonic() - sent < seconds
-            await eventually_async(lambda n=count: deaths(server) == n, "the death is noticed")  # type: ignore[misc]
+            await eventually_async(lambda n=count: deaths(server) == n * replicas, "the death is noticed")  # type: ignore[misc]
         load.finish()
         await running
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,11 +14,13 @@ from safetensors import safe_open
 
 from forebay.compute.sampler import SampledColumns, Sampler
 from forebay.device import open_device
+from forebay.distributed.exchange import Exchange
 from forebay.distributed.group import Group, open_group
 from forebay.distributed.store import BrainStore
 from forebay.layers.ops import TorchOps
 from forebay.layers.shard_ops import ShardOps
 from forebay.protocol.connection import Connection
+from forebay.protocol.plan import Plan
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.state.slots import SlotTables
@@ -76,6 +79,65 @@ def serve(
     served = read_requests(requests)
     MiniBrain(runner, chunk).serve(served, chunk)
     return {"facts": runner.facts(), "requests": [found(request) for request in served]}
+
+
+class GroupBrain(MiniBrain):
+    """The brain of one rank of a step group. What the others plan it hears from them, before each step."""
+
+    def __init__(self, runner: ModelRunner, group: Group, seed: int) -> None:
+        super().__init__(runner, seed)
+        self._group = group
+        self.idle = 0
+        """Steps in which this rank had no tokens and others had some."""
+
+    def _goes_on(self, busy: bool) -> bool:
+        return any(self._of_all(busy))
+
+    def _plan(self, builder: PlanBuilder) -> Plan:
+        plan = builder.build()
+        tokens = self._of_all(plan.token_count)
+        self.idle += not plan.token_count and any(tokens)
+        return replace(plan, group=np.array(tokens, np.int32)).staged()
+
+    def _of_all(self, number: int) -> list[int]:
+        numbers: list[int] = self._group.all_gather(torch.tensor([int(number)])).flatten().tolist()
+        return numbers
+
+
+def serve_group(
+    group: Group, config: dict[str, Any], requests: list[list[dict[str, Any]]], chunk: int = 1000, mutant: str = ""
+) -> dict[str, Any]:
+    """Serves the requests of this rank, of which each has its own."""
+    config = {**config, "rank": group.rank, "world_size": group.world, "expert_parallel": True, "step_group": True}
+    used: Any = group
+    if mutant == "no sum":
+        used = Mutant(group, reduce_scatter=lambda x: x.tensor_split(group.world)[group.rank])
+    runner = ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: used)
+    runner.load(lambda done, total: None)
+    runner.warm_up()
+    served = read_requests(requests[group.rank])
+    brain = GroupBrain(runner, group, chunk)
+    brain.serve(served, chunk)
+    return {"facts": runner.facts(), "idle": brain.idle, "requests": [found(request) for request in served]}
+
+
+def exchange(group: Group, rounds: int) -> int:
+    """Gathers and scatters as many rows as each rank has, in many steps; gives how many rows there were."""
+    random, exchanged, count = np.random.default_rng(4), Exchange(group), 0
+    for number in range(rounds):
+        tokens = (random.integers(0, 6, group.world) * (random.random(group.world) < 0.7)).tolist()
+        if not any(tokens):
+            continue
+        dtype = torch.bfloat16 if number % 3 == 0 else torch.float32
+        of_all = [torch.from_numpy(random.integers(-8, 9, (rows, 3)).astype(np.float32)).to(dtype) for rows in tokens]
+        exchanged.begin(tokens)
+        gathered = exchanged.gather(of_all[group.rank])
+        assert torch.equal(gathered, torch.cat(of_all)), tokens
+        scattered = exchanged.scatter(gathered * (group.rank + 1))
+        expected = of_all[group.rank] * (group.world * (group.world + 1) // 2)
+        assert torch.equal(scattered, expected), tokens
+        count += sum(tokens)
+    return count
 
 
 def _mutate(mutant: str) -> Callable[[], None]:

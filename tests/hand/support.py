@@ -199,6 +199,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "rank": 0,
         "world_size": 1,
         "expert_parallel": False,
+        "step_group": False,
         "threads": 1,
         "seed": 0,
         "weight_cache_bytes": 0,
@@ -399,7 +400,7 @@ class MiniBrain:
         running: list[Request] = []
         flying: deque[tuple[list[Request], list[tuple[Request, int]], Launched]] = deque()
         first, waits = self._step, self._waits()
-        while waiting or running:
+        while self._goes_on(bool(waiting or running)):
             self._step += 1
             builder = PlanBuilder(self._step)
             for request in [r for r in waiting if r.arrival <= self._step and free]:
@@ -413,7 +414,7 @@ class MiniBrain:
             sampling = [request for request in running if self._advance(request, builder, chunk)]
             by_slot = {request.slot: request for request in running}
             wanting = [(by_slot[slot], count) for slot, _, count, _ in builder.prompt_logprobs]
-            flying.append((sampling, wanting, self.runner.launch(builder.build())))
+            flying.append((sampling, wanting, self.runner.launch(self._plan(builder))))
             while len(flying) > (self._lookahead if waiting or running else 0):
                 self._collect(*flying.popleft())
                 for request in [r for r in running if len(r.tokens) == r.count]:
@@ -421,6 +422,13 @@ class MiniBrain:
                     free.append(request.slot)
         # A device that computes beside the host was waited for once a step, and at no other time.
         assert self._waits() - waits in (0, self._step - first)
+
+    def _goes_on(self, busy: bool) -> bool:
+        """Whether there is another step; `busy`: this brain has requests."""
+        return busy
+
+    def _plan(self, builder: PlanBuilder) -> Plan:
+        return builder.build()
 
     def _waits(self) -> int:
         device = self.runner.device

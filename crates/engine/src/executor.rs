@@ -13,8 +13,8 @@ pub enum Signal {
     Progress(String),
     /// The hand takes plans from now on.
     Ready(Ready),
-    /// The oldest plan in flight is done.
-    Result(StepResult),
+    /// The oldest step in flight is done: a result for each plan that [`Executor::submit`] took.
+    Result(Vec<StepResult>),
     /// Somebody used the waker.
     Woken,
     /// The time is up.
@@ -29,27 +29,31 @@ pub trait Wake: Send + Sync {
     fn wake(&self);
 }
 
-/// A rank group: takes numbered plans, gives results in order.
+/// A rank group: takes the plans of numbered steps, gives results in order.
 ///
-/// At most two plans are in flight. After [`Signal::Died`] only [`start`](Self::start) and
+/// The ranks of a replica compute one plan together. Those of a step group have one each, and a
+/// step is all of them.
+///
+/// At most two steps are in flight. After [`Signal::Died`] only [`start`](Self::start) and
 /// [`stop`](Self::stop) may be called.
 pub trait Executor: Send {
     /// Begins to start the group; returns at once. [`Signal::Ready`] or [`Signal::Died`] follows.
     fn start(&mut self);
-    /// Hands over a plan; returns at once. A failure shows as [`Signal::Died`] from the next wait.
-    fn submit(&mut self, plan: &StepPlan);
-    /// Hands over the masks of the plan that was submitted last, before another plan is; returns at
-    /// once. Every plan with masked rows gets them.
-    fn masks(&mut self, masks: &StepMasks);
-    /// True if the hand reads payloads in the memory in which they were written. Otherwise each has
-    /// to be [carried](Self::carry) before a plan names it.
+    /// Hands over the plans of a step, one for each member of the engine, which have its number;
+    /// returns at once. A failure shows as [`Signal::Died`] from the next wait.
+    fn submit(&mut self, plans: &[StepPlan]);
+    /// Hands over the masks of the plan that was submitted last for a member, before another plan
+    /// is; returns at once. Every plan with masked rows gets them.
+    fn masks(&mut self, member: usize, masks: &StepMasks);
+    /// True if the hands read payloads in the memory in which they were written. Otherwise each has
+    /// to be [carried](Self::carry) before a plan names it. The answer is always the same.
     fn is_near(&self) -> bool {
         true
     }
-    /// Has a payload brought to where the hand reads it, by other threads; returns at once. `there`
-    /// is called on any thread, and dropped where the group ends before. What was carried to a
-    /// group is there until it ends.
-    fn carry(&mut self, _payload: &Arc<dyn Payload>, there: There) {
+    /// Has a payload brought to where a member's hands read it, by other threads; returns at once.
+    /// `there` is called on any thread, and dropped where the group ends before. What was carried
+    /// to a group is there until it ends.
+    fn carry(&mut self, _member: usize, _payload: &Arc<dyn Payload>, there: There) {
         there();
     }
     /// Blocks until something happens, at most `timeout_us` microseconds (`None`: without limit).

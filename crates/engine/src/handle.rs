@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use crate::clock::Clock;
 use crate::executor::Wake;
 use crate::journal::{Journal, Moment, Since, StepNote};
-use crate::owner::Carried;
+use crate::member::Carried;
 use crate::picture::Placed;
 use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
 use crate::waiting::{Place, Waiting};

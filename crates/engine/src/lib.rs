@@ -1,14 +1,18 @@
-//! The owner thread of one replica: intake, lookahead, death and replay, terminal events.
+//! The owner thread of a replica, or of the replicas of a step group: intake, lookahead, death and
+//! replay, terminal events.
 //!
 //! | thread | owns | blocks on |
 //! |---|---|---|
-//! | engine (one a replica) | scheduler, executor, plan buffers | [`Executor::wait`]: the hand's socket and the waker, nothing else |
+//! | engine (one a rank group) | schedulers, executor, plan buffers | [`Executor::wait`]: the hand's socket and the waker, nothing else |
 //! | any | an [`EngineHandle`] | never |
 //!
 //! One lane leads into the thread, so that an abort can't overtake its submit. Requests in it are
 //! bounded by `max_queued` (refused with [`SubmitError::QueueFull`] at the door); aborts are not,
 //! because they matter most under the overload that would drop them. Out of the thread goes one
 //! [`OutputSink::deliver`] a step.
+//!
+//! A step group's thread has a member for each rank: replicas that share a step's number and a
+//! rank group, and nothing else. An ordinary thread has one. Each has its own [`EngineHandle`].
 //!
 //! Where there are other replicas ([`Peers`]), a thread that loses its hand gives its requests to
 //! them instead of waiting for the respawn.
@@ -100,6 +104,7 @@ mod constraint;
 mod executor;
 mod handle;
 mod journal;
+mod member;
 mod owner;
 mod payload;
 mod picture;
@@ -120,7 +125,7 @@ pub use forebay_scheduler::{
 };
 pub use handle::{EngineHandle, Size};
 pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};
-pub use owner::MOST_VIEWS;
+pub use member::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
 pub use thread::{Engine, EngineThread, Hooks};

@@ -14,7 +14,8 @@ use crate::config::EngineConfig;
 use crate::executor::Executor;
 use crate::handle::{EngineHandle, Shared, Size};
 use crate::journal::Journal;
-use crate::owner::{Constrained, Owner};
+use crate::member::{Carrying, Constrained, Member, helpers};
+use crate::owner::Owner;
 use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
 use crate::waiting::Waiting;
 
@@ -83,34 +84,60 @@ impl Engine {
         clock: Arc<dyn Clock>,
         hooks: Hooks,
     ) -> std::io::Result<(EngineHandle, EngineThread)> {
-        let Hooks { sink, blocks, peers, queued, on_exit } = hooks;
-        let (orders, lane) = unbounded();
-        let shared = Arc::new(Shared {
-            clock,
-            waker: executor.waker(),
-            queued,
-            max_queued: config.max_queued,
-            page_size: config.page_size,
-            fair: config.fair,
-            room: AtomicU32::new(0),
-            draining: AtomicBool::new(false),
-            status: Mutex::new(Status::Starting("spawning".into())),
-            stats: Mutex::new(Stats::default()),
-            facts: Mutex::new(None),
-            journal: Journal::default(),
-            size: Size {
-                slots: config.slots,
-                max_running: config.max_running,
+        let (handles, thread) = Self::start_group(config, executor, clock, vec![hooks])?;
+        Ok((handles[0].clone(), thread))
+    }
+
+    /// Starts the owner thread of replicas that share a rank group, which starts it. The executor
+    /// takes one plan a step for each of them; their handles come in the same order.
+    ///
+    /// # Errors
+    /// The thread could not be created.
+    pub fn start_group(
+        config: EngineConfig,
+        executor: Box<dyn Executor>,
+        clock: Arc<dyn Clock>,
+        hooks: Vec<Hooks>,
+    ) -> std::io::Result<(Vec<EngineHandle>, EngineThread)> {
+        assert!(!hooks.is_empty(), "an engine has a member");
+        let helpers = helpers(config.mask_threads)?;
+        let (mut handles, mut members, mut on_exits) = (Vec::new(), Vec::new(), Vec::new());
+        for Hooks { sink, blocks, peers, queued, on_exit } in hooks {
+            let (orders, lane) = unbounded();
+            let shared = Arc::new(Shared {
+                clock: Arc::clone(&clock),
+                waker: executor.waker(),
+                queued,
+                max_queued: config.max_queued,
                 page_size: config.page_size,
-                lookahead: config.lookahead,
-            },
-        });
-        let constrained = Constrained::new(config.mask_threads)?;
-        let handle = EngineHandle { shared: shared.clone(), orders };
-        let owned = handle.clone();
+                fair: config.fair,
+                room: AtomicU32::new(0),
+                draining: AtomicBool::new(false),
+                status: Mutex::new(Status::Starting("spawning".into())),
+                stats: Mutex::new(Stats::default()),
+                facts: Mutex::new(None),
+                journal: Journal::default(),
+                size: Size {
+                    slots: config.slots,
+                    max_running: config.max_running,
+                    page_size: config.page_size,
+                    lookahead: config.lookahead,
+                },
+            });
+            let handle = EngineHandle { shared, orders };
+            let constrained = Constrained::new(helpers.clone());
+            let carrying = Carrying::new(executor.is_near());
+            let listeners = (sink, blocks, peers);
+            let member =
+                Member::new(config.clone(), listeners, handle.clone(), lane, constrained, carrying);
+            handles.push(handle);
+            members.push(member);
+            on_exits.push(on_exit);
+        }
+        let handle = handles[0].clone();
+        let owned: Vec<Arc<Shared>> = handles.iter().map(|handle| handle.shared.clone()).collect();
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
-            let owner =
-                Owner::new(config, executor, (sink, blocks, peers), owned, lane, constrained);
+            let owner = Owner::new(config, executor, clock, members);
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
                 let text = panic
                     .downcast_ref::<String>()
@@ -118,11 +145,13 @@ impl Engine {
                     .or_else(|| panic.downcast_ref::<&str>().copied())
                     .unwrap_or("no message");
                 error!("the engine thread panicked: {text}");
-                *shared.status.lock() =
-                    Status::Failed(format!("the engine thread panicked: {text}"));
+                for shared in owned {
+                    *shared.status.lock() =
+                        Status::Failed(format!("the engine thread panicked: {text}"));
+                }
             }
-            on_exit();
+            on_exits.into_iter().for_each(|on_exit| on_exit());
         })?;
-        Ok((handle.clone(), EngineThread { handle, thread: Some(thread) }))
+        Ok((handles, EngineThread { handle, thread: Some(thread) }))
     }
 }

@@ -102,22 +102,24 @@ impl Executor for Far {
         self.reached = Arc::default();
         self.inner.start();
     }
-    fn submit(&mut self, plan: &StepPlan) {
-        let embeds = plan.new_slots().filter_map(|new| new.embeds);
-        let patches = plan.images().filter_map(|(work, _)| work.patches);
-        for offset in embeds.chain(patches) {
-            let reached = self.reached.lock().expect("fine").contains(&offset);
-            assert!(reached, "step {} names {offset}, which is not there", plan.step());
+    fn submit(&mut self, plans: &[StepPlan]) {
+        for plan in plans {
+            let embeds = plan.new_slots().filter_map(|new| new.embeds);
+            let patches = plan.images().filter_map(|(work, _)| work.patches);
+            for offset in embeds.chain(patches) {
+                let reached = self.reached.lock().expect("fine").contains(&offset);
+                assert!(reached, "step {} names {offset}, which is not there", plan.step());
+            }
         }
-        self.inner.submit(plan);
+        self.inner.submit(plans);
     }
-    fn masks(&mut self, masks: &StepMasks) {
-        self.inner.masks(masks);
+    fn masks(&mut self, member: usize, masks: &StepMasks) {
+        self.inner.masks(member, masks);
     }
     fn is_near(&self) -> bool {
         false
     }
-    fn carry(&mut self, payload: &Arc<dyn Payload>, there: There) {
+    fn carry(&mut self, _: usize, payload: &Arc<dyn Payload>, there: There) {
         self.carried.fetch_add(1, Ordering::SeqCst);
         let (payload, reached) = (Arc::clone(payload), Arc::clone(&self.reached));
         // The test may be over.

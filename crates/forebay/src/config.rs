@@ -14,8 +14,8 @@ use serde_json::json;
 use crate::affinity::{Affinity, threads_each};
 use crate::dialect::ChatFacts;
 use crate::flags::{
-    AttentionBackend, Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization, RunFlags,
-    SchedulePolicy, ServeFlags, SimFlags,
+    Arrangement, AttentionBackend, Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization,
+    RunFlags, SchedulePolicy, ServeFlags, SimFlags,
 };
 use crate::gpus::Gpus;
 use crate::hands::Chosen;
@@ -73,6 +73,9 @@ pub(crate) struct Config {
     pub(crate) dp_size: u32,
     pub(crate) tp_size: u32,
     pub(crate) ep_size: u32,
+    pub(crate) enable_dp_attention: bool,
+    #[serde(skip)]
+    pub(crate) arrangement: Arrangement,
     pub(crate) load_balance_method: LoadBalance,
     pub(crate) load_watch_interval_s: f64,
     pub(crate) cpu_affinity: Affinity,
@@ -118,7 +121,7 @@ pub(crate) struct Config {
     pub(crate) simulated: Option<Simulated>,
     /// The simulation of each replica.
     #[serde(skip)]
-    pub(crate) simulated_replicas: Vec<Simulated>,
+    pub(crate) simulated_groups: Vec<Simulated>,
 }
 
 /// The simulation that stands in for a device.
@@ -133,7 +136,7 @@ pub(crate) struct Simulated {
 }
 
 impl Simulated {
-    /// One for each replica.
+    /// One for each replica; those of a step group are of one kind.
     fn resolve(flags: &SimFlags, replicas: u32) -> Result<Vec<Self>> {
         let output_tokens = flags.sim_output_tokens.unwrap_or(SIM_OUTPUT_TOKENS);
         let tokens_a_row = flags.sim_tokens_a_row.unwrap_or(1);
@@ -164,18 +167,21 @@ impl Config {
                 "--context-length {context_length} is more than the model was made for ({longest})"
             );
         }
-        let dp_size = flags.replicas.dp_size;
-        let tp_size = flags.replicas.tp_size;
-        let expert_parallel = flags.replicas.expert_parallel()?;
-        let hands = dp_size.saturating_mul(tp_size);
+        let arrangement = flags.replicas.arrangement()?;
+        let Arrangement { replicas: dp_size, groups, ranks, expert_parallel } = arrangement;
+        let hands = arrangement.hands();
         let apart = flags.replicas.elsewhere().is_some();
-        let (device, gpus) = device(flags.run.device, dp_size, tp_size, apart)?;
+        let (device, gpus) = device(flags.run.device, groups, ranks, apart)?;
         let cuda = device == Device::Cuda;
         let schedule = &flags.schedule;
         let usual_step = if cuda { CUDA_STEP_TOKENS } else { STEP_TOKENS };
         let step = schedule.chunked_prefill_size.unwrap_or(usual_step);
         let usual_page = if cuda && is_latent(model) { CUDA_LATENT_PAGE_SIZE } else { PAGE_SIZE };
         let page_size = schedule.page_size.unwrap_or(usual_page);
+        let host_tier = HostTier::resolve(flags, model, step, page_size)?;
+        if arrangement.step_group() {
+            check_step_group(model, host_tier.is_some())?;
+        }
         if model.pooling.as_ref().is_some_and(Pooling::whole_prompts) && step < context_length {
             bail!(
                 "--chunked-prefill-size {step} is less than the context length of {context_length}, and this model's prompts must \
@@ -185,12 +191,12 @@ impl Config {
         if context_length < 2 {
             bail!("--context-length must be at least 2: one token in, one token out");
         }
-        let simulated_replicas = match device {
-            Device::Sim => Simulated::resolve(&flags.sim, dp_size)?,
+        let simulated_groups = match device {
+            Device::Sim => Simulated::resolve(&flags.sim, groups)?,
             _ if flags.sim.given() => bail!("the --sim-... flags are for --device sim"),
             _ => Vec::new(),
         };
-        let simulated = simulated_replicas.first().cloned();
+        let simulated = simulated_groups.first().cloned();
         if flags.run.record_steps.is_some() && dp_size > 1 {
             bail!("--record-steps writes the steps of one replica: --dp-size must be 1");
         }
@@ -199,7 +205,7 @@ impl Config {
             bail!("--load-watch-interval is for --load-balance-method shortest_queue");
         }
         let affinity = match &flags.replicas.cpu_affinity {
-            Some(flag) => flag.resolve(dp_size, tp_size)?,
+            Some(flag) => flag.resolve(groups, ranks)?,
             None => Affinity::default(),
         };
         // Hands on other machines share none of this one.
@@ -250,8 +256,10 @@ impl Config {
             fair_queueing: !schedule.disable_fair_queueing,
             max_client_priority: schedule.max_client_priority,
             dp_size,
-            tp_size,
-            ep_size: if expert_parallel { tp_size } else { 1 },
+            tp_size: if arrangement.step_group() { 1 } else { ranks },
+            ep_size: if expert_parallel { ranks } else { 1 },
+            enable_dp_attention: arrangement.step_group(),
+            arrangement,
             load_balance_method: balance,
             load_watch_interval_s: flags.replicas.load_watch_interval.as_secs_f64(),
             cpu_affinity: affinity,
@@ -261,13 +269,13 @@ impl Config {
             } else {
                 // The hands of a machine look at the same free memory at about the same time.
                 // Elsewhere, those of a replica are on one.
-                let together = if apart { tp_size } else { hands };
+                let together = if apart { ranks } else { hands };
                 schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(together)
             },
             max_total_tokens: schedule.max_total_tokens,
             prefix_cache: !schedule.disable_radix_cache
                 && !model.pooling.as_ref().is_some_and(Pooling::counts_all),
-            host_tier: HostTier::resolve(flags, model, step, page_size)?,
+            host_tier,
             schedule_policy: schedule.schedule_policy,
             schedule_low_priority_values_first: schedule.schedule_low_priority_values_first,
             lookahead: schedule.lookahead,
@@ -298,7 +306,7 @@ impl Config {
             chat: None,
             pooling: model.pooling.clone(),
             simulated,
-            simulated_replicas,
+            simulated_groups,
         };
         crate::outposts::check(flags, &config)?;
         config.hand = Chosen::of(flags.run.hand, &config, model)?;
@@ -375,7 +383,8 @@ impl Config {
             arena_bytes: 0,
             rank: 0,
             world_size: 0,
-            expert_parallel: self.ep_size > 1,
+            expert_parallel: self.arrangement.expert_parallel,
+            step_group: self.arrangement.step_group(),
             threads: self.threads,
             seed: self.seed,
             weight_cache_bytes: self.weight_cache_bytes,
@@ -414,7 +423,26 @@ fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization
     Ok(wanted)
 }
 
-/// The device that `auto` stands for, and each replica's GPU.
+/// Refuses models and flags that a step group does not have yet. Its hands check that the model has
+/// experts, in a number that can be divided.
+fn check_step_group(model: &Model, host_tier: bool) -> Result<()> {
+    const FLAG: &str = "--enable-dp-attention";
+    if model.pooling.is_some() {
+        bail!("{FLAG} is for models that generate, not for those that pool: use --dp-size alone");
+    }
+    if model.images.is_some() {
+        bail!("{FLAG}: the tower of {} is not shared: use --dp-size alone", model.name);
+    }
+    if host_tier {
+        bail!(
+            "{FLAG}: the copies of several ranks end at different times, and no step waits for the \
+             last: leave the host tier's flags off"
+        );
+    }
+    Ok(())
+}
+
+/// The device that `auto` stands for, and each rank's GPU.
 fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Device, Vec<String>)> {
     if apart {
         // What other machines have, their hands say.

@@ -27,7 +27,7 @@ pub(crate) use self::duration::seconds;
 pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
-pub(crate) use self::replicas::{LoadBalance, Placement, ReplicaFlags};
+pub(crate) use self::replicas::{Arrangement, LoadBalance, Placement, ReplicaFlags};
 pub(crate) use self::responses::ResponseFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 

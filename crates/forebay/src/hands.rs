@@ -43,7 +43,7 @@ impl Chosen {
             sees: model.images.is_some(),
             device: config.device,
             quantization: quantization.as_deref(),
-            ranks: config.tp_size,
+            ranks: config.arrangement.ranks,
             host_tier: config.host_tier.is_some(),
             attention_backend: config.attention_backend.is_some(),
             context_length: config.context_length.into(),

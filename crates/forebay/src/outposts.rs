@@ -79,8 +79,8 @@ fn named(address: SocketAddr) -> String {
 
 fn asked(flags: &ReplicaFlags, config: &Config) -> Asked {
     Asked {
-        replicas: config.dp_size,
-        ranks: config.tp_size,
+        replicas: config.arrangement.groups,
+        ranks: config.arrangement.ranks,
         cuda: config.device == "cuda",
         apart: flags.collective_interface.is_some(),
         program: hands::own_program(),

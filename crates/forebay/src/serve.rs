@@ -15,7 +15,7 @@ use forebay_engine::{
 };
 use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec, Site};
 use forebay_outpost::Collectives;
-use forebay_replicas::{Member, Replicas};
+use forebay_replicas::{Listeners, Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, EgressSink, Guard, HealthThread, Intake,
     IntakeMode, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig, Sharing, StoreConfig,
@@ -99,11 +99,14 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         let _ = ended.send(());
     };
     let block_log = config.prefix_cache.then(BlockLog::default);
+    let listeners = || Listeners {
+        sink: sink(),
+        blocks: block_log.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>),
+    };
     let member = |executor| Member {
         config: config.engine(namer.clone()),
         executor,
-        sink: sink(),
-        blocks: block_log.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>),
+        replicas: (0..config.arrangement.members()).map(|_| listeners()).collect(),
     };
     let members = executors.into_iter().map(member).collect();
     let (engine, threads) = Replicas::start(config.replicas(), members, clock, on_exit)?;
@@ -271,7 +274,7 @@ pub(crate) fn warn_of_visible_keys() {
     }
 }
 
-/// One a replica, and the clock that they all live by.
+/// One a rank group, and the clock that they all live by.
 type Executors = (Vec<Box<dyn Executor>>, Arc<dyn Clock>);
 
 /// The hands, or what stands in for them; recorded if that was asked for.
@@ -287,10 +290,10 @@ fn executors(
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
     let clock: Arc<dyn Clock> = if config.simulated.is_some() {
         let clock = SimClock::real();
-        for (replica, simulated) in (0..).zip(&config.simulated_replicas) {
+        for (group, simulated) in (0..).zip(&config.simulated_groups) {
             let clock = clock.clone();
-            let sim = simulate::config(config, simulated, model, tokenizer, clock, replica)?;
-            executors.push(Box::new(SimExecutor::new(sim).0));
+            let sim = simulate::config(config, simulated, model, tokenizer, clock, group)?;
+            executors.push(Box::new(SimExecutor::group(sim, config.arrangement.members()).0));
         }
         Arc::new(clock)
     } else {
@@ -298,7 +301,7 @@ fn executors(
         if config.hand.hand == "torch" && site.is_none() {
             crate::python::check(python)?;
         }
-        for replica in 0..config.dp_size as usize {
+        for group in 0..config.arrangement.groups as usize {
             executors.push(Box::new(HandExecutor::new(HandSpec {
                 program: program.clone(),
                 args: args.clone(),
@@ -306,7 +309,7 @@ fn executors(
                 env: if site.is_some() { Vec::new() } else { hands::environment() },
                 config: config.hand(model),
                 arena: arena.clone(),
-                ranks: ranks(config, replica, site.is_some()),
+                ranks: ranks(config, group, site.is_some()),
                 site: site.clone(),
             })?));
         }
@@ -323,11 +326,11 @@ fn executors(
     Ok((executors, clock))
 }
 
-/// The ranks of a replica. One with a GPU sees no other, so that all of them compute on their
+/// The ranks of a group. One with a GPU sees no other, so that all of them compute on their
 /// first.
-fn ranks(config: &Config, replica: usize, apart: bool) -> Vec<RankSpec> {
-    let count = config.tp_size as usize;
-    let hands = (0..count).map(|rank| replica * count + rank);
+fn ranks(config: &Config, group: usize, apart: bool) -> Vec<RankSpec> {
+    let count = config.arrangement.ranks as usize;
+    let hands = (0..count).map(|rank| group * count + rank);
     // Those of other machines are chosen there.
     let together = count > 1 && !apart;
     let collectives = if together { Collectives::Machine } else { Collectives::None };

@@ -21,7 +21,7 @@ const MIN_WORDS: usize = 64;
 /// More would only be rarer: vocabularies are sorted by frequency, more or less.
 const MAX_WORDS: usize = 2048;
 
-/// The simulated device in place of a replica's hand.
+/// The simulated device in place of the hands of a group.
 pub(crate) fn config(
     config: &Config,
     simulated: &Simulated,

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -31,7 +32,8 @@ const SPILL_TOKENS: usize = 2048;
 /// written once, and read by all.
 const SHARED_BYTES: usize = 8192;
 
-/// The description of a rank group and of its processes.
+/// The description of a rank group and of its processes. With `step_group` in the configuration
+/// each rank is a member of the engine, with plans of its own.
 #[derive(Clone)]
 pub struct HandSpec {
     /// The interpreter.
@@ -279,33 +281,25 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Reports a step that all ranks have answered. They compute the same, so that another answer
-    /// from one means that their states differ. A step is as long as its longest rank, and has
-    /// waited no longer than the one that waited least.
+    /// Reports a step that all ranks have answered.
     fn step_done(&mut self) -> Result<(), StreamError> {
         self.regions.pop_front();
-        let (first, others) = match &mut self.ranks[..] {
-            [] => return Ok(()),
-            [first, others @ ..] => (first.results.pop_front(), others),
-        };
-        let Some(mut first) = first else { return Ok(()) };
-        for (rank, state) in (1..).zip(others) {
-            let Some(other) = state.results.pop_front() else { return Ok(()) };
-            if let Some(how) = difference(&first, &other) {
-                return Err(StreamError::Disagreement { rank, step: first.step, how });
-            }
-            first.device_us = first.device_us.max(other.device_us);
-            first.gap_us = first.gap_us.min(other.gap_us);
+        let results = self.ranks.iter_mut().filter_map(|rank| rank.results.pop_front());
+        let mut results: Vec<StepResult> = results.collect();
+        if self.spec.config.step_group {
+            same_step(&results)?;
+        } else {
+            merge(&mut results)?;
         }
-        self.signals.push_back(Signal::Result(first));
+        self.signals.push_back(Signal::Result(results));
         Ok(())
     }
 
     /// Puts the frame in the buffer into the arena where that is worth it, beside what else its
     /// step has there; gives the frame that says where it lies.
-    fn share(&mut self) -> Option<&[u8]> {
+    fn share(&mut self, readers: usize) -> Option<&[u8]> {
         let apart = self.spec.site.is_some();
-        if apart || self.ranks.len() < 2 || self.buffer.len() < SHARED_BYTES {
+        if apart || readers < 2 || self.buffer.len() < SHARED_BYTES {
             return None;
         }
         let regions = self.regions.back_mut()?;
@@ -319,8 +313,27 @@ impl HandExecutor {
         Some(&self.place)
     }
 
-    /// Sends the frame in the buffer to every rank.
-    fn send(&mut self, encoded: Result<(), FrameError>) {
+    /// The ranks that get what is for a member.
+    fn ranks_of(&self, member: usize) -> Range<usize> {
+        if self.spec.config.step_group { member..member + 1 } else { 0..self.ranks.len() }
+    }
+
+    /// Writes a member's plan into the buffer, and what of it goes into the arena there.
+    fn encode(&mut self, plan: &StepPlan) -> Result<(), FrameError> {
+        let near = self.spec.site.is_none();
+        let (arena, regions) = (&self.spec.arena, self.regions.back_mut());
+        let mut regions = regions.filter(|_| near);
+        plan.encode_spilling(&mut self.buffer, SPILL_TOKENS, |tokens| {
+            let regions = regions.as_mut()?;
+            let region = arena.place(bytemuck::cast_slice(tokens))?;
+            let offset = region.offset();
+            regions.push(region);
+            Some(offset)
+        })
+    }
+
+    /// Sends the frame in the buffer to these ranks.
+    fn send(&mut self, to: Range<usize>, encoded: Result<(), FrameError>) {
         if let Err(error) = encoded {
             // The scheduler bounds the words of a step, so this is a fault of the brain. No frame
             // may go missing.
@@ -328,9 +341,9 @@ impl HandExecutor {
             self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
             return;
         }
-        let shared = self.share().is_some();
+        let shared = self.share(to.len()).is_some();
         let frame = if shared { &self.place } else { &self.buffer };
-        for (index, rank) in self.ranks.iter_mut().enumerate() {
+        for (index, rank) in self.ranks.iter_mut().enumerate().take(to.end).skip(to.start) {
             // It fails only if the socket is closed or broken: the next wait reads last words, and
             // reports it.
             if rank.writer.send(&mut rank.socket, frame).is_err() {
@@ -371,6 +384,33 @@ impl HandExecutor {
     }
 }
 
+/// Makes one result of those of ranks that compute the same, so that another answer from one means
+/// that their states differ. A step is as long as its longest rank, and has waited no longer than
+/// the one that waited least.
+fn merge(results: &mut Vec<StepResult>) -> Result<(), StreamError> {
+    let [first, others @ ..] = &mut results[..] else { return Ok(()) };
+    for (rank, other) in (1..).zip(others) {
+        if let Some(how) = difference(first, other) {
+            return Err(StreamError::Disagreement { rank, step: first.step, how });
+        }
+        first.device_us = first.device_us.max(other.device_us);
+        first.gap_us = first.gap_us.min(other.gap_us);
+    }
+    results.truncate(1);
+    Ok(())
+}
+
+/// Checks the number that the results of a step group have in common: the step. The owner checks
+/// that each result is that of its rank's plan.
+fn same_step(results: &[StepResult]) -> Result<(), StreamError> {
+    let Some(step) = results.first().map(|first| first.step) else { return Ok(()) };
+    let other = (0..).zip(results).find(|(_, result)| result.step != step);
+    other.map_or(Ok(()), |(rank, other)| {
+        let how = format!("the other rank is in step {}", other.step);
+        Err(StreamError::Disagreement { rank, step, how })
+    })
+}
+
 /// The first difference between the results of two ranks for the same step.
 fn difference(one: &StepResult, other: &StepResult) -> Option<String> {
     if one.step != other.step {
@@ -409,23 +449,15 @@ impl Executor for HandExecutor {
         debug!(ranks = self.ranks.len(), "hand spawned");
     }
 
-    fn submit(&mut self, plan: &StepPlan) {
-        let mut regions = Vec::new();
-        let near = self.spec.site.is_none();
-        let encoded = plan.encode_spilling(&mut self.buffer, SPILL_TOKENS, |tokens| {
-            if !near {
-                return None;
-            }
-            let region = self.spec.arena.place(bytemuck::cast_slice(tokens))?;
-            let offset = region.offset();
-            regions.push(region);
-            Some(offset)
-        });
-        self.regions.push_back(regions);
-        self.send(encoded);
+    fn submit(&mut self, plans: &[StepPlan]) {
+        self.regions.push_back(Vec::new());
+        for (member, plan) in plans.iter().enumerate() {
+            let encoded = self.encode(plan);
+            self.send(self.ranks_of(member), encoded);
+        }
     }
 
-    fn masks(&mut self, masks: &StepMasks) {
+    fn masks(&mut self, member: usize, masks: &StepMasks) {
         // Without regions there is no plan in flight: the group is gone.
         let Some(regions) = self.regions.back_mut() else { return };
         let near = self.spec.site.is_none();
@@ -438,15 +470,17 @@ impl Executor for HandExecutor {
             regions.push(region);
             Some(offset)
         });
-        self.send(encoded);
+        self.send(self.ranks_of(member), encoded);
     }
 
     fn is_near(&self) -> bool {
         self.spec.site.is_none()
     }
 
-    fn carry(&mut self, payload: &Arc<dyn Payload>, there: There) {
-        for (rank, there) in self.ranks.iter().zip(last_of(self.ranks.len(), there)) {
+    fn carry(&mut self, member: usize, payload: &Arc<dyn Payload>, there: There) {
+        // After the group's end there is no rank, and nobody to tell.
+        let ranks = self.ranks.get(self.ranks_of(member)).unwrap_or_default();
+        for (rank, there) in ranks.iter().zip(last_of(ranks.len(), there)) {
             match &rank.process {
                 Process::Here(_) => there(),
                 Process::There(distant) => distant.carry(payload, there),

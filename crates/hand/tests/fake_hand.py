@@ -130,6 +130,8 @@ while True:
             os.kill(os.getpid(), signal.SIGSTOP)
         if behaviour == "lies":
             rank = 7
+        if behaviour == "skips":
+            step += 1
     slots, rows = columns.get(SLOTS, ()), columns.get(ROWS, ())
     sampled = sum(flags & 1 for flags in rows[3::4])
     told = {"own token": rank, "lies": rank // 7, "tells": len(SHARED)}

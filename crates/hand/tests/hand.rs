@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Payloads, Ready, Signal};
 use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankSpec};
-use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, StepResult, Want};
+use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, StepResult, Want, tell_group};
 
 const MINUTE_US: u64 = 60_000_000;
 
@@ -70,7 +70,10 @@ fn plan(step: u64, tokens: &[i32]) -> StepPlan {
 
 fn result(executor: &mut HandExecutor) -> StepResult {
     match next(executor) {
-        Signal::Result(result) => result,
+        Signal::Result(mut results) => {
+            assert_eq!(results.len(), 1, "one plan, one result");
+            results.remove(0)
+        }
         other => panic!("no result: {other:?}"),
     }
 }
@@ -80,12 +83,12 @@ fn plans_go_out_two_deep_and_results_come_back_in_order() {
     let mut executor = executor(spec("good"));
     let facts = ready(&mut executor);
     assert_eq!((facts.page_count, facts.vocab_size, facts.device.as_str()), (100, 9, "fake"));
-    executor.submit(&plan(1, &[5; 3]));
-    executor.submit(&plan(2, &[6; 5]));
+    executor.submit(&[plan(1, &[5; 3])]);
+    executor.submit(&[plan(2, &[6; 5])]);
     for step in 1..=20 {
         let result = result(&mut executor);
         assert_eq!((result.step, result.device_us, result.gap_us), (step, 11, 22));
-        executor.submit(&plan(step + 2, &[7; 2]));
+        executor.submit(&[plan(step + 2, &[7; 2])]);
     }
 }
 
@@ -95,7 +98,7 @@ fn long_prompts_travel_through_the_arena() {
     ready(&mut executor);
     // Many times the arena's size in all: its regions must come back.
     for step in 1..=40 {
-        executor.submit(&plan(step, &[step as i32; 100_000]));
+        executor.submit(&[plan(step, &[step as i32; 100_000])]);
         assert_eq!(result(&mut executor).tokens, [step as i32]);
     }
 }
@@ -108,7 +111,7 @@ fn what_requests_have_in_the_arena_outlives_the_hand() {
     ready(&mut executor);
     let held = arena.reserve(1000).expect("room");
     held.write(0, &[7; 1000]).expect("memory");
-    executor.submit(&plan(1, &[5; 3000]));
+    executor.submit(&[plan(1, &[5; 3000])]);
     assert!(arena.reserve((1 << 20) - 4096).is_none(), "the plan's tokens are there too");
     death(&mut executor);
     assert!(arena.reserve(1 << 20).is_none(), "the request's bytes stay");
@@ -141,7 +144,7 @@ fn last_words_are_the_reason() {
 fn an_exit_status_is_the_reason_when_nothing_was_said() {
     let mut executor = executor(spec("crash"));
     ready(&mut executor);
-    executor.submit(&plan(1, &[1]));
+    executor.submit(&[plan(1, &[1])]);
     assert_eq!(death(&mut executor), "exit status 7");
     let facts = ready(&mut executor);
     assert_eq!(facts.page_count, 100, "a respawned hand offers the same pages");
@@ -158,7 +161,7 @@ fn another_version_and_garbage_are_refused() {
 
     let mut garbage = executor(spec("garbage"));
     ready(&mut garbage);
-    garbage.submit(&plan(1, &[1]));
+    garbage.submit(&[plan(1, &[1])]);
     let reason = death(&mut garbage);
     assert!(reason.contains("not a Forebay frame"), "{reason}");
 }
@@ -176,7 +179,7 @@ fn ranks_that_disagree_end_the_group() {
     for (behaviour, same) in [("good", true), ("own token", false)] {
         let mut executor = executor(ranks(behaviour, 2));
         ready(&mut executor);
-        executor.submit(&plan(1, &[5; 3]));
+        executor.submit(&[plan(1, &[5; 3])]);
         if same {
             assert_eq!(result(&mut executor).step, 1);
             continue;
@@ -191,7 +194,7 @@ fn ranks_meet_through_the_brain() {
     let mut group = executor(ranks("meet", 3));
     let facts = ready(&mut group);
     assert_eq!((facts.weight_bytes, facts.kv_bytes, facts.page_count), (3, 6, 100), "of all three");
-    group.submit(&plan(1, &[5; 3]));
+    group.submit(&[plan(1, &[5; 3])]);
     assert_eq!(result(&mut group).step, 1);
 
     for (behaviour, reason) in [
@@ -206,7 +209,7 @@ fn ranks_meet_through_the_brain() {
     }
     let mut late = executor(ranks("asks late", 2));
     ready(&mut late);
-    late.submit(&plan(1, &[5; 3]));
+    late.submit(&[plan(1, &[5; 3])]);
     let reason = death(&mut late);
     assert!(reason.contains("for ranks that begin"), "{reason}");
 }
@@ -220,7 +223,7 @@ fn large_plans_are_written_once_for_all_ranks() {
         let mut group = executor(spec);
         ready(&mut group);
         for (step, tokens) in [(1, 10), (2, 2040), (3, 2047)] {
-            group.submit(&plan(step, &vec![5; tokens]));
+            group.submit(&[plan(step, &vec![5; tokens])]);
             let given = result(&mut group);
             assert_eq!((given.step, given.tokens[0]), (step, expected[step as usize - 1]));
             assert_eq!(arena.used(), 0, "a step that all have answered keeps nothing");
@@ -231,7 +234,7 @@ fn large_plans_are_written_once_for_all_ranks() {
     let taken = spec.arena.reserve(1 << 20).expect("all of it");
     let mut group = executor(spec);
     ready(&mut group);
-    group.submit(&plan(1, &[5; 2040]));
+    group.submit(&[plan(1, &[5; 2040])]);
     assert_eq!(result(&mut group).tokens, [0]);
     drop(taken);
 }
@@ -244,10 +247,10 @@ fn a_rank_s_end_is_that_of_all() {
     ] {
         let mut group = executor(ranks(behaviour, 3));
         ready(&mut group);
-        group.submit(&plan(1, &[5; 3]));
+        group.submit(&[plan(1, &[5; 3])]);
         assert_eq!(result(&mut group).step, 1);
         let before = Instant::now();
-        group.submit(&plan(2, &[5; 3]));
+        group.submit(&[plan(2, &[5; 3])]);
         let found = death(&mut group);
         assert!(found.contains(reason), "{found}");
         assert!(
@@ -256,15 +259,68 @@ fn a_rank_s_end_is_that_of_all() {
         );
         // It starts again as if nothing had been.
         ready(&mut group);
-        group.submit(&plan(3, &[5; 3]));
+        group.submit(&[plan(3, &[5; 3])]);
         assert_eq!(result(&mut group).step, 3);
     }
     // Who hangs is found by whoever waits for the step.
     let mut group = executor(ranks("is stopped", 2));
     ready(&mut group);
-    group.submit(&plan(2, &[5; 3]));
+    group.submit(&[plan(2, &[5; 3])]);
     assert!(matches!(group.wait(Some(200_000)), Signal::TimedOut));
     group.stop();
+}
+
+/// A step of three ranks, of which the second has nothing to do and the third a long prompt.
+fn group_step(step: u64) -> Vec<StepPlan> {
+    let mut idle = StepPlan::default();
+    idle.begin(step);
+    let mut plans = vec![plan(step, &[7; 3]), idle, plan(step, &[9; 3000])];
+    tell_group(&mut plans);
+    plans
+}
+
+fn step_group(behaviour: &str) -> HandSpec {
+    let spec = ranks(behaviour, 3);
+    HandSpec { config: HandConfig { step_group: true, ..spec.config.clone() }, ..spec }
+}
+
+#[test]
+fn the_ranks_of_a_step_group_get_plans_of_their_own() {
+    let spec = step_group("echo");
+    let arena = spec.arena.clone();
+    let mut group = executor(spec);
+    ready(&mut group);
+    group.submit(&group_step(1));
+    for step in 1..4 {
+        group.submit(&group_step(step + 1));
+        assert!(arena.used() > 0, "the long prompt is not in the plan");
+        let Signal::Result(results) = next(&mut group) else { panic!("no result") };
+        assert!(results.iter().all(|result| result.step == step));
+        let tokens: Vec<&[i32]> = results.iter().map(|result| &result.tokens[..]).collect();
+        assert_eq!(tokens, [&[7][..], &[], &[9]], "of each rank what it was asked");
+    }
+    assert!(matches!(next(&mut group), Signal::Result(_)));
+    assert_eq!(arena.used(), 0, "a step that all have answered keeps nothing");
+    group.stop();
+}
+
+#[test]
+fn a_step_group_dies_whole() {
+    for (behaviour, reason) in [
+        ("is killed", "rank 1: killed (signal 9"),
+        ("skips", "ranks 0 and 1 disagree in step 2: the other rank is in step 3"),
+    ] {
+        let mut group = executor(step_group(behaviour));
+        ready(&mut group);
+        group.submit(&group_step(1));
+        assert!(matches!(next(&mut group), Signal::Result(results) if results.len() == 3));
+        group.submit(&group_step(2));
+        let found = death(&mut group);
+        assert!(found.contains(reason), "{found}");
+        ready(&mut group);
+        group.submit(&group_step(3));
+        assert!(matches!(next(&mut group), Signal::Result(_)));
+    }
 }
 
 #[test]

@@ -167,9 +167,10 @@ fn plan(step: u64, tokens: &[i32]) -> StepPlan {
 }
 
 fn step(executor: &mut HandExecutor, step: u64, tokens: &[i32]) -> Vec<i32> {
-    executor.submit(&plan(step, tokens));
+    executor.submit(&[plan(step, tokens)]);
     match next(executor) {
-        Signal::Result(result) => {
+        Signal::Result(mut results) => {
+            let result = results.remove(0);
             assert_eq!(result.step, step);
             result.tokens
         }
@@ -364,7 +365,7 @@ fn a_hand_that_dies_says_how_and_is_started_again() {
     let _outpost = Outpost::start(brain.settings(1));
     let mut executor = brain.executor("crash", 1);
     ready(&mut executor);
-    executor.submit(&plan(1, &[5; 3]));
+    executor.submit(&[plan(1, &[5; 3])]);
     let (reason, after) = death(&mut executor);
     assert!(reason.starts_with("exit status"), "{reason}");
     assert!(after < Duration::from_secs(5), "{after:?}");

@@ -85,6 +85,8 @@ pub struct HandConfig {
     pub world_size: u32,
     /// Experts are split by rank, whole; else each like any matrix.
     pub expert_parallel: bool,
+    /// The ranks have plans, pages and requests of their own, and share experts alone.
+    pub step_group: bool,
     /// Threads that compute on a CPU; `None`: the physical cores that the process may use.
     pub threads: Option<u32>,
     /// The seed of dummy weights.

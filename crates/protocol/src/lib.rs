@@ -44,7 +44,7 @@ pub use handshake::{
 pub use masks::{MaskPlace, ReceivedMasks, StepMasks};
 pub use plan::{
     Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, PAGE_WRITE_WORDS, PROMPT_LOGPROBS_WORDS,
-    PromptLogprobsWant, ROW_WORDS, Row, StepPlan, TowerWork, Want,
+    PromptLogprobsWant, ROW_WORDS, Row, StepPlan, TowerWork, Want, tell_group,
 };
 pub use result::{PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult};
 pub use slot::{NewSlot, Pooling, SamplingParams, SlotSampling, SlotSpec, SlotWrite};

@@ -1,9 +1,11 @@
 //! The step plan: the writes and computations of a hand in one step.
 
+mod group;
 mod images;
 mod prompts;
 mod tables;
 
+pub use group::tell_group;
 pub use images::{Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, TowerWork};
 
 use std::borrow::Cow;
@@ -15,7 +17,7 @@ use crate::slot::{NewSlot, PAIR_WORDS, SLOT_FLOATS, SlotRecord, SlotWrite};
 pub use prompts::{PROMPT_LOGPROBS_WORDS, PromptLogprobsWant};
 
 /// Columns of a plan: the ids 1 to this, in the order of [`StepPlan::columns`].
-const COLUMNS: usize = 24;
+const COLUMNS: usize = 25;
 /// An id among them that no column has.
 const UNUSED: u32 = 23;
 /// Words that an emptied column keeps, whatever it has held.
@@ -112,6 +114,8 @@ pub struct StepPlan {
     image_spans: Vec<i32>,
     span_pages: Vec<i32>,
     prompt_logprobs: Vec<i32>,
+    /// The tokens of each rank of a step group; elsewhere empty.
+    group: Vec<i32>,
 }
 
 /// Empties a column, and gives back what it has far more of than its last use.
@@ -165,6 +169,7 @@ impl StepPlan {
         empty(&mut self.image_spans);
         empty(&mut self.span_pages);
         empty(&mut self.prompt_logprobs);
+        empty(&mut self.group);
         empty(&mut self.wait_us);
     }
 
@@ -323,6 +328,7 @@ impl StepPlan {
             &self.span_pages,
             &[],
             &self.prompt_logprobs,
+            &self.group,
         ]
     }
 
@@ -383,7 +389,7 @@ impl StepPlan {
         let [_, _, _, _, _, _, _, rows, row_tokens, segments, embeds, others @ ..] = columns;
         let [allowed_counts, allowed_ids, copies, wait_us, host_writes, hot_rows, ..] = others;
         let [_, _, _, _, _, _, copy_spans, images, image_pages, ..] = others;
-        let [.., image_spans, span_pages, _, prompt_logprobs] = others;
+        let [.., image_spans, span_pages, _, prompt_logprobs, group] = others;
         let whole = slots.len().is_multiple_of(SlotRecord::WORDS)
             && [page_writes, host_writes, hot_rows]
                 .iter()
@@ -436,6 +442,7 @@ impl StepPlan {
             image_spans: image_spans.to_vec(),
             span_pages: span_pages.to_vec(),
             prompt_logprobs: prompt_logprobs.to_vec(),
+            group: group.to_vec(),
         };
         let agree = slot_floats.len() == slots.len() / SlotRecord::WORDS * SLOT_FLOATS
             && tokens.len() as u64 == inline
@@ -456,6 +463,7 @@ impl StepPlan {
             && copy_spans.iter().all(|&number| number >= 0)
             && host_writes.iter().chain(hot_rows).all(|&number| number >= 0)
             && plan.images_agree()
+            && plan.group_agrees()
             && plan.prompt_logprobs_agree();
         if !agree {
             return Err(FrameError::Malformed("plan columns disagree"));

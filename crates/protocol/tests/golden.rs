@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use forebay_protocol::{
     Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, NewSlot, PageCopy, Pooling,
     PromptLogprobsWant, Row, SamplingParams, SlotSpec, Span, StepMasks, StepPlan, StepResult,
-    TowerWork, Want, encode_json, encode_place,
+    TowerWork, Want, encode_json, encode_place, tell_group,
 };
 use serde_json::Value;
 
@@ -61,6 +61,7 @@ fn id(kind: &str, column: &str) -> u32 {
             "span_pages",
             "unused",
             "prompt_logprobs",
+            "group",
         ],
         "masks" => &["offsets", "words"],
         "plan_at" => &["place"],
@@ -142,6 +143,53 @@ fn both_languages_write_the_same_bytes() {
         }
         .expect("within the limit");
         assert_eq!(again, bytes, "{name}");
+    }
+}
+
+/// The plans of a step group: those of its ranks know the tokens of all.
+#[test]
+fn a_group_s_plans_are_the_golden_ones() {
+    let (folder, _) = fixtures();
+    let mut plans = vec![StepPlan::default(); 3];
+    plans.iter_mut().for_each(|plan| plan.begin(77));
+    plans[1].write_page(1, 0, 6);
+    plans[1].push_row(Row { slot: 1, start: 0, length: 5, want: Want::Nothing });
+    plans[1].push_row(Row { slot: 3, start: 128, length: 1, want: Want::TOKEN });
+    plans[2].push_row(Row { slot: 0, start: 0, length: 300, want: Want::TOKEN });
+    tell_group(&mut plans);
+    assert!(plans.iter().all(|plan| plan.group() == [0, 6, 300]));
+    let mut got = Vec::new();
+    for (rank, file) in [(0, "plan_group_idle.bin"), (1, "plan_group.bin")] {
+        plans[rank].encode(&mut got).expect("within the limit");
+        assert_eq!(got, std::fs::read(folder.join(file)).expect("the file"));
+    }
+    // It is gone with the next step, and a plan that is alone says nothing.
+    plans[1].begin(78);
+    assert!(plans[1].group().is_empty());
+    tell_group(&mut plans[1..2]);
+    assert!(plans[1].group().is_empty());
+}
+
+#[test]
+fn a_column_that_is_no_group_s_is_refused() {
+    let rows = [4, 0, 6, 1];
+    for (group, fine) in [
+        (vec![6, 0], true),
+        (vec![2, 6, 9], true),
+        (vec![6], false),
+        (vec![2, 9], false),
+        (vec![6, -1], false),
+        (vec![6; 257], false),
+    ] {
+        let columns = [(8, &rows[..]), (25, &group[..])];
+        let mut words: Vec<i32> = Vec::new();
+        for (id, column) in columns {
+            words.extend([id, column.len() as i32]);
+        }
+        columns.iter().for_each(|(_, column)| words.extend_from_slice(column));
+        let header = Header { kind: Kind::Plan, step: 1, columns: 2, words: words.len() as u32 };
+        let frame = Frame::new(header, words).expect("a good frame");
+        assert_eq!(StepPlan::decode(&frame).is_ok(), fine, "{group:?}");
     }
 }
 

@@ -11,6 +11,9 @@
 //! | dispatch | ledger, policy, which replicas are up | callers for one choice; engine threads for the ends of one step |
 //! | blocks | which replica holds which blocks | callers for one lookup; engine threads never: they send their changes through a lane |
 //!
+//! The replicas of a step group share one engine thread and one rank group, which is nothing to the
+//! dispatcher but that their deaths coincide.
+//!
 //! A replica whose hand dies leaves the set, and its engine gives its requests back to be sent to
 //! the others ([`forebay_engine::Peers`]); the respawned hand joins again.
 
@@ -21,5 +24,5 @@ mod replicas;
 mod status;
 
 pub use forebay_balance::{Load, Method};
-pub use replicas::{Member, Replicas, ReplicasConfig};
+pub use replicas::{Listeners, Member, Replicas, ReplicasConfig};
 pub use status::{ReplicaReport, combined_facts, combined_stats, combined_status};

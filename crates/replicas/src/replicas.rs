@@ -28,13 +28,19 @@ pub struct ReplicasConfig {
     pub watch_interval_us: u64,
 }
 
-/// The parts of a replica.
+/// A rank group, and those who hear of the replicas that it computes.
 pub struct Member {
-    /// The limits of the engine; those of the queue hold for all replicas together, which also have
-    /// one namer.
+    /// The limits of each replica; those of the queue hold for all replicas together, which also
+    /// have one namer.
     pub config: EngineConfig,
-    /// The hand of the engine.
+    /// The hands of the engine.
     pub executor: Box<dyn Executor>,
+    /// The listeners of each replica: one, or in a step group as many as there are ranks.
+    pub replicas: Vec<Listeners>,
+}
+
+/// The listeners of a replica.
+pub struct Listeners {
     /// The receiver of its outputs.
     pub sink: Box<dyn OutputSink>,
     /// A further listener to its prefix cache, beside the dispatcher.
@@ -57,7 +63,8 @@ pub(crate) struct Shared {
 pub struct Replicas(Arc<Shared>);
 
 impl Replicas {
-    /// Starts an engine thread for each member. `on_exit` is called when the first of them ends.
+    /// Starts an engine thread for each member; replicas are numbered in their order. `on_exit` is
+    /// called when the first of them ends.
     ///
     /// # Errors
     /// A thread could not be created.
@@ -67,7 +74,7 @@ impl Replicas {
         clock: Arc<dyn Clock>,
         on_exit: impl FnOnce() + Send + 'static,
     ) -> io::Result<(Self, Vec<EngineThread>)> {
-        let count = members.len();
+        let count: usize = members.iter().map(|member| member.replicas.len()).sum();
         let caching = members.iter().all(|member| member.config.prefix_cache);
         let page_size = members.first().map(|member| member.config.page_size);
         let namer = members.first().map(|member| member.config.namer.clone());
@@ -88,32 +95,43 @@ impl Replicas {
         let queued = Arc::new(Waiting::default());
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
         let (mut engines, mut threads) = (Vec::new(), Vec::new());
-        for (at, Member { config, executor, sink, blocks }) in members.into_iter().enumerate() {
-            let observers: Vec<Box<dyn BlockObserver>> = shared
-                .blocks
-                .as_ref()
-                .map(|index| Observer { lane: index.lane.clone(), at })
-                .into_iter()
-                .map(|observer| -> Box<dyn BlockObserver> { Box::new(observer) })
-                .chain(blocks)
-                .collect();
-            let peers =
-                || -> Box<dyn Peers> { Box::new(Others { shared: Arc::clone(&shared), at }) };
-            let on_exit = Arc::clone(&on_exit);
-            let hooks = Hooks {
-                sink: Box::new(CountingSink { shared: Arc::clone(&shared), at, inner: sink }),
-                blocks: Observers::join(observers),
-                peers: (count > 1).then(peers),
-                queued: Arc::clone(&queued),
-                on_exit: Box::new(move || {
-                    if let Some(on_exit) = on_exit.lock().take() {
-                        on_exit();
+        let mut numbers = 0..count;
+        for Member { config, executor, replicas } in members {
+            let hooks = replicas.into_iter().zip(numbers.by_ref()).map(
+                |(Listeners { sink, blocks }, at)| {
+                    let observers: Vec<Box<dyn BlockObserver>> = shared
+                        .blocks
+                        .as_ref()
+                        .map(|index| Observer { lane: index.lane.clone(), at })
+                        .into_iter()
+                        .map(|observer| -> Box<dyn BlockObserver> { Box::new(observer) })
+                        .chain(blocks)
+                        .collect();
+                    let peers = || -> Box<dyn Peers> {
+                        Box::new(Others { shared: Arc::clone(&shared), at })
+                    };
+                    let on_exit = Arc::clone(&on_exit);
+                    Hooks {
+                        sink: Box::new(CountingSink {
+                            shared: Arc::clone(&shared),
+                            at,
+                            inner: sink,
+                        }),
+                        blocks: Observers::join(observers),
+                        peers: (count > 1).then(peers),
+                        queued: Arc::clone(&queued),
+                        on_exit: Box::new(move || {
+                            if let Some(on_exit) = on_exit.lock().take() {
+                                on_exit();
+                            }
+                        }),
                     }
-                }),
-            };
-            match Engine::start(config, executor, Arc::clone(&clock), hooks) {
-                Ok((engine, thread)) => {
-                    engines.push(engine);
+                },
+            );
+            let hooks = hooks.collect();
+            match Engine::start_group(config, executor, Arc::clone(&clock), hooks) {
+                Ok((started, thread)) => {
+                    engines.extend(started);
                     threads.push(thread);
                 }
                 Err(error) => {

@@ -8,7 +8,7 @@ use forebay_engine::{
     EngineConfig, EngineRequest, EngineThread, FinishReason, Namer, Output, OutputSink, Policy,
     Request, Status,
 };
-use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
+use forebay_replicas::{Listeners, Member, Method, Replicas, ReplicasConfig};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing};
 
 /// Far longer than anything here takes: a test that reaches it hangs.
@@ -79,8 +79,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 host: None,
             },
             executor: Box::new(executor),
-            sink: Box::new(ChannelSink(sender.clone())),
-            blocks: None,
+            replicas: vec![Listeners { sink: Box::new(ChannelSink(sender.clone())), blocks: None }],
         });
     }
     let how = ReplicasConfig { method: Method::RoundRobin, watch_interval_us: 0 };

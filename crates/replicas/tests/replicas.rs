@@ -12,7 +12,7 @@ use forebay_engine::{
     Output, OutputSink, Payload, Policy, Preference, Request, RequestError, RequestId, Stats,
     Status, SubmitError,
 };
-use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
+use forebay_replicas::{Listeners, Member, Method, Replicas, ReplicasConfig};
 use forebay_sim::{
     DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
 };
@@ -121,7 +121,8 @@ impl Rig {
             let sink = Box::new(ChannelSink(sender.clone()));
             let config = config.clone();
             let blocks: Option<Box<dyn BlockObserver>> = Some(Box::new(stored.clone()));
-            members.push(Member { config, executor: Box::new(executor), sink, blocks });
+            let replicas = vec![Listeners { sink, blocks }];
+            members.push(Member { config, executor: Box::new(executor), replicas });
         }
         let (replicas, threads) =
             Replicas::start(how, members, Arc::new(clock), || {}).expect("threads");

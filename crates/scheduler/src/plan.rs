@@ -43,11 +43,24 @@ impl Scheduler {
             }
             plan.wait(if copies { MAX_WAIT_US } else { 1 });
         }
+        self.launch(decodes);
+        true
+    }
+
+    /// Makes an empty plan, by which this scheduler takes part in the next step of its step group.
+    /// It had no plan when it was asked for one, or must not have one now.
+    pub fn idle_plan(&mut self, plan: &mut StepPlan) {
+        plan.begin(self.next_step);
+        self.building.step = self.next_step;
+        self.launch(0);
+    }
+
+    /// The plan that was made is in flight; `decodes` of its rows decode.
+    fn launch(&mut self, decodes: usize) {
         self.planned = Planned::of(&self.building, decodes);
         self.next_step += 1;
         let empty = self.spare.pop().unwrap_or_default();
         self.in_flight.push_back(std::mem::replace(&mut self.building, empty));
-        true
     }
 
     /// Plans rows for all that there is room for; returns how many of them decode.

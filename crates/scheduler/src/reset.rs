@@ -93,6 +93,13 @@ impl Scheduler {
         })
     }
 
+    /// True if a request is suspected of the hand's death. Of schedulers that share a hand, one at
+    /// most may then have a plan with rows in flight.
+    #[must_use]
+    pub fn is_suspected(&self) -> bool {
+        !self.suspects.is_empty()
+    }
+
     /// Gives every live request away, the most important first, to be submitted to another
     /// scheduler. No step may be in flight: they are surrendered after [`Self::reset`], or before
     /// there was a step.

@@ -1,4 +1,4 @@
-//! The simulated rank group as an [`Executor`].
+//! The simulated rank group, or step group, as an [`Executor`].
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -61,8 +61,9 @@ impl SimTower {
 }
 
 impl SimConfig {
-    fn timeline(&self, now_us: u64) -> Timeline {
-        Timeline::new(self.timing, Jitter::new(self.timing.model.jitter_sigma, self.seed), now_us)
+    fn timeline(&self, member: u64, now_us: u64) -> Timeline {
+        let seed = self.seed.wrapping_add(member);
+        Timeline::new(self.timing, Jitter::new(self.timing.model.jitter_sigma, seed), now_us)
     }
 }
 
@@ -81,7 +82,8 @@ struct Shared {
 #[derive(Default)]
 struct Faults {
     woken: bool,
-    kill: bool,
+    /// The reason of a death that is to come.
+    kill: Option<String>,
     fail_starts: u32,
     hang_starts: u32,
     poison: Option<i32>,
@@ -94,7 +96,12 @@ struct Faults {
 impl SimControl {
     /// Kills the group as `kill -9` would.
     pub fn kill(&self) {
-        self.change(|faults| faults.kill = true);
+        self.change(|faults| faults.kill = Some("killed (signal 9)".into()));
+    }
+
+    /// Kills one rank of a step group; the others end with it.
+    pub fn kill_rank(&self, rank: usize) {
+        self.change(|faults| faults.kill = Some(format!("rank {rank}: killed (signal 9)")));
     }
 
     /// Lets the next `count` starts fail.
@@ -164,79 +171,177 @@ impl Wake for SimControl {
 
 struct Pending {
     at_us: u64,
-    /// `None`: the group becomes ready; a step may also end in death.
-    outcome: Option<Result<StepResult, &'static str>>,
-    /// The time since which a plan without rows waits for copies; another plan ends the wait.
+    what: What,
+    /// The time since which plans without rows wait for copies; another plan ends the wait.
     waits_since: Option<u64>,
 }
 
-/// A step that has begun, and whose tokens can't be sampled before the masks have come.
+/// Something that will happen.
+enum What {
+    /// The group becomes ready.
+    Ready,
+    /// The group ends.
+    Death(String),
+    /// A step ends, with an answer of each member.
+    Step(Vec<Answer>),
+}
+
+/// A member's part of the answer to a step.
+enum Answer {
+    Result(StepResult),
+    /// It has begun, and its tokens can't be sampled before the masks have come.
+    Unmasked(Box<Unmasked>),
+}
+
 struct Unmasked {
     plan: StepPlan,
     span: Span,
     rows: SparseRows,
 }
 
+/// The device of a member.
+struct Rank {
+    device: Device,
+    timeline: Timeline,
+    /// Slots that kill it.
+    poisoned: Vec<u32>,
+    /// The last step that it took.
+    step: Option<u64>,
+}
+
+impl Rank {
+    fn new(timeline: Timeline) -> Self {
+        Self { device: Device::default(), timeline, poisoned: Vec::new(), step: None }
+    }
+
+    /// Makes up the result of a step's rows.
+    fn sample(
+        &mut self,
+        plan: &StepPlan,
+        span: Span,
+        rows: SparseRows,
+        text: &SimText,
+        masks: Option<&StepMasks>,
+    ) -> StepResult {
+        let mut result = self.device.execute(plan, text, masks);
+        result.device_us = u32::try_from(span.end_us - span.start_us).unwrap_or(u32::MAX);
+        result.gap_us = u32::try_from(span.gap_us).unwrap_or(u32::MAX);
+        result.sparse_rows = rows;
+        result
+    }
+
+    /// Takes a plan's slots; true: one of its rows kills.
+    fn take_slots(&mut self, plan: &StepPlan, poison: Option<i32>) -> bool {
+        for new in plan.new_slots() {
+            self.poisoned.retain(|&slot| slot != new.slot);
+            if poison.is_some_and(|token| new.tokens.contains(&token)) {
+                self.poisoned.push(new.slot);
+            }
+        }
+        !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot))
+    }
+}
+
 /// A simulated rank group.
 pub struct SimExecutor {
     config: SimConfig,
     control: SimControl,
-    device: Device,
+    ranks: Vec<Rank>,
     pending: VecDeque<Pending>,
-    poisoned: Vec<u32>,
-    timeline: Timeline,
-    unmasked: Option<Unmasked>,
     up: bool,
 }
 
 impl SimExecutor {
-    /// A group that runs in `config.clock`, and the handle that breaks it.
+    /// A group that runs in `config.clock`, and the handle that breaks it. It takes one plan a
+    /// step, however many ranks compute it.
     #[must_use]
     pub fn new(config: SimConfig) -> (Self, SimControl) {
+        Self::group(config, 1)
+    }
+
+    /// A step group of so many ranks that have plans and pages of their own. A step is as long as
+    /// its longest rank, and each has jitter of its own.
+    #[must_use]
+    pub fn group(config: SimConfig, members: u32) -> (Self, SimControl) {
         let control = SimControl::default();
+        let ranks = (0..members.into()).map(|rank| Rank::new(config.timeline(rank, 0)));
         let executor = Self {
-            timeline: config.timeline(0),
+            ranks: ranks.collect(),
             config,
             control: control.clone(),
-            device: Device::default(),
             pending: VecDeque::new(),
-            poisoned: Vec::new(),
-            unmasked: None,
             up: false,
         };
         (executor, control)
     }
 
-    /// A plan without rows: it is answered when a copy ends, or when its time is over.
-    fn wait_for_copies(&mut self, plan: &StepPlan, now: u64) {
-        let span = self.timeline.wait(plan, now, || self.control.copy_fault());
-        let result = StepResult { step: plan.step(), ..StepResult::default() };
-        let (outcome, waits_since) = (Some(Ok(result)), Some(span.start_us));
-        self.pending.push_back(Pending { at_us: span.end_us, outcome, waits_since });
+    /// The first fault of plans that ranks would wait for without end, or compute wrongly: steps
+    /// that do not follow each other, or wrong numbers of the others' tokens.
+    fn fault_of(&self, plans: &[StepPlan]) -> Option<String> {
+        if plans.len() != self.ranks.len() {
+            return Some(format!("{} plans for {} ranks", plans.len(), self.ranks.len()));
+        }
+        let tokens = |plan: &StepPlan| plan.rows().map(|row| row.length.cast_signed()).sum::<i32>();
+        let several = plans.iter().filter(|_| plans.len() > 1);
+        let group: Vec<i32> = several.map(tokens).collect();
+        let step = plans[0].step();
+        for (rank, (state, plan)) in self.ranks.iter().zip(plans).enumerate() {
+            let last = state.step.unwrap_or(step.wrapping_sub(1));
+            if plan.step() != last.wrapping_add(1) || plan.step() != step {
+                return Some(format!("rank {rank}: step {} after {last}", plan.step()));
+            }
+            if plan.group() != group {
+                return Some(format!("rank {rank}: {:?} for {group:?} tokens", plan.group()));
+            }
+        }
+        None
     }
 
-    /// Makes up what the rows of a step give, and has the result come at its end.
-    fn sample(&mut self, plan: &StepPlan, span: Span, rows: SparseRows, masks: Option<&StepMasks>) {
-        let mut result = self.device.execute(plan, &self.config.text, masks);
-        result.device_us = u32::try_from(span.end_us - span.start_us).unwrap_or(u32::MAX);
-        result.gap_us = u32::try_from(span.gap_us).unwrap_or(u32::MAX);
-        result.sparse_rows = rows;
-        let deadly =
-            !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot));
-        let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
-        self.pending.push_back(Pending { at_us: span.end_us, outcome, waits_since: None });
+    /// Plans without rows: they are answered when a copy ends, or when their time is over.
+    fn wait_for_copies(&mut self, plans: &[StepPlan], now: u64) {
+        let (mut at_us, mut since, mut answers) = (0, u64::MAX, Vec::new());
+        for (rank, plan) in self.ranks.iter_mut().zip(plans) {
+            let span = rank.timeline.wait(plan, now, || self.control.copy_fault());
+            (at_us, since) = (span.end_us.max(at_us), span.start_us.min(since));
+            let result = StepResult { step: plan.step(), ..StepResult::default() };
+            answers.push(Answer::Result(result));
+        }
+        self.pending.push_back(Pending {
+            at_us,
+            what: What::Step(answers),
+            waits_since: Some(since),
+        });
+    }
+
+    /// Plans of which one at least has rows.
+    fn compute(&mut self, plans: &[StepPlan], now: u64) {
+        let begin = |(rank, plan): (&mut Rank, &StepPlan)| {
+            rank.timeline.compute(plan, now, || self.control.copy_fault())
+        };
+        let begun: Vec<(Span, SparseRows)> = self.ranks.iter_mut().zip(plans).map(begin).collect();
+        let end_us = begun.iter().map(|(span, _)| span.end_us).max().unwrap_or(now);
+        let answer = |((rank, plan), (span, rows)): ((&mut Rank, &StepPlan), _)| {
+            let span = rank.timeline.meet(span, end_us);
+            if plan.rows().any(|row| row.want == Want::Masked) {
+                let plan = plan.clone();
+                return Answer::Unmasked(Box::new(Unmasked { plan, span, rows }));
+            }
+            Answer::Result(rank.sample(plan, span, rows, &self.config.text, None))
+        };
+        let answers = self.ranks.iter_mut().zip(plans).zip(begun).map(answer).collect();
+        let what = What::Step(answers);
+        self.pending.push_back(Pending { at_us: end_us, what, waits_since: None });
     }
 
     fn died(&mut self, why: &str) -> Signal {
         self.up = false;
         self.pending.clear();
-        self.unmasked = None;
         Signal::Died(why.to_owned())
     }
 
     fn happen(&mut self, pending: Pending) -> Signal {
-        match pending.outcome {
-            None => {
+        match pending.what {
+            What::Ready => {
                 self.up = true;
                 Signal::Ready(Ready {
                     page_count: self.config.page_count,
@@ -257,11 +362,28 @@ impl SimExecutor {
                     graphs: 0,
                 })
             }
-            Some(Ok(mut result)) => {
-                self.timeline.report(pending.at_us, &mut result);
-                Signal::Result(result)
+            What::Step(answers) => {
+                let results = answers.into_iter().filter_map(|answer| match answer {
+                    Answer::Result(result) => Some(result),
+                    Answer::Unmasked(_) => None,
+                });
+                let mut results: Vec<StepResult> = results.collect();
+                for (rank, result) in self.ranks.iter_mut().zip(&mut results) {
+                    rank.timeline.report(pending.at_us, result);
+                }
+                Signal::Result(results)
             }
-            Some(Err(why)) => self.died(why),
+            What::Death(why) => self.died(&why),
+        }
+    }
+}
+
+impl Pending {
+    /// True if nothing is missing but time.
+    fn is_whole(&self) -> bool {
+        match &self.what {
+            What::Step(answers) => answers.iter().all(|answer| matches!(answer, Answer::Result(_))),
+            What::Ready | What::Death(_) => true,
         }
     }
 }
@@ -272,64 +394,75 @@ impl Executor for SimExecutor {
         if matches!(self.config.clock, SimClock::Real(_)) {
             clock::sleep_exactly();
         }
-        self.device = Device::default();
         self.pending.clear();
-        self.unmasked = None;
-        self.poisoned.clear();
-        self.timeline = self.config.timeline(now);
+        for (member, rank) in (0..).zip(&mut self.ranks) {
+            *rank = Rank::new(self.config.timeline(member, now));
+        }
         let mut faults = self.control.shared.faults.lock();
         faults.hang = false;
         faults.hang_copies = false;
-        faults.kill = false;
+        faults.kill = None;
         if faults.hang_starts > 0 {
             faults.hang_starts -= 1;
             return;
         }
-        let outcome = if faults.fail_starts > 0 {
+        let what = if faults.fail_starts > 0 {
             faults.fail_starts -= 1;
-            Some(Err("start refused"))
+            What::Death("start refused".into())
         } else {
-            None
+            What::Ready
         };
         let at_us = now + self.config.load_us;
-        self.pending.push_back(Pending { at_us, outcome, waits_since: None });
+        self.pending.push_back(Pending { at_us, what, waits_since: None });
     }
 
-    fn submit(&mut self, plan: &StepPlan) {
+    fn submit(&mut self, plans: &[StepPlan]) {
         let faults = self.control.shared.faults.lock();
         if faults.hang {
             return;
         }
         let poison = faults.poison;
         drop(faults);
-        for new in plan.new_slots() {
-            self.poisoned.retain(|&slot| slot != new.slot);
-            if poison.is_some_and(|token| new.tokens.contains(&token)) {
-                self.poisoned.push(new.slot);
-            }
-        }
         let now = self.config.clock.now_us();
+        if let Some(why) = self.fault_of(plans) {
+            let what = What::Death(why);
+            return self.pending.push_back(Pending { at_us: now, what, waits_since: None });
+        }
+        let mut deadly = false;
+        for (rank, plan) in self.ranks.iter_mut().zip(plans) {
+            rank.step = Some(plan.step());
+            deadly |= rank.take_slots(plan, poison);
+        }
         if let Some(Pending { at_us, waits_since: Some(since), .. }) = self.pending.back_mut() {
             *at_us = (*at_us).min(now.max(*since));
-            self.timeline.cut(*at_us);
+            self.ranks.iter_mut().for_each(|rank| rank.timeline.cut(*at_us));
         }
-        if plan.rows().len() == 0 && plan.images().next().is_none() {
-            return self.wait_for_copies(plan, now);
+        if plans.iter().all(|plan| plan.rows().len() == 0 && plan.images().next().is_none()) {
+            return self.wait_for_copies(plans, now);
         }
-        let (span, rows) = self.timeline.compute(plan, now, || self.control.copy_fault());
-        if plan.rows().any(|row| row.want == Want::Masked) {
-            debug_assert!(self.unmasked.is_none(), "masks go before the next plan");
-            self.unmasked = Some(Unmasked { plan: plan.clone(), span, rows });
-        } else {
-            self.sample(plan, span, rows, None);
+        self.compute(plans, now);
+        if deadly && let Some(pending) = self.pending.back_mut() {
+            pending.what = What::Death("poisoned".into());
         }
     }
 
-    fn masks(&mut self, masks: &StepMasks) {
-        if let Some(Unmasked { plan, span, rows }) = self.unmasked.take() {
+    fn masks(&mut self, member: usize, masks: &StepMasks) {
+        let Some(Pending { at_us, what: What::Step(answers), .. }) = self.pending.back_mut() else {
+            return;
+        };
+        let (Some(answer), Some(rank)) = (answers.get_mut(member), self.ranks.get_mut(member))
+        else {
+            return;
+        };
+        if let Answer::Unmasked(unmasked) = answer {
+            let Unmasked { plan, span, rows } = &**unmasked;
             debug_assert_eq!(plan.step(), masks.step(), "masks are those of the last plan");
-            let span = self.timeline.hold(span, self.config.clock.now_us());
-            self.sample(&plan, span, rows, Some(masks));
+            let span = rank.timeline.hold(*span, self.config.clock.now_us());
+            let result = rank.sample(plan, span, *rows, &self.config.text, Some(masks));
+            *answer = Answer::Result(result);
+            *at_us = span.end_us.max(*at_us);
+            // The next step begins when all are done.
+            self.ranks.iter_mut().for_each(|rank| rank.timeline.cut(*at_us));
         }
     }
 
@@ -345,10 +478,13 @@ impl Executor for SimExecutor {
                 shared.changed.wait(&mut faults);
                 continue;
             }
-            if self.up && std::mem::take(&mut faults.kill) {
-                return self.died("killed (signal 9)");
+            if self.up
+                && let Some(why) = faults.kill.take()
+            {
+                return self.died(&why);
             }
-            let next = self.pending.front().map(|pending| pending.at_us);
+            let front = self.pending.front().filter(|pending| pending.is_whole());
+            let next = front.map(|pending| pending.at_us);
             let until = match (next, deadline) {
                 (Some(next), Some(deadline)) => Some(next.min(deadline)),
                 (one, other) => one.or(other),
@@ -377,7 +513,6 @@ impl Executor for SimExecutor {
     fn stop(&mut self) {
         self.up = false;
         self.pending.clear();
-        self.unmasked = None;
     }
 
     fn waker(&self) -> Arc<dyn Wake> {

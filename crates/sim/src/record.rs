@@ -31,7 +31,7 @@ pub struct StepRecord {
     pub gap_us: u32,
 }
 
-/// An executor that records the steps of another one.
+/// An executor that records the steps of another one, which is that of one replica.
 pub struct Recorder {
     inner: Box<dyn Executor>,
     in_flight: VecDeque<StepLoad>,
@@ -87,21 +87,23 @@ impl Executor for Recorder {
         self.inner.start();
     }
 
-    fn masks(&mut self, masks: &StepMasks) {
-        self.inner.masks(masks);
+    fn masks(&mut self, member: usize, masks: &StepMasks) {
+        self.inner.masks(member, masks);
     }
 
-    fn submit(&mut self, plan: &StepPlan) {
-        self.in_flight.push_back(StepLoad::of(plan));
-        self.inner.submit(plan);
+    fn submit(&mut self, plans: &[StepPlan]) {
+        self.in_flight.extend(plans.first().map(StepLoad::of));
+        self.inner.submit(plans);
     }
 
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
         let signal = self.inner.wait(timeout_us);
         match &signal {
-            Signal::Result(result) => {
+            Signal::Result(results) => {
                 // A step that only waits for copies says nothing of what computing takes.
-                if let Some(load) = self.in_flight.pop_front().filter(|load| load.rows > 0) {
+                if let Some(load) = self.in_flight.pop_front().filter(|load| load.rows > 0)
+                    && let [result] = &results[..]
+                {
                     let (device_us, gap_us) = (result.device_us, result.gap_us);
                     self.record(StepRecord { step: result.step, load, device_us, gap_us });
                 }
@@ -116,8 +118,8 @@ impl Executor for Recorder {
         self.inner.is_near()
     }
 
-    fn carry(&mut self, payload: &Arc<dyn Payload>, there: There) {
-        self.inner.carry(payload, there);
+    fn carry(&mut self, member: usize, payload: &Arc<dyn Payload>, there: There) {
+        self.inner.carry(member, payload, there);
     }
 
     fn stop(&mut self) {

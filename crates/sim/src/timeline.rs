@@ -176,6 +176,13 @@ impl Timeline {
         Span { start_us, end_us, gap_us: span.gap_us + late_us }
     }
 
+    /// Has the last step, which took `span`, end at `end_us`, when the longest rank of its group is
+    /// done: the ranks wait for each other in every layer.
+    pub fn meet(&mut self, span: Span, end_us: u64) -> Span {
+        (self.busy_until, self.last_end) = (end_us, end_us);
+        Span { end_us, ..span }
+    }
+
     /// Takes a plan without rows: it ends when a copy does, or when its time is over.
     pub fn wait(&mut self, plan: &StepPlan, now_us: u64, fault: impl FnMut() -> CopyFault) -> Span {
         let start_us = self.busy_until.max(now_us);

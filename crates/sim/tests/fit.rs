@@ -83,7 +83,7 @@ fn record(model: DeviceModel, file: &Scratch) {
             }
             plan.push_row(row);
         }
-        recorder.submit(&plan);
+        recorder.submit(std::slice::from_ref(&plan));
         assert!(matches!(recorder.wait(None), Signal::Result(_)));
     }
 }

@@ -52,7 +52,7 @@ class Choice:
     def __init__(self, device: Device, config: RunnerConfig, group: Group | None = None) -> None:
         """Raises `DeviceError` for a backend that the device, or this installation, does not have.
 
-        `group`: the ranks that compute the model together; None: there are no others.
+        `group`: the ranks that compute the model together, or have its experts together; None: there are no others.
         """
         self._device = device
         self._config = config
@@ -160,7 +160,7 @@ class Choice:
 
     def ops(self) -> Ops:
         """The operators that models are built with, and the sampler."""
-        if self._group is None:
+        if self._group is None or self._config.step_group:
             return self._own_ops()
         return ShardOps(self._own_ops(), self._group, self._config.model_config.vocab_size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,14 @@ class Feeds(Protocol):
 
     def __call__(self, x: torch.Tensor, ops: Ops, /) -> torch.Tensor:
         """x is [tokens, hidden], and so is what it gives."""
+
+
+@runtime_checkable
+class TakesPart(Protocol):
+    """A part of a layer that ranks with tokens of their own compute together."""
+
+    def take_part(self, none: torch.Tensor, ops: Ops, /) -> None:
+        """As a rank without tokens; `none` is [0, hidden]."""
 
 
 class Block:
@@ -144,6 +152,13 @@ class Decoder:
         """
         x = self.states(forward)
         return self.logits(x) if forward.logits is None else forward.logits.copy_(F.linear(x, self.head))
+
+    def take_part(self) -> None:
+        """Computes what other ranks of a step group need of this one in a step in which it has no tokens."""
+        none = self.embedding.new_empty(0, self.config.hidden_size)
+        for block in self.blocks:
+            if isinstance(block.mlp, TakesPart):
+                block.mlp.take_part(none, self.ops)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [m, vocabulary] of final states [m, hidden]."""

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from forebay.distributed.exchange import Exchange
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, size_of
 from forebay.layers.quantised import KeptMatrix
 from forebay.layers.routing import Router
 from forebay.weights.parts import Experts
-from forebay.weights.shards import ALONE, Part
+from forebay.weights.shards import ALONE, Part, Shard
 
 
 @dataclass(eq=False)
@@ -32,12 +33,17 @@ class MixtureOfExperts:
 
     With other ranks it gives a term of a sum over ranks. The term is that of a part of each expert, or of some of the
     experts (`OwnExperts`), and of a part of the shared expert.
+
+    The ranks of a step group have some of the experts each, and tokens of their own. They gather the tokens of all,
+    and each gets its own rows of the sum. The shared expert is whole on each rank.
     """
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts) -> None:
         count, inner = experts.count, experts.intermediate_size
-        whole = params.ranks is not None and params.ranks.expert_parallel
-        own = params.shard.of(count) if whole else ALONE.of(count)
+        self._exchange = params.exchange
+        shard = params.shard if self._exchange is None else Shard(self._exchange.rank, self._exchange.world)
+        whole = self._exchange is not None or (params.ranks is not None and params.ranks.expert_parallel)
+        own = shard.of(count) if whole else ALONE.of(count)
         of_inner = ALONE.of(inner) if whole else params.shard.of(inner)
         self.router = Router(params, f"{prefix}.gate", hidden, experts)
         self._choose = OwnExperts(self.router, own) if whole else self.router
@@ -71,14 +77,25 @@ class MixtureOfExperts:
         return Stack(next(iter(parts)), weight.view(count, rows, weight.shape[1]), size_of(inputs), format_)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        y = self._routed(x, ops) if self._exchange is None else self._exchanged(x, ops, self._exchange)
+        return y if self.shared is None else y.add_(self.shared(x, ops))
+
+    def take_part(self, none: torch.Tensor, ops: Ops) -> None:
+        """Computes the tokens of others where this rank has none; `none` is [0, hidden]."""
+        if self._exchange is not None:
+            self._exchanged(none, ops, self._exchange)
+
+    def _exchanged(self, x: torch.Tensor, ops: Ops, exchange: Exchange) -> torch.Tensor:
+        return exchange.scatter(self._routed(exchange.gather(x), ops))
+
+    def _routed(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """The sum over those of a token's experts that are here."""
         if self._kept is None:
             assert self.stacks is not None
             gate_up, down = self.stacks
-            y = ops.experts(x, *self._choose(x), gate_up.weight, down.weight)
-        else:
-            assert self._products is not None
-            y = self._products.experts(x, *self._choose(x), *self._kept)
-        return y if self.shared is None else y.add_(self.shared(x, ops))
+            return ops.experts(x, *self._choose(x), gate_up.weight, down.weight)
+        assert self._products is not None
+        return self._products.experts(x, *self._choose(x), *self._kept)
 
 
 class OwnExperts:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 
+from forebay.distributed.exchange import Exchange
 from forebay.layers.quantised import KeptMatrix, KeptPart, Products
 from forebay.layers.ranks import Ranks
 from forebay.weights.codes import Layout, Raw
@@ -39,15 +40,18 @@ class Parameters:
         matrices: bool = True,
         fill: Fill = torch.Tensor.copy_,
         ranks: Ranks | None = None,
+        exchange: Exchange | None = None,
         products: Products | None = None,
     ) -> None:
         """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them.
 
-        `ranks` None: there are no others, and all weights are here. `products` None: the device keeps no matrix in the
-        bits of the checkpoint; nor do several ranks.
+        `ranks`: those among which everything is divided; None: all weights are here. `exchange`: those of a step group,
+        among which experts alone are divided. `products` None: the device keeps no matrix in the bits of the
+        checkpoint; nor do several ranks.
         """
         self.dtype = dtype
         self.ranks = ranks
+        self.exchange = exchange
         self.shard = ALONE if ranks is None else ranks.shard
         self.cuts = Cuts()
         """The parts of a checkpoint that this rank wants; `load` gets no more."""
@@ -112,7 +116,7 @@ class Parameters:
         return layout is not None and not layout.ordered
 
     def _layout(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> Layout | None:
-        if self.products is None or self.ranks is not None:
+        if self.products is None or self.ranks is not None or self.exchange is not None:
             return None
         return self.formats.layout({name: size_of(rows) for name, rows in parts.items()}, size_of(inputs))
 
@@ -252,7 +256,8 @@ class Parameters:
 
     def _random_on_device(self, same: torch.Generator, seed: int) -> Iterator[None]:
         # Eight billion numbers of a processor's generator take a minute, and then have to be copied.
-        own = torch.Generator(self.device).manual_seed(seed + 1 + self.shard.rank)
+        rank = self.shard.rank if self.exchange is None else self.exchange.rank
+        own = torch.Generator(self.device).manual_seed(seed + 1 + rank)
         for name, target in self._targets.items():
             target.normal_(_mean(name), 0.02, generator=own if name in self.cuts.parts else same)
             yield

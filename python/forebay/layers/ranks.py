@@ -1,4 +1,4 @@
-"""The layers' view of the other ranks."""
+"""The layers' view of the other ranks that compute the same tokens."""
 
 from __future__ import annotations
 

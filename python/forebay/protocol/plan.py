@@ -29,6 +29,7 @@ IMAGE_SPAN_WORDS = 6
 PROMPT_LOGPROBS_WORDS = 4
 NO_PAGE = -1
 MAX_WAIT_US = 1000
+MAX_GROUP = 256
 
 COLUMNS = (
     "slots",
@@ -55,6 +56,7 @@ COLUMNS = (
     "span_pages",
     "unused",
     "prompt_logprobs",
+    "group",
 )
 """The columns of a plan's frame: the ids 1, 2, and so on. `unused` stands for an id that nothing has."""
 _IDS = {name: id_ for id_, name in enumerate(COLUMNS, 1)}
@@ -161,6 +163,7 @@ class Plan:
     unused: Int32s = ints(0)
     prompt_logprobs: Int32s = ints(0, PROMPT_LOGPROBS_WORDS)
     # [q, 4]: slot, first token, tokens, how many of the most likely beside each; in the order of rows
+    group: Int32s = ints(0)  # [ranks]: tokens of each rank of a step group in this step, or empty
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body, of which the columns are views; empty until the plan was encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
@@ -228,6 +231,8 @@ class Plan:
             return False
         if self.unused.size or (len(self.prompt_logprobs) and not self._prompt_logprobs_agree()):
             return False
+        if self.group.size and not self._group_agrees():
+            return False
         if self.wait_us.size and (self.wait_us.size > 1 or len(self.rows) or not 0 <= self.wait_us[0] <= MAX_WAIT_US):
             return False
         for pairs in (self.segments, self.embeds, self.allowed_counts):
@@ -249,6 +254,16 @@ class Plan:
             and len(self.copy_spans) in (0, len(self.copies))
             and self.copy_spans.min(initial=0) >= 0
         )
+
+    @property
+    def token_count(self) -> int:
+        """Positions that its rows compute."""
+        return int(self.rows[:, 2].sum(dtype=np.int64))
+
+    def _group_agrees(self) -> bool:
+        """True if the column can be that of a group with this plan."""
+        tokens = self.group
+        return 2 <= tokens.size <= MAX_GROUP and int(tokens.min()) >= 0 and self.token_count in tokens
 
     def _prompt_logprobs_agree(self) -> bool:
         """True if each want is answered by positions of a row, in the order of rows."""

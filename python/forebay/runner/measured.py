@@ -52,9 +52,7 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
     wants: Int32s = np.zeros((rows if flag == FLAG_SAMPLE and length > 1 else 0, PROMPT_LOGPROBS_WORDS), np.int32)
     wants[:] = np.stack((numbers, *(np.full(rows, word) for word in (start + 1, length, most))), axis=1)[: len(wants)]
     row = np.stack((numbers, np.full(rows, start), np.full(rows, length), np.full(rows, flag)), axis=1)
-    return Plan(
-        slots=slots, slot_floats=floats, page_writes=writes, rows=row.astype(np.int32), prompt_logprobs=wants
-    ).staged()
+    return Plan(slots=slots, slot_floats=floats, page_writes=writes, rows=row.astype(np.int32), prompt_logprobs=wants)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
 from forebay.compute.sampler import Sampler
 from forebay.device import Event, host_array, open_device
+from forebay.distributed.exchange import Exchange
 from forebay.distributed.group import Group
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
@@ -116,10 +117,19 @@ class ModelRunner:
         self.device = open_device(config.device, config.threads)
         self.device.check_dtype(config.dtype)
         self.model_config = config.model_config
-        self._ranks = self._meet(meet)
+        group = self._meet(meet)
+        self._ranks: Ranks | None = None
+        """Those that compute the same tokens together."""
+        self._exchange: Exchange | None = None
+        """Of a step group, whose ranks have tokens of their own."""
+        if group is not None and config.step_group:
+            self._exchange = Exchange(group)
+        elif group is not None:
+            self._ranks = Ranks(group, config.expert_parallel)
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
-        self._choice = Choice(self.device, config, None if self._ranks is None else self._ranks.group)
+        self._group = group
+        self._choice = Choice(self.device, config, group)
         self._choice.check_operators(self.model_config)
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
@@ -143,13 +153,13 @@ class ModelRunner:
         if pool is not None:
             self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
-    def _meet(self, meet: Meet | None) -> Ranks | None:
+    def _meet(self, meet: Meet | None) -> Group | None:
         """Meets the other ranks: before memory is looked at, of which communicators take some."""
         if self.config.world_size == 1:
             return None
         if meet is None:
             raise ConfigError(f"{self.config.world_size} ranks, and no place where they could meet")
-        return Ranks(meet(self.device.torch_device), self.config.expert_parallel)
+        return meet(self.device.torch_device)
 
     @property
     def _kept_config(self) -> ModelConfig | None:
@@ -157,7 +167,8 @@ class ModelRunner:
         model = self.model_config
         if isinstance(model, EncoderConfig):
             return None
-        return replace(model, attention=model.attention.of_rank(self.config.world_size))
+        heads_of = 1 if self._ranks is None else self._ranks.group.world
+        return replace(model, attention=model.attention.of_rank(heads_of))
 
     def _make_pages(self, sizes: Sizes) -> None:
         config, kept = self.config, self._kept_config
@@ -186,7 +197,7 @@ class ModelRunner:
             taken += self.device.measure(self._do_largest_steps) or self._slice_bytes
         sizes = Sizes.of(self.config, kept, available, taken)
         # Ranks have free what they have free, and the brain gives out the same pages of all.
-        return sizes if self._ranks is None else replace(sizes, pages=self._ranks.group.least(sizes.pages))
+        return sizes if self._group is None else replace(sizes, pages=self._group.least(sizes.pages))
 
     @property
     def _slice_bytes(self) -> int:
@@ -202,7 +213,7 @@ class ModelRunner:
         if self.images is not None:
             self.images.warm_up(self.images.most_positions)
         for plan in largest_plans(self.config, self._flag):
-            self.step(plan)
+            self.step(self._of_all_ranks(plan))
         # Graphs have memory of their own.
         self._capture()
         for made in ("kv", "tables", "prompts", "_sampler", "_steps", "_compute", "_pooler"):
@@ -246,7 +257,8 @@ class ModelRunner:
             matrices=matrices,
             fill=device.fill,
             ranks=self._ranks,
-            products=self._choice.products() if self._ranks is None else None,
+            exchange=self._exchange,
+            products=self._choice.products() if self._group is None else None,
         )
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
@@ -379,8 +391,14 @@ class ModelRunner:
         self.device.queue(self._steps.capture)
         self.device.event().wait()
 
+    def _of_all_ranks(self, plan: Plan) -> Plan:
+        """The plan of a step in which all ranks do the same, as a hand receives it."""
+        if self._exchange is not None:
+            plan = replace(plan, group=np.full(self._exchange.world, plan.token_count, np.int32))
+        return plan.staged()
+
     def _warm(self, plan: Plan) -> None:
-        result = self.step(plan.staged())
+        result = self.step(self._of_all_ranks(plan))
         if (result.row_errors == ROW_OK).all():
             return
         what = "the weights give results that are not finite"
@@ -429,6 +447,7 @@ class ModelRunner:
             writes = self.tables.read(plan, self._arena)
             if writes is not None:
                 device.queue(partial(self._steps.write, writes, inputs))
+            self._begin_exchange(plan)
             waited = Waited(plan.step, masks)
             columns = self._queue_rows(plan, inputs, waited) if len(plan.rows) else NoColumns()
             before, self._ended = self._ended, device.event()
@@ -437,6 +456,27 @@ class ModelRunner:
         # A device beside the host computes meanwhile.
         idle_us = 0 if device.beside_host else waited.us
         return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied, idle_us)
+
+    def _begin_exchange(self, plan: Plan) -> None:
+        """Queues what a step of a group begins with, and all of it where this rank has no rows."""
+        exchange, tokens = self._exchange, plan.group.tolist()
+        if exchange is None:
+            if tokens:
+                raise PlanError(f"the tokens of {len(tokens)} ranks, in a plan for one that has no step group")
+            return
+        if len(tokens) != exchange.world or tokens[exchange.rank] != plan.token_count:
+            raise PlanError(
+                f"rank {exchange.rank} of {exchange.world} has {plan.token_count} tokens, and the group's are {tokens}"
+            )
+        self.device.queue(partial(exchange.begin, tokens))
+        if not len(plan.rows) and any(tokens):
+            self.device.queue(self._take_part)
+
+    def _take_part(self) -> None:
+        """Work: a step of others."""
+        # The weights are in the order that steps compute with.
+        _ = self._compute
+        self.decoder.take_part()
 
     def _read_images(self, plan: Plan) -> None:
         """Queues the plan's layers of the tower, before its rows."""

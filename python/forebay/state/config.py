@@ -12,7 +12,7 @@ from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.pooling import Pooling
 from forebay.weights.quantization import QUANTIZATIONS
-from forebay.weights.ranks import why_not_ranks
+from forebay.weights.ranks import why_not_group, why_not_ranks
 from forebay.weights.vision import Preprocessing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -49,6 +49,7 @@ class RunnerConfig:
     rank: int
     world_size: int
     expert_parallel: bool
+    step_group: bool
     threads: int | None
     seed: int
     weight_cache_bytes: int
@@ -91,6 +92,8 @@ class RunnerConfig:
         world = self.world_size
         if not 0 <= self.rank < world:
             raise ConfigError(f"rank {self.rank} of {world}")
+        if self.step_group and not self.expert_parallel:
+            raise ConfigError("the ranks of a step group share experts, each has some: experts must be split by rank")
         if world == 1:
             if self.expert_parallel:
                 raise ConfigError("experts of a single rank can't be split: leave --ep-size off, or use more ranks")
@@ -105,7 +108,10 @@ class RunnerConfig:
                 f"a host tier is for one rank: the copies of {world} ranks end at different times, and nobody waits "
                 "for the last; leave --enable-hierarchical-cache off"
             )
-        missing = why_not_ranks(self.model_config, world, self.expert_parallel)
+        if self.step_group:
+            missing = why_not_group(self.model_config, world)
+        else:
+            missing = why_not_ranks(self.model_config, world, self.expert_parallel)
         if missing is not None:
             raise ConfigError(missing)
 

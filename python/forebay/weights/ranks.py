@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
-from forebay.weights.parts import Dense, GroupedQuery
+from forebay.weights.parts import Dense, Experts, GroupedQuery
 
-__all__ = ["why_not_ranks"]
+__all__ = ["why_not_group", "why_not_ranks"]
 
 
 def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_parallel: bool) -> str | None:
@@ -16,13 +16,28 @@ def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_paralle
     """
     if isinstance(model, EncoderConfig):
         return f"{model.architecture} is an encoder, which one rank computes: use replicas (--dp-size)"
+    return _why_not_kind(model) or _why_not_attention(model, world) or _why_not_feeds(model, world, expert_parallel)
+
+
+def why_not_group(model: ModelConfig | EncoderConfig, world: int) -> str | None:
+    """The reason why so many ranks can't share a model's experts and nothing else, as a sentence; None: they can."""
+    experts = [] if isinstance(model, EncoderConfig) else [feed for feed in model.feeds if isinstance(feed, Experts)]
+    if isinstance(model, EncoderConfig) or not experts:
+        return f"{model.architecture} has no experts that ranks could share: use replicas (--dp-size alone)"
+    for count in sorted({feed.count for feed in experts}):
+        if count % world:
+            return f"{count} experts can't be divided among {world} ranks: {_fewer(world, count)}"
+    return _why_not_kind(model)
+
+
+def _why_not_kind(model: ModelConfig) -> str | None:
     if model.headless:
         return "a model that pools is computed by one rank: use replicas (--dp-size)"
     if model.vision is not None:
         return f"{model.architecture} has a tower for images, which is not split over ranks: use replicas (--dp-size)"
     if model.indexer is not None:
         return f"{model.architecture} chooses positions by an index, which is not split over ranks: use one rank"
-    return _why_not_attention(model, world) or _why_not_feeds(model, world, expert_parallel)
+    return None
 
 
 def _why_not_attention(model: ModelConfig, world: int) -> str | None:

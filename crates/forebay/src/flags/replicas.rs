@@ -58,9 +58,15 @@ pub(crate) struct ReplicaFlags {
     /// slower than one.
     #[arg(long, visible_alias = "tensor-parallel-size", value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) tp_size: u32,
-    /// Give each rank whole experts, in place of a part of each; as many ranks as --tp-size.
+    /// Give each rank whole experts, in place of a part of each; as many ranks as --tp-size. With
+    /// --dp-size and one rank a replica it means --enable-dp-attention, as in vLLM.
     #[arg(long, visible_alias = "enable-ep-moe")]
     pub(crate) enable_expert_parallel: bool,
+    /// For a mixture of experts: the replicas of --dp-size share the experts, of which each has
+    /// some, and nothing else. Each has requests, pages and the rest of the model of its own. They
+    /// compute in step, and when one ends, all end. --tp-size is 1 or, as in SGLang, --dp-size.
+    #[arg(long)]
+    pub(crate) enable_dp_attention: bool,
     /// The number of ranks by which experts are divided, whole; 1: experts are divided like other
     /// matrices.
     #[arg(long, visible_alias = "expert-parallel-size", value_name = "RANKS")]
@@ -106,8 +112,6 @@ pub(crate) struct ElsewhereFlags {
     dist_init_addr: Option<String>,
     #[arg(long, visible_alias = "pp-size", hide = true)]
     pipeline_parallel_size: Option<u32>,
-    #[arg(long, hide = true)]
-    enable_dp_attention: bool,
 }
 
 impl ElsewhereFlags {
@@ -125,11 +129,6 @@ impl ElsewhereFlags {
                 several(self.pipeline_parallel_size),
                 "layers are not divided among ranks; --tp-size divides each of them",
             ),
-            (
-                "--enable-dp-attention",
-                self.enable_dp_attention,
-                "ranks with requests of their own that share experts are not there yet; --dp-size has whole replicas",
-            ),
         ]
         .into_iter()
         .find_map(|(flag, given, reason)| given.then_some((flag, reason)))
@@ -142,6 +141,36 @@ pub(crate) enum Placement {
     Ray,
 }
 
+/// The replicas, and the hands of each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Arrangement {
+    /// Replicas, each with a scheduler.
+    pub(crate) replicas: u32,
+    /// Groups of ranks that live and die together.
+    pub(crate) groups: u32,
+    /// Ranks of each group.
+    pub(crate) ranks: u32,
+    /// Each rank has some of the experts, whole.
+    pub(crate) expert_parallel: bool,
+}
+
+impl Arrangement {
+    /// Replicas of each group: one, or one a rank.
+    pub(crate) fn members(self) -> u32 {
+        self.replicas / self.groups
+    }
+
+    /// True if the ranks of a group have requests of their own.
+    pub(crate) fn step_group(self) -> bool {
+        self.members() > 1
+    }
+
+    /// Processes in all.
+    pub(crate) fn hands(self) -> u32 {
+        self.groups.saturating_mul(self.ranks)
+    }
+}
+
 impl ReplicaFlags {
     /// The given flag by which hands run on other machines.
     pub(crate) fn elsewhere(&self) -> Option<&'static str> {
@@ -149,31 +178,59 @@ impl ReplicaFlags {
         self.listen_hands.map(|_| "--listen-hands").or(placed)
     }
 
-    /// True if each rank has whole experts.
+    /// The numbers of hands and replicas.
     ///
     /// # Errors
-    /// The numbers of ranks contradict each other, or a flag asks for a feature that does not
-    /// exist.
-    pub(crate) fn expert_parallel(&self) -> Result<bool> {
+    /// The flags contradict each other, or ask for a feature that does not exist.
+    pub(crate) fn arrangement(&self) -> Result<Arrangement> {
         if let Some((flag, reason)) = self.unknown.given() {
             bail!("{flag}: {reason}");
         }
-        let ranks = self.tp_size;
-        let wanted = match self.ep_size {
-            Some(1) if self.enable_expert_parallel => {
-                bail!("--ep-size 1 and --enable-expert-parallel exclude each other")
-            }
-            Some(1) => false,
-            Some(size) if size == ranks => true,
-            Some(size) => bail!(
+        let (replicas, ranks) = (self.dp_size, self.tp_size);
+        if self.ep_size == Some(1) && self.enable_expert_parallel {
+            bail!("--ep-size 1 and --enable-expert-parallel exclude each other");
+        }
+        let several = replicas > 1 && ranks == 1;
+        let wanted = self.enable_expert_parallel || self.ep_size.is_some_and(|size| size > 1);
+        if self.enable_dp_attention || (several && wanted) {
+            return self.step_group();
+        }
+        let expert_parallel = match self.ep_size {
+            Some(size) if size > 1 && size != ranks => bail!(
                 "--ep-size {size}: experts are divided among all ranks of a replica: 1 or --tp-size ({ranks})"
             ),
+            Some(size) => size > 1,
             None => self.enable_expert_parallel,
         };
-        if wanted && ranks == 1 {
-            bail!("--enable-expert-parallel is for several ranks: --tp-size says how many");
+        if expert_parallel && ranks == 1 {
+            bail!(
+                "--enable-expert-parallel is for several ranks: --tp-size or --dp-size says how many"
+            );
         }
-        Ok(wanted)
+        Ok(Arrangement { replicas, groups: replicas, ranks, expert_parallel })
+    }
+
+    /// All replicas as one group that shares the experts.
+    fn step_group(&self) -> Result<Arrangement> {
+        let replicas = self.dp_size;
+        if replicas == 1 {
+            bail!(
+                "--enable-dp-attention is for several replicas that share experts: --dp-size says how many"
+            );
+        }
+        if self.tp_size != 1 && self.tp_size != replicas {
+            bail!(
+                "--tp-size {}: with --enable-dp-attention each rank has attention of its own, and --dp-size \
+                 ({replicas}) is the number of ranks: leave --tp-size off",
+                self.tp_size
+            );
+        }
+        if let Some(size) = self.ep_size.filter(|&size| size != replicas) {
+            bail!(
+                "--ep-size {size}: with --enable-dp-attention all replicas share the experts: leave it off, or give --dp-size ({replicas})"
+            );
+        }
+        Ok(Arrangement { replicas, groups: 1, ranks: replicas, expert_parallel: true })
     }
 }
 
@@ -189,31 +246,60 @@ mod tests {
         flags: ReplicaFlags,
     }
 
-    fn expert_parallel(line: &str) -> Result<bool, String> {
+    fn arrangement(line: &str) -> Result<Arrangement, String> {
         let words = std::iter::once("serve").chain(line.split_whitespace());
         let flags = Shell::try_parse_from(words).map_err(|error| error.to_string())?.flags;
-        flags.expert_parallel().map_err(|error| error.to_string())
+        flags.arrangement().map_err(|error| error.to_string())
     }
 
-    #[test]
-    fn experts_are_divided_among_all_ranks_or_none() {
-        assert_eq!(expert_parallel(""), Ok(false));
-        assert_eq!(expert_parallel("--tp-size 2 --ep-size 1"), Ok(false));
-        assert_eq!(expert_parallel("--tensor-parallel-size 2 --ep-size 2"), Ok(true));
-        assert_eq!(expert_parallel("--tp-size 4 --enable-expert-parallel"), Ok(true));
-        for (line, word) in [
-            ("--tp-size 4 --ep-size 2", "--ep-size 2"),
-            ("--enable-expert-parallel", "several ranks"),
-            ("--tp-size 2 --ep-size 1 --enable-ep-moe", "exclude each other"),
-        ] {
-            let told = expert_parallel(line).expect_err(line);
+    fn check_refused(refused: &[(&str, &str)]) {
+        for (line, word) in refused {
+            let told = arrangement(line).expect_err(line);
             assert!(told.contains(word), "{line}: {told}");
         }
     }
 
     #[test]
+    fn experts_are_divided_among_all_ranks_or_none() {
+        let divided = |line| arrangement(line).map(|given| given.expert_parallel);
+        assert_eq!(divided(""), Ok(false));
+        assert_eq!(divided("--tp-size 2 --ep-size 1"), Ok(false));
+        assert_eq!(divided("--tensor-parallel-size 2 --ep-size 2"), Ok(true));
+        assert_eq!(divided("--tp-size 4 --enable-expert-parallel"), Ok(true));
+        assert_eq!(divided("--dp-size 2 --tp-size 4 --enable-expert-parallel"), Ok(true));
+        check_refused(&[
+            ("--tp-size 4 --ep-size 2", "--ep-size 2"),
+            ("--enable-expert-parallel", "several ranks"),
+            ("--tp-size 2 --ep-size 1 --enable-ep-moe", "exclude each other"),
+        ]);
+    }
+
+    #[test]
+    fn replicas_that_share_experts_are_one_group() {
+        let four = Arrangement { replicas: 4, groups: 1, ranks: 4, expert_parallel: true };
+        for line in [
+            "--dp-size 4 --enable-dp-attention",
+            "--dp-size 4 --tp-size 4 --enable-dp-attention",
+            "--dp-size 4 --tp-size 4 --ep-size 4 --enable-dp-attention",
+            "--data-parallel-size 4 --enable-expert-parallel",
+            "--dp-size 4 --ep-size 4",
+        ] {
+            assert_eq!(arrangement(line), Ok(four), "{line}");
+        }
+        assert_eq!((four.members(), four.step_group(), four.hands()), (4, true, 4));
+        let whole = arrangement("--dp-size 4 --tp-size 2").expect("replicas of two ranks");
+        assert_eq!((whole.members(), whole.step_group(), whole.hands()), (1, false, 8));
+        check_refused(&[
+            ("--enable-dp-attention", "--dp-size"),
+            ("--dp-size 4 --tp-size 8 --enable-dp-attention", "--tp-size 8"),
+            ("--dp-size 4 --ep-size 2 --enable-dp-attention", "--ep-size 2"),
+            ("--dp-size 4 --ep-size 2", "--ep-size 2"),
+        ]);
+    }
+
+    #[test]
     fn what_is_not_there_is_said() {
-        for (line, word) in [
+        check_refused(&[
             (
                 "--nnodes 2 --node-rank 1",
                 "--nnodes: other machines run `forebay worker --join HOST:7711 --token-file FILE`",
@@ -223,11 +309,8 @@ mod tests {
             ("--dist-init-addr a:1", "--dist-init-addr: other machines run `forebay worker --join"),
             ("--nccl-init-addr a:1", "--dist-init-addr: other machines run `forebay worker --join"),
             ("--pp-size 2", "--pipeline-parallel-size"),
-            ("--enable-dp-attention", "--enable-dp-attention"),
-        ] {
-            let told = expert_parallel(line).expect_err(line);
-            assert!(told.contains(word), "{line}: {told}");
-        }
-        assert_eq!(expert_parallel("--nnodes 1 --node-rank 0 --pp-size 1"), Ok(false));
+        ]);
+        let one = Arrangement { replicas: 1, groups: 1, ranks: 1, expert_parallel: false };
+        assert_eq!(arrangement("--nnodes 1 --node-rank 0 --pp-size 1"), Ok(one));
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use forebay_scheduler::ImageId;
 
 use crate::handle::Order;
-use crate::owner::Owner;
+use crate::member::Member;
 use crate::payload::Payload;
 use crate::picture::{Picture, Placed, Placement};
 use crate::types::{FinishReason, RequestError};
@@ -39,7 +39,7 @@ impl Pictures {
     }
 }
 
-impl Owner {
+impl Member {
     /// Has the patches of an image put into the arena.
     pub(super) fn place(&mut self, request: u64, index: usize, image: ImageId) {
         let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
@@ -58,8 +58,7 @@ impl Owner {
     pub(super) fn placed(&mut self, image: ImageId, placed: Placed) {
         let Some(scheduler) = &mut self.scheduler else { return };
         match placed {
-            Ok(payload) if self.executor.is_near() => self.patches_there(image, payload),
-            Ok(payload) => self.carry_patches(image, payload),
+            Ok(payload) => self.give_patches(image, payload),
             Err(error) => {
                 for (id, index) in scheduler.image_failed(image) {
                     let error = RequestError::Image { index, error: error.clone() };

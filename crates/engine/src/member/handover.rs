@@ -2,10 +2,10 @@
 
 use forebay_scheduler::Request;
 
-use crate::owner::Owner;
+use crate::member::Member;
 use crate::types::{EngineRequest, Orphan, Preference};
 
-impl Owner {
+impl Member {
     /// Goes on with a request that another engine has lost.
     pub(super) fn adopt(&mut self, orphan: Orphan) {
         let Orphan { request, queued, admission } = orphan;
@@ -18,8 +18,8 @@ impl Owner {
     }
 
     /// There is no hand: other replicas get all requests, if they can take any. What is left waits
-    /// for the first that comes back, or ends if none will.
-    pub(super) fn give_away(&mut self) {
+    /// for the first that comes back, or ends if none will: if it is `over`.
+    pub(crate) fn give_away(&mut self, over: bool) {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
             let taken = scheduler.surrender();
@@ -40,7 +40,7 @@ impl Owner {
                 }
             }
         }
-        if self.over {
+        if over {
             self.end_all();
         }
     }

@@ -6,13 +6,15 @@
 //! is sampled.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use forebay_protocol::StepMasks;
+use forebay_protocol::{StepMasks, StepPlan};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use crate::constraint::{Allowed, Broken, Constraint};
-use crate::owner::Owner;
+use crate::executor::Executor;
+use crate::member::Member;
 use crate::types::{FinishReason, RequestError};
 
 /// Masks that the engine's thread fills alone: to wake others takes as long as some masks.
@@ -28,7 +30,17 @@ pub(crate) struct Constrained {
     /// Tokens of the hand's vocabulary.
     pub(crate) vocabulary: u32,
     /// The threads that help to fill many masks; `None`: there are none.
-    helpers: Option<ThreadPool>,
+    helpers: Option<Arc<ThreadPool>>,
+}
+
+/// Threads that fill masks beside the engine's own, for all members together.
+///
+/// # Errors
+/// The system has no room for a thread.
+pub(crate) fn helpers(count: usize) -> std::io::Result<Option<Arc<ThreadPool>>> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(count).thread_name(|_| "masks".into());
+    let pool = (count > 0).then(|| pool.build()).transpose();
+    Ok(pool.map_err(std::io::Error::other)?.map(Arc::new))
 }
 
 /// One mask to fill.
@@ -51,15 +63,8 @@ impl Job<'_> {
 }
 
 impl Constrained {
-    /// `helpers` threads fill masks beside the engine's own.
-    ///
-    /// # Errors
-    /// The system has no room for a thread.
-    pub(crate) fn new(helpers: usize) -> std::io::Result<Self> {
-        let pool =
-            rayon::ThreadPoolBuilder::new().num_threads(helpers).thread_name(|_| "masks".into());
-        let helpers = (helpers > 0).then(|| pool.build()).transpose();
-        Ok(Self { helpers: helpers.map_err(std::io::Error::other)?, ..Self::default() })
+    pub(crate) fn new(helpers: Option<Arc<ThreadPool>>) -> Self {
+        Self { helpers, ..Self::default() }
     }
 
     pub(crate) fn hold(&mut self, id: u64, constraint: Option<Box<dyn Constraint>>) {
@@ -105,24 +110,25 @@ impl Constrained {
     }
 }
 
-impl Owner {
+impl Member {
     /// Notes which rows of the plan that was just submitted need masks.
-    pub(super) fn note_masked(&mut self) {
+    pub(super) fn note_masked(&mut self, plan: &StepPlan) {
         let Some(scheduler) = &self.scheduler else { return };
         let ids: Vec<u64> = scheduler.masked().collect();
         if !ids.is_empty() {
             debug_assert!(self.constrained.due.is_none(), "masks go before the next plan");
-            self.constrained.due = Some((self.plan.step(), ids));
+            self.constrained.due = Some((plan.step(), ids));
         }
     }
 
-    /// Sends the masks that are due, if the tokens that they depend on are known.
-    pub(super) fn send_masks(&mut self) {
-        let alone = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() == 1);
+    /// Sends the masks that are due, if the tokens that they depend on are known; `at` is the
+    /// member's place in its group.
+    pub(crate) fn send_masks(&mut self, at: usize, executor: &mut dyn Executor) {
+        let alone = self.in_flight() == 1;
         let Some((step, ids)) = self.constrained.due.take_if(|_| alone) else { return };
         let began = self.shared.clock.now_us();
         let broken = self.constrained.fill(step, &ids);
-        self.executor.masks(&self.constrained.masks);
+        executor.masks(at, &self.constrained.masks);
         self.stats.masks += ids.len() as u64;
         self.stats.mask_us += self.shared.clock.now_us().saturating_sub(began);
         for (id, why) in broken {

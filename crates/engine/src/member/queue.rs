@@ -2,13 +2,13 @@
 
 use forebay_scheduler::RequestView;
 
-use crate::owner::Owner;
+use crate::member::Member;
 use crate::types::{Arrival, FinishReason, RequestError};
 
 /// The largest number of requests that are told at a time.
 pub const MOST_VIEWS: usize = 1024;
 
-impl Owner {
+impl Member {
     /// The requests as they are now.
     pub(super) fn look(&self) -> Vec<RequestView> {
         let views = self.scheduler.as_ref().map(|scheduler| scheduler.views().take(MOST_VIEWS));
@@ -31,7 +31,7 @@ impl Owner {
     }
 
     /// Ends those that have waited too long. Reads the clock only where somebody may have.
-    pub(super) fn expire(&mut self) {
+    pub(crate) fn expire(&mut self) {
         let limit = self.config.queue_timeout_us;
         while let Some(&(at, id)) = self.deadlines.first() {
             let now = self.shared.clock.now_us();
@@ -46,6 +46,11 @@ impl Owner {
                 self.end(id, FinishReason::Error(late));
             }
         }
+    }
+
+    /// The time at which the next of them will have waited too long.
+    pub(crate) fn first_deadline(&self) -> Option<u64> {
+        self.deadlines.first().map(|&(at, _)| at)
     }
 
     fn deadline(&self, arrival: Arrival) -> Option<u64> {

@@ -3,14 +3,14 @@
 use forebay_scheduler::{Event, Finish};
 
 use crate::journal::What;
-use crate::owner::Owner;
+use crate::member::Member;
 use crate::types::{
     Admission, Arrival, FinishReason, Output, RequestError, RequestId, SampledToken, Status,
 };
 
-impl Owner {
+impl Member {
     /// Turns the scheduler's events into outputs.
-    pub(super) fn take_events(&mut self) {
+    pub(crate) fn take_events(&mut self) {
         let now = self.noted_us;
         let mut events = std::mem::take(&mut self.events);
         let mut broken = Vec::new();
@@ -98,8 +98,7 @@ impl Owner {
         self.notes.finished(id, self.shared.clock.now_us(), &finish);
         self.admissions.remove(&id);
         self.arriving.remove(&id);
-        let in_flight = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() > 0);
-        self.payloads.retire(id, in_flight.then_some(self.last_step));
+        self.payloads.retire(id, (self.in_flight() > 0).then_some(self.last_step));
         self.carrying.forget(id);
         self.constrained.give(id);
         self.pictures.give(id);
@@ -124,7 +123,7 @@ impl Owner {
     }
 
     /// Ends every request: because the hand does not come back, or because the engine stops.
-    pub(super) fn end_all(&mut self) {
+    pub(crate) fn end_all(&mut self) {
         let finish = self.failure().unwrap_or(FinishReason::Abort);
         let Some(scheduler) = self.scheduler.as_mut() else {
             return;

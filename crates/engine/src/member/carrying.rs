@@ -9,23 +9,33 @@ use std::sync::Arc;
 
 use forebay_scheduler::ImageId;
 
+use crate::executor::Executor;
 use crate::handle::Order;
-use crate::owner::Owner;
+use crate::member::Member;
 use crate::payload::Payload;
 
 /// The payloads that are on their way.
 #[derive(Debug, Default)]
 pub(crate) struct Carrying {
+    /// The hand reads payloads in the memory in which they were written: nothing is carried.
+    near: bool,
     /// Deaths of the hand: what has reached an earlier one is of no use to this one.
     life: u64,
     /// Payloads that each held request still waits for.
     left: HashMap<u64, usize>,
+    /// Cargo that waits for [`Member::send_off`].
+    due: Vec<Cargo>,
 }
 
 impl Carrying {
+    pub(crate) fn new(near: bool) -> Self {
+        Self { near, ..Self::default() }
+    }
+
     pub(crate) fn hand_died(&mut self) {
         self.life += 1;
         self.left.clear();
+        self.due.clear();
     }
 
     /// The request is here no more.
@@ -42,57 +52,67 @@ pub(crate) struct Carried {
 }
 
 /// The owner of a payload, which waits for it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Cargo {
     Of(u64),
     Patches(ImageId, Arc<dyn Payload>),
 }
 
-impl Owner {
+impl Member {
     /// True if a request with these payloads has to wait until they are brought to the hand.
     pub(super) fn has_to_wait(&self, payloads: &[Arc<dyn Payload>]) -> bool {
-        !payloads.is_empty() && !self.executor.is_near()
+        !payloads.is_empty() && !self.carrying.near
     }
 
-    /// Has everything brought to the hand that a held request needs. Without a hand it waits for
-    /// the next one.
+    /// Asks for everything that a held request needs.
     pub(super) fn carry_for(&mut self, request: u64) {
-        if !self.up {
-            return;
-        }
-        let payloads = self.payloads.of(request).to_vec();
-        self.carrying.left.insert(request, payloads.len());
-        for payload in payloads {
-            self.carry(&payload, Cargo::Of(request));
-        }
+        self.carrying.due.push(Cargo::Of(request));
     }
 
-    /// The same for all of them: there is a new hand.
+    /// Asks for the payloads of all held requests: there is a new hand.
     pub(super) fn carry_again(&mut self) {
         let held = self.scheduler.iter().flat_map(|scheduler| scheduler.held());
-        for request in held.collect::<Vec<_>>() {
-            self.carry_for(request);
+        self.carrying.due.extend(held.map(Cargo::Of));
+    }
+
+    /// Has the hand read patches: at once, or when they were brought there.
+    pub(super) fn give_patches(&mut self, image: ImageId, patches: Arc<dyn Payload>) {
+        if self.carrying.near {
+            self.patches_there(image, patches);
+        } else {
+            self.carrying.due.push(Cargo::Patches(image, patches));
         }
     }
 
-    /// Has patches brought to the hand before it hears of them.
-    pub(super) fn carry_patches(&mut self, image: ImageId, patches: Arc<dyn Payload>) {
-        // After a death the image is wanted again.
-        if self.up {
-            self.carry(&Arc::clone(&patches), Cargo::Patches(image, patches));
-        }
-    }
-
-    fn carry(&mut self, payload: &Arc<dyn Payload>, cargo: Cargo) {
-        let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
-        let carried = Carried { life: self.carrying.life, cargo };
-        let there = Box::new(move || {
-            // A closed lane means that the thread has ended.
-            if orders.send(Order::Carried(carried)).is_ok() {
-                waker.wake();
+    /// Has everything brought to the hand that was asked for; `at` is the member's place in its
+    /// group. Without a hand nothing is: a request waits for the next one, and an image is wanted
+    /// again.
+    pub(crate) fn send_off(&mut self, at: usize, hand: Option<&mut (dyn Executor + 'static)>) {
+        let Some(hand) = hand else { return self.carrying.due.clear() };
+        for cargo in std::mem::take(&mut self.carrying.due) {
+            let payloads = match &cargo {
+                Cargo::Of(request) => {
+                    let payloads = self.payloads.of(*request).to_vec();
+                    // One that has ended meanwhile has none.
+                    if !payloads.is_empty() {
+                        self.carrying.left.insert(*request, payloads.len());
+                    }
+                    payloads
+                }
+                Cargo::Patches(_, patches) => vec![Arc::clone(patches)],
+            };
+            for payload in payloads {
+                let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
+                let carried = Carried { life: self.carrying.life, cargo: cargo.clone() };
+                let there = Box::new(move || {
+                    // A closed lane means that the thread has ended.
+                    if orders.send(Order::Carried(carried)).is_ok() {
+                        waker.wake();
+                    }
+                });
+                hand.carry(at, &payload, there);
             }
-        });
-        self.executor.carry(payload, there);
+        }
     }
 
     /// A payload is where the hand reads it, if it is still the same hand.
@@ -116,7 +136,7 @@ impl Owner {
     /// The hand has died: whoever has a payload waits until it is at the next one.
     pub(super) fn hold_embedded(&mut self) {
         self.carrying.hand_died();
-        if self.executor.is_near() {
+        if self.carrying.near {
             return;
         }
         if let Some(scheduler) = &mut self.scheduler {

@@ -1,0 +1,324 @@
+//! One scheduler of an engine thread, with its requests and those who hear of them.
+
+mod carrying;
+mod constrained;
+mod events;
+mod hand;
+mod handover;
+mod pictures;
+mod queue;
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crossbeam_channel::{Receiver, Sender};
+use forebay_protocol::{StepPlan, StepResult};
+use forebay_scheduler::{ApplyError, Event, Scheduler};
+
+use crate::config::EngineConfig;
+use crate::handle::{EngineHandle, Order, Shared, positions};
+use crate::journal::{Notes, StepNote, What};
+pub(crate) use crate::member::carrying::{Carried, Carrying};
+pub(crate) use crate::member::constrained::{Constrained, helpers};
+use crate::member::pictures::Pictures;
+pub use crate::member::queue::MOST_VIEWS;
+use crate::payload::Held;
+use crate::types::{
+    Admission, Arrival, BlockObserver, EngineRequest, FinishReason, HandStats, Output, OutputSink,
+    Peers, RequestError, Stats,
+};
+
+/// The listeners to outputs, to blocks, and to the hand's death.
+pub(crate) type Listeners =
+    (Box<dyn OutputSink>, Option<Box<dyn BlockObserver>>, Option<Box<dyn Peers>>);
+
+/// The kinds of orders that a member's lane held.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Taken {
+    /// Some order.
+    pub(crate) any: bool,
+    /// Requests that another replica may have to take over.
+    pub(crate) entered: bool,
+    /// [`Order::Stop`]; what came behind it is still there.
+    pub(crate) stopped: bool,
+}
+
+/// A replica without its hand. An ordinary engine thread has one, that of a step group has one for
+/// each rank.
+pub(crate) struct Member {
+    config: EngineConfig,
+    sink: Box<dyn OutputSink>,
+    blocks: Option<Box<dyn BlockObserver>>,
+    pub(crate) peers: Option<Box<dyn Peers>>,
+    pub(crate) shared: Arc<Shared>,
+    lane: Receiver<Order>,
+    /// The orders' sender, for threads that put images where the hand reads them.
+    orders: Sender<Order>,
+    /// Known with the hand's first facts.
+    pub(crate) scheduler: Option<Scheduler>,
+    events: Vec<Event>,
+    outputs: Vec<Output>,
+    /// Requests that were never admitted.
+    arrivals: HashMap<u64, Arrival>,
+    /// The times at which requests have waited too long, with their ids; empty if they may wait
+    /// without a limit.
+    deadlines: BTreeSet<(u64, u64)>,
+    /// Admissions whose first token has not come yet.
+    admissions: HashMap<u64, Admission>,
+    /// Since when requests wait for blocks to come back.
+    arriving: HashMap<u64, u64>,
+    /// Since when copies are under way, and none has ended.
+    copying_us: Option<u64>,
+    /// Bytes of a page, as the hand says.
+    page_bytes: u64,
+    /// The payloads of requests in the arena.
+    payloads: Held,
+    pictures: Pictures,
+    carrying: Carrying,
+    /// The constraints on their tokens.
+    constrained: Constrained,
+    /// The last step that was handed over.
+    last_step: u64,
+    stats: HandStats,
+    notes: Notes,
+    /// The time at which the last plan was made or the last result applied.
+    noted_us: u64,
+    /// Microseconds that the last plan took to make.
+    plan_us: u32,
+}
+
+impl Member {
+    pub(crate) fn new(
+        config: EngineConfig,
+        (sink, blocks, peers): Listeners,
+        handle: EngineHandle,
+        lane: Receiver<Order>,
+        constrained: Constrained,
+        carrying: Carrying,
+    ) -> Self {
+        let EngineHandle { shared, orders } = handle;
+        Self {
+            config,
+            sink,
+            blocks,
+            peers,
+            shared,
+            lane,
+            orders,
+            scheduler: None,
+            events: Vec::new(),
+            outputs: Vec::new(),
+            arrivals: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            admissions: HashMap::new(),
+            arriving: HashMap::new(),
+            copying_us: None,
+            page_bytes: 0,
+            payloads: Held::default(),
+            pictures: Pictures::default(),
+            carrying,
+            constrained,
+            last_step: 0,
+            stats: HandStats::default(),
+            notes: Notes::default(),
+            noted_us: 0,
+            plan_us: 0,
+        }
+    }
+
+    /// Takes every waiting order, up to [`Order::Stop`].
+    pub(crate) fn take_orders(&mut self) -> Taken {
+        let mut taken = Taken::default();
+        while let Ok(order) = self.lane.try_recv() {
+            match order {
+                Order::Submit { mut request, arrival } => {
+                    let entering = &mut request.request;
+                    match entering.arrived_us {
+                        0 => entering.arrived_us = arrival.at_us,
+                        at_us => self.notes.moment(entering.id, at_us, What::Received),
+                    }
+                    let (prompt, max_tokens) = (entering.prompt.len() as u32, entering.max_tokens);
+                    let queued = What::Queued { prompt, max_tokens };
+                    self.notes.moment(entering.id, arrival.at_us, queued);
+                    self.arrived(entering.id, arrival);
+                    self.enter(*request);
+                    taken.entered = true;
+                }
+                Order::Adopt(orphan) => {
+                    self.adopt(*orphan);
+                    taken.entered = true;
+                }
+                Order::HandOver => taken.entered = true,
+                Order::Abort(id) => {
+                    if self.scheduler.as_mut().is_some_and(|s| s.abort(id.0)) {
+                        self.end(id.0, FinishReason::Abort);
+                    } else if let Some(peers) = &self.peers {
+                        peers.abort(id);
+                    }
+                }
+                Order::Placed { image, placed } => self.placed(image, placed),
+                Order::Carried(carried) => self.carried(carried),
+                Order::FlushCache(reply) => {
+                    reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
+                }
+                Order::Run(work) => work(),
+                Order::Look(reply) => reply(self.look()),
+                Order::Stop => {
+                    taken.stopped = true;
+                    return taken;
+                }
+            }
+            taken.any = true;
+        }
+        taken
+    }
+
+    /// Queues a request. Where the hand is gone, it is decided afterwards what becomes of it.
+    fn enter(&mut self, entering: EngineRequest) {
+        let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
+        request.masked = constraint.is_some();
+        let has_to_wait = self.has_to_wait(&payloads);
+        let Some(scheduler) = self.scheduler.as_mut() else {
+            let reason = "it is still starting".into();
+            let finish = FinishReason::Error(RequestError::HandFailed(reason));
+            return self.end(request.id, finish);
+        };
+        let room = self.shared.room.load(Ordering::Acquire);
+        if positions(&request) > u64::from(room) {
+            // Another replica, with more memory, was ready when it was checked.
+            let reason = format!("of the replicas that are left, none has {room} positions");
+            let finish = FinishReason::Error(RequestError::HandFailed(reason));
+            return self.end(request.id, finish);
+        }
+        let id = request.id;
+        request.held = has_to_wait;
+        self.payloads.hold(id, payloads);
+        self.pictures.hold(id, pictures);
+        self.constrained.hold(id, constraint);
+        scheduler.submit(request);
+        if has_to_wait {
+            self.carry_for(id);
+        }
+    }
+
+    /// Plans in flight; all members of a group have as many.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.scheduler.as_ref().map_or(0, Scheduler::in_flight)
+    }
+
+    /// True if a step in flight computes something of this member.
+    pub(crate) fn computes(&self) -> bool {
+        self.scheduler.as_ref().is_some_and(Scheduler::computes)
+    }
+
+    /// True if one of its requests is suspected of a death.
+    pub(crate) fn is_suspected(&self) -> bool {
+        self.scheduler.as_ref().is_some_and(Scheduler::is_suspected)
+    }
+
+    /// Plans the next step; false: there is nothing to do.
+    pub(crate) fn plan(&mut self, plan: &mut StepPlan) -> bool {
+        let began = self.shared.clock.now_us();
+        let planned = self
+            .scheduler
+            .as_mut()
+            .is_some_and(|scheduler| scheduler.next_plan(plan, &mut self.events));
+        self.noted_us = if planned { self.shared.clock.now_us() } else { began };
+        self.plan_us = u32::try_from(self.noted_us.saturating_sub(began)).unwrap_or(u32::MAX);
+        planned
+    }
+
+    /// Takes part in the next step without work of its own.
+    pub(crate) fn idle(&mut self, plan: &mut StepPlan) {
+        if let Some(scheduler) = self.scheduler.as_mut() {
+            scheduler.idle_plan(plan);
+        }
+    }
+
+    /// The plan is handed over.
+    pub(crate) fn note_planned(&mut self, plan: &StepPlan) {
+        let Some(scheduler) = &self.scheduler else { return };
+        self.last_step = plan.step();
+        self.notes.planned(StepNote {
+            step: plan.step(),
+            planned_us: self.noted_us,
+            done_us: 0,
+            device_us: 0,
+            gap_us: 0,
+            planned: scheduler.planned(),
+            plan_us: self.plan_us,
+            in_flight: scheduler.in_flight() as u32 - 1,
+        });
+        self.note_masked(plan);
+    }
+
+    /// Takes the result of the oldest step. `rested`: what the device waited before it was not the
+    /// host's doing.
+    pub(crate) fn apply(&mut self, result: &StepResult, rested: bool) -> Result<(), ApplyError> {
+        let Some(scheduler) = self.scheduler.as_mut() else {
+            return Ok(());
+        };
+        scheduler.apply(result, &mut self.events)?;
+        self.noted_us = self.shared.clock.now_us();
+        self.payloads.answered(result.step);
+        self.stats.device_us += u64::from(result.device_us);
+        let gap_us = if rested || result.row_errors.is_empty() { 0 } else { result.gap_us };
+        self.stats.idle_us += u64::from(gap_us);
+        self.notes.done(result.step, self.noted_us, result.device_us, gap_us);
+        self.take_events();
+        Ok(())
+    }
+
+    /// Notes whether copies are under way. Gives the seconds since the last one ended, if these are
+    /// as many as a hand may take.
+    pub(crate) fn watch_copies(&mut self, ended: bool) -> Option<u64> {
+        let outstanding = self.scheduler.as_ref().map_or(0, Scheduler::copies_outstanding);
+        if outstanding == 0 {
+            self.copying_us = None;
+            return None;
+        }
+        let now = self.shared.clock.now_us();
+        let since = *self.copying_us.get_or_insert(now);
+        if ended {
+            self.copying_us = Some(now);
+            return None;
+        }
+        let silent = now.saturating_sub(since);
+        (silent >= self.config.watchdog_us).then_some(silent / 1_000_000)
+    }
+
+    pub(crate) fn deliver(&mut self) {
+        self.publish();
+        self.notes.write(&self.shared.journal);
+        self.tell_blocks();
+        if !self.outputs.is_empty() {
+            let next = Vec::with_capacity(self.outputs.len());
+            self.sink.deliver(std::mem::replace(&mut self.outputs, next));
+        }
+    }
+
+    fn tell_blocks(&mut self) {
+        let (Some(observer), Some(scheduler)) = (&mut self.blocks, &mut self.scheduler) else {
+            return;
+        };
+        let mut events = Vec::new();
+        scheduler.take_block_events(&mut events);
+        if !events.is_empty() {
+            observer.changed(events);
+        }
+    }
+
+    fn publish(&mut self) {
+        let Some(scheduler) = &self.scheduler else {
+            return;
+        };
+        let scheduler = scheduler.stats();
+        let hand = HandStats {
+            saved_bytes: scheduler.host.blocks_saved * self.page_bytes,
+            restored_bytes: scheduler.host.blocks_restored * self.page_bytes,
+            ..self.stats
+        };
+        *self.shared.stats.lock() = Stats { scheduler, hand };
+    }
+}

@@ -1,0 +1,537 @@
+//! Step groups: one thread that owns several schedulers, against simulated ranks in virtual time.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use forebay_engine::{
+    Allowed, Broken, Constraint, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread,
+    Executor, FinishReason, Hooks, Namer, Output, OutputSink, Policy, Request, RequestError,
+    RequestId, Signal, Status, Wake,
+};
+use forebay_protocol::{StepMasks, StepPlan};
+use forebay_sim::{
+    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
+};
+use parking_lot::Mutex;
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+const VOCAB: u32 = 1000;
+const PAGES: u32 = 60;
+const PAGE_SIZE: u32 = 4;
+/// Far longer than anything here takes: a test that reaches it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The steps of each rank, by the group's lives.
+type Lives = Arc<Mutex<Vec<Vec<Vec<u64>>>>>;
+
+/// Notes what each rank is given and answers.
+struct Watched {
+    inner: SimExecutor,
+    ranks: usize,
+    given: Lives,
+    /// Steps that were answered, of this life.
+    answered: u64,
+}
+
+impl Executor for Watched {
+    fn start(&mut self) {
+        self.given.lock().push(vec![Vec::new(); self.ranks]);
+        self.inner.start();
+    }
+
+    fn submit(&mut self, plans: &[StepPlan]) {
+        assert_eq!(plans.len(), self.ranks, "a plan for each rank");
+        let works = |plan: &StepPlan| plan.rows().len() > 0 || plan.writes_tables();
+        assert!(plans.iter().any(works), "a step in which nobody has anything to do");
+        let tokens = |plan: &StepPlan| plan.rows().map(|row| row.length as i32).sum::<i32>();
+        let tokens: Vec<i32> = plans.iter().map(tokens).collect();
+        let mut lives = self.given.lock();
+        for (rank, plan) in plans.iter().enumerate() {
+            assert_eq!(plan.group(), tokens, "rank {rank} knows the tokens of all");
+            lives.last_mut().expect("a life")[rank].push(plan.step());
+        }
+        drop(lives);
+        self.inner.submit(plans);
+    }
+
+    fn masks(&mut self, member: usize, masks: &StepMasks) {
+        self.inner.masks(member, masks);
+    }
+
+    fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
+        let signal = self.inner.wait(timeout_us);
+        if let Signal::Result(results) = &signal {
+            let step = results[0].step;
+            assert_eq!(results.len(), self.ranks);
+            assert!(results.iter().all(|result| result.step == step));
+            let lives = self.given.lock();
+            let given =
+                lives.last().and_then(|ranks| ranks[0].iter().find(|&&s| s > self.answered));
+            assert_eq!(given, Some(&step), "in order");
+            drop(lives);
+            self.answered = step;
+        }
+        signal
+    }
+
+    fn stop(&mut self) {
+        self.inner.stop();
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        self.inner.waker()
+    }
+}
+
+/// How many outputs and ends there have been.
+#[derive(Debug, Clone, Copy, Default)]
+struct Seen {
+    outputs: u64,
+    ends: u64,
+}
+
+/// Runs on the engine thread after each batch.
+type Hook = Box<dyn FnMut(&Rig, Seen) + Send>;
+
+struct Sink {
+    member: usize,
+    outputs: Sender<(usize, Vec<Output>)>,
+    hook: Arc<Mutex<(Seen, Option<(Rig, Hook)>)>>,
+}
+
+impl OutputSink for Sink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        let mut hook = self.hook.lock();
+        hook.0.outputs += outputs.len() as u64;
+        hook.0.ends += outputs.iter().filter(|output| output.finish.is_some()).count() as u64;
+        if let (seen, Some((rig, hook))) = &mut *hook {
+            hook(&*rig, *seen);
+        }
+        // The test may be over.
+        let _ = self.outputs.send((self.member, outputs));
+    }
+}
+
+#[derive(Clone)]
+struct Rig {
+    handles: Vec<EngineHandle>,
+    control: SimControl,
+}
+
+struct Group {
+    rig: Rig,
+    given: Lives,
+    outputs: Receiver<(usize, Vec<Output>)>,
+    _thread: EngineThread,
+}
+
+/// All that a request gave.
+#[derive(Debug, Default)]
+struct Story {
+    member: usize,
+    tokens: Vec<i32>,
+    end: Option<FinishReason>,
+}
+
+fn config() -> EngineConfig {
+    EngineConfig {
+        max_running: 6,
+        slots: 9,
+        page_size: PAGE_SIZE,
+        token_budget: 16,
+        prefix_cache: true,
+        namer: Namer::open(),
+        policy: Policy::Fcfs,
+        fair: true,
+        lookahead: 1,
+        max_queued: 100_000,
+        queue_timeout_us: 0,
+        context_length: 200,
+        watchdog_us: 10_000_000,
+        load_timeout_us: 0,
+        restart_limit: 3,
+        mask_threads: 0,
+        image_budget: 0,
+        host: None,
+    }
+}
+
+fn text() -> SimText {
+    SimText::endless((0..VOCAB as i32).collect())
+}
+
+impl Group {
+    fn start(members: u32, config: EngineConfig, seed: u64, hook: Option<Hook>) -> Self {
+        let clock = SimClock::virtual_time();
+        let model = DeviceModel {
+            step_us: 1000.0,
+            row_us: 10.0,
+            token_us: 5.0,
+            jitter_sigma: 0.2,
+            ..DeviceModel::INSTANT
+        };
+        let sim = SimConfig {
+            tokens_a_row: 1,
+            host_pages: 0,
+            clock: clock.clone(),
+            timing: Timing { model, ..Timing::default() },
+            hot_row_tokens: 0,
+            seed,
+            load_us: 1_000_000,
+            page_count: PAGES,
+            vocab_size: VOCAB,
+            hidden_size: 4,
+            text: text(),
+            device: "sim".into(),
+            tower: None,
+        };
+        let (inner, control) = SimExecutor::group(sim, members);
+        let given = Lives::default();
+        let executor =
+            Watched { inner, ranks: members as usize, given: Arc::clone(&given), answered: 0 };
+        let (sender, outputs) = channel();
+        let shared = Arc::new(Mutex::new((Seen::default(), None)));
+        let hooks = (0..members as usize).map(|member| {
+            let hook = Arc::clone(&shared);
+            Hooks::new(Box::new(Sink { member, outputs: sender.clone(), hook }))
+        });
+        let (handles, thread) =
+            Engine::start_group(config, Box::new(executor), Arc::new(clock), hooks.collect())
+                .expect("thread");
+        let rig = Rig { handles, control };
+        shared.lock().1 = hook.map(|hook| (rig.clone(), hook));
+        rig.settled(|status| !matches!(status, Status::Starting(_)));
+        // Virtual time would run away from the test's submits.
+        rig.control.hold();
+        Self { rig, given, outputs, _thread: thread }
+    }
+
+    /// Lets time go on until `count` requests have ended.
+    fn follow(&self, count: usize) -> BTreeMap<u64, Story> {
+        self.rig.control.release();
+        let mut stories: BTreeMap<u64, Story> = BTreeMap::new();
+        let mut ended = 0;
+        while ended < count {
+            let (member, outputs) = self.outputs.recv_timeout(PATIENCE).expect("outputs");
+            for output in outputs {
+                let story = stories.entry(output.id.0).or_default();
+                assert_eq!(story.end, None, "something after the end: {output:?}");
+                story.member = member;
+                story.tokens.extend(output.token.map(|token| token.id));
+                ended += usize::from(output.finish.is_some());
+                story.end = output.finish;
+            }
+        }
+        stories
+    }
+
+    /// Checks that the ranks have been given the same steps, one after the other, and that the
+    /// books balance.
+    fn check(&self) {
+        self.rig.control.release();
+        for (member, handle) in self.rig.handles.iter().enumerate() {
+            // Whatever is still in flight retires.
+            while handle.stats().scheduler.pages_held > 0 {
+                assert!(!matches!(handle.status(), Status::Failed(_)), "{:?}", handle.status());
+                std::thread::yield_now();
+            }
+            let before = handle.now_us();
+            self.flush(member);
+            let stats = handle.stats().scheduler;
+            assert_eq!((stats.running, stats.waiting), (0, 0), "member {member}");
+            // When nothing happens for a while, the engine checks its books: a fault ends it.
+            while handle.now_us() < before + 100_000 {
+                assert!(!matches!(handle.status(), Status::Failed(_)), "{:?}", handle.status());
+                std::thread::yield_now();
+            }
+            self.flush(member);
+        }
+        let lives = self.given.lock();
+        let mut last = 0;
+        for ranks in lives.iter() {
+            let first = &ranks[0];
+            assert!(ranks.iter().all(|steps| steps == first), "ranks differ");
+            for &step in first {
+                assert_eq!(step, last + 1, "a step is missing at every rank");
+                last = step;
+            }
+        }
+    }
+
+    /// Empties a member's prefix cache, in which nobody uses anything.
+    fn flush(&self, member: usize) {
+        let (sender, flushed) = channel();
+        self.rig.handles[member].flush_cache(Box::new(move |done| {
+            let _ = sender.send(done);
+        }));
+        assert!(flushed.recv_timeout(PATIENCE).expect("reply"), "member {member}");
+    }
+
+    fn lives(&self) -> usize {
+        self.given.lock().len()
+    }
+}
+
+impl Rig {
+    fn settled(&self, wanted: impl Fn(&Status) -> bool) {
+        while !self.handles.iter().all(|handle| wanted(&handle.status())) {
+            std::thread::yield_now();
+        }
+    }
+
+    fn submit(&self, id: u64, member: usize, max_tokens: u32) {
+        self.handles[member].submit(request(id, prompt(id), max_tokens)).expect("room");
+    }
+}
+
+fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
+    let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
+    EngineRequest { request, ..EngineRequest::default() }
+}
+
+/// Prompts of many lengths, some with a common beginning.
+fn prompt(id: u64) -> Vec<i32> {
+    let common = if id.is_multiple_of(3) { 20 } else { 0 };
+    let own = 1 + (id as i32 * 7) % 60;
+    (0..common).chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32)).collect()
+}
+
+/// What the simulated model gives a request that runs alone.
+fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
+    let (text, start) = (text(), tokens.len());
+    for _ in 0..count {
+        tokens.push(next_token(&text, &tokens, start));
+    }
+    tokens.split_off(start)
+}
+
+fn length(id: u64) -> u32 {
+    1 + (id as u32 * 13) % 50
+}
+
+#[test]
+fn every_member_s_requests_get_what_they_would_get_alone() {
+    for members in [2, 5] {
+        let group = Group::start(members, config(), 1, None);
+        // The last member has no request for a while, and then one.
+        for id in 0..40 {
+            group.rig.submit(id, id as usize % (members as usize - 1), length(id));
+        }
+        let stories = group.follow(40);
+        for (&id, story) in &stories {
+            assert_eq!(story.tokens, alone(prompt(id), length(id)), "request {id}");
+            assert_eq!(story.end, Some(FinishReason::Length));
+        }
+        group.rig.submit(40, members as usize - 1, 5);
+        assert_eq!(group.follow(1)[&40].tokens, alone(prompt(40), 5));
+        group.check();
+        assert_eq!(group.lives(), 1);
+    }
+}
+
+#[test]
+fn a_rank_s_death_is_that_of_all_and_nobody_notices() {
+    for (hang, lookahead) in [(false, 1), (true, 1), (false, 0)] {
+        let mut due = [30, 200, 400].into_iter().peekable();
+        let hook: Hook = Box::new(move |rig, seen| {
+            if let Some(at) = due.next_if(|&at| seen.outputs >= at) {
+                if hang { rig.control.hang() } else { rig.control.kill_rank(at as usize / 10 % 3) }
+            }
+        });
+        let group = Group::start(3, EngineConfig { lookahead, ..config() }, 2, Some(hook));
+        for id in 0..30 {
+            group.rig.submit(id, id as usize % 3, length(id));
+        }
+        let stories = group.follow(30);
+        for (&id, story) in &stories {
+            assert_eq!(story.tokens, alone(prompt(id), length(id)), "request {id}");
+        }
+        for handle in &group.rig.handles {
+            assert_eq!(handle.stats().hand.deaths, 3, "their deaths coincide");
+        }
+        group.check();
+    }
+}
+
+#[test]
+fn who_kills_a_rank_is_found_and_the_others_of_all_members_live() {
+    /// Nothing that a request says.
+    const POISON: i32 = 5000;
+    let group = Group::start(4, config(), 3, None);
+    group.rig.control.poison(POISON);
+    for id in 0..40 {
+        // One each of two members.
+        let tokens = if id == 6 || id == 15 { vec![1, POISON] } else { prompt(id % 20) };
+        let member = id as usize % 4;
+        group.rig.handles[member].submit(request(id, tokens, length(id))).expect("room");
+    }
+    let stories = group.follow(40);
+    for (&id, story) in &stories {
+        if id == 6 || id == 15 {
+            let poisoned = FinishReason::Error(RequestError::Poisoned);
+            assert_eq!(story.end, Some(poisoned), "request {id}");
+        } else {
+            assert_eq!(story.end, Some(FinishReason::Length), "request {id} is innocent");
+            assert_eq!(story.tokens, alone(prompt(id % 20), length(id)), "request {id}");
+        }
+    }
+    group.check();
+}
+
+/// Allows even tokens.
+#[derive(Debug)]
+struct Even;
+
+impl Constraint for Even {
+    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+        if token % 2 == 0 { Ok(()) } else { Err(Broken(format!("{token} is odd"))) }
+    }
+
+    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+        words.fill(0x5555_5555);
+        Ok(Allowed::Some)
+    }
+}
+
+#[test]
+fn members_have_masks_of_their_own() {
+    let group = Group::start(3, config(), 4, None);
+    for id in 0..24 {
+        let constraint: Option<Box<dyn Constraint>> =
+            if id % 4 == 0 { Some(Box::new(Even)) } else { None };
+        let one = EngineRequest { constraint, ..request(id, prompt(id), length(id)) };
+        group.rig.handles[id as usize % 3].submit(one).expect("room");
+    }
+    let stories = group.follow(24);
+    for (&id, story) in &stories {
+        assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
+        if id % 4 == 0 {
+            assert!(story.tokens.iter().all(|token| token % 2 == 0), "request {id}");
+        } else {
+            assert_eq!(story.tokens, alone(prompt(id), length(id)), "request {id}");
+        }
+    }
+    group.check();
+}
+
+#[test]
+fn a_stop_at_one_member_ends_all() {
+    let group = Group::start(3, config(), 5, None);
+    for id in 0..12 {
+        group.rig.submit(id, id as usize % 3, 100);
+    }
+    group.rig.handles[1].stop();
+    let stories = group.follow(12);
+    assert!(stories.values().all(|story| story.end == Some(FinishReason::Abort)));
+}
+
+/// Something that happens when so many outputs have come.
+#[derive(Debug, Clone)]
+enum Event {
+    Arrive { member: usize, max_tokens: u32 },
+    Abort { which: u64 },
+    Kill { rank: usize },
+    Hang,
+}
+
+impl Event {
+    fn is_death(&self) -> bool {
+        matches!(self, Self::Kill { .. } | Self::Hang)
+    }
+}
+
+fn events(members: usize) -> impl Strategy<Value = Vec<(u64, Event)>> {
+    let event = prop_oneof![
+        30 => (0..members, 1_u32..60)
+            .prop_map(|(member, max_tokens)| Event::Arrive { member, max_tokens }),
+        // Of one member only: the others idle.
+        10 => (1_u32..60).prop_map(|max_tokens| Event::Arrive { member: 0, max_tokens }),
+        8 => (0_u64..200).prop_map(|which| Event::Abort { which }),
+        1 => (0..members).prop_map(|rank| Event::Kill { rank }),
+        1 => Just(Event::Hang),
+    ];
+    proptest::collection::vec((0_u64..60, event), 20..200)
+}
+
+fn members() -> impl Strategy<Value = usize> {
+    prop_oneof![4 => 2_usize..5, 4 => Just(4_usize), 3 => Just(16_usize), 1 => 17_usize..65]
+}
+
+/// Lets arrivals, aborts and deaths happen; gives how many steps there were.
+fn run(members: usize, lookahead: u32, seed: u64, events: Vec<(u64, Event)>) -> u64 {
+    let arrival = |(_, event): &(u64, Event)| match event {
+        Event::Arrive { member, max_tokens } => Some((*member, *max_tokens)),
+        _ => None,
+    };
+    let arrivals: Vec<(usize, u32)> = events.iter().filter_map(arrival).collect();
+    let deaths = events.iter().filter(|(_, event)| event.is_death()).count();
+    let (mut next, mut due_at) = (0_usize, 0_u64);
+    let (mut queue, homes) = (VecDeque::from(events), arrivals.clone());
+    let hook: Hook = Box::new(move |rig, seen| {
+        // Where nothing is alive, nothing else would bring the next event.
+        while let Some((after, _)) = queue.front()
+            && (seen.outputs >= due_at + after || seen.ends == next as u64 + 1)
+        {
+            let Some((_, event)) = queue.pop_front() else { return };
+            due_at = seen.outputs;
+            match event {
+                Event::Arrive { member, max_tokens } => {
+                    rig.submit(next as u64, member, max_tokens);
+                    next += 1;
+                }
+                Event::Abort { which } if next > 0 => {
+                    let which = which as usize % next;
+                    rig.handles[homes[which].0].abort(RequestId(which as u64));
+                }
+                Event::Abort { .. } => {}
+                Event::Kill { rank } => rig.control.kill_rank(rank),
+                Event::Hang => rig.control.hang(),
+            }
+        }
+    });
+    let config = EngineConfig { lookahead, restart_limit: 1000, ..config() };
+    let group = Group::start(members as u32, config, seed, Some(hook));
+    // What it says begins the rest.
+    group.rig.handles[0].submit(request(u64::MAX, vec![1], 1)).expect("room");
+    let stories = group.follow(arrivals.len() + 1);
+    for (id, &(member, max_tokens)) in (0..).zip(&arrivals) {
+        let story = &stories[&id];
+        let whole = alone(prompt(id), max_tokens);
+        match &story.end {
+            Some(FinishReason::Length) => assert_eq!(story.tokens, whole, "request {id}"),
+            Some(FinishReason::Abort) => {}
+            // Who is tried alone when somebody else kills the hand again looks guilty.
+            Some(FinishReason::Error(RequestError::Poisoned)) if deaths > 1 => {}
+            other => panic!("request {id} ended with {other:?}"),
+        }
+        assert!(whole.starts_with(&story.tokens), "request {id}");
+        assert!(story.tokens.is_empty() || story.member == member, "request {id}");
+    }
+    group.check();
+    let lives = group.given.lock();
+    lives.iter().map(|ranks| ranks[0].len() as u64).sum()
+}
+
+/// `FOREBAY_GROUP_CASES` asks for more of them.
+#[test]
+fn ranks_execute_the_same_steps_whatever_happens() {
+    let cases = std::env::var("FOREBAY_GROUP_CASES").map_or(24, |count| count.parse().unwrap());
+    let mut runner = TestRunner::new(ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    });
+    let steps = AtomicU64::new(0);
+    let scenario =
+        members().prop_flat_map(|members| (Just(members), 0_u32..2, any::<u64>(), events(members)));
+    let ran = runner.run(&scenario, |(members, lookahead, seed, events)| {
+        steps.fetch_add(run(members, lookahead, seed, events), Ordering::Relaxed);
+        Ok(())
+    });
+    ran.unwrap();
+    println!("{} steps in {cases} cases", steps.into_inner());
+}

@@ -1,0 +1,40 @@
+//! The column of a step group, whose ranks have plans of their own and exchange rows.
+
+use super::{ROW_RECORD_WORDS, StepPlan};
+
+/// The largest number of ranks of a step group.
+const MAX_GROUP: usize = 256;
+
+/// Writes the tokens of all ranks into the plan of each; `plans` are those of a step group's ranks,
+/// in their order. The sizes of exchanges follow from these numbers. A plan that is alone says
+/// nothing.
+pub fn tell_group(plans: &mut [StepPlan]) {
+    let [_, _, ..] = plans else { return };
+    let tokens = plans.iter().map(|plan| i32::try_from(plan.own_tokens()).unwrap_or(i32::MAX));
+    let tokens: Vec<i32> = tokens.collect();
+    for plan in plans {
+        plan.group.clone_from(&tokens);
+    }
+}
+
+impl StepPlan {
+    /// The tokens of each rank of the step group; empty where there is none.
+    #[must_use]
+    pub fn group(&self) -> &[i32] {
+        &self.group
+    }
+
+    /// Positions that its rows compute.
+    fn own_tokens(&self) -> i64 {
+        self.rows.chunks_exact(ROW_RECORD_WORDS).map(|row| i64::from(row[2])).sum()
+    }
+
+    /// True if the column can be that of a group with this plan.
+    pub(super) fn group_agrees(&self) -> bool {
+        let tokens = &self.group;
+        tokens.is_empty()
+            || (2..=MAX_GROUP).contains(&tokens.len())
+                && tokens.iter().all(|&count| count >= 0)
+                && tokens.iter().any(|&count| i64::from(count) == self.own_tokens())
+    }
+}

@@ -1,0 +1,46 @@
+"""Rows that the ranks of a step group exchange: each has tokens of its own, and all of them share the experts.
+
+Nobody asks how many rows others have: the plan says it, in its column `group`. So all ranks call the same collectives
+with the same shapes, also a rank that has no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from forebay.distributed.group import Group
+
+
+class Exchange:
+    """All-gather before the experts and reduce-scatter behind them, of as many rows as the step has."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank = group.rank
+        self.world = group.world
+        self._group = group
+        self._tokens: tuple[int, ...] = (0,) * group.world
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Says how many tokens each rank has from now on. For work, before that of the step."""
+        self._tokens = tuple(tokens)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks [tokens of all, ...], in the order of ranks; x is this rank's [own tokens, ...]."""
+        gathered = self._group.all_gather(self._padded(x))
+        if min(self._tokens) == max(self._tokens):
+            return gathered.flatten(0, 1)
+        return torch.cat([rows[:count] for rows, count in zip(gathered, self._tokens, strict=True)])
+
+    def scatter(self, y: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [own tokens, ...] of the sum of all ranks' y [tokens of all, ...]."""
+        if min(self._tokens) < max(self._tokens):
+            y = torch.cat([self._padded(rows) for rows in y.split(self._tokens)])
+        return self._group.reduce_scatter(y)[: self._tokens[self.rank]]
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows with zeros behind them, as many as the rank with most tokens has."""
+        missing = max(self._tokens) - len(x)
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x

@@ -1,0 +1,87 @@
+"""Replicas that share experts: the tokens of one rank, exact loads, and one end for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from tests.e2e.client import native_together
+from tests.e2e.conftest import Models, Serve
+from tests.e2e.models import Model
+from tests.e2e.processes import alive
+from tests.e2e.test_breakage import STREAMS, Load, requests, undisturbed
+from tests.e2e.test_ranks import START_SECONDS, end_ranks, same_tokens
+from tests.e2e.waiting import eventually
+
+FLAGS = ("--dp-size", "2", "--enable-dp-attention", "--dtype", "float32")
+
+
+def test_ranks_that_share_experts_give_the_tokens_of_one(serve: Serve, models: Models) -> None:
+    model = models("qwen3-moe")
+    # A chunk of a prompt in each step, and more requests than run at a time.
+    limits = ("--chunked-prefill-size", "64", "--max-running-requests", "6")
+    server = same_tokens(serve, model, *FLAGS[:3], *limits)
+    assert len(server.hands()) == 2
+    info = server.http.get("/server_info").json()["config"]
+    assert (info["dp_size"], info["tp_size"], info["ep_size"], info["enable_dp_attention"]) == (2, 1, 2, True)
+    assert all(replica["dispatched"] > 0 for replica in server.replicas())
+    server.wait_until_idle()
+    # One replica has work, and the other rank takes part.
+    for replica in (0, 1):
+        body = {"prompt": "one alone", "max_tokens": 5, "routed_dp_rank": replica}
+        assert server.ask("/v1/completions", body)["usage"]["completion_tokens"] == 5
+
+
+def test_vllm_s_spelling_means_the_same(serve: Serve, models: Models) -> None:
+    model = models("qwen3-moe")
+    server = serve(model, "--data-parallel-size", "2", "--enable-expert-parallel", "--dtype", "float32")
+    assert server.http.get("/server_info").json()["config"]["enable_dp_attention"]
+    assert "2 ranks" in server.log()
+    expected = undisturbed(server, requests(model, 4))
+    answers = native_together(server, [request for request, _ in expected])
+    assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
+
+
+@pytest.mark.parametrize(
+    ("number", "watchdog"), [(signal.SIGKILL, 300), (signal.SIGSTOP, 2)], ids=["killed", "stopped"]
+)
+def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
+    serve: Serve, models: Models, number: signal.Signals, watchdog: int
+) -> None:
+    model = models("qwen3-moe")
+    server = serve(model, *FLAGS, "--watchdog-timeout", str(watchdog))
+    expected = undisturbed(server, requests(model, 32))
+    load = Load(server, model, expected)
+    # Far more than the second that it takes, for machines that have other things to do.
+    asyncio.run(end_ranks(server, load, number, 20.0, replicas=2))
+    assert load.finished >= STREAMS
+    assert server.metric("vllm:request_success_total", finished_reason="error") == 0
+    server.wait_until_idle()
+    pids = server.hands()
+    server.kill()
+    eventually(lambda: not any(map(alive, pids)), "no rank outlives the brain")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (FLAGS, "no experts that ranks could share"),
+        ((*FLAGS, "--enable-hierarchical-cache"), "leave the host tier's flags off"),
+        ((*FLAGS, "--tp-size", "4"), "--tp-size 4"),
+        (("--enable-dp-attention",), "--dp-size says how many"),
+    ],
+)
+def test_what_can_t_be_shared_is_said_at_start(serve: Serve, tiny: Model, flags: tuple[str, ...], told: str) -> None:
+    server = serve(tiny, *flags, healthy=False)
+    assert server.process.wait(START_SECONDS) != 0
+    assert told in server.log()
+
+
+def test_a_simulated_group(serve: Serve, tiny: Model) -> None:
+    server = serve(tiny, "--device", "sim", "--dp-size", "8", "--enable-dp-attention")
+    assert server.hands() == []
+    answers = native_together(server, requests(tiny, 24))
+    assert len(answers) == 24
+    assert all(replica["dispatched"] > 0 for replica in server.replicas())
