@@ -97,21 +97,21 @@ impl Owner {
         self.deliver();
     }
 
-    /// Takes every waiting order; false after one to stop.
+    /// Takes every waiting order; false after one to stop. What came to other members before it
+    /// still enters, so that it ends with the rest.
     fn take_orders(&mut self) -> bool {
+        let mut stopped = false;
         for at in 0..self.members.len() {
             let taken = self.members[at].take_orders();
-            if taken.stopped {
-                return false;
-            }
+            stopped |= taken.stopped;
             self.unchecked |= taken.any;
-            if taken.entered && !self.up {
+            if taken.entered && !self.up && !stopped {
                 self.members[at].give_away(self.over);
             }
             let hand = self.up.then_some(&mut *self.executor);
             self.members[at].send_off(at, hand);
         }
-        true
+        !stopped
     }
 
     /// Steps in flight.
