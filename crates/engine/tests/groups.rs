@@ -335,11 +335,14 @@ fn every_member_s_requests_get_what_they_would_get_alone() {
 
 #[test]
 fn a_rank_s_death_is_that_of_all_and_nobody_notices() {
-    for (hang, lookahead) in [(false, 1), (true, 1), (false, 0)] {
+    type Fault = fn(&SimControl, usize);
+    let (kill, hang, lie): (Fault, Fault, Fault) =
+        (SimControl::kill_rank, |control, _| control.hang(), SimControl::lie);
+    for (fault, lookahead) in [(kill, 1), (hang, 1), (lie, 1), (kill, 0), (lie, 0)] {
         let mut due = [30, 200, 400].into_iter().peekable();
         let hook: Hook = Box::new(move |rig, seen| {
             if let Some(at) = due.next_if(|&at| seen.outputs >= at) {
-                if hang { rig.control.hang() } else { rig.control.kill_rank(at as usize / 10 % 3) }
+                fault(&rig.control, at as usize / 10 % 3);
             }
         });
         let group = Group::start(3, EngineConfig { lookahead, ..config() }, 2, Some(hook));
@@ -435,12 +438,13 @@ enum Event {
     Arrive { member: usize, max_tokens: u32 },
     Abort { which: u64 },
     Kill { rank: usize },
+    Lie { rank: usize },
     Hang,
 }
 
 impl Event {
     fn is_death(&self) -> bool {
-        matches!(self, Self::Kill { .. } | Self::Hang)
+        matches!(self, Self::Kill { .. } | Self::Lie { .. } | Self::Hang)
     }
 }
 
@@ -452,6 +456,7 @@ fn events(members: usize) -> impl Strategy<Value = Vec<(u64, Event)>> {
         10 => (1_u32..60).prop_map(|max_tokens| Event::Arrive { member: 0, max_tokens }),
         8 => (0_u64..200).prop_map(|which| Event::Abort { which }),
         1 => (0..members).prop_map(|rank| Event::Kill { rank }),
+        1 => (0..members).prop_map(|rank| Event::Lie { rank }),
         1 => Just(Event::Hang),
     ];
     proptest::collection::vec((0_u64..60, event), 20..200)
@@ -489,6 +494,7 @@ fn run(members: usize, lookahead: u32, seed: u64, events: Vec<(u64, Event)>) -> 
                 }
                 Event::Abort { .. } => {}
                 Event::Kill { rank } => rig.control.kill_rank(rank),
+                Event::Lie { rank } => rig.control.lie(rank),
                 Event::Hang => rig.control.hang(),
             }
         }

@@ -84,6 +84,8 @@ struct Faults {
     woken: bool,
     /// The reason of a death that is to come.
     kill: Option<String>,
+    /// The rank whose next result is wrong.
+    lie: Option<usize>,
     fail_starts: u32,
     hang_starts: u32,
     poison: Option<i32>,
@@ -102,6 +104,11 @@ impl SimControl {
     /// Kills one rank of a step group; the others end with it.
     pub fn kill_rank(&self, rank: usize) {
         self.change(|faults| faults.kill = Some(format!("rank {rank}: killed (signal 9)")));
+    }
+
+    /// Has a rank of a step group give a token too many in its next result.
+    pub fn lie(&self, rank: usize) {
+        self.change(|faults| faults.lie = Some(rank));
     }
 
     /// Lets the next `count` starts fail.
@@ -368,6 +375,10 @@ impl SimExecutor {
                     Answer::Unmasked(_) => None,
                 });
                 let mut results: Vec<StepResult> = results.collect();
+                let liar = self.control.shared.faults.lock().lie.take();
+                if let Some(result) = liar.and_then(|rank| results.get_mut(rank)) {
+                    result.tokens.push(0);
+                }
                 for (rank, result) in self.ranks.iter_mut().zip(&mut results) {
                     rank.timeline.report(pending.at_us, result);
                 }
@@ -402,6 +413,7 @@ impl Executor for SimExecutor {
         faults.hang = false;
         faults.hang_copies = false;
         faults.kill = None;
+        faults.lie = None;
         if faults.hang_starts > 0 {
             faults.hang_starts -= 1;
             return;
