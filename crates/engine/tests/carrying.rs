@@ -70,11 +70,12 @@ impl Picture for Shown {
     }
 }
 
-/// What has reached the hand that runs now.
-type Reached = Arc<Mutex<HashSet<u32>>>;
+/// What has reached the hands that run now, by member.
+type Reached = Arc<Mutex<HashSet<(usize, u32)>>>;
 
 /// Something on its way.
 struct Cargo {
+    member: usize,
     payload: Arc<dyn Payload>,
     there: There,
     reached: Reached,
@@ -82,7 +83,7 @@ struct Cargo {
 
 impl Cargo {
     fn arrive(self) {
-        self.reached.lock().expect("fine").insert(self.payload.offset());
+        self.reached.lock().expect("fine").insert((self.member, self.payload.offset()));
         drop(self.payload);
         (self.there)();
     }
@@ -103,11 +104,11 @@ impl Executor for Far {
         self.inner.start();
     }
     fn submit(&mut self, plans: &[StepPlan]) {
-        for plan in plans {
+        for (member, plan) in plans.iter().enumerate() {
             let embeds = plan.new_slots().filter_map(|new| new.embeds);
             let patches = plan.images().filter_map(|(work, _)| work.patches);
             for offset in embeds.chain(patches) {
-                let reached = self.reached.lock().expect("fine").contains(&offset);
+                let reached = self.reached.lock().expect("fine").contains(&(member, offset));
                 assert!(reached, "step {} names {offset}, which is not there", plan.step());
             }
         }
@@ -119,11 +120,11 @@ impl Executor for Far {
     fn is_near(&self) -> bool {
         false
     }
-    fn carry(&mut self, _: usize, payload: &Arc<dyn Payload>, there: There) {
+    fn carry(&mut self, member: usize, payload: &Arc<dyn Payload>, there: There) {
         self.carried.fetch_add(1, Ordering::SeqCst);
         let (payload, reached) = (Arc::clone(payload), Arc::clone(&self.reached));
         // The test may be over.
-        let _ = self.cargo.send(Cargo { payload, there, reached });
+        let _ = self.cargo.send(Cargo { member, payload, there, reached });
     }
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
         self.inner.wait(timeout_us)
@@ -150,7 +151,8 @@ impl OutputSink for Sink {
 }
 
 struct Rig {
-    handle: EngineHandle,
+    /// One a member.
+    handles: Vec<EngineHandle>,
     control: SimControl,
     outputs: Receiver<Vec<Output>>,
     cargo: Receiver<Cargo>,
@@ -161,8 +163,14 @@ struct Rig {
 
 impl Rig {
     fn start(hook: Hook) -> Self {
+        Self::group(vec![hook])
+    }
+
+    /// Replicas that share a group of hands, one for each hook.
+    fn group(hooks: Vec<Hook>) -> Self {
         let clock = SimClock::virtual_time();
-        let (inner, control) = SimExecutor::new(SimConfig {
+        let members = hooks.len() as u32;
+        let sim = SimConfig {
             tokens_a_row: 1,
             host_pages: 0,
             clock: clock.clone(),
@@ -179,7 +187,8 @@ impl Rig {
             text: text(),
             device: "sim".into(),
             tower: Some(SimTower { layers: 6, pages: 16 }),
-        });
+        };
+        let (inner, control) = SimExecutor::group(sim, members);
         let config = EngineConfig {
             max_running: 16,
             slots: 24,
@@ -204,15 +213,16 @@ impl Rig {
         let (sender, outputs) = channel();
         let carried = Arc::new(AtomicUsize::new(0));
         let far = Far { inner, reached: Arc::default(), cargo, carried: Arc::clone(&carried) };
-        let hooks = Hooks::new(Box::new(Sink(sender, control.clone(), hook)));
-        let (handle, thread) =
-            Engine::start(config, Box::new(far), Arc::new(clock), hooks).expect("thread");
-        while handle.status() != Status::Ready {
+        let sink = |hook| Sink(sender.clone(), control.clone(), hook);
+        let hooks = hooks.into_iter().map(|hook| Hooks::new(Box::new(sink(hook)))).collect();
+        let (handles, thread) =
+            Engine::start_group(config, Box::new(far), Arc::new(clock), hooks).expect("thread");
+        while handles.iter().any(|handle| handle.status() != Status::Ready) {
             yield_now();
         }
         control.hold();
         let (cargo, arena) = (coming, Arc::default());
-        Self { handle, control, outputs, cargo, carried, arena, thread: Some(thread) }
+        Self { handles, control, outputs, cargo, carried, arena, thread: Some(thread) }
     }
 
     fn submit(&self, id: u64, kind: Kind, max_tokens: u32) {
@@ -235,7 +245,8 @@ impl Rig {
             }
         }
         let request = Request { id, prompt: prompt.into(), max_tokens, ..entering.request };
-        self.handle.submit(EngineRequest { request, ..entering }).expect("room");
+        let handle = &self.handles[id as usize % self.handles.len()];
+        handle.submit(EngineRequest { request, ..entering }).expect("room");
     }
 
     /// Waits for what is on its way next.
@@ -261,7 +272,7 @@ impl Rig {
 
     /// Nothing is left in the arena once the engine has ended.
     fn end(mut self) {
-        self.handle.stop();
+        self.handles[0].stop();
         if let Some(thread) = self.thread.take() {
             thread.join();
         }
@@ -308,7 +319,7 @@ fn whoever_has_no_payload_waits_for_nobody_s() {
     rig.control.release();
     let ends = rig.follow(4);
     (2..6).for_each(|id| check(&ends, id, Kind::Text, 5));
-    let stats = rig.handle.stats().scheduler;
+    let stats = rig.handles[0].stats().scheduler;
     assert_eq!((stats.running, stats.waiting), (1, 1), "one sees, the other has no turn yet");
     rig.next().arrive();
     rig.next().arrive();
@@ -323,7 +334,7 @@ fn one_that_leaves_while_its_payload_is_on_its_way_leaves_nothing() {
     let rig = Rig::start(Box::new(|_, _| {}));
     rig.submit(0, Kind::Embedded, 5);
     let late = rig.next();
-    rig.handle.abort(RequestId(0));
+    rig.handles[0].abort(RequestId(0));
     rig.control.release();
     assert_eq!(rig.follow(1)[&0].1, FinishReason::Abort);
     late.arrive();
@@ -356,15 +367,43 @@ fn what_has_reached_a_hand_that_died_is_carried_to_the_next_one() {
 }
 
 #[test]
+fn a_payload_of_one_member_is_waited_for_by_its_request_alone() {
+    let rig = Rig::group(vec![Box::new(|_, _| {}), Box::new(|_, _| {})]);
+    // Two of the first member, whose payloads are late, and one of the second.
+    rig.submit(0, Kind::Embedded, 5);
+    rig.submit(2, Kind::Image, 5);
+    rig.submit(1, Kind::Text, 5);
+    rig.control.release();
+    check(&rig.follow(1), 1, Kind::Text, 5);
+    let late = [rig.next(), rig.next()];
+    assert!(late.iter().all(|cargo| cargo.member == 0), "the second member needs none of it");
+    late.into_iter().for_each(Cargo::arrive);
+    let ends = rig.follow(2);
+    check(&ends, 0, Kind::Embedded, 5);
+    check(&ends, 2, Kind::Image, 5);
+    rig.end();
+}
+
+#[test]
 fn everybody_ends_as_if_alone_while_hands_die_and_payloads_come_late() {
-    let mut seen = 0;
-    let rig = Rig::start(Box::new(move |control, outputs| {
-        seen += outputs.len();
-        if seen > 150 {
-            seen = 0;
-            control.kill();
-        }
-    }));
+    for members in [1, 3] {
+        end_as_if_alone(members);
+    }
+}
+
+/// Requests of all kinds at so many members, whose hands are killed now and then.
+fn end_as_if_alone(members: u64) {
+    let seen = Arc::new(AtomicUsize::new(0));
+    let hook = |_| -> Hook {
+        let seen = Arc::clone(&seen);
+        Box::new(move |control, outputs| {
+            if seen.fetch_add(outputs.len(), Ordering::SeqCst) + outputs.len() > 150 {
+                seen.store(0, Ordering::SeqCst);
+                control.kill();
+            }
+        })
+    };
+    let rig = Rig::group((0..members).map(hook).collect());
     let kind = |id: u64| [Kind::Text, Kind::Embedded, Kind::Image][id as usize % 3];
     let count = |id: u64| 1 + (id as u32 * 13) % 40;
     for id in 0..48 {
@@ -406,6 +445,6 @@ fn everybody_ends_as_if_alone_while_hands_die_and_payloads_come_late() {
             assert_eq!(tokens[&id], alone(id, kind(id), count(id)), "request {id}");
         }
     });
-    assert!(rig.handle.stats().hand.deaths >= 2);
+    assert!(rig.handles[0].stats().hand.deaths >= 2);
     rig.end();
 }

@@ -55,9 +55,9 @@ fn measure(spec: HandSpec, rows: u32, steps: usize) -> Result<(f64, f64), Failur
     next(&mut executor)?;
     let (mut sending, mut taking) = (Vec::new(), Vec::new());
     for (number, step) in (1..).enumerate().take(WARM_UP + steps) {
-        let plan = plan(step, rows);
+        let plans = [plan(step, rows)];
         let begun = now_us();
-        executor.submit(&plan);
+        executor.submit(&plans);
         let sent = now_us();
         next(&mut executor)?;
         let taken = now_us();

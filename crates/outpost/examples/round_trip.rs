@@ -46,9 +46,9 @@ fn measure(mut executor: HandExecutor, rows: u32, steps: usize) -> Result<Vec<f6
     next(&mut executor)?;
     let mut found = Vec::with_capacity(steps);
     for (number, step) in (1..).enumerate().take(WARM_UP + steps) {
-        let plan = plan(step, rows);
+        let plans = [plan(step, rows)];
         let begun = Instant::now();
-        executor.submit(&plan);
+        executor.submit(&plans);
         next(&mut executor)?;
         if number >= WARM_UP {
             found.push(begun.elapsed().as_secs_f64() * 1e6);

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use forebay_engine::{Executor, Payload, Payloads, Ready, Signal};
 use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
 use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
-use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
+use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want, tell_group};
 use tokio::sync::oneshot;
 
 const MINUTE_US: u64 = 60_000_000;
@@ -59,7 +59,18 @@ impl Brain {
     }
 
     fn executor(&self, behaviour: &str, ranks: usize) -> HandExecutor {
-        HandExecutor::new(HandSpec {
+        HandExecutor::new(self.spec(behaviour, ranks)).expect("it works")
+    }
+
+    /// A step group, each of whose ranks is a member.
+    fn step_group(&self, behaviour: &str, ranks: usize) -> HandExecutor {
+        let mut spec = self.spec(behaviour, ranks);
+        spec.config.step_group = true;
+        HandExecutor::new(spec).expect("it works")
+    }
+
+    fn spec(&self, behaviour: &str, ranks: usize) -> HandSpec {
+        HandSpec {
             program: "/not/used".into(),
             args: Vec::new(),
             env: vec![("FAKE_BEHAVIOUR".into(), behaviour.into())],
@@ -67,8 +78,7 @@ impl Brain {
             arena: self.arena.clone(),
             ranks: vec![RankSpec::default(); ranks],
             site: Some(Arc::clone(&self.site)),
-        })
-        .expect("it works")
+        }
     }
 
     fn settings(&self, hands: u32) -> WorkSettings {
@@ -222,11 +232,16 @@ fn payload(brain: &Brain, word: i32, words: usize) -> Arc<dyn Payload> {
     payload
 }
 
-/// Brings a payload to the hand; whether it came there.
+/// Brings a payload to the hands of the only member; whether it came there.
 fn bring(executor: &mut HandExecutor, payload: &Arc<dyn Payload>) -> bool {
+    bring_to(executor, 0, payload)
+}
+
+/// The same of a member.
+fn bring_to(executor: &mut HandExecutor, member: usize, payload: &Arc<dyn Payload>) -> bool {
     let (sender, arrived) = channel();
     // A test that ends does not wait.
-    executor.carry(payload, Box::new(move || _ = sender.send(())));
+    executor.carry(member, payload, Box::new(move || _ = sender.send(())));
     match arrived.recv_timeout(Duration::from_secs(60)) {
         Ok(()) => true,
         Err(RecvTimeoutError::Disconnected) => false,
@@ -236,16 +251,21 @@ fn bring(executor: &mut HandExecutor, payload: &Arc<dyn Payload>) -> bool {
 
 /// The word that every rank finds where the payload is.
 fn found(executor: &mut HandExecutor, step: u64, payload: &Arc<dyn Payload>) -> i32 {
+    executor.submit(&[reading(step, payload)]);
+    match next(executor) {
+        Signal::Result(results) => results[0].tokens[0],
+        other => panic!("no result: {other:?}"),
+    }
+}
+
+/// A plan that reads the payload.
+fn reading(step: u64, payload: &Arc<dyn Payload>) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
     let spec = SlotSpec { embeds: Some(payload.offset()), ..SlotSpec::default() };
     plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec });
     plan.push_row(Row { slot: 0, start: 0, length: 2, want: Want::TOKEN });
-    executor.submit(&plan);
-    match next(executor) {
-        Signal::Result(result) => result.tokens[0],
-        other => panic!("no result: {other:?}"),
-    }
+    plan
 }
 
 #[test]
@@ -280,6 +300,33 @@ fn payloads_reach_every_rank_and_follow_the_group_to_another_outpost() {
 }
 
 #[test]
+fn a_step_group_s_payloads_reach_the_rank_that_reads_them_and_no_other() {
+    let brain = Brain::of(Some("eth8"));
+    let _outposts = [Outpost::start(brain.settings(1)), Outpost::start(brain.settings(1))];
+    let mut executor = brain.step_group("carried", 2);
+    ready(&mut executor);
+    let (first, second) = (payload(&brain, 77, 50_000), payload(&brain, 78, 1000));
+    assert!(bring_to(&mut executor, 0, &first));
+    assert!(bring_to(&mut executor, 1, &second));
+    let words = |executor: &mut HandExecutor, step, of_ranks: [&Arc<dyn Payload>; 2]| {
+        let mut plans = of_ranks.map(|payload| reading(step, payload));
+        tell_group(&mut plans);
+        executor.submit(&plans);
+        match next(executor) {
+            Signal::Result(results) => [results[0].tokens[0], results[1].tokens[0]],
+            other => panic!("no result: {other:?}"),
+        }
+    };
+    assert_eq!(words(&mut executor, 1, [&first, &second]), [77, 78]);
+    let swapped = words(&mut executor, 2, [&second, &first]);
+    assert_eq!(swapped, [0, 0], "the mirrors are of two machines");
+    assert!(bring_to(&mut executor, 0, &second));
+    assert_eq!(words(&mut executor, 3, [&second, &second]), [78, 78]);
+    executor.stop();
+    assert!(!bring_to(&mut executor, 1, &first), "there is no group");
+}
+
+#[test]
 fn an_outpost_that_is_lost_while_bytes_are_on_their_way_tells_nobody_and_keeps_no_room() {
     let brain = Brain::start();
     let network = Network::to(brain.address);
@@ -291,7 +338,7 @@ fn an_outpost_that_is_lost_while_bytes_are_on_their_way_tells_nobody_and_keeps_n
     let (sender, arrived) = channel();
     for payload in &payloads {
         let sender = sender.clone();
-        executor.carry(payload, Box::new(move || _ = sender.send(())));
+        executor.carry(0, payload, Box::new(move || _ = sender.send(())));
     }
     network.state.store(CUT, Ordering::SeqCst);
     death(&mut executor);
