@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from tests.e2e.client import native_together
+from tests.e2e.client import Json, native_together
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import Model
 from tests.e2e.processes import alive
+from tests.e2e.test_apart import interface
 from tests.e2e.test_breakage import STREAMS, Load, requests, undisturbed
+from tests.e2e.test_outpost_payloads import disturbed, streams
+from tests.e2e.test_outposts import Gate
+from tests.e2e.test_prompt_embeds import embeddings
 from tests.e2e.test_ranks import START_SECONDS, end_ranks, same_tokens
 from tests.e2e.waiting import eventually
 
 FLAGS = ("--dp-size", "2", "--enable-dp-attention", "--dtype", "float32")
+
+
+@pytest.fixture
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
+    with ExitStack() as stack:
+        yield Gate(tmp_path_factory.mktemp("gate"), stack)
 
 
 def test_ranks_that_share_experts_give_the_tokens_of_one(serve: Serve, models: Models) -> None:
@@ -64,12 +76,40 @@ def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     eventually(lambda: not any(map(alive, pids)), "no rank outlives the brain")
 
 
+def test_a_group_on_two_machines_reads_embeddings_and_outlives_one(serve: Serve, models: Models, gate: Gate) -> None:
+    model = models("qwen3-moe")
+    more: Json = {"max_tokens": 150, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    prompts = [[5 + (at * 7 + length) % 200 for at in range(length)] for length in (3, 40, 300, 301)]
+    asked = [{"prompt_embeds": embeddings(model, prompt), **more} for prompt in prompts]
+    asked += [{"prompt": prompt, **more} for prompt in prompts]
+    alone = serve(model, "--device", "deferred")
+    wanted = asyncio.run(streams(alone, "/v1/completions", asked))
+    alone.kill()
+    name, _ = interface()
+    flags = ("--collective-interface", name, "--hand-restarts", "50", "--load-balance-method", "round_robin")
+    server = serve(model, *gate.flags(), *FLAGS, *flags, healthy=False)
+    workers = [gate.worker("--name", at, "--collective-interface", name) for at in ("first", "second")]
+    server.wait_for_health()
+    assert all(len(worker.hands()) == 1 for worker in workers)
+    assert asyncio.run(streams(server, "/v1/completions", asked)) == wanted
+    assert server.metric("forebay:hand_deaths_total") == 0
+
+    # One machine's end is that of both ranks, and everything is brought to the next ones.
+    gate.worker("--name", "third", "--collective-interface", name)
+    assert asyncio.run(disturbed(server, "/v1/completions", asked, workers[0].process.pid)) == wanted
+    assert server.metric("forebay:hand_deaths_total") == len(workers)
+    eventually(lambda: server.metric("forebay:arena_used_bytes") == 0, "all room has come back")
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         (FLAGS, "no experts that ranks could share"),
         ((*FLAGS, "--enable-hierarchical-cache"), "leave the host tier's flags off"),
         ((*FLAGS, "--tp-size", "4"), "--tp-size 4"),
+        ((*FLAGS, "--ep-size", "4"), "--ep-size 4"),
+        ((*FLAGS, "--quantization", "w8a8_int8"), "needs the compiled kernels of one rank"),
+        ((*FLAGS, "--is-embedding"), "for models that generate"),
         (("--enable-dp-attention",), "--dp-size says how many"),
     ],
 )

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from safetensors import safe_open
 
 from forebay.compute.sampler import SampledColumns, Sampler
-from forebay.device import open_device
+from forebay.device import cpu, open_device
 from forebay.distributed.exchange import Exchange
 from forebay.distributed.group import Group, open_group
 from forebay.distributed.store import BrainStore
@@ -237,6 +237,13 @@ def bytes_read(group: Group, config: dict[str, Any]) -> dict[str, int]:
         runner = ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group)
         runner.load(lambda done, total: None)
     return read
+
+
+def facts(group: Group, config: dict[str, Any], available: list[int]) -> dict[str, Any]:
+    """What a rank tells the brain of a model that is not loaded, where it has so many bytes free."""
+    config = {**config, "rank": group.rank, "world_size": group.world}
+    with patch.object(cpu, "host_available", lambda: available[group.rank]):
+        return ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group).facts()
 
 
 def refusal(group: Group, config: dict[str, Any]) -> str:

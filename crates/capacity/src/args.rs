@@ -16,14 +16,19 @@ pub struct PlanArgs {
     /// The traffic: one JSON object a line with timestamp (ms), input_length, output_length and
     /// hash_ids (Mooncake's format), and images, if it has some: objects with id, position, rows
     /// and columns.
-    #[arg(long, value_name = "FILE")]
-    pub trace: PathBuf,
-    /// The device: a name that `forebay sim profiles` lists, or a TOML file.
-    #[arg(long, value_name = "NAME|FILE")]
-    pub sim_profile: String,
+    #[arg(long, value_name = "FILE", required_unless_present = "model")]
+    pub trace: Option<PathBuf>,
+    /// The device: a name that `forebay sim profiles` lists, or a TOML file. Its times are those of
+    /// all ranks of a replica together.
+    #[arg(long, value_name = "NAME|FILE", required_unless_present = "model")]
+    pub sim_profile: Option<String>,
     /// An objective in milliseconds, such as ttft:500, tpot:30 or e2el:20000. May be repeated.
-    #[arg(long, value_name = "METRIC:MS", required = true, value_parser = Slo::parse)]
+    #[arg(long, value_name = "METRIC:MS", required_unless_present = "model", value_parser = Slo::parse)]
     pub slo: Vec<Slo>,
+    /// Instead of a traffic: the memory that the ranks of this model need, named as for `serve`.
+    /// Its weights need not be on this machine.
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["trace", "sim_profile", "slo"])]
+    pub model: Option<String>,
     /// The percentile of each metric that must meet its objective.
     #[arg(long, value_name = "P", default_value_t = 99.0, value_parser = percent)]
     pub slo_percentile: f64,
@@ -75,10 +80,6 @@ pub struct PlanArgs {
     #[command(flatten)]
     #[allow(missing_docs, reason = "its flags are documented")]
     pub images: ImageArgs,
-    /// Ranks of a replica, whose steps are as long as that of the slowest. The profile's times are
-    /// those of a group of this size.
-    #[arg(long, visible_alias = "tensor-parallel-size", value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
-    pub tp_size: u32,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub lookahead: u32,

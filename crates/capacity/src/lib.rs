@@ -1,8 +1,9 @@
-//! Capacity planning: how many replicas a recorded traffic needs.
+//! Capacity planning: how many replicas a recorded traffic needs, and the memory of ranks.
 //!
 //! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
 //! step times in place of devices. `search` looks for the least number that meets the objectives,
-//! `outcome` says what one number of replicas gives, `report` shows it.
+//! `outcome` says what one number of replicas gives, `report` shows it. `memory` shows the weights
+//! and pages of ranks.
 //!
 //! ```
 //! use clap::Parser;
@@ -23,13 +24,14 @@
 //! let profile = "h100-llama-3.1-8b";
 //! let path = trace.display().to_string();
 //! let flags = ["plan", "--trace", &path, "--sim-profile", profile, "--slo", "ttft:500"];
-//! plan(&Flags::parse_from(flags).plan)?;
+//! plan(&Flags::parse_from(flags).plan, 1)?;
 //! # std::fs::remove_dir_all(&folder)?;
 //! # Ok::<(), anyhow::Error>(())
 //! ```
 
 mod args;
 mod images;
+mod memory;
 mod outcome;
 mod replica;
 mod report;
@@ -45,6 +47,7 @@ use anyhow::{Context, Result, bail};
 use forebay_sim::Profile;
 
 pub use args::{PlanArgs, Router, Slo, SloMetric, WritePolicy};
+pub use memory::{Memory, RankMemory};
 pub use sparse::{KvSave, KvSaveOrder, SparseArgs, hot_row_tokens};
 
 use forebay_bench::dataset::trace;
@@ -53,17 +56,21 @@ use report::PlanFile;
 use simulate::Setup;
 use traffic::Traffic;
 
-/// `forebay plan`: prints how many replicas meet the objectives, and what each tried number gives.
+/// `forebay plan` of a traffic: prints how many replicas of `ranks` ranks meet the objectives, and
+/// what each tried number gives.
 ///
 /// # Errors
 /// The trace or the profile can't be read, or no number up to `--max-replicas` meets the
 /// objectives.
-pub fn plan(args: &PlanArgs) -> Result<()> {
-    let profile = Profile::find(&args.sim_profile)?;
-    let entries = trace::read(&args.trace)?;
+pub fn plan(args: &PlanArgs, ranks: u32) -> Result<()> {
+    let (Some(file), Some(profile)) = (&args.trace, &args.sim_profile) else {
+        bail!("a traffic is planned of --trace and --sim-profile");
+    };
+    let profile = Profile::find(profile)?;
+    let entries = trace::read(file)?;
     let traffic = Traffic::new(&entries, args.num_prompts, args.speed)?;
     let seeing = args.images.resolve(&profile, &traffic)?;
-    let setup = Setup { seeing, ..Setup::new(args, &profile)? };
+    let setup = Setup { seeing, ..Setup::new(args, &profile, ranks)? };
     let goal = args.goal();
     report::print_head(args, &profile, &traffic);
     let started = cpu_seconds();

@@ -17,7 +17,7 @@ const IDLE: f64 = 0.25;
 #[derive(Debug, Serialize)]
 pub(crate) struct PlanFile {
     forebay_version: &'static str,
-    trace: PathBuf,
+    trace: Option<PathBuf>,
     speed: f64,
     requests: usize,
     traffic_seconds: f64,

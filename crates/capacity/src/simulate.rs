@@ -35,13 +35,13 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
-    /// Reads the flags.
+    /// Reads the flags; `ranks` compute a replica together.
     ///
     /// # Errors
     /// A host tier in bytes, of a device whose profile does not say what a page takes; or one that
     /// holds no page. Sparse decoding of a model that has none, or on a device that is too small
     /// for it.
-    pub(crate) fn new(args: &PlanArgs, profile: &Profile) -> Result<Self> {
+    pub(crate) fn new(args: &PlanArgs, profile: &Profile, ranks: u32) -> Result<Self> {
         let sparse = args.sparse.resolve(profile, args.page_size)?;
         let bytes = profile.page_bytes(args.page_size, sparse.is_some());
         let page_bytes = bytes.all();
@@ -92,7 +92,7 @@ impl Setup {
             bytes,
             sparse: SparseModel { miss_rows, ..profile.sparse },
             save_order: args.sparse.kv_save_order.into(),
-            ranks: args.tp_size,
+            ranks,
         };
         Ok(Self {
             timing,

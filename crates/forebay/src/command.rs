@@ -2,12 +2,12 @@
 
 use clap::{Parser, Subcommand};
 use forebay_bench::{Gsm8kArgs, ReportArgs, ServeArgs};
-use forebay_capacity::PlanArgs;
 use forebay_chat::ChatArgs;
 
 use crate::doctor::DoctorFlags;
 use crate::flags::ServeFlags;
 use crate::models::{ListFlags, PullFlags, RemoveFlags};
+use crate::plan::PlanFlags;
 use crate::route::RouteFlags;
 use crate::simulate::{FitFlags, ProfilesFlags};
 use crate::worker::WorkerFlags;
@@ -53,8 +53,9 @@ pub(crate) enum Command {
     /// A hand in Rust, as `serve` starts it: its socket is descriptor 3.
     #[command(hide = true)]
     Hand,
-    /// Compute the number of replicas that a recorded traffic needs.
-    Plan(Box<PlanArgs>),
+    /// Compute the number of replicas that a recorded traffic needs, or the memory of a model's
+    /// ranks.
+    Plan(Box<PlanFlags>),
 }
 
 #[derive(Debug, Subcommand)]

@@ -9,7 +9,6 @@ use forebay_hand::HandConfig;
 use forebay_replicas::ReplicasConfig;
 use forebay_sim::Profile;
 use serde::Serialize;
-use serde_json::json;
 
 use crate::affinity::{Affinity, threads_each};
 use crate::dialect::ChatFacts;
@@ -247,9 +246,7 @@ impl Config {
             ) << 30,
             context_length,
             page_size,
-            // A slot is free again only when the last step in flight that named it is done: without
-            // spares, requests that end together would leave their successors waiting for a step.
-            slots: running + running.div_ceil(2),
+            slots: slots(running),
             max_running_requests: running,
             max_queued_requests: schedule.max_queued_requests,
             queue_timeout_s: schedule.queue_timeout.as_secs_f64(),
@@ -264,14 +261,12 @@ impl Config {
             load_watch_interval_s: flags.replicas.load_watch_interval.as_secs_f64(),
             cpu_affinity: affinity,
             chunked_prefill_size: step,
-            mem_fraction_static: if cuda {
-                schedule.mem_fraction_static.unwrap_or(CUDA_MEM_FRACTION)
-            } else {
-                // The hands of a machine look at the same free memory at about the same time.
-                // Elsewhere, those of a replica are on one.
-                let together = if apart { ranks } else { hands };
-                schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(together)
-            },
+            // Elsewhere, the hands of a replica are on one machine.
+            mem_fraction_static: mem_fraction(
+                schedule.mem_fraction_static,
+                cuda,
+                if apart { ranks } else { hands },
+            ),
             max_total_tokens: schedule.max_total_tokens,
             prefix_cache: !schedule.disable_radix_cache
                 && !model.pooling.as_ref().is_some_and(Pooling::counts_all),
@@ -358,15 +353,7 @@ impl Config {
         let sparse = tier.and_then(|tier| tier.sparse);
         let order = sparse.map(|sparse| sparse.kv_save_order).unwrap_or_default();
         HandConfig {
-            model: json!({
-                "format": model.format,
-                "directory": model.directory,
-                "files": model.files,
-                "config": model.config,
-                "pooling": model.pooling,
-                "images": model.images,
-                "cache": model.cache,
-            }),
+            model: model.told(),
             load_format: self.load_format.to_owned(),
             device: self.device.to_owned(),
             dtype: self.dtype.to_owned(),
@@ -474,13 +461,29 @@ fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     })
 }
 
+/// The rows of the device tables for so many running requests. A slot is free again only when the
+/// last step in flight that named it is done. Without spares, requests that end together would
+/// leave their successors waiting for a step.
+pub(crate) fn slots(running: u32) -> u32 {
+    running + running.div_ceil(2)
+}
+
+/// The share of free memory for a hand. The hands of a CPU look at the same free memory at about
+/// the same time: `together` of them divide it.
+pub(crate) fn mem_fraction(given: Option<f64>, cuda: bool, together: u32) -> f64 {
+    if cuda {
+        return given.unwrap_or(CUDA_MEM_FRACTION);
+    }
+    given.unwrap_or(CPU_MEM_FRACTION) / f64::from(together)
+}
+
 /// True if the model keeps one row a position in place of keys and values.
 fn is_latent(model: &Model) -> bool {
     let rank = model.config.get("kv_lora_rank").and_then(serde_json::Value::as_u64);
     rank.is_some_and(|rank| rank > 0)
 }
 
-fn dtype(flag: Dtype, cuda: bool) -> &'static str {
+pub(crate) fn dtype(flag: Dtype, cuda: bool) -> &'static str {
     match flag {
         Dtype::Bfloat16 => "bfloat16",
         Dtype::Float32 => "float32",

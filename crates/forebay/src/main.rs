@@ -21,6 +21,7 @@ mod models;
 mod outposts;
 mod parent;
 mod placement;
+mod plan;
 mod python;
 mod route;
 mod script;
@@ -93,7 +94,7 @@ fn run(command: Command) -> Result<()> {
         Command::Ls(flags) => models::list(&flags),
         Command::Rm(flags) => models::remove(&flags),
         Command::Doctor(flags) => doctor::run(&flags),
-        Command::Plan(args) => forebay_capacity::plan(&args),
+        Command::Plan(flags) => plan::run(&flags),
         Command::Hand => Ok(()),
     }
 }

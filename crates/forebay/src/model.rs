@@ -9,7 +9,7 @@ use forebay_hand::without_keys;
 use forebay_hub::{Found, ModelName, Settings};
 use forebay_weights::ModelError;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::flags::Hand;
 use crate::models;
@@ -90,6 +90,19 @@ impl Pooling {
 }
 
 impl Model {
+    /// The part that a hand is told.
+    pub(crate) fn told(&self) -> Value {
+        json!({
+            "format": self.format,
+            "directory": self.directory,
+            "files": self.files,
+            "config": self.config,
+            "pooling": self.pooling,
+            "images": self.images,
+            "cache": self.cache,
+        })
+    }
+
     /// Elements of an embedding; 0 where the configuration does not say.
     pub(crate) fn hidden_size(&self) -> u32 {
         // A model that sees images has its decoder's numbers apart.

@@ -180,7 +180,7 @@ fn open(flags: &ServeFlags) -> Result<(Bound, Option<TcpListener>, ServerConfig)
     let max_connections = descriptors::connections(
         flags.listen.max_connections,
         descriptors,
-        flags.replicas.dp_size,
+        flags.replicas.ranks.dp_size,
     )?;
     let (api_keys, admin_keys) = (flags.access.keys()?, flags.access.admin_keys()?);
     let access = flags.access.access(bound.loopback()?.as_deref(), &api_keys);

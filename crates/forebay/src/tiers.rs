@@ -108,7 +108,7 @@ impl HostTier {
         }
         let usual = Usual::usual_copies(step, page_size);
         Ok(Some(Self {
-            size: HostSize::of(tiers, flags.sparse.host_ratio(), flags.replicas.dp_size),
+            size: HostSize::of(tiers, flags.sparse.host_ratio(), flags.replicas.ranks.dp_size),
             sparse,
             write_policy: tiers.hicache_write_policy.unwrap_or_default(),
             prefetch_requests: tiers.hicache_prefetch_requests.unwrap_or(Usual::PREFETCH),

@@ -58,7 +58,7 @@ class Choice:
         self._config = config
         self._group = group
         # The compiled kernels compute a step in one call, which has no place for other ranks.
-        self._native = device.runs_native and native_wanted() and group is None
+        self._native = group is None and device.runs_native and native_wanted()
         self._kernels: Kernels | None = None
         self._backend = self._settle(config)
         if self._backend != "torch":

@@ -22,11 +22,9 @@ from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
 from forebay.compute.sampler import Sampler
 from forebay.device import Event, host_array, open_device
-from forebay.distributed.exchange import Exchange
 from forebay.distributed.group import Group
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
-from forebay.layers.ranks import Ranks
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
@@ -34,6 +32,7 @@ from forebay.protocol.masks import Masks, UInt32s
 from forebay.protocol.plan import FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
+from forebay.runner.group import roles
 from forebay.runner.images import Images
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
@@ -118,14 +117,7 @@ class ModelRunner:
         self.device.check_dtype(config.dtype)
         self.model_config = config.model_config
         group = self._meet(meet)
-        self._ranks: Ranks | None = None
-        """Those that compute the same tokens together."""
-        self._exchange: Exchange | None = None
-        """Of a step group, whose ranks have tokens of their own."""
-        if group is not None and config.step_group:
-            self._exchange = Exchange(group)
-        elif group is not None:
-            self._ranks = Ranks(group, config.expert_parallel)
+        self._ranks, self._exchange = roles(config, group)
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
         self._group = group
@@ -161,17 +153,8 @@ class ModelRunner:
             raise ConfigError(f"{self.config.world_size} ranks, and no place where they could meet")
         return meet(self.device.torch_device)
 
-    @property
-    def _kept_config(self) -> ModelConfig | None:
-        """The model as pages see it: with the heads of this rank. None: it keeps nothing of positions."""
-        model = self.model_config
-        if isinstance(model, EncoderConfig):
-            return None
-        heads_of = 1 if self._ranks is None else self._ranks.group.world
-        return replace(model, attention=model.attention.of_rank(heads_of))
-
     def _make_pages(self, sizes: Sizes) -> None:
-        config, kept = self.config, self._kept_config
+        config, kept = self.config, self.config.kept_model
         self.kv = KvPool(kept, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages)
 
     def _make_tables(self, hot: HotRows | None) -> None:
@@ -188,7 +171,7 @@ class ModelRunner:
 
     def _sizes(self, available: int) -> Sizes:
         """Pages that there is memory for beside weights and steps; `available` was free before the model was made."""
-        kept = self._kept_config
+        kept = self.config.kept_model
         if kept is None:
             return Sizes(0, None)
         self._tell_formats(self.model.params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -165,6 +165,15 @@ class RunnerConfig:
     def model_config(self) -> ModelConfig | EncoderConfig:
         """The model's own configuration."""
         return shape_of(dict(self.model["config"]), headless=self.pooling is not None)
+
+    @property
+    def kept_model(self) -> ModelConfig | None:
+        """The model as pages see it: with the heads of this rank. None: it keeps nothing of positions."""
+        model = self.model_config
+        if isinstance(model, EncoderConfig):
+            return None
+        heads_of = 1 if self.step_group else self.world_size
+        return replace(model, attention=model.attention.of_rank(heads_of))
 
     @property
     def pooling(self) -> Pooling | None:

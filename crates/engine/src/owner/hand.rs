@@ -53,10 +53,8 @@ impl Owner {
         }
         if self.in_flight() == 0 {
             self.unchecked = false;
-            let schedulers = self.members.iter().filter_map(|member| member.scheduler.as_ref());
-            if let Err(broken) =
-                schedulers.map(Scheduler::check_integrity).collect::<Result<(), _>>()
-            {
+            let mut schedulers = self.members.iter().filter_map(|member| member.scheduler.as_ref());
+            if let Err(broken) = schedulers.try_for_each(Scheduler::check_integrity) {
                 error!("the books do not balance: {broken}");
                 debug_assert!(false, "the books do not balance: {broken}");
             }
@@ -81,8 +79,16 @@ impl Owner {
     }
 
     pub(super) fn ready(&mut self, facts: Ready) {
-        let Ready { page_count, host_page_count, hot_row_tokens, graphs, .. } = facts;
-        info!(device = %facts.device, pages = page_count, host_pages = host_page_count, hot_rows = hot_row_tokens, graphs, seconds = facts.load_seconds, "hand ready");
+        let Ready {
+            page_count,
+            host_page_count,
+            hot_row_tokens,
+            graphs,
+            weight_bytes,
+            kv_bytes,
+            ..
+        } = facts;
+        info!(device = %facts.device, pages = page_count, host_pages = host_page_count, hot_rows = hot_row_tokens, graphs, weight_bytes, kv_bytes, seconds = facts.load_seconds, "hand ready");
         self.members.iter_mut().for_each(|member| member.ready(&facts));
         self.recovery.ready(self.clock.now_us());
         self.loading_us = None;

@@ -1,0 +1,164 @@
+//! The memory of a model's ranks: the weights and pages of each.
+
+use std::fmt::Write;
+
+use serde::{Deserialize, Serialize};
+
+/// The memory of one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankMemory {
+    /// Bytes of its weights, as they are computed with.
+    pub weight_bytes: u64,
+    /// Bytes of one page over all layers.
+    pub page_bytes: u64,
+    /// The number of pages.
+    pub page_count: u32,
+    /// Bytes of all pages.
+    pub kv_bytes: u64,
+}
+
+/// The memory of a model that is served by one group of ranks, or by several that are alike.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Memory {
+    /// The name of the model.
+    pub model: String,
+    /// The kind of device.
+    pub device: String,
+    /// The model's arithmetic.
+    pub dtype: String,
+    /// Tokens of a page.
+    pub page_size: u32,
+    /// Replicas in all.
+    pub replicas: u32,
+    /// Groups of ranks.
+    pub groups: u32,
+    /// The ranks of one group.
+    pub ranks: Vec<RankMemory>,
+}
+
+impl Memory {
+    /// Tokens that each replica has pages for: a rank has pages of its replica's tokens and of no
+    /// others, also in a step group.
+    #[must_use]
+    pub fn replica_tokens(&self) -> u64 {
+        let pages = self.ranks.iter().map(|rank| rank.page_count).min().unwrap_or(0);
+        u64::from(pages) * u64::from(self.page_size)
+    }
+
+    /// Tokens that all replicas together have pages for.
+    #[must_use]
+    pub fn all_tokens(&self) -> u64 {
+        u64::from(self.replicas) * self.replica_tokens()
+    }
+
+    /// Bytes of the weights of all ranks of all groups.
+    #[must_use]
+    pub fn all_weight_bytes(&self) -> u64 {
+        let group: u64 = self.ranks.iter().map(|rank| rank.weight_bytes).sum();
+        u64::from(self.groups) * group
+    }
+
+    /// The memory as a table for people.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let Self { model, device, dtype, page_size, replicas, groups, ranks } = self;
+        let mut text =
+            format!("Model     {model}: {dtype} on {device}, pages of {page_size} tokens\n");
+        let hands = *groups as usize * ranks.len();
+        let arranged = match (*replicas, *groups, ranks.len()) {
+            (1, _, 1) => "one rank".to_owned(),
+            (1, _, _) => "the ranks of one replica, which is divided among them".to_owned(),
+            (all, 1, count) if all as usize == count => {
+                "a step group, each a replica; their experts are divided".to_owned()
+            }
+            (all, _, 1) => format!("{all} replicas of one rank"),
+            (all, _, count) => format!("{all} replicas, each divided among {count} ranks"),
+        };
+        let _ = writeln!(text, "Hands     {hands}: {arranged}\n");
+        let _ = writeln!(
+            text,
+            "{:>6}  {:>12}  {:>10}  {:>8}  {:>12}",
+            "rank", "weights GB", "page KB", "pages", "pages GB"
+        );
+        for (number, rank) in ranks.iter().enumerate() {
+            let _ = writeln!(
+                text,
+                "{number:>6}  {:>12.4}  {:>10.1}  {:>8}  {:>12.4}",
+                gb(rank.weight_bytes),
+                rank.page_bytes as f64 / 1e3,
+                rank.page_count,
+                gb(rank.kv_bytes),
+            );
+        }
+        let each = self.replica_tokens();
+        let room = match replicas {
+            1 => format!("{each} tokens"),
+            _ => format!("{each} tokens for each replica, {} in all", self.all_tokens()),
+        };
+        let _ = writeln!(text, "\nRoom for  {room}");
+        let _ = writeln!(text, "Weights   {:.4} GB in all hands", gb(self.all_weight_bytes()));
+        text
+    }
+}
+
+/// A number of bytes in GB (10^9 bytes).
+fn gb(bytes: u64) -> f64 {
+    bytes as f64 / 1e9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(replicas: u32, groups: u32, ranks: &[(u64, u32)]) -> Memory {
+        let rank = |&(weight_bytes, page_count): &(u64, u32)| {
+            let kv_bytes = 6144 * u64::from(page_count);
+            RankMemory { weight_bytes, page_bytes: 6144, page_count, kv_bytes }
+        };
+        Memory {
+            model: "tiny".into(),
+            device: "cuda".into(),
+            dtype: "bfloat16".into(),
+            page_size: 16,
+            replicas,
+            groups,
+            ranks: ranks.iter().map(rank).collect(),
+        }
+    }
+
+    #[test]
+    fn a_step_group_has_the_pages_of_all_ranks_and_a_divided_replica_those_of_one() {
+        let ranks = [(500_000_000, 100), (500_000_000, 100)];
+        let divided = memory(1, 1, &ranks);
+        assert_eq!((divided.replica_tokens(), divided.all_tokens()), (1600, 1600));
+        assert_eq!(divided.all_weight_bytes(), 1_000_000_000);
+        let group = memory(2, 1, &ranks);
+        assert_eq!((group.replica_tokens(), group.all_tokens()), (1600, 3200));
+        assert_eq!(group.all_weight_bytes(), 1_000_000_000);
+        let replicas = memory(2, 2, &ranks);
+        assert_eq!((replicas.all_tokens(), replicas.all_weight_bytes()), (3200, 2_000_000_000));
+    }
+
+    #[test]
+    fn arrangements_are_told_apart() {
+        let two = [(1, 10), (1, 10)];
+        for (memory, words) in [
+            (memory(1, 1, &two[..1]), "1: one rank\n"),
+            (memory(1, 1, &two), "2: the ranks of one replica"),
+            (memory(2, 1, &two), "2: a step group, each a replica"),
+            (memory(3, 3, &two[..1]), "3: 3 replicas of one rank\n"),
+            (memory(3, 3, &two), "6: 3 replicas, each divided among 2 ranks\n"),
+        ] {
+            let text = memory.text();
+            assert!(text.contains(&format!("Hands     {words}")), "{text}");
+        }
+        let text = memory(2, 1, &[(500_000_000, 100), (600_000_000, 100)]).text();
+        assert!(
+            text.contains("     1        0.6000         6.1       100        0.0006\n"),
+            "{text}"
+        );
+        assert!(text.ends_with(
+            "Room for  1600 tokens for each replica, 3200 in all\nWeights   1.1000 GB in all hands\n"
+        ));
+    }
+}

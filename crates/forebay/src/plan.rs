@@ -1,0 +1,166 @@
+//! `forebay plan`: replicas for a traffic, or the memory of a model's ranks.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
+use forebay_capacity::{Memory, PlanArgs, RankMemory};
+use forebay_hand::{HandConfig, without_keys};
+use serde_json::Deserializer;
+
+use crate::config::{dtype, mem_fraction, slots};
+use crate::flags::{Arrangement, Dtype, Hand, RankFlags, fraction};
+use crate::model::{Model, Source, fetch, find_python};
+use crate::python;
+
+/// The part of Python that builds a rank's model without its weights.
+const MODULE: &str = "forebay.runner.footprint";
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanFlags {
+    #[command(flatten)]
+    plan: PlanArgs,
+    #[command(flatten)]
+    ranks: RankFlags,
+    #[command(flatten)]
+    memory: MemoryFlags,
+}
+
+/// Flags about the memory of a model's ranks.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Memory of a model (--model)")]
+struct MemoryFlags {
+    /// The kind of device. A CPU's ranks share its memory.
+    #[arg(long, value_enum, default_value_t)]
+    device: PlannedDevice,
+    /// The memory that is free on a rank's device before it loads, in GB (10^9 bytes). Without it
+    /// --max-total-tokens sets the pages.
+    #[arg(long, value_name = "GB", value_parser = gigabytes)]
+    device_memory: Option<u64>,
+    /// The share of the device's free memory for weights and KV pages [default: 0.9 on CUDA, else
+    /// 0.3, divided among the ranks].
+    #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
+    mem_fraction_static: Option<f64>,
+    /// Arithmetic; `auto` is bfloat16 on CUDA and if the processor computes it natively.
+    #[arg(long, value_enum, default_value_t)]
+    dtype: Dtype,
+    /// The longest prompt and answer together, in tokens [default: the model's].
+    #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
+    context_length: Option<u32>,
+    /// The folder for downloads [default: the hub's own cache].
+    #[arg(long, value_name = "DIR")]
+    download_dir: Option<PathBuf>,
+    /// The interpreter [default: the one beside this program, else the virtual environment's, else
+    /// python3].
+    #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
+    python: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum PlannedDevice {
+    #[default]
+    Cuda,
+    Cpu,
+}
+
+/// `forebay plan`.
+pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
+    let arrangement = flags.ranks.arrangement()?;
+    let Some(name) = &flags.plan.model else {
+        if arrangement.replicas > 1 {
+            bail!("--dp-size is for --model: the plan of a traffic finds the number of replicas");
+        }
+        return forebay_capacity::plan(&flags.plan, arrangement.ranks);
+    };
+    let python = find_python(flags.memory.python.as_deref());
+    let source = Source { download_dir: flags.memory.download_dir.as_deref(), ..Source::default() };
+    let model = fetch(&python, name, source, false, Hand::Auto)?;
+    let config = hand(flags, &model, arrangement)?;
+    let free = flags.memory.device_memory.unwrap_or(0);
+    let memory = Memory {
+        model: model.name.clone(),
+        device: config.device.clone(),
+        dtype: config.dtype.clone(),
+        page_size: config.page_size,
+        replicas: arrangement.replicas,
+        groups: arrangement.groups,
+        ranks: ask(&python, &config, free)?,
+    };
+    std::io::stdout().write_all(memory.text().as_bytes())?;
+    if let Some(path) = &flags.plan.output_file {
+        let text = serde_json::to_string_pretty(&memory)?;
+        std::fs::write(path, text + "\n").with_context(|| path.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// The configuration of the ranks of a group, as far as memory follows from it.
+fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<HandConfig> {
+    let PlanFlags { plan, memory, .. } = flags;
+    if memory.device_memory.is_none() && plan.max_total_tokens.is_none() {
+        bail!("--model needs --device-memory, or --max-total-tokens for the pages");
+    }
+    let cuda = memory.device == PlannedDevice::Cuda;
+    let context_length = memory.context_length.unwrap_or(model.context_length);
+    if !(2..=model.context_length).contains(&context_length) {
+        bail!("--context-length {context_length}: 2 to {}, the model's", model.context_length);
+    }
+    Ok(HandConfig {
+        model: model.told(),
+        load_format: "dummy".to_owned(),
+        device: if cuda { "cuda" } else { "cpu" }.to_owned(),
+        dtype: dtype(memory.dtype, cuda).to_owned(),
+        page_size: plan.page_size,
+        slots: slots(plan.max_running_requests),
+        context_length,
+        chunked_prefill_size: plan.chunked_prefill_size,
+        max_running_requests: plan.max_running_requests,
+        mem_fraction_static: mem_fraction(memory.mem_fraction_static, cuda, arrangement.hands()),
+        max_total_tokens: plan.max_total_tokens,
+        world_size: arrangement.ranks,
+        expert_parallel: arrangement.expert_parallel,
+        step_group: arrangement.step_group(),
+        kv_save_order: "behind".to_owned(),
+        ..HandConfig::default()
+    })
+}
+
+/// Has an interpreter count the memory of each rank.
+fn ask(python: &Path, config: &HandConfig, free: u64) -> Result<Vec<RankMemory>> {
+    python::check(python)?;
+    let mut asked = format!("{free}\n");
+    for rank in 0..config.world_size {
+        asked += &serde_json::to_string(&HandConfig { rank, ..config.clone() })?;
+        asked.push('\n');
+    }
+    let mut command = Command::new(python);
+    without_keys(&mut command);
+    let mut child = command
+        .args(python::arguments(MODULE))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot run {}", python.display()))?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // One that has ended says why.
+        let _ = stdin.write_all(asked.as_bytes());
+    }
+    let output = child.wait_with_output()?;
+    if !output.status.success() {
+        bail!("the memory of these ranks can't be planned (see above)");
+    }
+    let found: Result<Vec<RankMemory>, _> =
+        Deserializer::from_slice(&output.stdout).into_iter().collect();
+    let found = found.with_context(|| format!("{MODULE} printed no memory"))?;
+    if found.len() != config.world_size as usize {
+        bail!("{MODULE} printed the memory of {} ranks", found.len());
+    }
+    Ok(found)
+}
+
+fn gigabytes(text: &str) -> Result<u64, String> {
+    let given: Option<f64> = text.parse().ok().filter(|gb| (0.001..=1e6).contains(gb));
+    given.map(|gb| (gb * 1e9) as u64).ok_or_else(|| "expected GB from 0.001 to 1000000".to_owned())
+}

@@ -1,0 +1,144 @@
+"""The memory of ranks, of a model whose weights need not be here: `forebay plan --model` asks for it.
+
+`python -m forebay.runner.footprint` reads the handshake's config of each rank of a group, a line of JSON each, and
+prints an object for each. It meets nobody and loads nothing. Exit status 2 and a last line that starts with "error: "
+tell what can't be computed and why.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from forebay.compute.choose import Choice
+from forebay.compute.prompts import slice_bytes
+from forebay.device import open_device
+from forebay.distributed.group import Group
+from forebay.layers.params import Parameters
+from forebay.models import registry
+from forebay.runner.group import roles
+from forebay.state.config import ConfigError, RunnerConfig
+from forebay.state.pages import page_bytes
+from forebay.state.sizes import Sizes
+from forebay.weights.config import ModelConfig
+from forebay.weights.parts import Experts
+
+__all__ = ["Footprint", "footprints", "main"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of one rank, as its `ready` tells it. All but the number of pages is in bytes."""
+
+    weight_bytes: int
+    """The weights, as they are computed with."""
+    page_bytes: int
+    """One page over all layers."""
+    page_count: int
+    """Pages of each rank of the group: as many as the rank with the least memory has room for."""
+    kv_bytes: int
+    """All pages."""
+
+
+class Unmet:
+    """A group of ranks that nobody meets: its members know their places, and compute nothing."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes nothing, as all of them do."""
+        self._refuse()
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As of `all_reduce`."""
+        self._refuse()
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """As of `all_reduce`."""
+        self._refuse()
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """As of `all_reduce`."""
+        self._refuse()
+
+    def least(self, number: int) -> int:
+        """As of `all_reduce`."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError("these ranks have not met: their memory is counted, and nothing is computed")
+
+
+def footprints(configs: Iterable[RunnerConfig], available_bytes: int) -> list[Footprint]:
+    """The memory of the ranks of a group, of which each has so many bytes free.
+
+    Raises `ValueError` with a sentence for a model or a configuration whose memory is not known before it is loaded.
+    """
+    found = [_footprint(config, available_bytes) for config in configs]
+    pages = min(one.page_count for one in found)
+    return [replace(one, page_count=pages, kv_bytes=pages * one.page_bytes) for one in found]
+
+
+def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
+    model, kept = config.model_config, config.kept_model
+    if not isinstance(model, ModelConfig) or kept is None:
+        raise ConfigError(f"{model.architecture} is an encoder, which keeps no pages: there is nothing to divide")
+    if config.pooling is not None or config.quantization is not None or model.vision is not None:
+        raise ConfigError("the memory of models that pool, see images or are quantised at the start is not planned")
+    group = Unmet(config.rank, config.world_size) if config.world_size > 1 else None
+    weight_bytes = _weight_bytes(config, model, group)
+    # On a GPU the memory of steps is measured at the start.
+    taken = weight_bytes
+    if config.max_total_tokens is None:
+        taken += slice_bytes(model.vocab_size, config.chunked_prefill_size)
+    pages = Sizes.of(config, kept, available_bytes, taken).pages
+    a_page = page_bytes(kept, config.page_size, config.dtype)
+    return Footprint(weight_bytes, a_page, pages, pages * a_page)
+
+
+def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None) -> int:
+    """Bytes of a rank's weights as they are computed with: those of the model that a hand would build."""
+    ranks, exchange = roles(config, group)
+    params = Parameters(config.dtype, torch.device("meta"), ranks=ranks, exchange=exchange)
+    # Whatever the device: operators and attention have no weights.
+    choice = Choice(open_device("cpu", config.threads), config, group)
+    decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)
+    if group is not None:
+        return params.nbytes
+    if config.device != "cpu":
+        if model.stored is not None:
+            raise ConfigError("the memory of quantised matrices that a GPU keeps in their bits is not planned")
+        return params.nbytes
+    if config.model["format"] == "gguf" and any(isinstance(feed, Experts) for feed in model.feeds):
+        raise ConfigError("the memory of experts that stay in the blocks of a GGUF file is not planned")
+    return choice.weight_bytes(decoder)
+
+
+def main(lines: Iterable[str]) -> int:
+    """Answers a line with the bytes that each rank has free, and then a config of each rank."""
+    available, *configs = map(json.loads, lines)
+    try:
+        found = footprints([RunnerConfig.from_dict(_whole(config)) for config in configs], available)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for one in found:
+        print(json.dumps(asdict(one)))
+    return 0
+
+
+def _whole(config: Any) -> Mapping[str, Any]:
+    if not isinstance(config, dict):
+        raise ConfigError("a config is an object")
+    return config
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.stdin))

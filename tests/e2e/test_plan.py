@@ -1,0 +1,108 @@
+"""The memory that `forebay plan` says ranks need, against what a server says that they have taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Models, Serve
+from tests.e2e.models import Model
+from tests.e2e.server import BINARY, CACHE
+
+SHARED = ("--dtype", "float32", "--max-running-requests", "20", "--max-total-tokens", "5000")
+READY = re.compile(r"hand ready.* pages=(\d+) .*weight_bytes=(\d+) kv_bytes=(\d+) ")
+
+
+def plan(*flags: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NO_COLOR": "1", "FOREBAY_CACHE": str(CACHE)}
+    return subprocess.run(
+        [BINARY, "plan", *flags], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def planned(folder: Path, model: Model, *flags: str) -> dict[str, Any]:
+    file = folder / "plan.json"
+    given = plan("--model", model.path, "--device", "cpu", *SHARED, *flags, "--output-file", file)
+    assert given.returncode == 0, given.stderr
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+ARRANGEMENTS: list[tuple[str, tuple[str, ...], int]] = [
+    ("llama", (), 1),
+    ("llama", ("--dp-size", "2"), 2),
+    ("llama", ("--tp-size", "2"), 1),
+    ("llama", ("--tp-size", "2", "--dp-size", "2"), 2),
+    ("qwen3-moe", ("--tp-size", "2", "--enable-expert-parallel"), 1),
+    ("qwen3-moe", ("--dp-size", "2", "--enable-dp-attention"), 1),
+]
+
+
+@pytest.mark.parametrize(("family", "flags", "groups"), ARRANGEMENTS, ids=lambda value: str(value))
+def test_a_server_takes_what_was_planned(
+    serve: Serve,
+    models: Models,
+    tmp_path_factory: pytest.TempPathFactory,
+    family: str,
+    flags: tuple[str, ...],
+    groups: int,
+) -> None:
+    model = models(family)
+    memory = planned(tmp_path_factory.mktemp("plan"), model, *flags)
+    server = serve(model, *SHARED, *flags)
+    told = [tuple(map(int, numbers)) for numbers in READY.findall(server.log())]
+    ranks = memory["ranks"]
+    assert memory["groups"] == groups
+    of_group = (
+        ranks[0]["page_count"],
+        sum(rank["weight_bytes"] for rank in ranks),
+        sum(rank["kv_bytes"] for rank in ranks),
+    )
+    assert told == [of_group] * groups
+    hands = server.hands()
+    assert len(hands) == groups * len(ranks)
+
+
+def test_a_table_says_what_each_rank_needs(models: Models) -> None:
+    path = models("qwen3-moe").path
+    given = plan(
+        "--model", path, "--device-memory", "0.1", "--dp-size", "2", "--enable-dp-attention", "--page-size", "4"
+    )
+    assert given.returncode == 0, given.stderr
+    assert "bfloat16 on cuda, pages of 4 tokens" in given.stdout
+    assert "Hands     2: a step group, each a replica; their experts are divided" in given.stdout
+    assert re.search(r"Room for  \d+ tokens for each replica, \d+ in all", given.stdout)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "told"),
+    [
+        ("llama", ("--max-total-tokens", "4000", "--tp-size", "3"), "query heads can't be split over 3 ranks"),
+        ("llama", ("--max-total-tokens", "4000", "--dp-size", "2", "--enable-dp-attention"), "no experts"),
+        ("llama", ("--max-total-tokens", "4000", "--tp-size", "2", "--ep-size", "3"), "--ep-size 3"),
+        ("llama", (), "--device-memory"),
+        ("llama", ("--device-memory", "0.001", "--mem-fraction-static", "0.01"), "no memory for a single page"),
+    ],
+)
+def test_what_can_not_be_planned_is_said(models: Models, family: str, flags: tuple[str, ...], told: str) -> None:
+    given = plan("--model", models(family).path, *flags)
+    assert given.returncode != 0
+    assert told in given.stderr
+
+
+def test_the_plan_of_a_traffic_finds_the_replicas_itself(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 300, "output_length": 9, "hash_ids": [1]}\n')
+    traffic = ("--trace", trace, "--sim-profile", "h100-llama-3.1-8b", "--slo", "ttft:500")
+    refused = plan(*traffic, "--dp-size", "2")
+    assert refused.returncode != 0
+    assert "the plan of a traffic finds the number of replicas" in refused.stderr
+    assert plan(*traffic, "--tp-size", "2").returncode == 0
+    assert "--trace" in plan("--slo", "ttft:500").stderr
+    assert "cannot be used with" in plan(*traffic, "--model", tmp_path).stderr
