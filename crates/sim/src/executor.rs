@@ -194,6 +194,7 @@ enum What {
 }
 
 /// A member's part of the answer to a step.
+#[allow(clippy::large_enum_variant, reason = "nearly all are results")]
 enum Answer {
     Result(StepResult),
     /// It has begun, and its tokens can't be sampled before the masks have come.
