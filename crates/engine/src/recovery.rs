@@ -1,4 +1,4 @@
-//! The restarts of a dead hand: the decision and the time.
+//! The restarts of a dead hand: their decision and their time.
 
 /// The decision after a death.
 #[derive(Debug, PartialEq, Eq)]

@@ -11,10 +11,10 @@ const WINDOW_US: u64 = 10_000_000;
 /// Seconds that a client is asked to wait at most.
 const LONGEST_S: u64 = 60;
 
-/// Requests that were submitted and never yet admitted, of all engines that share it.
+/// Requests that were submitted and not admitted yet, of all engines that share it.
 ///
 /// A client that is alone may fill the queue. As soon as others wait, it gets no more than half of
-/// it. Clients that have only a few requests waiting have a quarter on top: a full queue is full
+/// it. A further quarter is for clients with only a few waiting requests. So a full queue is full
 /// for the clients that filled it.
 #[derive(Debug, Default)]
 pub struct Waiting(Mutex<Inner>);

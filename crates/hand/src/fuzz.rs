@@ -1,5 +1,5 @@
-//! Damaged frames for the brain's reader. A hand on another machine is trusted less than a child:
-//! whatever it sends is taken or refused, without a panic, and with bounded memory.
+//! Damaged frames for the brain's reader. A hand on another machine is trusted less than a child.
+//! Each of its frames is taken or refused, without a panic and with bounded memory.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;

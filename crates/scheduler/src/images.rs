@@ -34,8 +34,8 @@ pub struct PromptImage {
 }
 
 impl PromptImage {
-    /// The images of a prompt, of which the first position and the grid are known, in the order of
-    /// their positions. None overlaps another.
+    /// The images of a prompt in the order of their positions. Each comes with its first position
+    /// and its grid. None overlaps another.
     #[must_use]
     pub fn place(images: impl IntoIterator<Item = (ImageId, u32, Grid)>) -> Arc<[Self]> {
         let mut saved = 0;
@@ -47,8 +47,8 @@ impl PromptImage {
         placed.collect()
     }
 
-    /// The `images` that meet the block of `size` positions from `start` on, in the form that names
-    /// of blocks use.
+    /// The `images` that overlap the block of `size` positions from `start` on, in the form for
+    /// block names.
     pub fn within(
         images: &[Self],
         start: u32,
@@ -62,8 +62,8 @@ impl PromptImage {
         })
     }
 
-    /// The names of the full blocks at the beginning of `tokens`, in which these images stand, for
-    /// requests with this salt.
+    /// The names of the full blocks at the beginning of `tokens`, for requests with this salt.
+    /// `images` are the images at these positions.
     #[must_use]
     pub fn chain(
         namer: &Namer,
@@ -81,14 +81,14 @@ impl PromptImage {
         tokens.chunks_exact(page_size).enumerate().map(name).collect()
     }
 
-    /// The position behind it.
+    /// The position behind the image.
     #[must_use]
     pub fn end(&self) -> u32 {
         self.span.position + self.span.grid.positions()
     }
 }
 
-/// The largest number of words of a plan that says where images stand, with their pages.
+/// The largest number of words of a plan that names the places of images and their pages.
 #[must_use]
 pub fn image_words(images: &[PromptImage]) -> u64 {
     // A page has one position at least.
@@ -308,7 +308,8 @@ impl Scheduler {
         }
     }
 
-    /// The patches of a wanted image are in the arena. False: nobody needs them there.
+    /// Notes that the patches of a wanted image are in the arena. False: no request needs them any
+    /// more.
     pub fn image_placed(&mut self, image: ImageId, patches: u32) -> bool {
         let Some(images) = &mut self.images else { return false };
         match images.work.get_mut(&image) {
@@ -320,8 +321,9 @@ impl Scheduler {
         }
     }
 
-    /// An image can't be had: ends every request that waits for it, without an event, and gives
-    /// their ids, and which of their images it is.
+    /// Ends every request that waits for an image, because the image can't be had. Ends come
+    /// without an event. Gives the ids of the requests, and the number of the image among each
+    /// request's.
     pub fn image_failed(&mut self, image: ImageId) -> Vec<(u64, usize)> {
         let needs = |handle: &&Handle| self.requests[**handle].needs(image);
         let Some(images) = self.images.as_ref().filter(|images| {
@@ -341,8 +343,8 @@ impl Scheduler {
         ended.collect()
     }
 
-    /// Appends where patches begin that nobody will read any more, although [`Event::ImageRead`]
-    /// never comes.
+    /// Appends the places of patches that no plan will read any more, and for which
+    /// [`Event::ImageRead`] never comes.
     pub fn take_unread_patches(&mut self, into: &mut Vec<u32>) {
         if let Some(images) = &mut self.images {
             into.append(&mut images.unread);

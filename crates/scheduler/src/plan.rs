@@ -1,5 +1,5 @@
-//! The rows of the next step: the decoding requests, then those in the middle of prefill, then
-//! those whose blocks have come back, then new ones. In quarantine: one suspect, alone.
+//! The rows of the next step, in this order: decoding requests, requests in the middle of prefill,
+//! requests whose blocks have come back, new requests. In quarantine there is one suspect, alone.
 
 use std::ops::Bound;
 
@@ -13,9 +13,9 @@ use crate::view::Planned;
 use crate::{Event, FlightRow, Handle, MAX_IN_FLIGHT, Scheduler, State};
 
 impl Scheduler {
-    /// Plans the next step. False: there is nothing to do now, because nothing is runnable or all
-    /// of it waits for results in flight. `plan` is empty then, but `events` may tell of
-    /// preemptions. As long as copies are under way, there is something to do.
+    /// Plans the next step. False: no request can run now, or all wait for results in flight.
+    /// `plan` is empty then, but `events` may report preemptions. While copies are under way, there
+    /// is always a plan.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.next_step);
         // Where a row may give several tokens, how many they were decides where the next one

@@ -1,12 +1,12 @@
 //! Waiting requests, and the order in which they are admitted.
 //!
-//! Ranks (priorities) go first one after the other. Within a rank, a request that was admitted
-//! before goes first, by arrival. The others take turns by client, and each client's own requests
-//! go by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). A request costs
-//! its prompt and the tokens that it may generate. Its client's next one starts at its end in
-//! virtual time, and the earliest start goes first. Virtual time grows by an even share of the
-//! admitted work, so that a stream of new clients cannot keep an older one waiting for ever. When
-//! nobody of a rank waits, its clients owe nothing any more.
+//! Ranks (priorities) are served one after the other. Within a rank, requests that were admitted
+//! before go first, by arrival. The others take turns by client, and each client's own requests go
+//! by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). The cost of a
+//! request is its prompt and the tokens that it may generate. The next request of its client starts
+//! at its end in virtual time, and the earliest start goes first. Virtual time grows by an even
+//! share of the admitted work, so a stream of new clients cannot keep an older one waiting for
+//! ever. When no request of a rank waits, its clients have no debts any more.
 
 use std::collections::{BTreeMap, HashMap};
 

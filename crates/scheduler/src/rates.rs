@@ -1,4 +1,4 @@
-//! The quicker way to blocks: to bring them back, or to compute them again.
+//! The choice of the quicker way to blocks: restore them, or compute them again.
 
 /// Weight of the newest measurement in a running mean, one in so many.
 const NEWEST: f64 = 8.0;

@@ -1,5 +1,4 @@
-//! A request as the scheduler sees it: its tokens, its three numbers, and its property on the
-//! device.
+//! A request in the scheduler: its tokens, its three numbers, and its slot and pages.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,49 +11,51 @@ use crate::prompts::PromptTail;
 use crate::queue::Ticket;
 use crate::slab::Handle;
 
-/// A validated request. Nothing in it can be refused any more; only capacity can refuse it.
+/// A validated request. Only a lack of capacity can refuse it.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
-    /// Unique name among the live requests.
+    /// The id, unique among the live requests.
     pub id: u64,
-    /// Prompt token ids, at least one, each below the vocabulary size. With embeddings they only
-    /// say how many positions the prompt has. The choices of a prompt share them; each gets its own
-    /// copy when it is admitted.
+    /// Prompt token ids, at least one, each below the vocabulary size. For a prompt of embeddings
+    /// only their number counts. The choices of a prompt share them, and each gets its own copy at
+    /// its admission.
     pub prompt: Arc<[i32]>,
-    /// Images in it, in order ([`PromptImage::place`]). The tokens at their positions mean nothing.
+    /// The images of the prompt, in order ([`PromptImage::place`]). The tokens at their positions
+    /// mean nothing.
     pub images: Arc<[PromptImage]>,
-    /// Tokens that were generated before, by another brain or another replica; none is a stop id,
-    /// and they are fewer than `max_tokens`, which counts them. The request goes on after them,
-    /// exactly as if it had generated them here, and only new tokens come out.
+    /// Tokens that another brain or replica has generated. None is a stop id. They count towards
+    /// `max_tokens` and are fewer. The request goes on after them as if they were generated here.
+    /// Only new tokens are reported.
     pub generated: Vec<i32>,
-    /// Names of the leading full blocks of both, as far as somebody has computed them already.
+    /// Names of the leading full blocks of prompt and generated tokens, as far as they are known
+    /// already.
     pub names: Arc<[BlockHash]>,
-    /// The largest number of tokens to generate; 0 where the prompt is pooled, or nothing but
-    /// log-probabilities of its tokens is wanted. `prompt.len() + max_tokens` is at most the
+    /// The largest number of tokens to generate. It is 0 for a pooled prompt, or if only
+    /// log-probabilities of the prompt are wanted. `prompt.len() + max_tokens` is at most the
     /// context length, and fits into the page pool, if the model has one.
     pub max_tokens: u32,
-    /// The parameters that the device needs of it.
+    /// The parameters of the request on the device.
     pub spec: SlotSpec,
     /// True if masks restrict the request's tokens. Its rows are
-    /// [`forebay_protocol::Want::Masked`], and somebody else fills the masks.
+    /// [`forebay_protocol::Want::Masked`], and the caller fills the masks.
     pub masked: bool,
-    /// Log-probabilities of the prompt's tokens; for prompts of tokens, not of embeddings, that are
-    /// not pooled.
+    /// The demand for log-probabilities of the prompt's tokens. It needs a prompt of tokens, not of
+    /// embeddings, that is not pooled.
     pub prompt_logprobs: Option<PromptTail>,
-    /// Larger is sooner, under [`crate::Policy::Priority`].
+    /// The priority; larger goes first, under [`crate::Policy::Priority`].
     pub priority: i32,
     /// The request's client: within a priority, clients take turns.
     pub client: u64,
-    /// True if the request asks whether the model computes. It goes before all others, and a full
-    /// queue does not refuse it. It need not wait for one of
-    /// [`crate::SchedulerConfig::max_running`].
+    /// True for a check that the model computes. It goes before all others, and a full queue does
+    /// not refuse it. It runs even if [`crate::SchedulerConfig::max_running`] requests run.
     pub probe: bool,
-    /// Requests share cached blocks only with requests of the same salt; 0: none was asked for.
+    /// The salt. Requests share cached blocks only with requests of the same salt; 0: the request
+    /// names none.
     pub cache_salt: u64,
     /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
-    /// took it. It is only told ([`crate::Scheduler::views`]).
+    /// took it. It is only for display ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
-    /// True if its payload is not yet in the memory of its hand. It has no turn before
+    /// True if the payload is not yet in the memory of the hand. The request has no turn before
     /// [`crate::Scheduler::release`].
     pub held: bool,
     /// The history with another scheduler, if there was one.
@@ -65,11 +66,11 @@ pub struct Request {
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
-    /// True if the other scheduler had admitted it. It then goes before requests that never were
-    /// admitted, and its next admission is a replay.
+    /// True if the other scheduler had admitted the request. It then goes before requests that were
+    /// never admitted, and its next admission is a replay.
     pub admitted: bool,
-    /// The number of positions up to which a suspect is tried alone. A suspect may have killed the
-    /// hand of the other scheduler. `None`: it is no suspect.
+    /// The number of positions up to which a suspect runs alone. A suspect may have killed the hand
+    /// of the other scheduler. `None`: it is no suspect.
     pub suspect: Option<u32>,
 }
 

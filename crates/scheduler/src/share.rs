@@ -1,6 +1,6 @@
-//! Fair shares of the running requests. An admitted request keeps its slot until it ends. With
-//! turns in the queue alone, a client that came first with long requests would therefore hold every
-//! slot for as long as these take.
+//! Fair shares of the running requests. An admitted request keeps its slot until it ends. So turns
+//! in the queue are not enough: a client that comes first with long requests would hold every slot
+//! until they end.
 
 use std::collections::HashMap;
 

@@ -1,10 +1,10 @@
 //! Sparse decoding from host memory: requests that go on while most of their pages are given up.
 //!
 //! Hot pages are a cache of host pages (HiSparse, SGLang #21932, with pages in place of its
-//! buffers). A page is saved whole when it is full, behind the rows that fill it; the newest
-//! positions lie in the last pages, which nobody takes. So nothing ever waits for a save. A request
-//! is *resident* with all its pages on the device until they run short. Then the one with most to
-//! give becomes *sparse*, and stays so until it ends or is preempted.
+//! buffers). A full page is saved whole, behind the rows that fill it. The newest positions lie in
+//! the last pages, which are never given up. So nothing ever waits for a save. A request is
+//! *resident* with all its pages on the device until pages run short. Then the request that can
+//! give up most pages becomes *sparse*. It stays sparse until it ends or is preempted.
 
 use std::ops::Range;
 

@@ -1,9 +1,9 @@
-//! The places of blocks: those of a request that are found in a tier, and the copies between the
-//! device's memory and the host's.
+//! The places of blocks: the blocks of a request in each tier, and the copies between the device's
+//! memory and the host's.
 //!
-//! Plans tell the hand of copies, results tell which have ended. Nothing waits for a save. A
-//! request waits for the restores of its own blocks, as an *arriving* resident: it has its slot and
-//! pages, and no row.
+//! Plans order copies, and results report their ends. Nothing waits for a save. A request waits for
+//! the restores of its own blocks. It is an *arriving* resident then: it has its slot and pages,
+//! and no row.
 
 use std::collections::VecDeque;
 use std::ops::Bound;
