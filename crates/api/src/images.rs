@@ -1,4 +1,4 @@
-//! Images in requests: where they are, and which prompt they belong to.
+//! Images in requests: their places, and the prompts to which they belong.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use crate::error::ApiError;
 pub struct ImageUrl {
     /// `data:`, with the file in base64, or `http:`, `https:`, `file:`.
     pub url: String,
-    /// `auto`, `high` or `low`; no answer depends on it.
+    /// `auto`, `high` or `low`, without an effect.
     pub detail: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Prompts as completions take them: text or token ids, one or many.
+//! Prompts of completions: text or token ids, one or many.
 
 use std::fmt;
 
@@ -168,7 +168,7 @@ impl<'de> Deserialize<'de> for Prompts {
     }
 }
 
-/// A string or a list of strings, as `stop` is.
+/// A string or a list of strings, as in `stop`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Strings(pub Vec<String>);
 

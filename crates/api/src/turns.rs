@@ -1,4 +1,4 @@
-//! Conversations of other dialects, as chat templates see them.
+//! Conversations of other dialects, in the form for chat templates.
 
 use serde_json::{Map, Value, json};
 

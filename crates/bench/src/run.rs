@@ -3,7 +3,7 @@
 //!
 //! A thread wakes at each intended arrival, since the runtime's own timers are no finer than a
 //! millisecond. With a concurrency, as many tasks take the arrived requests in order, each one at a
-//! time: a place is a task that waits. Without one, each arrival gets a task.
+//! time. A place is a task that waits. Without a concurrency, each arrival has a task.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

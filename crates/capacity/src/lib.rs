@@ -1,8 +1,8 @@
-//! Capacity planning: how many replicas a recorded traffic needs.
+//! Capacity planning: the number of replicas that a recorded traffic needs.
 //!
 //! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
-//! step times in place of devices. `search` looks for the least number that meets the objectives,
-//! `outcome` says what one number of replicas gives, `report` shows it.
+//! step times in place of devices. `search` looks for the least number that meets the objectives.
+//! `outcome` has the results of one number of replicas, and `report` prints them.
 //!
 //! ```
 //! use clap::Parser;
@@ -53,7 +53,8 @@ use report::PlanFile;
 use simulate::Setup;
 use traffic::Traffic;
 
-/// `forebay plan`: prints how many replicas meet the objectives, and what each tried number gives.
+/// `forebay plan`: prints the number of replicas that meets the objectives, and the results of each
+/// tried number.
 ///
 /// # Errors
 /// The trace or the profile can't be read, or no number up to `--max-replicas` meets the

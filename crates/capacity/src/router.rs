@@ -1,4 +1,4 @@
-//! The choice of a replica for a request: the policies that a brain has, over the same books.
+//! The choice of a replica for a request: a brain's policies, over the same ledger.
 
 use forebay_balance::{Ask, Balancer, Ledger, Method, PrefixIndex, Work};
 use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage};

@@ -1,4 +1,4 @@
-//! The least number that is enough.
+//! The least number of replicas that meets the objectives.
 
 /// The least number from 1 to `most` for which `enough` holds; `None` if it does not for `most`. If
 /// more is not always better, it is one for which it holds and whose predecessor was tried, and

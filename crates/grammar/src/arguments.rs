@@ -1,9 +1,8 @@
-//! Arguments of calls that are not written as JSON: in tags, as Python's, or as Gemma's.
+//! Arguments of calls that are not written as JSON: in tags, in Python's notation, or in Gemma's.
 //!
-//! A schema is walked, and each value that it describes becomes a rule in the family's own
-//! notation. A schema that can't be expressed there is an error with its path. Where a schema
-//! allows more than a rule can say, such as further properties beside those that it names, the rule
-//! says less.
+//! A walk makes a rule in the family's own notation for each value of a schema. A schema that can't
+//! be expressed there is an error with its path. If a schema allows more than a rule can say, such
+//! as properties without a name, the rule allows less.
 
 use std::collections::HashMap;
 

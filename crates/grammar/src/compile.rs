@@ -1,4 +1,5 @@
-//! From a source to a template: a matcher at the beginning of an answer, with the first mask.
+//! The way from a source to a template: a matcher at the beginning of an answer, with the first
+//! mask.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! JSON schemas: the checks before llguidance sees one, and the place in a schema that llguidance
+//! JSON schemas: checks before llguidance gets one, and the place in a schema that llguidance
 //! refuses.
 
 use serde_json::{Map, Value, json};

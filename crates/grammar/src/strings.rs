@@ -1,4 +1,4 @@
-//! Strings of a JSON schema where they stand as they are, without quotes: as terminals of Lark.
+//! Strings of a JSON schema that are written without quotes, as terminals of Lark.
 
 use serde_json::{Map, Value};
 

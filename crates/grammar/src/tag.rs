@@ -1,4 +1,4 @@
-//! Structural tags, as xgrammar defined them and vLLM and SGLang take them, as Lark.
+//! Structural tags, converted to Lark. xgrammar has defined them, and vLLM and SGLang take them.
 //!
 //! Two notations: `{"type": "structural_tag", "format": {...}}`, a tree of formats, and the older
 //! one with `structures` and `triggers`, which is the format `triggered_tags`.

@@ -1,4 +1,4 @@
-//! Requests to the hub: redirects, who gets the token, how long an answer is awaited.
+//! Requests to the hub: redirects, the receivers of the token, timeouts.
 
 use std::fmt;
 use std::sync::Arc;

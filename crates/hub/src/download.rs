@@ -1,5 +1,5 @@
-//! One file of a repository, from the hub into the cache: resumed, checked, and there whole or not
-//! at all.
+//! One file of a repository, from the hub into the cache. Downloads are resumed and checked. A file
+//! is there whole or not at all.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -431,7 +431,7 @@ pub(crate) fn full(folder: &Path, file: &str, needed: u64) -> HubError {
     }
 }
 
-/// Bytes that the user may still write below `folder`, which need not be there yet.
+/// Bytes that the user may still write below `folder`. The folder need not exist yet.
 #[must_use]
 pub fn free(folder: &Path) -> Option<u64> {
     let there = folder.ancestors().find(|path| path.exists())?;

@@ -1,4 +1,4 @@
-//! The progress of downloads: bars on a terminal, a line now and then elsewhere.
+//! The progress of downloads: bars on a terminal, and otherwise a line at intervals.
 
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +37,7 @@ impl Progress {
         Self { bars: terminal.then(bars), ..Self::silent_if(false) }
     }
 
-    /// Says nothing at all.
+    /// A progress that writes nothing.
     #[must_use]
     pub fn silent() -> Self {
         Self::silent_if(true)

@@ -1,4 +1,4 @@
-//! One revision of a repository: its list of files, and getting some of them.
+//! One revision of a repository: its list of files, and the download of some.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,4 @@
-//! A client's request, as it is sent to backends: once, or again.
+//! A client's request, in the form for backends, which may get it more than once.
 
 use std::time::Instant;
 

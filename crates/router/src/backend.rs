@@ -1,4 +1,4 @@
-//! One backend: its books, its health, and its counts.
+//! One backend: its ledger, its health, and its counts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,27 +19,27 @@ use crate::ledger::{Accounting, Ledger};
 use crate::past::Role;
 use crate::policy::Candidate;
 
-/// A URL that is none of a backend.
+/// The error for a URL that is not a backend's.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`{url}` is not the URL of a backend: {reason}")]
 pub struct UrlError {
-    /// The URL, as it was given.
+    /// The URL as the user wrote it.
     pub url: String,
     /// The reason, for the user.
     pub reason: &'static str,
 }
 
-/// The address of a backend, as clients and operators write it.
+/// The address of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct BackendUrl {
     authority: Authority,
 }
 
 impl BackendUrl {
-    /// Reads `http://host:port`; the scheme may be left out, and the port is 80 where it is.
+    /// Reads `http://host:port`. The scheme may be absent, and so may the port, which is 80 then.
     ///
     /// # Errors
-    /// It is something else: https, a path, a name without a host.
+    /// The text is something else: https, a path, or a name without a host.
     pub fn parse(url: &str) -> Result<Self, UrlError> {
         let error = |reason| UrlError { url: url.to_owned(), reason };
         let rest = match url.trim().split_once("://") {

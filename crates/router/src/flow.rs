@@ -1,4 +1,4 @@
-//! A backend's response, as it comes.
+//! A backend's response, frame by frame.
 
 use std::pin::Pin;
 use std::sync::Arc;

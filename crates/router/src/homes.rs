@@ -1,5 +1,4 @@
-//! The backends that keep responses. A request that goes on from a response has to go to its
-//! backend.
+//! The backends that keep responses. A request that continues a response has to go to its backend.
 
 use std::num::NonZeroUsize;
 

@@ -1,9 +1,9 @@
 //! The share of a prompt that each backend has in its prefix cache.
 //!
-//! The router has texts, the backends have blocks of tokens. A backend names blocks of each prompt
-//! in its response's head. From then on the texts of that prompt stand for these blocks. A backend
-//! tells of each block that it stores or drops as it happens. A text whose blocks are not known yet
-//! is with the backend that it was sent to last. See `docs/adr/0013`.
+//! The router has texts, and the backends have blocks of tokens. The head of a backend's response
+//! names blocks of the prompt. From then on the texts of that prompt stand for these blocks. A
+//! backend reports each block that it stores or drops. A text without known blocks counts as cached
+//! by the backend that it was sent to last. See `docs/adr/0013`.
 
 use lru::LruCache;
 use rustc_hash::{FxBuildHasher, FxHashSet};

@@ -1,4 +1,4 @@
-//! Bodies of clients' requests, and how much of the router's memory they may take together.
+//! Bodies of clients' requests, and their share of the router's memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,9 +23,9 @@ const EMBEDS: &[u8] = b"\"prompt_embeds\"";
 pub struct BodyLimits {
     /// The largest body in bytes.
     pub whole: usize,
-    /// The largest body in bytes of a request without `prompt_embeds`.
+    /// The largest body of a request in bytes, without `prompt_embeds`.
     pub json: usize,
-    /// Bytes that the bodies of all requests may take together.
+    /// The largest number of bytes of the bodies of all requests together.
     pub all: usize,
 }
 

@@ -1,8 +1,8 @@
 //! A connection to a backend.
 //!
-//! Nobody but its user drives it: reading a frame, waiting for a head and dropping it all happen
-//! where the client's response is made. So a frame costs no second task, a client that does not
-//! read stops the backend's socket, and a client that goes away closes it.
+//! The task of the client's response drives it alone: reads of frames, the wait for a head, and the
+//! drop happen there. So a frame costs no second task. A client that does not read stops the
+//! backend's socket, and a client that goes away closes it.
 
 use std::collections::HashMap;
 use std::future::poll_fn;

@@ -1,4 +1,4 @@
-//! Getting a response out of some backend: choice, attempt, and again while nothing has been
+//! The way to a response of some backend: a choice, an attempt, and further ones while nothing is
 //! produced.
 
 use std::future::poll_fn;

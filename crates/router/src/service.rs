@@ -1,4 +1,4 @@
-//! Requests of clients to the router: to be passed on, or to be told about the router itself.
+//! Requests of clients to the router: those to pass on, and those about the router itself.
 
 use std::convert::Infallible;
 use std::pin::Pin;

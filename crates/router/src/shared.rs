@@ -1,4 +1,4 @@
-//! The state that all threads of the router share, and that of each.
+//! The state that all threads of the router share, and the state of each thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

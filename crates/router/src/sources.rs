@@ -1,4 +1,5 @@
-//! Backends from a file and from names, looked up again and again, and leases that end.
+//! Backends from a file and from names, which are read again and again, and registrations that
+//! expire.
 
 use std::net::SocketAddr;
 use std::path::Path;

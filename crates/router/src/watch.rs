@@ -1,4 +1,4 @@
-//! The questions to backends without a client: health, load and stored blocks.
+//! Questions of the router itself to backends: health, load and stored blocks.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

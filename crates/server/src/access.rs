@@ -1,4 +1,4 @@
-//! Demands of the routes on browsers: see [`forebay_api::Access`].
+//! The demands that routes make on browsers: see [`forebay_api::Access`].
 
 use axum::extract::{Request, State};
 use axum::http::header::{CONTENT_TYPE, ORIGIN};

@@ -1,10 +1,10 @@
 //! A budget of bytes for all requests in flight.
 //!
-//! Each queue has its bound, and a request in it may be large: a thousand texts that wait for a
-//! thread are nothing, or gigabytes. So a request is charged for its memory before that is
-//! allocated, and a request that does not fit is refused at once. A request is charged twice. One
-//! charge is for its body and the values made of it, until its prompts are token ids. The other is
-//! for its choices, until the answer has ended.
+//! Each queue has a bound, but its requests may be small or large: a thousand texts may be
+//! gigabytes. So a request is charged for its memory before that is allocated. A request that does
+//! not fit is refused at once. A request is charged twice. One charge is for its body and the
+//! values made of it, until its prompts are token ids. The other is for its choices, until the
+//! answer has ended.
 
 use std::fmt;
 use std::sync::Arc;

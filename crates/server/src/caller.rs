@@ -1,4 +1,4 @@
-//! The client of a request, as handlers ask for it.
+//! The client of a request, for handlers.
 
 use std::convert::Infallible;
 

@@ -1,8 +1,8 @@
-//! The client of a request, by which shares are counted.
+//! The client of a request, whose share is counted.
 //!
-//! A client is its API key where keys are asked for, else its address. An IPv6 client has a whole
-//! /64 to choose addresses from, so that is one client. Behind a proxy that is trusted, the address
-//! is the one that the proxy tells.
+//! A client is an API key if keys are required, and an address otherwise. An IPv6 client can choose
+//! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy tells the
+//! address.
 
 use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -35,7 +35,7 @@ pub(crate) enum Remote {
     Local,
 }
 
-/// Proxies whose word about their clients counts.
+/// Proxies that are trusted to name their clients.
 #[derive(Debug, Clone, Default)]
 pub struct TrustedProxies {
     networks: Vec<IpNet>,

@@ -1,4 +1,4 @@
-//! Limits that every request has to pass: size and time of its body.
+//! Limits of every request: the size of its body, and the time of its arrival.
 
 use std::convert::Infallible;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The moment from which on the model no longer loads.
+//! The end of the model's load.
 
 use std::sync::OnceLock;
 use std::time::Duration;

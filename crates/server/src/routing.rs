@@ -1,5 +1,4 @@
-//! Headers by which clients say where a request is to be computed, for those who cannot change its
-//! body.
+//! Headers with the wishes of clients about a replica, for clients that cannot change the body.
 
 use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;

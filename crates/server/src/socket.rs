@@ -1,4 +1,4 @@
-//! Stream sockets of either family, and where they are listened for.
+//! Stream sockets of either family, and their addresses.
 
 use std::future::poll_fn;
 use std::io::{self, IoSlice};

@@ -1,8 +1,8 @@
-//! Responses that clients ask for again, or go on from.
+//! Responses that clients get again, or continue.
 //!
-//! All of them together have a bound in bytes and each has an age at which it goes. They are apart
-//! by API key: no client finds another's. The key that keeps most gives room first, its oldest
-//! response ahead of the others.
+//! All of them together have a bound in bytes, and each has a largest age. They are separated by
+//! API key: no client finds another key's. If room is short, the key that keeps most loses its
+//! oldest response first.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use forebay_api::Item;
 use parking_lot::Mutex;
 use tokio::task::AbortHandle;
 
-/// Bounds of the kept responses.
+/// The bounds of kept responses.
 #[derive(Debug, Clone, Copy)]
 pub struct StoreConfig {
     /// The largest number of bytes of all responses with their conversations; 0: none is kept.

@@ -1,4 +1,4 @@
-//! The parameters of a request, as every choice of every prompt has them.
+//! The parameters of a request, which are the same for every choice of every prompt.
 
 use std::sync::Arc;
 

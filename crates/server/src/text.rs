@@ -1,4 +1,4 @@
-//! Prompts to token ids, on the text pool's threads.
+//! The way from prompts to token ids, on the text pool's threads.
 
 use std::sync::Arc;
 

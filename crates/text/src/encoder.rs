@@ -1,4 +1,4 @@
-//! Encoding in parts: parts that were encoded before are looked up, and long ones are cut.
+//! Encoding in parts. Known parts are looked up, and long ones are cut.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ const PART_BYTES: usize = 8 << 10;
 /// this size. Encoding so little costs about as much as a lookup.
 const KEPT_BYTES: usize = 2 << 10;
 
-/// A tokenizer with the memory of encoded texts.
+/// A tokenizer with a cache of encoded texts.
 #[derive(Debug)]
 pub struct Encoder {
     tokenizer: Arc<Tokenizer>,
@@ -81,7 +81,7 @@ impl Encoder {
     /// The ids of `text`, as [`Tokenizer::encode`] gives them.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
         if text.len() < KEPT_BYTES {
             self.note_encoded(text.len());
@@ -95,8 +95,7 @@ impl Encoder {
         Ok(self.finish(&work)?.pop().unwrap_or_default())
     }
 
-    /// Bytes of text that were encoded so far, or begun to be; those from the cache are not among
-    /// them.
+    /// Bytes of text that were encoded, or begun, so far. Bytes from the cache do not count.
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded.load(Ordering::Relaxed)
     }
@@ -106,7 +105,8 @@ impl Encoder {
         self.encoded.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Bytes of text looked up in the cache and found there so far, and bytes that it uses now.
+    /// Three numbers of bytes: looked up in the cache so far, found there so far, and used by the
+    /// cache now.
     pub fn cache_counts(&self) -> (u64, u64, usize) {
         self.cache.as_ref().map_or((0, 0, 0), TextCache::counts)
     }

@@ -1,9 +1,8 @@
 //! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al.
 //! 2023).
 //!
-//! All of it is done in 32 bits, operation by operation as PyTorch does it
-//! (`python/forebay/layers/rotary.py`). The divisor of a scalar becomes a reciprocal first. Both
-//! hands have the same angles so.
+//! All numbers have 32 bits, and each operation is PyTorch's (`python/forebay/layers/rotary.py`). A
+//! scalar divisor becomes a reciprocal first. So both hands have the same angles.
 
 use std::f32::consts::TAU;
 
@@ -26,7 +25,7 @@ impl Angles {
     /// Computes the angles of the first `positions`.
     ///
     /// # Errors
-    /// A scaling with a number that makes no sense.
+    /// A number of the scaling makes no sense.
     pub fn of(shape: &Shape, positions: usize, number: TorchNumber) -> Result<Self, ModelError> {
         let (inverse, factor) = frequencies(shape)?;
         let round = |value: f32| match number {

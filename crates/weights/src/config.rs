@@ -11,7 +11,7 @@ const MOST_LAYERS: u64 = 1 << 12;
 const MOST_EXPERTS: usize = 1 << 18;
 const DEFAULT_ROPE_THETA: f64 = 10000.0;
 
-/// The types that a model is computed in, by the names of PyTorch.
+/// The types of a model's computation, by PyTorch's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TorchNumber {
     /// `torch.float32`
@@ -30,25 +30,24 @@ enum Family {
     Qwen3Moe,
 }
 
-/// A mixture of experts (Shazeer et al. 2017): each token has some gated feed-forward parts of
-/// many, those with the largest softmax of their scores.
+/// A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token
+/// uses those with the largest softmax of their scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Experts {
-    /// Of a layer.
+    /// The number of experts of a layer.
     pub count: usize,
-    /// Of a token.
+    /// The number of experts of a token.
     pub per_token: usize,
-    /// Elements between the products of one.
+    /// Elements between the two products of one expert.
     pub intermediate_size: usize,
-    /// A token's weights are divided by their sum.
+    /// True if a token's weights are divided by their sum.
     pub normalise: bool,
 }
 
-/// Everything that is needed to build a decoder. Sizes are numbers of elements, positions are
-/// tokens.
+/// The data from which a decoder is built. Sizes are numbers of elements, and positions are tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
-    /// Tokens.
+    /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Elements of the residual stream.
     pub hidden_size: usize,
@@ -58,21 +57,21 @@ pub struct Shape {
     pub experts: Option<Experts>,
     /// True for each layer that has experts in place of a dense part.
     pub sparse: Vec<bool>,
-    /// Layers.
+    /// The number of layers.
     pub layers: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: usize,
-    /// Heads of keys and values.
+    /// The number of heads of keys and values.
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Queries, keys and values have biases.
+    /// True if queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// The attention's output has one.
+    /// True if the attention's output has a bias.
     pub output_bias: bool,
-    /// The feed-forward part has them.
+    /// True if the feed-forward part has biases.
     pub mlp_bias: bool,
-    /// Query and key heads are normalised before they are rotated.
+    /// True if query and key heads are normalised before they are rotated.
     pub head_norms: bool,
     /// The epsilon of the norms.
     pub rms_norm_eps: f64,
@@ -81,14 +80,13 @@ pub struct Shape {
     /// The scaling of rotary positions with the names of transformers 4, `rope_type` among them;
     /// `None`: there is none.
     pub rope_scaling: Option<Map<String, Value>>,
-    /// Positions that the model was made for.
+    /// The largest number of positions that the model was trained for.
     pub max_positions: u64,
-    /// The head is the embedding.
+    /// True if the head is the embedding.
     pub tied: bool,
-    /// There is no head, whatever the checkpoint has: the model pools. [`Self::of`] leaves it
-    /// unset.
+    /// True if the head is not used, because the model pools. [`Self::of`] sets it to false.
     pub headless: bool,
-    /// Tokens that a position sees, itself included; `None`: all.
+    /// The number of tokens that a position sees, itself included; `None`: all.
     pub sliding_window: Option<u64>,
     /// Tokens that end a generation.
     pub eos_token_ids: Vec<i32>,
@@ -159,7 +157,7 @@ impl Shape {
         self.tied || self.headless
     }
 
-    /// Positions that a request may use: with yarn more than the config may say.
+    /// The largest number of positions of a request. With yarn it may exceed the config's.
     #[must_use]
     pub fn longest_context(&self) -> u64 {
         let Some(scaling) = self.rope_scaling.as_ref() else { return self.max_positions };

@@ -1,5 +1,5 @@
-//! The way from files on this machine to the description of a model that the brain and the hand
-//! work from. It is the output of `forebay.weights.describe`, for the models that are read here.
+//! The way from files on this machine to the description of a model, for the brain and the hand. It
+//! is the output of `forebay.weights.describe`, for the models that are read here.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -24,22 +24,22 @@ const KEY_BYTES: u64 = 32 << 20;
 /// The limit on a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
 const MOST_JSON: u64 = 256 << 20;
 
-/// The files to describe, and the purpose.
+/// The files to describe, and the purpose of the description.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     /// A directory, or a `.gguf` file or one of its parts.
     pub path: &'a Path,
     /// The name of the model; `None`: that of the directory or the file.
     pub name: Option<&'a str>,
-    /// The folder below which files that are made of models are kept.
+    /// The folder for files that are made of models.
     pub cache: &'a Path,
-    /// True if a directory needs weights.
+    /// True if a directory must have weights.
     pub weights: bool,
-    /// True if a model that could generate is to pool.
+    /// True if a model that could generate should pool.
     pub embedding: bool,
 }
 
-/// The object that the brain reads, field by field as `forebay.weights.describe` prints it.
+/// The object for the brain, in the form that `forebay.weights.describe` prints.
 pub type Description = Value;
 
 /// Describes the model.

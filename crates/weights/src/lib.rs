@@ -1,10 +1,9 @@
-//! The contents of a model's files: its description for the brain, its shape, and its tensors, out
-//! of safetensors and GGUF.
+//! The contents of a model's files, out of safetensors and GGUF: its description for the brain, its
+//! shape, and its tensors.
 //!
-//! `python/forebay/weights` reads the same files for every family; here are the decoders that the
-//! hand in Rust computes. Whatever is beyond them is [`ModelError::Elsewhere`], with the
-//! reason, and the hand in Python serves it. Files are read with bounds on everything that they
-//! say: a damaged one is an error.
+//! `python/forebay/weights` reads the same files for every family. Here are the decoders of the
+//! hand in Rust. Any other model is [`ModelError::Elsewhere`], with the reason, and the hand in
+//! Python serves it. All numbers in files are bounded, and a damaged file is an error.
 //!
 //! ```
 //! use forebay_weights::{ModelError, Shape};

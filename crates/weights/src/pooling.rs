@@ -1,5 +1,5 @@
-//! The vector that a model gives in place of tokens, as its repository says: what
-//! `python/forebay/weights/pooling.py` reads, of decoders.
+//! The vector that a model gives in place of tokens, by the files of its repository.
+//! `python/forebay/weights/pooling.py` reads the same, and this is its part about decoders.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! A walk over a body along the table, which allocates nothing but names that nothing reads.
+//! A walk over a body along the table. It allocates nothing except names of unread parameters.
 
 use std::fmt;
 
@@ -8,13 +8,13 @@ use super::{Bound, DEPTH, INERT, Param, Params, SHOWN_BYTES, UNREAD, VALUES, cut
 use crate::error::ApiError;
 use crate::inert::Inert;
 
-/// The longest key of `logit_bias`, in bytes: the error shows it.
+/// The results of a walk through a body.
 const KEY_BYTES: usize = SHOWN_BYTES;
 
 /// The findings of a walk through a body.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Weight {
-    /// JSON values that will be kept as such, at most [`VALUES`].
+    /// JSON values that are kept as such, at most [`VALUES`].
     pub values: usize,
     /// Bytes of embeddings and images.
     pub embeds: usize,

@@ -38,9 +38,9 @@ pub struct MessagesRequest {
     stop_sequences: Option<Strings>,
     /// Send typed events.
     pub stream: Option<bool>,
-    /// 0 is greedy.
+    /// The temperature; 0 is greedy.
     pub temperature: Option<f32>,
-    /// Nucleus mass.
+    /// The share of probability that is kept (nucleus sampling).
     pub top_p: Option<f32>,
     /// The number of candidates; -1 or 0 is off.
     pub top_k: Option<i32>,
@@ -112,7 +112,7 @@ impl MessagesRequest {
     /// parameters without effect are added to `ignored`.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         self,
         defaults: &GenerationDefaults,

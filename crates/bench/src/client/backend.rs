@@ -50,7 +50,7 @@ pub(crate) enum Dialect {
 }
 
 impl Backend {
-    /// The name as it is typed.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Openai => "openai",

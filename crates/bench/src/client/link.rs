@@ -1,4 +1,4 @@
-//! Connections, and the answers that come over them.
+//! Connections, and the answers over them.
 
 use std::cell::RefCell;
 use std::future::poll_fn;

@@ -1,8 +1,8 @@
-//! Rest for a busy thread, which saves CPU time: after a rest it finds more news at once.
+//! A rest for a busy thread, which saves CPU time: after a rest it finds more data at once.
 //!
-//! A thread with news from many streams wakes for almost every piece, and then waking costs as much
-//! as reading. Under load the thread therefore sleeps for [`REST`] before it waits. Pieces are
-//! timed that much later at most, which is little beside the gaps of a server under such load. With
+//! A thread with data from many streams wakes for almost every piece. The wake-up then costs as
+//! much as the read. So under load the thread sleeps for [`REST`] before it waits. Pieces are timed
+//! later by at most that much, which is little beside the gaps of a server under such load. With
 //! `--precise` no thread ever rests.
 
 use std::cell::RefCell;

@@ -1,5 +1,5 @@
-//! The answer to one request, kept cheaply while the run goes on and turned into a [`Record`] after
-//! it.
+//! The answer to one request. It is kept in a cheap form during the run, and becomes a [`Record`]
+//! after it.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;

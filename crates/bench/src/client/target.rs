@@ -1,4 +1,4 @@
-//! The server, and the way to reach it.
+//! The server and its address.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 

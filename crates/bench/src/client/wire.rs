@@ -1,8 +1,8 @@
-//! HTTP/1.1 as far as the answers to our requests go: the head, and the end of the body.
+//! HTTP/1.1 for the answers to our requests: the head, and the end of the body.
 //!
-//! The module is written by hand and does not use hyper. The cause is the CPU time at the rate of a
-//! busy server. Hyper's channel between the connection and the reader, its buffers and their wakers
-//! took much of it. They took as much as everything else that this program does outside the kernel.
+//! This module does not use hyper, because of the CPU time at the rate of a busy server. Hyper's
+//! channel between the connection and the reader, its buffers and their wakers took as much as the
+//! rest of this program outside the kernel.
 
 use anyhow::{Context, Result, bail};
 use memchr::memchr;

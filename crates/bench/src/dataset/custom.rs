@@ -1,5 +1,5 @@
-//! A JSONL file of prompts: `{"prompt": "..", "output_tokens": 100}` on each line, as `vllm bench
-//! serve` takes it.
+//! A JSONL file of prompts: `{"prompt": "..", "output_tokens": 100}` on each line, as in `vllm
+//! bench serve`.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! The questions, the prompts, and the reading of answers.
+//! The questions, the prompts, and the answers in the model's text.
 
 use std::collections::HashSet;
 use std::path::Path;

@@ -89,7 +89,7 @@ struct Summary<'a> {
 ///
 /// # Errors
 ///
-/// The questions are no fair exam, the server cannot be found, a file cannot be written, or a
+/// The question files cannot be used, the server cannot be found, a file cannot be written, or a
 /// request failed. After a failed request, the numbers of the others are printed and written all
 /// the same.
 pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {

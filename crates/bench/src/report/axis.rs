@@ -1,4 +1,4 @@
-//! Axes: where a value is drawn, which values are marked, and how numbers are written.
+//! Axes: the places of values, the marked values, and the form of numbers.
 
 /// A mapping of values to a coordinate, with marks at round values.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -1,5 +1,5 @@
-//! Distributions and timelines from the values of every request, for files that hold these and no
-//! histograms: those of other clients, written with their option for details.
+//! Distributions and timelines from the values of every request. They serve files without
+//! histograms, which other clients write with their option for details.
 
 use serde_json::Value;
 

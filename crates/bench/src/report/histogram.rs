@@ -1,4 +1,4 @@
-//! Distributions: how values spread over bins, and which share of them lies below a value.
+//! Distributions: the spread of values over bins, and the share below a value.
 
 /// A distribution: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`, in milliseconds.
 #[derive(Debug, Clone, PartialEq)]

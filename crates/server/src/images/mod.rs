@@ -1,9 +1,9 @@
-//! Images of requests: from their URLs to positions of the prompt, and, when the engine asks for
-//! it, to patches in the arena.
+//! Images of requests: from URLs to positions of the prompt, and to patches in the arena if the
+//! engine needs them.
 //!
 //! The intake threads do the long work: base64, hashes, pixels. A request is submitted when the
-//! headers of its images have been read. Their pixels are decoded when the scheduler says that
-//! nobody has them: an image that was seen before costs neither.
+//! headers of its images are read. Pixels are decoded only if the scheduler has the image nowhere. So
+//! an image that was seen before costs neither patches nor tower.
 
 mod file;
 pub(crate) mod model;

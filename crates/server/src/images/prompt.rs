@@ -1,5 +1,5 @@
-//! A prompt with images. The template's one token for an image takes as many positions as the model
-//! sees.
+//! A prompt with images. The template's one token for an image becomes as many positions as the
+//! image takes.
 
 use std::sync::Arc;
 

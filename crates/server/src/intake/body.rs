@@ -1,4 +1,4 @@
-//! Bodies as they come in, and their limits.
+//! Request bodies, and their limits.
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;

@@ -1,10 +1,10 @@
-//! Large requests, kept away from everything that a step or a stream waits for.
+//! The intake of large requests, away from the threads of steps and streams.
 //!
-//! A body above [`LARGE_BODY`] is parsed by the intake threads, and so is base64 decoded, which is
-//! part of parsing. Data that is then too big for a plan is put into the memory that the hand reads
-//! (`forebay_engine::Payloads`). First there must be room, for which requests wait in line
-//! (`room`). Then the intake threads convert the data and write it there, once. Only then is the
-//! request submitted. A client that goes away gives back its room, at any point of this way.
+//! The intake threads parse a body above [`LARGE_BODY`], and decode its base64. Data that is too
+//! big for a plan goes into memory that the hand reads (`forebay_engine::Payloads`). A request
+//! first waits in line for room there (`room`). Then the intake threads convert the data and write
+//! it there, once. Only then is the request submitted. If the client goes away, its room is given
+//! back, at any point of this way.
 
 pub(crate) mod body;
 mod room;
@@ -32,15 +32,15 @@ use workers::Workers;
 /// over.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
-/// The threads that do the work.
+/// The threads of the intake.
 pub enum IntakeMode {
     /// This many threads of its own.
     Threads(usize),
-    /// The engine's thread, between two steps, to be compared with the others.
+    /// The engine's thread, between two steps, for comparison.
     Engine(Arc<dyn Engine>),
 }
 
-/// Parses large bodies and puts payloads where the hand finds them.
+/// The intake: it parses large bodies and writes payloads into memory that the hand reads.
 pub struct Intake {
     workers: Workers,
     room: Room,
@@ -61,8 +61,8 @@ pub(crate) struct IntakeStats {
 }
 
 impl Intake {
-    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most as
-    /// many requests for room in `payloads`.
+    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most
+    /// `queue` requests wait for room in `payloads`.
     ///
     /// # Errors
     /// The system refuses a thread.

@@ -1,4 +1,4 @@
-//! The line of those who wait for room in the arena.
+//! The line of requests that wait for room in the arena.
 
 use std::sync::Arc;
 

@@ -1,9 +1,8 @@
 //! Turns among clients that send large bodies.
 //!
-//! A body that arrives too slowly loses its turn. From then on it waits among the slow ones, whose
-//! turns are shorter. So a client that sends as fast as the server reads never waits for one that
-//! trickles. Clients take turns, not bodies: one with forty bodies waits for one turn of each other
-//! client between two of its own.
+//! A body that arrives too slowly loses its turn. Then it waits among the slow ones, whose turns
+//! are shorter. So a fast client never waits for a slow one. Turns go to clients, not to bodies. A
+//! client with forty bodies waits for one turn of each other client between two of its own.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

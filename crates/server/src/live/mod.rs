@@ -1,5 +1,5 @@
-//! The data of the page's tab of the engine: steps, pages and requests as they are, four times a
-//! second, and only while somebody watches.
+//! The data of the page's tab of the engine: current steps, pages and requests. It is made four
+//! times a second, and only while a viewer is connected.
 
 mod requests;
 pub(crate) mod shown;

@@ -1,4 +1,4 @@
-//! The requests that have changed since a watcher was told last.
+//! The requests that have changed since the viewer's last event.
 
 use std::collections::{HashMap, HashSet};
 

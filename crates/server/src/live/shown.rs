@@ -1,4 +1,4 @@
-//! The replicas as whoever watches is shown them.
+//! The replicas, in the form for viewers.
 
 use std::sync::Arc;
 

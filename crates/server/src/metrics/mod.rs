@@ -1,6 +1,6 @@
-//! Prometheus metrics, with the names, labels and buckets that vLLM's dashboards know, and ours.
+//! Prometheus metrics, with the names, labels and buckets of vLLM's dashboards, and our own.
 //!
-//! Counts of the engine are read at scrape time; the egress thread observes requests.
+//! Counts of the engine are read at the scrape. The egress thread observes requests.
 
 mod http;
 mod sources;
@@ -83,7 +83,7 @@ impl Timeline {
     }
 }
 
-/// Everything that /metrics shows.
+/// All metrics of /metrics.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -195,11 +195,11 @@ pub(crate) struct Parts {
 }
 
 impl Metrics {
-    /// Metrics labelled with the served name of the model and the replica; token histograms reach
+    /// Metrics with the labels of the model's served name and the replica. Token histograms reach
     /// up to `context_length`.
     ///
     /// # Errors
-    /// A metric that prometheus does not accept.
+    /// Prometheus does not accept a metric.
     pub fn new(model: &str, context_length: u32, replicas: u32) -> prometheus::Result<Self> {
         let registrar = |registry: &Registry, engine: u32| Registrar {
             registry: registry.clone(),

@@ -1,4 +1,4 @@
-//! Metrics that are read from snapshots: names, helps and where the numbers are.
+//! Metrics that are read from snapshots: their names, helps and sources.
 
 use forebay_engine::Status;
 use forebay_grammar::GrammarStats;

@@ -1,4 +1,4 @@
-//! The blocks of this brain's prefix caches, for routers that send prompts to the brain that has
+//! The blocks of this brain's prefix caches. Routers use them to send prompts to the brain that has
 //! their beginnings.
 
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Requests that routers have sent here, and reports of the load to them.
+//! Requests that came from routers, and reports of the load to these routers.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;

@@ -111,7 +111,7 @@ impl Default for BlockLog {
 }
 
 impl BlockLog {
-    /// The observer of one replica's changes.
+    /// The observer of a new replica's changes.
     #[must_use]
     pub fn replica(&self) -> ReplicaBlocks {
         ReplicaBlocks { log: self.clone(), blocks: HashMap::default() }
@@ -129,7 +129,7 @@ impl BlockLog {
     }
 }
 
-/// Passes on the blocks that one replica stores and drops.
+/// An observer that passes on the blocks which one replica stores and drops.
 #[derive(Debug)]
 pub struct ReplicaBlocks {
     log: BlockLog,

@@ -1,9 +1,9 @@
 //! Routers in front of this brain: the sender of a request, the answers to a router, and streams
 //! that began at another brain.
 //!
-//! Nothing here happens to a request without the header [`ROUTER_HEADER`], and without the router's
-//! key where this brain has any key. See `docs/adr/0013` for the messages, and `docs/adr/0021` for
-//! the key.
+//! A request without the header [`ROUTER_HEADER`] is not affected. Neither is one without the
+//! router's key, if this brain has any key. See `docs/adr/0013` for the messages, and
+//! `docs/adr/0021` for the key.
 
 pub(crate) mod blocks;
 pub(crate) mod book;

@@ -1,4 +1,4 @@
-//! A client's request for vectors as one engine request an input.
+//! A client's request for vectors, as one engine request for each input.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! Texts to prompts, cut where the client asks for it.
+//! The way from texts to prompts, cut if the client wants that.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The front of every route that has the model compute: one order of checks for all of them.
+//! The front of every route whose requests the model computes: one order of checks for all of them.
 
 use std::sync::Arc;
 use std::time::Instant;

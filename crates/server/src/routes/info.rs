@@ -1,4 +1,4 @@
-//! Models, health, metrics and other facts about the server itself.
+//! Models, health, metrics and other facts about the server.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

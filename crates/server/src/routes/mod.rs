@@ -1,4 +1,4 @@
-//! The routes and the layers that all of them go through.
+//! The routes, and the layers around all of them.
 
 mod admitted;
 mod chat;

@@ -1,4 +1,4 @@
-//! Taking a replica out of the set and back.
+//! Replicas that are taken out of the set, and put back.
 
 use axum::extract::{Path, State};
 use axum::response::Response;

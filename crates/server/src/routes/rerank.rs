@@ -1,4 +1,4 @@
-//! `POST /rerank` and `POST /score`, under each of the paths that clients know.
+//! `POST /rerank` and `POST /score`, under each of their known paths.
 
 use axum::response::Response;
 use forebay_api::{

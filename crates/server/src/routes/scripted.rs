@@ -1,4 +1,4 @@
-//! Outputs of models, made up for tests of the shapes in which they are told.
+//! Made-up outputs of models, for tests of the shapes of answers.
 
 use forebay_api::CUSTOM_INPUT;
 use proptest::prelude::*;

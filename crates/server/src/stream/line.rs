@@ -1,9 +1,9 @@
-//! A connection's socket, which the egress thread may write to as well.
+//! A connection's socket, to which the egress thread may write too.
 //!
-//! hyper owns the connection: it reads requests, writes heads and ends, and notices when the client
-//! has gone. Between the head and the end of a streamed answer there is nothing for it to decide.
-//! So the egress thread writes those chunks itself: no task is woken, and nothing is copied from
-//! thread to thread. The two never write at once. The response *asks* when it has nothing to give.
+//! hyper owns the connection. It reads requests, writes heads and ends, and notices that the client
+//! has gone. Between the head and the end of a streamed answer it has no decision to make. So the
+//! egress thread writes those chunks itself: no task is woken, and nothing is copied from thread to
+//! thread. The two never write at once. A response without anything to send *asks* for the line.
 //! The line *opens* once hyper has written all its bytes. It is *shut* before hyper gets anything
 //! more to write, or when the socket takes no more. Bytes that the socket did not take are kept
 //! here, ahead of all that hyper writes next.

@@ -1,10 +1,9 @@
-//! The box in which the egress thread leaves a request's output for its HTTP response, or passes it
-//! by.
+//! The box in which the egress thread leaves a request's output for its HTTP response, unless it
+//! writes to the socket.
 //!
-//! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a
-//! reader that is slow finds more at once, and nothing is dropped. Unread deltas may grow to a
-//! limit. Beyond it the response ends with an error, its content is freed, and the writer is told
-//! to stop.
+//! A mailbox has one pending delta for each choice. A write merges into it, and a read takes it. So
+//! a slow reader finds more at once, and nothing is dropped. Unread deltas have a limit. Beyond it
+//! the response ends with an error, its content is freed, and the writer is told to stop.
 //!
 //! A streamed response lends the mailbox its encoder and its connection. As long as the
 //! connection's line is open and nothing is pending, a delta does not stop here. The thread that

@@ -1,4 +1,4 @@
-//! The loan of a streamed response to its mailbox, so that others can write its events.
+//! The loan of a streamed response to its mailbox, so that other threads can write its events.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Tokens of a call, for its usage.
+//! The numbers of tokens of a call, for its usage.
 
 use forebay_api::Usage;
 

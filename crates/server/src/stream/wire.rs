@@ -1,4 +1,4 @@
-//! The connection that a request came by, as far as its answer may use it.
+//! The connection of a request, for its answer.
 
 use std::convert::Infallible;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! The least number of tokens that a text can have: a bound that costs a look at its bytes, so that
-//! no text is encoded that cannot fit.
+//! The least number of tokens that a text can have. This bound costs a look at the text's bytes. So
+//! a text that cannot fit is not encoded.
 
 #[cfg(test)]
 mod tests;
@@ -29,7 +29,8 @@ pub(crate) enum Measure {
     /// most 1 together.
     Bytes {
         weights: Box<[u64; 256]>,
-        /// Text is brought into composed form first, which may shorten what is not ASCII.
+        /// True if text is brought into composed form first, which may shorten characters outside
+        /// ASCII.
         composes: bool,
     },
     /// These ASCII characters survive every normaliser and have tokens of their own, so each is in

@@ -1,5 +1,5 @@
-//! Encoding with some places of a text taken as ordinary text, with any spelling; and encoding that
-//! can be stopped.
+//! Encoding in which some places of a text are ordinary text, whatever their spelling; and encoding
+//! that can be stopped.
 
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,5 @@
-//! The features of messages that not every template takes. They are found out by rendering short
-//! chats, and messages are brought into the shape that the template takes.
+//! Features of messages that not every template takes. Short chats are rendered to find them, and
+//! messages are brought into the template's shape.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 

@@ -1,4 +1,4 @@
-//! The header of a GGUF file. Opening it reads the header only, and bounds everything that it says.
+//! The header of a GGUF file. Opening reads the header alone, and bounds all its numbers.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! GGUF tokenizer metadata as the `tokenizer.json` that it was made from.
+//! GGUF tokenizer metadata, converted back to the original `tokenizer.json`.
 
 use std::collections::HashMap;
 

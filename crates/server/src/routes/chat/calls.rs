@@ -1,4 +1,4 @@
-//! Demands on calls, as the form of the answer.
+//! Demands on calls, as a form of the answer.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! A conversation on its way to the engine, from any dialect.
+//! A conversation of any dialect, on its way to the engine.
 
 use std::sync::Arc;
 

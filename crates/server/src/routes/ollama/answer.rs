@@ -1,4 +1,4 @@
-//! A model's answer as Ollama's objects: whole, and a line each of a stream.
+//! A model's answer as Ollama's objects: whole, and as the lines of a stream.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Ollama's routes, so that its clients find this server: shapes over the parts that chats use.
+//! Ollama's routes for its clients: shapes over the parts that chats use.
 
 mod about;
 mod answer;

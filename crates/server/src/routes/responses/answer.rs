@@ -1,4 +1,5 @@
-//! A model's answer as items: whole, and as the events of a stream. Both come from the same steps.
+//! A model's answer as items: whole, and as the events of a stream. Both are made by the same
+//! steps.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! One request on its way out: tokens to text, and when its chunks are due.
+//! One request on its way out: its tokens become text, and its chunks are sent in time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

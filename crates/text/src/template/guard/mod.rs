@@ -1,11 +1,12 @@
-//! Special tokens in clients' text: found before the template runs, and found again in its output.
+//! Special tokens in clients' text. They are found before the template runs, and found again in its
+//! output.
 //!
-//! A chat whose strings can put no special token together renders as ever. Otherwise it renders
-//! twice: as it is, and with twins in place of some characters of those tokens, which no special
-//! token has and no client wrote. If the two texts differ by twins alone, the twins tell the
-//! client's part of the text. The text itself is the first one. So watching changes nothing that a
-//! template does with content (trimming, splitting, comparing, measuring). Where they differ
-//! otherwise the template has looked at such a token itself, and the chat is refused.
+//! A chat whose strings cannot make a special token renders once. Any other chat renders twice. The
+//! second time has *twins* in place of some characters of those tokens: characters that no special
+//! token has and no client wrote. If the two texts differ by twins alone, the twins mark the
+//! client's part of the text. The result is the first text. So nothing changes that a template does
+//! with content (trim, split, compare, measure). If the texts differ otherwise, the template has
+//! looked at such a token itself, and the chat is refused.
 
 #[cfg(test)]
 mod tests;
