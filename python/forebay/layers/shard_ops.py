@@ -1,9 +1,9 @@
-"""`Ops` of a rank that has the logits of some tokens: what is sampled follows from a few numbers of each rank.
+"""`Ops` of a rank with the logits of some tokens. A sample follows from a few numbers of each rank.
 
-The vocabulary is never gathered. Ranks gather the same bytes, and from there on all do the same, so all sample the same
-tokens. They are the tokens that one rank with all logits samples (`TorchOps`), short of the last bits of sums in
-float64. Ranks gather these bytes for each row: 12 of each rank for the most likely token, and 20 for one that is drawn.
-`top_k` adds so many logits, and `top_p` four times 2 KiB. No shape depends on values, and nothing waits for the device.
+The vocabulary is never gathered. Ranks gather the same bytes and then do the same, so all sample the same tokens. They
+are the tokens that one rank with all logits samples (`TorchOps`), except for the last bits of sums in float64. For each
+row, a rank gives 12 bytes for the most likely token, and 20 for a drawn one. `top_k` adds as many logits, and `top_p`
+four times 2 KiB. No shape depends on values, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHIFTS = (24, 16, 8, 0)
 
 
 class ShardOps:
-    """`Ops` for logits [rows, own tokens]. All that has nothing to do with tokens is done by other operators."""
+    """`Ops` for logits [rows, own tokens]. Work without tokens goes to other operators."""
 
     def __init__(self, inner: Ops, group: Group, vocabulary: int) -> None:
         """`inner` does all that concerns no other rank."""

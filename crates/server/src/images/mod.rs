@@ -2,8 +2,8 @@
 //! engine needs them.
 //!
 //! The intake threads do the long work: base64, hashes, pixels. A request is submitted when the
-//! headers of its images are read. Pixels are decoded only if the scheduler has the image nowhere. So
-//! an image that was seen before costs neither patches nor tower.
+//! headers of its images are read. Pixels are decoded only if the scheduler has the image nowhere.
+//! So an image that was seen before costs neither patches nor tower.
 
 mod file;
 pub(crate) mod model;
