@@ -1,8 +1,8 @@
-//! Drawing a token from adjusted logits, as `docs/protocol.md` orders it: temperature, `top_k`,
-//! `top_p`, `min_p`, and the place in the distribution that a request's seed and the position give.
+//! The draw of a token from adjusted logits, in the order of `docs/protocol.md`: temperature,
+//! `top_k`, `top_p`, `min_p`. A request's seed and the position give the place in the distribution.
 //!
-//! The order of operations on floats is that of `python/forebay/layers/ops.py`: two hands draw the
-//! same tokens.
+//! The order of operations on floats is that of `python/forebay/layers/ops.py`, so both hands draw
+//! the same tokens.
 
 use crate::exponential::exp;
 

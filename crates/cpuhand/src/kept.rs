@@ -1,5 +1,5 @@
-//! Weights as they are computed with, from one start to the next: when they are kept, and under
-//! which name. The hand in Python has the same files.
+//! Packed weights, kept from one start to the next: the conditions, and the names. The hand in
+//! Python has the same files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

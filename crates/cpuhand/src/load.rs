@@ -1,4 +1,5 @@
-//! Weights from a checkpoint into the order of the kernels, or from an earlier start's file.
+//! The way of weights into the order of the kernels, from a checkpoint or from an earlier start's
+//! file.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! Vectors of prompts, in place of tokens: of the states of the positions that a step computes.
+//! Vectors of prompts, in place of tokens, from the states of the positions of a step.
 
 use forebay_kernels::Wanted;
 use forebay_protocol::{HandConfig, ROW_NOT_FINITE, ROW_OK, StepPlan, StepResult};

@@ -1,5 +1,5 @@
-//! Log-probabilities of a prompt's tokens, without the logits of all its positions in memory at a
-//! time.
+//! Log-probabilities of a prompt's tokens, computed in slices, without the logits of all positions
+//! at once.
 
 use std::sync::OnceLock;
 

@@ -1,5 +1,5 @@
-//! From logits to a token, as `docs/protocol.md` orders it: adjust, filter, draw. One row at a
-//! time; rows know nothing of each other.
+//! The way from logits to a token, in the order of `docs/protocol.md`: adjust, filter, draw. It
+//! works on one row at a time, without the others.
 
 use std::cmp::Ordering;
 

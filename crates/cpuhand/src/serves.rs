@@ -7,20 +7,20 @@ use serde_json::{Map, Value};
 
 use crate::pooled::{Pooler, kind};
 
-/// The model and settings that are to be served, as the brain has them before a hand starts.
+/// The wanted model and settings, which the brain knows before a hand starts.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
     /// The model's `config.json`.
     pub config: &'a Map<String, Value>,
     /// The kind of pooling; `None`: the model generates.
     pub pooling: Option<&'a str>,
-    /// True if the model sees images.
+    /// True if the model takes images.
     pub sees: bool,
     /// The kind of device.
     pub device: &'a str,
     /// The number format of matrices, if it is not the stored one.
     pub quantization: Option<&'a str>,
-    /// Ranks of a group.
+    /// The number of ranks of a group.
     pub ranks: u32,
     /// True if pages are kept in the host's tier.
     pub host_tier: bool,
@@ -54,11 +54,11 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Checks that this hand serves a model with these settings. An error is a reason to be read behind
-/// `the Rust hand does not have`.
+/// Checks that this hand serves a model with these settings. The error is a reason for a sentence
+/// that begins with `the Rust hand does not have`.
 ///
 /// # Errors
-/// The hand lacks something, or the model's config makes no sense.
+/// The hand lacks something, or the model's config is invalid.
 pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     let lacks = |what: &str| Err(ModelError::Elsewhere(what.into()));
     if asked.device != "cpu" {

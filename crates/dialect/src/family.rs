@@ -86,7 +86,7 @@ pub(crate) struct Tagged {
 /// The form of call ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ids {
-    /// Ids have OpenAI's form; the model does not see them, or accepts any.
+    /// Ids in OpenAI's form. The model does not see them, or accepts any.
     #[default]
     Free,
     /// Nine letters and digits.

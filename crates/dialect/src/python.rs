@@ -1,4 +1,4 @@
-//! Python's literals, and those of Gemma, as JSON.
+//! Python's literals, and those of Gemma, converted to JSON.
 
 use serde_json::{Map, Number, Value};
 

@@ -1,4 +1,4 @@
-//! Arguments that a model wrote as text, as their schema says.
+//! Arguments that a model wrote as text, converted to the types of their schemas.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Tools by their names, each with the schema of its arguments.
+    /// Tools with these names, each with the schema of its arguments.
     pub fn new(tools: impl IntoIterator<Item = (String, Value)>) -> Self {
         let mut all = Self::default();
         for (name, schema) in tools {

@@ -1,5 +1,5 @@
-//! The addresses that may be dialled. IANA's registries of special-purpose addresses (RFC 6890 and
-//! its updates) name those that are refused.
+//! The addresses to which connections are allowed. IANA's registries of special-purpose addresses
+//! (RFC 6890 and its updates) list the refused ones.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

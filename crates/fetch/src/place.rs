@@ -1,4 +1,4 @@
-//! The target of a URL, as far as it is known without the network.
+//! The target of a URL, without the network.
 
 use std::net::IpAddr;
 

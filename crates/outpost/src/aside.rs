@@ -1,4 +1,4 @@
-//! A thread for bytes that nobody's step waits for.
+//! A thread for bytes that no step waits for.
 
 use std::io;
 use std::thread;

@@ -118,8 +118,8 @@ struct Rank {
 }
 
 impl Outposts {
-    /// Takes outposts that know the token. The second value does all the work: a runtime has to run
-    /// it, and nothing happens before it does.
+    /// Takes outposts that know the token. The second value is a future that does all the work, so
+    /// a runtime has to run it.
     ///
     /// # Errors
     /// The certificate can't be used.
@@ -133,9 +133,9 @@ impl Outposts {
         Ok((Self { groups }, serving))
     }
 
-    /// Runs groups, each on one outpost that has room for all of its ranks. With the name of a
-    /// network interface, ranks may also be on several, and talk to each other over it. `hand` is
-    /// `rust` or `torch`. Replicas may share the site.
+    /// A site that runs each group on one outpost with room for all of its ranks. With the name of
+    /// a network interface, ranks may also be on several outposts, and talk to each other over it.
+    /// `hand` is `rust` or `torch`. Replicas may share the site.
     #[must_use]
     pub fn site(&self, hand: &str, interface: Option<&str>) -> Arc<dyn Site> {
         let (groups, interface) = (self.groups.clone(), interface.map(str::to_owned));

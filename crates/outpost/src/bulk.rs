@@ -1,9 +1,9 @@
 //! The bulk connection of an outpost: bytes of the arena one way, counts of written bytes back.
 //!
-//! A piece is eight bytes that say where it belongs and how long it is, and then its bytes. The
-//! outpost answers each with the number of bytes that it has written so far, in all. Pieces arrive
-//! in the order in which they were sent. So a place in the arena may be written again as soon as
-//! the brain has no more use for its bytes.
+//! A piece is eight bytes with its place and its length, and then its bytes. The outpost answers
+//! each with the number of all bytes that it has written so far. Pieces arrive in the order of the
+//! sends. So a place in the arena may be written again as soon as the brain no longer needs its
+//! bytes.
 
 use std::io;
 

@@ -1,4 +1,5 @@
-//! Hands that a group gets: of one outpost where one suffices, of as few as possible elsewhere.
+//! The hands of a group. They are on one outpost if one has room, and otherwise on as few as
+//! possible.
 
 use std::sync::Arc;
 

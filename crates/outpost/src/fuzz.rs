@@ -1,5 +1,5 @@
-//! Damaged messages for the parsers of both ends of an outpost's connections: each takes them or
-//! refuses them, without a panic, and with no more memory than its limit says.
+//! Damaged messages for the parsers of both ends of an outpost's connections. Each parser takes or
+//! refuses them, without a panic, and within its limit of memory.
 
 use std::io::Cursor;
 

@@ -1,8 +1,8 @@
-//! The brain's side of an outpost's mirror of the arena: what is there, and what is on its way.
+//! The brain's side of an outpost's mirror of the arena: the bytes that are there, and the bytes on
+//! their way.
 //!
-//! Room is accounted for in the brain's arena alone. A payload is kept until the outpost has
-//! written it. So nothing else is put into its place before it was sent. Bytes that come into that
-//! place later are sent after it.
+//! Only the brain's arena accounts for room. A payload is kept until the outpost has written it, so
+//! its place is not reused before it was sent. Later bytes for that place are sent after it.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Connections, and the bytes between a socket here and one far away.
+//! Connections, and the relay of bytes between a local socket and a remote one.
 
 use std::io;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! TLS 1.3 between one brain, which its certificate's fingerprint names, and holders of the token.
+//! TLS 1.3 between one brain and holders of the token. The fingerprint of its certificate names the
+//! brain.
 
 use std::io;
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use crate::error::ImageError;
 /// The limits on an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Pixels of an image, as its header says them.
+    /// The largest number of pixels of an image, by its header.
     pub max_pixels: u64,
     /// The largest ratio of the sides.
     pub max_ratio: u32,

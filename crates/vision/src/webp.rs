@@ -1,5 +1,5 @@
-//! WebP's container (RFC 9649): sizes that its decoder allocates before it checks them are checked
-//! here.
+//! WebP's container (RFC 9649). Its decoder allocates some sizes before it checks them, so they are
+//! checked here.
 
 use crate::error::ImageError;
 use crate::format::Format;

@@ -3,12 +3,12 @@
 use crate::decoder::{Bytes, Matrix, Packing, Sizes, Unfit, of_size, unfit};
 use crate::experts::{ExpertsSpec, RoutingSpec};
 
-/// The sizes of a decoder's experts, and how a token's are chosen and weighed.
+/// The sizes of a decoder's experts, and the rule of their choice.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertSizes {
-    /// Experts of a layer.
+    /// The number of experts of a layer.
     pub count: usize,
-    /// Experts of a token.
+    /// The number of experts of a token.
     pub per_token: usize,
     /// Elements between the two products of an expert.
     pub intermediate: usize,
@@ -47,12 +47,12 @@ impl ExpertSizes {
 /// The experts of a layer.
 #[derive(Clone)]
 pub struct ExpertMatrices {
-    /// `[count, hidden]`, of the model's type and not packed.
+    /// The router, `[count, hidden]`, of the model's type and not packed.
     pub router: Bytes,
     /// Of each expert gates and then what they gate, `[2 * intermediate, hidden]`, interleaved.
     /// Experts are packed one behind the other.
     pub gate_up: Matrix,
-    /// Of each expert `[hidden, intermediate]`.
+    /// The second product of each expert, `[hidden, intermediate]`.
     pub down: Matrix,
 }
 
