@@ -25,7 +25,7 @@ openai_request! {
         pub logprobs: Option<bool>,
         /// Alternatives to return for each token, 0 to 20.
         pub top_logprobs: Option<i32>,
-        /// Let the template open the assistant's turn; true where absent.
+        /// Let the template open the assistant's turn; true if absent.
         pub add_generation_prompt: Option<bool>,
         /// Let the model continue the last message, and not answer it.
         pub continue_final_message: Option<bool>,
@@ -39,7 +39,7 @@ openai_request! {
         /// that names a function, or the allowed ones.
         #[schema(value_type = Option<String>)]
         pub tool_choice: Option<Value>,
-        /// True if an answer may have several calls; true where absent.
+        /// True if an answer may have several calls; true if absent.
         pub parallel_tool_calls: Option<bool>,
         /// The effort of the model's reasoning, for templates that use it; `none` means no
         /// reasoning.
@@ -48,9 +48,9 @@ openai_request! {
         pub enable_thinking: Option<bool>,
         /// The settings of reasoning in OpenRouter's words, with a limit on its tokens.
         pub reasoning: Option<ReasoningRequest>,
-        /// True if reasoning is part of the answer; true where absent.
+        /// True if reasoning is part of the answer; true if absent.
         pub include_reasoning: Option<bool>,
-        /// True if reasoning stands apart from the content; true where absent.
+        /// True if reasoning stands apart from the content; true if absent.
         pub separate_reasoning: Option<bool>,
         #[serde(default)] #[schema(ignore)] functions: Inert,
         #[serde(default)] #[schema(ignore)] function_call: Choice,

@@ -14,7 +14,7 @@ use crate::sampling::Limits;
 /// Texts to turn into vectors.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct EmbeddingRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
     #[schema(value_type = Object)]
@@ -30,7 +30,7 @@ pub struct EmbeddingRequest {
     /// Cut longer inputs to this many tokens, and do not refuse them; -1: to the limit of the
     /// model.
     pub truncate_prompt_tokens: Option<i64>,
-    /// Put the tokenizer's special tokens around a text; true where absent.
+    /// Put the tokenizer's special tokens around a text; true if absent.
     pub add_special_tokens: Option<bool>,
     /// The priority; larger is sooner, under the priority policy.
     pub priority: Option<i32>,

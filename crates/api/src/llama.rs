@@ -236,7 +236,7 @@ pub struct LlamaTimings {
     pub predicted_n: u32,
     /// Milliseconds from the request to the end.
     pub predicted_ms: f64,
-    /// Tokens a second over that time.
+    /// Generated tokens for each second of `predicted_ms`.
     pub predicted_per_second: f64,
 }
 

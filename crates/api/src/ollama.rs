@@ -27,7 +27,7 @@ pub struct OllamaChatRequest {
     /// Functions that the model may call.
     #[schema(value_type = Option<Vec<Object>>)]
     tools: Option<Vec<Value>>,
-    /// Send lines as the model speaks; true where absent.
+    /// Send lines as the model speaks; true if absent.
     stream: Option<bool>,
     /// `json`, or a JSON schema of the answer.
     #[schema(value_type = Option<Object>)]
@@ -67,7 +67,7 @@ pub struct OllamaGenerateRequest {
     #[serde(default)]
     #[schema(ignore)]
     context: Inert,
-    /// Send lines as the model speaks; true where absent.
+    /// Send lines as the model speaks; true if absent.
     stream: Option<bool>,
     /// `json`, or a JSON schema of the answer.
     #[schema(value_type = Option<Object>)]
@@ -91,7 +91,7 @@ pub struct OllamaEmbedRequest {
     /// A string, or a list of strings.
     #[schema(value_type = Object)]
     input: Prompts,
-    /// Cut texts that are too long; true where absent.
+    /// Cut texts that are too long; true if absent.
     truncate: Option<bool>,
     /// Keep this many of each vector's first numbers.
     dimensions: Option<u32>,

@@ -64,7 +64,7 @@ macro_rules! openai_request {
         #[derive(Debug, serde::Deserialize, utoipa::ToSchema)]
         pub struct $name {
             $($own)*
-            /// The name of the model; the served one where absent.
+            /// The name of the model; the served one if absent.
             pub model: Option<String>,
             /// The largest number of tokens to generate.
             pub max_tokens: Option<u32>,

@@ -18,7 +18,7 @@ use crate::sampling::Limits;
 /// Documents to sort by their fit to a query, in the shape of Jina and Cohere.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct RerankRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// The query.
     pub query: String,
@@ -26,7 +26,7 @@ pub struct RerankRequest {
     pub documents: Vec<Document>,
     /// Return this many of the best documents; all if absent or 0.
     pub top_n: Option<usize>,
-    /// Return the documents' texts too; true where absent.
+    /// Return the documents' texts too; true if absent.
     pub return_documents: Option<bool>,
     /// Cut the documents so that each pair has at most this many tokens; -1: as many as the model
     /// takes.
@@ -99,7 +99,7 @@ impl Document {
 /// Texts to compare, in the shape of vLLM.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct ScoreRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// A string, which is compared with each of `text_2`, or a list of as many strings. `queries`,
     /// `data_1` and `query` are its other names.

@@ -252,7 +252,7 @@ pub struct ChatTopLogprob {
     pub bytes: Vec<u8>,
 }
 
-/// A completion, also a chunk of its stream.
+/// A completion, or a chunk of its stream.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Completion {
     /// `cmpl-` and a random number.

@@ -12,7 +12,7 @@ use crate::tools::OfferedTools;
 /// Text, or a conversation, to tokenise.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct TokenizeRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// Text, or a list of texts. Either this or `messages`.
     #[schema(value_type = Option<Vec<String>>)]
@@ -25,10 +25,10 @@ pub struct TokenizeRequest {
     pub with_pieces: Option<bool>,
     /// A conversation. Either this or `prompt`.
     pub messages: Option<Vec<ChatMessage>>,
-    /// Put the tokenizer's special tokens around a text; true where absent. A conversation has
+    /// Put the tokenizer's special tokens around a text; true if absent. A conversation has
     /// those of its template.
     pub add_special_tokens: Option<bool>,
-    /// Let the template open the assistant's turn; true where absent.
+    /// Let the template open the assistant's turn; true if absent.
     pub add_generation_prompt: Option<bool>,
     /// Leave the last message open.
     pub continue_final_message: Option<bool>,
@@ -147,7 +147,7 @@ pub struct TokenizeResponse {
 /// Tokens to turn into text.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct DetokenizeRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// Token ids.
     pub tokens: Vec<i32>,

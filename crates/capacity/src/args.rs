@@ -91,10 +91,10 @@ pub struct PlanArgs {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Router {
-    /// Each in turn.
+    /// Each replica in turn.
     #[default]
     RoundRobin,
-    /// The one with the fewest requests.
+    /// The replica with the fewest requests.
     LeastLoaded,
     /// The one with the fewest tokens to compute before this request's first: those that wait
     /// there, and the uncached ones of this.

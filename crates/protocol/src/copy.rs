@@ -9,9 +9,9 @@ pub(crate) const COPIED_WORDS: usize = 2;
 /// The longest wait of a plan without rows, in microseconds. A request that comes meanwhile waits
 /// that long at most.
 pub const MAX_WAIT_US: u32 = 1000;
-/// The end of a copy that was done.
+/// The report of a copy that succeeded.
 pub const COPY_OK: i32 = 0;
-/// The end of a copy that could not be done.
+/// The report of a copy that failed.
 pub const COPY_FAILED: i32 = 1;
 
 /// The direction in which a page is copied.

@@ -1,4 +1,4 @@
-"""A hand's steps, from plan to tokens: their interface for the runner, and their form operator by operator."""
+"""A hand's steps, from plan to tokens: the interface for the runner, and the reference."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class TowerState:
     groups: Sequence[Group]
     """Patches that see each other in a layer with windows."""
     back: torch.Tensor | None = None
-    """The index of each position of the image, int64 [n / merge^2]; None: they are in order."""
+    """The row of each position of the image, int64 [n / merge^2]; None: rows are in the order of positions."""
     kept: list[torch.Tensor] = field(default_factory=list)
     """Deepstack outputs so far, [n / merge^2, hidden of the decoder] each."""
 

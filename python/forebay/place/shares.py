@@ -9,10 +9,10 @@ def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
     If no node has, and ranks may be `apart`, each replica is spread over as few nodes as possible.
 
     Args:
-        replicas: How many replicas there are.
-        ranks: How many hands each replica has.
+        replicas: The number of replicas.
+        ranks: The number of hands of each replica.
         largest: The most hands that a node of the cluster has devices for; 0 if that is not known.
-        apart: Whether the ranks of a replica may be on several nodes.
+        apart: True if the ranks of a replica may be on several nodes.
     """
     if not apart or largest <= 0 or ranks <= largest:
         return [ranks] * replicas

@@ -29,7 +29,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> Sizes:
-        """The sizes for such arguments, as in `page_count`. Raises `ConfigError` if there is too little memory."""
+        """The sizes for the arguments of `page_count`. Raises `ConfigError` if there is too little memory."""
         if not config.hot_rows:
             return cls(page_count(config, model, available_bytes, weight_bytes), None)
         assert model.indexer is not None

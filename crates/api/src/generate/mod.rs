@@ -92,7 +92,7 @@ pub struct GenerateRequest {
 /// Sampling parameters of the native dialect.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
 pub struct GenerateSampling {
-    /// The largest number of tokens to generate; 128 where absent.
+    /// The largest number of tokens to generate; 128 if absent.
     pub max_new_tokens: Option<u32>,
     /// Tokens to generate before a stop string or stop token counts.
     pub min_new_tokens: Option<u32>,

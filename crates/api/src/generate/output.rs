@@ -5,7 +5,7 @@ use utoipa::ToSchema;
 
 use crate::response::StopReason;
 
-/// The answer to a native request, also as a chunk of a stream.
+/// The answer to a native request, or a chunk of its stream.
 #[derive(Debug, serde::Serialize, ToSchema)]
 pub struct GenerateOutput {
     /// The number of the prompt and choice in the batch; only in the chunks of a batch.

@@ -95,9 +95,9 @@ pub enum Bound {
     Strings {
         /// The largest number of strings.
         count: usize,
-        /// The largest number of bytes of one.
+        /// The largest number of bytes of each string.
         each: usize,
-        /// The largest number of bytes of all together.
+        /// The largest number of bytes of all strings together.
         total: usize,
     },
     /// A list of at most this many token ids.

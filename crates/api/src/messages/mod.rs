@@ -23,7 +23,7 @@ use conversation::{Block, InMessage, add, invalid, system_text};
 /// A request of Anthropic's dialect. `/v1/messages/count_tokens` takes it too.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct MessagesRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// The conversation so far.
     #[schema(value_type = Vec<Object>)]
@@ -31,7 +31,7 @@ pub struct MessagesRequest {
     /// The system prompt: a string, or a list of blocks of text.
     #[schema(value_type = Option<String>)]
     system: Option<TextOr<Block>>,
-    /// The largest number of tokens to generate; the rest of the context where absent.
+    /// The largest number of tokens to generate; the rest of the context if absent.
     pub max_tokens: Option<u32>,
     /// Strings that end the text.
     #[schema(value_type = Option<Vec<String>>)]

@@ -23,7 +23,7 @@ use tools::{Functions, functions, named};
 /// A request of the Responses API.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct ResponsesRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// A string, or the items of the conversation that are new.
     #[schema(value_type = Option<String>)]
@@ -32,13 +32,13 @@ pub struct ResponsesRequest {
     pub instructions: Option<String>,
     /// The response that this one continues.
     pub previous_response_id: Option<String>,
-    /// Keep the response, so that others can continue it; true where absent.
+    /// Keep the response, so that others can continue it; true if absent.
     pub store: Option<bool>,
     /// Answer at once, and compute in the background.
     pub background: Option<bool>,
     /// Send typed events.
     pub stream: Option<bool>,
-    /// The largest number of tokens to generate; the rest of the context where absent.
+    /// The largest number of tokens to generate; the rest of the context if absent.
     pub max_output_tokens: Option<u32>,
     /// The temperature; 0 is greedy.
     pub temperature: Option<f32>,
@@ -50,7 +50,7 @@ pub struct ResponsesRequest {
     /// `auto`, `none`, `required`, or an object that names a tool.
     #[schema(value_type = Option<String>)]
     pub tool_choice: Option<Value>,
-    /// True if an answer may have several calls; true where absent.
+    /// True if an answer may have several calls; true if absent.
     pub parallel_tool_calls: Option<bool>,
     /// The effort of the model's reasoning.
     reasoning: Option<ResponsesReasoning>,

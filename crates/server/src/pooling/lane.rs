@@ -42,7 +42,7 @@ enum Message {
 }
 
 /// The engines' side. Each engine gets a clone when it is started. After the last sink is dropped,
-/// requests that have not ended never will.
+/// the remaining requests never end.
 #[derive(Debug, Clone)]
 pub struct PooledSink {
     lane: Sender<Message>,

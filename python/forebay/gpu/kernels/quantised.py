@@ -25,7 +25,7 @@ _LARGEST = tl.constexpr(448.0)
 _LEAST_SCALE = tl.constexpr(1e-12)
 _UP = tl.constexpr(2.0**120)
 _DOWN = tl.constexpr(2.0**-120)
-"""The factor from the exponent of an 8-bit float, whose offset is 7, to that of float32, whose offset is 127."""
+"""The factor for the offsets of exponents: 7 in an 8-bit float, and 127 in float32."""
 
 
 @triton.jit

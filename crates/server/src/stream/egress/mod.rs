@@ -69,7 +69,7 @@ enum Message {
 }
 
 /// The engines' side of the egress threads. Each engine gets a clone when it is started. After the
-/// last sink is dropped, requests that have not ended never will.
+/// last sink is dropped, the remaining requests never end.
 #[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,
