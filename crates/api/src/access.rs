@@ -73,7 +73,7 @@ impl Access {
     }
 }
 
-/// A host less its port and what surrounds an IPv6 address.
+/// A host without its port and the brackets of an IPv6 address.
 fn bare(host: &str) -> &str {
     if let Some((address, _)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         return address;

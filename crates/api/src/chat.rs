@@ -267,8 +267,8 @@ fn text_view(text: String) -> Value {
     json!({"type": "text", "text": text})
 }
 
-/// Checks the calls of message number `index`: templates fail on what is no call, and say nothing
-/// that helps.
+/// Checks the calls of message number `index`. Without the check templates fail on wrong calls with
+/// useless messages.
 fn check_calls(index: usize, calls: &[Value]) -> Result<(), ApiError> {
     for (number, call) in calls.iter().enumerate() {
         let path = format!("messages[{index}].tool_calls[{number}]");
@@ -392,7 +392,7 @@ impl ChatRequest {
         })
     }
 
-    /// Puts what `reasoning` says where the other parameters say it.
+    /// Moves the settings in `reasoning` to the parameters of the same meaning.
     fn spread_reasoning(&mut self) -> Result<(), ApiError> {
         fn put<T>(
             place: &mut Option<T>,

@@ -6,7 +6,7 @@ use utoipa::ToSchema;
 
 use crate::cut::cut;
 
-/// The largest number of bytes of a message: what a client sent is in some of them.
+/// The largest number of bytes of a message. Some messages contain text of the client.
 const MESSAGE_BYTES: usize = 1024;
 /// The largest number of bytes of a parameter's path.
 const PARAM_BYTES: usize = 256;

@@ -179,7 +179,7 @@ macro_rules! openai_request {
         }
 
         impl $name {
-            /// Refuses what is not served in either of OpenAI's dialects.
+            /// Refuses parameters that neither of OpenAI's dialects serves.
             fn refuse_shared(&self) -> Result<(), $crate::error::ApiError> {
                 for (param, inert) in [
                     ("logits_processors", self.logits_processors),
@@ -196,8 +196,8 @@ macro_rules! openai_request {
                 Ok(())
             }
 
-            /// Alternatives for each of the prompt's tokens, where their log-probabilities are
-            /// asked for.
+            /// Alternatives for each of the prompt's tokens, if their log-probabilities are
+            /// requested.
             fn prompt_alternatives(&self) -> Result<Option<u8>, $crate::error::ApiError> {
                 const PARAM: &str = "prompt_logprobs";
                 let Some(count) = self.prompt_logprobs else { return Ok(None) };

@@ -89,7 +89,7 @@ pub(crate) fn in_vocabulary(id: i32, vocab_size: u32) -> bool {
     u32::try_from(id).is_ok_and(|id| id < vocab_size)
 }
 
-/// An element of a prompt list; the first one decides what the list is.
+/// An element of a prompt list. The first element decides the kind of the list.
 enum Element {
     Text(String),
     Id(i32),

@@ -212,8 +212,8 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
-    /// Checks what depends on the model, and how parameters go together; `defaults` fill what is
-    /// absent. Each by itself is within its limit ([`crate::limits`]).
+    /// Checks the limits of the model, and combinations of parameters. `defaults` fill absent
+    /// parameters. Each parameter by itself is within its limit ([`crate::limits`]).
     pub(crate) fn validate(
         self,
         defaults: &GenerationDefaults,
@@ -328,7 +328,7 @@ fn biases(
     Ok(biases.into())
 }
 
-/// Checks how many choices all of a request's prompts have together.
+/// Checks the number of choices of all prompts of a request together.
 pub(crate) fn check_total(param: &str, choices: usize) -> Result<(), ApiError> {
     if choices > TOTAL_CHOICES {
         let reason = format!("{choices} choices in all are more than {TOTAL_CHOICES}");

@@ -126,7 +126,7 @@ impl Found {
 }
 
 impl Spellings {
-    /// The one form that was asked for, if there is one.
+    /// The requested form, of which there may be one.
     pub(crate) fn resolve(self) -> Result<Option<Structure>, ApiError> {
         let prefix = self.prefix;
         let named = |name: &str| format!("{prefix}{name}");
@@ -226,7 +226,7 @@ impl StructuredOutputs {
     }
 }
 
-/// Clients send empty texts for what they do not use.
+/// A pattern; `None` for an empty text, which clients send for unused parameters.
 fn regex(pattern: Option<String>) -> Option<Form> {
     pattern.filter(|pattern| !pattern.is_empty()).map(|pattern| Form::Regex(pattern.into()))
 }

@@ -82,8 +82,8 @@ impl OfferedTools {
     /// Checks `tools`, `tool_choice` and `parallel_tool_calls`.
     ///
     /// # Errors
-    /// A tool has no name, two have the same, a schema is no object; or one is to be called that
-    /// nobody offers.
+    /// A tool has no name, two have the same name, a schema is no object, or the demanded tool is
+    /// not offered.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
         choice: Option<&Value>,

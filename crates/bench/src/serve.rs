@@ -140,8 +140,8 @@ fn options(args: &ServeArgs, model: &Model) -> RequestOptions {
     }
 }
 
-/// Sends the first request some times at once, then asks for empty caches and pauses, as far as the
-/// flags say.
+/// Sends the first request some times at once. Then it asks for empty caches and pauses, if the
+/// flags want that.
 fn warm_up(
     args: &ServeArgs,
     client: &Arc<Client>,

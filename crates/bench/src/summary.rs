@@ -68,7 +68,7 @@ impl Stats {
         ]
     }
 
-    /// The one with that name in the file.
+    /// The number with this name in the file.
     pub(crate) fn of_mut(&mut self, name: &str) -> Option<&mut f64> {
         match name {
             "mean" => Some(&mut self.mean),
@@ -113,7 +113,7 @@ impl Times {
         Self { e2e, ttft, ttft_intended: first.map(|at| ms(at, record.intended_us)), tpot }
     }
 
-    /// True if all goals are met; one that this request has no number for is.
+    /// True if the request meets all goals. A goal without a number counts as met.
     fn meet(&self, goals: &BTreeMap<String, f64>) -> bool {
         goals.iter().all(|(name, goal)| {
             let time = match name.as_str() {

@@ -165,7 +165,7 @@ impl Slo {
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Goal {
     pub(crate) slos: Vec<Slo>,
-    /// The percentile of each latency that must meet its limit, where no goodput is asked for.
+    /// The percentile of each latency that must meet its limit, if there is no goodput.
     pub(crate) percentile: f64,
     /// The share of requests that must meet all limits.
     pub(crate) goodput: Option<f64>,

@@ -39,7 +39,7 @@ impl Given {
         Ok(Self { socket: socket.into(), arena })
     }
 
-    /// Maps the arena, of which there are so many bytes.
+    /// Maps the arena of `bytes` bytes.
     pub(crate) fn arena(&mut self, bytes: usize) -> io::Result<Shared> {
         match self.arena.take() {
             Some(arena) => Shared::map(arena.as_fd(), bytes),

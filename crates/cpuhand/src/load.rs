@@ -21,12 +21,12 @@ const HEAD: &str = "lm_head.weight";
 /// Inner positions of a quantised block.
 const SHARED: usize = 32;
 
-/// The formats in which matrices are computed.
+/// The formats of matrices.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Formats {
     /// True if matrices that are not in blocks are 8-bit integers, and not of the model's type.
     pub(crate) int8: bool,
-    /// True if blocks were asked for.
+    /// True if the user wants blocks.
     pub(crate) all_blocks: bool,
     /// Matrices that stay in a file's blocks: checkpoint name to GGUF's name of its type.
     pub(crate) stored: BTreeMap<String, String>,
@@ -82,9 +82,9 @@ impl Parts {
 }
 
 struct Matrices {
-    /// Of all of them, as many of each.
+    /// The parts of all of them, with as many matrices each.
     parts: Parts,
-    /// Of one.
+    /// The packing of one matrix.
     packing: Packing,
     /// The number of matrices, which lie one behind the other.
     count: usize,
@@ -103,7 +103,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// The weights of a model, computed with in `number` but for what `formats` says.
+    /// The weights of a model. Products are in `number`, except for matrices in `formats`.
     pub(crate) fn new(
         shape: &Shape,
         number: TorchNumber,
@@ -372,7 +372,7 @@ pub(crate) fn shared(rooms: Vec<(String, Room)>) -> Loaded {
     rooms.into_iter().map(|(name, room)| (name, Arc::new(room))).collect()
 }
 
-/// Fills all weights; `report` gets how many of a checkpoint's weights are there, and their total.
+/// Fills all weights. `report` gets the number of loaded weights of a checkpoint, and their total.
 pub(crate) fn load(
     plan: &Plan,
     source: Source<'_>,
@@ -414,7 +414,7 @@ pub(crate) fn load(
 }
 
 impl Parts {
-    /// Reads all parts; gives how many there are.
+    /// Reads all parts. Gives their number.
     fn read(
         &self,
         source: Source<'_>,
@@ -497,7 +497,7 @@ impl Matrices {
     }
 }
 
-/// The weights of a decoder, out of those that are loaded.
+/// The weights of a decoder, made of loaded ones.
 pub(crate) fn assemble(
     plan: &Plan,
     shape: &Shape,

@@ -46,7 +46,7 @@ impl From<Unfit> for HandError {
     }
 }
 
-/// Told how many weights are loaded, of how many.
+/// A callback with the number of loaded weights and their total.
 pub(crate) type Report<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 /// Weights, pages and slot tables, and plans executed on them.
@@ -65,7 +65,7 @@ pub(crate) struct Runner {
     pub(crate) pooler: Option<Pooler>,
 }
 
-/// A runner, and how its weights are kept for the next start.
+/// A runner, and the way to keep its weights for the next start.
 pub(crate) struct Loaded {
     pub(crate) runner: Runner,
     /// The function to call when steps can be computed.
@@ -181,9 +181,9 @@ impl Runner {
         &self.facts
     }
 
-    /// Runs a tiny prompt and a decode row: no request pays for what is set up by the first step.
-    /// Leaves the tables as they were; the first page's content is overwritten by whoever gets it.
-    /// False: the results were not finite.
+    /// Runs a tiny prompt and a decode row, so no request waits for the set-up of the first step.
+    /// The tables are unchanged afterwards. The content of the first page is undefined. False: the
+    /// results were not finite.
     fn warm_up(&mut self) -> Result<bool, HandError> {
         let length = 2.min(self.tables.context_length).min(self.sizes.page_size);
         self.tables.pages[0] = 0;
@@ -262,8 +262,7 @@ fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {
     Checkpoint::open(format, &files(&config.model), shape)
 }
 
-/// The formats in which matrices are computed. A checkpoint that has to be looked at stays open in
-/// `checkpoint`.
+/// The formats of matrices. If the checkpoint had to be read, it stays open in `checkpoint`.
 fn formats(
     config: &HandConfig,
     shape: &Shape,

@@ -23,8 +23,8 @@ thread_local! {
 pub(crate) type MaskSource<'a> = dyn FnMut() -> Result<Option<ReceivedMasks>, HandError> + 'a;
 
 impl Runner {
-    /// Executes a plan. Where it has masked rows, `masks` is asked for their masks once the model's
-    /// work is done. `None`: it gave none.
+    /// Executes a plan. If it has masked rows, `masks` gives their masks after the model's work.
+    /// `None`: it gave none.
     pub(crate) fn step(
         &mut self,
         plan: &StepPlan,
@@ -56,7 +56,7 @@ impl Runner {
         Ok(Some(result))
     }
 
-    /// Computes rows, and samples those that do. False: their masks never came.
+    /// Computes rows, and samples those that sample. False: their masks never came.
     fn rows(
         &mut self,
         plan: &StepPlan,
@@ -131,7 +131,7 @@ impl Runner {
         }
     }
 
-    /// Samples rows, each by whoever is free.
+    /// Samples rows, each on the next free thread.
     fn sample(
         &self,
         logits: &[f32],
@@ -152,7 +152,7 @@ impl Runner {
         found.into_iter().filter_map(OnceLock::into_inner).collect()
     }
 
-    /// Puts the masks of rows where they belong; those that allow everything stay away.
+    /// Gives rows their masks. Masks that allow everything are left out.
     fn masks(
         &self,
         step: u64,
@@ -191,7 +191,7 @@ impl Runner {
         Ok(())
     }
 
-    /// The tokens of prompts whose log-probabilities are asked for.
+    /// The tokens of prompts with requested log-probabilities.
     fn prompts(
         &self,
         plan: &StepPlan,
@@ -214,7 +214,7 @@ impl Runner {
         }
     }
 
-    /// Computes rows; gives the states of those that sample, and then those before the tokens of
+    /// Computes rows. Gives the states of those that sample, then those before the tokens of
     /// prompts.
     fn states(
         &mut self,
@@ -236,7 +236,7 @@ impl Runner {
         Ok(wanted().flat_map(|token| &states[place(token) * hidden..][..hidden]).copied().collect())
     }
 
-    /// Logits of the rows that sample, and what is told of prompts' tokens, a slice at a time.
+    /// Logits of the rows that sample, and log-probabilities of prompts' tokens, a slice at a time.
     fn heads(
         &mut self,
         states: &[f32],

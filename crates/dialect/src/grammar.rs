@@ -109,8 +109,8 @@ impl Marks {
         (format!("{name}: ({text}){last}\n"), format!("{name} {}", self.literal(rest)))
     }
 
-    /// The first special token of a text, of several that begin there the longest: what stands
-    /// before it, its id, and what stands behind it.
+    /// The first special token of a text, with the text before it, its id, and the text behind it.
+    /// Of several at one place it is the longest.
     fn split<'t>(&self, text: &'t str) -> Option<(&'t str, i32, &'t str)> {
         let found = self.0.iter().filter_map(|(token, id)| Some((text.find(token)?, token, *id)));
         let first = found.min_by_key(|(at, token, _)| (*at, usize::MAX - token.len()));
@@ -263,7 +263,7 @@ impl Writer<'_> {
         let _ = writeln!(self.rules, "{name}: {body}");
     }
 
-    /// The rule `name` of what a call of `tool` has between the marks around it.
+    /// The rule `name` for a call of `tool`, without the marks around it.
     fn tool(&mut self, name: &str, tool: &str, arguments: &str) {
         let (before, after) = match &self.calls.body {
             Body::Object(word) | Body::List(word) => {

@@ -110,7 +110,7 @@ impl<T> From<u64> for Since<T> {
     }
 }
 
-/// The newest of what was pushed; each has a place, from 0.
+/// The newest pushed entries. Each has a place, from 0.
 #[derive(Debug)]
 struct Ring<T> {
     kept: VecDeque<T>,
@@ -183,7 +183,7 @@ pub struct Notes {
     planned: VecDeque<StepNote>,
     steps: Vec<StepNote>,
     moments: Vec<Moment>,
-    /// The request that the last token was of, and which of its tokens it was.
+    /// The request of the last token, and the token's number.
     last: (u64, u32),
 }
 

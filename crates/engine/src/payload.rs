@@ -48,8 +48,8 @@ pub struct Embeds {
     pub offset: u32,
 }
 
-/// The payloads of live requests, and those that a step in flight may still read although their
-/// request has ended.
+/// The payloads of live requests. Those of ended requests stay as long as a step in flight may read
+/// them.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     live: HashMap<u64, Vec<Arc<dyn Payload>>>,

@@ -63,7 +63,7 @@ pub struct Orphan {
 /// A request that was never admitted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Arrival {
-    /// The time at which it was submitted.
+    /// The time of the submit.
     pub(crate) at_us: u64,
     pub(crate) place: Place,
 }

@@ -174,8 +174,8 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// The properties of an object: those that are required first. And the schema of others, if
-    /// nothing but them is described.
+    /// The properties of an object, required ones first. If only others are described, their
+    /// schema.
     fn split<'v>(
         &self,
         schema: &'v Map<String, Value>,
@@ -365,7 +365,7 @@ impl<'a> Arguments<'a> {
         Ok(name)
     }
 
-    /// Words for what JSON calls `null`, `true` and `false`.
+    /// The spelling of JSON's `null`, `true` and `false`.
     fn word(&self, kind: Kind) -> &'static str {
         match (self.notation, kind) {
             (Notation::Python, Kind::Null) => "\"None\"",
@@ -494,7 +494,7 @@ impl<'a> Arguments<'a> {
         Ok(format!("\"{{\" {fields} \"}}\""))
     }
 
-    /// A value of which nothing is known.
+    /// A value without a schema.
     fn anything(&mut self) -> String {
         if let Some(name) = &self.any {
             return name.clone();

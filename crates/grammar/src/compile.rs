@@ -35,8 +35,7 @@ impl fmt::Debug for Template {
 }
 
 impl Template {
-    /// Compiles `source`. An operator that is `lenient` lets schemas through of which only a part
-    /// can be kept.
+    /// Compiles `source`. With `lenient`, schemas pass of which only a part can be enforced.
     pub(crate) fn new(
         vocabulary: &Vocabulary,
         source: &Source,

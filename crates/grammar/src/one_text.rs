@@ -57,8 +57,8 @@ pub(crate) enum Place {
     Tags,
 }
 
-/// The right side of a terminal of the texts of `form`, and the terminals to which it refers, whose
-/// names begin with `prefix`.
+/// The right side of a terminal for the texts of `form`, and its terminals, whose names begin with
+/// `prefix`.
 pub(crate) fn terminal(
     form: &Form,
     place: Place,
@@ -91,7 +91,7 @@ struct Rewriter<'a> {
 }
 
 impl<'a> Rewriter<'a> {
-    /// Takes the bytes up to `end` off what is left.
+    /// Takes the bytes up to `end` from the rest.
     fn take(&mut self, end: usize) -> &'a str {
         let (taken, rest) = self.rest.split_at(end);
         self.rest = rest;

@@ -202,7 +202,7 @@ impl Constraint for Rules {
 }
 
 impl Follower {
-    /// Writes what the grammar allows; where it allows an end, all of `ends`.
+    /// Writes the tokens that the grammar allows. At an allowed end these include all of `ends`.
     fn mask(&mut self, words: &mut [u32], ends: &[i32]) -> Result<(), Broken> {
         words.fill(0);
         let copy = |from: &[u32], words: &mut [u32]| {
@@ -251,7 +251,7 @@ fn clear(words: &mut [u32], token: i32) {
     }
 }
 
-/// Keeps `ids`, which ascend, of what is set.
+/// Keeps only `ids`, which ascend, of the set bits.
 fn keep(words: &mut [u32], ids: &[i32]) {
     let mut rest = ids.iter().peekable();
     for (at, word) in words.iter_mut().enumerate() {

@@ -287,7 +287,7 @@ impl Shared {
         });
     }
 
-    /// Compiles until nobody can ask any more.
+    /// Compiles until there are no more senders.
     fn compile_all(&self, sources: &Receiver<Source>, lenient: bool, attic: &Attic) {
         while let Ok(source) = sources.recv() {
             if self.templates.lock().unwanted(&source) {
@@ -321,7 +321,7 @@ impl Shared {
 }
 
 impl Templates {
-    /// Forgets a source if everybody who wanted it has gone.
+    /// Forgets a source if no request waits for it any more.
     fn unwanted(&mut self, source: &Source) -> bool {
         let gone = |order: &Order| order.reply.is_closed();
         let unwanted = self.waiting.get(source).is_none_or(|orders| orders.iter().all(gone));
@@ -344,7 +344,7 @@ impl Templates {
     }
 }
 
-/// Copies and frees until nobody can ask any more.
+/// Copies and frees until there are no more senders.
 fn copy_all(copies: &Receiver<Copy>) {
     while let Ok(copy) = copies.recv() {
         match copy {

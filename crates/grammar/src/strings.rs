@@ -66,7 +66,7 @@ fn bounds(schema: &Map<String, Value>) -> Result<Option<String>, GrammarError> {
     Ok((!parts.is_empty()).then(|| parts.join(" & ")))
 }
 
-/// Text in which a pattern of a schema is found somewhere.
+/// Text that contains a match of a schema's pattern.
 fn search(pattern: &str) -> String {
     let body = pattern.strip_prefix('^');
     let before = if body.is_some() { "" } else { "(?s:.*)" };

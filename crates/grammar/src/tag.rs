@@ -151,7 +151,8 @@ impl Writer<'_> {
         }
     }
 
-    /// `begin`, content, `end`. Without `said`, which is how much of `begin` is there already.
+    /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are left out, because
+/// they are already there.
     fn tag(
         &mut self,
         tag: &Value,

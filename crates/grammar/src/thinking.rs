@@ -56,7 +56,7 @@ pub(crate) struct Thinking {
 
 #[derive(Debug, Clone)]
 enum State {
-    /// So many tokens of the opening marker were said, and nothing else.
+    /// So many tokens of the opening marker were generated, and nothing else.
     Opening(usize),
     Inside {
         /// The last tokens that may be the beginning of the closing marker.

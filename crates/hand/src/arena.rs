@@ -145,7 +145,7 @@ impl Payloads for Arena {
 #[must_use]
 pub struct Region {
     range: Range,
-    /// The bytes that were asked for; the range may be longer.
+    /// The requested bytes. The range may be longer.
     bytes: usize,
     arena: Arena,
 }

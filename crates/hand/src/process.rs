@@ -142,9 +142,9 @@ impl RankProcess {
         let _ = kill_process_group(self.pid, signal);
     }
 
-    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started
-    /// may still be there. Nobody waits for a process that does not end, since others can be served
-    /// meanwhile.
+    /// Sends SIGKILL to the whole group, also if its leader has ended, because the leader's
+    /// children may still run. It does not wait for a process that does not end, since others can
+    /// be served meanwhile.
     fn kill(&mut self) -> io::Result<ExitStatus> {
         let _ = kill_process_group(self.pid, Signal::KILL);
         if self.stuck || !self.ended_within(LAST_PATIENCE) {

@@ -4,8 +4,7 @@ use std::io;
 
 use rustix::thread::Pid;
 
-/// The shortest turn that Linux gives, in nanoseconds. It is ten to thirty times as short as what
-/// it gives by itself.
+/// The shortest turn that Linux gives, in nanoseconds. Its default is ten to thirty times as long.
 const NANOSECONDS: u64 = 100_000;
 
 /// Has the kernel give `thread` short turns, which come sooner. A thread that wakes with less to do

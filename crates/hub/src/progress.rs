@@ -66,7 +66,7 @@ impl Progress {
         }
     }
 
-    /// A file of `length` bytes, the first `start` of which are here.
+    /// Shows a file of `length` bytes, whose first `start` bytes are here.
     pub(crate) fn file(&self, name: &str, length: u64, start: u64) -> FileProgress<'_> {
         if self.total.fetch_add(length, Ordering::Relaxed) == 0 {
             let now = self.started.elapsed().as_millis() as u64;
@@ -149,7 +149,7 @@ pub(crate) struct FileProgress<'a> {
 }
 
 impl FileProgress<'_> {
-    /// So many bytes more are here.
+    /// Notes `bytes` more bytes.
     pub(crate) fn add(&mut self, bytes: u64) {
         self.position += bytes;
         self.all.moved(bytes);

@@ -193,7 +193,7 @@ fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
 struct Content {
     /// Commit to path in it to blob.
     snapshots: BTreeMap<String, BTreeMap<String, PathBuf>>,
-    /// Each blob, also those that nothing links to.
+    /// Each blob, also those without a link.
     blobs: BTreeMap<PathBuf, (u64, Option<u64>)>,
 }
 

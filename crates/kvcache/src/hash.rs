@@ -140,7 +140,7 @@ impl BlockHash {
 }
 
 impl From<u128> for BlockHash {
-    /// The name that somebody else has computed by the same rules.
+    /// A name from another process, computed by the same rules.
     fn from(number: u128) -> Self {
         Self(number)
     }

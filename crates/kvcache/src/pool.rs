@@ -84,7 +84,7 @@ pub struct PagePool<T = Hot> {
     free: Vec<u32>,
     /// Unleased pages whose block is in no other tier, and those whose block is.
     cached: [Lru; 2],
-    /// Blocks that came or went, where somebody takes them.
+    /// Blocks that came or went; `None`: they are not noted.
     changed: Option<Vec<BlockHash>>,
     tier: PhantomData<T>,
 }

@@ -49,7 +49,7 @@ const MOST_HANDS: u32 = 256;
 const LONGEST_NAME: usize = 64;
 /// The largest number of characters of a sentence about a hand's end.
 const LONGEST_STATUS: usize = 1000;
-/// Messages of an outpost that nobody has read yet.
+/// The largest number of unread messages of an outpost.
 const UNREAD: usize = 64;
 
 /// The outposts of one brain.
@@ -208,7 +208,7 @@ async fn serve(
     }
 }
 
-/// Lets a connection in, or not, and does what it is for.
+/// Admits or refuses a connection, and serves its purpose.
 async fn greet(
     stream: TcpStream,
     from: SocketAddr,
@@ -376,7 +376,7 @@ impl Shared {
         let _ = member.orders.send(ToOutpost::Mirror { id, bytes });
     }
 
-    /// An outpost says how a hand ended.
+    /// Notes an outpost's report about the end of a hand.
     fn ended(&self, id: u64, status: String) {
         let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
         // A report that nobody waits for any more is old.

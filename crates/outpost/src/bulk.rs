@@ -13,7 +13,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// Bytes of the head of a piece.
 pub(crate) const HEAD_BYTES: usize = 8;
-/// Most bytes of a piece.
+/// The largest number of bytes of a piece.
 pub(crate) const PIECE_BYTES: usize = 256 << 10;
 
 /// The head of a piece.
@@ -45,8 +45,8 @@ impl Head {
     }
 }
 
-/// Sends a payload in pieces; gives the number of its bytes. `written` hears how many of them are
-/// about to be sent.
+/// Sends a payload in pieces. Gives its number of bytes. `written` gets the number of bytes before
+/// each send.
 ///
 /// # Errors
 /// The connection broke, or the arena can't be read.

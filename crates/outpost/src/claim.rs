@@ -8,7 +8,7 @@ use crate::brain::{Member, Shared};
 /// Hands of outposts that a group has. Dropping it gives all of them back together, so that the
 /// group's next start finds them side by side.
 pub(crate) struct Claim {
-    /// In the order of ranks; those of an outpost stand together.
+    /// The hands in the order of ranks. Those of an outpost are neighbours.
     pub(crate) hands: Vec<(Arc<Member>, u32)>,
     shared: Arc<Shared>,
 }

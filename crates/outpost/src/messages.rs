@@ -35,7 +35,7 @@ impl Knock {
         found
     }
 
-    /// `None`: somebody else's.
+    /// The knock; `None`: it is from another program.
     pub(crate) fn read(bytes: &[u8; KNOCK_BYTES]) -> Option<Self> {
         let version = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let mut secret = [0; 32];
@@ -153,7 +153,7 @@ pub(crate) async fn write<T: Serialize>(
 /// Reads a message.
 ///
 /// # Errors
-/// The connection ended, or what came is no such message.
+/// The connection ended, or the bytes are no such message.
 pub(crate) async fn read<T: DeserializeOwned>(
     stream: &mut (impl AsyncRead + Unpin),
 ) -> io::Result<T> {

@@ -27,7 +27,7 @@ type Stream = TlsStream<TcpStream>;
 
 /// The pause between two attempts to join.
 const PAUSE: Duration = Duration::from_secs(1);
-/// Messages of the brain that nobody has read yet.
+/// The largest number of unread messages of the brain.
 const UNREAD: usize = 64;
 
 /// The settings of an outpost, fixed at its start.
@@ -66,7 +66,7 @@ pub enum Ended {
     Tls(String),
 }
 
-/// Why one attempt is over.
+/// The reason for the end of one attempt.
 enum Over {
     Ended(Ended),
     Lost(String),
@@ -240,7 +240,7 @@ async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<To
     }
 }
 
-/// Writes into the mirror what the brain sends, until the connection or the session ends.
+/// Writes the brain's bytes into the mirror, until the connection or the session ends.
 async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<bool>) -> Over {
     let receiving = async {
         match door.open(&Purpose::Bulk { id }).await {
@@ -260,7 +260,7 @@ async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<
     }
 }
 
-/// A hand from its order to its end; the answer is how it ended.
+/// A hand from its order to its end. Gives a description of the end.
 async fn run(
     door: &Door,
     spawn: &Spawn,

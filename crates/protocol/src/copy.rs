@@ -76,7 +76,7 @@ impl PageCopy {
 }
 
 impl Span {
-    /// `None` in place of a whole page, and where the numbers are none.
+    /// The span; `None` for a whole page, or for invalid numbers.
     pub(crate) fn of(&[first, count]: &[i32; SPAN_WORDS]) -> Option<Self> {
         let (first, count) = (u32::try_from(first).ok()?, u32::try_from(count).ok()?);
         (count > 0).then_some(Self { first, count })

@@ -10,7 +10,7 @@ pub const HEADER_BYTES: usize = 24;
 /// The largest number of words of a frame after its header (256 MiB). Readers refuse more, so
 /// writers make no larger frame.
 pub const MAX_WORDS: u32 = 1 << 26;
-/// Bytes that an encoded frame's buffer keeps for the next one, whatever the largest frame was.
+/// Bytes that an encoded frame's buffer keeps for the next frame, also after a larger one.
 const KEPT_BYTES: usize = 1 << 20;
 
 /// Words of an entry of the table of columns: id and length.
@@ -225,7 +225,7 @@ impl Frame {
 /// again.
 ///
 /// # Errors
-/// The frame would be larger than a reader takes. `out` is empty then.
+/// The frame would be too large for a reader. `out` is empty then.
 pub(crate) fn encode(
     kind: Kind,
     step: u64,

@@ -16,7 +16,7 @@ pub struct StepMasks {
     width: usize,
     /// The masks one after the other.
     words: Vec<u32>,
-    /// One a row: its mask says something.
+    /// A flag for each row, true if its mask restricts anything.
     masked: Vec<bool>,
 }
 

@@ -18,7 +18,7 @@ pub use prompts::{PROMPT_LOGPROBS_WORDS, PromptLogprobsWant};
 const COLUMNS: usize = 24;
 /// An id among them that no column has.
 const UNUSED: u32 = 23;
-/// Words that an emptied column keeps, whatever it has held.
+/// Words that an emptied column keeps, also after a larger use.
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
 pub const PAGE_WRITE_WORDS: usize = 3;
@@ -31,7 +31,7 @@ const ROW_RECORD_WORDS: usize = 4;
 const FLAG_SAMPLE: i32 = 1;
 /// Row flag: pool the slot's states.
 const FLAG_POOL: i32 = 2;
-/// Row flag, beside [`FLAG_SAMPLE`]: sample what the step's masks allow.
+/// Row flag, beside [`FLAG_SAMPLE`]: the step's masks restrict the token.
 const FLAG_MASKED: i32 = 4;
 
 /// The purpose of a row.
@@ -114,7 +114,7 @@ pub struct StepPlan {
     prompt_logprobs: Vec<i32>,
 }
 
-/// Empties a column, and gives back what it has far more of than its last use.
+/// Empties a column, and gives back memory far beyond its last use.
 fn empty<T>(column: &mut Vec<T>) {
     let used = column.len();
     column.clear();

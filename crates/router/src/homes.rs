@@ -32,7 +32,7 @@ impl Homes {
         }
     }
 
-    /// The backend that keeps a response, as far as is known.
+    /// The backend that keeps a response, if it is known.
     pub(crate) fn of(&self, response: &str) -> Option<u32> {
         self.0.lock().get(response).copied()
     }

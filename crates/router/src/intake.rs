@@ -11,8 +11,8 @@ use hyper::body::{Body, Incoming};
 use memchr::memmem;
 use tokio::time::timeout;
 
-/// Room that the first and the largest piece of a body get. A client that sends byte by byte takes
-/// no more than one that does not.
+/// The first and the largest allocation for a body. A client that sends byte by byte takes no more
+/// than others.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
 /// The field that a body has to have if it is larger than JSON may be.

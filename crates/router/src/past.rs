@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// Deaths of backends that a request lives through, however well they are explained.
 const MAX_DEATHS: u8 = 3;
-/// Deaths that nobody else is to blame for.
+/// Deaths without another suspect.
 const MAX_UNEXPLAINED: u8 = 2;
 /// The least time that a trial takes, unless something is produced sooner.
 const SHORTEST_TRIAL: Duration = Duration::from_secs(1);

@@ -105,7 +105,7 @@ impl Chooser {
         self.least(candidates, |candidate| candidate.cached >= 0.95 * best)
     }
 
-    /// The least loaded of those that are `fit`.
+    /// The least loaded of the `fit` candidates.
     fn least(&self, candidates: &[Candidate], fit: impl Fn(&Candidate) -> bool) -> usize {
         let count = candidates.len();
         let in_turn = (0..count).map(|step| (self.turn + step) % count);

@@ -57,7 +57,7 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// A relay of what was reached for a client's request.
+    /// A relay of the response to a client's request.
     pub(crate) fn new(
         worker: Arc<Worker>,
         ask: Arc<Ask>,

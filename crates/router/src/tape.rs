@@ -68,7 +68,7 @@ impl Tape {
         self.report = comment.report.or(self.report.take());
     }
 
-    /// The stream has ended as it should: gives what was held back.
+    /// Gives the held bytes, because the stream has ended properly.
     pub(crate) fn finish(&mut self) -> Bytes {
         std::mem::take(&mut self.held).freeze()
     }
@@ -78,7 +78,7 @@ impl Tape {
         self.begun
     }
 
-    /// The token ids with which another brain goes on.
+    /// The token ids with which another brain continues.
     pub(crate) fn into_ids(self) -> Vec<u8> {
         self.ids
     }

@@ -87,7 +87,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Leases of image pages are those of residents, of the tower, and of what is retired.
+    /// Checks that leases of image pages belong to residents, to the tower, or to retired requests.
     fn check_images(&self) -> Result<(), String> {
         let Some(images) = &self.images else { return Ok(()) };
         let residents = self.requests.iter().filter_map(|(_, entry)| entry.state.residence());

@@ -190,7 +190,7 @@ pub struct Scheduler {
     requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
     next_arrival: i64,
-    /// The place of the next one that another scheduler had admitted.
+    /// The arrival number for the next request that another scheduler had admitted.
     next_return: i64,
 
     /// The waiting requests, without the suspects.
@@ -221,7 +221,7 @@ pub struct Scheduler {
     counters: Stats,
     planned: Planned,
     rates: Rates,
-    /// `None`: the model sees none.
+    /// The images; `None`: the model takes none.
     images: Option<Images>,
     /// Leading blocks of requests that ended before all of these were saved.
     unfinished: Vec<Vec<BlockHash>>,

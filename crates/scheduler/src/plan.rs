@@ -50,7 +50,7 @@ impl Scheduler {
         true
     }
 
-    /// Plans rows for all that there is room for; returns how many of them decode.
+    /// Plans rows for all requests with room. Gives the number of decode rows.
     fn plan_everybody(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> usize {
         self.give_way(events);
         self.relieve(plan);
@@ -67,8 +67,8 @@ impl Scheduler {
         decodes
     }
 
-    /// Plans a row for a suspect and for nobody else: the others keep their pages as far as it does
-    /// not need them, and wait. Returns how many of its rows decode.
+    /// Plans a row for a suspect and for no other request. The others wait, and keep the pages that
+    /// the suspect does not need. Gives the number of decode rows.
     fn plan_suspect(
         &mut self,
         handle: Handle,
@@ -318,7 +318,7 @@ impl Scheduler {
         (self.residents.len() as u64) < most
     }
 
-    /// The waiting request whose turn it is; nobody overtakes it.
+    /// The waiting request whose turn it is. No request overtakes it.
     pub(crate) fn next_candidate(&self) -> Option<Ticket> {
         self.shares.promised().or_else(|| self.queue.first())
     }
@@ -381,9 +381,8 @@ impl Scheduler {
         self.prefills.insert(entry.key, handle);
     }
 
-    /// Plans up to `most` of a resident's positions and returns how many. The row that reaches
-    /// `total` samples, and from then on the request decodes; or it pools, and there is nothing
-    /// more to plan.
+    /// Plans up to `most` of a resident's positions. Gives their number. The row that reaches
+    /// `total` samples, and then the request decodes. A pooled request has no further rows then.
     fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
         let most = most.min(self.visible(handle));
         // The positions that one row chooses have room in the hot rows, those of several may not.

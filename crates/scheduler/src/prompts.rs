@@ -31,7 +31,7 @@ impl Entry {
         self.limit > self.prompt_len
     }
 
-    /// Positions to compute, as far as tokens exist.
+    /// Positions to compute, up to the last known token.
     pub(crate) fn goal(&self) -> u32 {
         // Nobody asks what follows the last token of a prompt of which nothing but its own tokens
         // is wanted.
@@ -80,7 +80,7 @@ impl Scheduler {
         u32::try_from(left.max(usize::from(taken == 0))).unwrap_or(u32::MAX)
     }
 
-    /// Notes what a new row gives of its prompt.
+    /// Notes the prompt's tokens for which a new row gives log-probabilities.
     pub(crate) fn wanted_of(
         &mut self,
         handle: Handle,
@@ -92,8 +92,8 @@ impl Scheduler {
         Some(want)
     }
 
-    /// Tells what a row gave of its prompt, as far as it is new. False: that was all that the
-    /// request wanted, and it has ended.
+    /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
+    /// ended.
     pub(crate) fn tell_prompt(
         &mut self,
         row: &FlightRow,

@@ -17,11 +17,11 @@ use crate::request::Key;
 pub(crate) const PROBE_RANK: i64 = i64::MIN;
 /// Units of virtual time a token, so that an even share of a small cost is more than nothing.
 const UNITS: u64 = 256;
-/// Clients without waiting requests that a rank remembers, before it forgets those that owe
-/// nothing. Twice as many are the most.
+/// The number of idle clients that a rank remembers before it forgets those without debts. It never
+/// remembers more than twice as many.
 const REMEMBERED: usize = 1 << 14;
 
-/// A waiting request, as far as turns depend on it.
+/// The data of a waiting request that its turn depends on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ticket {
     pub(crate) key: Key,
@@ -50,15 +50,15 @@ struct Lane {
     /// Clients with waiting requests, by the start of their first one and then by its arrival.
     turns: BTreeMap<(u64, i64), u64>,
     clients: HashMap<u64, Account>,
-    /// Clients to remember before looking for those that owe nothing.
+    /// The number of remembered clients at which those without debts are looked for.
     sweep_at: usize,
 }
 
 /// A client's requests of one rank.
 #[derive(Debug, Default)]
 struct Account {
-    /// The start of its first waiting request, or of its next one: the end of the last one that was
-    /// admitted.
+    /// The start of its first waiting request, or of its next one, which is the end of the last
+    /// admitted one.
     start: u64,
     /// The waiting requests, by arrival.
     waiting: BTreeMap<i64, Ticket>,
@@ -114,8 +114,7 @@ impl Queue {
         ranks.contains(&Some(PROBE_RANK))
     }
 
-    /// The next request of a rank among those that were never admitted, without regard to others
-    /// that go before them.
+    /// The next request of a rank among those that were never admitted. Others may go before it.
     pub(crate) fn first_fresh(&self, rank: i64) -> Option<Ticket> {
         self.lanes.get(&rank)?.first()
     }
@@ -223,8 +222,8 @@ mod tests {
     use super::*;
     use crate::slab::Slab;
 
-    /// The same in plain words, with everything looked for again each time and nobody forgotten as
-    /// long as anybody of the rank waits.
+    /// The same algorithm in plain words. It searches everything each time, and forgets no client
+    /// while any request of the rank waits.
     #[derive(Default)]
     struct Naive {
         returning: Vec<Ticket>,

@@ -74,13 +74,13 @@ pub struct Past {
     pub suspect: Option<u32>,
 }
 
-/// Place in the order of importance; smaller is more important. Kept for life, so whoever was
-/// preempted or replayed comes back first.
+/// The place in the order of importance. A smaller one is more important. It never changes, so a
+/// preempted or replayed request comes back first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
-    /// Negated priority, or 0 for everybody.
+    /// The negated priority, or 0 for all requests.
     pub(crate) rank: i64,
-    /// Below 0 for those that came from another scheduler, which had admitted them.
+    /// The arrival number. It is below 0 for requests that another scheduler had admitted.
     pub(crate) arrival: i64,
 }
 
@@ -185,7 +185,7 @@ pub(crate) struct Entry {
     /// queue have one prompt.
     pub(crate) request: Request,
     pub(crate) key: Key,
-    /// Prompt and generated tokens as far as they are known; empty before the first admission.
+    /// Known prompt and generated tokens; empty before the first admission.
     pub(crate) tokens: Vec<i32>,
     pub(crate) prompt_len: u32,
     /// The largest number of tokens it may ever have.
@@ -199,8 +199,7 @@ pub(crate) struct Entry {
     pub(crate) state: State,
     /// The parent of the first block.
     root: BlockHash,
-    /// Names of its leading full blocks, as far as they were needed; empty before the first
-    /// admission.
+    /// Known names of its leading full blocks; empty before the first admission.
     pub(crate) names: Vec<BlockHash>,
     /// True if the request's blocks were brought back from the host tier before its turn, once.
     pub(crate) prefetched: bool,
@@ -274,7 +273,7 @@ impl Entry {
         (shared + self.tokens.len()) as u32
     }
 
-    /// Takes a copy of its own of what it shared: it is about to be admitted.
+    /// Copies its shared data, before its admission.
     pub(crate) fn settle(&mut self) {
         if !self.tokens.is_empty() {
             return;

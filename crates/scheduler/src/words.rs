@@ -41,8 +41,8 @@ pub(crate) fn check_slots(slots: u32) {
 }
 
 impl Scheduler {
-    /// True if the plan, which has admitted somebody, has room for this one too, and so has the
-    /// result.
+    /// True if the plan and its result have room for this request too. The plan has admitted
+    /// another one.
     pub(crate) fn has_words_for(&self, handle: Handle, plan: &StepPlan) -> bool {
         let entry = &self.requests[handle];
         let pages = if self.keeps_nothing() {

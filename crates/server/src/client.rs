@@ -22,8 +22,7 @@ const PREFIX_BITS: u32 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ClientId(pub(crate) u64);
 
-/// The place of the API key that a request showed; `None` where no keys are asked for, or none was
-/// right.
+/// The place of the API key of a request; `None`: no key is required, or the key is wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct KeyId(pub(crate) Option<usize>);
 
@@ -45,8 +44,8 @@ pub struct TrustedProxies {
 impl FromStr for TrustedProxies {
     type Err = String;
 
-    /// Networks (`10.0.0.0/8`), addresses, and `unix` for whoever comes over a Unix socket, with
-    /// commas between them.
+    /// Networks (`10.0.0.0/8`), addresses, and `unix` for clients of a Unix socket, with commas
+    /// between them.
     fn from_str(list: &str) -> Result<Self, String> {
         let mut proxies = Self::default();
         for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -70,8 +69,8 @@ impl TrustedProxies {
         }
     }
 
-    /// The last one on a request's way that is not a trusted proxy. What cannot be read ends the
-    /// way: nobody vouches for what stands before it.
+    /// The last address on a request's way that is not a trusted proxy. An unreadable entry ends
+    /// the way, since the addresses before it are not trusted.
     fn origin(&self, remote: Remote, headers: &HeaderMap) -> Remote {
         let mut origin = remote;
         let lines = headers.get_all(FORWARDED_FOR).iter().rev();

@@ -6,7 +6,7 @@ use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use subtle::ConstantTimeEq;
 
-/// The header in which some clients put their key instead of into `Authorization`.
+/// The header in which some clients put their key, in place of `Authorization`.
 const X_API_KEY: &str = "x-api-key";
 
 /// The accepted keys, each with a number. They are never shown: the debug form has only their

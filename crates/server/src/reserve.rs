@@ -31,7 +31,7 @@ use crate::tls::Tls;
 pub(crate) const RESERVE: usize = 64;
 /// The longest time for a head to arrive there.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest time in which a client there takes nothing.
+/// The longest time in which a client of a reserve place may take no bytes.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 

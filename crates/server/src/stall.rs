@@ -18,11 +18,11 @@ pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
     /// Bytes that go out before the next that are written, and whose progress a write that waits
     /// does not show.
     fn backlog(&self) -> usize;
-    /// Has the system forget what it could not send, when the connection is closed.
+    /// Has the system drop unsent bytes when the connection is closed.
     fn give_up(&self);
 }
 
-/// A transport with a limit to the time in which nothing goes out.
+/// A transport with a limit to the time without a sent byte.
 pub(crate) struct Stalling<T> {
     io: T,
     limit: Duration,

@@ -195,7 +195,7 @@ impl PiecesState {
         self.run.clear();
     }
 
-    /// Appends final text, less what is cut from the start.
+    /// Appends final text, without the part that is cut from the start.
     fn give(&mut self, mut text: &str, out: &mut String) {
         while let Some((cut, times @ 1..)) = self.strip_left {
             if text.is_empty() {
@@ -225,8 +225,8 @@ fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
 
 /// The last tokens of a text, decoded again at each new one.
 ///
-/// The first part, which was given out already, is what the new tokens' text depends on: whether a
-/// space comes before them, for one.
+/// The first part was given out already. The new tokens' text depends on it, such as a space before
+/// them.
 #[derive(Debug, Default)]
 struct Window {
     ids: Vec<u32>,

@@ -30,7 +30,7 @@ pub struct Encoder {
 /// hold up others. It is encoded word by word, by a thread that others do not wait for.
 const LONG_BYTES: usize = 64 << 10;
 
-/// Texts, and what is to be known of them before they are cut.
+/// Texts, and facts about them that must be known before a cut.
 #[derive(Debug, Default)]
 pub(crate) struct Texts {
     pub(crate) texts: Vec<String>,
@@ -100,7 +100,7 @@ impl Encoder {
         self.encoded.load(Ordering::Relaxed)
     }
 
-    /// Counts what is about to be encoded.
+    /// Counts bytes before their encoding.
     pub(crate) fn note_encoded(&self, bytes: usize) {
         self.encoded.fetch_add(bytes as u64, Ordering::Relaxed);
     }
@@ -111,7 +111,7 @@ impl Encoder {
         self.cache.as_ref().map_or((0, 0, 0), TextCache::counts)
     }
 
-    /// Cuts texts into parts and looks up what is known of them.
+    /// Cuts texts into parts and looks up known ones.
     ///
     /// # Errors
     /// [`TextError::TooLong`] for a text that can't be short enough; nothing was encoded then.
@@ -216,11 +216,11 @@ impl Encoder {
         }
     }
 
-    /// Encodes what is not known of a piece. `go_on` is asked now and then.
+    /// Encodes the unknown parts of a piece. `go_on` is called at intervals.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many ids, and
-    /// [`TextError::Closed`] once `go_on` says no.
+    /// The errors of [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many
+    /// ids, and [`TextError::Closed`] if `go_on` gives false.
     pub(crate) fn encode_piece(
         &self,
         work: &Work,
@@ -285,10 +285,10 @@ impl Encoder {
         })
     }
 
-    /// The ids of each text, all pieces of which have been encoded.
+    /// The ids of each text. All pieces are encoded before.
     ///
     /// # Errors
-    /// A piece has not been.
+    /// A piece is not encoded.
     pub(crate) fn finish(&self, work: &Work) -> Result<Vec<Vec<i32>>, TextError> {
         let missing = || TextError::Encode("a part of the text was not encoded".to_owned());
         let frame = work.add_special_tokens.then(|| self.tokenizer.frame()).flatten();

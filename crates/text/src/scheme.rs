@@ -135,8 +135,8 @@ fn kind(decoder: &Value) -> &str {
 
 /// The byte a byte-fallback token such as `<0x0A>` stands for.
 ///
-/// As loose as the reference: whatever `from_str_radix` takes for two hexadecimal digits, `+A`
-/// included.
+/// It is as loose as the reference, and takes all that `from_str_radix` takes for two hexadecimal
+/// digits, `+A` included.
 fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?

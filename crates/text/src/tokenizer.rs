@@ -330,7 +330,7 @@ impl Tokenizer {
         &self.scheme
     }
 
-    /// The token that decoding sees for `id`.
+    /// The token for `id` in decoding.
     pub(crate) fn decoded_token(&self, id: u32) -> Option<String> {
         decoded_token(&self.inner, id)
     }
@@ -341,8 +341,8 @@ impl Tokenizer {
     }
 }
 
-/// The token that decoding sees for `id`: for an added token that is matched in normalised text
-/// this is the normalised form, which `id_to_token` does not give.
+/// The token for `id` in decoding. An added token that is matched in normalised text has its
+/// normalised form, which `id_to_token` does not give.
 fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
     let added = inner.get_added_vocabulary().simple_id_to_token(id);
     added.or_else(|| inner.get_model().id_to_token(id))

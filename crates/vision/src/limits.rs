@@ -12,7 +12,7 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// 50 million pixels, and the ratio at which transformers refuses an image.
+    /// 50 million pixels, and the ratio above which transformers refuses an image.
     fn default() -> Self {
         Self { max_pixels: 50_000_000, max_ratio: 200 }
     }

@@ -6,7 +6,7 @@ use image::metadata::Orientation as Named;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Orientation(u8);
 
-/// The side of the squares in which a picture is turned: their rows of both pictures stay in the
+/// The side of the squares in which a picture is turned. Their rows of both pictures stay in the
 /// first-level cache.
 const TILE: usize = 32;
 

@@ -48,8 +48,8 @@ impl Grid {
 }
 
 impl Processing {
-    /// The largest side of a position, and the most pixels of a resized image, that are sensible:
-    /// what is computed from them fits in memory.
+    /// The largest sensible side of a position, and number of pixels of a resized image. Derived
+    /// sizes then fit in memory.
     const MAX_SIDE: u32 = 1 << 10;
     const MAX_PIXELS: u64 = 1 << 30;
 

@@ -30,7 +30,7 @@ impl Scaler {
         if between == to { rows } else { one_axis(resizer, rows, between, resized, to) }
     }
 
-    /// Gives back what an unusually large image needed.
+    /// Gives back memory that only an unusually large image needed.
     pub(crate) fn trim(&mut self, bytes: usize) {
         for buffer in [&mut self.narrowed, &mut self.resized] {
             if buffer.len() > bytes {

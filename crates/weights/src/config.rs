@@ -4,8 +4,8 @@ use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// Far beyond every known model: names of weights are made for each layer, before a file is asked
-/// for them.
+/// The largest number of layers, far above known models. Names of weights are made for each layer
+/// before a file is read.
 const MOST_LAYERS: u64 = 1 << 12;
 /// The same of experts, of all layers together.
 const MOST_EXPERTS: usize = 1 << 18;
@@ -146,8 +146,8 @@ impl Shape {
         })
     }
 
-    /// True if a checkpoint's layer may belong to those that are computed. Behind them checkpoints
-    /// with experts have layers that predict further tokens (MTP), and nothing else.
+    /// True if a checkpoint's layer may belong to the computed ones. Behind them checkpoints with
+    /// experts have layers that only predict further tokens (MTP).
     pub(crate) fn has_place_for(&self, layer: usize) -> bool {
         self.experts.is_none() || layer < self.layers
     }

@@ -21,8 +21,8 @@ use serde_json::{Map, Value, json};
 use crate::describe::{hex, new_file};
 use crate::json::python_json;
 
-/// Goes up with every change to what is written, or to how a checkpoint's values become what is
-/// written; in both languages.
+/// The version, which grows with every change of the written form, or of the way from a
+/// checkpoint's values to it; in both languages.
 const VERSION: u32 = 2;
 const EDGE: u64 = 1 << 20;
 const PIECES: u64 = 64;
@@ -113,7 +113,7 @@ struct Header {
     chunk: usize,
 }
 
-/// Why a file is not used.
+/// The reason for which a file is not used.
 enum Fault {
     /// The header of the file does not match its name.
     Header(String),

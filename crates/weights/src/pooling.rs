@@ -10,7 +10,7 @@ use crate::describe::read_object;
 use crate::error::ModelError;
 
 const MODULES: &str = "modules.json";
-/// Of `modules.json`: it names a handful of modules.
+/// The largest number of bytes of `modules.json`, which names a handful of modules.
 const MOST_JSON: u64 = 1 << 20;
 const MODES: [(&str, &str); 6] = [
     ("pooling_mode_cls_token", "cls"),
@@ -21,10 +21,10 @@ const MODES: [(&str, &str); 6] = [
     ("pooling_mode_weightedmean_tokens", "weightedmean"),
 ];
 
-/// The description of how a decoder pools, in the fields of Python's `Pooling`; null: it generates.
+/// The description of a decoder's pooling, in the fields of Python's `Pooling`; null: it generates.
 ///
 /// Repositories in the layout of sentence-transformers always pool, and so do checkpoints without a
-/// head; `forced`, any does: the last token's state, normalised.
+/// head. With `forced` any model pools: by the last token's state, normalised.
 ///
 /// # Errors
 /// The model would be pooled wrongly.
@@ -93,7 +93,7 @@ fn modules(folder: &Path) -> Result<Vec<Map<String, Value>>, ModelError> {
         .collect())
 }
 
-/// The kind of pooling, and whether vectors are normalised.
+/// The kind of pooling, and true if vectors are normalised.
 fn of_modules(modules: &[Map<String, Value>], folder: &Path) -> Result<(String, bool), ModelError> {
     let text = |module: &Map<String, Value>, key: &str| {
         module.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()

@@ -126,7 +126,7 @@ def missing(
 def _lookup(
     positions: torch.Tensor, away: torch.Tensor, slots: torch.Tensor, group: GroupRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hot row that each position was put into last, [u, top_k], and whether it is still there."""
+    """The hot row of each position's last stay, [u, top_k], and true if the position is still there."""
     count = group.owner.shape[1] - 1
     row = _entries(group.row_of, slots, positions.clamp(min=0)).long()
     inside = (row >= 0) & (row < count)
@@ -135,7 +135,7 @@ def _lookup(
 
 
 def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Tensor:
-    """The rows [u, top_k] for those that are `missed`: the least recently chosen, of equally old ones in row order.
+    """The rows [u, top_k] for `missed` positions: the least recently chosen, of equally old ones in row order.
 
     The oldest ones' age, `least`, is where so many rows are as old as are missed; those of just this age go last.
     """

@@ -67,7 +67,7 @@ class Choice:
             raise DeviceError(f"sparse decoding from host memory is not there for {device.name} yet: leave it off")
 
     def _settle(self, config: RunnerConfig) -> str:
-        """The implementation of attention: the one that is asked for, or the best on the device."""
+        """The implementation of attention: the requested one, or the device's best."""
         wanted, device = config.attention_backend, self._device
         on_gpu = device.torch_device.type != "cpu"
         if wanted is None:
@@ -252,7 +252,7 @@ class Choice:
 
 
 def _needs_host(model: ModelConfig) -> bool:
-    """True if the host decides which queries choose, or where images stand: no graph can do that."""
+    """True if the host decides which queries choose, or the places of images. No graph can do that."""
     return model.indexer is not None or model.sections is not None
 
 

@@ -31,7 +31,7 @@ class TorchCompute:
         device: Device,
         images: ImagePool | None = None,
     ) -> None:
-        """`images`: what towers gave; None: the model sees none."""
+        """Makes the compute. `images` are outputs of towers; None: the model takes none."""
         self._model = model
         self._images = images
         self._tables = tables

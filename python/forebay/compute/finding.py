@@ -24,7 +24,7 @@ class OnPages:
         self._page = kv.page_size, kv.main.page_stride
 
     def __call__(self, number: int, positions: torch.Tensor) -> Chosen:
-        """Of queries [queries, top_k], chosen by an indexed layer."""
+        """The places of positions [queries, top_k] that an indexed layer has chosen."""
         return Chosen(resolve(positions, self._slots, self._table, *self._page))
 
 
@@ -56,7 +56,7 @@ class InRows:
         """Rows that were selected, found on pages, found in hot rows, and missed, over all layers so far."""
 
     def __call__(self, number: int, positions: torch.Tensor) -> Chosen:
-        """Of queries [queries, top_k], chosen by an indexed layer."""
+        """The places of positions [queries, top_k] that an indexed layer has chosen."""
         rows = self._pages(number, positions).rows
         own = positions.index_select(0, self._sparse)
         found = find(own, self._places, self._hot.group(number))

@@ -72,7 +72,7 @@ def _experts(config: ModelConfig) -> Experts | None:
 
 
 def _routing(experts: Experts | None) -> RoutingSpec:
-    """As the library has it."""
+    """The routing in the library's form."""
     if experts is None:
         return RoutingSpec()
     routing = experts.routing

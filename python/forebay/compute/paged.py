@@ -209,7 +209,7 @@ class PagedSteps:
         )
 
     def _size(self, launch: Launch) -> tuple[Size, bool]:
-        """The size that a step is computed as, and whether a graph does it."""
+        """The size for a step, and true if a graph computes it."""
         rows = launch.rows
         count, tokens = len(rows.slot), int(rows.length.sum())
         if rows.given is None and rows.prompts is None and self._fits(launch.inputs):

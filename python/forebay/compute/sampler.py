@@ -254,7 +254,7 @@ class Sampler:
         return logits
 
     def _of_own(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values [r, vocabulary] those of the tokens whose logits are here."""
+        """The values of the tokens whose logits are here, of values [r, vocabulary]."""
         return values if self._own is None else values[:, self._own.place]
 
     def _logprobs(

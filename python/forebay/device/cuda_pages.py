@@ -75,7 +75,7 @@ def joined(pieces: Sequence[Bytes]) -> Bytes | None:
 
 
 def _scatter(moves: Sequence[tuple[torch.Tensor, Bytes]], all_: Bytes, *, save: bool) -> None:
-    """Copies pieces of the host's memory out of one that has them one after the other, or into it."""
+    """Copies pieces of the host's memory from consecutive memory, or into it."""
     at = 0
     for _, piece in moves:
         part = all_[at : at + piece.size].reshape(piece.shape)

@@ -145,7 +145,7 @@ def _open(store: BrainStore, backend: str, rank: int, world: int, device: torch.
 
 
 def _share_a_gpu(store: BrainStore, rank: int, world: int, device: torch.device) -> bool:
-    """True if two ranks compute on one GPU, as tests may have it."""
+    """True if two ranks compute on one GPU, as in tests."""
     store.set(f"gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
     return len({store.get(f"gpu/{number}") for number in range(world)}) < world
 

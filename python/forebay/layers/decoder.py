@@ -58,14 +58,14 @@ class Attends(Protocol):
     """The part of a layer in which tokens see others."""
 
     def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
-        """x is [tokens, hidden], and so is what it gives."""
+        """Computes the part for x [tokens, hidden]. The result has the same shape."""
 
 
 class Feeds(Protocol):
     """The part of a layer that works on each token alone."""
 
     def __call__(self, x: torch.Tensor, ops: Ops, /) -> torch.Tensor:
-        """x is [tokens, hidden], and so is what it gives."""
+        """Computes the part for x [tokens, hidden]. The result has the same shape."""
 
 
 class Block:

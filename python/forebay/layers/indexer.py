@@ -28,7 +28,7 @@ class LayerIndexer:
     def __init__(
         self, params: Parameters, prefix: str, number: int, hidden: int, query_rank: int, shape: Indexer
     ) -> None:
-        """`number`: how many indexed layers are before it."""
+        """Makes the indexer. `number` is the number of indexed layers before it."""
         self._number = number
         self._shape = shape
         self._rotate = rotate_pairs if shape.interleaved else rotate

@@ -89,7 +89,7 @@ class OwnExperts:
         self._own = own
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `Router`, but for ids that are `own.size`, whose weights are 0."""
+        """Ids and weights as in `Router`. Experts of other ranks have the id `own.size` and the weight 0."""
         ids, weights = self._router(x)
         own = self._own
         elsewhere = (ids < own.first) | (ids >= own.end)

@@ -50,7 +50,7 @@ class Rotary:
         return cos.float().contiguous(), sin.float().contiguous()
 
     def _rotation(self, angles: torch.Tensor) -> Rotation:
-        """Of float32 [tokens, rotary_dim / 2]."""
+        """The rotation of angles float32 [tokens, rotary_dim / 2]."""
         return rotation_of(*self._turns(angles))
 
     def _turns(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -105,13 +105,13 @@ class ShardOps:
         return self._added((logits > theirs).sum(dim=-1)) + 1
 
     def _own_logits(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [m, 1] of tokens [m, 1]; -inf of those that another rank has."""
+        """Logits [m, 1] of tokens [m, 1]; -inf for tokens of another rank."""
         here = (tokens >= self._own.first) & (tokens < self._own.end)
         at = (tokens - self._own.first).masked_fill_(~here, 0)
         return logits.gather(1, at).masked_fill_(~here, -torch.inf)
 
     def _largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' logits, [r, 1]."""
+        """The largest of all ranks' logits, [r, 1]."""
         return self._group.all_gather(logits.amax(dim=-1, keepdim=True)).amax(dim=0)
 
     def _added(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ class ShardOps:
         return self._down_to(smaller, keys == threshold, left + self._added(smaller.sum(dim=-1, keepdim=True)))
 
     def _down_to(self, more: torch.Tensor, equal: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """The own tokens that are among the `kept` [r, 1] of all.
+        """The own tokens among the `kept` [r, 1] of all ranks.
 
         Those that are `more` likely than some threshold, and the first of those that are `equal` to it.
         """

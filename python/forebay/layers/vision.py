@@ -49,7 +49,7 @@ class Pixels:
     """
 
     def __init__(self, images: Preprocessing, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is the type of the tower, to which each value is rounded at the end."""
+        """Makes the operator. `dtype` is the type of the tower; each value is rounded to it at the end."""
         scale = 1.0 / images.rescale
         mean, std = (torch.tensor(values)[:, None] * scale for values in (images.mean, images.std))
         self._mean, self._std = mean.to(device), std.to(device)
@@ -61,9 +61,9 @@ class Pixels:
         return (self(block) for block in patches.split(self._block))
 
     def __call__(self, patches: torch.Tensor) -> torch.Tensor:
-        """Of uint8 [n, 3 * side * side] with colours one after the other: `dtype` [n, 3 * times * side * side].
+        """Frames [n, 3 * times * side * side] of `dtype`, from pixels uint8 [n, 3 * side * side].
 
-        Each colour is there as many times as a still image counts as frames.
+        Colours follow one another. Each is repeated for the frames of a still image.
         """
         values = patches.view(len(patches), len(self._mean), -1).float().sub_(self._mean).div_(self._std)
         frames = values.to(self._dtype)[:, :, None].expand(-1, -1, self._temporal, -1)
@@ -80,7 +80,7 @@ class PatchEmbedding:
         self._bias = params.tensor((hidden,), {f"{name}.bias": hidden}) if bias else None
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """As `Pixels` gives them; [n, hidden]."""
+        """States [n, hidden] of the output of `Pixels`."""
         return F.linear(pixels.to(self._weight.dtype), self._weight.flatten(1), self._bias)
 
 

@@ -182,7 +182,7 @@ class Copier:
 
 @dataclass(frozen=True)
 class _Copy:
-    """As in a plan."""
+    """A copy, with the fields of a plan."""
 
     ticket: int
     direction: int

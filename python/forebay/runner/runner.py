@@ -144,7 +144,7 @@ class ModelRunner:
             self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
     def _meet(self, meet: Meet | None) -> Ranks | None:
-        """Meets the other ranks: before memory is looked at, of which communicators take some."""
+        """Meets the other ranks. It comes before measurements of memory, because communicators take some."""
         if self.config.world_size == 1:
             return None
         if meet is None:
@@ -153,7 +153,7 @@ class ModelRunner:
 
     @property
     def _kept_config(self) -> ModelConfig | None:
-        """The model as pages see it: with the heads of this rank. None: it keeps nothing of positions."""
+        """The model for the pages, with the heads of this rank. None: it keeps nothing of positions."""
         model = self.model_config
         if isinstance(model, EncoderConfig):
             return None
@@ -164,7 +164,7 @@ class ModelRunner:
         self.kv = KvPool(kept, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages)
 
     def _make_tables(self, hot: HotRows | None) -> None:
-        """Makes the slots' tables, and what computes with them and the pages."""
+        """Makes the slots' tables, and the objects that compute with them and the pages."""
         config, vocabulary, device = self.config, self.model_config.vocab_size, self.device
         self.tables = SlotTables(config, vocabulary, device, hot)
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
@@ -195,7 +195,7 @@ class ModelRunner:
         return slice_bytes(self.model_config.vocab_size, config.chunked_prefill_size) if config.pooling is None else 0
 
     def _do_largest_steps(self) -> None:
-        """Does the steps that take most memory, with weights of 0, and lets go of what was made for that."""
+        """Does the steps that take most memory, with weights of 0, and drops their data."""
         self.model.params.clear()
         self._make_pages(Sizes(1, None))
         self._make_tables(None)
@@ -238,7 +238,7 @@ class ModelRunner:
         return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
     def _build(self, *, matrices: bool) -> Decoder | Bert:
-        """The model, its weights allocated; without `matrices` only what is no matrix."""
+        """The model with allocated weights. Without `matrices` only the other weights are allocated."""
         config, model = self.config, self.model_config
         device = self.device
         params = Parameters(
@@ -448,7 +448,7 @@ class ModelRunner:
             raise PlanError("images in a plan for a model of text")
 
     def _wait_for_saves(self, copier: Copier) -> None:
-        """For measurements: has the next rows wait for saves, or waits itself."""
+        """Has the next rows wait for saves, or waits itself. For measurements."""
         if self.config.kv_save_order == "inline":
             copier.wait_for_saves(copier.saves)
         elif self.config.kv_save_order == "fence":

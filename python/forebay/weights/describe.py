@@ -134,7 +134,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def _safetensors_names(present: Iterable[str], directory: Path) -> list[str]:
-    """Of the file names in a model's directory, those that hold its weights, in order. Raises ModelError."""
+    """The names of a model directory's files with weights, in order. Raises ModelError."""
     names = sorted(present)
     if _INDEX in names:
         index = read_json(directory / _INDEX)
@@ -260,7 +260,7 @@ def _description(
 
 
 def _images(directory: Path, model: ModelConfig | EncoderConfig, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The way from an image to patches, and their tokens; None: the model sees no images. Raises ModelError."""
+    """The way from an image to patches, and their tokens; None: the model takes no images. Raises ModelError."""
     if not isinstance(model, ModelConfig) or model.vision is None:
         return None
     tokens = {key: integer(config, key) for key in _IMAGE_TOKENS}

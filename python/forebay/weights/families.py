@@ -233,7 +233,7 @@ def _experts(d: Mapping[str, Any], architecture: str) -> Experts:
 
 
 def _routing(d: Mapping[str, Any], architecture: str) -> Routing:
-    """The rule of a family; what its config can change of it, and what it can't."""
+    """The rule of a family, with the parts that its config can change, and those that it can't."""
     method, scoring = d.get("topk_method"), d.get("scoring_func")
     normalise = d.get("norm_topk_prob")
     scaling = float(d.get("routed_scaling_factor") or 1.0)

@@ -135,7 +135,7 @@ def _grouped(files: GgufFiles) -> dict[str, Any]:
 
 
 def _factor(part: int, whole: int) -> float:
-    """The factor by which `whole` is multiplied, and rounded down, to get `part`."""
+    """The factor for `whole` that gives `part`, rounded down."""
     factor = part / whole
     return factor if int(whole * factor) == part else math.nextafter(factor, math.inf)
 
@@ -161,7 +161,10 @@ def _glm4_moe(files: GgufFiles) -> dict[str, Any]:
 
 
 def _deepseek(files: GgufFiles) -> dict[str, Any]:
-    """DeepSeek V2, V3 and GLM-4.7-Flash have one name: they differ in how experts are chosen, and in nothing else."""
+    """The metadata of DeepSeek V2, V3 and GLM-4.7-Flash, which have one name.
+
+    They differ only in the choice of experts.
+    """
     heads, _ = _heads(files)
     rotary = int(required(files, "rope.dimension_count"))
     # Files with keys and values in two tensors describe the absorbed heads first, and these ones under other names.

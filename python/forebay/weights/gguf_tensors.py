@@ -153,7 +153,7 @@ def _whole(files: GgufFiles, config: ModelConfig) -> dict[str, Part]:
 
 
 def _both_up(stored: LatentUp, cut: Cut | None) -> torch.Tensor:
-    """The weight as checkpoints have it, [heads * (nope_dim + value_dim), rank], or the heads of a part of it."""
+    """The weight in the checkpoint's form, [heads * (nope_dim + value_dim), rank], or the heads of a part of it."""
     heads, rank, nope = stored.keys.shape
     first, count, values = 0, heads, stored.values.shape[1]
     if cut is not None:

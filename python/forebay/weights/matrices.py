@@ -143,7 +143,7 @@ def _integers(headers: _Headers, scheme: Int4) -> dict[str, Matrix]:
 
 
 def _of_gptq(headers: _Headers, module: str, scheme: Int4) -> Matrix:
-    """Of words of inputs; their zero points are in words of outputs."""
+    """The codes of words of inputs. Their zero points are in words of outputs."""
     _require(headers, module, "qweight", "qzeros", "scales")
     words, rows = headers[f"{module}.qweight"][1]
     inputs = words * _PER_WORD
@@ -155,7 +155,7 @@ def _of_gptq(headers: _Headers, module: str, scheme: Int4) -> Matrix:
 
 
 def _of_awq(headers: _Headers, module: str, scheme: Int4) -> Matrix:
-    """Of words of outputs."""
+    """The codes of words of outputs."""
     _require(headers, module, "qweight", "qzeros", "scales")
     inputs, words = headers[f"{module}.qweight"][1]
     rows = words * _PER_WORD
@@ -165,7 +165,10 @@ def _of_awq(headers: _Headers, module: str, scheme: Int4) -> Matrix:
 
 
 def _of_compressed(headers: _Headers, module: str, scheme: Int4) -> Matrix:
-    """Of words of inputs; their zero points are in words of outputs. No input is what fills the last word up."""
+    """The codes of words of inputs. Their zero points are in words of outputs.
+
+    The last word is filled up without inputs.
+    """
     _require(headers, module, "weight_packed", "weight_scale", "weight_shape")
     rows, words = headers[f"{module}.weight_packed"][1]
     inputs = words * _PER_WORD

@@ -194,7 +194,7 @@ class PackedFile:
             return _parse(file.read(length), _LENGTH + length, size, self.path.name)
 
     def _is_there(self) -> bool:
-        """True if somebody has written the file by now."""
+        """True if the file exists by now."""
         try:
             return self._header() is not None
         except (OSError, _DamagedError):

@@ -292,7 +292,7 @@ def _of_qwen25(v: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]
 
 
 def _layers(v: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of layers, those that transformers takes where a config leaves them out."""
+    """Numbers of layers. Absent ones are transformers' defaults."""
     found = v.get(key)
     return default if found is None else tuple(int(layer) for layer in found)
 

@@ -20,11 +20,11 @@ pub struct Weight {
     pub embeds: usize,
 }
 
-/// Checks a body against `params`; gives what it weighs, and the names of what nothing reads. What
-/// is no JSON is left to the parser, up to which everything is within its limits.
+/// Checks a body against `params`. Gives its weight, and the names of unread parameters. Text that
+/// is not JSON is left to the parser. Everything before it is within its limits.
 ///
 /// # Errors
-/// [`ApiError::Invalid`] with the first parameter that is over its limit.
+/// A parameter is over its limit; [`ApiError::Invalid`] names the first.
 pub(crate) fn check(body: &str, params: Params) -> Result<(Weight, Vec<String>), ApiError> {
     let mut walk = Walk::default();
     let mut deserializer = serde_json::Deserializer::from_str(body);

@@ -51,7 +51,7 @@ pub struct MessagesRequest {
     tools: Option<Vec<Value>>,
     /// The demand for calls: none, any, or certain tools.
     tool_choice: Option<ToolChoice>,
-    /// The form of the answer, and how long to think.
+    /// The form of the answer, and the effort of the reasoning.
     output_config: Option<OutputConfig>,
     /// The form of the answer.
     output_format: Option<OutputFormat>,

@@ -122,7 +122,7 @@ impl Item {
         }
     }
 
-    /// Adds the item, which is at `path`, to the conversation as the template sees it.
+    /// Adds the item at `path` to the conversation for the template.
     pub(super) fn add(
         &self,
         turns: &mut Turns,

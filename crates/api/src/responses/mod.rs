@@ -272,7 +272,7 @@ impl TextFormat {
     }
 }
 
-/// The conversation: what was said `before`, and behind that the `input`.
+/// The conversation: `before`, and behind it the `input`.
 fn conversation(
     instructions: Option<String>,
     before: &[&Item],
@@ -322,7 +322,7 @@ fn offered(
     Ok(Offered { tools, paths, kinds })
 }
 
-/// An error of what chats call otherwise, by the names of this API.
+/// An error with the parameter's name in this API, for an error with its name in the chat API.
 fn placed(error: ApiError, paths: &[String]) -> ApiError {
     match error {
         ApiError::Invalid { param, reason } => {

@@ -27,7 +27,7 @@ thread_local! {
 }
 
 impl Load {
-    /// Looks at the reads once a window is over, and says whether there were many.
+    /// Looks at the reads at the end of a window. True: there were many.
     fn look(&mut self, now: Instant) -> bool {
         let elapsed = now.saturating_duration_since(*self.since.get_or_insert(now));
         if elapsed >= WINDOW {
@@ -39,7 +39,7 @@ impl Load {
     }
 }
 
-/// Counts a read of this thread, and says whether the thread is busy.
+/// Counts a read of this thread. True: the thread is busy.
 pub(super) fn count_read() -> bool {
     LOAD.with_borrow_mut(|load| {
         load.reads = load.reads.saturating_add(1);

@@ -55,7 +55,7 @@ impl Clock {
         u64::try_from(self.0.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// The moment at which it shows `elapsed`.
+    /// The moment at which the clock shows `elapsed`.
     pub(crate) fn at(self, elapsed: Duration) -> Instant {
         self.0 + elapsed
     }
@@ -153,7 +153,7 @@ impl Client {
         Ok(body)
     }
 
-    /// The first model that the server lists, and where the server says to have it from.
+    /// The first model in the server's list, and its source by the server's statement.
     ///
     /// # Errors
     ///

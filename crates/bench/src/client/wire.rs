@@ -24,11 +24,11 @@ pub(super) struct Head {
     pub(super) body: Body,
 }
 
-/// Reads the head of an answer, and says how many bytes it has; none if more bytes are needed.
+/// Reads the head of an answer. Gives its number of bytes; `None` if more bytes are needed.
 ///
 /// # Errors
 ///
-/// They are no answer of HTTP/1.
+/// The bytes are no answer of HTTP/1.
 pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut response = httparse::Response::new(&mut headers);

@@ -169,7 +169,7 @@ pub(super) fn short(value: f64) -> String {
     format!("{}{suffix}", three_digits(scaled))
 }
 
-/// A time given in milliseconds, in the unit in which it reads best.
+/// A time in milliseconds, written in its best unit.
 pub(super) fn time(milliseconds: f64) -> String {
     match milliseconds.abs() {
         1000.0.. => format!("{} s", three_digits(milliseconds / 1e3)),

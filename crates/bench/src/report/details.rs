@@ -7,7 +7,7 @@ use super::run::{MOST_SECONDS, Timeline, numbers};
 
 /// A request that succeeded; times in seconds.
 struct Request {
-    /// The time at which it was sent, on the client's clock.
+    /// The time of the send, on the client's clock.
     start: Option<f64>,
     ttft: f64,
     /// Times between chunks, in order.

@@ -70,8 +70,7 @@ pub fn report_run(output: &Path, run: Value, compare: &[PathBuf]) -> anyhow::Res
     write(output, DEFAULT_TITLE, &runs)
 }
 
-/// The page about `runs`, as HTML that needs nothing else; the first run is what the others are
-/// compared with.
+/// The page about `runs`, as HTML in one file. The others are compared with the first run.
 fn render(title: &str, runs: &[Run]) -> String {
     page::page(title, runs)
 }

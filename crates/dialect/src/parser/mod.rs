@@ -165,7 +165,7 @@ enum State {
         raw: Option<String>,
     },
     Harmony(Harmony),
-    /// All that was asked for has been read.
+    /// All demanded parts are read.
     Over,
 }
 
@@ -245,7 +245,7 @@ impl Parser {
         self.hide(out);
     }
 
-    /// Takes reasoning out, where nobody wants it.
+    /// Removes reasoning if it is not wanted.
     fn hide(&self, out: &mut Parts) {
         if self.reading.silent {
             out.without_reasoning();

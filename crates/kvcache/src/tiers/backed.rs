@@ -18,7 +18,7 @@ use super::copies::{Direction, PageCopy, Span};
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
 
-/// So many saves that fail one after the other make it unlikely that the next one is done.
+/// The number of failed saves in a row after which a success is unlikely.
 const MOST_FAILED: u32 = 8;
 
 /// The further state of backed tiers.

@@ -24,10 +24,10 @@ pub(crate) use prompt::{SeenPrompt, spread};
 use crate::budget::Charge;
 use crate::state::Shared;
 
-/// Reads the files of a conversation's images, and what their headers say.
+/// Reads the files of a conversation's images, and their headers.
 ///
 /// # Errors
-/// The first image that is none, is too large, or is not to be had: the error names its part.
+/// An image is invalid, too large, or not available. The error names the part of the first.
 pub(crate) async fn read(
     state: &Shared,
     parts: Vec<ImagePart>,

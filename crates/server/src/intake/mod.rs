@@ -28,8 +28,7 @@ use room::Room;
 use turns::Turns;
 use workers::Workers;
 
-/// Bytes from which on parsing a body takes longer than giving it to another thread, many times
-/// over.
+/// Bytes from which on parsing takes many times as long as a change of thread.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
 /// The threads of the intake.
@@ -54,7 +53,7 @@ pub(crate) struct IntakeStats {
     pub(crate) unread: usize,
     /// Requests that wait for room in the arena.
     pub(crate) in_line: usize,
-    /// Bytes of the arena that somebody has.
+    /// Reserved bytes of the arena.
     pub(crate) arena_bytes: usize,
     /// Bytes that requests in flight are charged.
     pub(crate) request_bytes: usize,
@@ -100,8 +99,7 @@ impl Intake {
         }
     }
 
-    /// Parses a body, where nobody waits for it if it is large; gives the names of what nothing
-    /// reads too.
+    /// Parses a body, on an intake thread if it is large. Gives the names of unread parameters too.
     pub(crate) async fn parse<T>(
         &self,
         body: Pieces,
@@ -119,8 +117,7 @@ impl Intake {
         self.workers.begin(move || parse_body(body, limit, &charge)).await
     }
 
-    /// Has `work` done where nobody waits for it: reading what came with a request, which takes a
-    /// while.
+    /// Runs `work` on an intake thread, for long reads of parts of a request.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
@@ -144,11 +141,11 @@ impl Intake {
         self.workers.go_on(work).await.map_err(failed)?
     }
 
-    /// Puts the embeddings of a request's prompts, which came in `param`, where the hand reads
-    /// them; gives the number of positions of each, and where it is.
+    /// Puts the embeddings of a request's prompts, from `param`, into the memory that the hand
+    /// reads. Gives the number of positions and the place of each.
     ///
     /// # Errors
-    /// There will never be room, too many wait for it, or an element is not finite.
+    /// There will never be room, too many requests wait for room, or an element is not finite.
     pub(crate) async fn place(
         &self,
         prompts: Vec<EmbeddedPrompt>,

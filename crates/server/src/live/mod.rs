@@ -74,10 +74,10 @@ struct LifeEvent {
     replica: usize,
 }
 
-/// The life of a request, as far as it is known.
+/// The known moments in the life of a request.
 ///
 /// # Errors
-/// The request is unknown, or not known any more.
+/// The request is unknown, or its moments are no longer kept.
 pub(crate) fn life(state: &Shared, id: &str) -> Result<Life, ApiError> {
     let unknown = || ApiError::UnknownRequest { id: cut(id, SHOWN_BYTES).into_owned() };
     let number: u64 = id.parse().map_err(|_| unknown())?;

@@ -46,7 +46,7 @@ fn one_two_five(most: u32) -> Vec<f64> {
     bounds.take_while(|&bound| bound <= f64::from(most.max(1))).collect()
 }
 
-/// A request's times, as far as they are known.
+/// The known times of a request.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     arrived: Instant,
@@ -190,7 +190,7 @@ pub(crate) struct Parts {
     pub(crate) grammars: GrammarStats,
     /// The counts of the way of large requests.
     pub(crate) intake: IntakeStats,
-    /// Log lines that nobody took in time.
+    /// Log lines that were dropped because the writer was behind.
     pub(crate) dropped: u64,
 }
 

@@ -29,7 +29,7 @@ struct Sender {
     above: BTreeSet<u64>,
     /// Calls of this router that are alive.
     own: u32,
-    /// The time at which a stream last carried a report, in microseconds since the start.
+    /// The time of the last report in a stream, in microseconds since the start.
     commented: Arc<AtomicU64>,
 }
 

@@ -83,7 +83,7 @@ impl Pooled {
         let _ = self.lane.send(Message::Forget(ids));
     }
 
-    /// Ends every call; whoever waited aborts its inputs.
+    /// Ends every call. Its waiter aborts its inputs.
     pub(crate) fn abort_all(&self) {
         let _ = self.lane.send(Message::AbortAll);
     }

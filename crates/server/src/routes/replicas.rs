@@ -21,7 +21,7 @@ pub(crate) struct Drained {
     taking: usize,
 }
 
-/// Sends no new requests to a replica; those that it has are finished.
+/// Sends no new requests to a replica. Its own requests are finished.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/drain",

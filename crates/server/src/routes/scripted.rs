@@ -28,7 +28,7 @@ pub(crate) fn said() -> impl Strategy<Value = Said> {
     ]
 }
 
-/// The deltas of what was said, cut where `cuts` says; each character is a token.
+/// The deltas of `said`, cut at `cuts`. Each character is a token.
 pub(crate) fn deltas(all: &[Said], cuts: &[usize], end: &End) -> Vec<Delta> {
     let (mut deltas, mut delta, mut at, mut calls) = (Vec::new(), Delta::default(), 0, 0);
     let mut tick = |delta: &mut Delta| {

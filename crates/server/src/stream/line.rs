@@ -38,7 +38,7 @@ pub(crate) struct Line {
 /// The fate of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Written {
-    /// The socket has it.
+    /// The socket has taken the chunk.
     Whole,
     /// The line is shut and holds the bytes: the connection's task must be woken to write the rest.
     Waiting,
@@ -49,14 +49,14 @@ impl Line {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
     }
 
-    /// Waits until the client writes no more, also where what it wrote has not been read: hyper
-    /// looks for the end only when it has nothing left to read.
+    /// Waits until the client has closed its side, also if earlier bytes are unread. hyper looks
+    /// for the end only if nothing is left to read.
     pub(crate) async fn closed(&self) {
         // A socket that cannot be watched is broken.
         let _ = self.socket.closed().await;
     }
 
-    /// Lets the line open as soon as hyper has written what it holds.
+    /// Lets the line open as soon as hyper has written its bytes.
     pub(crate) fn ask(&self) {
         let _ = self.gate.compare_exchange(SHUT, ASKED, Ordering::AcqRel, Ordering::Acquire);
     }
@@ -71,7 +71,7 @@ impl Line {
         self.gate.load(Ordering::Acquire) == OPEN
     }
 
-    /// Writes without waiting. The line must be open, and nobody may ask or shut meanwhile.
+    /// Writes without a wait. The line must be open, and nobody may ask or shut meanwhile.
     pub(crate) fn write(&self, chunk: &[u8]) -> Written {
         let taken = match self.socket.try_write(chunk) {
             Ok(taken) if taken == chunk.len() => return Written::Whole,

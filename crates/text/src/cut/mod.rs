@@ -71,7 +71,7 @@ impl Cuts {
     }
 }
 
-/// Normalisers of which it is known what they do to a text that is cut.
+/// Normalisers with a known effect on text that is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Normaliser {
     Identity,

@@ -31,13 +31,13 @@ use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
 use work::{Input, Job, Reply, Started, Tools};
 
-/// Room for a template's recursion and a deeply nested tool description; only what is used is ever
-/// real memory.
+/// Room for a template's recursion and a deeply nested tool description. Only used pages are real
+/// memory.
 const STACK_BYTES: usize = 8 << 20;
-/// Text of so few tokens is encoded by whoever asks: that takes about as long as waking a thread
-/// would.
+/// The number of tokens up to which the caller encodes a text itself, since to wake a thread takes
+/// as long.
 const WAKE_TOKENS: usize = 32;
-/// The time for which the end of a pool waits for its threads. Their later results are thrown away.
+/// The time for which the end of a pool waits for its threads. Later results are dropped.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Room for the history of some hundreds of long conversations.
 const CACHE_BYTES: usize = 64 << 20;
@@ -163,7 +163,7 @@ pub struct TextPool {
 struct Shared {
     tools: Tools,
     queue: Queue,
-    /// Threads that have not ended, and whoever waits for that.
+    /// The number of threads that have not ended, and the waiters for zero.
     running: Mutex<usize>,
     ended: Condvar,
     inputs: AtomicU64,
@@ -407,7 +407,7 @@ impl Drop for Ended<'_> {
     }
 }
 
-/// Leaves nobody waiting for a thread that has panicked.
+/// Notes the end of a thread also after a panic, so that no waiter waits for it.
 struct Leave<'a>(&'a Queue);
 
 impl Drop for Leave<'_> {

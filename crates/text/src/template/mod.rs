@@ -34,8 +34,8 @@ const RECURSION: usize = 250;
 const OUTPUT: usize = 4 << 20;
 const OUTPUT_A_BYTE: usize = 16;
 
-/// The tag that transformers puts after the message to be continued, to find the place at which the
-/// rendered text has to be cut.
+/// The tag that transformers puts after the message to be continued. It marks the place at which
+/// the rendered text has to be cut.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// The names under which messages carry reasoning; templates read the first.
@@ -397,7 +397,7 @@ fn template_error(error: &Error) -> TextError {
     TextError::Template(text)
 }
 
-/// Text that a filter takes: a string, or what Python's `str` shows of something else.
+/// Text for a filter: a string, or Python's `str` of another value.
 pub(crate) fn soft_string(value: &Value) -> Cow<'_, str> {
     match value.as_str() {
         Some(text) => Cow::Borrowed(text),

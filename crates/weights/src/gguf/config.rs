@@ -126,7 +126,7 @@ fn experts(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     if let Value::Object(keys) = keys { Ok(keys) } else { unreachable!("an object") }
 }
 
-/// True if a value changes what is computed.
+/// True if a value changes the computation.
 fn changes(value: &GgufValue) -> bool {
     match value {
         GgufValue::List(items) => items.iter().any(changes),

@@ -14,7 +14,7 @@ const ROPE_TENSOR: &str = "rope_freqs.weight";
 pub(crate) struct Stored<'a> {
     pub(crate) name: String,
     pub(crate) tensor: &'a GgufTensor,
-    /// Of the weight.
+    /// The shape of the weight.
     pub(crate) shape: Vec<usize>,
     /// Its first row, with the rows of all outer dimensions of the tensor together.
     pub(crate) first: usize,
@@ -61,8 +61,8 @@ pub(crate) fn stored_weights<'a>(
     Ok(found)
 }
 
-/// The layer of a tensor `[experts, rows, columns]`, and which matrices of an expert its rows are,
-/// one after the other.
+/// The layer of a tensor `[experts, rows, columns]`, and the matrices of an expert in its rows, one
+/// after the other.
 fn of_experts(name: &str) -> Option<(usize, &'static [&'static str])> {
     let (layer, part) = name.strip_prefix("blk.")?.split_once('.')?;
     let kinds: &[&str] = match part {

@@ -96,7 +96,7 @@ def _goal(top_p, mass):
 def _filter(
     logits, candidates, count, top, temperature, top_k, top_p, limited, all_mass, FEW: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The largest key that `top_k` and then `top_p` keep, and how many tokens with this key; int32 and int64."""
+    """The largest key that `top_k` and then `top_p` keep, int32; and the number of kept tokens with it, int64."""
     key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(count, tl.int64)
     mass = all_mass
     if limited:
@@ -129,7 +129,7 @@ def _invert(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first token, in the order of ids, with which the mass of what is kept exceeds u * all of it."""
+    """The first token, in the order of ids, at which the mass of kept tokens exceeds u times their total."""
     i = tl.arange(0, BLOCK)
     kept, seen = tl.zeros([BLOCK], tl.int64), tl.cast(0, tl.int64)
     for begin in range(0, count, BLOCK):
@@ -155,7 +155,7 @@ def _invert(
 
 @triton.jit
 def _kept(found, key, equals, min_p, seen):
-    """The mass of the tokens that are kept, 0 of the others, and how many had the largest key so far."""
+    """The mass of kept tokens, 0 for the others, and the number of tokens with the largest key so far."""
     equal = found == key
     rank = seen + tl.cumsum(equal.to(tl.int64), 0)
     keep = (found < key) | (equal & (rank <= equals))

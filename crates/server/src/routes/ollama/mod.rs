@@ -30,7 +30,7 @@ pub(crate) use about::{__path_ps, __path_show, __path_tags, __path_version};
 pub(crate) use about::{ps, show, tags, version};
 use answer::{Kind, Lines, Writer};
 
-/// Fills in from headers what the body does not say.
+/// Completes the body with headers.
 fn filled(mut ask: OllamaAsk, door: &Door<'_>) -> OllamaAsk {
     match &mut ask {
         OllamaAsk::Load { .. } => {}

@@ -56,7 +56,7 @@ pub(crate) struct Registration {
     pub(crate) eos: Arc<[i32]>,
     pub(crate) prompt_tokens: u32,
     pub(crate) arrived: Instant,
-    /// Tokens to gather for a chunk; `None`: nobody reads before the end.
+    /// The number of tokens for a chunk; `None`: the answer comes in one piece.
     pub(crate) interval: Option<u32>,
 }
 
@@ -265,7 +265,7 @@ impl Owner {
         }
     }
 
-    /// Sends what the window has held back long enough.
+    /// Sends text that the window has held back long enough.
     fn ring(&mut self, now: Instant, scratch: &mut Scratch) {
         while let Some(&Reverse((next, id))) = self.alarms.peek()
             && next <= now
@@ -328,7 +328,7 @@ impl Owner {
     }
 }
 
-/// Stops a request whose output nobody reads.
+/// Stops a request whose output is not read any more.
 fn give_up(streams: &mut Streams, metrics: &Metrics, id: RequestId, now: Instant) {
     if let Some(stream) = streams.remove(&id) {
         stream.engine.abort(id);
