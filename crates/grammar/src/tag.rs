@@ -152,7 +152,7 @@ impl Writer<'_> {
     }
 
     /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are left out, because
-/// they are already there.
+    /// they are already there.
     fn tag(
         &mut self,
         tag: &Value,
