@@ -63,7 +63,7 @@ impl Unit {
     }
 }
 
-/// A single query's spans, which whoever ends last puts together.
+/// A single query's spans, which the last finished member joins.
 struct Split {
     parts: usize,
     /// Parts that are not there yet.
@@ -167,8 +167,7 @@ pub(crate) struct Shared<'a> {
     sums: *mut f32,
 }
 
-/// Weighted sums of values, with what the weights are relative to and what they add up to; one of
-/// each a row.
+/// Weighted sums of values, with the reference of the weights and their sum; one of each for a row.
 struct Sums {
     output: Vec<f32>,
     largest: Vec<f32>,

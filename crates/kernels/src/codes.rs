@@ -66,7 +66,7 @@ impl Format {
     }
 }
 
-/// Activations as codes: of each row `inputs` of them, and scales and sums of those that share one.
+/// Activations as codes: each row has `inputs` of them, and scales and sums for groups.
 #[derive(Clone, Copy)]
 pub(crate) struct Codes {
     pub(crate) codes: *const i8,

@@ -1,5 +1,5 @@
-//! An encoder (Devlin et al. 2019): every position of a prompt sees all of it, and one vector is
-//! made of each prompt. Nothing is kept from batch to batch but the weights.
+//! An encoder (Devlin et al. 2019): every position of a prompt sees all of it, and each prompt
+//! gives one vector. Only the weights are kept from batch to batch.
 
 mod pass;
 
@@ -34,7 +34,7 @@ pub struct EncoderLayerSpec {
     down_bias: *const c_void,
     output_norm: *const c_void,
     output_norm_bias: *const c_void,
-    /// Of the four matrices in the order above, see [`Format::of`].
+    /// The formats of the four matrices in the order above, see [`Format::of`].
     formats: [u32; 4],
 }
 
@@ -104,7 +104,7 @@ impl Activation {
     }
 }
 
-/// Why a batch was not computed. Nothing was written.
+/// The reason for which a batch was not computed. Nothing was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub(crate) enum Refused {

@@ -168,7 +168,7 @@ impl Packing {
 /// bfloat16.
 pub(crate) struct Whole {
     pub(crate) source: *const u8,
-    /// Outputs, inputs, and whether it is interleaved.
+    /// The outputs, the inputs, and true if the matrix is interleaved.
     pub(crate) shape: (usize, usize, bool),
     pub(crate) packed: *mut u8,
 }

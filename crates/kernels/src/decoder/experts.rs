@@ -17,7 +17,7 @@ pub struct ExpertSizes {
 }
 
 impl ExpertSizes {
-    /// Softmax over all experts, of which the best are taken.
+    /// A softmax over all experts, and the choice of the best.
     pub(crate) fn spec(&self) -> RoutingSpec {
         RoutingSpec {
             count: self.count as u32,
@@ -49,8 +49,8 @@ impl ExpertSizes {
 pub struct ExpertMatrices {
     /// The router, `[count, hidden]`, of the model's type and not packed.
     pub router: Bytes,
-    /// Of each expert gates and then what they gate, `[2 * intermediate, hidden]`, interleaved.
-    /// Experts are packed one behind the other.
+    /// The first product of each expert: gates, then their values, `[2 * intermediate, hidden]`,
+    /// interleaved. Experts are packed one behind the other.
     pub gate_up: Matrix,
     /// The second product of each expert, `[hidden, intermediate]`.
     pub down: Matrix,

@@ -1,4 +1,4 @@
-//! An encoder against the formula, at every level, whatever is computed beside a prompt.
+//! An encoder compared with the formula, at every level, with any other prompts in the batch.
 
 use std::fmt::Debug;
 
