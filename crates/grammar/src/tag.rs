@@ -151,8 +151,8 @@ impl Writer<'_> {
         }
     }
 
-    /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are left out, because
-    /// they are already there.
+    /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are left out,
+    /// because they are already there.
     fn tag(
         &mut self,
         tag: &Value,
