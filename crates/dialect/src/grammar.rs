@@ -151,9 +151,9 @@ impl Dialect {
     /// The grammar of answers that call some of `tools`, once or, with `parallel`, several times.
     /// `None`: the family writes no calls, or there are no tools.
     ///
-    /// Reasoning comes before the calls. It is a part of the grammar if `thinks` is given, and always
-    /// in Harmony. `thinks` is the place at which the prompt leaves a model whose reasoning is not
-    /// followed by its marks.
+    /// Reasoning comes before the calls. It is a part of the grammar if `thinks` is given, and
+    /// always in Harmony. `thinks` is the place at which the prompt leaves a model whose reasoning
+    /// is not followed by its marks.
     pub fn call_grammar(
         &self,
         tools: &[&str],
