@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from forebay.protocol.connection import Connection
 from forebay.protocol.frames import Kind, encode_json
@@ -44,6 +45,8 @@ from tests.hand.support import (
     wire_config,
 )
 from tests.hand.test_gguf_experts import MODELS
+from tests.hand.test_pooling import BERT
+from tests.hand.test_pooling import random_model as random_encoder
 from tests.hand.test_quantised import MIXED, WITHOUT_KERNELS, tiny
 
 VOCABULARY = 131
@@ -300,6 +303,54 @@ def test_both_hands_give_the_same_vectors(
         found = vectors(runner, lengths)
         assert runner.facts["page_count"] > 0
     np.testing.assert_allclose(found, vectors(torch_runner(values), lengths), atol=2e-5 if dtype == "float32" else 0.03)
+
+
+@pytest.mark.parametrize("how", ["mean", "cls", "score"])
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
+def test_both_hands_give_the_same_vectors_of_encoders(
+    tmp_path: Path, dtype: str, quantization: str | None, how: str
+) -> None:
+    scores = how == "score"
+    kind = BertForSequenceClassification if scores else BertModel
+    model = random_encoder(kind, BertConfig(**BERT | {"hidden_size": 64, "num_labels": 1}))
+    path = tmp_path / "model.safetensors"
+    tensors = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
+    if not scores:
+        # As checkpoints of whole models have them.
+        tensors = {f"bert.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors, path)
+    pooled = Pooling("score" if scores else "embed", "cls" if scores else how, 1 if scores else 64, True, False, None)
+    config = hf_config(model.config, kind.__name__)
+    model_ = {"format": "safetensors", "files": [str(path)], "config": config, "pooling": pooled.to_dict()}
+    values = settings(model_, dtype=dtype, quantization=quantization, context_length=96)
+    random = np.random.default_rng(6)
+    lengths, segments = [7, 1, 96, 2, 31], [3, 0, 40, 0, 1]
+
+    def plan(flag: int = FLAG_POOL, start: int = 0) -> Plan:
+        builder = PlanBuilder(1)
+        for slot, (length, segment) in enumerate(zip(lengths, segments, strict=True)):
+            builder.slot(slot, random.integers(0, VOCABULARY, length).tolist())
+            if scores and segment:
+                builder.segments.append((slot, segment))
+            builder.rows.append((slot, start, length - start, flag))
+        return builder.build()
+
+    torch_ = torch_runner(values)
+    with rust(tmp_path, values) as runner:
+        facts = torch_.facts()
+        # Of an encoder Python counts the matrices as they are loaded, and Rust as they are packed.
+        assert 0 < facts.pop("weight_bytes") <= 2 * runner.facts["weight_bytes"]
+        assert {key: runner.facts[key] for key in facts} == facts
+        random = np.random.default_rng(6)
+        ours = runner.launch(plan()).collect()
+        random = np.random.default_rng(6)
+        theirs = torch_.step(plan())
+        assert not ours.row_errors.any()
+        np.testing.assert_allclose(ours.pooled, theirs.pooled, atol=2e-5 if dtype == "float32" else 0.03)
+        runner.launch(plan(flag=0))
+        frame = runner._connection.recv()
+        assert frame is not None
+        assert "part of a prompt" in frame.json()["error"]
 
 
 def test_masks_and_embeddings_are_the_same_to_both(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 from safetensors.torch import save_file
+from transformers import BertConfig
 
 from forebay.weights.describe import describe_path
 from forebay.weights.pretokenizers import PIPELINES
@@ -84,6 +86,23 @@ def test_what_a_folder_says_of_vectors(tmp_path: Path, architecture: str, mode: 
         one, other = both(folder, tmp_path, embedding=embedding)
         assert one == other
         assert (one["pooling"] is None) == (mode is None and architecture == "Qwen3ForCausalLM" and not embedding)
+
+
+@pytest.mark.parametrize("mode", [None, "cls_token", "mean_tokens"])
+@pytest.mark.parametrize("architecture", ["BertModel", "BertForSequenceClassification"])
+def test_what_a_folder_says_of_an_encoder(tmp_path: Path, architecture: str, mode: str | None) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"embeddings.LayerNorm.bias": torch.zeros(48)}, folder / "w.safetensors")
+    sizes: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4, "num_labels": 1, "vocab_size": 131}
+    config = BertConfig(**sizes)
+    (folder / "config.json").write_text(json.dumps(hf_config(config, architecture)))
+    (folder / "tokenizer.json").write_text("{}")
+    if mode is not None:
+        as_sentence_transformers(folder, mode)
+    one, other = both(folder, tmp_path)
+    assert one == other
+    assert one["pooling"]["task"] == ("embed" if architecture == "BertModel" else "score")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

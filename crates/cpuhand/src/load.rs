@@ -1,5 +1,7 @@
 //! Weights from a checkpoint into the order of the kernels, or from an earlier start's file.
 
+mod bert;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,7 +23,7 @@ const HEAD: &str = "lm_head.weight";
 const SHARED: usize = 32;
 
 /// The formats in which matrices are computed.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Formats {
     /// True if matrices that are not in blocks are 8-bit integers, and not of the model's type.
     pub(crate) int8: bool,

@@ -440,7 +440,7 @@ impl Gated {
 }
 
 impl Matrix {
-    fn check(
+    pub(crate) fn check(
         &self,
         dtype: Dtype,
         (outputs, inputs): (usize, usize),
@@ -466,7 +466,7 @@ impl Weights {
     }
 }
 
-fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
+pub(crate) fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
     match bytes.len() {
         found if found == wanted => Ok(()),
         found => unfit(format!("a weight of {found} bytes in place of {wanted}")),

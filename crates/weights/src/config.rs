@@ -6,7 +6,7 @@ use crate::error::ModelError;
 
 /// Far beyond every known model: names of weights are made for each layer, before a file is asked
 /// for them.
-const MOST_LAYERS: u64 = 1 << 12;
+pub(crate) const MOST_LAYERS: u64 = 1 << 12;
 /// The same of experts, of all layers together.
 const MOST_EXPERTS: usize = 1 << 18;
 const DEFAULT_ROPE_THETA: f64 = 10000.0;
@@ -193,7 +193,7 @@ fn flag(config: &Map<String, Value>, key: &str, default: bool) -> bool {
 }
 
 /// A number that is there, not null and not 0.
-fn optional(config: &Map<String, Value>, key: &str) -> Result<Option<u64>, ModelError> {
+pub(crate) fn optional(config: &Map<String, Value>, key: &str) -> Result<Option<u64>, ModelError> {
     let Some(value) = config.get(key).filter(|value| truthy(Some(value))) else { return Ok(None) };
     let whole = value.as_u64().filter(|&number| number <= i32::MAX as u64);
     match whole {
@@ -207,7 +207,7 @@ fn integer(config: &Map<String, Value>, key: &str) -> Result<u64, ModelError> {
     optional(config, key)?.ok_or_else(missing)
 }
 
-fn size(config: &Map<String, Value>, key: &str) -> Result<usize, ModelError> {
+pub(crate) fn size(config: &Map<String, Value>, key: &str) -> Result<usize, ModelError> {
     Ok(integer(config, key)? as usize)
 }
 

@@ -1,10 +1,10 @@
 //! The contents of a model's files: its description for the brain, its shape, and its tensors, out
 //! of safetensors and GGUF.
 //!
-//! `python/forebay/weights` reads the same files for every family; here are the decoders that the
-//! hand in Rust computes. Whatever is beyond them is [`ModelError::Elsewhere`], with the
-//! reason, and the hand in Python serves it. Files are read with bounds on everything that they
-//! say: a damaged one is an error.
+//! `python/forebay/weights` reads the same files for every family; here are the decoders and
+//! encoders that the hand in Rust computes. Whatever is beyond them is [`ModelError::Elsewhere`],
+//! with the reason, and the hand in Python serves it. Files are read with bounds on everything that
+//! they say: a damaged one is an error.
 //!
 //! ```
 //! use forebay_weights::{ModelError, Shape};
@@ -29,6 +29,7 @@
 //! ```
 
 mod angles;
+mod bert;
 mod checkpoint;
 mod config;
 mod describe;
@@ -40,6 +41,7 @@ mod pooling;
 mod safe;
 
 pub use angles::Angles;
+pub use bert::{BertShape, is_bert};
 pub use checkpoint::{Blocks, Checkpoint, Number};
 pub use config::{Experts, Shape, TorchNumber};
 pub use describe::{Description, Source, describe};

@@ -1,5 +1,7 @@
 //! An encoder against the formula, at every level, whatever is computed beside a prompt.
 
+mod front;
+
 use std::fmt::Debug;
 
 use proptest::prelude::*;
