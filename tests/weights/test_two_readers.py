@@ -44,7 +44,7 @@ def both(path: Path, caches: Path, *, embedding: bool = False) -> list[dict[str,
     return found
 
 
-READ = [name for name in FAMILIES if name.startswith(("llama", "qwen"))]
+READ = [name for name in FAMILIES if name.startswith(("llama", "qwen", "glm4"))]
 
 
 @pytest.mark.parametrize("family", READ)
@@ -117,9 +117,10 @@ def test_ways_to_cut_text(tmp_path: Path, name: str) -> None:
     check_gguf(tiny_gguf(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": name}), tmp_path)
 
 
-@pytest.mark.parametrize("form", [Form(), Form(fused=True, kind=Q.Q4_0)])
-def test_files_of_gguf_with_experts(tmp_path: Path, form: Form) -> None:
-    check_gguf(write(tmp_path / "model.gguf", random_model(*MODELS["qwen3-moe"]), form), tmp_path)
+@pytest.mark.parametrize("form", [Form(), Form(fused=True, kind=Q.Q4_0, groups=False)])
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
+def test_files_of_gguf_with_experts(tmp_path: Path, family: str, form: Form) -> None:
+    check_gguf(write(tmp_path / "model.gguf", random_model(*MODELS[family]), form), tmp_path)
 
 
 def test_the_default_model(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ use forebay_kernels::{
     Decoder, Dtype, ExpertSizes, Room, Shared, Sizes, Threads, Unfit, Wanted, limit,
 };
 use forebay_protocol::{HandConfig, Ready, StepPlan, StepResult};
-use forebay_weights::{Checkpoint, ModelError, Shape, TorchNumber, is_bert};
+use forebay_weights::{Checkpoint, Experts, ModelError, Routing, Shape, TorchNumber, is_bert};
 use serde_json::Value;
 use thiserror::Error;
 
@@ -320,6 +320,23 @@ fn is_of_expert(name: &str) -> bool {
     name.contains(".mlp.experts.")
 }
 
+fn expert_sizes(experts: Experts) -> ExpertSizes {
+    let (groups, kept_groups) = experts.routing.groups();
+    let corrected = matches!(experts.routing, Routing::Corrected { .. });
+    ExpertSizes {
+        count: experts.count,
+        per_token: experts.per_token,
+        intermediate: experts.intermediate_size,
+        shared: experts.shared_size,
+        corrected,
+        groups,
+        kept_groups,
+        best_of_group: if corrected { Routing::BEST_OF_GROUP } else { 1 },
+        normalise: experts.normalise,
+        scaling: experts.scaling as f32,
+    }
+}
+
 /// The sizes of the decoder, with as many pages as fit.
 fn sizes(
     config: &HandConfig,
@@ -335,13 +352,9 @@ fn sizes(
         heads: shape.heads,
         kv_heads: shape.kv_heads,
         head_dim: shape.head_dim,
+        rotary_dim: shape.rotary_dim,
         intermediate: shape.intermediate_size,
-        experts: shape.experts.map(|experts| ExpertSizes {
-            count: experts.count,
-            per_token: experts.per_token,
-            intermediate: experts.intermediate_size,
-            normalise: experts.normalise,
-        }),
+        experts: shape.experts.map(expert_sizes),
         vocabulary: shape.vocab_size,
         positions: config.context_length as usize,
         page_size,

@@ -93,9 +93,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         return serves_encoder(asked);
     }
     let shape = Shape::of(asked.config)?;
-    let of_experts = shape.experts.map_or(0, |experts| experts.intermediate_size);
-    let sizes = [shape.hidden_size, shape.intermediate_size, shape.head_dim, of_experts];
-    if sizes.iter().any(|size| size % 2 > 0) {
+    let of_experts = shape.experts.map(|experts| [experts.intermediate_size, experts.shared_size]);
+    let sizes = [shape.hidden_size, shape.intermediate_size, shape.head_dim, shape.rotary_dim];
+    if sizes.iter().chain(of_experts.iter().flatten()).any(|size| size % 2 > 0) {
         return lacks("inner dimensions that are odd");
     }
     if shape.heads % shape.kv_heads > 0 {
