@@ -9,6 +9,7 @@ mod columns;
 mod connection;
 mod descriptors;
 mod draw;
+mod encoder;
 mod exponential;
 mod kept;
 mod load;

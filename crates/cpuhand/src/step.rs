@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Given, Wanted};
 use forebay_protocol::{
-    MaskPlace, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, ReceivedMasks, StepPlan, StepResult,
+    MaskPlace, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, StepPlan, StepResult,
 };
 
 use crate::columns::Columns;
 use crate::prompts::{Wanted as PromptTokens, slice_rows};
-use crate::runner::{HandError, Runner};
+use crate::runner::{Executes, HandError, Runner, timed};
 use crate::sampler::{Ask, Sampled, Scratch, sample};
 use crate::tables::{PlanError, wrong};
 
@@ -22,10 +22,12 @@ thread_local! {
 /// Gives the masks that follow a plan; waits for them. `None`: the brain has gone.
 pub(crate) type MaskSource<'a> = dyn FnMut() -> Result<Option<ReceivedMasks>, HandError> + 'a;
 
-impl Runner {
-    /// Executes a plan. If it has masked rows, `masks` gives their masks after the model's work.
-    /// `None`: it gave none.
-    pub(crate) fn step(
+impl Executes for Runner {
+    fn facts(&self) -> &Ready {
+        &self.facts
+    }
+
+    fn step(
         &mut self,
         plan: &StepPlan,
         masks: &mut MaskSource<'_>,
@@ -48,14 +50,12 @@ impl Runner {
                 return Ok(None);
             }
         }
-        let ended = Instant::now();
-        let us = |time: Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
-        result.device_us = us((ended - begun).saturating_sub(idle));
-        result.gap_us = us(begun - self.ended + idle);
-        self.ended = ended;
+        timed(&mut result, begun, &mut self.ended, idle);
         Ok(Some(result))
     }
+}
 
+impl Runner {
     /// Computes rows, and samples those that sample. False: their masks never came.
     fn rows(
         &mut self,

@@ -87,6 +87,8 @@ pub struct Sizes {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
+    /// The first elements of a head, those that positions rotate.
+    pub rotary_dim: usize,
     /// Elements between the two products of a dense feed-forward part; 0: no layer has one.
     pub intermediate: usize,
     /// The sizes of the experts; `None`: no layer has any.
@@ -116,6 +118,7 @@ impl Sizes {
             self.heads,
             self.kv_heads,
             self.head_dim,
+            self.rotary_dim,
             self.intermediate.max(usize::from(self.experts.is_some())),
             self.vocabulary,
             self.positions,
@@ -128,11 +131,15 @@ impl Sizes {
         if !self.heads.is_multiple_of(self.kv_heads) {
             return unfit(format!("{} heads can't share {}", self.heads, self.kv_heads));
         }
-        if [self.hidden, self.head_dim, self.intermediate].iter().any(|size| size % 2 > 0) {
+        let inner = [self.hidden, self.head_dim, self.rotary_dim, self.intermediate];
+        if inner.iter().any(|size| size % 2 > 0) {
             return unfit(format!(
-                "the compiled kernels take inner dimensions two by two, and the model has {} and {} and heads of {}",
-                self.hidden, self.intermediate, self.head_dim
+                "the compiled kernels take inner dimensions two by two, and the model has {} and {} and heads of {}, of which {} are rotated",
+                self.hidden, self.intermediate, self.head_dim, self.rotary_dim
             ));
+        }
+        if self.rotary_dim > self.head_dim {
+            return unfit(format!("heads of {} have no {}", self.head_dim, self.rotary_dim));
         }
         self.experts.iter().try_for_each(ExpertSizes::check)
     }
@@ -148,7 +155,7 @@ pub struct Weights {
     pub head: Option<Matrix>,
     /// The layers, in order.
     pub layers: Vec<Layer>,
-    /// The cosines of the angles at each position, `[positions, head_dim / 2]`.
+    /// The cosines of the angles at each position, `[positions, rotary_dim / 2]`.
     pub cos: Vec<f32>,
     /// The sines of the angles, of the shape of `cos`.
     pub sin: Vec<f32>,
@@ -236,7 +243,7 @@ impl Decoder {
         let layer = |(layer, [keys, values]): (&Layer, &mut [Room; 2])| {
             let (dense, experts) = match &layer.feed {
                 FeedForward::Dense(dense) => (Some(dense), ExpertsSpec::NONE),
-                FeedForward::Experts(experts) => (None, experts.spec()),
+                FeedForward::Experts(experts) => (experts.shared.as_ref(), experts.spec()),
             };
             let norm = |norm: Option<&Bytes>| norm.map_or(std::ptr::null(), address);
             let packed =
@@ -286,7 +293,7 @@ impl Decoder {
             cos: weights.cos.as_ptr(),
             sin: weights.sin.as_ptr(),
             layer: layers.as_ptr(),
-            rotary_dim: sizes.head_dim as u32,
+            rotary_dim: sizes.rotary_dim as u32,
             routing: sizes.experts.map_or_else(RoutingSpec::default, |experts| experts.spec()),
         };
         // SAFETY: the description was checked, and what it points to lives in the decoder.
@@ -411,7 +418,7 @@ impl Layer {
         self.qkv.check(sizes.dtype, (projected, hidden), false)?;
         self.output.check(sizes.dtype, (hidden, queries), false)?;
         match &self.feed {
-            FeedForward::Dense(dense) => dense.check(sizes)?,
+            FeedForward::Dense(dense) => dense.check(sizes, sizes.intermediate)?,
             FeedForward::Experts(experts) => experts.check(sizes)?,
         }
         let norms = self.head_norms.iter().flat_map(|(q, k)| [(q, head_dim), (k, head_dim)]);
@@ -427,8 +434,8 @@ impl Layer {
 }
 
 impl Gated {
-    fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
-        let &Sizes { hidden, intermediate, dtype, .. } = sizes;
+    fn check(&self, sizes: &Sizes, intermediate: usize) -> Result<(), Unfit> {
+        let &Sizes { hidden, dtype, .. } = sizes;
         self.gate_up.check(dtype, (2 * intermediate, hidden), true)?;
         self.down.check(dtype, (hidden, intermediate), false)?;
         let biases = [(&self.gate_up_bias, 2 * intermediate), (&self.down_bias, hidden)];
@@ -440,7 +447,7 @@ impl Gated {
 }
 
 impl Matrix {
-    fn check(
+    pub(crate) fn check(
         &self,
         dtype: Dtype,
         (outputs, inputs): (usize, usize),
@@ -453,20 +460,20 @@ impl Matrix {
 
 impl Weights {
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
-        let &Sizes { dtype, hidden, vocabulary, head_dim, positions, .. } = sizes;
+        let &Sizes { dtype, hidden, vocabulary, rotary_dim, positions, .. } = sizes;
         of_size(&self.embedding, vocabulary * hidden * dtype.bytes())?;
         of_size(&self.final_norm, hidden * dtype.bytes())?;
         if let Some(head) = &self.head {
             head.check(dtype, (vocabulary, hidden), false)?;
         }
-        if [&self.cos, &self.sin].iter().any(|table| table.len() != positions * head_dim / 2) {
+        if [&self.cos, &self.sin].iter().any(|table| table.len() != positions * rotary_dim / 2) {
             return unfit("angles of another number of positions");
         }
         self.layers.iter().try_for_each(|layer| layer.check(sizes))
     }
 }
 
-fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
+pub(crate) fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
     match bytes.len() {
         found if found == wanted => Ok(()),
         found => unfit(format!("a weight of {found} bytes in place of {wanted}")),

@@ -1,6 +1,7 @@
 //! An encoder (Devlin et al. 2019): every position of a prompt sees all of it, and each prompt
 //! gives one vector. Only the weights are kept from batch to batch.
 
+mod front;
 mod pass;
 
 use std::ffi::c_void;
@@ -14,6 +15,9 @@ use crate::pages::{Held, Pool, Shape};
 use crate::team::{Queue, Team, TeamSpec};
 use crate::tile::GROUP;
 
+pub use self::front::{
+    Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes, BertWeights, Texts,
+};
 pub(crate) use self::pass::Pass;
 use self::pass::{Layer, Norm, QUEUES_A_LAYER, Score, Token};
 

@@ -1,5 +1,5 @@
 //! CPU kernels behind a C interface, which the hand in Python loads, and behind a safe one
-//! ([`Decoder`]), for the hand in Rust.
+//! ([`Decoder`], [`Bert`]), for the hand in Rust.
 //!
 //! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`). A call
 //! does embedding, layers and head, with paged attention for prompt chunks and decode rows alike.
@@ -64,8 +64,8 @@ pub use crate::decoder::{
     Sizes, Wanted, Weights, build, level, limit,
 };
 pub use crate::encoder::{
-    AnyEncoder, BatchSpec, EncoderLayerSpec, EncoderSpec, fb_encode, fb_encoder_free,
-    fb_encoder_new,
+    AnyEncoder, BatchSpec, Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes,
+    BertWeights, EncoderLayerSpec, EncoderSpec, Texts, fb_encode, fb_encoder_free, fb_encoder_new,
 };
 pub use crate::experts::{ExpertsSpec, RoutingSpec};
 pub use crate::memory::{Room, Shared};

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use crate::config::{Shape, TorchNumber};
 use crate::error::ModelError;
 
-/// Cosines and sines of positions, `[positions, head_dim / 2]` each, rounded to the model's type.
+/// Cosines and sines of positions, `[positions, rotary_dim / 2]` each, rounded to the model's type.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Angles {
     /// Cosines.
@@ -70,8 +70,8 @@ impl Scaling<'_> {
 
 /// Inverse frequencies, and the factor on cosine and sine.
 fn frequencies(shape: &Shape) -> Result<(Vec<f32>, f32), ModelError> {
-    let dim = shape.head_dim as f32;
-    let half = shape.head_dim / 2;
+    let dim = shape.rotary_dim as f32;
+    let half = shape.rotary_dim / 2;
     let power = |index: usize| {
         let exponent = (2 * index) as f32 / dim;
         (f64::from(shape.rope_theta as f32)).powf(f64::from(exponent)) as f32

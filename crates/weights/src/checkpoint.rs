@@ -7,6 +7,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use safetensors::Dtype;
 
+use crate::bert::BertShape;
 use crate::config::{Shape, TorchNumber};
 use crate::error::ModelError;
 use crate::gguf::{
@@ -120,6 +121,26 @@ impl Checkpoint {
             }
             other => Err(ModelError::elsewhere(format!("the model format '{other}'"))),
         }
+    }
+
+    /// Opens the safetensors of a BERT, whose weights go by their names in the encoder. `scores` is
+    /// true if it has layers that make scores of vectors.
+    ///
+    /// # Errors
+    /// A file cannot be read, or is damaged.
+    pub fn of_bert(files: &[PathBuf], scores: bool) -> Result<Self, ModelError> {
+        let mut shapes = HashMap::new();
+        let mut opened = Vec::new();
+        for path in files {
+            let mut file = SafeFile::open(path)?;
+            let tensors = file.tensors.drain();
+            let named =
+                tensors.filter_map(|(name, it)| Some((BertShape::name_of(&name, scores)?, it)));
+            file.tensors = named.collect();
+            shapes.extend(file.tensors.iter().map(|(name, it)| (name.clone(), it.shape.clone())));
+            opened.push(file);
+        }
+        Ok(Self { files: Files::Safe(opened), shapes })
     }
 
     /// The shape of every weight, by name. A head that is tied to the embedding has no entry.

@@ -1,5 +1,7 @@
 //! An encoder compared with the formula, at every level, with any other prompts in the batch.
 
+mod front;
+
 use std::fmt::Debug;
 
 use proptest::prelude::*;
