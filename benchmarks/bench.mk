@@ -27,7 +27,7 @@ LLAMA_LEVEL := $(if $(shell grep -m1 -ow amx_tile /proc/cpuinfo),-DGGML_NATIVE=O
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-experts bench-accuracy bench-startup bench-first-minute bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
+.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-startup bench-first-minute bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
 	bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -48,6 +48,10 @@ bench-coder: bench-build ## the second real model, Qwen2.5-Coder-0.5B, beside it
 
 bench-quantised: bench-build ## GGUF files in 4 and 8 bits beside llama.cpp on the same files, and their perplexities (TEXT; 1 hour)
 	$(BIN)/python -m benchmarks.quantised $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
+
+bench-quantised-coder: bench-build ## the same of Qwen2.5-Coder-0.5B (make bench-setup PEERS='coder llama'; TEXT; 1 hour)
+	$(BIN)/python -m benchmarks.quantised $(or $(BENCH_ROUNDS),--rounds 1) --model qwen2.5-coder-0.5b \
+		$(if $(TEXT),--text $(TEXT))
 
 bench-experts: bench-build ## a mixture of experts of 1 GB in 4 bits on the CPU, beside PyTorch's operators and llama.cpp (10 minutes)
 	$(BIN)/python -m benchmarks.experts $(BENCH_ROUNDS)

@@ -1,8 +1,9 @@
 """GGUF files in their own bits, beside llama.cpp's server: the same files, prompts and decoding, and their perplexity.
 
     python -m benchmarks.quantised --rounds 3 --text GSM8K_TEST.jsonl
+    python -m benchmarks.quantised --model qwen2.5-coder-0.5b
 
-llama.cpp's own `llama-quantize` makes the files of SmolLM2-135M-Instruct in bfloat16. Forebay serves them with
+llama.cpp's own `llama-quantize` makes the files of a model in bfloat16. Forebay serves them with
 `--quantization gguf`: weights stay in the file's blocks where its kernels have a loop for them. Perplexities are of
 GSM8K's text, as `llama-perplexity` takes them: windows of 512 tokens, whose second halves count.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks import accuracy, compare, cpu_model, models, records
+from benchmarks import accuracy, coder, compare, cpu_model, models, records
 from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.load import Workload, load, start
 from benchmarks.processes import ServerError
@@ -30,7 +31,8 @@ from benchmarks.servers import FOREBAY_CPU, LLAMA, Forebay, Llama, Server, Setti
 from forebay.weights.cache import cache_directory
 from forebay.weights.describe import describe_path
 
-MODEL = "smollm2"
+RESULTS = {"smollm2": "quantised", coder.NAME: "quantised_coder"}
+"""The names of the results, by model."""
 FORMATS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 CONCURRENCY = (1, 8, 32)
 WINDOW = accuracy.WINDOW
@@ -38,9 +40,26 @@ PERPLEXITY = "perplexity"
 _ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)")
 
 
-def path_of(kind: str) -> Path:
-    """The file of a format."""
-    return models.MODELS / f"{MODEL}-{kind}.gguf"
+@dataclass(frozen=True)
+class File:
+    """A model in one of llama.cpp's formats."""
+
+    model: str
+    kind: str
+
+    @property
+    def path(self) -> Path:
+        """The place of the file, which `build` makes."""
+        return models.MODELS / f"{self.model}-{self.kind}.gguf"
+
+    def build(self) -> None:
+        """Makes the file if there is none. Raises SystemExit if llama.cpp is not installed."""
+        if not self.path.is_file():
+            # A file of this name is whole: another process may ask for it.
+            made = self.path.with_suffix(".made")
+            command: list[str | Path] = [program("llama-quantize"), models.gguf_file(self.model), made, self.kind]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            made.rename(self.path)
 
 
 def program(name: str) -> Path:
@@ -50,74 +69,64 @@ def program(name: str) -> Path:
     return LLAMA.binary.with_name(name)
 
 
-def build(kind: str) -> None:
-    """Makes the file of a format where there is none."""
-    target = path_of(kind)
-    if not target.is_file():
-        # A file of this name is whole: another process may ask for it.
-        made = target.with_suffix(".made")
-        command: list[str | Path] = [program("llama-quantize"), models.gguf_file(MODEL), made, kind]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        made.rename(target)
-
-
-def with_file(command: list[str], other: Path, kind: str) -> list[str]:
-    """A server's command, with the file of a format in place of another model."""
-    return [str(path_of(kind)) if word == str(other) else word for word in command]
+def with_file(command: list[str], other: Path, file: File) -> list[str]:
+    """A server's command, with a file in place of another model."""
+    return [str(file.path) if word == str(other) else word for word in command]
 
 
 @dataclass(frozen=True)
 class OurFile(Forebay):
     """Forebay with a file's own blocks."""
 
-    kind: str = ""
+    file: File = File("", "")
 
     def command(self, setting: Setting, port: int) -> list[str]:
-        return with_file(super().command(setting, port), models.directory(setting.model), self.kind)
+        return with_file(super().command(setting, port), models.directory(setting.model), self.file)
 
 
 @dataclass(frozen=True)
 class TheirFile(Llama):
     """llama.cpp's server with the same file."""
 
-    kind: str = ""
+    file: File = File("", "")
     flags: tuple[str, ...] = ()
 
     def command(self, setting: Setting, port: int) -> list[str]:
-        command = with_file(super().command(setting, port), models.gguf_file(setting.model), self.kind)
+        command = with_file(super().command(setting, port), models.gguf_file(setting.model), self.file)
         return [*command, *self.flags]
 
 
-def servers(kind: str) -> list[Server]:
-    """Both, for one format."""
-    ours = OurFile(FOREBAY_CPU.name, FOREBAY_CPU.backend, flags=("--quantization", "gguf"), kind=kind)
-    return [ours, TheirFile(LLAMA.name, LLAMA.backend, kind=kind)]
+def servers(file: File) -> list[Server]:
+    """Both servers of a file."""
+    ours = OurFile(FOREBAY_CPU.name, FOREBAY_CPU.backend, flags=("--quantization", "gguf"), file=file)
+    return [ours, TheirFile(LLAMA.name, LLAMA.backend, file=file)]
 
 
-def workloads(kind: str, concurrency: Sequence[int]) -> list[Workload]:
+def workloads(file: File, concurrency: Sequence[int]) -> list[Workload]:
     """Those of `cpu_model`: prompts alone, and generation with rising numbers of streams."""
-    of_bfloat16 = [cpu_model.prefill(1, MODEL), *(cpu_model.generation(streams, MODEL) for streams in concurrency)]
-    return [replace(workload, name=f"{kind}: {workload.name}") for workload in of_bfloat16]
+    model = file.model
+    of_bfloat16 = [cpu_model.prefill(1, model), *(cpu_model.generation(streams, model) for streams in concurrency)]
+    return [replace(workload, name=f"{file.kind}: {workload.name}") for workload in of_bfloat16]
 
 
-def measure(found: Results, kind: str, concurrency: Sequence[int], number: int) -> None:
-    """One round of a format: each server once, with all workloads."""
-    listed = workloads(kind, concurrency)
+def measure(found: Results, file: File, concurrency: Sequence[int], number: int) -> None:
+    """One round of a file: each server once, with all workloads."""
+    listed = workloads(file, concurrency)
     setting = compare.largest([workload.setting for workload in listed])
-    for server in servers(kind):
+    for server in servers(file):
         try:
             with start(server, setting) as running:
                 for workload in listed:
                     values = load(server, workload, running)
                     found.runs.append(Run(workload.name, server.name, number, values))
         except ServerError as error:
-            found.skipped[f"{kind}: {server.name}"] = str(error).splitlines()[0]
-            compare.say(f"  {kind}: {server.name} is left out: {error}")
+            found.skipped[f"{file.kind}: {server.name}"] = str(error).splitlines()[0]
+            compare.say(f"  {file.kind}: {server.name} is left out: {error}")
 
 
-def our_perplexity(kind: str, text: str, threads: int) -> dict[str, Any]:
+def our_perplexity(file: File, text: str, threads: int) -> dict[str, Any]:
     """Of the kernels' own logits."""
-    description = describe_path(path_of(kind), cache_directory())
+    description = describe_path(file.path, cache_directory())
     ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][: accuracy.SLOTS]
     with torch.inference_mode():
@@ -126,12 +135,12 @@ def our_perplexity(kind: str, text: str, threads: int) -> dict[str, Any]:
     return {"perplexity": math.exp(float(found.mean())), "windows": len(windows)}
 
 
-def their_perplexity(kind: str, text: str, threads: int) -> dict[str, Any]:
+def their_perplexity(source: File, text: str, threads: int) -> dict[str, Any]:
     """Of llama.cpp's own program, on the same windows."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        command: list[str | Path] = [program("llama-perplexity"), "--model", path_of(kind), "--file", file.name]
+        command: list[str | Path] = [program("llama-perplexity"), "--model", source.path, "--file", file.name]
         command += ["--ctx-size", str(WINDOW), "--chunks", str(accuracy.SLOTS), "--threads", str(threads)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     estimate = _ESTIMATE.search(done.stdout + done.stderr)
@@ -140,19 +149,19 @@ def their_perplexity(kind: str, text: str, threads: int) -> dict[str, Any]:
     return {"perplexity": float(estimate[1])}
 
 
-def perplexities(found: Results, kind: str, text: str, threads: int) -> None:
+def perplexities(found: Results, file: File, text: str, threads: int) -> None:
     """Of both, into the results."""
     for server, perplexity in ((FOREBAY_CPU, our_perplexity), (LLAMA, their_perplexity)):
         try:
-            values = perplexity(kind, text, threads)
+            values = perplexity(file, text, threads)
         except ServerError as error:
-            found.skipped[f"{kind}: {server.name}, perplexity"] = str(error)
+            found.skipped[f"{file.kind}: {server.name}, perplexity"] = str(error)
             continue
-        found.runs.append(Run(f"{kind}: {PERPLEXITY}", server.name, 1, values))
-        compare.say(f"  {kind}: {server.name}: perplexity {values['perplexity']:.3f}")
+        found.runs.append(Run(f"{file.kind}: {PERPLEXITY}", server.name, 1, values))
+        compare.say(f"  {file.kind}: {server.name}: perplexity {values['perplexity']:.3f}")
 
 
-@table_of("quantised")
+@table_of(*RESULTS.values())
 def table(found: Results) -> str:
     """A row for each format and workload: tokens a second of both, and their perplexities."""
     ours, theirs = FOREBAY_CPU.name, LLAMA.name
@@ -174,22 +183,27 @@ def table(found: Results) -> str:
 def main() -> None:
     """The command."""
     flags = compare.parser("GGUF files in their own bits, beside llama.cpp.", rounds=3)
+    flags.add_argument("--model", choices=list(RESULTS), default="smollm2", help="default: %(default)s")
     flags.add_argument("--formats", default=" ".join(FORMATS), help="default: %(default)s")
     flags.add_argument("--concurrency", type=compare.numbers, default=list(CONCURRENCY), metavar="N,N")
     flags.add_argument("--text", type=Path, default=accuracy.EXCERPT, help="GSM8K's test.jsonl, for perplexities")
     asked = flags.parse_args()
-    kinds = asked.formats.replace(",", " ").split()
+    files = {kind: File(asked.model, kind) for kind in asked.formats.replace(",", " ").split()}
     models.build(force=False)
-    for kind in kinds:
-        build(kind)
-    found = records.new("quantised", asked.rounds)
+    if asked.model == coder.NAME:
+        if reason := coder.missing():
+            raise SystemExit(reason)
+        coder.build()
+    for file in files.values():
+        file.build()
+    found = records.new(RESULTS[asked.model], asked.rounds)
     found.notes = {LLAMA.name: LLAMA.note}
     text = accuracy.as_text(accuracy.read(asked.text))
-    for kind in kinds:
-        perplexities(found, kind, text, Setting(model=MODEL, streams=1).threads)
-    for round_, kind in records.in_turn(asked.rounds, kinds):
+    for file in files.values():
+        perplexities(found, file, text, Setting(model=asked.model, streams=1).threads)
+    for round_, kind in records.in_turn(asked.rounds, list(files)):
         compare.say(f"round {round_}, {kind}")
-        measure(found, kind, asked.concurrency, round_)
+        measure(found, files[kind], asked.concurrency, round_)
         # Hours of measurements outlive what ends them.
         records.save(found, asked.output)
     compare.finish(found, asked.output)

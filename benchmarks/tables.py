@@ -47,11 +47,11 @@ def render(found: Results) -> str:
     lines = [table(found), ""]
     lines.append(
         f"{found.date}, {processor}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "
-        f"Python {about['python']}, torch {about['torch']}, Forebay {about['forebay']} ({about['commit']})"
+        f"Python {about['python']}, torch {about['torch']}, Forebay {about['forebay']} ({about['commit']})."
     )
     if found.rounds:
-        lines[-1] += f"; medians of {found.rounds} alternating rounds, ratios of the same round (least-most)"
-    lines[-1] += "."
+        of = "One round" if found.rounds == 1 else f"Medians of {found.rounds} alternating rounds"
+        lines[-1] += f" {of}; ratios are of the same round (least-most)."
     lines += [f"{name}: {note}." for name, note in found.notes.items()]
     lines += [f"Left out: {name} ({reason})." for name, reason in found.skipped.items()]
     return "\n".join(lines)

@@ -1,3 +1,3 @@
-"""Forebay: an LLM serving engine. Rust decides, PyTorch computes."""
+"""Forebay, an LLM serving engine. Rust decides, PyTorch computes."""
 
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ NAME = "forebay"
 
 
 class BinaryNotFoundError(FileNotFoundError):
-    """No installed binary in any of the places that an installer puts one in; `searched` lists them."""
+    """No installer's folder has the binary; `searched` lists the folders."""
 
     def __init__(self, searched: list[Path]) -> None:
         self.searched = searched

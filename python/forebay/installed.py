@@ -1,6 +1,6 @@
-"""`python -m forebay.installed`: what this interpreter has of what serving needs, in one line of JSON.
+"""`python -m forebay.installed`: prints the installed packages for serving, in one line of JSON.
 
-`forebay doctor` asks it. Nothing large is imported.
+`forebay doctor` runs it. It imports nothing large.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf")
 
 
 def installed() -> dict[str, str | bool | None]:
-    """Versions by package, None where one is missing; whether the compiled kernels of the CPU are there."""
+    """Versions by package, None for a missing one; and true if the CPU's compiled kernels are there."""
     spec = find_spec("forebay.kernels")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     kernels = folder is not None and any(folder.glob("libforebay_kernels.*"))

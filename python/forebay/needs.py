@@ -1,13 +1,13 @@
-"""`python -m forebay.needs`: prints which packages a hand in Python lacks here, and nothing where it has all."""
+"""`python -m forebay.needs`: prints the packages that a hand in Python lacks here, or nothing."""
 
 from importlib.util import find_spec
 
 PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch")
-"""The packages that `pip install 'forebay[torch]'` installs, by the names that are imported."""
+"""The packages of `pip install 'forebay[torch]'`, by their import names."""
 
 
 def missing() -> list[str]:
-    """Those that can't be imported, without importing any: PyTorch takes seconds."""
+    """The packages that can't be imported. None is imported, since PyTorch takes seconds."""
     return [name for name in PACKAGES if find_spec(name) is None]
 
 

@@ -1,22 +1,28 @@
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import models, quantised, tables
 from benchmarks.records import Results, Run
 from benchmarks.servers import Setting
 
 
-def test_both_servers_are_given_the_same_file() -> None:
-    setting = Setting(model=quantised.MODEL, streams=2)
-    file = str(quantised.path_of("Q4_0"))
-    for server in quantised.servers("Q4_0"):
+@pytest.mark.parametrize("model", list(quantised.RESULTS))
+def test_both_servers_are_given_the_same_file(model: str) -> None:
+    setting, file = Setting(model=model, streams=2), quantised.File(model, "Q4_0")
+    for server in quantised.servers(file):
         command = server.command(setting, 8000)
-        assert command.count(file) == 1
-        assert str(models.gguf_file(quantised.MODEL)) not in command
-        assert str(models.directory(quantised.MODEL)) not in command
+        assert command.count(str(file.path)) == 1
+        assert str(models.gguf_file(model)) not in command
+        assert str(models.directory(model)) not in command
 
 
-def test_every_format_has_the_same_workloads() -> None:
-    names = [[load.name.partition(": ")[2] for load in quantised.workloads(kind, [1, 8])] for kind in ("Q4_0", "Q8_0")]
+@pytest.mark.parametrize("model", list(quantised.RESULTS))
+def test_every_format_has_the_same_workloads(model: str) -> None:
+    names = [
+        [load.name.partition(": ")[2] for load in quantised.workloads(quantised.File(model, kind), [1, 8])]
+        for kind in ("Q4_0", "Q8_0")
+    ]
     assert names[0] == names[1] == ["prefill 1024/1, 1 at a time", "256/128, 1 at a time", "256/128, 8 at a time"]
 
 

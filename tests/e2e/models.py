@@ -16,6 +16,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     LlamaConfig,
@@ -100,6 +102,10 @@ _FAMILIES: dict[str, Any] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_SHAPE, head_dim=32)),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=8, norm_topk_prob=True)),
+    "glm4-moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(**_SHAPE, **_EXPERTS, n_routed_experts=8, n_group=2, topk_group=1, use_qk_norm=True),
+    ),
     "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**_LATENT)),
     "deepseek-v32": (DeepseekV32ForCausalLM, DeepseekV32Config(**_INDEXED)),
     "glm-dsa": (

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -18,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 from openai import BadRequestError
+from transformers import BertConfig, BertModel
 
 from tests.e2e.client import openai_client
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.embedders import CrossEncoder, MiniLM, as_sentence_transformers
-from tests.e2e.models import TinyModel
+from tests.e2e.models import Model, TinyModel
 from tests.e2e.server import BINARY, Server
 from tests.e2e.waiting import eventually
 
@@ -41,9 +43,9 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> MiniLM:
     return MiniLM(tmp_path_factory.mktemp("models") / "minilm")
 
 
-@pytest.fixture(scope="module")
-def server(minilm: MiniLM, serve_for_module: Serve) -> Server:
-    return serve_for_module(minilm)
+@pytest.fixture(scope="module", params=["rust", "torch"])
+def server(minilm: MiniLM, serve_for_module: Serve, request: pytest.FixtureRequest) -> Server:
+    return serve_for_module(minilm, "--hand", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +53,9 @@ def cross(tmp_path_factory: pytest.TempPathFactory, minilm: MiniLM) -> CrossEnco
     return CrossEncoder(tmp_path_factory.mktemp("models") / "cross", minilm)
 
 
-@pytest.fixture(scope="module")
-def scorer(cross: CrossEncoder, serve_for_module: Serve) -> Server:
-    return serve_for_module(cross)
+@pytest.fixture(scope="module", params=["rust", "torch"])
+def scorer(cross: CrossEncoder, serve_for_module: Serve, request: pytest.FixtureRequest) -> Server:
+    return serve_for_module(cross, "--hand", request.param)
 
 
 def embed(server: Server, texts: Any, **more: Any) -> np.ndarray:
@@ -303,6 +305,57 @@ def test_a_mean_of_a_causal_model_counts_what_an_earlier_prompt_has_computed(
     for _ in range(2):
         assert min(cosines(embed(server, prompts), expected)) > 0.99999
     assert server.metric("vllm:prefix_cache_hits_total") == 0
+
+
+WAYS = {
+    "float32": (["--dtype", "float32"], 1e-5),
+    "bfloat16": (["--dtype", "bfloat16"], 5e-3),
+    "int8": (["--dtype", "float32", "--quantization", "w8a8_int8"], 0.05),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_encoders_need_no_python(way: str, minilm: MiniLM, cross: CrossEncoder, serve: Serve, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho started >> {tmp_path}/starts\nexit 1\n")
+    python.chmod(0o755)
+    flags, atol = WAYS[way]
+    server = serve(minilm, "--python", str(python), *flags)
+    assert server.http.get("/server_info").json()["config"]["hand"] == "rust"
+    texts = [QUERY, *DOCUMENTS]
+    vectors = minilm.vectors([minilm.ids(text) for text in texts])
+    np.testing.assert_allclose(embed(server, texts), vectors, atol=atol)
+    answer = server.ask("/score", {"text_1": QUERY, "text_2": DOCUMENTS})
+    cosines_ = (vectors[1:] @ vectors[0]).tolist()
+    assert [one["score"] for one in answer["data"]] == pytest.approx(cosines_, abs=2 * atol)
+    server.kill()
+    server = serve(cross, "--python", str(python), *flags)
+    scores = sigmoid(cross.logits([(QUERY, document) for document in DOCUMENTS]))
+    for path, key, place in [("/rerank", "results", "relevance_score"), ("/score", "data", "score")]:
+        body = {"query": QUERY, "documents": DOCUMENTS} if key == "results" else {"text_1": QUERY, "text_2": DOCUMENTS}
+        found = {one["index"]: one[place] for one in server.ask(path, body)[key]}
+        assert [found[index] for index in range(len(DOCUMENTS))] == pytest.approx(scores, abs=4 * atol)
+    answer = server.ask("/pooling", {"input": QUERY, "task": "classify"})
+    assert len(answer["data"]) == 1
+    assert not (tmp_path / "starts").exists()
+
+
+def test_what_the_rust_hand_lacks_of_an_encoder_is_said(tmp_path: Path, serve: Serve, cross: CrossEncoder) -> None:
+    folder = tmp_path / "odd"
+    sizes: dict[str, Any] = {"hidden_size": 60, "intermediate_size": 128, "num_attention_heads": 4}
+    config = BertConfig(**sizes, vocab_size=30522, max_position_embeddings=64, num_hidden_layers=1)
+    BertModel(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(Path(cross.path) / name, folder / name)
+    server = serve(Model("odd", folder, folder / "tokenizer.json"))
+    info = server.http.get("/server_info").json()["config"]
+    assert info["hand"] == "torch"
+    assert info["hand_reason"] == "the Rust hand does not have inner dimensions that are odd"
+    assert embed(server, ["a"]).shape == (1, 60)
+    server.kill()
+    refused = serve(Model("odd", folder, folder / "tokenizer.json"), "--hand", "rust", healthy=False)
+    assert refused.process.wait(60) == 1
+    assert "the Rust hand does not have inner dimensions that are odd" in refused.log()
 
 
 def test_a_generator_makes_no_vectors(models: Models, serve: Serve) -> None:

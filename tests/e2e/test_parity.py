@@ -58,7 +58,7 @@ class Setting:
         return flags if self.cache else [*flags, "--disable-radix-cache"]
 
 
-# Dense models are computed by the hand in Rust, unless a setting says otherwise.
+# Models without latent attention are computed by the hand in Rust, unless a setting says otherwise.
 SETTINGS = [
     Setting("llama", 0, 1024, cache=True),
     Setting("llama", 0, 1024, cache=True, hand="torch"),
@@ -71,6 +71,7 @@ SETTINGS = [
     Setting("qwen3", 1, 1024, cache=True),
     Setting("qwen3", 1, 1024, cache=True, hand="torch"),
     Setting("qwen3-moe", 1, 1024, cache=True),
+    Setting("glm4-moe", 1, 1024, cache=True),
     Setting("deepseek-v3", 0, 1024, cache=False),
     Setting("deepseek-v3", 1, 1024, cache=True),
     Setting("smollm2", 0, 384, cache=False),

@@ -17,7 +17,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from forebay.protocol.connection import Connection
 from forebay.protocol.frames import Kind, encode_json
@@ -44,6 +46,8 @@ from tests.hand.support import (
     wire_config,
 )
 from tests.hand.test_gguf_experts import MODELS
+from tests.hand.test_pooling import BERT
+from tests.hand.test_pooling import random_model as random_encoder
 from tests.hand.test_quantised import MIXED, WITHOUT_KERNELS, tiny
 
 VOCABULARY = 131
@@ -199,6 +203,9 @@ def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-
         "qwen3-moe",
         "qwen3-moe-plain",
         "qwen3-moe-some-dense",
+        "glm4-moe",
+        "glm4-moe-air",
+        "glm4-moe-bias",
     ],
 )
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
@@ -206,11 +213,47 @@ def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str
     values = settings(in_safetensors(tmp_path, family), dtype=dtype, quantization=quantization)
     if quantization is not None and family == "llama-head-dim":
         values["model"] = in_safetensors(tmp_path, "llama-mha")
-    elif quantization is not None and family in ("qwen3-moe-plain", "qwen3-moe-some-dense"):
+    elif quantization is not None and family in ("qwen3-moe-plain", "qwen3-moe-some-dense", "glm4-moe-bias"):
         pytest.skip("experts of 24 elements")
     with rust(tmp_path, values) as runner:
         found = served(runner, 17)
     check(found, served(torch_runner(values), 17))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "Q4_0"])
+def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, family: str, dtype: str) -> None:
+    if kind == "Q4_0":
+        path = write(tmp_path / "model.gguf", random_model(*MODELS[family]), Form(kind=Q.Q4_0))
+        model = {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
+    else:
+        model = in_safetensors(tmp_path, family)
+    quantization = "w8a8_int8" if kind == "int8" else None
+    found = []
+    for threads, chunk, together in ((1, 1 << 10, 1), (2, 17, 20), (3, 5, 7)):
+        with rust(tmp_path, settings(model, dtype=dtype, quantization=quantization, threads=threads)) as runner:
+            asked, brain = requests(), MiniBrain(runner, seed=2)
+            for first in range(0, len(asked), together):
+                brain.serve(asked[first : first + together], chunk)
+        found.append(asked)
+    for other in found[1:]:
+        check(found[0], other, atol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air", "glm4-moe-bias"])
+def test_log_probabilities_of_experts_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    model = random_model(*MODELS[family]) if family in MODELS else reference_model(family)
+    prompt = np.random.default_rng(3).integers(0, VOCABULARY, 90).tolist()
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    asked = Request(prompt, 1, Sampling(logprobs=5), prompt_logprobs=0)
+    with rust(tmp_path, settings(in_safetensors(tmp_path, family))) as runner:
+        MiniBrain(runner, seed=1).serve([asked], 17)
+    told = [float(values[0]) for _, _, values in asked.of_prompt]
+    wanted = [float(expected[at, token]) for at, token in enumerate(prompt[1:])]
+    np.testing.assert_allclose(told, wanted, atol=1e-4)
+    assert asked.tokens == [int(expected[-1].argmax())]
 
 
 @pytest.mark.parametrize("quantization", [None, "gguf"])
@@ -239,11 +282,14 @@ def test_files_of_gguf_are_the_same_to_both(
 
 @pytest.mark.parametrize("quantization", [None, "gguf", "w8a8_int8"])
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
-def test_files_of_gguf_with_experts_are_the_same_to_both(tmp_path: Path, kind: str, quantization: str | None) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
+def test_files_of_gguf_with_experts_are_the_same_to_both(
+    tmp_path: Path, family: str, kind: str, quantization: str | None
+) -> None:
     if kind == "F16" and quantization == "gguf":
         pytest.skip("no blocks")
     form = Form(kind=getattr(Q, kind), fused=kind == "Q4_1")
-    path = write(tmp_path / "model.gguf", random_model(*MODELS["qwen3-moe"]), form)
+    path = write(tmp_path / "model.gguf", random_model(*MODELS[family]), form)
     model = {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
     values = settings(model, dtype="bfloat16", quantization=quantization)
     with rust(tmp_path, values) as runner:
@@ -300,6 +346,54 @@ def test_both_hands_give_the_same_vectors(
         found = vectors(runner, lengths)
         assert runner.facts["page_count"] > 0
     np.testing.assert_allclose(found, vectors(torch_runner(values), lengths), atol=2e-5 if dtype == "float32" else 0.03)
+
+
+@pytest.mark.parametrize("how", ["mean", "cls", "score"])
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
+def test_both_hands_give_the_same_vectors_of_encoders(
+    tmp_path: Path, dtype: str, quantization: str | None, how: str
+) -> None:
+    scores = how == "score"
+    kind = BertForSequenceClassification if scores else BertModel
+    model = random_encoder(kind, BertConfig(**BERT | {"hidden_size": 64, "num_labels": 1}))
+    path = tmp_path / "model.safetensors"
+    tensors = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
+    if not scores:
+        # As checkpoints of whole models have them.
+        tensors = {f"bert.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors, path)
+    pooled = Pooling("score" if scores else "embed", "cls" if scores else how, 1 if scores else 64, True, False, None)
+    config = hf_config(model.config, kind.__name__)
+    model_ = {"format": "safetensors", "files": [str(path)], "config": config, "pooling": pooled.to_dict()}
+    values = settings(model_, dtype=dtype, quantization=quantization, context_length=96)
+    random = np.random.default_rng(6)
+    lengths, segments = [7, 1, 96, 2, 31], [3, 0, 40, 0, 1]
+
+    def plan(flag: int = FLAG_POOL, start: int = 0) -> Plan:
+        builder = PlanBuilder(1)
+        for slot, (length, segment) in enumerate(zip(lengths, segments, strict=True)):
+            builder.slot(slot, random.integers(0, VOCABULARY, length).tolist())
+            if scores and segment:
+                builder.segments.append((slot, segment))
+            builder.rows.append((slot, start, length - start, flag))
+        return builder.build()
+
+    torch_ = torch_runner(values)
+    with rust(tmp_path, values) as runner:
+        facts = torch_.facts()
+        # Of an encoder Python counts the matrices as they are loaded, and Rust as they are packed.
+        assert 0 < facts.pop("weight_bytes") <= 2 * runner.facts["weight_bytes"]
+        assert {key: runner.facts[key] for key in facts} == facts
+        random = np.random.default_rng(6)
+        ours = runner.launch(plan()).collect()
+        random = np.random.default_rng(6)
+        theirs = torch_.step(plan())
+        assert not ours.row_errors.any()
+        np.testing.assert_allclose(ours.pooled, theirs.pooled, atol=2e-5 if dtype == "float32" else 0.03)
+        runner.launch(plan(flag=0))
+        frame = runner._connection.recv()
+        assert frame is not None
+        assert "part of a prompt" in frame.json()["error"]
 
 
 def test_masks_and_embeddings_are_the_same_to_both(tmp_path: Path) -> None:

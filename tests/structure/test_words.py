@@ -1,4 +1,4 @@
-"""Doc comments and docstrings begin with their subject, and their sentences are short (ADR 57)."""
+"""Doc comments and docstrings begin with their subject, and sentences are short, those of pages too (ADR 57)."""
 
 import ast
 import re
@@ -15,9 +15,12 @@ OPENER = re.compile(
     r"((?:How|What|Whatever|Who|Whom|Whose|Whether|Where|When|Whenever|That|Which)\b"
     r"|(?:At|By|For|From|In|Of|On|To|With) (?:what|which|who|whom|whose)\b)"
 )
+NO_PAGES = ("CHANGELOG.md", "cli.md")
+"""A list of names, and a page that is printed by the commands."""
 _DOC_LINE = re.compile(r"\s*(///|//!)(?!/) ?(.*)")
 _SECTION = re.compile(r"# (?:Errors|Panics|Safety)")
 _ITEM = re.compile(r"- |\* |\d+\. ")
+_REMARK = re.compile(r"<!--.*?-->", re.DOTALL)
 _END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?]\))\s+")
 
 Place = tuple[int, list[str]]
@@ -75,14 +78,35 @@ def openings(lines: list[str]) -> list[str]:
     return found
 
 
+def long_sentences(lines: list[str]) -> list[str]:
+    """The sentences of more than LONGEST words, each with its number of words."""
+    return [
+        f"{words} words: {sentence[:100]}"
+        for paragraph in paragraphs(lines)
+        for sentence in _END.split(paragraph)
+        if (words := len(sentence.split())) > LONGEST
+    ]
+
+
 def faults(lines: list[str]) -> list[str]:
     """The faults of a comment, each with the text that has it."""
     found = [f"begins with {match[0]!r}: {text}" for text in openings(lines) if (match := OPENER.match(text))]
-    for paragraph in paragraphs(lines):
-        for sentence in _END.split(paragraph):
-            if (words := len(sentence.split())) > LONGEST:
-                found.append(f"{words} words: {sentence[:100]}")
+    return found + long_sentences(lines)
+
+
+def prose(text: str) -> list[str]:
+    """The lines of a page, without remarks for programs and without code that is indented."""
+    found = [""]
+    for line in _REMARK.sub("\n", text).splitlines():
+        indented = line.startswith("    ") and not found[-1]
+        found.append("" if indented else line.strip())
     return found
+
+
+def pages() -> list[Path]:
+    """The pages for people: those of the root and of docs, but for decisions, history and generated text."""
+    folders = (Path(), Path("docs"), Path("docs/performance"))
+    return [path for path in files() if path.suffix == ".md" and path.parent in folders and path.name not in NO_PAGES]
 
 
 def documents(path: Path) -> Iterator[Place]:
@@ -109,6 +133,11 @@ def test_comments_read_once(folder: str) -> None:
         for fault in faults(lines)
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_pages_read_once(page: Path) -> None:
+    assert long_sentences(prose(read(page))) == []
 
 
 RUST = """\
@@ -160,6 +189,14 @@ def test_words_are_counted_by_sentence() -> None:
     assert faults([words(LONGEST), words(1)]) != []
     assert faults(["- " + words(LONGEST), "- " + words(LONGEST)]) == []
     assert faults(["```", words(2 * LONGEST), "```", "| " + words(2 * LONGEST)]) == []
+
+
+def test_prose_of_a_page_is_seen_and_its_code_is_not() -> None:
+    long = " ".join(["word"] * (LONGEST + 1))
+    assert len(long_sentences(prose(f"# Page\n\n{long}\n\n- {long}\n  {long}\n"))) == 2
+    assert long_sentences(prose(f"    {long}\n    {long}\n\n<!-- {long}\n{long} -->\n\n| {long} |\n")) == []
+    assert Path("README.md") in pages()
+    assert Path("docs/performance/cpu.md") in pages()
 
 
 def test_the_noun_before_a_clause_is_no_fault() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 from safetensors.torch import save_file
+from transformers import BertConfig
 
 from forebay.weights.describe import describe_path
 from forebay.weights.pretokenizers import PIPELINES
@@ -42,7 +44,7 @@ def both(path: Path, caches: Path, *, embedding: bool = False) -> list[dict[str,
     return found
 
 
-READ = [name for name in FAMILIES if name.startswith(("llama", "qwen"))]
+READ = [name for name in FAMILIES if name.startswith(("llama", "qwen", "glm4"))]
 
 
 @pytest.mark.parametrize("family", READ)
@@ -86,6 +88,23 @@ def test_what_a_folder_says_of_vectors(tmp_path: Path, architecture: str, mode: 
         assert (one["pooling"] is None) == (mode is None and architecture == "Qwen3ForCausalLM" and not embedding)
 
 
+@pytest.mark.parametrize("mode", [None, "cls_token", "mean_tokens"])
+@pytest.mark.parametrize("architecture", ["BertModel", "BertForSequenceClassification"])
+def test_what_a_folder_says_of_an_encoder(tmp_path: Path, architecture: str, mode: str | None) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"embeddings.LayerNorm.bias": torch.zeros(48)}, folder / "w.safetensors")
+    sizes: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4, "num_labels": 1, "vocab_size": 131}
+    config = BertConfig(**sizes)
+    (folder / "config.json").write_text(json.dumps(hf_config(config, architecture)))
+    (folder / "tokenizer.json").write_text("{}")
+    if mode is not None:
+        as_sentence_transformers(folder, mode)
+    one, other = both(folder, tmp_path)
+    assert one == other
+    assert one["pooling"]["task"] == ("embed" if architecture == "BertModel" else "score")
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_of_gguf(tmp_path: Path, architecture: str, tied: bool) -> None:
@@ -98,9 +117,10 @@ def test_ways_to_cut_text(tmp_path: Path, name: str) -> None:
     check_gguf(tiny_gguf(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": name}), tmp_path)
 
 
-@pytest.mark.parametrize("form", [Form(), Form(fused=True, kind=Q.Q4_0)])
-def test_files_of_gguf_with_experts(tmp_path: Path, form: Form) -> None:
-    check_gguf(write(tmp_path / "model.gguf", random_model(*MODELS["qwen3-moe"]), form), tmp_path)
+@pytest.mark.parametrize("form", [Form(), Form(fused=True, kind=Q.Q4_0, groups=False)])
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
+def test_files_of_gguf_with_experts(tmp_path: Path, family: str, form: Form) -> None:
+    check_gguf(write(tmp_path / "model.gguf", random_model(*MODELS[family]), form), tmp_path)
 
 
 def test_the_default_model(tmp_path: Path) -> None:

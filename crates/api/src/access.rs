@@ -1,4 +1,4 @@
-//! The rule by which requests are answered at all: only those of allowed hosts and pages.
+//! The hosts and pages whose requests are answered.
 //!
 //! A browser sends requests for any page that it shows, also to servers that only its user's
 //! machine can reach. Three things tell such a request. `Host` is the name by which the page
@@ -16,13 +16,13 @@ const ANY: &str = "*";
 /// Hosts and pages whose requests are answered.
 #[derive(Debug, Clone, Default)]
 pub struct Access {
-    /// Names by which the server may be asked; `*.example.com` means all below it, `*` any. `None`:
-    /// any.
+    /// Names that requests may use for the server. `*.example.com` means all names below it, and
+    /// `*` any. `None`: any.
     pub allowed_hosts: Option<Vec<String>>,
-    /// Pages that may ask from a browser, as in `https://example.com`; `*` means any.
+    /// Pages that may send requests from a browser, such as `https://example.com`; `*` means any.
     pub allowed_origins: Vec<String>,
-    /// True if requests of other pages are refused. Otherwise they are answered, and it is the
-    /// browser that does not show the answer.
+    /// True if requests of other pages are refused. Otherwise they are answered, and the browser
+    /// hides the answer from the page.
     pub refuse_other_origins: bool,
 }
 
@@ -31,7 +31,7 @@ impl Access {
         self.allowed_origins.iter().any(|allowed| allowed == ANY || allowed == origin)
     }
 
-    /// True if any page may ask from a browser.
+    /// True if any page may send requests from a browser.
     #[must_use]
     pub fn allows_every_origin(&self) -> bool {
         self.allowed_origins.iter().any(|origin| origin == ANY)
@@ -40,7 +40,7 @@ impl Access {
     /// Checks a request's head.
     ///
     /// # Errors
-    /// It names another host, or comes from a page that may not ask.
+    /// The request names another host, or comes from a page that is not allowed.
     pub fn check(&self, headers: &HeaderMap, uri: &Uri, version: Version) -> Result<(), ApiError> {
         let mut hosts = headers.get_all(HOST).iter();
         let (host, second) = (hosts.next(), hosts.next());
@@ -73,7 +73,7 @@ impl Access {
     }
 }
 
-/// A host less its port and what surrounds an IPv6 address.
+/// A host without its port and the brackets of an IPv6 address.
 fn bare(host: &str) -> &str {
     if let Some((address, _)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         return address;
@@ -103,7 +103,7 @@ fn is_own(origin: &str, host: &str) -> bool {
     authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host))
 }
 
-/// True if a request comes from a page of the server that it goes to.
+/// True if a request comes from a page of the same server.
 #[must_use]
 pub fn is_from_own_page(headers: &HeaderMap) -> bool {
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok());

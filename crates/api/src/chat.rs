@@ -18,16 +18,16 @@ openai_request! {
     pub struct ChatRequest {
         /// The conversation so far.
         pub messages: Vec<ChatMessage>,
-        /// The largest number of tokens to generate; `max_tokens` is its older name. The rest of
-        /// the context where absent.
+        /// The largest number of tokens to generate; the rest of the context if absent.
+        /// `max_tokens` is its older name.
         pub max_completion_tokens: Option<u32>,
         /// Return log-probabilities.
         pub logprobs: Option<bool>,
         /// Alternatives to return for each token, 0 to 20.
         pub top_logprobs: Option<i32>,
-        /// Let the template open the assistant's turn; true where absent.
+        /// Let the template open the assistant's turn; true if absent.
         pub add_generation_prompt: Option<bool>,
-        /// Let the model go on with the last message instead of answering it.
+        /// Let the model continue the last message, and not answer it.
         pub continue_final_message: Option<bool>,
         /// Variables for the chat template.
         #[schema(value_type = Option<Object>)]
@@ -36,20 +36,21 @@ openai_request! {
         #[schema(value_type = Option<Vec<Object>>)]
         pub tools: Option<Vec<Value>>,
         /// `auto`; `none`: the model does not see the tools; `required`: it calls one; or an object
-        /// that names a function, or those that are allowed.
+        /// that names a function, or the allowed ones.
         #[schema(value_type = Option<String>)]
         pub tool_choice: Option<Value>,
-        /// True if an answer may have several calls; true where absent.
+        /// True if an answer may have several calls; true if absent.
         pub parallel_tool_calls: Option<bool>,
-        /// The effort of the model's reasoning, for templates that ask; `none` means no reasoning.
+        /// The effort of the model's reasoning, for templates that use it; `none` means no
+        /// reasoning.
         pub reasoning_effort: Option<String>,
-        /// True if the model is to think, for templates that ask.
+        /// True if the model should think, for templates that use it.
         pub enable_thinking: Option<bool>,
         /// The settings of reasoning in OpenRouter's words, with a limit on its tokens.
         pub reasoning: Option<ReasoningRequest>,
-        /// Reasoning is part of the answer; true where absent.
+        /// True if reasoning is part of the answer; true if absent.
         pub include_reasoning: Option<bool>,
-        /// Reasoning stands apart from the content; true where absent.
+        /// True if reasoning stands apart from the content; true if absent.
         pub separate_reasoning: Option<bool>,
         #[serde(default)] #[schema(ignore)] functions: Inert,
         #[serde(default)] #[schema(ignore)] function_call: Choice,
@@ -72,7 +73,7 @@ pub struct ReasoningRequest {
     pub max_tokens: Option<i64>,
     /// The switch for reasoning, as in `enable_thinking`.
     pub enabled: Option<bool>,
-    /// True: as `include_reasoning` false.
+    /// True leaves reasoning out, like `include_reasoning` false.
     pub exclude: Option<bool>,
 }
 
@@ -105,7 +106,7 @@ pub type MessageContent = TextOr<ContentPart>;
 /// A part of a message.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 pub struct ContentPart {
-    /// `text`; also `image_url`, where the model sees images.
+    /// `text`; also `image_url`, if the model takes images.
     #[serde(rename = "type")]
     pub kind: String,
     /// The text.
@@ -122,11 +123,11 @@ pub struct ChatPrompt {
     pub messages: Value,
     /// The images in them, in order.
     pub images: Vec<ImagePart>,
-    /// The template opens the assistant's turn.
+    /// True if the template opens the assistant's turn.
     pub add_generation_prompt: bool,
-    /// The last message is left open.
+    /// True if the last message is left open.
     pub continue_final_message: bool,
-    /// Descriptions of tools; `None`: there are none.
+    /// Descriptions of tools; `None`: the request has none.
     pub tools: Option<Value>,
     /// More variables for the template.
     pub kwargs: Map<String, Value>,
@@ -134,16 +135,16 @@ pub struct ChatPrompt {
     pub effort: Effort,
 }
 
-/// The effort that a request asks of the model's reasoning.
+/// The effort that a request wants of the model's reasoning.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Effort {
     /// The effort in words: `low`, `medium`, `high`, or another word of the template.
     pub level: Option<String>,
-    /// True if the model is to think at all; `None` leaves it to the template.
+    /// True if the model should think; `None` leaves it to the template.
     pub thinks: Option<bool>,
 }
 
-/// The rendering of a conversation, as the client asked for it.
+/// A client's wishes about the rendering of a conversation.
 #[derive(Debug, Default)]
 pub struct Rendering {
     /// Let the template open the assistant's turn.
@@ -156,7 +157,7 @@ pub struct Rendering {
     pub tools: Vec<Value>,
     /// The effort of the model's reasoning.
     pub effort: Effort,
-    /// The largest number of images; 0: the model sees none.
+    /// The largest number of images; 0: the model takes none.
     pub images: u32,
 }
 
@@ -165,7 +166,7 @@ impl ChatPrompt {
     ///
     /// # Errors
     /// There is no message, a part is not served, there are too many images, or both ways to end
-    /// the prompt are asked for.
+    /// the prompt are requested.
     pub fn new(messages: Vec<ChatMessage>, rendering: Rendering) -> Result<Self, ApiError> {
         let Rendering {
             add_generation_prompt,
@@ -266,8 +267,8 @@ fn text_view(text: String) -> Value {
     json!({"type": "text", "text": text})
 }
 
-/// Checks the calls of message number `index`: templates fail on what is no call, and say nothing
-/// that helps.
+/// Checks the calls of message number `index`. Without the check templates fail on wrong calls with
+/// useless messages.
 fn check_calls(index: usize, calls: &[Value]) -> Result<(), ApiError> {
     for (number, call) in calls.iter().enumerate() {
         let path = format!("messages[{index}].tool_calls[{number}]");
@@ -293,7 +294,7 @@ fn check_calls(index: usize, calls: &[Value]) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// A chat completion request without anything left to check but the prompt's length.
+/// A chat completion request that is checked, except for the prompt's length.
 #[derive(Debug)]
 pub struct ValidChat {
     /// The conversation.
@@ -304,9 +305,9 @@ pub struct ValidChat {
     pub reasoning: ReasoningOutput,
     /// The form in which tokens appear beside their text.
     pub tokens: TokenOutput,
-    /// Everything else.
+    /// The other parameters.
     pub generation: Generation,
-    /// `None`: one response.
+    /// The options of the stream; `None`: one response.
     pub streaming: Option<Streaming>,
 }
 
@@ -325,7 +326,7 @@ impl ChatRequest {
     /// Checks everything that can be checked before the prompt is tokenised.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         mut self,
         defaults: &GenerationDefaults,
@@ -391,7 +392,7 @@ impl ChatRequest {
         })
     }
 
-    /// Puts what `reasoning` says where the other parameters say it.
+    /// Moves the settings in `reasoning` to the parameters of the same meaning.
     fn spread_reasoning(&mut self) -> Result<(), ApiError> {
         fn put<T>(
             place: &mut Option<T>,

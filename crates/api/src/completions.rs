@@ -25,8 +25,8 @@ openai_request! {
         pub prompt_embeds: PromptEmbeds,
         /// Repeat the prompt at the head of the text.
         pub echo: Option<bool>,
-        /// Alternatives to return for each token, 0 to 20, with `echo` also for the prompt's;
-        /// absent: no log-probabilities.
+        /// Alternatives to return for each token, 0 to 20. With `echo` the prompt's tokens have
+        /// them too. Absent: no log-probabilities.
         pub logprobs: Option<i32>,
         /// Choices to generate for each prompt, of which the `n` most likely are returned. Not in a
         /// stream, unless it equals `n`.
@@ -35,16 +35,16 @@ openai_request! {
     }
 }
 
-/// The texts that are to be continued.
+/// The texts to continue.
 #[derive(Debug, PartialEq)]
 pub enum CompletionPrompts {
     /// Texts and token ids.
     Prompts(Vec<Prompt>),
-    /// Embeddings, still to be read.
+    /// Embeddings that are not read yet.
     Embeds(PromptEmbeds),
 }
 
-/// A completion request without anything left to check but the prompts' lengths.
+/// A completion request that is checked, except for the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidCompletion {
     /// The prompts, at least one.
@@ -55,16 +55,17 @@ pub struct ValidCompletion {
     pub echo: bool,
     /// Choices to return for each prompt; more may be generated.
     pub n: u32,
-    /// Log-probabilities are returned, with so many alternatives a token; with `echo` those of the
-    /// prompt too.
+    /// The number of alternatives for each token's log-probabilities; with `echo` also for the
+    /// prompt's tokens. `None`: none are returned.
     pub logprobs: Option<u8>,
-    /// Log-probabilities of the prompt are returned apart, with so many alternatives a token.
+    /// The number of alternatives for each log-probability of the prompt, which are returned apart;
+    /// `None`: none are returned.
     pub prompt_logprobs: Option<u8>,
     /// The form in which tokens appear beside their text.
     pub tokens: TokenOutput,
-    /// Everything else.
+    /// The other parameters.
     pub generation: Generation,
-    /// `None`: one response.
+    /// The options of the stream; `None`: one response.
     pub streaming: Option<Streaming>,
 }
 
@@ -72,7 +73,7 @@ impl CompletionRequest {
     /// Checks everything that can be checked before the prompts are tokenised.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         mut self,
         defaults: &GenerationDefaults,

@@ -1,9 +1,9 @@
-//! Texts of clients, as errors show them.
+//! Texts of clients, in the form in which errors show them.
 
-/// The longest string that is accepted where none is expected: the error shows it.
+/// The longest string that is accepted where no string is expected. The error shows it.
 pub const SHOWN_BYTES: usize = 64;
 
-/// `text`, cut to at most `bytes` bytes if it is longer: for errors, which show the client's words.
+/// `text`, cut to at most `bytes` bytes. Errors show the client's words with it.
 pub fn cut(text: &str, bytes: usize) -> std::borrow::Cow<'_, str> {
     if text.len() <= bytes {
         return text.into();

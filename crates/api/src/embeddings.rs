@@ -14,7 +14,7 @@ use crate::sampling::Limits;
 /// Texts to turn into vectors.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct EmbeddingRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
     #[schema(value_type = Object)]
@@ -22,24 +22,23 @@ pub struct EmbeddingRequest {
     /// The form of a vector: `float` (a list of numbers, the default) or `base64` (of little-endian
     /// float32).
     pub encoding_format: Option<EncodingFormat>,
-    /// Keep this many of each vector's first numbers; all where absent. For models that were
-    /// trained for it (Matryoshka).
+    /// Keep this many of each vector's first numbers; all if absent. For models that were trained
+    /// for it (Matryoshka).
     pub dimensions: Option<u32>,
-    /// Divide each vector by its length; absent: as the model's authors do.
+    /// Divide each vector by its length; absent: the choice of the model's authors.
     pub normalize: Option<bool>,
-    /// Cut inputs to this many tokens instead of refusing those that are too long; -1: to as many
-    /// as the model takes.
+    /// Cut longer inputs to this many tokens, and do not refuse them; -1: to the limit of the
+    /// model.
     pub truncate_prompt_tokens: Option<i64>,
-    /// Put the tokenizer's special tokens around a text; true where absent.
+    /// Put the tokenizer's special tokens around a text; true if absent.
     pub add_special_tokens: Option<bool>,
-    /// Larger is sooner, under the priority policy.
+    /// The priority; larger is sooner, under the priority policy.
     pub priority: Option<i32>,
     /// Blocks of the texts are shared only with requests of the same salt, 1 to 256 bytes.
     pub cache_salt: Option<String>,
-    /// Accepted; nothing depends on it.
+    /// Accepted, without an effect.
     pub user: Option<String>,
-    /// The task of `/pooling`: `embed`, `score` or `classify`, as the model does. No other task can
-    /// be chosen.
+    /// The task of `/pooling`: `embed`, `score` or `classify`. It has to be the model's own.
     pub task: Option<String>,
 }
 
@@ -54,7 +53,7 @@ pub enum EncodingFormat {
     Base64,
 }
 
-/// An embeddings request without anything left to check but the inputs' lengths.
+/// An embeddings request that is checked, except for the inputs' lengths.
 #[derive(Debug, PartialEq)]
 pub struct ValidEmbedding {
     /// The prompts, from 1 to [`crate::limits::INPUTS`].
@@ -63,24 +62,25 @@ pub struct ValidEmbedding {
     pub format: EncodingFormat,
     /// Numbers to keep of each vector, at most its size.
     pub dimensions: Option<usize>,
-    /// Divide each vector by its length.
+    /// True if each vector is divided by its length.
     pub normalize: bool,
-    /// Cut inputs to this many tokens, at least one and at most the context length.
+    /// The number of tokens to which inputs are cut: at least one and at most the context length.
+    /// `None`: longer inputs are refused.
     pub truncate: Option<usize>,
-    /// The tokenizer's special tokens go around texts.
+    /// True if the tokenizer's special tokens go around texts.
     pub add_special_tokens: bool,
-    /// Place in the queue.
+    /// The priority in the queue.
     pub priority: i32,
-    /// Keeps its cached blocks apart from those of others.
+    /// The salt, which keeps the request's cached blocks apart from others.
     pub cache_salt: Option<Arc<str>>,
 }
 
 impl EmbeddingRequest {
     /// Checks everything that can be checked before the inputs are tokenised. Vectors have `size`
-    /// numbers, and `normalized` tells whether the model's authors divide them by their length.
+    /// numbers. `normalized` is true if the model's authors divide vectors by their length.
     ///
     /// # Errors
-    /// The first parameter that is out of range.
+    /// A parameter is out of range; the error names the first.
     pub fn validate(
         self,
         limits: Limits,
@@ -121,9 +121,9 @@ pub struct PoolingResponse {
     pub created: u64,
     /// The name of the model.
     pub model: String,
-    /// One an input, in their order.
+    /// The results, one for each input, in order.
     pub data: Vec<PoolingData>,
-    /// Tokens it took.
+    /// The request's numbers of tokens.
     pub usage: PoolingUsage,
 }
 
@@ -134,7 +134,7 @@ pub struct PoolingData {
     pub index: usize,
     /// `pooling`.
     pub object: &'static str,
-    /// A vector, or of a model that scores a list of one number.
+    /// A vector. A model that scores has a list of one number.
     pub data: Vector,
 }
 
@@ -178,9 +178,9 @@ pub struct EmbeddingResponse {
     pub created: u64,
     /// The name of the model.
     pub model: String,
-    /// One an input, in their order.
+    /// The vectors, one for each input, in order.
     pub data: Vec<Embedding>,
-    /// Tokens it took.
+    /// The request's numbers of tokens.
     pub usage: PoolingUsage,
 }
 
@@ -195,7 +195,7 @@ pub struct Embedding {
     pub embedding: Vector,
 }
 
-/// A vector as it is written.
+/// A vector in one of its forms.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(untagged)]
 pub enum Vector {
@@ -205,17 +205,17 @@ pub enum Vector {
     Base64(String),
 }
 
-/// Tokens that a request without an answer's text took.
+/// The numbers of tokens of a request whose answer has no text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 pub struct PoolingUsage {
     /// Tokens of all inputs.
     pub prompt_tokens: u32,
-    /// The number of tokens in all, which are those of the prompts.
+    /// The number of all tokens. They are the prompts' tokens.
     pub total_tokens: u32,
 }
 
 impl PoolingUsage {
-    /// Counts inputs of so many tokens.
+    /// The usage of inputs of `prompt_tokens` tokens.
     pub fn new(prompt_tokens: u32) -> Self {
         Self { prompt_tokens, total_tokens: prompt_tokens }
     }

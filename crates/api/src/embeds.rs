@@ -1,4 +1,5 @@
-//! Prompts as embeddings: safetensors bytes in base64, one matrix with a row a position.
+//! Prompts as embeddings: safetensors bytes in base64. Each is a matrix with a row for each
+//! position.
 
 use std::fmt;
 use std::ops::Range;
@@ -21,7 +22,7 @@ const BATCH: usize = 16384;
 pub struct PromptEmbeds(Vec<EmbeddedPrompt>);
 
 impl PromptEmbeds {
-    /// Checks that each has rows of `hidden_size` elements.
+    /// Checks that each matrix has rows of `hidden_size` elements.
     ///
     /// # Errors
     /// [`ApiError::Invalid`] with `param` in its path.
@@ -51,8 +52,8 @@ impl PromptEmbeds {
     }
 }
 
-/// A prompt whose embeddings the client has computed: a matrix of at least one row, a row a
-/// position.
+/// A prompt whose embeddings the client has computed. It is a matrix with a row for each position,
+/// and at least one row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EmbeddedPrompt {
     file: Vec<u8>,
@@ -91,12 +92,12 @@ impl EmbeddedPrompt {
         Ok(Self { data, stored, rows, width, file, param: String::new() })
     }
 
-    /// Positions.
+    /// The number of positions.
     pub fn rows(&self) -> u32 {
         self.rows
     }
 
-    /// Bytes of the matrix in the model's type.
+    /// Bytes of the matrix after a conversion to the model's type.
     pub fn bytes(&self, dtype: Dtype) -> usize {
         self.rows as usize * self.width * dtype.bytes()
     }
@@ -104,8 +105,8 @@ impl EmbeddedPrompt {
     /// Gives the matrix piece by piece, in the model's type.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`]: an element is not finite, or not in the model's type. The error of
-    /// `write` is passed on.
+    /// [`ApiError::Invalid`]: an element is not finite, or not representable in the model's type.
+    /// Errors of `write` are passed on.
     pub fn convert(
         &self,
         dtype: Dtype,

@@ -1,4 +1,4 @@
-//! Everything a client can be told went wrong, in the shape of OpenAI's errors.
+//! All errors for clients, in the shape of OpenAI's errors.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -6,12 +6,12 @@ use utoipa::ToSchema;
 
 use crate::cut::cut;
 
-/// The largest number of bytes of a message: what a client sent is in some of them.
+/// The largest number of bytes of a message. Some messages contain text of the client.
 const MESSAGE_BYTES: usize = 1024;
 /// The largest number of bytes of a parameter's path.
 const PARAM_BYTES: usize = 256;
 
-/// Why a request is answered with an error.
+/// The reason for an error response.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ApiError {
     /// The body is not JSON.
@@ -36,30 +36,30 @@ pub enum ApiError {
         /// The transport's words.
         reason: String,
     },
-    /// A parameter is missing, has the wrong type or a value that cannot be.
+    /// A parameter is missing, or its type or value is wrong.
     #[error("{reason}")]
     Invalid {
         /// Path of the parameter, as in `messages[0].content`.
         param: String,
-        /// The fault in it.
+        /// The fault of the parameter.
         reason: String,
     },
-    /// A parameter that this server knows and does not serve.
+    /// A known parameter that this server does not serve.
     #[error("`{param}` is not supported yet")]
     Unsupported {
         /// Path of the parameter.
         param: String,
     },
-    /// Prompt and wanted tokens do not fit.
+    /// The prompt and the requested tokens do not fit into the context.
     #[error("{}", context_message(*.limit, *.prompt, *.max_tokens))]
     ContextLength {
-        /// Parameter that carried the prompt.
+        /// The parameter with the prompt.
         param: &'static str,
-        /// Positions a request may use.
+        /// The largest number of positions of a request.
         limit: u32,
         /// Tokens of the prompt.
         prompt: usize,
-        /// Tokens asked for, where the client said so.
+        /// The requested number of tokens, if the client has given one.
         max_tokens: Option<u32>,
     },
     /// A text has more tokens than it may, which was seen before all of it was encoded.
@@ -70,9 +70,9 @@ pub enum ApiError {
     TextTooLong {
         /// Path of the text.
         param: String,
-        /// Tokens that it may have.
+        /// The largest number of tokens of the text.
         limit: usize,
-        /// Tokens that it has at least.
+        /// The least number of tokens that the text has.
         at_least: usize,
     },
     /// An input of a request that generates nothing does not fit.
@@ -83,12 +83,12 @@ pub enum ApiError {
     InputTooLong {
         /// Path of the input.
         param: String,
-        /// Positions an input may use.
+        /// The largest number of positions of an input.
         limit: u32,
         /// Tokens of the input.
         tokens: usize,
     },
-    /// No such model.
+    /// There is no model with this name.
     #[error("The model `{model}` does not exist.")]
     UnknownModel {
         /// The model's name, as the client wrote it.
@@ -101,30 +101,30 @@ pub enum ApiError {
     UnknownResponse {
         /// The response's name, as the client wrote it.
         response: String,
-        /// The parameter that named it; `None`: the path did.
+        /// The parameter with the name; `None`: the path has it.
         param: Option<&'static str>,
     },
-    /// No such request, or none that is still remembered.
+    /// There is no such request, or its moments are no longer kept.
     #[error("Nothing is known of request `{id}`, or not any more: only the last are remembered.")]
     UnknownRequest {
         /// The request's id, as the client wrote it.
         id: String,
     },
-    /// No API key, or the wrong one.
+    /// The API key is missing or wrong.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
-    /// Not for this client: another host or page.
+    /// The client is not allowed to do this: it uses another host or page.
     #[error("{reason}")]
     Forbidden {
-        /// One line, which names the flag.
+        /// One line, with the name of the flag.
         reason: String,
         /// A machine-readable code.
         code: &'static str,
     },
-    /// A browser sent it as no page may.
+    /// A browser sent the body with a type that pages can send without permission.
     #[error("a request from a browser needs `Content-Type: application/json`")]
     UnsupportedMediaType,
-    /// No such route.
+    /// There is no such route.
     #[error("Unknown request URL: {method} {path}. /openapi.json lists the routes.")]
     UnknownRoute {
         /// HTTP method.
@@ -132,7 +132,7 @@ pub enum ApiError {
         /// Path of the URL.
         path: String,
     },
-    /// The route exists, not with this method.
+    /// The route does not take this method.
     #[error("Not allowed to {method} on {path}. /openapi.json lists the routes.")]
     MethodNotAllowed {
         /// HTTP method.
@@ -154,9 +154,9 @@ pub enum ApiError {
          --max-request-bytes-in-flight makes that more"
     )]
     RequestTooLarge {
-        /// The amount that it needs.
+        /// The bytes that the request needs.
         bytes: usize,
-        /// The amount there is, when nobody else is there.
+        /// The bytes that an idle server has.
         limit: usize,
     },
     /// A prompt's embeddings are more than the arena can hold.
@@ -166,9 +166,9 @@ pub enum ApiError {
     PayloadTooLarge {
         /// The parameter.
         param: &'static str,
-        /// The amount that it needs.
+        /// The bytes that the request needs.
         bytes: usize,
-        /// The amount there is, when nobody else is there.
+        /// The bytes that an idle server has.
         limit: usize,
     },
     /// More of an answer waits for its client than the server keeps.
@@ -183,7 +183,7 @@ pub enum ApiError {
     /// The body did not arrive in time.
     #[error("the request body did not arrive within {seconds} seconds")]
     BodyTimeout {
-        /// The limit.
+        /// The limit in seconds.
         seconds: u64,
     },
     /// A bounded queue on the way to the device is full.
@@ -192,29 +192,29 @@ pub enum ApiError {
         /// The queue that is full.
         reason: String,
     },
-    /// The waiting queue is full, or this client's part of it.
+    /// The waiting queue is full, or the client's share of it.
     #[error("the server is overloaded, try again later: {reason}")]
     QueueFull {
-        /// One line.
+        /// The reason, in one line.
         reason: String,
-        /// Seconds until there may be room.
+        /// Seconds after which there may be room.
         retry_after: u32,
     },
     /// The request waited too long for its turn.
     #[error("{reason}")]
     QueueTimeout {
-        /// One line.
+        /// The reason, in one line.
         reason: String,
-        /// Seconds until the queue may be shorter.
+        /// Seconds after which the queue may be shorter.
         retry_after: u32,
     },
-    /// Shutting down.
+    /// The server is shutting down.
     #[error("the server is shutting down and takes no new requests")]
     Draining,
-    /// The model is not there: loading, recovering or failed.
+    /// The model is not available: it is loading, recovering or failed.
     #[error("{reason}")]
     Unavailable {
-        /// One line.
+        /// The reason, in one line.
         reason: String,
         /// The engine's state, as a machine-readable code.
         code: &'static str,
@@ -228,16 +228,16 @@ pub enum ApiError {
         /// The number of backends that died while they had the request.
         deaths: u8,
     },
-    /// The request was given up by the server.
+    /// The server gave the request up.
     #[error("the request was aborted by the server before it was finished")]
     Aborted,
     /// The prefix cache can be flushed only while nothing runs.
     #[error("requests are running, the cache was not flushed")]
     CacheInUse,
-    /// The server's fault.
+    /// The server is at fault.
     #[error("{reason}")]
     Internal {
-        /// One line.
+        /// The reason, in one line.
         reason: String,
         /// A machine-readable code.
         code: Option<&'static str>,
@@ -260,12 +260,12 @@ fn context_message(limit: u32, prompt: usize, max_tokens: Option<u32>) -> String
 }
 
 impl ApiError {
-    /// A parameter with a value that cannot be.
+    /// The error for a parameter with a value that is not possible.
     pub fn invalid(param: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Invalid { param: param.into(), reason: reason.into() }
     }
 
-    /// A parameter that is known and not served.
+    /// The error for a parameter that is known and not served.
     pub fn unsupported(param: impl Into<String>) -> Self {
         Self::Unsupported { param: param.into() }
     }
@@ -378,7 +378,7 @@ impl ApiError {
         }
     }
 
-    /// The body that is sent.
+    /// The body of the response.
     pub fn body(&self) -> ErrorBody {
         ErrorBody {
             error: ErrorObject {
@@ -391,14 +391,14 @@ impl ApiError {
     }
 }
 
-/// An error as it is sent: also the payload of an error event in a stream.
+/// An error in its response, or in an error event of a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {
     /// The error.
     pub error: ErrorObject,
 }
 
-/// The fault.
+/// The parts of an error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorObject {
     /// The message for people.

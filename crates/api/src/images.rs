@@ -1,4 +1,4 @@
-//! Images in requests: where they are, and which prompt they belong to.
+//! Images in requests: their places, and the prompts to which they belong.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use crate::error::ApiError;
 pub struct ImageUrl {
     /// `data:`, with the file in base64, or `http:`, `https:`, `file:`.
     pub url: String,
-    /// `auto`, `high` or `low`; no answer depends on it.
+    /// `auto`, `high` or `low`, without an effect.
     pub detail: Option<String>,
 }
 
@@ -65,12 +65,12 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// Takes at most `most`; 0: the model sees none.
+    /// An empty list of at most `most` images; 0: the model takes none.
     pub(crate) fn new(most: u32) -> Self {
         Self { most, found: Vec::new() }
     }
 
-    /// True if the model sees none.
+    /// True if the model takes no images.
     pub(crate) fn are_unseen(&self) -> bool {
         self.most == 0
     }
@@ -133,13 +133,13 @@ impl ImageData {
         }
     }
 
-    /// The images of each of `count` prompts, `most` of them at most. Of a batch (`many`) each
-    /// prompt has an entry of the list, and all have the only image. A prompt that is alone has all
-    /// of the list.
+    /// The images of each of `count` prompts, each with at most `most`. In a batch (`many`) each
+    /// prompt has an entry of the list, and a single image is for all. A single prompt has the
+    /// whole list.
     ///
     /// # Errors
-    /// There are more or fewer entries than prompts, more images than the server takes, or the
-    /// model sees none.
+    /// The numbers of entries and prompts differ, there are too many images, or the model takes
+    /// none.
     pub(crate) fn share(
         self,
         count: usize,

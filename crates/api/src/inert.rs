@@ -1,34 +1,34 @@
-//! Parameters that are known but not served: harmless when empty, refused otherwise.
+//! Parameters that are known but not served. Empty values are harmless, and others are refused.
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use crate::error::ApiError;
 
-/// An unsupported parameter: true if its value asks for something.
+/// An unsupported parameter: true if its value demands something.
 ///
-/// Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use; those are
-/// no request.
+/// Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use. These
+/// demand nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Inert(bool);
 
 impl Inert {
-    /// True if the value asks for something.
+    /// True if the value demands something.
     pub fn asks(self) -> bool {
         self.0
     }
 
-    /// Refuses the parameter if it asks for something.
+    /// Refuses the parameter if it demands something.
     pub fn refuse(self, param: &str) -> Result<(), ApiError> {
         if self.0 { Err(ApiError::unsupported(param)) } else { Ok(()) }
     }
 }
 
-/// A parameter like `tool_choice`, which asks for nothing where it says `auto` or `none` too.
+/// A parameter like `tool_choice`: `auto` and `none` demand nothing either.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Choice(bool);
 
 impl Choice {
-    /// Refuses the parameter if it asks for something.
+    /// Refuses the parameter if it demands something.
     pub fn refuse(self, param: &str) -> Result<(), ApiError> {
         Inert(self.0).refuse(param)
     }

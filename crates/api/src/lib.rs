@@ -1,11 +1,11 @@
-//! The HTTP API's words: request types and their validation, response types, errors. No server, no
-//! I/O.
+//! The types of the HTTP API: requests with their validation, responses, and errors. It has no
+//! server and no I/O.
 //!
-//! Three dialects are spoken: OpenAI's chat completions and completions (with the extensions that
-//! vLLM made common) and SGLang's native `/generate`. All three are validated into one
-//! [`Generation`]; past it nothing needs checking but the prompt's length, which is known only once
-//! the text is tokenised ([`Generation::room`]). Beside them stand the routes of models that make
-//! vectors and scores of prompts: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score.
+//! There are three dialects: OpenAI's chat completions and completions, with vLLM's common
+//! extensions, and SGLang's native `/generate`. All three become one validated [`Generation`].
+//! After that only the prompt's length is unchecked, which is known after the text is tokenised
+//! ([`Generation::room`]). Models that make vectors and scores have routes of their own: OpenAI's
+//! embeddings, Jina's and Cohere's rerank, and vLLM's score.
 //!
 //! ```
 //! use forebay_api::{ApiError, ChatRequest, GenerationDefaults, Limits, parse_request};

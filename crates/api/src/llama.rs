@@ -15,37 +15,37 @@ use crate::sampling::{
     Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total,
 };
 
-/// A completion request as llama.cpp's server takes it.
+/// A completion request of llama.cpp's server.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct LlamaRequest {
     /// A string, a list of token ids, or a list of several of either.
     #[schema(value_type = Object)]
     pub prompt: Prompts,
-    /// The largest number of tokens to generate; -1: the rest of the context, as where absent.
+    /// The largest number of tokens to generate; -1 or absent: the rest of the context.
     pub n_predict: Option<i64>,
-    /// 0 is greedy.
+    /// The temperature; 0 is greedy.
     pub temperature: Option<f32>,
     /// The number of candidates; 0 is off.
     pub top_k: Option<i32>,
-    /// Nucleus mass.
+    /// The share of probability that is kept (nucleus sampling).
     pub top_p: Option<f32>,
     /// The share of the largest probability below which tokens are dropped.
     pub min_p: Option<f32>,
-    /// Divides (or multiplies) the logits of tokens seen before.
+    /// A number that divides positive logits of earlier tokens, and multiplies negative ones.
     pub repeat_penalty: Option<f32>,
-    /// Subtracted from the logits of generated tokens.
+    /// A number that is subtracted from the logits of generated tokens.
     pub presence_penalty: Option<f32>,
-    /// Subtracted from the logits of generated tokens, for each occurrence.
+    /// A number that is subtracted from the logits of generated tokens, for each occurrence.
     pub frequency_penalty: Option<f32>,
-    /// Makes sampling repeatable; -1: it is not.
+    /// The seed, which makes sampling repeatable; -1: a random one.
     pub seed: Option<i64>,
     /// Strings that end the text.
     #[schema(value_type = Option<Vec<String>>)]
     pub stop: Option<Strings>,
     /// Go on after an end-of-sequence token.
     pub ignore_eos: Option<bool>,
-    /// Added to the logits: a list of pairs of a token id and a number, or of a token id and
-    /// `false`; or an object.
+    /// Numbers that are added to the logits: an object, or a list of pairs of a token id and a
+    /// number or `false`.
     #[schema(value_type = Option<Object>)]
     pub logit_bias: Option<Value>,
     /// Alternatives to return for each token, 0 to 20.
@@ -54,7 +54,7 @@ pub struct LlamaRequest {
     pub stream: Option<bool>,
     /// Return the ids of the generated tokens.
     pub return_tokens: Option<bool>,
-    /// Accepted; prompts are always looked up in the prefix cache.
+    /// Accepted, without an effect: prompts are always looked up in the prefix cache.
     pub cache_prompt: Option<bool>,
     /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.
     pub cache_salt: Option<String>,
@@ -72,18 +72,18 @@ pub struct LlamaRequest {
     lora: Inert,
 }
 
-/// A llama.cpp request without anything left to check but the prompts' lengths.
+/// A llama.cpp request that is checked, except for the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidLlama {
     /// The prompts, at least one.
     pub prompts: Vec<Prompt>,
-    /// The answer is a list.
+    /// True if the answer is a list.
     pub batch: bool,
-    /// Everything else.
+    /// The other parameters.
     pub generation: Generation,
-    /// Server-sent events.
+    /// True if the response is server-sent events.
     pub stream: bool,
-    /// Ids of the generated tokens are returned.
+    /// True if ids of the generated tokens are returned.
     pub return_tokens: bool,
 }
 
@@ -91,7 +91,7 @@ impl LlamaRequest {
     /// Checks everything that can be checked before the prompts are tokenised.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         self,
         defaults: &GenerationDefaults,
@@ -185,21 +185,21 @@ fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
     Ok(biases)
 }
 
-/// An answer, or a chunk of its stream, as llama.cpp's server gives it.
+/// An answer of llama.cpp's server, or a chunk of its stream.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct LlamaCompletion {
     /// The number of the prompt.
     pub index: u32,
     /// The text; in a stream, the new text.
     pub content: String,
-    /// Ids of the tokens, where asked for or in a stream.
+    /// Ids of the tokens, if requested or in a stream.
     pub tokens: Vec<i32>,
     /// True in the last chunk.
     pub stop: bool,
     /// The fields of the last chunk; `None` before it.
     #[serde(flatten)]
     pub end: Option<LlamaEnd>,
-    /// Log-probabilities of the tokens, where asked for.
+    /// Log-probabilities of the tokens, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub completion_probabilities: Option<Vec<LlamaProbability>>,
 }
@@ -236,7 +236,7 @@ pub struct LlamaTimings {
     pub predicted_n: u32,
     /// Milliseconds from the request to the end.
     pub predicted_ms: f64,
-    /// Tokens a second over that time.
+    /// Generated tokens for each second of `predicted_ms`.
     pub predicted_per_second: f64,
 }
 
@@ -258,7 +258,8 @@ pub struct LlamaProbability {
 }
 
 impl LlamaEnd {
-    /// Sets the end of the text; `None`: its length. `eos` tells whether it was end-of-sequence.
+    /// Sets the end of the text by a stop string or token; `None`: its length. `eos` is true for an
+    /// end-of-sequence token.
     pub fn stopped(&mut self, by: Option<StopReason>, eos: bool) {
         (self.stop_type, self.stopping_word) = match by {
             None => ("limit", String::new()),
@@ -269,12 +270,12 @@ impl LlamaEnd {
     }
 }
 
-/// A row of the device's tables, as llama.cpp's server shows it.
+/// A row of the device's tables, in the form of llama.cpp's server.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct LlamaSlot {
     /// The number of the slot.
     pub id: u32,
-    /// Positions that a request may use.
+    /// The largest number of positions of a request.
     pub n_ctx: u32,
     /// True if a request is in the slot.
     pub is_processing: bool,

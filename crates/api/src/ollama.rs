@@ -19,7 +19,7 @@ use crate::turns::{Content, Turns};
 /// A conversation, `POST /api/chat`.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct OllamaChatRequest {
-    /// The name of the model; `:latest` behind it says nothing.
+    /// The name of the model; a `:latest` behind it is ignored.
     pub model: Option<String>,
     /// The conversation; without one, the model is only to be loaded.
     #[serde(default)]
@@ -27,7 +27,7 @@ pub struct OllamaChatRequest {
     /// Functions that the model may call.
     #[schema(value_type = Option<Vec<Object>>)]
     tools: Option<Vec<Value>>,
-    /// Send lines as the model speaks; true where absent.
+    /// Send lines as the model speaks; true if absent.
     stream: Option<bool>,
     /// `json`, or a JSON schema of the answer.
     #[schema(value_type = Option<Object>)]
@@ -46,7 +46,7 @@ pub struct OllamaChatRequest {
 /// A prompt, `POST /api/generate`.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct OllamaGenerateRequest {
-    /// The name of the model; `:latest` behind it says nothing.
+    /// The name of the model; a `:latest` behind it is ignored.
     pub model: Option<String>,
     /// The user's text; without it, the model is only to be loaded.
     #[serde(default)]
@@ -67,7 +67,7 @@ pub struct OllamaGenerateRequest {
     #[serde(default)]
     #[schema(ignore)]
     context: Inert,
-    /// Send lines as the model speaks; true where absent.
+    /// Send lines as the model speaks; true if absent.
     stream: Option<bool>,
     /// `json`, or a JSON schema of the answer.
     #[schema(value_type = Option<Object>)]
@@ -86,12 +86,12 @@ pub struct OllamaGenerateRequest {
 /// Texts to turn into vectors, `POST /api/embed`.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct OllamaEmbedRequest {
-    /// The name of the model; `:latest` behind it says nothing.
+    /// The name of the model; a `:latest` behind it is ignored.
     pub model: Option<String>,
     /// A string, or a list of strings.
     #[schema(value_type = Object)]
     input: Prompts,
-    /// Cut texts that are too long; true where absent.
+    /// Cut texts that are too long; true if absent.
     truncate: Option<bool>,
     /// Keep this many of each vector's first numbers.
     dimensions: Option<u32>,
@@ -183,7 +183,7 @@ struct OllamaFunction {
 /// The content of an Ollama request.
 #[derive(Debug)]
 pub enum OllamaAsk {
-    /// A request without a prompt: the model is to be loaded, or to go.
+    /// A request without a prompt, which loads or unloads the model.
     Load {
         /// True if the model is to be unloaded.
         unload: bool,
@@ -196,7 +196,7 @@ pub enum OllamaAsk {
         prompt: String,
         /// The parameters of the generation.
         generation: Box<Generation>,
-        /// Lines come as the model speaks.
+        /// True if the answer is streamed in lines.
         streamed: bool,
     },
 }
@@ -205,7 +205,7 @@ impl OllamaChatRequest {
     /// Checks everything that can be checked before the prompt is tokenised.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         self,
         defaults: &GenerationDefaults,
@@ -228,11 +228,11 @@ impl OllamaChatRequest {
 }
 
 impl OllamaGenerateRequest {
-    /// Checks everything that can be checked before the prompt is tokenised.
-    /// `has_template` tells whether the model's prompts are conversations.
+    /// Checks everything that can be checked before the prompt is tokenised. `has_template` is true
+    /// if the model's prompts are conversations.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         self,
         has_template: bool,
@@ -280,7 +280,7 @@ impl OllamaGenerateRequest {
 }
 
 impl OllamaEmbedRequest {
-    /// Converts the request to OpenAI's words.
+    /// The request as a request of OpenAI's API.
     #[must_use]
     pub fn in_openai(self) -> EmbeddingRequest {
         EmbeddingRequest {

@@ -5,12 +5,12 @@ use utoipa::ToSchema;
 
 use crate::error::ApiError;
 
-/// A stream was asked for, with these options.
+/// The options of a requested stream.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Streaming {
-    /// A last chunk with the usage.
+    /// True if a last chunk has the usage.
     pub include_usage: bool,
-    /// The usage so far in every chunk.
+    /// True if every chunk has the usage so far.
     pub continuous_usage: bool,
 }
 
@@ -19,7 +19,7 @@ pub struct Streaming {
 pub struct TokenOutput {
     /// True if the tokens' ids come with the answer.
     pub ids: bool,
-    /// Log-probabilities name them by their ids.
+    /// True if log-probabilities name tokens by their ids.
     pub as_ids: bool,
 }
 
@@ -64,7 +64,7 @@ macro_rules! openai_request {
         #[derive(Debug, serde::Deserialize, utoipa::ToSchema)]
         pub struct $name {
             $($own)*
-            /// The name of the model; the served one where absent.
+            /// The name of the model; the served one if absent.
             pub model: Option<String>,
             /// The largest number of tokens to generate.
             pub max_tokens: Option<u32>,
@@ -72,23 +72,25 @@ macro_rules! openai_request {
             pub min_tokens: Option<u32>,
             /// Choices to generate for each prompt.
             pub n: Option<u32>,
-            /// 0 is greedy.
+            /// The temperature; 0 is greedy.
             pub temperature: Option<f32>,
-            /// Nucleus mass.
+            /// The share of probability that is kept (nucleus sampling).
             pub top_p: Option<f32>,
             /// The number of candidates; -1 or 0 is off.
             pub top_k: Option<i32>,
             /// The share of the largest probability below which tokens are dropped.
             pub min_p: Option<f32>,
-            /// Makes sampling repeatable.
+            /// The seed, which makes sampling repeatable.
             pub seed: Option<i64>,
-            /// Subtracted from the logits of generated tokens.
+            /// A number that is subtracted from the logits of generated tokens.
             pub presence_penalty: Option<f32>,
-            /// Subtracted from the logits of generated tokens, for each occurrence.
+            /// A number that is subtracted from the logits of generated tokens, for each
+            /// occurrence.
             pub frequency_penalty: Option<f32>,
-            /// Divides (or multiplies) the logits of tokens seen before.
+            /// A number that divides positive logits of earlier tokens, and multiplies negative
+            /// ones.
             pub repetition_penalty: Option<f32>,
-            /// Added to the logits, by token id.
+            /// Numbers that are added to the logits, by token id.
             pub logit_bias: Option<std::collections::HashMap<String, f32>>,
             /// The only token ids that may be sampled.
             pub allowed_token_ids: Option<Vec<i32>>,
@@ -103,24 +105,24 @@ macro_rules! openai_request {
             pub ignore_eos: Option<bool>,
             /// Leave special tokens out of the text.
             pub skip_special_tokens: Option<bool>,
-            /// Accepted; tokenizers with fast detokenisation put no such spaces.
+            /// Accepted, without an effect: tokenizers with fast detokenisation have no such
+            /// spaces.
             pub spaces_between_special_tokens: Option<bool>,
             /// Put the tokenizer's special tokens around a text prompt; a chat's come from its
             /// template.
             pub add_special_tokens: Option<bool>,
-            /// Larger is sooner, under the priority policy.
+            /// The priority; larger is sooner, under the priority policy.
             pub priority: Option<i32>,
             /// Send chunks as server-sent events.
             pub stream: Option<bool>,
             /// Options of the stream.
             pub stream_options: Option<$crate::openai::StreamOptions>,
-            /// Tokens to gather for a chunk of the stream; the server's flag where absent. The
+            /// The number of tokens for a chunk of the stream; the server's flag if absent. The
             /// first token does not wait.
             pub stream_interval: Option<u32>,
             /// Requests with the same key are computed by the same replica.
             pub routing_key: Option<String>,
-            /// The number of the replica that is to compute it; `data_parallel_rank` is its older
-            /// name.
+            /// The number of the replica for the request; `data_parallel_rank` is its older name.
             #[serde(alias = "data_parallel_rank")]
             pub routed_dp_rank: Option<i64>,
             /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.
@@ -130,8 +132,8 @@ macro_rules! openai_request {
             /// Words that the answer does not have.
             #[schema(value_type = Option<Vec<String>>)]
             pub bad_words: Option<$crate::prompt::Strings>,
-            /// The largest number of tokens of the reasoning before the answer; then it is ended.
-            /// -1: as many as it takes.
+            /// The largest number of tokens of the reasoning before the answer. Then the reasoning
+            /// is ended. -1: without a limit.
             #[serde(alias = "thinking_token_budget", alias = "reasoning_budget")]
             pub thinking_budget: Option<i64>,
             /// The form of the answer.
@@ -159,8 +161,8 @@ macro_rules! openai_request {
             /// The form of the answer: a structural tag, as text or as an object.
             #[schema(value_type = Option<String>)]
             structural_tag: Option<$crate::structure::Raw>,
-            /// Return log-probabilities of the prompt's tokens, with so many alternatives for each,
-            /// 0 to 20. Not in a stream.
+            /// The number of alternatives for each token of the prompt, 0 to 20, whose
+            /// log-probabilities are returned. Not in a stream.
             pub prompt_logprobs: Option<i32>,
             /// Return the ids of the prompt's and of the generated tokens.
             pub return_token_ids: Option<bool>,
@@ -177,7 +179,7 @@ macro_rules! openai_request {
         }
 
         impl $name {
-            /// Refuses what is not served in either of OpenAI's dialects.
+            /// Refuses parameters that neither of OpenAI's dialects serves.
             fn refuse_shared(&self) -> Result<(), $crate::error::ApiError> {
                 for (param, inert) in [
                     ("logits_processors", self.logits_processors),
@@ -194,8 +196,8 @@ macro_rules! openai_request {
                 Ok(())
             }
 
-            /// Alternatives for each of the prompt's tokens, where their log-probabilities are
-            /// asked for.
+            /// Alternatives for each of the prompt's tokens, if their log-probabilities are
+            /// requested.
             fn prompt_alternatives(&self) -> Result<Option<u8>, $crate::error::ApiError> {
                 const PARAM: &str = "prompt_logprobs";
                 let Some(count) = self.prompt_logprobs else { return Ok(None) };

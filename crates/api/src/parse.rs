@@ -1,4 +1,4 @@
-//! From bytes to a request type, with errors that point at the place.
+//! The way from bytes to a request type. Errors name the place.
 
 use serde::de::DeserializeOwned;
 use serde_json::error::Category;
@@ -6,22 +6,22 @@ use serde_json::error::Category;
 use crate::error::ApiError;
 use crate::limits::{self, Limited, Weight};
 
-/// A parsed request, and how much was kept of its body.
+/// A parsed request, and the weight of its body.
 #[derive(Debug)]
 pub struct Parsed<T> {
     /// The request.
     pub request: T,
     /// The weight of the parsed value.
     pub weight: Weight,
-    /// Names of parameters of the request that nothing reads.
+    /// Names of parameters of the request that no type reads.
     pub unread: Vec<String>,
 }
 
 /// Checks a request body against the limits of its type, and parses it.
 ///
 /// # Errors
-/// As [`parse`]; [`ApiError::Invalid`] with the first parameter that is over its limit; or what
-/// `fits` says of the body's weight.
+/// The errors of [`parse`]; [`ApiError::Invalid`] with the first parameter over its limit; or an
+/// error of `fits` about the body's weight.
 pub fn parse_request<T: DeserializeOwned + Limited>(
     body: &[u8],
     fits: impl FnOnce(Weight) -> Result<(), ApiError>,

@@ -1,7 +1,7 @@
 //! The messages between a router and a brain beside a client's request: request headers, response
 //! headers, and comments in streams.
 //!
-//! None of it is sent to anybody who did not ask with [`ROUTER_HEADER`].
+//! Only senders of a [`ROUTER_HEADER`] get any of these.
 
 use std::io::Write;
 use std::str::FromStr;
@@ -9,31 +9,31 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The request header with the router that sends a request: [`RouterTag`].
+/// The request header in which a router names itself: [`RouterTag`].
 pub const ROUTER_HEADER: &str = "x-forebay-router";
-/// The request header with a router's key. A brain that has a key serves routers only with it.
+/// The request header with a router's key. A brain with a key serves only routers that send it.
 pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
-/// The response header with the number of backends that died under the request. The request is not
-/// to be tried again.
+/// The response header with the number of backends that died while they had the request. The
+/// request must not be sent again.
 pub const DEATHS_HEADER: &str = "x-forebay-deaths";
 /// The response header with a [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
-/// The response header with the name of a kept response, by which clients go on from it.
+/// The response header with the name of a kept response. Clients continue from it.
 pub const RESPONSE_HEADER: &str = "x-forebay-response";
-/// The header with the name of a stream. A response has it if another brain can go on with the
-/// stream, and a request if it asks to go on.
+/// The header with the name of a stream. A response has it if another brain can continue the
+/// stream. A request has it to ask for that.
 pub const STREAM_HEADER: &str = "x-forebay-stream";
-/// The request header of a stream that goes on: the number of bytes of the body that are token ids,
-/// ahead of the client's own body.
+/// The request header of a continued stream. It has the number of bytes of token ids ahead of the
+/// client's own body.
 pub const RESUME_HEADER: &str = "x-forebay-resume";
 /// The response header with names of blocks of the prompt: [`sample_blocks`].
 pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
 /// The beginning of a comment of a stream.
 pub const COMMENT: &[u8] = b": forebay ";
-/// The largest number of names that [`BLOCKS_HEADER`] has.
+/// The largest number of names in [`BLOCKS_HEADER`].
 pub const MAX_SAMPLED_BLOCKS: usize = 32;
 
-/// A header or comment of another form.
+/// A header or comment of a wrong form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("`{0}` is missing or malformed")]
 pub struct PeerError(pub &'static str);
@@ -52,19 +52,19 @@ impl Pairs<'_> {
     }
 }
 
-/// A router's words with each request.
+/// A router's data for each request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RouterTag {
-    /// The name of the router, drawn when it started.
+    /// The random name of the router, made at its start.
     pub router: u64,
     /// The number of this dispatch to this backend, from 1.
     pub seq: u64,
-    /// Every dispatch below this has arrived, or never will.
+    /// The number of the first dispatch that may still be on its way. All earlier dispatches have
+    /// arrived, or never will.
     pub floor: u64,
-    /// The seed to sample with where the client gave none, so that another brain draws the same
-    /// tokens.
+    /// The seed for requests without one. With it another brain draws the same tokens.
     pub seed: u64,
-    /// Asks the response to name the prompt's blocks.
+    /// True if the response should name the prompt's blocks.
     pub blocks: bool,
 }
 
@@ -80,7 +80,7 @@ impl RouterTag {
     /// Reads the value of [`ROUTER_HEADER`].
     ///
     /// # Errors
-    /// A part is missing or no number.
+    /// A part is missing, or is no number.
     pub fn decode(text: &str) -> Result<Self, PeerError> {
         let pairs = Pairs(text);
         Ok(Self {
@@ -93,36 +93,37 @@ impl RouterTag {
     }
 }
 
-/// A brain's load at one moment, as one router is told.
+/// A brain's load at one moment, for one router.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// Drawn when the brain started: numbers of another epoch mean nothing.
+    /// A random number of the brain's start. Numbers of another epoch mean nothing.
     pub epoch: u64,
-    /// The number of this report; larger is later.
+    /// The number of this report; a larger one is later.
     pub at: u64,
-    /// Every dispatch of this router up to this number is counted here, or has ended.
+    /// The number of a dispatch. Every dispatch of this router up to it is counted here, or has
+    /// ended.
     pub seen: u64,
     /// Requests of this router that are alive.
     pub own: u32,
-    /// Requests of everybody that are alive, streams and whole answers alike.
+    /// Requests of all clients that are alive, with streams or whole answers.
     pub requests: u32,
     /// Choices with a slot.
     pub running: u32,
-    /// Choices waiting for one.
+    /// Choices that wait for a slot.
     pub waiting: u32,
-    /// Tokens of work left: to be computed of prompts, and to be generated as far as anybody can
-    /// say.
+    /// Tokens of work that is left: prompt tokens to compute, and an estimate of the tokens to
+    /// generate.
     pub tokens: u64,
-    /// Pages that nobody holds.
+    /// Pages that are not held.
     pub pages_free: u64,
-    /// The number of the way in which this brain names blocks. Brains with the same number give the
-    /// same content the same name.
+    /// A number for the block names of this brain. Brains with the same number give the same
+    /// content the same name.
     #[serde(default)]
     pub names: u64,
 }
 
 impl LoadReport {
-    /// Appends it as [`LOAD_HEADER`] and comments carry it.
+    /// Appends the report in the form of [`LOAD_HEADER`] and of comments.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let Self { epoch, at, seen, own, requests, running, waiting, tokens, .. } = self;
         let Self { pages_free, names, .. } = self;
@@ -137,7 +138,7 @@ impl LoadReport {
     /// Reads the output of [`LoadReport::encode`].
     ///
     /// # Errors
-    /// A part is missing or no number.
+    /// A part is missing, or is no number.
     pub fn decode(text: &str) -> Result<Self, PeerError> {
         let pairs = Pairs(text);
         Ok(Self {
@@ -156,8 +157,8 @@ impl LoadReport {
     }
 }
 
-/// A comment in a stream. All bytes before it are complete. With them and the ids of all comments
-/// so far, another brain can go on with the stream.
+/// A comment in a stream. All bytes before it are complete. With these bytes, and the ids of all
+/// comments so far, another brain can continue the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Comment<'a> {
     /// Ids of the tokens since the last comment, in decimal, joined with commas.
@@ -166,7 +167,7 @@ pub struct Comment<'a> {
     pub report: Option<LoadReport>,
 }
 
-/// Appends a comment, with its line end.
+/// Appends a comment with its line end.
 pub fn write_comment(ids: &[i32], report: Option<&LoadReport>, out: &mut Vec<u8>) {
     out.extend_from_slice(COMMENT);
     write_ids(ids, out);
@@ -177,7 +178,7 @@ pub fn write_comment(ids: &[i32], report: Option<&LoadReport>, out: &mut Vec<u8>
     out.push(b'\n');
 }
 
-/// Reads a line that begins with [`COMMENT`], without its end.
+/// Reads a line that begins with [`COMMENT`]. The line has no line end.
 #[must_use]
 pub fn read_comment(line: &[u8]) -> Option<Comment<'_>> {
     let text = std::str::from_utf8(line.strip_prefix(COMMENT)?).ok()?;
@@ -201,13 +202,13 @@ fn write_ids(ids: &[i32], out: &mut Vec<u8>) {
 /// Reads ids in decimal, joined with commas.
 ///
 /// # Errors
-/// One is no number.
+/// An id is no number.
 pub fn read_ids(text: &str) -> Result<Vec<i32>, PeerError> {
     let ids = text.split(',').filter(|part| !part.is_empty());
     ids.map(|id| id.parse().map_err(|_| PeerError(RESUME_HEADER))).collect()
 }
 
-/// The name of a stream. A brain that goes on with the stream writes the same into its chunks.
+/// The name of a stream. A brain that continues the stream writes the same name into its chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StreamName {
     /// The response's id.
@@ -226,7 +227,7 @@ impl StreamName {
     /// Reads the value of [`STREAM_HEADER`].
     ///
     /// # Errors
-    /// There is no time in it.
+    /// The time is missing.
     pub fn decode(text: &str) -> Result<Self, PeerError> {
         let (created, id) = text.split_once(';').ok_or(PeerError(STREAM_HEADER))?;
         let created = created.parse().map_err(|_| PeerError(STREAM_HEADER))?;
@@ -234,8 +235,8 @@ impl StreamName {
     }
 }
 
-/// Samples a chain of block names: at most [`MAX_SAMPLED_BLOCKS`], evenly spread, the last one
-/// among them. They tell how much of a prompt a cache holds, in a header of half a kilobyte.
+/// A sample of a chain of block names: at most [`MAX_SAMPLED_BLOCKS`], evenly spread, with the last
+/// one. It shows the part of a prompt in a cache, in a header of half a kilobyte.
 #[must_use]
 pub fn sample_blocks(names: &[u64]) -> Vec<u64> {
     let count = names.len().min(MAX_SAMPLED_BLOCKS);
@@ -251,7 +252,7 @@ pub fn encode_blocks(names: &[u64]) -> String {
 /// Reads the value of [`BLOCKS_HEADER`].
 ///
 /// # Errors
-/// One is no hexadecimal number.
+/// A name is no hexadecimal number.
 pub fn decode_blocks(text: &str) -> Result<Vec<u64>, PeerError> {
     let names = text.split(',').filter(|part| !part.is_empty());
     names.map(|name| u64::from_str_radix(name, 16).map_err(|_| PeerError(BLOCKS_HEADER))).collect()

@@ -6,7 +6,7 @@ use crate::error::ApiError;
 use crate::limits::ROUTING_KEY_BYTES;
 use crate::sampling::Limits;
 
-/// Checks a key that came in one parameter and the number of a replica that came in another.
+/// Checks a routing key and the number of a replica, each with the name of its parameter.
 ///
 /// # Errors
 /// The key is empty or too long, or there is no such replica.

@@ -1,4 +1,4 @@
-//! Prompts as completions take them: text or token ids, one or many.
+//! Prompts of completions: text or token ids, one or many.
 
 use std::fmt;
 
@@ -89,7 +89,7 @@ pub(crate) fn in_vocabulary(id: i32, vocab_size: u32) -> bool {
     u32::try_from(id).is_ok_and(|id| id < vocab_size)
 }
 
-/// An element of a prompt list; the first one decides what the list is.
+/// An element of a prompt list. The first element decides the kind of the list.
 enum Element {
     Text(String),
     Id(i32),
@@ -168,7 +168,7 @@ impl<'de> Deserialize<'de> for Prompts {
     }
 }
 
-/// A string or a list of strings, as `stop` is.
+/// A string or a list of strings, as in `stop`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Strings(pub Vec<String>);
 

@@ -1,4 +1,4 @@
-//! `/rerank` and `/score`: how well texts go together.
+//! `/rerank` and `/score`: scores of texts that belong together.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,28 +15,27 @@ use crate::prompt::Strings;
 use crate::salt::check_salt;
 use crate::sampling::Limits;
 
-/// Documents to put into the order of how well they answer a query, in the shape of Jina and
-/// Cohere.
+/// Documents to sort by their fit to a query, in the shape of Jina and Cohere.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct RerankRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// The query.
     pub query: String,
     /// Strings, or objects with a `text`.
     pub documents: Vec<Document>,
-    /// Return this many of the best; all where absent or 0.
+    /// Return this many of the best documents; all if absent or 0.
     pub top_n: Option<usize>,
-    /// Return the documents' texts too; true where absent.
+    /// Return the documents' texts too; true if absent.
     pub return_documents: Option<bool>,
-    /// Cut the documents so that this many tokens are left of each pair; -1: as many as the model
+    /// Cut the documents so that each pair has at most this many tokens; -1: as many as the model
     /// takes.
     pub truncate_prompt_tokens: Option<i64>,
-    /// Larger is sooner, under the priority policy.
+    /// The priority; larger is sooner, under the priority policy.
     pub priority: Option<i32>,
     /// Blocks of the texts are shared only with requests of the same salt, 1 to 256 bytes.
     pub cache_salt: Option<String>,
-    /// Accepted; nothing depends on it.
+    /// Accepted, without an effect.
     pub user: Option<String>,
 }
 
@@ -100,13 +99,13 @@ impl Document {
 /// Texts to compare, in the shape of vLLM.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct ScoreRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
-    /// A string, compared with each of `text_2`, or as many as there. `queries`, `data_1` and
-    /// `query` are other names of it.
+    /// A string, which is compared with each of `text_2`, or a list of as many strings. `queries`,
+    /// `data_1` and `query` are its other names.
     #[schema(value_type = Option<Vec<String>>)]
     pub text_1: Option<Strings>,
-    /// A string or a list of strings. `documents`, `data_2` and `items` are other names of it.
+    /// A string or a list of strings. `documents`, `data_2` and `items` are its other names.
     #[schema(value_type = Option<Vec<String>>)]
     pub text_2: Option<Strings>,
     #[schema(ignore)]
@@ -121,38 +120,38 @@ pub struct ScoreRequest {
     query: Option<Strings>,
     #[schema(ignore)]
     items: Option<Strings>,
-    /// False: scores as the model gives them, not squeezed into 0 to 1 where its authors do that.
+    /// False: the model's own scores, without a sigmoid that its authors may use.
     pub use_activation: Option<bool>,
     #[serde(default)]
     #[schema(ignore)]
     label_token_ids: Inert,
-    /// Cut the second texts so that this many tokens are left of each pair; -1: as many as the
+    /// Cut the second texts so that each pair has at most this many tokens; -1: as many as the
     /// model takes.
     pub truncate_prompt_tokens: Option<i64>,
-    /// Larger is sooner, under the priority policy.
+    /// The priority; larger is sooner, under the priority policy.
     pub priority: Option<i32>,
     /// Blocks of the texts are shared only with requests of the same salt, 1 to 256 bytes.
     pub cache_salt: Option<String>,
-    /// Accepted; nothing depends on it.
+    /// Accepted, without an effect.
     pub user: Option<String>,
 }
 
-/// Pairs of texts to score, with nothing left to check but their lengths.
+/// Pairs of texts to score. They are checked, except for their lengths.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Pairs {
-    /// One, or as many as `second`.
+    /// The first texts: one, or as many as in `second`.
     pub first: Vec<String>,
     /// The second texts, at least one.
     pub second: Vec<String>,
-    /// Tokens to keep of a pair.
+    /// The number of tokens to keep of a pair.
     pub truncate: Option<usize>,
-    /// Place in the queue.
+    /// The priority in the queue.
     pub priority: i32,
-    /// Keeps its cached blocks apart from those of others.
+    /// The salt, which keeps the request's cached blocks apart from others.
     pub cache_salt: Option<Arc<str>>,
-    /// Scores are not squeezed into 0 to 1.
+    /// True if scores do not go through a sigmoid.
     pub raw: bool,
-    /// The parameters that carry `first` and `second`.
+    /// The names of the parameters with `first` and `second`.
     pub params: [&'static str; 2],
 }
 
@@ -171,7 +170,7 @@ impl RerankRequest {
     /// Checks everything that can be checked before the texts are tokenised.
     ///
     /// # Errors
-    /// The first parameter that is out of range.
+    /// A parameter is out of range; the error names the first.
     pub fn validate(self, limits: Limits) -> Result<ValidRerank, ApiError> {
         let second: Vec<String> = self.documents.into_iter().map(Document::into_text).collect();
         let top_n = self.top_n.filter(|&n| n > 0).unwrap_or(second.len()).min(second.len());
@@ -193,7 +192,7 @@ impl ScoreRequest {
     /// Checks everything that can be checked before the texts are tokenised.
     ///
     /// # Errors
-    /// The first parameter that is out of range.
+    /// A parameter is out of range; the error names the first.
     pub fn validate(self, limits: Limits) -> Result<Pairs, ApiError> {
         self.label_token_ids.refuse("label_token_ids")?;
         let spellings = [
@@ -263,28 +262,28 @@ impl Pairs {
     }
 }
 
-/// Documents in the order of how well they answer the query.
+/// Documents, sorted by their fit to the query.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct RerankResponse {
     /// `rerank-` and a random number.
     pub id: String,
     /// The name of the model.
     pub model: String,
-    /// Tokens it took.
+    /// The request's numbers of tokens.
     pub usage: PoolingUsage,
-    /// The best first.
+    /// The documents, the best first.
     pub results: Vec<RerankResult>,
 }
 
-/// A document's place.
+/// A document with its score.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct RerankResult {
     /// The number of the document in the request.
     pub index: usize,
-    /// The document, where asked for.
+    /// The document, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub document: Option<RerankDocument>,
-    /// Larger is better.
+    /// The score; larger is better.
     pub relevance_score: f32,
 }
 
@@ -306,9 +305,9 @@ pub struct ScoreResponse {
     pub created: u64,
     /// The name of the model.
     pub model: String,
-    /// One a pair, in their order.
+    /// The scores, one for each pair, in order.
     pub data: Vec<ScoreData>,
-    /// Tokens it took.
+    /// The request's numbers of tokens.
     pub usage: PoolingUsage,
 }
 
@@ -319,7 +318,7 @@ pub struct ScoreData {
     pub index: usize,
     /// `score`.
     pub object: &'static str,
-    /// Larger is better.
+    /// The score; larger is better.
     pub score: f32,
 }
 

@@ -4,7 +4,7 @@ use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-/// Tokens that a request took.
+/// The numbers of tokens of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub struct Usage {
     /// Tokens of the prompts, each counted once.
@@ -13,7 +13,7 @@ pub struct Usage {
     pub total_tokens: u32,
     /// Tokens generated in all choices, an end-of-sequence token included.
     pub completion_tokens: u32,
-    /// Details of `prompt_tokens`, unless the server keeps them to itself.
+    /// Details of `prompt_tokens`, unless the server hides them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_tokens_details: Option<PromptTokensDetails>,
     /// Details of `completion_tokens`, of models that are known to reason.
@@ -24,19 +24,19 @@ pub struct Usage {
 /// Details of generated tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub struct CompletionTokensDetails {
-    /// Reasoning, as far as it stands apart; the marks around it are not counted.
+    /// Tokens of reasoning that stands apart, without the marks around it.
     pub reasoning_tokens: u32,
 }
 
 /// Details of a prompt's tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub struct PromptTokensDetails {
-    /// Found in the prefix cache.
+    /// Tokens that were found in the prefix cache.
     pub cached_tokens: u32,
 }
 
 impl Usage {
-    /// Puts the numbers together; `cached_tokens` is `None` where it is not told.
+    /// Makes a usage of its numbers. `cached_tokens` is `None` if it is hidden.
     pub fn new(prompt_tokens: u32, completion_tokens: u32, cached_tokens: Option<u32>) -> Self {
         let details = |cached_tokens| PromptTokensDetails { cached_tokens };
         Self {
@@ -79,12 +79,12 @@ pub struct ChatCompletion {
     pub model: String,
     /// The choices.
     pub choices: Vec<ChatChoice>,
-    /// Tokens it took.
+    /// The request's numbers of tokens.
     pub usage: Usage,
-    /// The prompt's token ids, where asked for.
+    /// The prompt's token ids, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<Vec<i32>>,
-    /// Log-probabilities of the prompt's tokens, where asked for; null for the first.
+    /// Log-probabilities of the prompt's tokens, if requested; null for the first.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub prompt_logprobs: Option<Vec<Option<PromptTokenLogprobs>>>,
@@ -97,7 +97,7 @@ pub struct ChatChoice {
     pub index: u32,
     /// The model's message.
     pub message: ResponseMessage,
-    /// Log-probabilities, where asked for.
+    /// Log-probabilities, if requested.
     pub logprobs: Option<ChatLogprobs>,
     /// `stop`, `length` or `tool_calls`.
     pub finish_reason: &'static str,
@@ -107,7 +107,7 @@ pub struct ChatChoice {
     /// SGLang's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
-    /// Ids of the generated tokens, where asked for.
+    /// Ids of the generated tokens, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<i32>>,
 }
@@ -127,7 +127,7 @@ pub struct ResponseMessage {
     /// The reasoning under its other name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
-    /// The calls of tools that it asks for.
+    /// The model's calls of tools.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
 }
@@ -149,7 +149,7 @@ pub struct ToolCall {
 pub struct FunctionCall {
     /// The name of the function.
     pub name: String,
-    /// A JSON object, as the model wrote it. After a `length`, it may be cut.
+    /// A JSON object in the model's own words. If `finish_reason` is `length` it may be cut.
     pub arguments: String,
 }
 
@@ -160,7 +160,7 @@ pub struct ChatChunkChoice<'a> {
     pub index: u32,
     /// The new part.
     pub delta: ChatDelta<'a>,
-    /// Log-probabilities of the new tokens, where asked for.
+    /// Log-probabilities of the new tokens, if requested.
     pub logprobs: Option<ChatLogprobs>,
     /// `stop`, `length` or `tool_calls` in the choice's last chunk.
     pub finish_reason: Option<&'static str>,
@@ -171,7 +171,7 @@ pub struct ChatChunkChoice<'a> {
     /// chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
-    /// Ids of the new tokens, where asked for.
+    /// Ids of the new tokens, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<&'a [i32]>,
 }
@@ -224,14 +224,14 @@ pub struct FunctionDelta<'a> {
 /// Log-probabilities of a choice.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct ChatLogprobs {
-    /// One a token.
+    /// The log-probabilities, one for each token.
     pub content: Vec<ChatTokenLogprob>,
 }
 
 /// Log-probability of a token.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct ChatTokenLogprob {
-    /// The token's text; U+FFFD where it is part of a character.
+    /// The token's text; U+FFFD for a part of a character.
     pub token: String,
     /// Natural logarithm.
     pub logprob: f32,
@@ -252,7 +252,7 @@ pub struct ChatTopLogprob {
     pub bytes: Vec<u8>,
 }
 
-/// A completion, also a chunk of its stream.
+/// A completion, or a chunk of its stream.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Completion {
     /// `cmpl-` and a random number.
@@ -263,9 +263,9 @@ pub struct Completion {
     pub created: u64,
     /// The name of the model.
     pub model: String,
-    /// The choices: those of the first prompt, then those of the second...
+    /// The choices: first those of the first prompt, then those of the second, and so on.
     pub choices: Vec<CompletionChoice>,
-    /// Tokens it took.
+    /// The request's numbers of tokens.
     pub usage: Usage,
 }
 
@@ -276,7 +276,7 @@ pub struct CompletionChoice {
     pub index: u32,
     /// The text; in a stream, the new text.
     pub text: String,
-    /// Log-probabilities, where asked for.
+    /// Log-probabilities, if requested.
     pub logprobs: Option<CompletionLogprobs>,
     /// `stop` or `length`, at the end.
     pub finish_reason: Option<&'static str>,
@@ -285,20 +285,20 @@ pub struct CompletionChoice {
     /// The stop string or the token that ended the choice, end-of-sequence too; only at its end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matched_stop: Option<StopReason>,
-    /// Ids of the prompt's tokens, where asked for; in a stream, in the first chunk.
+    /// Ids of the prompt's tokens, if requested; in a stream, in the first chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<Vec<i32>>,
-    /// Ids of the generated tokens, where asked for; in a stream, the new ones.
+    /// Ids of the generated tokens, if requested; in a stream, the new ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<i32>>,
-    /// Log-probabilities of the prompt's tokens, where asked for; null for the first.
+    /// Log-probabilities of the prompt's tokens, if requested; null for the first.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub prompt_logprobs: Option<Vec<Option<PromptTokenLogprobs>>>,
 }
 
-/// A token of a prompt and the most likely ones in its place, as vLLM writes them: an object by
-/// token ids.
+/// A token of a prompt and the most likely ones in its place, in vLLM's form: an object by token
+/// ids.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptTokenLogprobs(pub Vec<(i32, PromptTokenLogprob)>);
 
@@ -313,13 +313,13 @@ impl Serialize for PromptTokenLogprobs {
 pub struct PromptTokenLogprob {
     /// Natural logarithm.
     pub logprob: f32,
-    /// 1 for the most likely one.
+    /// The rank of the token; 1 is the most likely one.
     pub rank: u32,
     /// The token's text.
     pub decoded_token: String,
 }
 
-/// Log-probabilities in the legacy shape: four lists with one entry a token.
+/// Log-probabilities in the legacy shape: four lists with one entry for each token.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, ToSchema)]
 pub struct CompletionLogprobs {
     /// The place of each token's text in the whole text, in characters.
@@ -356,7 +356,7 @@ pub struct ModelCard {
     pub owned_by: &'static str,
     /// The loaded model.
     pub root: String,
-    /// Positions a request may use; null until the model is loaded.
+    /// The largest number of positions of a request; null until the model is loaded.
     pub max_model_len: Option<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! The salt that keeps a request's cached blocks apart from those of others.
+//! The salt that keeps a request's cached blocks apart from others.
 
 use std::sync::Arc;
 

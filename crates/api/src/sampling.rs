@@ -13,7 +13,7 @@ use crate::prompt::{Strings, in_vocabulary};
 use crate::salt::check_salt;
 use crate::structure::{Spellings, Structure};
 
-/// The values of the model's `generation_config.json`, for parameters that the client leaves out.
+/// The values of the model's `generation_config.json`, which are defaults of absent parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// The default of `temperature`.
@@ -28,42 +28,42 @@ pub struct GenerationDefaults {
     pub repetition_penalty: Option<f32>,
 }
 
-/// The facts that requests are checked against.
+/// The limits of a request by the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Positions a request may use, prompt and generated tokens together.
+    /// The largest number of positions of a request, prompt and generated tokens together.
     pub context_length: u32,
-    /// Positions of a prompt; fewer where an answer may outgrow the device's memory and a prompt
-    /// may not.
+    /// The largest number of positions of a prompt. It is smaller if an answer may outgrow the
+    /// device's memory and a prompt may not.
     pub prompt_length: u32,
-    /// Token ids are below this.
+    /// The size of the vocabulary; token ids are below it.
     pub vocab_size: u32,
-    /// Replicas are numbered from 0 to below this.
+    /// The number of replicas; their numbers are below it.
     pub replicas: u32,
-    /// The largest number of images of a request; 0: the model sees none.
+    /// The largest number of images of a request; 0: the model takes none.
     pub images: u32,
 }
 
 /// The limit on the tokens to generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaxTokens {
-    /// The client's number. It becomes smaller if the context has no room for it, and the client is
-    /// told.
+    /// The client's number. It becomes smaller if the context has no room for it, and a header says
+    /// so.
     Exactly(u32),
-    /// A default: fewer where it does not fit.
+    /// A default, which becomes smaller if the context has no room for it.
     AtMost(u32),
     /// The rest of the context.
     Rest,
 }
 
-/// A validated request but for its prompt.
+/// A validated request without its prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Generation {
     /// The sampling parameters; [`Generation::params`] sets the seed.
     pub sampling: SamplingParams,
     /// The client's seed.
     pub seed: Option<u64>,
-    /// Choices a prompt.
+    /// Choices for each prompt.
     pub n: u32,
     /// The limit on the tokens to generate.
     pub max_tokens: MaxTokens,
@@ -73,17 +73,17 @@ pub struct Generation {
     pub include_stop: bool,
     /// Token ids that end the text, beside end-of-sequence; ascending, each once.
     pub stop_token_ids: Vec<i32>,
-    /// End-of-sequence tokens are tokens like others.
+    /// True if end-of-sequence tokens do not end the text.
     pub ignore_eos: bool,
-    /// Special tokens leave no text.
+    /// True if special tokens leave no text.
     pub skip_special_tokens: bool,
-    /// Larger is sooner, under the priority policy.
+    /// The priority; larger is sooner, under the priority policy.
     pub priority: i32,
-    /// Tokens to gather for a chunk of a stream, at least one.
+    /// The number of tokens for a chunk of a stream, at least one.
     pub stream_interval: Option<u32>,
-    /// The preference for a replica that computes the request.
+    /// The preference for a replica.
     pub preference: Preference,
-    /// Keeps its cached blocks apart from those of others.
+    /// The salt, which keeps the request's cached blocks apart from others.
     pub cache_salt: Option<Arc<str>>,
     /// The form of the answer.
     pub structure: Option<Structure>,
@@ -91,15 +91,16 @@ pub struct Generation {
     pub bad_words: Vec<String>,
     /// The largest number of tokens of the reasoning before the answer.
     pub thinking_budget: Option<u32>,
-    /// Log-probabilities of each prompt, which the first of its choices brings.
+    /// The demand for log-probabilities of each prompt. The first choice of a prompt brings them.
     pub prompt_logprobs: Option<PromptTail>,
 }
 
 impl Generation {
-    /// Tokens to generate after a prompt of `prompt` tokens that came in `param`.
+    /// The number of tokens to generate after a prompt of `prompt` tokens. `param` is the parameter
+    /// with the prompt.
     ///
     /// # Errors
-    /// The prompt is empty, or it does not fit the context together with the least output.
+    /// The prompt is empty, or the context has no room for it and the least output.
     pub fn room(
         &self,
         prompt: usize,
@@ -135,13 +136,13 @@ impl Generation {
         Ok(tokens)
     }
 
-    /// Sampling parameters of one choice, `seed` being the request's.
+    /// The sampling parameters of one choice of a request with the seed `seed`.
     pub fn params(&self, seed: u64, choice: u32) -> SamplingParams {
         SamplingParams { seed: choice_seed(seed, choice), ..self.sampling.clone() }
     }
 
-    /// Ids that end the request in the engine, ascending, each once. They are made once a request,
-    /// and its choices share them.
+    /// Ids that end the request in the engine, ascending and each once. The choices of a request
+    /// share them.
     pub fn stop_ids(&self, eos: &[i32]) -> Arc<[i32]> {
         let eos = if self.ignore_eos { &[] } else { eos };
         ascending([eos, &self.stop_token_ids].concat()).into()
@@ -155,8 +156,8 @@ fn ascending(mut ids: Vec<i32>) -> Vec<i32> {
     ids
 }
 
-/// Seed of choice `choice` of a request with `seed`: choice 0 samples as a request with one choice
-/// would.
+/// The seed of choice `choice` of a request with `seed`. Choice 0 samples like a request with one
+/// choice.
 pub fn choice_seed(seed: u64, choice: u32) -> u64 {
     if choice == 0 {
         return seed;
@@ -211,8 +212,8 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
-    /// Checks what depends on the model, and how parameters go together; `defaults` fill what is
-    /// absent. Each by itself is within its limit ([`crate::limits`]).
+    /// Checks the limits of the model, and combinations of parameters. `defaults` fill absent
+    /// parameters. Each parameter by itself is within its limit ([`crate::limits`]).
     pub(crate) fn validate(
         self,
         defaults: &GenerationDefaults,
@@ -327,7 +328,7 @@ fn biases(
     Ok(biases.into())
 }
 
-/// Checks how many choices all of a request's prompts have together.
+/// Checks the number of choices of all prompts of a request together.
 pub(crate) fn check_total(param: &str, choices: usize) -> Result<(), ApiError> {
     if choices > TOTAL_CHOICES {
         let reason = format!("{choices} choices in all are more than {TOTAL_CHOICES}");

@@ -10,7 +10,7 @@ use utoipa::ToSchema;
 
 use crate::error::ApiError;
 
-/// A form that a client has asked for, and the parameter that errors name.
+/// A requested form, and the parameter that errors name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Structure {
     /// Path of the parameter.
@@ -47,18 +47,18 @@ pub struct ResponseFormat {
 /// The `json_schema` of a `response_format`.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
 pub struct JsonSchemaFormat {
-    /// Accepted; no answer depends on it.
+    /// Accepted, without an effect.
     pub name: Option<String>,
-    /// Accepted; no answer depends on it.
+    /// Accepted, without an effect.
     pub description: Option<String>,
     /// The schema.
     #[schema(value_type = Option<Object>)]
     pub(crate) schema: Option<Raw>,
-    /// Accepted: a schema is always kept to the letter.
+    /// Accepted, without an effect: a schema is always enforced.
     pub strict: Option<bool>,
 }
 
-/// vLLM's `structured_outputs` parameter: one of the first six.
+/// vLLM's `structured_outputs` parameter. Only one of its first six fields may be given.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
 pub struct StructuredOutputs {
     /// A JSON schema, as an object or as text.
@@ -66,11 +66,11 @@ pub struct StructuredOutputs {
     pub(crate) json: Option<Raw>,
     /// A regular expression that the whole answer matches.
     pub regex: Option<String>,
-    /// Texts of which the answer is one.
+    /// Texts; the answer is one of them.
     pub choice: Option<Vec<String>>,
     /// A grammar in Lark or GBNF.
     pub grammar: Option<String>,
-    /// Any JSON object.
+    /// True for any JSON object.
     pub json_object: Option<bool>,
     /// A structural tag, as an object or as text.
     #[schema(value_type = Option<Object>)]
@@ -79,7 +79,7 @@ pub struct StructuredOutputs {
     pub whitespace_pattern: Option<String>,
     /// No white space in JSON.
     pub disable_any_whitespace: Option<bool>,
-    /// Accepted: there is one backend.
+    /// Accepted, without an effect: there is one backend.
     pub disable_fallback: Option<bool>,
     /// Only false is served.
     pub disable_additional_properties: Option<bool>,
@@ -126,7 +126,7 @@ impl Found {
 }
 
 impl Spellings {
-    /// The one form that was asked for, if there is one.
+    /// The requested form, of which there may be one.
     pub(crate) fn resolve(self) -> Result<Option<Structure>, ApiError> {
         let prefix = self.prefix;
         let named = |name: &str| format!("{prefix}{name}");
@@ -226,7 +226,7 @@ impl StructuredOutputs {
     }
 }
 
-/// Clients send empty texts for what they do not use.
+/// A pattern; `None` for an empty text, which clients send for unused parameters.
 fn regex(pattern: Option<String>) -> Option<Form> {
     pattern.filter(|pattern| !pattern.is_empty()).map(|pattern| Form::Regex(pattern.into()))
 }

@@ -12,12 +12,12 @@ use crate::tools::OfferedTools;
 /// Text, or a conversation, to tokenise.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct TokenizeRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// Text, or a list of texts. Either this or `messages`.
     #[schema(value_type = Option<Vec<String>>)]
     pub prompt: Option<Strings>,
-    /// llama.cpp's name of `prompt`; no special tokens are added where it is used.
+    /// llama.cpp's name of `prompt`. With it no special tokens are added.
     pub content: Option<String>,
     /// llama.cpp's name of `add_special_tokens`.
     pub add_special: Option<bool>,
@@ -25,24 +25,24 @@ pub struct TokenizeRequest {
     pub with_pieces: Option<bool>,
     /// A conversation. Either this or `prompt`.
     pub messages: Option<Vec<ChatMessage>>,
-    /// Put the tokenizer's special tokens around a text; true where absent. A conversation's come
-    /// from its template.
+    /// Put the tokenizer's special tokens around a text; true if absent. A conversation has
+    /// those of its template.
     pub add_special_tokens: Option<bool>,
-    /// Let the template open the assistant's turn; true where absent.
+    /// Let the template open the assistant's turn; true if absent.
     pub add_generation_prompt: Option<bool>,
     /// Leave the last message open.
     pub continue_final_message: Option<bool>,
     /// Variables for the chat template.
     #[schema(value_type = Option<Object>)]
     pub chat_template_kwargs: Option<Map<String, Value>>,
-    /// Tools that the template is to describe.
+    /// Tools for the template to describe.
     #[schema(value_type = Option<Vec<Object>>)]
     pub tools: Option<Vec<Value>>,
     /// Return the tokens' text too.
     pub return_token_strs: Option<bool>,
 }
 
-/// The input that is to be tokenised.
+/// The input to tokenise.
 #[derive(Debug, PartialEq)]
 pub enum TokenizeInput {
     /// Texts.
@@ -51,7 +51,7 @@ pub enum TokenizeInput {
         texts: Vec<String>,
         /// True if the texts came in a list.
         many: bool,
-        /// Put the tokenizer's special tokens around it.
+        /// True if the tokenizer's special tokens go around the text.
         add_special_tokens: bool,
     },
     /// A conversation.
@@ -59,10 +59,10 @@ pub enum TokenizeInput {
 }
 
 impl TokenizeRequest {
-    /// The input that is to be tokenised.
+    /// The input to tokenise.
     ///
     /// # Errors
-    /// Neither or both of `prompt` and `messages`, or a message that is not served.
+    /// Neither or both of `prompt` and `messages` are given, or a message is not served.
     pub fn validate(self) -> Result<TokenizeInput, ApiError> {
         let asked = self.add_special_tokens.or(self.add_special);
         if let (Some(content), None, None) = (&self.content, &self.prompt, &self.messages) {
@@ -106,11 +106,11 @@ impl TokenizeRequest {
 /// Tokens of several texts.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct TokenizedTexts {
-    /// The ids of each.
+    /// The ids of each text.
     pub tokens: Vec<Vec<i32>>,
     /// The number of tokens of each text.
     pub count: Vec<usize>,
-    /// Positions a request may use.
+    /// The largest number of positions of a request.
     pub max_model_len: u32,
 }
 
@@ -135,11 +135,11 @@ pub struct TokenPiece {
 pub struct TokenizeResponse {
     /// The number of tokens.
     pub count: usize,
-    /// Positions a request may use.
+    /// The largest number of positions of a request.
     pub max_model_len: u32,
     /// Token ids.
     pub tokens: Vec<i32>,
-    /// The tokens' text, where asked for.
+    /// The tokens' text, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_strs: Option<Vec<String>>,
 }
@@ -147,7 +147,7 @@ pub struct TokenizeResponse {
 /// Tokens to turn into text.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct DetokenizeRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// Token ids.
     pub tokens: Vec<i32>,
@@ -157,7 +157,7 @@ impl DetokenizeRequest {
     /// Checks the ids against the vocabulary.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`] at the first id that is out of range.
+    /// An id is out of range; [`ApiError::Invalid`] names the first.
     pub fn validate(self, vocab_size: u32) -> Result<Vec<i32>, ApiError> {
         match self.tokens.iter().position(|&id| !in_vocabulary(id, vocab_size)) {
             None => Ok(self.tokens),

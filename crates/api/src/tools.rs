@@ -14,7 +14,7 @@ pub struct CallDemand {
     pub callable: Vec<usize>,
     /// The number of calls that the request demands.
     pub calls: Calls,
-    /// The parameter that asks for it.
+    /// The parameter with the demand.
     pub param: String,
 }
 
@@ -23,9 +23,9 @@ pub struct CallDemand {
 pub enum Calls {
     /// The model chooses the number of calls.
     Any,
-    /// There is at least one call.
+    /// The model makes at least one call.
     Some,
-    /// Once: the client has named the tool.
+    /// The model makes one call, of a tool that the client names.
     Named,
 }
 
@@ -36,7 +36,7 @@ pub struct OfferedTool {
     pub name: String,
     /// The JSON schema of its arguments.
     pub schema: Value,
-    /// Arguments are valid by the schema, and not only in the model's opinion.
+    /// True if arguments have to be valid by the schema. Otherwise their form is up to the model.
     pub strict: bool,
     /// The schema's path in the request.
     pub path: String,
@@ -58,7 +58,7 @@ pub struct TextForm {
 /// The tools of a request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct OfferedTools {
-    /// The tools as the chat template sees them. Empty: there are none, or none may be called.
+    /// The tools for the chat template. Empty: there are none, or none may be called.
     pub described: Vec<Value>,
     /// The tools as functions that may be called.
     pub functions: Vec<OfferedTool>,
@@ -66,7 +66,7 @@ pub struct OfferedTools {
     pub parallel: bool,
     /// The demand on calls; `None`: there is none.
     pub demand: Option<CallDemand>,
-    /// Tools that are of a type that is not served, as paths with their types.
+    /// Tools of types that are not served, as paths with their types.
     pub skipped: Vec<String>,
 }
 
@@ -82,8 +82,8 @@ impl OfferedTools {
     /// Checks `tools`, `tool_choice` and `parallel_tool_calls`.
     ///
     /// # Errors
-    /// A tool has no name, two have the same, a schema is no object; or one is to be called that
-    /// nobody offers.
+    /// A tool has no name, two have the same name, a schema is no object, or the demanded tool is
+    /// not offered.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
         choice: Option<&Value>,

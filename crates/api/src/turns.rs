@@ -1,4 +1,4 @@
-//! Conversations of other dialects, as chat templates see them.
+//! Conversations of other dialects, in the form for chat templates.
 
 use serde_json::{Map, Value, json};
 
@@ -46,7 +46,7 @@ impl Content {
 }
 
 impl Turns {
-    /// Makes a conversation with at most `most` images; 0: the model sees none.
+    /// A conversation with at most `most` images; 0: the model takes none.
     pub(crate) fn new(most: u32) -> Self {
         Self { messages: Vec::new(), images: Images::new(most) }
     }
@@ -54,7 +54,7 @@ impl Turns {
     /// Appends an image at `path` to `content`.
     ///
     /// # Errors
-    /// The model sees none, or there are too many.
+    /// The model takes no images, or there are too many.
     pub(crate) fn image(
         &mut self,
         content: &mut Content,
@@ -96,12 +96,12 @@ impl Turns {
         }
     }
 
-    /// Appends to what the assistant said in its turn.
+    /// Appends text to the assistant's turn.
     pub(crate) fn said(&mut self, text: &str) {
         append(self.assistant(), "content", text);
     }
 
-    /// Appends to what the assistant thought in its turn.
+    /// Appends reasoning to the assistant's turn.
     pub(crate) fn thought(&mut self, text: &str) {
         append(self.assistant(), "reasoning_content", text);
     }

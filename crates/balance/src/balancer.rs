@@ -5,22 +5,22 @@ use crate::ledger::Load;
 /// The policy that chooses a target.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Method {
-    /// One after the other.
+    /// Each target in turn.
     RoundRobin,
-    /// The fewest requests.
+    /// The target with the fewest requests.
     ShortestQueue,
-    /// The least work left, the request's own uncached tokens among it.
+    /// The target with the least work left, including the request's own uncached tokens.
     TotalTokens,
-    /// The longest cached beginning, as long as it is worth being out of balance for; else the
-    /// fewest requests.
+    /// The target with the longest cached beginning, if that is worth the imbalance. Otherwise the
+    /// one with the fewest requests.
     #[default]
     PrefixAware,
 }
 
-/// A request, as far as a policy wants to know it.
+/// The facts about a request for a policy.
 #[derive(Debug, Clone, Copy)]
 pub struct Ask<'a> {
-    /// Tokens of its prompt.
+    /// Tokens of the request's prompt.
     pub tokens: u64,
     /// The number of the request's tokens that each target has cached; empty if no target has any.
     pub cached: &'a [u64],
@@ -47,7 +47,7 @@ const WHOLE_PROMPT: u64 = 16;
 /// more are not felt.
 const CROWD: u64 = 2;
 
-/// A policy, and whose turn it is among equals.
+/// A policy, and the turns among equal targets.
 #[derive(Debug, Clone)]
 pub struct Balancer {
     method: Method,
@@ -55,7 +55,7 @@ pub struct Balancer {
 }
 
 impl Balancer {
-    /// Begins with target 0.
+    /// A balancer that begins with target 0.
     #[must_use]
     pub fn new(method: Method) -> Self {
         Self { method, next: 0 }
@@ -67,7 +67,7 @@ impl Balancer {
         self.method
     }
 
-    /// The target for a request among those that are `open`; `None`: there is none.
+    /// The target for a request, among the `open` ones; `None`: there is none.
     pub fn choose(
         &mut self,
         loads: &[Load],

@@ -1,8 +1,8 @@
-//! Dispatch by loads that are known only now and then.
+//! Dispatch by loads that are reported at intervals.
 
 use std::collections::VecDeque;
 
-/// Turns that level reported loads out, given at each report and used up until the next.
+/// Turns that level reported loads. Each report gives new turns, which last until the next report.
 ///
 /// A data parallel controller without exact loads works like this, as SGLang's did before its load
 /// reports came with every output. Each report replaces the counts since the last one, even if the
@@ -14,7 +14,8 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// New loads have come, one a target: the least loaded get turns until all are level.
+    /// Takes new loads, one for each target. The least loaded targets get turns until all are
+    /// level.
     pub fn reported(&mut self, loads: &[u64]) {
         self.turns.clear();
         let Some(&highest) = loads.iter().max() else { return };
@@ -25,8 +26,8 @@ impl Budget {
         }
     }
 
-    /// The next of `targets`, of those that are `open`: one that has a turn, or just the next one.
-    /// `None`: there is none.
+    /// The next of `targets`, among the `open` ones. It is one with a turn, or else the next in
+    /// order. `None`: there is none.
     pub fn take(&mut self, targets: usize, open: impl Fn(usize) -> bool) -> Option<usize> {
         while let Some(at) = self.turns.pop_front() {
             if open(at) {

@@ -1,15 +1,13 @@
-//! Clients that want to stay where they are.
+//! Clients that want to stay at one target.
 
 use std::hash::{BuildHasher, Hash};
 
 use rustc_hash::FxBuildHasher;
 
-/// The target that a key leads to among `targets` of which those that are `open` count; `None`:
-/// there is none.
+/// The target of a key among `targets`, of which only the `open` ones count; `None`: there is none.
 ///
-/// Rendezvous hashing (Thaler, Ravishankar 1998): each pair of key and target has a number, the
-/// largest wins. So nothing has to be remembered, and when a target goes away only its own keys
-/// move.
+/// This is rendezvous hashing (Thaler, Ravishankar 1998): each pair of key and target has a number,
+/// and the largest wins. So there is no state. If a target goes away, only its own keys move.
 pub fn preferred(key: impl Hash, targets: usize, open: impl Fn(usize) -> bool) -> Option<usize> {
     let key = FxBuildHasher.hash_one(key);
     (0..targets).filter(|&at| open(at)).max_by_key(|&at| mix(key ^ mix(at as u64)))

@@ -1,4 +1,4 @@
-//! The outstanding work of every target: requests that were sent there and have not come back.
+//! The outstanding work of every target: requests that were sent there and have not ended.
 
 use std::collections::HashMap;
 
@@ -7,9 +7,9 @@ use rustc_hash::FxBuildHasher;
 /// The work of one request, in tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Tokens to compute before its first one: those of its prompt that are not cached.
+    /// Tokens to compute before the first one: the uncached ones of its prompt.
     pub prefill: u64,
-    /// Tokens that it will generate, as far as anybody can say.
+    /// An estimate of the tokens to generate.
     pub decode: u64,
 }
 
@@ -32,7 +32,7 @@ pub struct Load {
     pub in_prefill: u64,
     /// The largest number of requests at a time, ever.
     pub peak: u64,
-    /// Requests that ever came here.
+    /// Requests that were ever sent to the target.
     pub dispatched: u64,
 }
 
@@ -43,8 +43,8 @@ struct Entry {
     started: bool,
 }
 
-/// Loads that are exact: a request counts from the moment it is sent to the moment its end is seen,
-/// and nothing else changes a count. Every operation is O(1).
+/// Exact loads. A request counts from its send to its end, and nothing else changes a count. Every
+/// operation is O(1).
 #[derive(Debug, Clone)]
 pub struct Ledger {
     loads: Vec<Load>,
@@ -52,7 +52,7 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Makes a ledger of `targets` idle targets.
+    /// A ledger of `targets` idle targets.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { loads: vec![Load::default(); targets], entries: HashMap::default() }
@@ -75,7 +75,7 @@ impl Ledger {
         self.entries.iter().filter(move |(_, entry)| entry.target == target).map(|(&id, _)| id)
     }
 
-    /// A request was sent to a target; one that was somewhere before is there no more.
+    /// Notes that a request is sent to a target. An earlier target no longer has it.
     pub fn sent(&mut self, id: u64, target: usize, work: Work) {
         self.ended(id);
         let load = &mut self.loads[target];
@@ -88,7 +88,7 @@ impl Ledger {
         self.entries.insert(id, Entry { target, work, started: false });
     }
 
-    /// A request has generated `tokens` more tokens. True: they are the first since it was sent.
+    /// Notes `tokens` more generated tokens of a request. True: they are the first since the send.
     pub fn generated(&mut self, id: u64, tokens: u64) -> bool {
         let Some(entry) = self.entries.get_mut(&id) else { return false };
         let load = &mut self.loads[entry.target];
@@ -103,7 +103,7 @@ impl Ledger {
         true
     }
 
-    /// A request has ended. Its target, unless it had ended before.
+    /// Notes the end of a request. Gives its target, unless the request had ended before.
     pub fn ended(&mut self, id: u64) -> Option<usize> {
         let entry = self.entries.remove(&id)?;
         let load = &mut self.loads[entry.target];

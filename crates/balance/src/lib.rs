@@ -1,10 +1,10 @@
 //! The choice between several targets of a request. Pure: no I/O, no clock, no threads. A target is
 //! a replica, a backend, or anything else with a number.
 //!
-//! A dispatcher puts three parts together. [`Ledger`] has the exact work of each target,
-//! [`PrefixIndex`] the blocks of each target, and [`Balancer`] the policies over both.
-//! [`preferred`] is where a client's key leads. [`Budget`] is how dispatchers do without a ledger,
-//! from loads that were reported some time ago: it is here to be measured against.
+//! A dispatcher joins three parts. [`Ledger`] has the exact work of each target, [`PrefixIndex`]
+//! the blocks of each target, and [`Balancer`] the policies over both. [`preferred`] finds the
+//! target of a client's key. [`Budget`] is a dispatch without a ledger, by loads that were reported
+//! some time ago. It is here for comparison.
 //!
 //! ```
 //! use forebay_balance::{Ask, Balancer, Ledger, Method, Work};

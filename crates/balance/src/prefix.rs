@@ -14,9 +14,8 @@ struct Place {
     expected: u32,
 }
 
-/// The blocks that each target holds, as its events say, and those that it will hold because a
-/// request with them was sent there. `N` is the name of a block, which stands for everything up to
-/// its end.
+/// The blocks of each target. They come from its events, and from requests with these blocks that
+/// were sent there. `N` is the name of a block, which stands for everything up to its end.
 #[derive(Debug, Clone)]
 pub struct PrefixIndex<N> {
     targets: usize,
@@ -24,23 +23,23 @@ pub struct PrefixIndex<N> {
 }
 
 impl<N: Copy + Eq + Hash> PrefixIndex<N> {
-    /// Makes the index of so many empty targets.
+    /// An index of `targets` empty targets.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { targets, places: HashMap::default() }
     }
 
-    /// A target holds a block.
+    /// Notes that a target holds a block.
     pub fn stored(&mut self, target: usize, name: N) {
         self.change(target, name, |place| place.stored = true);
     }
 
-    /// A target holds a block no more.
+    /// Notes that a target no longer holds a block.
     pub fn dropped(&mut self, target: usize, name: N) {
         self.change(target, name, |place| place.stored = false);
     }
 
-    /// A target holds nothing. O(blocks of all targets).
+    /// Notes that a target holds no blocks. O(blocks of all targets).
     pub fn cleared(&mut self, target: usize) {
         self.places.retain(|_, places| {
             for place in places.iter_mut().filter(|place| place.target == target) {
@@ -51,15 +50,15 @@ impl<N: Copy + Eq + Hash> PrefixIndex<N> {
         });
     }
 
-    /// A request with these blocks was sent to a target.
+    /// Notes that a request with these blocks was sent to a target.
     pub fn expect(&mut self, target: usize, names: &[N]) {
         for &name in names {
             self.change(target, name, |place| place.expected += 1);
         }
     }
 
-    /// Notes that a request will bring no more blocks: it has computed them and the target has told
-    /// of them, or it never will.
+    /// Notes that a request will bring no more blocks. It has computed them and the target has
+    /// reported them, or it never will.
     pub fn settled(&mut self, target: usize, names: &[N]) {
         for &name in names {
             self.change(target, name, |place| place.expected = place.expected.saturating_sub(1));
@@ -84,13 +83,13 @@ impl<N: Copy + Eq + Hash> PrefixIndex<N> {
         blocks
     }
 
-    /// Names that some target holds or will hold.
+    /// The number of names that some target holds or will hold.
     #[must_use]
     pub fn len(&self) -> usize {
         self.places.len()
     }
 
-    /// True if nothing is known.
+    /// True if the index has no names.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()

@@ -61,20 +61,20 @@ pub struct ArrivalArgs {
     pub trace_speed: f64,
 }
 
-/// The time to send each of `items`, from the start of the run; never decreasing, all zero for an
-/// infinite rate.
+/// The time to send each of `items`, from the start of the run. Times never decrease, and are all
+/// zero for an infinite rate.
 ///
 /// A rate is met exactly, as in `vllm bench serve`. The gaps are drawn, and then all are scaled so
 /// that the last of `n` requests is sent at `n / rate`. The gaps are those of a Poisson process
 /// whose `n`-th arrival is known. Two runs at one rate then offer the same load with any seed. A
 /// ramp is not scaled. The first request waits for its gap, too.
 ///
-/// With a ramp, each gap is drawn for a rate of its own. That of request `i` of `n` is
-/// `i / (n - 1)` of the way from the first rate to the last. The rate is a function of the request
-/// and not of the time, as in `vllm bench serve`.
+/// With a ramp, each gap is drawn for a rate of its own. The rate of request `i` of `n` is `i / (n
+/// - 1)` of the way from the first rate to the last. It is a function of the request and not of the
+/// time, as in `vllm bench serve`.
 ///
 /// # Errors
-/// The trace's times are wanted of a dataset that has none, or the schedule is longer than a
+/// The flags want the trace's times of a dataset without times, or the schedule is longer than a
 /// [`Duration`] can be.
 pub fn schedule(
     args: &ArrivalArgs,

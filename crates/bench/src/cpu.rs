@@ -1,4 +1,4 @@
-//! CPU time: of this process, and of the servers that it measures.
+//! The CPU time of this process, and of the measured servers.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-/// One request, before it is known which server answers it.
+/// One request, in a form for every kind of server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WorkItem {
     /// The prompt.
     pub prompt: Prompt,
-    /// Tokens of text in the prompt, by the client's tokenizer; the chat template is not counted.
+    /// Tokens of the prompt's text by the client's tokenizer, without the chat template.
     pub text_tokens: u32,
     /// Tokens to generate; 0 for embeddings.
     pub output_tokens: u32,

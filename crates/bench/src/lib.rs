@@ -1,8 +1,8 @@
-//! Load generator and report, which users know as `bench_serving`, and an accuracy evaluation.
+//! The load generator and report, which users know as `bench_serving`, and an accuracy evaluation.
 //!
-//! `dataset` makes [`WorkItem`]s, and `arrival` says at which time to send each. `client` sends
-//! them and keeps a [`Record`] of each. `summary` turns records into the table, `output` is the
-//! file of a run, and `report` makes a page of such files.
+//! `dataset` makes [`WorkItem`]s, and `arrival` makes the time of each. `client` sends them and
+//! keeps a [`Record`] of each. `summary` makes the table of the records. `output` is the file of a
+//! run, and `report` makes a page of such files.
 //!
 //! ```no_run
 //! use std::path::PathBuf;

@@ -1,5 +1,4 @@
-//! The file of a run: one JSON object a line, appended, with the keys of `bench_serving` where it
-//! has them.
+//! The file of a run: one JSON object on each line, appended, with the keys of `bench_serving`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +19,7 @@ use crate::summary::Stats;
 pub enum Rate {
     /// A finite rate.
     PerSecond(f64),
-    /// `inf`: all at once; `trace`: as recorded; or the two rates of a ramp.
+    /// A name: `inf`, all at once; `trace`, as recorded; or the two rates of a ramp.
     Named(String),
 }
 
@@ -47,14 +46,14 @@ pub struct ProcessCpu {
     pub pid: u32,
     /// The name of the process.
     pub name: String,
-    /// Seconds in user mode, its ended children's included.
+    /// Seconds in user mode, including those of ended children.
     pub user_seconds: f64,
-    /// Seconds in the kernel, its ended children's included.
+    /// Seconds in the kernel, including those of ended children.
     pub system_seconds: f64,
 }
 
 impl ProcessCpu {
-    /// All its seconds.
+    /// The sum of both.
     pub fn seconds(&self) -> f64 {
         self.user_seconds + self.system_seconds
     }
@@ -65,29 +64,29 @@ impl ProcessCpu {
 pub struct Second {
     /// Seconds since the first send, rounded down.
     pub second: u64,
-    /// Tokens that came in it.
+    /// Tokens that came in this second.
     pub output_tokens: u64,
-    /// Requests that were under way at some time in it.
+    /// Requests that were under way at some time in this second.
     pub concurrency: u64,
-    /// Requests that were sent in it.
+    /// Requests that were sent in this second.
     pub sent: u64,
-    /// Requests that ended in it, failed ones included.
+    /// Requests that ended in this second, failed ones included.
     pub finished: u64,
-    /// Requests that failed in it.
+    /// Requests that failed in this second.
     pub failed: u64,
 }
 
 /// The number of values between each two edges.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Histogram {
-    /// One more than there are counts, evenly spaced on a logarithmic scale: 20 for a factor of
-    /// ten.
+    /// The edges, evenly spaced on a logarithmic scale: 20 for a factor of ten. There is one edge
+    /// more than counts.
     pub edges: Vec<f64>,
-    /// Values from an edge up to the next.
+    /// The number of values from each edge up to the next.
     pub counts: Vec<u64>,
 }
 
-/// The distributions of a run, in milliseconds: keys such as `p99_ttft_ms`.
+/// The distributions of a run, in milliseconds, with keys such as `p99_ttft_ms`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Latencies {
     /// The time from the send to the end.
@@ -174,15 +173,15 @@ pub struct Settings {
     pub backend: String,
     /// The address of the server.
     pub base_url: String,
-    /// The model that was asked for.
+    /// The requested model.
     pub model: String,
     /// The dataset.
     pub dataset_name: String,
-    /// Requests that were to be sent.
+    /// The planned number of requests.
     pub num_prompts: u64,
-    /// The rate they were to arrive at.
+    /// The planned rate of arrivals.
     pub request_rate: Rate,
-    /// Shape of the gaps' distribution.
+    /// The shape of the gaps' distribution.
     pub burstiness: f64,
     /// The largest number of requests under way at once.
     pub max_concurrency: Option<u64>,
@@ -203,13 +202,13 @@ pub struct Summary {
     pub completed: u64,
     /// Requests that failed.
     pub failed: u64,
-    /// Prompt tokens of those that succeeded.
+    /// Prompt tokens of successful requests.
     pub total_input_tokens: u64,
     /// The number of input tokens that are text.
     pub total_input_text_tokens: u64,
     /// The number of input tokens that are images.
     pub total_input_vision_tokens: u64,
-    /// Tokens generated, by the server's count.
+    /// Generated tokens, by the server's count.
     pub total_output_tokens: u64,
     /// Tokens of the generated text by the client's tokenizer.
     pub total_output_tokens_retokenized: u64,
@@ -236,35 +235,35 @@ pub struct Summary {
     pub chunks: u64,
     /// Pieces for each generated token.
     pub chunks_per_token: f64,
-    /// The number of times that each error came.
+    /// The number of each error.
     pub errors: BTreeMap<String, u64>,
-    /// Second by second.
+    /// The seconds of the run.
     pub timeline: Vec<Second>,
-    /// `ttft_ms`, `ttft_intended_ms`, `tpot_ms`, `itl_ms`, `e2e_latency_ms`.
+    /// The histograms of `ttft_ms`, `ttft_intended_ms`, `tpot_ms`, `itl_ms` and `e2e_latency_ms`.
     pub histograms: BTreeMap<String, Histogram>,
 }
 
 /// The lateness of the client, and the CPU time of client and server.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Costs {
-    /// Requests that were sent later than they should by more than the threshold, though a place
-    /// was free.
+    /// Requests that were sent later than planned by more than the threshold, although a place was
+    /// free.
     pub late_sends: u64,
     /// The threshold.
     pub late_threshold_ms: f64,
-    /// The latest send.
+    /// The largest lateness of a send.
     pub max_lateness_ms: f64,
     /// CPU time of this client over the measured window.
     pub client_cpu_seconds: f64,
     /// The client's CPU time for each generated token, in microseconds.
     pub client_cpu_us_per_token: f64,
-    /// CPU time of the server's processes over the window, if it was asked for.
+    /// CPU time of the server's processes over the window, if requested.
     pub server_cpu: Option<Vec<ProcessCpu>>,
     /// The server's CPU time for each generated token, in microseconds.
     pub server_cpu_us_per_token: Option<f64>,
 }
 
-/// Everything about a run; in the file its parts are one flat object.
+/// All data of a run. In the file its parts are one flat object.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunFile {
     /// The settings of the run.
@@ -275,7 +274,7 @@ pub struct RunFile {
     /// The measurements of the run's requests.
     #[serde(flatten)]
     pub summary: Summary,
-    /// Tokens that a step of speculative decoding gives, if the server says.
+    /// Tokens of a step of speculative decoding, if the server tells.
     pub accept_length: Option<f64>,
     /// The lateness of the client, and CPU times.
     #[serde(flatten)]
@@ -285,7 +284,8 @@ pub struct RunFile {
     pub details: Option<Details>,
 }
 
-/// Every request of a run, in the order of the dataset; failed ones included, interrupted ones not.
+/// All requests of a run, in the order of the dataset. Failed ones are included, and interrupted
+/// ones are not.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Details {
     /// Prompt tokens.
@@ -296,15 +296,15 @@ pub struct Details {
     pub ttfts: Vec<f64>,
     /// Gaps between tokens.
     pub itls: Vec<Vec<f64>>,
-    /// Sends, from the start of the run.
+    /// The times of the sends, from the start of the run.
     pub start_times: Vec<f64>,
-    /// Intended arrivals, from the start of the run.
+    /// The intended arrivals, from the start of the run.
     pub intended_times: Vec<f64>,
     /// The times from the send to the end.
     pub latencies: Vec<f64>,
     /// Generated texts.
     pub generated_texts: Vec<String>,
-    /// Why it failed; empty if it did not.
+    /// The errors; empty for a success.
     pub error_list: Vec<String>,
 }
 

@@ -1,24 +1,22 @@
-//! The record of a request that was sent. All times are microseconds from the start of the run.
+//! The record of a sent request. All times are microseconds from the start of the run.
 
 /// One request, from its intended arrival to its end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Record {
-    /// The time at which the schedule wanted it sent. In a closed loop, that is the time at which a
-    /// place became free.
+    /// The planned time of the send. In a closed loop it is the time at which a place became free.
     pub intended_us: u64,
-    /// The time at which the first byte was written.
+    /// The time of the first written byte.
     pub sent_us: u64,
-    /// The time at which the last byte was read, or the request failed.
+    /// The time of the last read byte, or of the failure.
     pub end_us: u64,
-    /// Pieces of the answer, each with the time at which it was read. The first that has text marks
-    /// the first token.
+    /// Pieces of the answer, each with the time of its read. The first piece with text is the first
+    /// token.
     pub chunks: Vec<Chunk>,
-    /// Prompt tokens: the server's count, or the client's where the server gives none.
+    /// Prompt tokens, by the server's count, or by the client's if the server gives none.
     pub input_tokens: u32,
     /// The number of prompt tokens that are not text.
     pub vision_tokens: u32,
-    /// Generated tokens: the server's count, or the number that was asked for if the server gives
-    /// none.
+    /// Generated tokens, by the server's count, or the requested number if the server gives none.
     pub output_tokens: u32,
     /// The generated text.
     pub text: String,
@@ -29,21 +27,21 @@ pub struct Record {
 /// A piece of a streamed answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
-    /// The time at which the chunk was read.
+    /// The time of the chunk's read.
     pub at_us: u64,
-    /// Bytes of text it brought.
+    /// Bytes of text in the chunk.
     pub text_bytes: u32,
-    /// Tokens it brought; known after the run for servers that do not say.
+    /// Tokens in the chunk. For servers that do not tell, they are known after the run.
     pub tokens: u32,
 }
 
 /// The end of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Outcome {
-    /// Completely.
+    /// The request ended well.
     #[default]
     Success,
-    /// The request had an HTTP status other than 200, an error event, or a broken connection; the
-    /// text is for people.
+    /// The request failed by an HTTP status other than 200, an error event, or a broken connection.
+    /// The text is for people.
     Failed(String),
 }

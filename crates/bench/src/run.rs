@@ -3,7 +3,7 @@
 //!
 //! A thread wakes at each intended arrival, since the runtime's own timers are no finer than a
 //! millisecond. With a concurrency, as many tasks take the arrived requests in order, each one at a
-//! time: a place is a task that waits. Without one, each arrival gets a task.
+//! time. A place is a task that waits. Without a concurrency, each arrival has a task.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -39,11 +39,10 @@ pub(crate) struct Work {
 pub(crate) struct Sent {
     /// The place of the request in the list of work.
     pub(crate) index: usize,
-    /// The time at which it should have been sent: its arrival, or without arrival times the time
-    /// at which a place became free.
+    /// The planned time of the send: the arrival, or without arrivals the time at which a place
+    /// became free.
     pub(crate) intended_us: u64,
-    /// The time from the moment at which the request had arrived and a place was free until it was
-    /// sent.
+    /// The time from the moment at which the request had arrived and had a place until its send.
     pub(crate) late_us: u64,
     /// The reply to the request.
     pub(crate) reply: Reply,
@@ -151,7 +150,7 @@ struct Run {
 }
 
 impl Run {
-    /// Takes what has arrived, one request at a time.
+    /// Takes arrived requests, one at a time.
     async fn place(self: Arc<Self>, queue: Arc<Mutex<UnboundedReceiver<usize>>>) {
         let mut free_us = 0;
         loop {
@@ -162,8 +161,8 @@ impl Run {
         }
     }
 
-    /// Sends a request for which a place is free since `free_us`, if places are limited; says when
-    /// it ended.
+    /// Sends a request, which has a place since `free_us` if places are limited. Gives the time of
+    /// its end.
     async fn send(&self, index: usize, free_us: Option<u64>) -> u64 {
         let work = &self.work[index];
         let chunks = work.output_tokens.min(ROOM_FOR_CHUNKS) as usize;

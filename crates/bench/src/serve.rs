@@ -28,8 +28,8 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// The pause between two looks at a server that is not ready.
 const READY_PAUSE: Duration = Duration::from_millis(200);
 
-/// Measures a server: sends it a dataset by a schedule, prints the table and writes the files that
-/// were asked for.
+/// Measures a server. Sends it a dataset by a schedule, prints the table, and writes the requested
+/// files.
 ///
 /// # Errors
 ///
@@ -140,8 +140,8 @@ fn options(args: &ServeArgs, model: &Model) -> RequestOptions {
     }
 }
 
-/// Sends the first request some times at once, then asks for empty caches and pauses, as far as the
-/// flags say.
+/// Sends the first request some times at once. Then it asks for empty caches and pauses, if the
+/// flags want that.
 fn warm_up(
     args: &ServeArgs,
     client: &Arc<Client>,

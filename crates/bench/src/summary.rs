@@ -1,8 +1,8 @@
-//! From records to the numbers of the table, by the formulas of `bench_serving`.
+//! The way from records to the numbers of the table, by the formulas of `bench_serving`.
 //!
-//! Where these have known traps, the numbers differ: the duration has no housekeeping in it, and
-//! gaps and peaks count tokens and not chunks. All of a chunk's tokens but those of the first chunk
-//! give a gap; the first chunk's tokens count for the peak.
+//! Known traps of these formulas are avoided. The duration has no housekeeping in it, and gaps and
+//! peaks count tokens and not chunks. The first chunk's tokens count for the peak but give no gap.
+//! All tokens of later chunks give a gap.
 
 use std::collections::BTreeMap;
 
@@ -13,12 +13,13 @@ use crate::output::{Details, Histogram, Latencies, Second, Summary};
 use crate::record::{Outcome, Record};
 use crate::tokens;
 
-/// Statistics of a list of numbers; all 0 of an empty one.
+/// Statistics of a list of numbers; all 0 for an empty list.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Stats {
     /// Arithmetic mean.
     pub mean: f64,
-    /// 50th percentile; percentiles lie on a line between the two nearest values, as numpy's.
+    /// The 50th percentile. Percentiles are interpolated between the two nearest values, as in
+    /// numpy.
     pub median: f64,
     /// Standard deviation of the whole population.
     pub std: f64,
@@ -28,7 +29,7 @@ pub struct Stats {
     pub p95: f64,
     /// 99th percentile.
     pub p99: f64,
-    /// The largest.
+    /// The largest value.
     pub max: f64,
 }
 
@@ -67,7 +68,7 @@ impl Stats {
         ]
     }
 
-    /// The one with that name in the file.
+    /// The number with this name in the file.
     pub(crate) fn of_mut(&mut self, name: &str) -> Option<&mut f64> {
         match name {
             "mean" => Some(&mut self.mean),
@@ -112,7 +113,7 @@ impl Times {
         Self { e2e, ttft, ttft_intended: first.map(|at| ms(at, record.intended_us)), tpot }
     }
 
-    /// True if all goals are met; one that this request has no number for is.
+    /// True if the request meets all goals. A goal without a number counts as met.
     fn meet(&self, goals: &BTreeMap<String, f64>) -> bool {
         goals.iter().all(|(name, goal)| {
             let time = match name.as_str() {

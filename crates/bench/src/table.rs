@@ -1,5 +1,4 @@
-//! The table that users of `bench_serving` know: its rows, names and order, with rows of ours
-//! between and below.
+//! The table of `bench_serving`: its rows, names and order, and further rows of ours.
 
 use std::fmt::{self, Display, Write};
 

@@ -1,4 +1,4 @@
-//! The client's tokenizer: how it is found, and the counts it gives where the server gives none.
+//! The client's tokenizer: the search for it, and its counts for servers without counts.
 
 use std::path::PathBuf;
 
@@ -10,11 +10,11 @@ use crate::record::Record;
 /// Finds the tokenizer of a model.
 pub trait TokenizerFinder {
     /// The path of the `tokenizer.json` of `name`: a hub id, a directory, a `tokenizer.json`, a
-    /// `.gguf` file or a model that comes with this program.
+    /// `.gguf` file, or a built-in model.
     ///
     /// # Errors
     ///
-    /// There is none.
+    /// The model has no tokenizer.
     fn find(&self, name: &str) -> Result<PathBuf>;
 }
 

@@ -92,10 +92,10 @@ pub struct PlanArgs {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Router {
-    /// Each in turn.
+    /// Each replica in turn.
     #[default]
     RoundRobin,
-    /// The one with the fewest requests.
+    /// The replica with the fewest requests.
     LeastLoaded,
     /// The one with the fewest tokens to compute before this request's first: those that wait
     /// there, and the uncached ones of this.
@@ -166,7 +166,7 @@ impl Slo {
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Goal {
     pub(crate) slos: Vec<Slo>,
-    /// The percentile of each latency that must meet its limit, where no goodput is asked for.
+    /// The percentile of each latency that must meet its limit, if there is no goodput.
     pub(crate) percentile: f64,
     /// The share of requests that must meet all limits.
     pub(crate) goodput: Option<f64>,

@@ -12,7 +12,8 @@ use crate::traffic::Traffic;
 
 /// Patches of a position, as in Qwen's vision towers.
 const PATCHES: u64 = 4;
-/// Positions of image pages where nobody says, if the largest image takes less than half of them.
+/// The default number of positions of image pages, if the largest image takes less than half of
+/// them.
 const USUAL_POOL: u64 = 8192;
 
 /// Flags of images, for a trace that has some.
@@ -47,8 +48,7 @@ impl ImageArgs {
     /// `None`: the traffic has no images.
     ///
     /// # Errors
-    /// The profile does not say how long the tower takes, or the largest image is larger than all
-    /// image pages.
+    /// The profile has no time for the tower, or the largest image exceeds all image pages.
     pub(crate) fn resolve(&self, profile: &Profile, traffic: &Traffic) -> Result<Option<Seeing>> {
         let largest = u64::from(traffic.largest_image());
         if largest == 0 {
@@ -79,13 +79,12 @@ impl ImageArgs {
     }
 }
 
-/// The intake threads of a replica: each prepares one image at a time, in the order in which they
-/// were wanted.
+/// The intake threads of a replica. Each prepares one image at a time, in the order of the demands.
 #[derive(Debug, Default)]
 pub(crate) struct Intake {
-    /// The times at which the threads are free, the soonest first.
+    /// The times at which threads become free, the soonest first.
     free_us: VecDeque<u64>,
-    /// The images that they prepare, the next one that is ready first.
+    /// The images under preparation, the next finished one first.
     pub(crate) preparing: VecDeque<ImageId>,
 }
 

@@ -1,9 +1,10 @@
-//! Capacity planning: how many replicas a recorded traffic needs, and the memory of ranks.
+//! Capacity planning: the number of replicas that a recorded traffic needs, and the memory of
+//! ranks.
 //!
 //! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
-//! step times in place of devices. `search` looks for the least number that meets the objectives,
-//! `outcome` says what one number of replicas gives, `report` shows it. `memory` shows the weights
-//! and pages of ranks.
+//! step times in place of devices. `search` looks for the least number that meets the objectives.
+//! `outcome` has the results of one number of replicas, and `report` prints them. `memory` shows
+//! the weights and pages of ranks.
 //!
 //! ```
 //! use clap::Parser;
@@ -56,8 +57,8 @@ use report::PlanFile;
 use simulate::Setup;
 use traffic::Traffic;
 
-/// `forebay plan` of a traffic: prints how many replicas of `ranks` ranks meet the objectives, and
-/// what each tried number gives.
+/// `forebay plan` of a traffic: prints the number of replicas of `ranks` ranks that meets the
+/// objectives, and the results of each tried number.
 ///
 /// # Errors
 /// The trace or the profile can't be read, or no number up to `--max-replicas` meets the

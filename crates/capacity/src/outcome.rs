@@ -52,7 +52,7 @@ pub(crate) struct Outcome {
     pub(crate) prefix_hit_rate: f64,
     /// The share of the prompt tokens that were found in the host tier; it is part of the hits.
     pub(crate) host_hit_rate: f64,
-    /// The share of the time from the first arrival to the last end in which the devices computed.
+    /// The share of the time from the first arrival to the last end for which the devices computed.
     pub(crate) utilisation: f64,
     /// The largest number of requests that waited at a time at one replica.
     pub(crate) queue_peak: usize,

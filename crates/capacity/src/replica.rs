@@ -93,7 +93,7 @@ impl Replica {
         }
     }
 
-    /// Takes a request and the names of its blocks, as far as they are known.
+    /// Takes a request and the known names of its blocks.
     pub(crate) fn submit(&mut self, id: u64, arrival: &Arrival, names: Vec<BlockHash>) {
         self.alive += 1;
         self.scheduler.submit(Request {
@@ -136,7 +136,7 @@ impl Replica {
         self.running_peak = self.running_peak.max(stats.running);
     }
 
-    /// Has an image prepared that somebody needs; gives when it is ready.
+    /// Has a needed image prepared. Gives the time at which it is ready.
     pub(crate) fn prepare(&mut self, image: ImageId, now_us: u64) -> u64 {
         self.seeing.map_or(now_us, |seeing| self.intake.take(image, now_us, &seeing))
     }
@@ -148,7 +148,7 @@ impl Replica {
         }
     }
 
-    /// The time at which the oldest step ends, in microseconds.
+    /// The time of the end of the oldest step, in microseconds.
     pub(crate) fn ends_us(&self) -> Option<u64> {
         self.flights.front().map(|flight| flight.ends_us)
     }

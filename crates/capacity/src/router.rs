@@ -1,4 +1,4 @@
-//! The choice of a replica for a request: the policies that a brain has, over the same books.
+//! The choice of a replica for a request: a brain's policies, over the same ledger.
 
 use forebay_balance::{Ask, Balancer, Ledger, Method, PrefixIndex, Work};
 use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage};
@@ -6,7 +6,7 @@ use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage};
 use crate::args::Router;
 use crate::traffic::Arrival;
 
-/// A router and what it knows.
+/// A router and its state.
 #[derive(Debug)]
 pub(crate) struct Routing {
     balancer: Balancer,
@@ -33,8 +33,8 @@ impl Routing {
         }
     }
 
-    /// The replica for a request, and the names of its blocks as far as somebody has computed them;
-    /// from now on it counts there.
+    /// The replica for a request, and the known names of its blocks. The request counts at the
+    /// replica from now on.
     pub(crate) fn route(&mut self, id: u64, arrival: &Arrival) -> (usize, Vec<BlockHash>) {
         let tokens = u64::from(arrival.input);
         let (mut names, mut cached) = (Vec::new(), Vec::new());

@@ -1,8 +1,8 @@
-//! The least number that is enough.
+//! The least number of replicas that meets the objectives.
 
-/// The least number from 1 to `most` for which `enough` holds; `None` if it does not for `most`. If
-/// more is not always better, it is one for which it holds and whose predecessor was tried, and
-/// does not.
+/// The least number from 1 to `most` for which `enough` holds; `None` if it does not hold for
+/// `most`. If `enough` is not monotonic, the result is a number for which it holds and whose
+/// predecessor was tried in vain.
 pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u32> {
     let (mut failed, mut tried) = (0, 1);
     while !enough(tried) {

@@ -14,10 +14,11 @@ use crate::router::Routing;
 use crate::sparse::SparseOutcome;
 use crate::traffic::{Arrival, Traffic};
 
-/// Pages of the host tier for each of the device, where sparse decoding needs one and nobody says.
+/// Pages of the host tier for each of the device, if sparse decoding needs a tier without a given
+/// size.
 const USUAL_RATIO: f64 = 2.0;
 
-/// The settings of every replica, and the way in which requests come to them.
+/// The settings of every replica, and the routing of requests.
 #[derive(Debug, Clone)]
 pub(crate) struct Setup {
     pub(crate) timing: Timing,
@@ -38,9 +39,9 @@ impl Setup {
     /// Reads the flags; `ranks` compute a replica together.
     ///
     /// # Errors
-    /// A host tier in bytes, of a device whose profile does not say what a page takes; or one that
-    /// holds no page. Sparse decoding of a model that has none, or on a device that is too small
-    /// for it.
+    /// The host tier has its size in bytes, but the profile has no bytes of a page; or the tier
+    /// holds no page. Sparse decoding is wanted of a model without it, or on a device that is too
+    /// small.
     pub(crate) fn new(args: &PlanArgs, profile: &Profile, ranks: u32) -> Result<Self> {
         let sparse = args.sparse.resolve(profile, args.page_size)?;
         let bytes = profile.page_bytes(args.page_size, sparse.is_some());
@@ -145,7 +146,7 @@ pub(crate) struct Life {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Run {
     pub(crate) replicas: u32,
-    /// One a request, in the order of their arrival.
+    /// The lives of requests, in the order of their arrival.
     pub(crate) lives: Vec<Life>,
     /// Microseconds from the first arrival to the last end.
     pub(crate) makespan_us: u64,

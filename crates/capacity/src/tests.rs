@@ -1,5 +1,5 @@
-//! The simulation against arithmetic by hand, against the real engine, and against what must hold
-//! for any traffic.
+//! Comparisons of the simulation with arithmetic by hand, with the real engine, and with rules for
+//! any traffic.
 
 use std::collections::HashMap;
 use std::sync::Arc;

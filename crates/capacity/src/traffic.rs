@@ -1,5 +1,5 @@
-//! A trace as the simulation needs it: times, lengths, and tokens that are equal where the trace
-//! says that they are.
+//! A trace in the simulation's form: times, lengths, and tokens that are equal where the trace has
+//! equal names.
 
 use std::collections::HashMap;
 use std::sync::Arc;

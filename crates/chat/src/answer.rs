@@ -57,7 +57,7 @@ struct Trouble {
 pub(crate) struct End {
     /// Tokens of the answer, if the server counts them.
     pub(crate) tokens: Option<u32>,
-    /// Why it ended.
+    /// The reason of the end.
     pub(crate) reason: Option<String>,
     /// The time from the request to the first piece, and from there to the last.
     pub(crate) first: Duration,
@@ -141,7 +141,7 @@ impl Answer {
 }
 
 impl End {
-    /// Takes what a line has.
+    /// Takes the content of a line.
     fn read(&mut self, line: &[u8], pieces: &mut Vec<Piece>) -> Result<()> {
         let chunk: Chunk = serde_json::from_slice(line)
             .map_err(|error| anyhow!("the server sent what is no chunk: {error}"))?;
@@ -161,7 +161,7 @@ impl End {
     }
 }
 
-/// Events of which parts come at any border.
+/// Events from pieces that may be cut anywhere.
 #[derive(Default)]
 struct Lines {
     rest: Vec<u8>,

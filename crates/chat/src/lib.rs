@@ -1,5 +1,4 @@
-//! `forebay chat`: a conversation in a terminal, with a server that runs already or with one that
-//! is started for it.
+//! `forebay chat`: a conversation in a terminal, with a running server or with one that it starts.
 //!
 //! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, and `turns`
 //! keeps the conversation. `server` starts a server, and `terminal` reads typed lines.
@@ -49,13 +48,13 @@ pub struct ChatArgs {
 }
 
 impl ChatArgs {
-    /// The model, if it is one.
+    /// The model; `None`: the argument is a server's URL.
     #[must_use]
     pub fn model(&self) -> Option<&str> {
         (!is_url(&self.target)).then_some(&self.target)
     }
 
-    /// Flags for the server that is started.
+    /// Flags for a new server.
     #[must_use]
     pub fn serve_flags(&self) -> &[String] {
         &self.serve
@@ -66,7 +65,7 @@ fn is_url(target: &str) -> bool {
     ["http://", "https://"].iter().any(|scheme| target.starts_with(scheme))
 }
 
-/// Chats until the user ends it. `program` starts a server: it is this program.
+/// Chats until the user ends it. `program` is this program, which can start a server.
 ///
 /// # Errors
 /// The server cannot be reached or started, refuses, or breaks off.

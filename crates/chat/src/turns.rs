@@ -83,7 +83,7 @@ impl Conversation {
         answered
     }
 
-    /// Takes back what was said last and has no answer.
+    /// Removes the last message, which has no answer.
     fn unsay(&mut self) {
         if matches!(self.messages.last(), Some(("user", _))) {
             self.messages.pop();
@@ -108,12 +108,12 @@ impl Conversation {
         body
     }
 
-    /// Has the model answer, and writes what it says as it comes. Ctrl-C stops it; what it has said
-    /// by then stays a part of the conversation. `styled`: thoughts are written too, faintly.
+    /// Has the model answer, and writes the answer as it comes. Ctrl-C stops it, and its text so
+    /// far stays a part of the conversation. With `styled` thoughts are written too, faintly.
     ///
     /// # Errors
-    /// The server refuses or breaks off: then what the user said last is taken back. Or `out` takes
-    /// nothing.
+    /// The server refuses or breaks off, and the user's last message is removed then. Or `out`
+    /// takes nothing.
     pub(crate) async fn answer(
         &mut self,
         link: &Link,

@@ -10,7 +10,7 @@ use thiserror::Error;
 /// A frame of a usual step, its masks and the next one come with one call.
 const AT_ONCE: usize = 1 << 18;
 
-/// Why there is nothing more to read or to write.
+/// The reason for which the connection can't be used.
 #[derive(Debug, Error)]
 pub(crate) enum ConnectionError {
     /// The brain has gone, or closed the socket in the middle of a frame.
@@ -34,7 +34,7 @@ impl Incoming {
         Ok(self.first()?.filter(|frame| frame.header().kind != Kind::Shutdown))
     }
 
-    /// The next frame, whatever it is; `None` when the brain has closed the socket.
+    /// The next frame of any kind; `None` if the brain has closed the socket.
     pub(crate) fn first(&mut self) -> Result<Option<Frame>, ConnectionError> {
         let mut head = [0; HEADER_BYTES];
         let mut filled = 0;

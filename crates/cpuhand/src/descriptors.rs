@@ -1,5 +1,5 @@
-//! The descriptors that the brain has put at fixed numbers for this process, and settings that need
-//! the system's own interface. This is the one place here with unsafe code.
+//! The descriptors that the brain has put at fixed numbers for this process, and settings of the
+//! system's own interface. This file has all unsafe code of the crate.
 #![expect(unsafe_code, reason = "descriptors are numbers before anybody owns them")]
 
 use std::io;
@@ -39,7 +39,7 @@ impl Given {
         Ok(Self { socket: socket.into(), arena })
     }
 
-    /// Maps the arena, of which there are so many bytes.
+    /// Maps the arena of `bytes` bytes.
     pub(crate) fn arena(&mut self, bytes: usize) -> io::Result<Shared> {
         match self.arena.take() {
             Some(arena) => Shared::map(arena.as_fd(), bytes),

@@ -1,8 +1,8 @@
-//! Drawing a token from adjusted logits, as `docs/protocol.md` orders it: temperature, `top_k`,
-//! `top_p`, `min_p`, and the place in the distribution that a request's seed and the position give.
+//! The draw of a token from adjusted logits, in the order of `docs/protocol.md`: temperature,
+//! `top_k`, `top_p`, `min_p`. A request's seed and the position give the place in the distribution.
 //!
-//! The order of operations on floats is that of `python/forebay/layers/ops.py`: two hands draw the
-//! same tokens.
+//! The order of operations on floats is that of `python/forebay/layers/ops.py`, so both hands draw
+//! the same tokens.
 
 use crate::exponential::exp;
 
@@ -66,7 +66,7 @@ pub(crate) fn largest(values: &[f32]) -> f32 {
     most.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
 }
 
-/// Draws a token of finite logits, of which one at least is more than minus infinity.
+/// Draws a token from finite logits. At least one of them is above minus infinity.
 pub(crate) fn draw(logits: &[f32], how: &Draw, scratch: &mut Scratch) -> usize {
     let most = largest(logits);
     let Scratch { scaled, weights, values, table, spans } = scratch;
@@ -144,9 +144,9 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
 
 /// The smallest set of most likely tokens with a share of at least `top_p`, below 1.
 ///
-/// The size of the set is not known before, so nothing is sorted. The bits of a distance from the
-/// largest logit order tokens as the distance does. Two tables, by the upper and by the lower half
-/// of the bits, show the place at which the sum of probabilities reaches its goal.
+/// The size of the set is not known in advance, so nothing is sorted. The bits of a distance from
+/// the largest logit order tokens like the distance does. Two tables, by the upper and by the lower
+/// half of the bits, show the place at which the sum of probabilities reaches its goal.
 fn nucleus(scaled: &[f32], weights: &[f32], top_p: f32, table: &mut Vec<f64>) -> Kept {
     let total: f64 = weights.iter().map(|&weight| f64::from(weight)).sum();
     let goal = f64::from(top_p) * total;

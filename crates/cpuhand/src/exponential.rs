@@ -1,4 +1,4 @@
-//! `e^x` of many numbers that are not positive.
+//! `e^x` of many numbers, none of them positive.
 
 /// Rounds to the nearest whole number when it is added and taken away again: one and a half times
 /// 2^23.

@@ -1,5 +1,5 @@
-//! Weights as they are computed with, from one start to the next: when they are kept, and under
-//! which name. The hand in Python has the same files.
+//! Packed weights, kept from one start to the next: the conditions, and the names. The hand in
+//! Python has the same files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -76,7 +76,7 @@ impl Kept {
         read.then(|| shared(rooms))
     }
 
-    /// Removes what was read: it can't be what was written. False: nothing was read.
+    /// Removes the files that were read, because their content is wrong. False: none were read.
     pub(crate) fn discard(&mut self) -> bool {
         if self.was_read {
             self.file.remove();
@@ -84,7 +84,7 @@ impl Kept {
         self.was_read
     }
 
-    /// Has a thread write the weights, which nobody changes any more, unless they are there.
+    /// Has a thread write the weights, which are final, unless the files exist.
     pub(crate) fn save(self, plan: &Plan, loaded: Loaded) {
         if self.was_read {
             return;

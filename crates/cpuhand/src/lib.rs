@@ -1,14 +1,15 @@
 //! A hand for CPUs, in Rust: one process, its memory and the compiled kernels.
 //!
-//! It speaks the step protocol as `python -m forebay.worker` does (`docs/protocol.md`), and
-//! computes with the same kernels in the same order, so that both give the same tokens. [`serves`]
-//! lists the features that it lacks in one place. The hand in Python is the reference and serves
-//! everything else. It knows no requests.
+//! It speaks the step protocol like `python -m forebay.worker` (`docs/protocol.md`). It computes
+//! with the same kernels in the same order, so both give the same tokens. [`serves`] has the list
+//! of the features that it lacks. The hand in Python is the reference and serves everything else.
+//! It knows no requests.
 
 mod columns;
 mod connection;
 mod descriptors;
 mod draw;
+mod encoder;
 mod exponential;
 mod kept;
 mod load;

@@ -1,18 +1,20 @@
-//! Weights from a checkpoint into the order of the kernels, or from an earlier start's file.
+//! The way of weights into the order of the kernels, from a checkpoint or from an earlier start's
+//! file.
+
+mod bert;
+mod read;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use forebay_kernels::{
-    Bytes, Dtype, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Packing, Room, Storage,
-    Threads, Weights,
+    Dtype, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Packing, Storage, Weights,
 };
 use forebay_weights::{
-    Angles, BlockKind, Checkpoint, Entry, Experts, ModelError, Shape, TorchNumber, computed_as,
+    Angles, BlockKind, Checkpoint, Entry, Experts, ModelError, Routing, Shape, TorchNumber,
+    computed_as,
 };
 
-use crate::random::randomise;
+pub(crate) use read::{Loaded, Source, load, rooms, shared};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const NORM: &str = "model.norm.weight";
@@ -20,12 +22,12 @@ const HEAD: &str = "lm_head.weight";
 /// Inner positions of a quantised block.
 const SHARED: usize = 32;
 
-/// The formats in which matrices are computed.
-#[derive(Debug, Clone, PartialEq)]
+/// The formats of matrices.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Formats {
     /// True if matrices that are not in blocks are 8-bit integers, and not of the model's type.
     pub(crate) int8: bool,
-    /// True if blocks were asked for.
+    /// True if the user wants blocks.
     pub(crate) all_blocks: bool,
     /// Matrices that stay in a file's blocks: checkpoint name to GGUF's name of its type.
     pub(crate) stored: BTreeMap<String, String>,
@@ -80,10 +82,16 @@ impl Parts {
     }
 }
 
-struct Matrices {
-    /// Of all of them, as many of each.
+/// Weights that stay in the order of the checkpoint.
+struct Vectors {
     parts: Parts,
-    /// Of one.
+    number: TorchNumber,
+}
+
+struct Matrices {
+    /// The parts of all of them, with as many matrices each.
+    parts: Parts,
+    /// The packing of one matrix.
     packing: Packing,
     /// The number of matrices, which lie one behind the other.
     count: usize,
@@ -94,7 +102,7 @@ struct Matrices {
 /// The description of a model's weights and of their layout in memory. A plan has no loaded
 /// weights.
 pub(crate) struct Plan {
-    vectors: Vec<Parts>,
+    vectors: Vec<Vectors>,
     matrices: Vec<Matrices>,
     number: TorchNumber,
     formats: Formats,
@@ -102,7 +110,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// The weights of a model, computed with in `number` but for what `formats` says.
+    /// The weights of a model. Products are in `number`, except for matrices in `formats`.
     pub(crate) fn new(
         shape: &Shape,
         number: TorchNumber,
@@ -133,13 +141,7 @@ impl Plan {
             }
             match shape.experts.filter(|_| shape.sparse[layer]) {
                 Some(experts) => plan.experts(&at("mlp"), hidden, experts)?,
-                None => {
-                    let up = |name: &str| (at(&format!("mlp.{name}")), inner);
-                    let gate_up = ["gate_proj", "up_proj"].map(up);
-                    let down = [(at("mlp.down_proj"), hidden)];
-                    plan.linear(&gate_up, hidden, shape.mlp_bias, true)?;
-                    plan.linear(&down, inner, shape.mlp_bias, false)?;
-                }
+                None => plan.gated(&at("mlp"), (hidden, inner), shape.mlp_bias)?,
             }
             for norm in ["input_layernorm", "post_attention_layernorm"] {
                 plan.vector(&[(at(&format!("{norm}.weight")), vec![hidden])]);
@@ -150,7 +152,18 @@ impl Plan {
     }
 
     fn vector(&mut self, parts: &[(String, Vec<usize>)]) {
-        self.vectors.push(Parts { parts: parts.to_vec() });
+        self.vectors.push(Vectors { parts: Parts { parts: parts.to_vec() }, number: self.number });
+    }
+
+    fn gated(
+        &mut self,
+        at: &str,
+        (hidden, inner): (usize, usize),
+        bias: bool,
+    ) -> Result<(), ModelError> {
+        let gate_up = ["gate_proj", "up_proj"].map(|name| (format!("{at}.{name}"), inner));
+        self.linear(&gate_up, hidden, bias, true)?;
+        self.linear(&[(format!("{at}.down_proj"), hidden)], inner, bias, false)
     }
 
     fn linear(
@@ -165,14 +178,25 @@ impl Plan {
         self.matrix((parts, 1), inputs, interleaved, None)?;
         if bias {
             let part = |(name, rows): &(String, usize)| (format!("{name}.bias"), vec![*rows]);
-            self.vectors.push(Parts { parts: outputs.iter().map(part).collect() });
+            self.vector(&outputs.iter().map(part).collect::<Vec<_>>());
         }
         Ok(())
     }
 
     fn experts(&mut self, at: &str, hidden: usize, of: Experts) -> Result<(), ModelError> {
         let inner = of.intermediate_size;
+        let of_router = self.vectors.len();
         self.vector(&[(format!("{at}.gate.weight"), vec![of.count, hidden])]);
+        if let Routing::Corrected { .. } = of.routing {
+            self.vector(&[(correction(at), vec![of.count])]);
+            // Their rounding would change who is chosen, and next to the experts they are small.
+            for vector in &mut self.vectors[of_router..] {
+                vector.number = TorchNumber::Float32;
+            }
+        }
+        if of.shared_size > 0 {
+            self.gated(&format!("{at}.shared_experts"), (hidden, of.shared_size), false)?;
+        }
         let all = |kinds: &[&str], shape: [usize; 2]| {
             let each =
                 (0..of.count).flat_map(|expert| kinds.iter().map(move |kind| (expert, kind)));
@@ -221,7 +245,7 @@ impl Plan {
     fn wanted(&self) -> impl Iterator<Item = &(String, Vec<usize>)> {
         let of_matrices = self.matrices.iter().filter(|matrix| matrix.source.is_none());
         let matrices = of_matrices.flat_map(|matrix| &matrix.parts.parts);
-        self.vectors.iter().flat_map(|vector| &vector.parts).chain(matrices)
+        self.vectors.iter().flat_map(|vector| &vector.parts.parts).chain(matrices)
     }
 
     /// Bytes of all weights as they are computed with.
@@ -232,7 +256,7 @@ impl Plan {
     /// The entries that are kept of a model, by name: vectors as they were loaded, matrices as the
     /// kernels read them.
     pub(crate) fn entries(&self) -> Vec<(&str, Entry)> {
-        let number = match self.number {
+        let name = |number| match number {
             TorchNumber::Float32 => "F32",
             TorchNumber::Bfloat16 => "BF16",
         };
@@ -244,15 +268,14 @@ impl Plan {
                 shape
             })
         };
-        let vectors = self
-            .vectors
-            .iter()
-            .map(|parts| (parts.name(), Entry { dtype: number.into(), shape: vector(parts) }));
+        let vectors = self.vectors.iter().map(|Vectors { parts, number }| {
+            (parts.name(), Entry { dtype: name(*number).into(), shape: vector(parts) })
+        });
         let matrices = self.matrices.iter().map(|matrix| {
             let bytes = matrix.count * matrix.packing.bytes().unwrap_or(0);
             let plain = matrix.packing.storage == Storage::Plain;
             let (dtype, width) =
-                if plain { (number, matrix.packing.dtype.bytes()) } else { ("U8", 1) };
+                if plain { (name(self.number), matrix.packing.dtype.bytes()) } else { ("U8", 1) };
             (matrix.parts.name(), Entry { dtype: dtype.into(), shape: vec![bytes / width] })
         });
         vectors.chain(matrices).collect()
@@ -339,6 +362,11 @@ impl Plan {
     }
 }
 
+/// The name of the term that is added to experts' scores for the choice.
+fn correction(at: &str) -> String {
+    format!("{at}.gate.e_score_correction_bias")
+}
+
 fn dtype(number: TorchNumber) -> Dtype {
     match number {
         TorchNumber::Float32 => Dtype::Float32,
@@ -346,157 +374,7 @@ fn dtype(number: TorchNumber) -> Dtype {
     }
 }
 
-/// The source of weights.
-#[derive(Clone, Copy)]
-pub(crate) enum Source<'a> {
-    Checkpoint(&'a Checkpoint),
-    /// Random weights of a seed.
-    Random(u64),
-}
-
-/// Weights by name, in memory.
-pub(crate) type Loaded = HashMap<String, Bytes>;
-
-/// Room for all weights: vectors side by side, and matrices.
-pub(crate) fn rooms(plan: &Plan) -> std::io::Result<Vec<(String, Room)>> {
-    let entries = plan.entries();
-    let sizes: Vec<usize> = entries.iter().map(|(_, entry)| entry.bytes().unwrap_or(0)).collect();
-    let (vectors, matrices) = sizes.split_at(plan.vectors.len());
-    let rooms = [Room::parts(vectors.iter().copied())?, Room::parts(matrices.iter().copied())?];
-    let names = entries.iter().map(|(name, _)| (*name).to_owned());
-    Ok(names.zip(rooms.into_iter().flatten()).collect())
-}
-
-pub(crate) fn shared(rooms: Vec<(String, Room)>) -> Loaded {
-    rooms.into_iter().map(|(name, room)| (name, Arc::new(room))).collect()
-}
-
-/// Fills all weights; `report` gets how many of a checkpoint's weights are there, and their total.
-pub(crate) fn load(
-    plan: &Plan,
-    source: Source<'_>,
-    threads: &Threads,
-    report: &(dyn Fn(usize, usize) + Sync),
-) -> Result<Loaded, ModelError> {
-    let rooms = rooms(plan).map_err(|error| ModelError::Broken(format!("no memory: {error}")))?;
-    let jobs: Vec<Mutex<(String, Room)>> = rooms.into_iter().map(Mutex::new).collect();
-    let total = plan.wanted().count();
-    let done = AtomicUsize::new(0);
-    let failed: Mutex<Option<ModelError>> = Mutex::new(None);
-    let locked = |failed: &Mutex<Option<ModelError>>| {
-        failed.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    };
-    threads.each(jobs.len(), |index| {
-        if locked(&failed).is_some() {
-            return;
-        }
-        let mut job = jobs[index].lock().unwrap_or_else(PoisonError::into_inner);
-        let result = match index.checked_sub(plan.vectors.len()) {
-            None => plan.vectors[index].read(source, plan.number, &mut job.1),
-            Some(index) => plan.matrices[index].read(source, plan.number, &mut job.1),
-        };
-        match result {
-            Ok(count) => report(done.fetch_add(count, Ordering::Relaxed) + count, total),
-            Err(error) => {
-                *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            }
-        }
-    });
-    match locked(&failed) {
-        Some(error) => Err(error),
-        None => Ok(shared(
-            jobs.into_iter()
-                .map(|job| job.into_inner().unwrap_or_else(PoisonError::into_inner))
-                .collect(),
-        )),
-    }
-}
-
-impl Parts {
-    /// Reads all parts; gives how many there are.
-    fn read(
-        &self,
-        source: Source<'_>,
-        number: TorchNumber,
-        to: &mut [u8],
-    ) -> Result<usize, ModelError> {
-        read_parts(&self.parts, source, number, to)?;
-        Ok(self.parts.len())
-    }
-}
-
-fn read_parts(
-    parts: &[(String, Vec<usize>)],
-    source: Source<'_>,
-    number: TorchNumber,
-    mut to: &mut [u8],
-) -> Result<(), ModelError> {
-    let width = dtype(number).bytes();
-    for (name, shape) in parts {
-        let (part, rest) = to.split_at_mut(shape.iter().product::<usize>() * width);
-        source.read(name, number, part)?;
-        to = rest;
-    }
-    Ok(())
-}
-
-impl Source<'_> {
-    fn read(self, name: &str, number: TorchNumber, to: &mut [u8]) -> Result<(), ModelError> {
-        match self {
-            Self::Checkpoint(checkpoint) => checkpoint.read(name, number, to),
-            Self::Random(seed) => {
-                randomise(seed, name, number, to);
-                Ok(())
-            }
-        }
-    }
-}
-
-impl Matrices {
-    fn read(
-        &self,
-        source: Source<'_>,
-        number: TorchNumber,
-        to: &mut [u8],
-    ) -> Result<usize, ModelError> {
-        let each = self.parts.parts.len() / self.count;
-        let packed = to.chunks_exact_mut(to.len() / self.count);
-        for (parts, to) in self.parts.parts.chunks_exact(each).zip(packed) {
-            self.read_one(parts, source, number, to)?;
-        }
-        Ok(if self.source.is_none() { self.parts.parts.len() } else { 0 })
-    }
-
-    fn read_one(
-        &self,
-        parts: &[(String, Vec<usize>)],
-        source: Source<'_>,
-        number: TorchNumber,
-        to: &mut [u8],
-    ) -> Result<(), ModelError> {
-        let unfit = |error: forebay_kernels::Unfit| ModelError::Broken(error.to_string());
-        if let (Some(kind), Source::Checkpoint(checkpoint)) =
-            (block_of(self.packing.storage), source)
-        {
-            let mut blocks = Vec::with_capacity(self.packing.source_bytes());
-            for (name, _) in parts {
-                checkpoint.read_blocks(name, kind, &mut blocks)?;
-            }
-            return self.packing.pack(&blocks, to).map_err(unfit);
-        }
-        // Words, so that numbers of every type begin where they may.
-        let bytes = self.packing.source_bytes();
-        let mut words = vec![0_u64; bytes.div_ceil(8)];
-        let numbers = &mut bytemuck::cast_slice_mut(&mut words)[..bytes];
-        match self.source {
-            None => read_parts(parts, source, number, numbers)?,
-            Some(name) => source.read(name, number, numbers)?,
-        }
-        self.packing.pack(numbers, to).map_err(unfit)
-    }
-}
-
-/// The weights of a decoder, out of those that are loaded.
+/// The weights of a decoder, made of loaded ones.
 pub(crate) fn assemble(
     plan: &Plan,
     shape: &Shape,
@@ -523,18 +401,27 @@ pub(crate) fn assemble(
         } else {
             None
         };
-        let feed = match shape.sparse[layer] {
-            true => FeedForward::Experts(ExpertMatrices {
-                router: get(&at("mlp.gate.weight"))?,
-                gate_up: matrix(&at("mlp.experts.0.gate_proj.weight"))?,
-                down: matrix(&at("mlp.experts.0.down_proj.weight"))?,
-            }),
-            false => FeedForward::Dense(Gated {
-                gate_up: matrix(&at("mlp.gate_proj.weight"))?,
-                gate_up_bias: bias(shape.mlp_bias, "mlp.gate_proj.bias")?,
-                down: matrix(&at("mlp.down_proj.weight"))?,
-                down_bias: bias(shape.mlp_bias, "mlp.down_proj.bias")?,
-            }),
+        let gated = |of: &str, with_bias: bool| -> Result<Gated, ModelError> {
+            Ok(Gated {
+                gate_up: matrix(&at(&format!("{of}.gate_proj.weight")))?,
+                gate_up_bias: bias(with_bias, &format!("{of}.gate_proj.bias"))?,
+                down: matrix(&at(&format!("{of}.down_proj.weight")))?,
+                down_bias: bias(with_bias, &format!("{of}.down_proj.bias"))?,
+            })
+        };
+        let feed = match shape.experts.filter(|_| shape.sparse[layer]) {
+            Some(experts) => {
+                let corrected = matches!(experts.routing, Routing::Corrected { .. });
+                let shared = experts.shared_size > 0;
+                FeedForward::Experts(ExpertMatrices {
+                    router: get(&at("mlp.gate.weight"))?,
+                    correction: corrected.then(|| get(&correction(&at("mlp")))).transpose()?,
+                    gate_up: matrix(&at("mlp.experts.0.gate_proj.weight"))?,
+                    down: matrix(&at("mlp.experts.0.down_proj.weight"))?,
+                    shared: shared.then(|| gated("mlp.shared_experts", false)).transpose()?,
+                })
+            }
+            None => FeedForward::Dense(gated("mlp", shape.mlp_bias)?),
         };
         layers.push(Layer {
             input_norm: norm("input_layernorm")?,

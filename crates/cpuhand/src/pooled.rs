@@ -1,4 +1,4 @@
-//! Vectors of prompts, in place of tokens: of the states of the positions that a step computes.
+//! Vectors of prompts, in place of tokens, from the states of the positions of a step.
 
 use forebay_kernels::Wanted;
 use forebay_protocol::{HandConfig, ROW_NOT_FINITE, ROW_OK, StepPlan, StepResult};
@@ -16,8 +16,8 @@ pub(crate) enum Pooler {
     Mean(Sums),
 }
 
-/// Sums of the states of each slot, in 64 bits: the way in which a prompt is cut shows in no bit
-/// that is left.
+/// Sums of the states of each slot, in 64 bits. So the cuts of a prompt make no difference in the
+/// bits of the result.
 pub(crate) struct Sums {
     /// `[slots, hidden]`
     sums: Vec<f64>,
@@ -98,7 +98,7 @@ impl Sums {
 }
 
 impl Runner {
-    /// Computes rows, and pools those that end their prompts. False: the model generates.
+    /// Computes rows, and pools the prompts that end. False: the model generates.
     pub(crate) fn pool(
         &mut self,
         plan: &StepPlan,

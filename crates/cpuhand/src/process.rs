@@ -15,7 +15,8 @@ use crate::runner::{HandError, Loaded, Runner};
 
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Serves the brain on descriptor 3. Success when told to go or left alone.
+/// Serves the brain on descriptor 3. Gives success after an order to exit, or after the brain's
+/// end.
 #[must_use]
 pub fn main() -> ExitCode {
     let parent = getppid();

@@ -1,5 +1,5 @@
-//! Log-probabilities of a prompt's tokens, without the logits of all its positions in memory at a
-//! time.
+//! Log-probabilities of a prompt's tokens, computed in slices, without the logits of all positions
+//! at once.
 
 use std::sync::OnceLock;
 
@@ -29,13 +29,13 @@ type Told = Option<(i32, Vec<(i32, f32)>)>;
 
 /// Tokens of prompts whose log-probabilities a step asks for.
 pub(crate) struct Wanted {
-    /// One a token: the row that computes the position before it.
+    /// The row of each token. It computes the position before the token.
     pub(crate) rows: Vec<usize>,
-    /// One a token: the position before it, numbered over all rows.
+    /// The position before each token, numbered over all rows.
     pub(crate) before: Vec<i64>,
-    /// One a token.
+    /// The tokens.
     pub(crate) tokens: Vec<i32>,
-    /// One a token: how many of the most likely ones come beside it.
+    /// The number of most likely tokens that come beside each token.
     most: Vec<usize>,
 }
 

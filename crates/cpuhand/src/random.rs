@@ -1,6 +1,7 @@
-//! Weights of a seed, for `--load-format dummy`: norms around one, the rest around zero and small.
+//! Weights from a seed, for `--load-format dummy`: norms around one, the rest around zero and
+//! small.
 //!
-//! A seed gives other weights than in PyTorch's hand, as it does on devices of different kinds.
+//! A seed gives other weights than in PyTorch's hand, as on any two kinds of devices.
 
 use std::f64::consts::TAU;
 

@@ -3,24 +3,26 @@
 use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use forebay_kernels::{
     Decoder, Dtype, ExpertSizes, Room, Shared, Sizes, Threads, Unfit, Wanted, limit,
 };
-use forebay_protocol::{HandConfig, Ready};
-use forebay_weights::{Checkpoint, ModelError, Shape, TorchNumber};
+use forebay_protocol::{HandConfig, Ready, StepPlan, StepResult};
+use forebay_weights::{Checkpoint, Experts, ModelError, Routing, Shape, TorchNumber, is_bert};
 use serde_json::Value;
 use thiserror::Error;
 
 use crate::columns::Columns;
 use crate::connection::ConnectionError;
+use crate::encoder::EncoderRunner;
 use crate::kept::{Kept, files};
 use crate::load::{Formats, Plan, Source, assemble, load};
 use crate::machine::{available_bytes, physical_cores};
 use crate::pooled::Pooler;
 use crate::prompts::slice_bytes;
 use crate::serves::{Asked, serves};
+use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables};
 
 /// The errors that end a hand, by the names that the hand in Python gives such errors.
@@ -46,8 +48,32 @@ impl From<Unfit> for HandError {
     }
 }
 
-/// Told how many weights are loaded, of how many.
+/// A callback with the number of loaded weights and their total.
 pub(crate) type Report<'a> = &'a (dyn Fn(usize, usize) + Sync);
+
+/// A model that is loaded, and plans executed on it.
+pub(crate) trait Executes {
+    /// The facts that `ready` tells the brain, the loading time excepted.
+    fn facts(&self) -> &Ready;
+
+    /// Executes a plan. If it has masked rows, `masks` is asked for their masks once the model's
+    /// work is done. `None`: it gave none.
+    fn step(
+        &mut self,
+        plan: &StepPlan,
+        masks: &mut MaskSource<'_>,
+    ) -> Result<Option<StepResult>, HandError>;
+}
+
+/// Puts a step's times into its result. The step began at `begun` and ends now, the step before it
+/// ended at `before`, and it waited for masks for `idle`.
+pub(crate) fn timed(result: &mut StepResult, begun: Instant, before: &mut Instant, idle: Duration) {
+    let ended = Instant::now();
+    let us = |time: Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+    result.device_us = us((ended - begun).saturating_sub(idle));
+    result.gap_us = us(begun - *before + idle);
+    *before = ended;
+}
 
 /// Weights, pages and slot tables, and plans executed on them.
 pub(crate) struct Runner {
@@ -56,7 +82,7 @@ pub(crate) struct Runner {
     pub(crate) threads: Arc<Threads>,
     pub(crate) arena: Arc<Shared>,
     pub(crate) sizes: Sizes,
-    facts: Ready,
+    pub(crate) facts: Ready,
     /// The end of the step before.
     pub(crate) ended: Instant,
     /// Kept from step to step.
@@ -65,9 +91,9 @@ pub(crate) struct Runner {
     pub(crate) pooler: Option<Pooler>,
 }
 
-/// A runner, and how its weights are kept for the next start.
+/// A runner, and the way to keep its weights for the next start.
 pub(crate) struct Loaded {
-    pub(crate) runner: Runner,
+    pub(crate) runner: Box<dyn Executes>,
     /// The function to call when steps can be computed.
     pub(crate) keep: Box<dyn FnOnce()>,
 }
@@ -91,10 +117,13 @@ impl Runner {
         limit_kernels(kernels.as_deref())?;
         check(config)?;
         let pooling = asked.pooling;
-        let shape = Shape { headless: pooling.is_some(), ..Shape::of(asked.config)? };
-        let number = number(&config.dtype)?;
         let members = config.threads.map_or_else(physical_cores, |threads| threads as usize);
         let threads = Arc::new(Threads::new(members)?);
+        if is_bert(asked.config) {
+            return EncoderRunner::load(config, asked.config, arena, &threads, report);
+        }
+        let shape = Shape { headless: pooling.is_some(), ..Shape::of(asked.config)? };
+        let (number, dtype, told) = numbers(&config.dtype)?;
         let available = available_bytes();
         let mut kept = Kept::open(config);
         let mut checkpoint = None;
@@ -103,7 +132,7 @@ impl Runner {
         if let Some(line) = plan.tell_formats()? {
             eprintln!("{line}");
         }
-        let sizes = sizes(config, &shape, number, available, plan.bytes())?;
+        let sizes = sizes(config, &shape, dtype, available, plan.bytes())?;
         let pool = sizes.pool_bytes();
         let pages = Room::parts(std::iter::repeat_n(pool, 2 * shape.layers))?;
         let mut pages = pages.into_iter();
@@ -134,10 +163,7 @@ impl Runner {
             page_count: sizes.page_count as u32,
             vocab_size: sizes.vocabulary as u32,
             hidden_size: sizes.hidden as u32,
-            dtype: match number {
-                TorchNumber::Float32 => forebay_protocol::Dtype::Float32,
-                TorchNumber::Bfloat16 => forebay_protocol::Dtype::Bfloat16,
-            },
+            dtype: told,
             weight_bytes: plan.bytes(),
             kv_bytes: page_bytes * sizes.page_count as u64,
             device: "cpu".into(),
@@ -173,17 +199,12 @@ impl Runner {
                 kept.save(&plan, weights);
             }
         });
-        Ok(Loaded { runner, keep })
+        Ok(Loaded { runner: Box::new(runner), keep })
     }
 
-    /// The facts that `ready` tells the brain, the loading time excepted.
-    pub(crate) fn facts(&self) -> &Ready {
-        &self.facts
-    }
-
-    /// Runs a tiny prompt and a decode row: no request pays for what is set up by the first step.
-    /// Leaves the tables as they were; the first page's content is overwritten by whoever gets it.
-    /// False: the results were not finite.
+    /// Runs a tiny prompt and a decode row, so no request waits for the set-up of the first step.
+    /// The tables are unchanged afterwards. The content of the first page is undefined. False: the
+    /// results were not finite.
     fn warm_up(&mut self) -> Result<bool, HandError> {
         let length = 2.min(self.tables.context_length).min(self.sizes.page_size);
         self.tables.pages[0] = 0;
@@ -207,10 +228,14 @@ impl Runner {
     }
 }
 
-fn number(name: &str) -> Result<TorchNumber, HandError> {
+/// The type that a model is computed in, in the words of three crates.
+pub(crate) fn numbers(
+    name: &str,
+) -> Result<(TorchNumber, Dtype, forebay_protocol::Dtype), HandError> {
+    use forebay_protocol::Dtype as Told;
     match name {
-        "float32" => Ok(TorchNumber::Float32),
-        "bfloat16" => Ok(TorchNumber::Bfloat16),
+        "float32" => Ok((TorchNumber::Float32, Dtype::Float32, Told::Float32)),
+        "bfloat16" => Ok((TorchNumber::Bfloat16, Dtype::Bfloat16, Told::Bfloat16)),
         other => Err(HandError::Config(format!(
             "dtype {other:?} is not supported: use bfloat16 or float32"
         ))),
@@ -262,8 +287,7 @@ fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {
     Checkpoint::open(format, &files(&config.model), shape)
 }
 
-/// The formats in which matrices are computed. A checkpoint that has to be looked at stays open in
-/// `checkpoint`.
+/// The formats of matrices. If the checkpoint had to be read, it stays open in `checkpoint`.
 fn formats(
     config: &HandConfig,
     shape: &Shape,
@@ -295,31 +319,41 @@ fn is_of_expert(name: &str) -> bool {
     name.contains(".mlp.experts.")
 }
 
+fn expert_sizes(experts: Experts) -> ExpertSizes {
+    let (groups, kept_groups) = experts.routing.groups();
+    let corrected = matches!(experts.routing, Routing::Corrected { .. });
+    ExpertSizes {
+        count: experts.count,
+        per_token: experts.per_token,
+        intermediate: experts.intermediate_size,
+        shared: experts.shared_size,
+        corrected,
+        groups,
+        kept_groups,
+        best_of_group: if corrected { Routing::BEST_OF_GROUP } else { 1 },
+        normalise: experts.normalise,
+        scaling: experts.scaling as f32,
+    }
+}
+
 /// The sizes of the decoder, with as many pages as fit.
 fn sizes(
     config: &HandConfig,
     shape: &Shape,
-    number: TorchNumber,
+    dtype: Dtype,
     available: u64,
     weight_bytes: u64,
 ) -> Result<Sizes, HandError> {
     let page_size = config.page_size as usize;
     let mut sizes = Sizes {
-        dtype: match number {
-            TorchNumber::Float32 => Dtype::Float32,
-            TorchNumber::Bfloat16 => Dtype::Bfloat16,
-        },
+        dtype,
         hidden: shape.hidden_size,
         heads: shape.heads,
         kv_heads: shape.kv_heads,
         head_dim: shape.head_dim,
+        rotary_dim: shape.rotary_dim,
         intermediate: shape.intermediate_size,
-        experts: shape.experts.map(|experts| ExpertSizes {
-            count: experts.count,
-            per_token: experts.per_token,
-            intermediate: experts.intermediate_size,
-            normalise: experts.normalise,
-        }),
+        experts: shape.experts.map(expert_sizes),
         vocabulary: shape.vocab_size,
         positions: config.context_length as usize,
         page_size,

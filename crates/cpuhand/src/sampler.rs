@@ -1,5 +1,5 @@
-//! From logits to a token, as `docs/protocol.md` orders it: adjust, filter, draw. One row at a
-//! time; rows know nothing of each other.
+//! The way from logits to a token, in the order of `docs/protocol.md`: adjust, filter, draw. It
+//! works on one row at a time, without the others.
 
 use std::cmp::Ordering;
 
@@ -10,7 +10,7 @@ use crate::tables::Slot;
 /// Numbers that are added up in 32 bits before the sum goes on in 64.
 const SPAN: usize = 64;
 
-/// The slot, position and mask for which a row's token is sampled.
+/// The slot, position and mask of a row that samples.
 #[derive(Clone, Copy)]
 pub(crate) struct Ask<'a> {
     pub(crate) slot: &'a Slot,
@@ -20,13 +20,13 @@ pub(crate) struct Ask<'a> {
     pub(crate) mask: Option<&'a [u32]>,
 }
 
-/// A token, or why there is none, and what was asked of its likelihood.
+/// A token or an error, with the requested log-probabilities.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Sampled {
     /// 0 where the logits were not finite.
     pub(crate) token: i32,
     pub(crate) finite: bool,
-    /// The token and the most likely ones, with their log-probabilities; empty where nobody asked.
+    /// The token and the most likely ones, with their log-probabilities; empty if not requested.
     pub(crate) logprobs: Vec<(i32, f32)>,
 }
 

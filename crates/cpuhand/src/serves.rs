@@ -2,25 +2,26 @@
 //! one list of features that it lacks.
 
 use forebay_protocol::HandConfig;
-use forebay_weights::{ModelError, Shape};
+use forebay_weights::{BertShape, ModelError, Shape, is_bert};
 use serde_json::{Map, Value};
 
+use crate::encoder;
 use crate::pooled::{Pooler, kind};
 
-/// The model and settings that are to be served, as the brain has them before a hand starts.
+/// The wanted model and settings, which the brain knows before a hand starts.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
     /// The model's `config.json`.
     pub config: &'a Map<String, Value>,
     /// The kind of pooling; `None`: the model generates.
     pub pooling: Option<&'a str>,
-    /// True if the model sees images.
+    /// True if the model takes images.
     pub sees: bool,
     /// The kind of device.
     pub device: &'a str,
     /// The number format of matrices, if it is not the stored one.
     pub quantization: Option<&'a str>,
-    /// Ranks of a group.
+    /// The number of ranks of a group.
     pub ranks: u32,
     /// True if pages are kept in the host's tier.
     pub host_tier: bool,
@@ -54,17 +55,19 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Checks that this hand serves a model with these settings. An error is a reason to be read behind
-/// `the Rust hand does not have`.
+/// Checks that this hand serves a model with these settings. The error is a reason for a sentence
+/// that begins with `the Rust hand does not have`.
 ///
 /// # Errors
-/// The hand lacks something, or the model's config makes no sense.
+/// The hand lacks something, or the model's config is invalid.
 pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     let lacks = |what: &str| Err(ModelError::Elsewhere(what.into()));
     if asked.device != "cpu" {
         return lacks(&format!("the device {}", asked.device));
     }
-    if let Some(kind) = asked.pooling.filter(|kind| !Pooler::knows(kind)) {
+    let encodes = is_bert(asked.config);
+    let knows = |kind: &&str| if encodes { encoder::knows(kind) } else { Pooler::knows(kind) };
+    if let Some(kind) = asked.pooling.filter(|kind| !knows(kind)) {
         return lacks(&format!("the pooling {kind:?}"));
     }
     if asked.sees {
@@ -86,10 +89,13 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         None | Some("w8a8_int8" | "gguf") => {}
         Some(other) => return lacks(&format!("--quantization {other}")),
     }
+    if encodes {
+        return serves_encoder(asked);
+    }
     let shape = Shape::of(asked.config)?;
-    let of_experts = shape.experts.map_or(0, |experts| experts.intermediate_size);
-    let sizes = [shape.hidden_size, shape.intermediate_size, shape.head_dim, of_experts];
-    if sizes.iter().any(|size| size % 2 > 0) {
+    let of_experts = shape.experts.map(|experts| [experts.intermediate_size, experts.shared_size]);
+    let sizes = [shape.hidden_size, shape.intermediate_size, shape.head_dim, shape.rotary_dim];
+    if sizes.iter().chain(of_experts.iter().flatten()).any(|size| size % 2 > 0) {
         return lacks("inner dimensions that are odd");
     }
     if shape.heads % shape.kv_heads > 0 {
@@ -103,6 +109,20 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         ))),
         _ => Ok(()),
     }
+}
+
+fn serves_encoder(asked: &Asked<'_>) -> Result<(), ModelError> {
+    let shape = BertShape::of(asked.config)?;
+    if asked.pooling.is_none() {
+        return Err(ModelError::Broken("an encoder generates nothing".into()));
+    }
+    let head = shape.hidden_size / shape.heads.max(1);
+    if shape.hidden_size != head * shape.heads
+        || [head, shape.intermediate_size].iter().any(|size| size % 2 > 0)
+    {
+        return Err(ModelError::Elsewhere("inner dimensions that are odd".into()));
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -143,5 +163,34 @@ mod tests {
         ] {
             assert_eq!(serves(&asked), Err(ModelError::Elsewhere(why.into())));
         }
+    }
+
+    #[test]
+    fn encoders_pool() {
+        let config = |heads| {
+            json!({
+                "architectures": ["BertModel"], "vocab_size": 131, "hidden_size": 48, "intermediate_size": 96,
+                "num_hidden_layers": 3, "num_attention_heads": heads,
+            })
+        };
+        let (even, odd) = (config(4), config(16));
+        let asked = |config, pooling| Asked {
+            config,
+            pooling,
+            sees: false,
+            device: "cpu",
+            quantization: None,
+            ranks: 1,
+            host_tier: false,
+            attention_backend: false,
+            context_length: 128,
+            kernels: None,
+        };
+        let even = even.as_object().expect("an object");
+        assert_eq!(serves(&asked(even, Some("mean"))), Ok(()));
+        assert!(matches!(serves(&asked(even, None)), Err(ModelError::Broken(_))));
+        assert!(matches!(serves(&asked(even, Some("last"))), Err(ModelError::Elsewhere(_))));
+        let odd = odd.as_object().expect("an object");
+        assert!(matches!(serves(&asked(odd, Some("cls"))), Err(ModelError::Elsewhere(_))));
     }
 }

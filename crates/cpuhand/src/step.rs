@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Given, Wanted};
 use forebay_protocol::{
-    MaskPlace, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, ReceivedMasks, StepPlan, StepResult,
+    MaskPlace, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, StepPlan, StepResult,
 };
 
 use crate::columns::Columns;
 use crate::prompts::{Wanted as PromptTokens, slice_rows};
-use crate::runner::{HandError, Runner};
+use crate::runner::{Executes, HandError, Runner, timed};
 use crate::sampler::{Ask, Sampled, Scratch, sample};
 use crate::tables::{PlanError, wrong};
 
@@ -22,10 +22,12 @@ thread_local! {
 /// Gives the masks that follow a plan; waits for them. `None`: the brain has gone.
 pub(crate) type MaskSource<'a> = dyn FnMut() -> Result<Option<ReceivedMasks>, HandError> + 'a;
 
-impl Runner {
-    /// Executes a plan. Where it has masked rows, `masks` is asked for their masks once the model's
-    /// work is done. `None`: it gave none.
-    pub(crate) fn step(
+impl Executes for Runner {
+    fn facts(&self) -> &Ready {
+        &self.facts
+    }
+
+    fn step(
         &mut self,
         plan: &StepPlan,
         masks: &mut MaskSource<'_>,
@@ -48,15 +50,13 @@ impl Runner {
                 return Ok(None);
             }
         }
-        let ended = Instant::now();
-        let us = |time: Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
-        result.device_us = us((ended - begun).saturating_sub(idle));
-        result.gap_us = us(begun - self.ended + idle);
-        self.ended = ended;
+        timed(&mut result, begun, &mut self.ended, idle);
         Ok(Some(result))
     }
+}
 
-    /// Computes rows, and samples those that do. False: their masks never came.
+impl Runner {
+    /// Computes rows, and samples those that sample. False: their masks never came.
     fn rows(
         &mut self,
         plan: &StepPlan,
@@ -131,7 +131,7 @@ impl Runner {
         }
     }
 
-    /// Samples rows, each by whoever is free.
+    /// Samples rows, each on the next free thread.
     fn sample(
         &self,
         logits: &[f32],
@@ -152,7 +152,7 @@ impl Runner {
         found.into_iter().filter_map(OnceLock::into_inner).collect()
     }
 
-    /// Puts the masks of rows where they belong; those that allow everything stay away.
+    /// Gives rows their masks. Masks that allow everything are left out.
     fn masks(
         &self,
         step: u64,
@@ -191,7 +191,7 @@ impl Runner {
         Ok(())
     }
 
-    /// The tokens of prompts whose log-probabilities are asked for.
+    /// The tokens of prompts with requested log-probabilities.
     fn prompts(
         &self,
         plan: &StepPlan,
@@ -214,7 +214,7 @@ impl Runner {
         }
     }
 
-    /// Computes rows; gives the states of those that sample, and then those before the tokens of
+    /// Computes rows. Gives the states of those that sample, then those before the tokens of
     /// prompts.
     fn states(
         &mut self,
@@ -236,7 +236,7 @@ impl Runner {
         Ok(wanted().flat_map(|token| &states[place(token) * hidden..][..hidden]).copied().collect())
     }
 
-    /// Logits of the rows that sample, and what is told of prompts' tokens, a slice at a time.
+    /// Logits of the rows that sample, and log-probabilities of prompts' tokens, a slice at a time.
     fn heads(
         &mut self,
         states: &[f32],

@@ -28,6 +28,8 @@ pub(crate) struct Slot {
     pub(crate) prompt_len: usize,
     /// Byte offset in the arena of its prompt's embeddings.
     pub(crate) embeds: Option<usize>,
+    /// The position at which the second text of a pair begins; 0: there is one text.
+    pub(crate) segment: i64,
     pub(crate) temperature: f32,
     pub(crate) top_k: i32,
     pub(crate) top_p: f32,
@@ -55,6 +57,7 @@ impl Default for Slot {
         Self {
             prompt_len: 0,
             embeds: None,
+            segment: 0,
             temperature: 0.0,
             top_k: 0,
             top_p: 1.0,
@@ -91,6 +94,7 @@ impl Slot {
         let mut slot = Self {
             prompt_len: write.prompt_len as usize,
             embeds: write.embeds.map(|offset| offset as usize),
+            segment: write.segment.into(),
             temperature,
             top_k,
             top_p,

@@ -14,8 +14,8 @@ pub(crate) struct Reasoning {
     pub(crate) begins: bool,
 }
 
-/// The form in which a family writes calls. White space is as the model writes it; readers do not
-/// insist on it.
+/// The form of a family's calls. White space is the model's usual one, and readers do not insist on
+/// it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Calls {
     /// vLLM's name of its parser.
@@ -59,7 +59,7 @@ pub(crate) enum Body {
 pub(crate) struct Named {
     /// The text before the name, which tells the kind of call.
     pub(crate) before: &'static str,
-    /// The mark up to which the text before the name is left out.
+    /// The mark before which all text ahead of the name is skipped.
     pub(crate) skip: &'static str,
     /// The mark at the end of the name.
     pub(crate) name_end: &'static str,
@@ -79,14 +79,14 @@ pub(crate) struct Tagged {
     pub(crate) value: (&'static str, &'static str),
     /// The text after the last argument.
     pub(crate) end: &'static str,
-    /// Each argument says whether it is a string: `string="true">`.
+    /// True if each argument tells if it is a string: `string="true">`.
     pub(crate) declares: bool,
 }
 
 /// The form of call ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ids {
-    /// Ids have OpenAI's form; the model does not see them, or accepts any.
+    /// Ids in OpenAI's form. The model does not see them, or accepts any.
     #[default]
     Free,
     /// Nine letters and digits.
@@ -312,8 +312,8 @@ pub(crate) const FUNCTION_GEMMA: Calls = Calls {
 pub(crate) const HARMONY: Calls =
     Calls { name: "openai", aliases: &["gpt-oss", "gpt_oss"], body: Body::Channels, ..NO_MARKS };
 
-/// Every way to write calls. Of those with the same name the first is the one that the name means
-/// where nothing is known.
+/// All forms of calls. If several have the same name, it means the first one, unless the evidence
+/// shows another.
 pub(crate) const CALLS: &[&Calls] = &[
     &HERMES,
     &QWEN3_CODER,

@@ -34,7 +34,7 @@ pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone)
     }
 }
 
-/// Bytes of the longest end of `text` with which `mark` begins, less than all of it.
+/// The length in bytes of the longest proper beginning of `mark` at the end of `text`.
 fn beginning(text: &str, mark: &str) -> usize {
     let most = mark.len().saturating_sub(1).min(text.len());
     let start = text.len() - most;

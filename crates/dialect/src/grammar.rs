@@ -1,5 +1,5 @@
-//! The grammar that has a model write calls as its family does: made of the same description as the
-//! parser.
+//! The grammar by which a model writes calls in its family's form. It is made of the same
+//! description as the parser.
 
 use std::fmt::Write as _;
 
@@ -12,7 +12,7 @@ use crate::parser::Place;
 
 /// Any text, as a regular expression. A token that is special is no text.
 const ANY: &str = "/(?s:.*)/";
-/// The rule of the output in place of calls, which others write.
+/// The rule of the output in place of calls. Its text comes from elsewhere.
 pub const CONTENT: &str = "content";
 
 /// The output that is allowed in place of calls.
@@ -20,7 +20,7 @@ pub const CONTENT: &str = "content";
 pub enum Instead {
     /// No other output: there is at least one call.
     Nothing,
-    /// Any text, also before the calls. Behind them the answer ends.
+    /// Any text, also before the calls. The answer ends behind them.
     Text,
     /// The output of the rule [`CONTENT`], which the caller adds to the grammar.
     Content,
@@ -29,7 +29,7 @@ pub enum Instead {
 /// The grammar of an answer, in llguidance's Lark. Rules of arguments are missing in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallGrammar {
-    /// The rules of the grammar, beginning with `start`.
+    /// The rules of the grammar, of which `start` is the first.
     pub lark: String,
     /// The rule for the arguments of each tool, in the order of the tools.
     pub arguments: Vec<String>,
@@ -37,25 +37,25 @@ pub struct CallGrammar {
     pub style: ArgumentStyle,
 }
 
-/// The style in which a family writes the arguments of a call.
+/// The style of a family's arguments of calls.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ArgumentStyle {
     /// A JSON object.
     Json,
-    /// Python's: `a=1, b="x"`.
+    /// Python's style: `a=1, b="x"`.
     Python,
-    /// `a:1,b:<quote>x<quote>`; the quote.
+    /// The style `a:1,b:<quote>x<quote>`, with this quote.
     Quoted(&'static str),
-    /// Each in tags of its own.
+    /// Each argument in tags of its own.
     Tagged(ArgumentTags),
 }
 
-/// An argument in tags. Strings stand in them as they are, and other values as JSON.
+/// The tags of an argument. Strings are written between them unchanged, and other values as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ArgumentTags {
     /// The text before an argument's name.
     pub before_name: &'static str,
-    /// The text between the name and a value that is a string.
+    /// The text between the name and a string.
     pub before_text: String,
     /// The text between the name and any other value.
     pub before_json: String,
@@ -63,23 +63,23 @@ pub struct ArgumentTags {
     pub after: &'static str,
     /// The marks that end a value at any place.
     pub stops: Vec<&'static str>,
-    /// The tags tell strings from other values.
+    /// True if the tags tell strings from other values.
     pub declares: bool,
 }
 
-/// Special tokens of a vocabulary that are marks: they are sampled as such, and their characters
-/// mean nothing.
+/// Special tokens of a vocabulary that are marks. They are sampled by their ids, and their
+/// characters mean nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Marks(Vec<(String, i32)>);
 
 impl Marks {
-    /// Tokens by their texts, with their ids.
+    /// Marks with these texts and ids.
     pub fn new(tokens: impl IntoIterator<Item = (String, i32)>) -> Self {
         Self(tokens.into_iter().filter(|(text, _)| !text.is_empty()).collect())
     }
 
-    /// A text as it has to be sampled, on a rule's right side: special tokens by their ids, all
-    /// else by its characters. Empty for no text.
+    /// A text for a rule's right side. Special tokens are written by their ids, and all else by its
+    /// characters. Empty for no text.
     pub fn literal(&self, text: &str) -> String {
         let mut parts = Vec::new();
         let mut rest = text;
@@ -96,9 +96,8 @@ impl Marks {
         parts.join(" ")
     }
 
-    /// Text that `text`, the right side of a terminal, describes, and then `close`, of which the
-    /// text has nothing. Gives the definition of the terminal `name`, and the text that stands for
-    /// both on a rule's right side.
+    /// Text by the terminal `text`, and then `close`, which the text does not contain. Gives the
+    /// definition of the terminal `name`, and the right side that stands for both.
     pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
         // One terminal has text and close together: two would be cut where the text is longest,
         // which is within the close.
@@ -110,8 +109,8 @@ impl Marks {
         (format!("{name}: ({text}){last}\n"), format!("{name} {}", self.literal(rest)))
     }
 
-    /// The first special token of a text, of several that begin there the longest: what stands
-    /// before it, its id, and what stands behind it.
+    /// The first special token of a text, with the text before it, its id, and the text behind it.
+    /// Of several at one place it is the longest.
     fn split<'t>(&self, text: &'t str) -> Option<(&'t str, i32, &'t str)> {
         let found = self.0.iter().filter_map(|(token, id)| Some((text.find(token)?, token, *id)));
         let first = found.min_by_key(|(at, token, _)| (*at, usize::MAX - token.len()));
@@ -119,7 +118,7 @@ impl Marks {
     }
 }
 
-/// The right side of a terminal: text that has none of `stops` in it.
+/// The right side of a terminal for text without any of `stops`.
 pub fn text_without<'s>(stops: impl IntoIterator<Item = &'s str>) -> String {
     let stops: Vec<String> =
         stops.into_iter().filter(|stop| !stop.is_empty()).map(escaped).collect();
@@ -149,10 +148,12 @@ fn escaped(text: &str) -> String {
 }
 
 impl Dialect {
-    /// The grammar of answers that call some of `tools`, once or, where `parallel`, several times.
-    /// Reasoning comes before it and is no part of it, unless `thinks` says where the prompt leaves
-    /// a model whose reasoning nobody else follows; in Harmony it always is. `None`: the family
-    /// writes no calls, or there are no tools.
+    /// The grammar of answers that call some of `tools`, once or, with `parallel`, several times.
+    /// `None`: the family writes no calls, or there are no tools.
+    ///
+    /// Reasoning comes before the calls. It is a part of the grammar if `thinks` is given, and
+    /// always in Harmony. `thinks` is the place at which the prompt leaves a model whose reasoning
+    /// is not followed by its marks.
     pub fn call_grammar(
         &self,
         tools: &[&str],
@@ -182,7 +183,7 @@ impl Dialect {
         Some(CallGrammar { lark, arguments, style: calls.style() })
     }
 
-    /// True if calls can be told from an answer in JSON: something stands before them.
+    /// True if a mark before calls tells them from an answer in JSON.
     pub fn marks_calls(&self) -> bool {
         self.calls.is_some_and(|calls| calls.bare.is_none())
     }
@@ -264,7 +265,7 @@ impl Writer<'_> {
         let _ = writeln!(self.rules, "{name}: {body}");
     }
 
-    /// The rule `name` of what a call of `tool` has between the marks around it.
+    /// The rule `name` for a call of `tool`, without the marks around it.
     fn tool(&mut self, name: &str, tool: &str, arguments: &str) {
         let (before, after) = match &self.calls.body {
             Body::Object(word) | Body::List(word) => {

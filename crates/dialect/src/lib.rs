@@ -1,8 +1,7 @@
 //! The forms in which families of models write reasoning, text and calls of tools.
 //!
-//! [`Dialect`] names the family of a model. Two things come from the one description of a family.
-//! The [`Parser`] makes [`Parts`] of an answer that comes token by token. The grammar has a model
-//! write calls and nothing else.
+//! [`Dialect`] names the family of a model. One description of a family makes two things. The
+//! [`Parser`] makes [`Parts`] of an answer, token by token. The grammar restricts a model to calls.
 //!
 //! ```
 //! use std::sync::Arc;

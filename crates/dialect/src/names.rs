@@ -1,10 +1,10 @@
-//! The family of a model: found out from its template and vocabulary, or named with the names that
-//! other servers use.
+//! The family of a model. Its template and vocabulary show it, or a flag has a name that other
+//! servers use.
 
 use crate::family::{self, Body, CALLS, Calls, REASONING, Reasoning};
 use crate::schema::Tools;
 
-/// The forms in which a model writes calls and reasoning; each is absent if the model writes none.
+/// The forms of a model's calls and reasoning. Each is absent if the model writes none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Dialect {
     pub(crate) calls: Option<&'static Calls>,
@@ -14,9 +14,9 @@ pub struct Dialect {
 /// The value of a flag for one half of a dialect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Choice {
-    /// Find out.
+    /// The family is found out.
     Auto,
-    /// There is none.
+    /// There is no family.
     None,
     /// The family of this name.
     Named(String),
@@ -49,12 +49,12 @@ impl Choice {
     }
 }
 
-/// The facts by which a model's family is recognised.
+/// The facts that show a model's family.
 #[derive(Clone, Copy)]
 pub struct Evidence<'a> {
-    /// The source of its chat template; empty if it has none.
+    /// The source of the model's chat template; empty if it has none.
     pub template: &'a str,
-    /// The test whether the model's tokenizer has a token of this text.
+    /// The test for a token with this text in the model's tokenizer.
     pub has_token: &'a dyn Fn(&str) -> bool,
 }
 
@@ -121,7 +121,7 @@ impl Evidence<'_> {
 }
 
 impl Dialect {
-    /// Makes the dialect that was chosen or found out.
+    /// The chosen dialect, or the one that the evidence shows.
     ///
     /// # Errors
     /// A name is not known.
@@ -150,23 +150,23 @@ impl Dialect {
         Ok(Self { calls, reasoning })
     }
 
-    /// The name of the way in which calls are written, as vLLM spells it.
+    /// The name of the form of calls, in vLLM's spelling.
     pub fn calls_name(&self) -> Option<&'static str> {
         self.calls.map(|calls| calls.name)
     }
 
-    /// The name of the way in which reasoning is written, as vLLM spells it.
+    /// The name of the form of reasoning, in vLLM's spelling.
     pub fn reasoning_name(&self) -> Option<&'static str> {
         self.reasoning.map(|reasoning| reasoning.name)
     }
 
-    /// True if an answer may have more to read than text, where these tools may be called.
+    /// True if answers with these tools may have other parts than text.
     pub fn reads(&self, tools: &Tools) -> bool {
         let calls = self.calls.is_some() && !tools.is_empty();
         calls || self.reasoning.is_some() || self.is_harmony()
     }
 
-    /// Gives the same dialect, in which reasoning is text like other text.
+    /// The same dialect without reasoning, which is then ordinary text.
     #[must_use]
     pub fn without_reasoning(self) -> Self {
         Self { reasoning: None, ..self }

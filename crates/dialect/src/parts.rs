@@ -22,7 +22,7 @@ struct Run {
     end: u32,
 }
 
-/// One thing that a model said.
+/// One piece of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part<'a> {
     /// Text for the reader.
@@ -33,12 +33,12 @@ pub enum Part<'a> {
     Call {
         /// The number of the call in the answer, from 0.
         index: u32,
-        /// The tool, whole.
+        /// The whole name of the tool.
         name: &'a str,
-        /// The model's own name of the call, in families that give one.
+        /// The model's own name of the call, in families with such names.
         id: Option<&'a str>,
     },
-    /// More of a call's arguments; all of a call's, joined, are a JSON object.
+    /// More of a call's arguments. All pieces of a call, joined, are a JSON object.
     Arguments {
         /// The number of the call.
         index: u32,
@@ -47,8 +47,7 @@ pub enum Part<'a> {
     },
 }
 
-/// Parts in the order in which they were said: one text and where it is divided, so that a token
-/// costs no allocation.
+/// Parts in their order. They are one text and its divisions, so that a token costs no allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Parts {
     text: String,
@@ -61,12 +60,12 @@ impl Parts {
         self.runs.is_empty()
     }
 
-    /// Bytes of memory that they need.
+    /// Bytes of memory of the parts.
     pub fn weight(&self) -> usize {
         self.text.len() + self.runs.len() * size_of::<Run>()
     }
 
-    /// The text, if all of it is content; empty where there is nothing.
+    /// The text, if all of it is content; empty if there are no parts.
     pub fn as_content(&self) -> Option<&str> {
         match self.runs[..] {
             [] => Some(""),
@@ -75,7 +74,7 @@ impl Parts {
         }
     }
 
-    /// Forgets them and keeps the memory.
+    /// Removes the parts and keeps the memory.
     pub fn clear(&mut self) {
         self.text.clear();
         self.runs.clear();
@@ -153,7 +152,7 @@ impl Parts {
         newer.text.clear();
     }
 
-    /// The parts. Neighbours are never of one kind, unless they are calls.
+    /// The parts. Neighbours are of different kinds, unless they are calls.
     pub fn iter(&self) -> impl Iterator<Item = Part<'_>> {
         let mut at = 0;
         let mut runs = self.runs.iter().peekable();

@@ -1,11 +1,11 @@
-//! Python's literals, and those of Gemma, as JSON.
+//! Python's literals, and those of Gemma, converted to JSON.
 
 use serde_json::{Map, Number, Value};
 
 /// The deepest nesting of a literal.
 const DEPTH: usize = 64;
 
-/// The value of a whole Python literal, if it is one that JSON has.
+/// The value of a whole Python literal; `None` if JSON has no such value.
 pub(crate) fn literal(text: &str) -> Option<Value> {
     let mut reader = Reader { rest: text.trim(), quote: None };
     let value = reader.value(0)?;
@@ -205,8 +205,8 @@ impl Reader<'_> {
     }
 }
 
-/// The character of an escape with so many hexadecimal digits, and how long that is. Two halves of
-/// a character, as JSON writes them, are one.
+/// The character of an escape with so many hexadecimal digits, and its length. Two surrogates, as
+/// JSON writes them, are one character.
 fn escape(rest: &str, digits: usize) -> Option<(char, usize)> {
     let code = |at: usize| u32::from_str_radix(rest.get(at..at + digits)?, 16).ok();
     let first = code(0)?;

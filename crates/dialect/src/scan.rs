@@ -109,7 +109,7 @@ mod tests {
 
     use super::*;
 
-    /// The first value of `text`, and what follows.
+    /// The first value of `text`, and the rest behind it.
     fn split(text: &str) -> Option<(&str, &str)> {
         let mut scan = Scan::default();
         for (at, c) in text.char_indices() {

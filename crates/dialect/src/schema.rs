@@ -1,4 +1,4 @@
-//! Arguments that a model wrote as text, as their schema says.
+//! Arguments that a model wrote as text, converted to the types of their schemas.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Tools by their names, each with the schema of its arguments.
+    /// Tools with these names, each with the schema of its arguments.
     pub fn new(tools: impl IntoIterator<Item = (String, Value)>) -> Self {
         let mut all = Self::default();
         for (name, schema) in tools {
@@ -58,7 +58,7 @@ impl Tools {
     }
 }
 
-/// The schema of one argument; nothing is known of those that are in no schema.
+/// The schema of one argument. Arguments that are in no schema have an empty one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Argument<'a> {
     root: Option<&'a Value>,
@@ -170,12 +170,12 @@ impl Argument<'_> {
         }
     }
 
-    /// True if the argument is a string whatever is written.
+    /// True if the argument is a string, whatever the model wrote.
     pub(crate) fn is_string(&self) -> bool {
         self.kinds() == Kinds::STRING
     }
 
-    /// The value of what was written: what the schema takes, else the text.
+    /// The value of the written text if the schema takes it, else the text.
     pub(crate) fn value(&self, text: &str) -> Value {
         if let (Some(root), Some(schema)) = (self.root, self.schema)
             && let Some(value) = listed(root, schema, text, &mut { STEPS })
@@ -233,7 +233,7 @@ fn number(text: &str, kinds: Kinds) -> Option<Number> {
     }
 }
 
-/// The value of this spelling among those that a schema lists.
+/// The value with this spelling in a schema's list.
 fn listed(root: &Value, schema: &Value, text: &str, steps: &mut u32) -> Option<Value> {
     let schema = resolve(root, schema, steps)?;
     let values = schema.get("enum").and_then(Value::as_array).into_iter().flatten();

@@ -1,4 +1,4 @@
-//! Time as the engine sees it.
+//! The engine's clocks.
 
 use std::time::Instant;
 

@@ -2,7 +2,7 @@
 
 use forebay_scheduler::{Namer, Policy, SavePolicy};
 
-/// Everything the engine decides by; resolved, with nothing left to guess.
+/// The settings of an engine, with everything resolved.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
     /// The largest number of requests that run at a time.
@@ -10,35 +10,34 @@ pub struct EngineConfig {
     /// Rows of the device tables; more than `max_running`, because a slot is retired before it is
     /// free.
     pub slots: u32,
-    /// Positions a page.
+    /// Positions of a page.
     pub page_size: u32,
-    /// The largest number of tokens a step (chunked prefill).
+    /// The largest number of tokens of a step (chunked prefill).
     pub token_budget: u32,
-    /// Share full pages between requests with the same beginning.
+    /// True if requests with the same beginning share full pages.
     pub prefix_cache: bool,
-    /// Names those pages; the same for all replicas of a brain.
+    /// The source of block names; the same for all replicas of a brain.
     pub namer: Namer,
-    /// Order of the waiting queue.
+    /// The order of the waiting queue.
     pub policy: Policy,
-    /// Within a priority, clients take turns; otherwise all requests are as one client's.
+    /// True if clients take turns within a priority. Otherwise all requests count as one client's.
     pub fair: bool,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
     pub lookahead: u32,
     /// The largest number of requests that wait; see [`crate::Waiting`] for each client's share.
     pub max_queued: usize,
-    /// Microseconds that a request may wait to be admitted for the first time; 0: as long as it
-    /// takes.
+    /// Microseconds that a request may wait for its first admission; 0: without a limit.
     pub queue_timeout_us: u64,
-    /// Positions a request may use.
+    /// The largest number of positions of a request.
     pub context_length: u32,
-    /// Microseconds without a result after which the hand is taken for hung.
+    /// Microseconds without a result after which the hand counts as hung.
     pub watchdog_us: u64,
-    /// Microseconds without a sign of life after which a hand that starts is taken for hung; 0: as
-    /// long as it takes.
+    /// Microseconds without a sign of life after which a starting hand counts as hung; 0: without a
+    /// limit.
     pub load_timeout_us: u64,
-    /// Failed starts in a row before a hand that once worked is given up.
+    /// The number of failed starts in a row after which a hand that once worked is given up.
     pub restart_limit: u32,
-    /// Threads that fill masks beside the engine's, where a step has many of them.
+    /// The number of threads that fill masks beside the engine's, if a step has many of them.
     pub mask_threads: usize,
     /// The use of the host tier, if the hand has one.
     pub host: Option<HostConfig>,
@@ -54,11 +53,11 @@ pub struct HostConfig {
     pub policy: SavePolicy,
     /// The largest number of copies that a plan starts.
     pub copies_a_step: u32,
-    /// Waiting requests whose blocks are brought back before their turn.
+    /// The number of waiting requests whose blocks are brought back before their turn.
     pub prefetch: u32,
-    /// A preempted or replayed request has its blocks restored.
+    /// True if a preempted or replayed request has its blocks restored.
     pub restore_preempted: bool,
-    /// True if the plan that computes a new position saves it, if requests may be sparse. Otherwise
-    /// each page is saved when it is full.
+    /// True if the plan that computes a position also saves it, where requests may be sparse.
+    /// Otherwise a page is saved when it is full.
     pub save_rows: bool,
 }

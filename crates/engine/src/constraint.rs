@@ -6,22 +6,22 @@ use thiserror::Error;
 
 /// The tokens that a request may sample next.
 ///
-/// A constraint belongs to one request, and goes with it. It outlives preemption, the hand's death
-/// and the change to another replica, because it depends on the tokens so far alone. The engine's
-/// thread drives it, one token at a time; helpers fill masks beside it.
+/// A constraint belongs to one request, and ends with it. It depends on the tokens so far alone, so
+/// it outlives preemption, the hand's death and a change of replica. The engine's thread drives it,
+/// one token at a time. Helpers fill masks beside that thread.
 pub trait Constraint: fmt::Debug + Send {
-    /// The request has said `token`.
+    /// Notes that the request has generated `token`.
     ///
     /// # Errors
-    /// It was not allowed. The constraint is of no use any more.
+    /// The token was not allowed. The constraint can't be used any more.
     fn accept(&mut self, token: i32) -> Result<(), Broken>;
 
-    /// Writes which tokens may come next: bit `i % 32` of word `i / 32` says it of token `i`. Every
-    /// word is written, and at least one bit is set. The masks of requests are filled one after the
-    /// other by each thread: this must not wait.
+    /// Writes the tokens that may come next: bit `i % 32` of word `i / 32` is set for an allowed
+    /// token `i`. Every word is written, and at least one bit is set. A thread fills the masks of
+    /// several requests one after the other, so this must not wait.
     ///
     /// # Errors
-    /// No token can come next, or to find out would take too long.
+    /// No token can come next, or the search for one would take too long.
     fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken>;
 }
 
@@ -34,7 +34,7 @@ pub enum Allowed {
     Some,
 }
 
-/// Why a request cannot go on under its constraint.
+/// The reason for which a request cannot go on under its constraint.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{0}")]
 pub struct Broken(pub String);

@@ -1,4 +1,4 @@
-//! The one thing the engine drives: a rank group that executes plans, real or simulated.
+//! The engine's executor: a rank group that executes plans, real or simulated.
 
 use std::sync::Arc;
 
@@ -9,23 +9,24 @@ use crate::payload::{Payload, There};
 /// The end of a wait.
 #[derive(Debug)]
 pub enum Signal {
-    /// Loading has come this far.
+    /// A loading hand has made progress; the text names the part.
     Progress(String),
     /// The hand takes plans from now on.
     Ready(Ready),
     /// The oldest step in flight is done: a result for each plan that [`Executor::submit`] took.
     Result(Vec<StepResult>),
-    /// Somebody used the waker.
+    /// The waker was used.
     Woken,
-    /// The time is up.
+    /// The time is over.
     TimedOut,
-    /// The rank group is gone, all of it; one line why. Nothing in flight will be answered.
+    /// The whole rank group has ended; one line has the reason. Plans in flight get no result.
     Died(String),
 }
 
-/// Ends the current or the next [`Executor::wait`], from any thread. Cheap when already pending.
+/// Ends the current or the next [`Executor::wait`], from any thread. It is cheap if a wake-up is
+/// already pending.
 pub trait Wake: Send + Sync {
-    /// Makes `wait` return [`Signal::Woken`] (or another signal that came first) soon.
+    /// Makes `wait` return [`Signal::Woken`] soon, or another signal that came first.
     fn wake(&self);
 }
 
@@ -39,26 +40,27 @@ pub trait Wake: Send + Sync {
 pub trait Executor: Send {
     /// Begins to start the group; returns at once. [`Signal::Ready`] or [`Signal::Died`] follows.
     fn start(&mut self);
-    /// Hands over the plans of a step, one for each member of the engine, which have its number;
-    /// returns at once. A failure shows as [`Signal::Died`] from the next wait.
+    /// Gives the plans of a step to the group, one for each member of the engine, which have its
+    /// number; returns at once. The next wait reports a failure as [`Signal::Died`].
     fn submit(&mut self, plans: &[StepPlan]);
-    /// Hands over the masks of the plan that was submitted last for a member, before another plan
-    /// is; returns at once. Every plan with masked rows gets them.
+    /// Gives the masks of a member's newest plan to the group, before another plan is submitted;
+    /// returns at once. Every plan with masked rows has masks.
     fn masks(&mut self, member: usize, masks: &StepMasks);
-    /// True if the hands read payloads in the memory in which they were written. Otherwise each has
-    /// to be [carried](Self::carry) before a plan names it. The answer is always the same.
+    /// True if the hands read payloads in the memory in which they were written. Otherwise each
+    /// payload has to be [carried](Self::carry) before a plan names it. The answer is always the
+    /// same.
     fn is_near(&self) -> bool {
         true
     }
-    /// Has a payload brought to where a member's hands read it, by other threads; returns at once.
-    /// `there` is called on any thread, and dropped where the group ends before. What was carried
-    /// to a group is there until it ends.
+    /// Has other threads bring a payload to the memory of a member's hands; returns at once.
+    /// `there` is called on any thread. It is dropped if the group ends before. A carried payload
+    /// stays there until the group ends.
     fn carry(&mut self, _member: usize, _payload: &Arc<dyn Payload>, there: There) {
         there();
     }
-    /// Blocks until something happens, at most `timeout_us` microseconds (`None`: without limit).
+    /// Waits for the next signal, at most `timeout_us` microseconds (`None`: without a limit).
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal;
-    /// Ends the group as quickly as it allows and waits until it is gone. Idempotent.
+    /// Ends the group as quickly as it allows, and waits for its end. Idempotent.
     fn stop(&mut self);
     /// The waker of [`wait`](Self::wait).
     fn waker(&self) -> Arc<dyn Wake>;

@@ -1,4 +1,4 @@
-//! The engine as other threads see it.
+//! The interface of the engine for other threads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -58,13 +58,13 @@ pub struct Size {
     pub slots: u32,
     /// The largest number of requests that run.
     pub max_running: u32,
-    /// Tokens a page.
+    /// Tokens of a page.
     pub page_size: u32,
-    /// Plans that are made ahead.
+    /// The number of plans that are made ahead.
     pub lookahead: u32,
 }
 
-/// Submits to, asks and steers an engine thread. Cheap to clone; no call blocks.
+/// Submits requests to an engine thread, asks it, and steers it. Cheap to clone. No call blocks.
 #[derive(Clone)]
 pub struct EngineHandle {
     pub(crate) shared: Arc<Shared>,
@@ -75,7 +75,8 @@ impl EngineHandle {
     /// Gives a request to the engine. Exactly one output with `finish` will follow.
     ///
     /// # Errors
-    /// It is too large, the queue is full, the server drains, or the hand is gone for good.
+    /// The request is too large, the queue is full, the server drains, or the hand is gone for
+    /// good.
     pub fn submit(&self, request: EngineRequest) -> Result<(), SubmitError> {
         let shared = &self.shared;
         if shared.draining.load(Ordering::Acquire) {
@@ -106,31 +107,32 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Has the engine go on with a request that another one has lost. It counts as queued there
-    /// already, or never will.
+    /// Has the engine continue a request that another engine has lost. The request already counts
+    /// as queued there, or never will.
     pub fn adopt(&self, orphan: Orphan) {
         self.order(Order::Adopt(Box::new(orphan)));
     }
 
-    /// Another replica can take requests over: if the engine has no hand, it gives its own away.
+    /// Tells the engine that another replica can take requests over. An engine without a hand then
+    /// gives its own away.
     pub fn hand_over(&self) {
         self.order(Order::HandOver);
     }
 
-    /// Ends a request. Its terminal output has [`crate::FinishReason::Abort`], unless it ended by
+    /// Ends a request. Its last output has [`crate::FinishReason::Abort`], unless it ended by
     /// itself before.
     pub fn abort(&self, id: RequestId) {
         self.order(Order::Abort(id));
     }
 
-    /// Drops every unreferenced block of the prefix cache; `reply` gets false when running requests
+    /// Drops every unreferenced block of the prefix cache. `reply` gets false if running requests
     /// kept some.
     pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
         self.order(Order::FlushCache(reply));
     }
 
-    /// Has the engine thread do `work` between two steps. Everything waits meanwhile. It is there
-    /// to measure the cost of work here that other threads could do.
+    /// Has the engine thread do `work` between two steps. Everything waits meanwhile. Benchmarks
+    /// measure with it the cost of work on this thread.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         self.order(Order::Run(work));
     }
@@ -157,19 +159,19 @@ impl EngineHandle {
         }
     }
 
-    /// The snapshot after the last step.
+    /// The numbers after the last step.
     #[must_use]
     pub fn stats(&self) -> Stats {
         *self.shared.stats.lock()
     }
 
-    /// The hand's facts; `None` until it was ready for the first time.
+    /// The hand's facts; `None` before it was ready for the first time.
     #[must_use]
     pub fn facts(&self) -> Option<Facts> {
         self.shared.facts.lock().clone()
     }
 
-    /// The steps that have ended, from place `place` on.
+    /// The ended steps from place `place` on.
     #[must_use]
     pub fn steps_since(&self, place: u64) -> Since<StepNote> {
         self.shared.journal.steps_since(place)
@@ -181,7 +183,7 @@ impl EngineHandle {
         self.shared.journal.moments_since(place)
     }
 
-    /// The moments of one request, as far as they are kept.
+    /// The moments of one request that are still kept.
     #[must_use]
     pub fn moments_of(&self, id: u64) -> Vec<Moment> {
         self.shared.journal.moments_of(id)
@@ -199,13 +201,14 @@ impl EngineHandle {
         self.shared.size
     }
 
-    /// Has the engine thread tell its requests, those that run first, [`crate::MOST_VIEWS`] at
-    /// most. `reply` is dropped where the thread has ended.
+    /// Has the engine thread list its requests, running ones first, [`crate::MOST_VIEWS`] at most.
+    /// `reply` is dropped if the thread has ended.
     pub fn look(&self, reply: Box<dyn FnOnce(Vec<RequestView>) + Send>) {
         self.order(Order::Look(reply));
     }
 
-    /// True if a request fits into the pages of this replica's hand, as far as that is known.
+    /// True if a request fits into the pages of this replica's hand, or if their number is not
+    /// known yet.
     #[must_use]
     pub fn fits(&self, request: &EngineRequest) -> bool {
         let room = self.shared.room.load(Ordering::Acquire);

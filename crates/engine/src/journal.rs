@@ -1,5 +1,5 @@
-//! The recent events of an engine: steps, and moments of requests. They are kept for watchers, and
-//! told without text.
+//! The recent events of an engine: steps, and moments of requests. They are kept for viewers, and
+//! contain no text.
 
 use std::collections::VecDeque;
 
@@ -9,54 +9,55 @@ use serde::Serialize;
 
 use crate::types::FinishReason;
 
-/// Steps that are kept.
+/// The number of kept steps.
 pub const KEPT_STEPS: usize = 4096;
-/// Moments that are kept, of all requests together.
+/// The number of kept moments, of all requests together.
 pub const KEPT_MOMENTS: usize = 1 << 16;
 /// Tokens of a request between two moments that tell of them.
 pub(crate) const TOKENS_A_MOMENT: u32 = 64;
 /// The largest number of entries that are copied at a time: the engine thread waits for no more.
 const COPIED: usize = 1024;
 
-/// A step that has ended. Times are microseconds, those of a moment by the engine's clock.
+/// A step that has ended. Times are in microseconds; `planned_us` and `done_us` are of the engine's
+/// clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepNote {
     /// The number of the step.
     pub step: u64,
-    /// The time at which the plan was handed over.
+    /// The time at which the plan was submitted.
     pub planned_us: u64,
     /// The time at which the result was applied.
     pub done_us: u64,
-    /// The time that the device computed.
+    /// The time for which the device computed.
     pub device_us: u32,
-    /// The time before the step that the device was idle although there was work.
+    /// The time for which the device was idle before the step although there was work.
     pub gap_us: u32,
     /// The work of the step.
     pub planned: Planned,
     /// The time that planning took.
     pub plan_us: u32,
-    /// Steps whose results were outstanding when it was planned.
+    /// Steps whose results were outstanding when this one was planned.
     pub in_flight: u32,
 }
 
-/// Something that a request went through.
+/// An event in a request's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Moment {
     /// The request's name.
     pub id: u64,
-    /// The time, in microseconds of the engine's clock.
+    /// The time of the event, in microseconds of the engine's clock.
     pub at_us: u64,
     /// The event.
     pub what: What,
 }
 
-/// A moment in a request's life.
+/// The kinds of events in a request's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
     /// The head of the request had arrived.
     Received,
-    /// The engine took it.
+    /// The engine took the request.
     Queued {
         /// Tokens of its prompt.
         prompt: u32,
@@ -77,7 +78,7 @@ pub enum What {
     },
     /// The first token was sampled.
     FirstToken,
-    /// More tokens were sampled since the moment before.
+    /// More tokens were sampled since the last moment of this kind.
     Tokens {
         /// The number of tokens.
         count: u32,
@@ -86,19 +87,19 @@ pub enum What {
     Preempted,
     /// The request ended, and no moment follows.
     Finished {
-        /// Why, as `finish_reason` says it: `stop`, `length`, `abort` or `error`.
+        /// The reason, as `finish_reason` has it: `stop`, `length`, `abort` or `error`.
         reason: &'static str,
     },
 }
 
-/// The entries from some place on.
+/// The entries from a place on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Since<T> {
     /// Oldest first.
     pub entries: Vec<T>,
-    /// Entries from that place on that are no longer kept.
+    /// The number of entries from that place on that are no longer kept.
     pub lost: u64,
-    /// The place after the last.
+    /// The place behind the last entry.
     pub next: u64,
 }
 
@@ -109,7 +110,7 @@ impl<T> From<u64> for Since<T> {
     }
 }
 
-/// The newest of what was pushed; each has a place, from 0.
+/// The newest pushed entries. Each has a place, from 0.
 #[derive(Debug)]
 struct Ring<T> {
     kept: VecDeque<T>,
@@ -175,26 +176,26 @@ impl Journal {
     }
 }
 
-/// The engine thread's side: the entries that it has not written into the journal yet.
+/// The engine thread's side: the entries that are not in the journal yet.
 #[derive(Debug, Default)]
 pub struct Notes {
     /// Steps in flight, oldest first.
     planned: VecDeque<StepNote>,
     steps: Vec<StepNote>,
     moments: Vec<Moment>,
-    /// The request that the last token was of, and which of its tokens it was.
+    /// The request of the last token, and the token's number.
     last: (u64, u32),
 }
 
 impl Notes {
-    /// A plan was handed over. One that computes nothing is not noted.
+    /// Notes a submitted plan, unless it computes nothing.
     pub fn planned(&mut self, step: StepNote) {
         if step.planned.computes() {
             self.planned.push_back(step);
         }
     }
 
-    /// A result has come. Nothing is noted of a step that computed nothing.
+    /// Notes a result, unless its step computed nothing.
     pub fn done(&mut self, step: u64, done_us: u64, device_us: u32, gap_us: u32) {
         if self.planned.front().is_some_and(|planned| planned.step == step)
             && let Some(planned) = self.planned.pop_front()
@@ -203,17 +204,17 @@ impl Notes {
         }
     }
 
-    /// The steps in flight have no results any more.
+    /// Forgets the steps in flight, because they will have no results.
     pub fn hand_died(&mut self) {
         self.planned.clear();
     }
 
-    /// A request went through something.
+    /// Notes an event of a request.
     pub fn moment(&mut self, id: u64, at_us: u64, what: What) {
         self.moments.push(Moment { id, at_us, what });
     }
 
-    /// A request has its `nth` token. Of most there is nothing to tell.
+    /// Notes the `nth` token of a request. Most tokens make no moment.
     pub fn token(&mut self, id: u64, nth: u32, at_us: u64) {
         self.last = (id, nth);
         if nth == 1 {
@@ -225,7 +226,7 @@ impl Notes {
         }
     }
 
-    /// A request has ended.
+    /// Notes the end of a request.
     pub fn finished(&mut self, id: u64, at_us: u64, finish: &FinishReason) {
         if let (of, nth) = self.last
             && of == id

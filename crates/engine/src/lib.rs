@@ -6,27 +6,26 @@
 //! | engine (one a rank group) | schedulers, executor, plan buffers | [`Executor::wait`]: the hand's socket and the waker, nothing else |
 //! | any | an [`EngineHandle`] | never |
 //!
-//! One lane leads into the thread, so that an abort can't overtake its submit. Requests in it are
-//! bounded by `max_queued` (refused with [`SubmitError::QueueFull`] at the door); aborts are not,
-//! because they matter most under the overload that would drop them. Out of the thread goes one
-//! [`OutputSink::deliver`] a step.
+//! One lane leads into the thread, so an abort can't overtake its submit. Requests in it are
+//! bounded by `max_queued`: others are refused with [`SubmitError::QueueFull`]. Aborts have no
+//! bound, because they matter most under overload. The thread calls [`OutputSink::deliver`] once a
+//! step.
 //!
 //! A step group's thread has a member for each rank: replicas that share a step's number and a
 //! rank group, and nothing else. An ordinary thread has one. Each has its own [`EngineHandle`].
 //!
-//! Where there are other replicas ([`Peers`]), a thread that loses its hand gives its requests to
-//! them instead of waiting for the respawn.
+//! With other replicas ([`Peers`]), a thread that loses its hand gives its requests to them, and
+//! does not wait for the respawn.
 //!
 //! Images ([`Picture`]) stay files until the scheduler says that one is needed. Then another thread
 //! puts its patches into that memory.
 //!
 //! Payloads ([`Payload`]) are too big for plans. They lie in memory that the hand reads, and are
 //! there before their request is submitted. The thread keeps them until the request has ended and
-//! no step in flight can read them. Where the hand is on another machine ([`Executor::is_near`]),
-//! other threads bring them there, and the request has no turn before.
+//! no step in flight can read them. If the hand is on another machine ([`Executor::is_near`]),
+//! other threads bring them there. The request has no turn before.
 //!
-//! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in
-//! virtual time.
+//! The thread reads no clock except its [`Clock`]. So tests and planning run in virtual time.
 //!
 //! ```
 //! use std::sync::Arc;

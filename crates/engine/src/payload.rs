@@ -1,42 +1,42 @@
-//! Payloads, which are too big for plans: bytes in memory that the hand reads, and how long they
-//! must stay there.
+//! Payloads, which are too big for plans: bytes in memory that the hand reads, and their lifetime.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Debug;
 use std::io;
 use std::sync::Arc;
 
-/// Room that the hand reads from (the arena).
+/// Room for payloads in memory that the hand reads (the arena).
 pub trait Payloads: Send + Sync {
-    /// Bytes that can be there at a time, when nothing else is.
+    /// The number of bytes of the room.
     fn capacity(&self) -> usize;
-    /// Bytes that somebody has.
+    /// The number of reserved bytes.
     fn used(&self) -> usize;
-    /// Room for `bytes` bytes; `None` when there is none now.
+    /// Reserves `bytes` bytes; `None` if there is not enough room now.
     fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>>;
-    /// Has `notify` called whenever room was given back. It is called on any thread and must be
+    /// Has `notify` called whenever room is given back. It is called on any thread and must be
     /// quick.
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>);
 }
 
-/// A part of that room. Dropping it gives it back.
+/// A reserved part of the room. To drop it gives it back.
 pub trait Payload: Debug + Send + Sync {
     /// The beginning of the payload, as plans name it.
     fn offset(&self) -> u32;
-    /// Writes `bytes` from its byte `at` on. The hand must not have been told of it yet.
+    /// Writes `bytes` from the payload's byte `at` on. No plan may have named the payload yet.
     ///
     /// # Errors
-    /// It does not fit, or the system has no memory for it.
+    /// The bytes do not fit, or the system has no memory for them.
     fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()>;
-    /// Reads from its byte `at` on, at most `into.len()` bytes; says how many. 0 means that it ends
-    /// there. For those who bring it to a hand elsewhere.
+    /// Reads from the payload's byte `at` on, at most `into.len()` bytes. Gives the number of
+    /// bytes; 0 is the end of the payload. Outposts read a payload to carry it.
     ///
     /// # Errors
-    /// The system refuses it.
+    /// The system refuses the read.
     fn read(&self, at: usize, into: &mut [u8]) -> io::Result<usize>;
 }
 
-/// Told once a payload is where the hand reads it; dropped if it never will be.
+/// A callback for a carried payload. It is called when the payload is in the memory of the hand,
+/// and is dropped if it never will be.
 pub type There = Box<dyn FnOnce() + Send>;
 
 /// Embeddings that stand for a prompt's tokens.
@@ -44,12 +44,12 @@ pub type There = Box<dyn FnOnce() + Send>;
 pub struct Embeds {
     /// The memory that holds them; several requests may share it.
     pub payload: Arc<dyn Payload>,
-    /// Byte offset of the first row, as plans name it: inside the payload.
+    /// The byte offset of the first row, as plans name it. It is inside the payload.
     pub offset: u32,
 }
 
-/// The payloads of live requests, and those that a step in flight may still read although their
-/// request has ended.
+/// The payloads of live requests. Those of ended requests stay as long as a step in flight may read
+/// them.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     live: HashMap<u64, Vec<Arc<dyn Payload>>>,

@@ -1,4 +1,4 @@
-//! Images that requests bring: files, until somebody needs their patches.
+//! Images of requests. They stay files until their patches are needed.
 
 use std::fmt::{self, Debug, Formatter};
 use std::sync::Arc;
@@ -7,30 +7,30 @@ use thiserror::Error;
 
 use crate::payload::Payload;
 
-/// An image as its request brought it. It is kept as long as the request lives. The device's part
-/// of it may be dropped for other images, and dies with the hand.
+/// An image of a request. It is kept as long as the request lives. Its patches and its pages on the
+/// device may be dropped for other images, and end with the hand.
 pub trait Picture: Debug + Send + Sync {
-    /// Has its patches put where the hand reads them, by another thread. Called on the engine
-    /// thread: it must not block.
+    /// Has another thread put the image's patches into the memory that the hand reads. The engine
+    /// thread calls this, so it must not block.
     fn place(&self, placement: Placement);
 }
 
-/// Why an image has no patches.
+/// The reason for which an image has no patches.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PictureError {
-    /// The file is to blame.
+    /// The file is at fault.
     #[error("{0}")]
     Unreadable(String),
-    /// The file is not to blame.
+    /// The file is not at fault.
     #[error("{0}")]
     Failed(String),
 }
 
-/// The end of a placement: the payload that holds the patches, from its first byte on.
+/// The end of a placement: the payload whose first bytes are the patches.
 pub type Placed = Result<Arc<dyn Payload>, PictureError>;
 
-/// The duty to say where the patches of an image are, or that there are none. Dropping it says that
-/// something went wrong.
+/// The duty to report the place of an image's patches, or that there are none. To drop it reports a
+/// failure.
 pub struct Placement(Option<Box<dyn FnOnce(Placed) + Send>>);
 
 impl Debug for Placement {
@@ -40,13 +40,13 @@ impl Debug for Placement {
 }
 
 impl Placement {
-    /// A duty towards the caller of `done`.
+    /// A duty that ends with a call of `done`.
     #[must_use]
     pub fn new(done: impl FnOnce(Placed) + Send + 'static) -> Self {
         Self(Some(Box::new(done)))
     }
 
-    /// Does it.
+    /// Reports the end of the placement.
     pub fn done(mut self, placed: Placed) {
         if let Some(done) = self.0.take() {
             done(placed);

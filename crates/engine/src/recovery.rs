@@ -1,4 +1,4 @@
-//! The restarts of a dead hand: the decision and the time.
+//! The restarts of a dead hand: their decision and their time.
 
 /// The decision after a death.
 #[derive(Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub(crate) struct Recovery {
 }
 
 const FIRST_BACKOFF_US: u64 = 250_000;
-/// A hand that was ready this long did start, whatever killed it afterwards.
+/// Microseconds after which a start counts as a success, even if the hand dies later.
 const SETTLED_US: u64 = 5_000_000;
 /// The time from giving up to the next try, which doubles with each.
 const LONG_BACKOFF_US: u64 = 30_000_000;

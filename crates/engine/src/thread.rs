@@ -27,15 +27,15 @@ pub struct Hooks {
     pub blocks: Option<Box<dyn BlockObserver>>,
     /// The engines that take requests when the hand dies. `None`: requests wait for its respawn.
     pub peers: Option<Box<dyn Peers>>,
-    /// Counts requests that were submitted and never yet admitted, of all engines that share it and
-    /// so the limit.
+    /// Counts requests that were submitted and not admitted yet, of all engines that share it. They
+    /// share its limit too.
     pub queued: Arc<Waiting>,
-    /// Called when the thread ends, for any reason, after the others were dropped.
+    /// Called when the thread ends, for any reason, after the other hooks were dropped.
     pub on_exit: Box<dyn FnOnce() + Send>,
 }
 
 impl Hooks {
-    /// Outputs go to `sink`, and nobody wants to know more.
+    /// Hooks that deliver outputs to `sink`, and no others.
     #[must_use]
     pub fn new(sink: Box<dyn OutputSink>) -> Self {
         Self { sink, blocks: None, peers: None, queued: Arc::default(), on_exit: Box::new(|| {}) }
@@ -46,14 +46,14 @@ impl Hooks {
 #[derive(Debug)]
 pub struct Engine;
 
-/// The running thread. Dropping it stops the engine and waits for it.
+/// A running engine thread. To drop it stops the engine and waits for its end.
 pub struct EngineThread {
     handle: EngineHandle,
     thread: Option<JoinHandle<()>>,
 }
 
 impl EngineThread {
-    /// Waits until the thread has ended (after [`EngineHandle::stop`], or because it panicked).
+    /// Waits for the end of the thread, which ends after [`EngineHandle::stop`] or by a panic.
     pub fn join(mut self) {
         self.wait();
     }

@@ -13,7 +13,7 @@ use crate::payload::Payload;
 use crate::picture::{Picture, PictureError};
 use crate::waiting::Place;
 
-/// A request's name, unique for the life of the process (client-supplied ids never come this far).
+/// A request's name, unique for the life of the process. It is never an id that a client chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
@@ -26,7 +26,7 @@ pub struct EngineRequest {
     pub payloads: Vec<Arc<dyn Payload>>,
     /// The files of the request's images, in their order.
     pub pictures: Vec<Arc<dyn Picture>>,
-    /// The constraint on its tokens; it has taken those that the request has already generated.
+    /// The constraint on the request's tokens. It has accepted the generated tokens already.
     pub constraint: Option<Box<dyn Constraint>>,
     /// The client's wishes about the choice of a replica.
     pub preference: Preference,
@@ -43,9 +43,9 @@ impl EngineRequest {
 /// A client's wishes about the choice of a replica.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Preference {
-    /// Requests with the same key go to the same replica, as long as it is there.
+    /// Requests with the same key go to the same replica, as long as that replica is up.
     pub key: Option<Arc<str>>,
-    /// This replica.
+    /// The number of the wanted replica.
     pub replica: Option<u32>,
 }
 
@@ -63,59 +63,58 @@ pub struct Orphan {
 /// A request that was never admitted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Arrival {
-    /// The time at which it was submitted.
+    /// The time of the submit.
     pub(crate) at_us: u64,
     pub(crate) place: Place,
 }
 
-/// The other replicas, as an engine sees them. Called on the engine thread; must not wait for
-/// another engine.
+/// The other replicas, for an engine. The engine thread calls this, and must not wait for another
+/// engine.
 pub trait Peers: Send {
-    /// The engine's hand takes plans from now on, or is gone.
+    /// Notes that the engine's hand takes plans from now on, or is gone.
     fn up(&self, up: bool);
     /// True if another replica's hand takes plans.
     fn others_up(&self) -> bool;
-    /// True if another replica serves, or may again: all but those that have failed. An engine asks
-    /// when it has itself failed, and its status has said so. So of several that fail at the same
-    /// time, at least one sees that none is left.
+    /// True if another replica serves, or may again: all replicas except failed ones. An engine
+    /// asks after it has failed and its status says so. If several fail at the same time, at least
+    /// one of them learns that none is left.
     fn others_live(&self) -> bool;
-    /// Takes over requests of an engine that has lost its hand; gives back those that nobody can
-    /// take now.
+    /// Takes over requests of an engine that has lost its hand. Gives back the requests that no
+    /// replica can take now.
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan>;
-    /// The engine was told to end a request that it does not have: perhaps it was taken over
-    /// meanwhile.
+    /// Aborts a request that the engine does not have, in case another replica has taken it over.
     fn abort(&self, id: RequestId);
 }
 
-/// Why a request ended.
+/// The reason for which a request ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FinishReason {
-    /// One of its `stop_ids` was sampled; that token is the last output's.
+    /// One of its `stop_ids` was sampled. That token is in the last output.
     Stop {
         /// The id that ended it.
         token: i32,
     },
     /// `max_tokens` were generated, or the vector was computed.
     Length,
-    /// [`crate::EngineHandle::abort`] was called, or the engine shut down.
+    /// [`crate::EngineHandle::abort`] was called, or the engine ends.
     Abort,
     /// The request cannot be served.
     Error(RequestError),
 }
 
-/// Why a request that was admitted could not be served.
+/// The reason for which an admitted request could not be served.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum RequestError {
     /// The model gave logits that are not finite.
     #[error("the model produced logits that are not finite")]
     NotFinite,
-    /// The request was in flight, alone, when the hand died, twice.
+    /// The request was alone in flight at the death of the hand, for the second time.
     #[error("the request brought the model process down twice and is not tried again")]
     Poisoned,
-    /// The hand is gone and does not come back.
+    /// The hand is gone for good.
     #[error("the model process is not available: {0}")]
     HandFailed(String),
-    /// The constraint of its tokens allows none any more, or takes too long.
+    /// The request's constraint allows no token any more, or takes too long.
     #[error("{0}")]
     Constraint(String),
     /// One of its images has no patches.
@@ -123,7 +122,7 @@ pub enum RequestError {
     Image {
         /// The number of the image among the request's.
         index: usize,
-        /// Why.
+        /// The reason.
         error: PictureError,
     },
     /// The request waited too long for a place.
@@ -141,7 +140,7 @@ pub enum RequestError {
 pub struct SampledToken {
     /// The id of the token.
     pub id: i32,
-    /// Natural log-probabilities when asked for: the sampled token first, then the most likely,
+    /// Natural log-probabilities if requested: the sampled token first, then the most likely,
     /// descending.
     pub logprobs: Option<Box<[(i32, f32)]>>,
 }
@@ -151,7 +150,7 @@ pub struct SampledToken {
 pub struct Admission {
     /// Prompt tokens found in the prefix cache.
     pub cached_tokens: u32,
-    /// Microseconds between submit and first schedule.
+    /// Microseconds from the submit to the admission.
     pub queue_us: u64,
 }
 
@@ -160,10 +159,10 @@ pub struct Admission {
 pub struct Output {
     /// The request's id.
     pub id: RequestId,
-    /// Set in the request's first output that carries a token, a vector or log-probabilities of its
-    /// prompt (the request may also end without ever having one).
+    /// Set in the request's first output with a token, a vector or log-probabilities of its prompt.
+    /// A request that ends without such an output has none.
     pub admission: Option<Admission>,
-    /// More of the log-probabilities of its prompt; all have come with the first token.
+    /// Further log-probabilities of its prompt. All have come with the first token.
     pub prompt: Option<PromptLogprobs>,
     /// The token of this step.
     pub token: Option<SampledToken>,
@@ -187,23 +186,23 @@ impl Output {
 }
 
 /// The receiver of outputs. The engine thread calls it once a step, with all outputs of the step. A
-/// call may block for backpressure, and must not do work that can wait.
+/// call may block for backpressure. Work that can wait belongs on another thread.
 pub trait OutputSink: Send {
     /// Takes a step's outputs, in any order between requests.
     fn deliver(&mut self, outputs: Vec<Output>);
 }
 
-/// Hears which blocks enter and leave a replica's prefix cache, called on the engine thread at most
-/// once a step. Must not block.
+/// The receiver of changes of a replica's prefix cache. The engine thread calls it at most once a
+/// step. It must not block.
 pub trait BlockObserver: Send {
     /// Takes the changes since the last call, in their order.
     fn changed(&mut self, events: Vec<BlockEvent>);
 }
 
-/// Why a request was not taken.
+/// The reason for which a request was not taken.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum SubmitError {
-    /// `max_queued_requests` are waiting, or as many as one client may have: answer 429.
+    /// `max_queued_requests` are waiting, or the client has its share of them: answer 429.
     #[error("the waiting queue is full ({limit} requests, and a part of them for one client)")]
     QueueFull {
         /// The bound.
@@ -216,14 +215,14 @@ pub enum SubmitError {
         "the request does not fit into a step: with its prompt, answer, `{param}` and pages it comes to {words} words, and {limit} are the most"
     )]
     TooLarge {
-        /// The parameter that takes most, the prompt left aside.
+        /// The parameter with most words, except the prompt.
         param: &'static str,
-        /// Words of the plan that writes it.
+        /// The words of the plan that writes the request.
         words: u64,
-        /// The most.
+        /// The largest number of words.
         limit: u64,
     },
-    /// Shutting down: answer 503.
+    /// The server shuts down: answer 503.
     #[error("the server is draining and takes no new requests")]
     Draining,
     /// The hand is starting for the first time, or is gone for good: answer 503.
@@ -231,38 +230,38 @@ pub enum SubmitError {
     Unavailable(String),
 }
 
-/// The engine's state as /health tells it.
+/// The engine's state, which /health shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Status {
     /// The hand is loading for the first time; the text names the part.
     Starting(String),
-    /// Steps run.
+    /// The engine runs steps.
     Ready,
     /// The hand died and is being respawned; requests wait and will be replayed.
     Recovering(String),
-    /// No new requests; running ones finish.
+    /// New requests are refused, and running ones finish.
     Draining,
-    /// The hand cannot start; one line why.
+    /// The hand cannot start; one line has the reason.
     Failed(String),
 }
 
 /// The hand's facts and their consequences, known once the engine has been ready.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Facts {
-    /// Positions a request may use: the configured context length, or the whole KV pool where that
-    /// is smaller and there is one.
+    /// The largest number of positions of a request. It is the configured context length, or the
+    /// size of the KV pool if that is smaller and there is a pool.
     pub context_length: u32,
-    /// Positions a prompt may have: fewer where an answer may outgrow the device's pages and a
-    /// prompt may not.
+    /// The largest number of positions of a prompt. It is smaller if an answer may outgrow the
+    /// device's pages and a prompt may not.
     pub prompt_length: u32,
-    /// Tokens a page.
+    /// Tokens of a page.
     pub page_size: u32,
     /// The facts as the hand told them.
     #[serde(flatten)]
     pub hand: Ready,
 }
 
-/// A consistent snapshot after the last step. Counters only grow, also across a respawn.
+/// The numbers after the last step, all of one moment. Counters only grow, also across a respawn.
 #[derive(Debug, Clone, Copy, Default, PartialEq, AddAssign, Serialize)]
 pub struct Stats {
     /// Requests and pages.
@@ -276,23 +275,23 @@ pub struct Stats {
 /// Numbers of a rank group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, AddAssign, Serialize)]
 pub struct HandStats {
-    /// Microseconds the device computed.
+    /// Microseconds for which the device computed.
     pub device_us: u64,
-    /// Microseconds the device sat idle between steps although there was work.
+    /// Microseconds for which the device was idle between steps although there was work.
     pub idle_us: u64,
-    /// Times the hand died.
+    /// The number of deaths of the hand.
     #[serde(rename = "hand_deaths")]
     pub deaths: u64,
-    /// Requests replayed after a death.
+    /// The number of requests that were replayed after a death.
     pub replayed: u64,
     /// Microseconds that requests waited for their blocks to come back from the host tier.
     pub copy_wait_us: u64,
     /// Masks that were made for rows with constraints.
     pub masks: u64,
-    /// Microseconds that the engine's thread took for them.
+    /// Microseconds of the engine's thread for masks.
     pub mask_us: u64,
     /// Bytes of the blocks that reached the host tier.
     pub saved_bytes: u64,
-    /// Bytes of the blocks that came back from it.
+    /// Bytes of the blocks that came back from the host tier.
     pub restored_bytes: u64,
 }

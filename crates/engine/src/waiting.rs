@@ -4,17 +4,17 @@ use std::collections::HashMap;
 
 use parking_lot::Mutex;
 
-/// Probes that may wait at a time, whoever else does.
+/// The largest number of waiting probes, whatever else waits.
 const PROBES: usize = 16;
-/// Microseconds of a measurement of how fast the queue moves.
+/// Microseconds of a measurement of the queue's speed.
 const WINDOW_US: u64 = 10_000_000;
 /// Seconds that a client is asked to wait at most.
 const LONGEST_S: u64 = 60;
 
-/// Requests that were submitted and never yet admitted, of all engines that share it.
+/// Requests that were submitted and not admitted yet, of all engines that share it.
 ///
 /// A client that is alone may fill the queue. As soon as others wait, it gets no more than half of
-/// it. Clients that have only a few requests waiting have a quarter on top: a full queue is full
+/// it. A further quarter is for clients with only a few waiting requests. So a full queue is full
 /// for the clients that filled it.
 #[derive(Debug, Default)]
 pub struct Waiting(Mutex<Inner>);
@@ -39,7 +39,7 @@ pub(crate) struct Place {
     pub(crate) probe: bool,
 }
 
-/// Tokens that left the queue for a place, over the time in which anybody waited.
+/// Tokens that left the queue for a place, over the time in which the queue was not empty.
 #[derive(Debug, Default)]
 struct Rate {
     since_us: u64,
@@ -100,7 +100,7 @@ impl Waiting {
         Ok(())
     }
 
-    /// The request has got what it waited for.
+    /// Notes that a request was admitted.
     pub(crate) fn admitted(&self, place: Place, now_us: u64) {
         let mut inner = self.0.lock();
         if !place.probe {

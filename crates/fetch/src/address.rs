@@ -1,5 +1,5 @@
-//! The addresses that may be dialled. IANA's registries of special-purpose addresses (RFC 6890 and
-//! its updates) name those that are refused.
+//! The addresses to which connections are allowed. IANA's registries of special-purpose addresses
+//! (RFC 6890 and its updates) list the refused ones.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -22,8 +22,8 @@ const PRIVATE_V4: [Ipv4Net; 5] = [
     v4(192, 168, 0, 0, 16),
 ];
 
-/// The networks that hold no files of anybody: this host, link-local (clouds keep credentials
-/// there), protocols, examples, measurements, 6to4 relays, multicast, reserved.
+/// The networks without public files: this host, link-local (clouds keep credentials there),
+/// protocols, examples, measurements, 6to4 relays, multicast, reserved.
 const NEVER_V4: [Ipv4Net; 10] = [
     v4(0, 0, 0, 0, 8),
     v4(169, 254, 0, 0, 16),

@@ -5,24 +5,24 @@ use std::time::Duration;
 
 use url::Host;
 
-/// The limits on files that are fetched.
+/// The limits of fetched files.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// True if files are fetched over the network.
     pub remote: bool,
-    /// If there are any, no other host is asked; theirs are all ports, of others 80 and 443 alone.
-    /// `*.example.com` is each name below `example.com`.
+    /// The allowed hosts, on all ports; `*.example.com` is each name below `example.com`. Empty:
+    /// all hosts, on ports 80 and 443 alone.
     pub allowed_domains: Vec<String>,
-    /// True if private networks and this machine may be asked too. Link-local and reserved
-    /// addresses never are.
+    /// True if private networks and this machine are allowed. Link-local and reserved addresses
+    /// never are.
     pub allow_private: bool,
-    /// The folder below which files may be named by `file:`.
+    /// The folder for `file:` URLs; `None`: they are refused.
     pub local: Option<PathBuf>,
-    /// All of a fetch: names, connections, redirects, the body.
+    /// The longest time of a fetch: names, connections, redirects, the body.
     pub timeout: Duration,
-    /// Bytes of a file.
+    /// The largest number of bytes of a file.
     pub max_bytes: usize,
-    /// The number of redirects that are followed.
+    /// The largest number of redirects.
     pub max_redirects: usize,
 }
 
@@ -40,7 +40,7 @@ impl Default for Config {
     }
 }
 
-/// A configuration that can't be meant.
+/// The reason for which a configuration is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidConfig {
     /// A domain with a scheme, a port or the like.
@@ -53,7 +53,7 @@ pub enum InvalidConfig {
     Local {
         /// The folder.
         folder: PathBuf,
-        /// Why it can't be used.
+        /// The reason for which it can't be used.
         reason: String,
     },
 }

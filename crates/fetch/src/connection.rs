@@ -23,7 +23,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use crate::error::FetchError;
 use crate::place::Place;
 
-/// The time for which one of several addresses is tried before the next.
+/// The time for one address before the next one is tried.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
 /// An answer, and the task that reads it from the connection.
@@ -34,7 +34,7 @@ pub(crate) struct Answer {
     _driver: Driver,
 }
 
-/// A task that ends when nobody needs it.
+/// A task that ends with its last user.
 #[derive(Debug)]
 struct Driver(JoinHandle<()>);
 

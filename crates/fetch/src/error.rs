@@ -1,30 +1,30 @@
-//! Why a file was not fetched.
+//! Reasons for which a file was not fetched.
 
 use std::time::Duration;
 
-/// Why a file was not fetched. Each is a clause that reads well behind the name of a part of a
-/// request: `messages[0].content[1]: ...`.
+/// The reason for which a file was not fetched. Each is a clause for a sentence that begins with a
+/// part of a request: `messages[0].content[1]: ...`.
 ///
-/// No sentence has an address, or anything of an answer but its status: the network that a server
-/// is in is nobody's business.
+/// No sentence has an address, or anything of an answer except its status. The server's network is
+/// not shown to clients.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FetchError {
     /// Fetching is turned off.
     #[error("this server fetches no URLs: send the file in a data URL")]
     Off,
-    /// No URL, or one longer than any server takes.
+    /// The text is no URL, or is too long.
     #[error("this is no URL")]
     BadUrl,
-    /// Something other than the web.
+    /// The scheme is not `http` or `https`.
     #[error("URLs of the scheme {0:?} are not fetched: http and https are")]
     Scheme(String),
-    /// A name or a password before the host.
+    /// The URL has a name or a password before the host.
     #[error("a URL with a user name or a password is not fetched")]
     Credentials,
-    /// Not on the list of domains.
+    /// The host is not on the list of domains.
     #[error("{0} is none of the domains that this server fetches from")]
     Domain(String),
-    /// Something other than the web's ports.
+    /// The port is not 80 or 443.
     #[error("port {0} is not asked: 80 and 443 are")]
     Port(u16),
     /// The name has no address.
@@ -33,30 +33,30 @@ pub enum FetchError {
     /// One of its addresses is not public.
     #[error("{0} is not a public address")]
     NotPublic(String),
-    /// No connection, or none that is trusted.
+    /// The connection failed, or is not trusted.
     #[error("{0} can't be reached")]
     Unreachable(String),
-    /// The certificate is not of that host, or nobody vouches for it.
+    /// The certificate is not of that host, or not trusted.
     #[error("the certificate of {0} is not trusted")]
     Untrusted(String),
-    /// One redirect too many.
+    /// There were too many redirects.
     #[error("more than {0} redirects")]
     Redirects(usize),
-    /// A redirect to nowhere.
+    /// A redirect has no valid target.
     #[error("{0} redirects without saying where to")]
     BadRedirect(String),
-    /// No file.
+    /// The answer is not a file.
     #[error("{host} answered with status {status}")]
     Status {
         /// The host that answered.
         host: String,
-        /// HTTP's status.
+        /// The HTTP status.
         status: u16,
     },
-    /// A file that is compressed once more.
+    /// The file has a content encoding.
     #[error("{0} answered with a content encoding, which is not undone")]
     Encoded(String),
-    /// The file is longer than it may be.
+    /// The file is too long.
     #[error("the file has more than {0} bytes, which are the limit")]
     TooLarge(usize),
     /// The connection ended before the file, or the answer is not HTTP.
@@ -68,13 +68,13 @@ pub enum FetchError {
     /// `file:` URLs are not read.
     #[error("this server reads no files of its own: send the file in a data URL")]
     NoLocalFiles,
-    /// Outside of the folder, no file, or not readable: which of them is nobody's business.
+    /// The file is outside of the folder, missing or not readable. The error does not tell which.
     #[error("there is no such file in the folder that this server reads files from")]
     NoSuchFile,
 }
 
 impl FetchError {
-    /// True if a smaller file would have been accepted; HTTP has a status of its own for that.
+    /// True if a smaller file would have been accepted. HTTP has a status of its own for that.
     pub fn is_too_large(&self) -> bool {
         matches!(self, Self::TooLarge(_))
     }

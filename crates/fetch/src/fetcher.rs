@@ -19,7 +19,7 @@ use crate::local::Folder;
 use crate::place::{self, Place};
 use crate::resolver::{Resolver, System};
 
-/// Fetches files. A clone is the same fetcher.
+/// The fetcher of files. A clone is the same fetcher.
 #[derive(Clone)]
 pub struct Fetcher(Arc<Inner>);
 
@@ -42,11 +42,11 @@ impl fmt::Debug for Fetcher {
 }
 
 impl Fetcher {
-    /// A fetcher that asks the machine's name servers, and trusts the certificates that the machine
-    /// trusts. It reads files: call it once.
+    /// A fetcher with the machine's name servers and trusted certificates. It reads files, so call
+    /// it once.
     ///
     /// # Errors
-    /// A domain is none, or the folder is not there.
+    /// A domain is malformed, or the folder is not there.
     pub fn new(config: &Config) -> Result<Self, InvalidConfig> {
         let mut roots = RootCertStore::empty();
         // Without any, every https server is untrusted and says so: no reason not to serve.
@@ -85,11 +85,11 @@ impl Fetcher {
         self.0.max_bytes
     }
 
-    /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. Dropped, it closes
-    /// its connection.
+    /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. To drop the future
+    /// closes its connection.
     ///
     /// # Errors
-    /// One clause for the client; see [`FetchError`].
+    /// One clause for the client. See [`FetchError`].
     pub async fn fetch(&self, url: &str) -> Result<Bytes, FetchError> {
         let url = place::parse(url)?;
         let work = async {

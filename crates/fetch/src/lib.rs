@@ -1,5 +1,5 @@
-//! Files that requests name by URL, fetched so that no URL can be turned against the network that
-//! the server runs in.
+//! Files that requests name by URL. They are fetched so that no URL can reach into the server's own
+//! network.
 //!
 //! A name is resolved once, and every address that it has must be public. The fetcher dials the
 //! address that was checked, so a DNS answer that changes meanwhile has no effect. Each redirect

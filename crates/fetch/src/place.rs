@@ -1,4 +1,4 @@
-//! The target of a URL, as far as it is known without the network.
+//! The target of a URL, without the network.
 
 use std::net::IpAddr;
 
@@ -10,7 +10,7 @@ use crate::error::FetchError;
 /// Characters of a URL: more than any server takes in a request line.
 const LONGEST: usize = 8192;
 
-/// A host to ask, and for what.
+/// The host of a request, and its path.
 #[derive(Debug)]
 pub(crate) struct Place {
     /// The host as the URL spells it: brackets around IPv6.

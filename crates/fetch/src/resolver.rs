@@ -1,4 +1,4 @@
-//! Names to addresses.
+//! The resolver from names to addresses.
 
 use std::io;
 use std::net::IpAddr;

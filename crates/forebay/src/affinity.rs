@@ -114,8 +114,8 @@ pub(crate) fn pin(cpus: &[usize]) -> Result<()> {
     sched_setaffinity(None, &set).context("--cpu-affinity")
 }
 
-/// Compute threads of each of several hands that nobody has told their processors: equal parts of
-/// the cores.
+/// Compute threads of each of several hands without processors of their own: equal parts of the
+/// cores.
 pub(crate) fn threads_each(replicas: u32) -> Result<u32> {
     let cores = u32::try_from(core_count()?).unwrap_or(u32::MAX);
     Ok((cores / replicas).max(1))

@@ -1,5 +1,5 @@
-//! `forebay chat`: the model is downloaded here, where a terminal sees how far it is; the rest is
-//! done by the crate `chat`.
+//! `forebay chat`. The model is downloaded here, where a terminal shows the progress. The crate
+//! `chat` does the rest.
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
@@ -24,7 +24,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     forebay_chat::chat(args, std::env::current_exe().context("this program")?)
 }
 
-/// Downloads what is not here yet, as `serve` would with these flags.
+/// Downloads missing files, as `serve` would with these flags.
 fn download(model: &str, flags: &ServeFlags) -> Result<()> {
     let source = flags.source();
     let simulated = flags.run.device == Device::Sim;

@@ -6,7 +6,7 @@ use forebay_outpost::Collectives;
 
 /// The interface that other machines can't reach.
 const LOOPBACK: &str = "lo";
-/// Most bytes of an interface's name, as Linux has it.
+/// The largest number of bytes of an interface's name on Linux.
 const LONGEST: usize = 15;
 /// Linux has a folder for each interface here.
 const INTERFACES: &str = "/sys/class/net";

@@ -29,7 +29,8 @@ const CPU_MEM_FRACTION: f64 = 0.3;
 /// step was measured.
 const CUDA_MEM_FRACTION: f64 = 0.9;
 const STEP_TOKENS: u32 = 1024;
-/// More rows make the products of a GPU no faster, and hold up those that decode.
+/// The default number of tokens of a step. More rows make the products of a GPU no faster, and
+/// delay decode rows.
 const CUDA_STEP_TOKENS: u32 = 2048;
 const PAGE_SIZE: u32 = 16;
 /// The positions that kernels for latent attention read at once.
@@ -109,7 +110,7 @@ pub(crate) struct Config {
     pub(crate) grammar_threads: usize,
     pub(crate) grammar_lenient: bool,
     pub(crate) mask_threads: usize,
-    /// `None`: the model sees no images.
+    /// The settings of images; `None`: the model takes none.
     #[serde(flatten)]
     pub(crate) images: Option<ImageConfig>,
     /// The form of chats; null before it is known, and if the model has none.
@@ -308,7 +309,7 @@ impl Config {
         Ok(config)
     }
 
-    /// The settings by which requests are spread over replicas.
+    /// The settings for the spread of requests over replicas.
     pub(crate) fn replicas(&self) -> ReplicasConfig {
         ReplicasConfig {
             method: self.load_balance_method.into(),

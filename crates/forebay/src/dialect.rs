@@ -10,7 +10,7 @@ use tracing::warn;
 
 use crate::flags::DialectFlags;
 
-/// The form in which chats are written and read, as /server_info shows it.
+/// The form of chats and answers, for /server_info.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ChatFacts {
     /// The dialect of tool calls, in vLLM's words; null: none are read.

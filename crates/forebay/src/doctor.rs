@@ -90,7 +90,7 @@ pub(crate) fn run(flags: &DoctorFlags) -> Result<()> {
     }
 }
 
-/// A line for each finding, and one for what to do.
+/// A line for each finding, and one with advice.
 fn text(findings: &[Finding]) -> String {
     let width = findings.iter().map(|finding| finding.what.len()).max().unwrap_or_default();
     let mut text = String::new();

@@ -1,15 +1,14 @@
-//! GPUs, as far as a look at the system tells: the choice of `--device auto`, and the GPU of each
-//! replica.
+//! GPUs by the system's files: the choice of `--device auto`, and the GPU of each replica.
 //!
-//! Whether PyTorch can compute on one is for the hand to say. Asking it first would cost every
-//! start the seconds that importing it takes, and defaults that depend on the device are resolved
-//! before there is a hand.
+//! Only the hand knows if PyTorch can compute on one. To ask it first would cost every start the
+//! seconds of its import. And defaults that depend on the device are resolved before there is a
+//! hand.
 
 use std::path::Path;
 
 use anyhow::{Result, ensure};
 
-/// The variable by which CUDA is told which GPUs a process may see.
+/// The variable that restricts CUDA to some GPUs.
 pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 /// GPUs by the names that `CUDA_VISIBLE_DEVICES` takes.
@@ -23,7 +22,7 @@ pub(crate) struct Gpus {
 }
 
 impl Gpus {
-    /// The GPUs that this process sees.
+    /// The GPUs for this process.
     pub(crate) fn find() -> Self {
         Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
     }

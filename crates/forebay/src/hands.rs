@@ -18,7 +18,7 @@ use crate::python;
 pub(crate) struct Chosen {
     /// `rust`, `torch`, or `none` where nothing is computed.
     pub(crate) hand: &'static str,
-    /// Why it is not `rust`.
+    /// The reason for which it is not `rust`.
     pub(crate) hand_reason: Option<String>,
 }
 
@@ -93,8 +93,8 @@ pub(crate) fn own_program() -> PathBuf {
     own.unwrap_or_else(|| "/proc/self/exe".into())
 }
 
-/// Variables of every hand. glibc is asked for huge pages for large blocks, unless the user has set
-/// its tunables. A step on a CPU reads all weights, and looking up every 4 KiB of them is up to a
+/// Variables of every hand. They ask glibc for huge pages for large blocks, unless the user has set
+/// its tunables. A step on a CPU reads all weights, and the lookup of small pages takes up to a
 /// tenth of its time.
 pub(crate) fn environment() -> Vec<(OsString, OsString)> {
     const TUNABLES: &str = "GLIBC_TUNABLES";

@@ -18,7 +18,7 @@ const CPU_BUDGET: u64 = 5776;
 /// Positions of a simulated pool.
 const SIM_POOL_TOKENS: u64 = 8192;
 
-/// The processing by which the server reads images; `None`: the model sees none.
+/// The processing of images; `None`: the model takes none.
 pub(crate) fn seen(flags: &ImageFlags, model: &Model) -> Result<Option<ImageModel>> {
     let Some(images) = model.images.as_ref() else { return Ok(None) };
     let processing =
@@ -32,7 +32,7 @@ pub(crate) fn seen(flags: &ImageFlags, model: &Model) -> Result<Option<ImageMode
     }))
 }
 
-/// The fetcher of images; `None`: the model sees none.
+/// The fetcher of images; `None`: the model takes none.
 pub(crate) fn fetcher(flags: &ImageFlags, model: &Model) -> Result<Option<Fetcher>> {
     if model.images.is_none() {
         return Ok(None);
@@ -59,7 +59,7 @@ pub(crate) struct ImageConfig {
 }
 
 impl ImageConfig {
-    /// `None`: the model sees no images.
+    /// The settings of images; `None`: the model takes none.
     pub(crate) fn resolve(flags: &ImageFlags, model: &Model, cpu: bool) -> Result<Option<Self>> {
         let Some(images) = &model.images else {
             if let Some(flag) = flags.given() {

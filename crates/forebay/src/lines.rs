@@ -1,8 +1,8 @@
-//! Log lines on their way to stderr, which nobody may be reading.
+//! Log lines on their way to stderr, which may have no reader.
 //!
-//! A pipe that nobody empties takes 64 KiB, and then every write to it waits, by any thread. So
-//! lines are left with a thread of their own. Its queue is bounded: lines beyond that are dropped,
-//! counted, and reported as soon as somebody reads again.
+//! A pipe without a reader takes 64 KiB. Then every write to it waits, on any thread. So a thread
+//! of its own writes lines. Its queue is bounded. Lines beyond that are dropped, counted, and
+//! reported when there is a reader again.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -75,7 +75,7 @@ impl Lines {
         let _ = self.lane.send(Message::Line(line.to_vec()));
     }
 
-    /// Waits until what was left is written, for at most `limit`; true if it is.
+    /// Waits until the queued lines are written, for at most `limit`. True: they are.
     fn flush(&self, limit: Duration) -> bool {
         let (done, written) = channel();
         if self.lane.send(Message::Flush(done)).is_err() {
@@ -90,7 +90,7 @@ impl Lines {
         Arc::clone(&self.dropped)
     }
 
-    /// Writes what is left, as far as somebody takes it in time.
+    /// Writes the queued lines, if a reader takes them in time.
     pub(crate) fn finish(&self) {
         let until = Instant::now() + LAST_LINES;
         let dropped = self.dropped.load(Ordering::Relaxed);

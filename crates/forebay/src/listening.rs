@@ -13,9 +13,8 @@ use forebay_server::Listener;
 
 use crate::flags::ListenFlags;
 
-/// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond
-/// that, connections are dropped, and tried again a second later; the standard library asks
-/// for 128.
+/// Connections that may wait to be accepted, if the system allows as many. In a larger burst
+/// connections are dropped, and tried again a second later. The standard library requests 128.
 const BACKLOG: i32 = 65_535;
 
 /// Listens on an address and port.
@@ -47,7 +46,7 @@ impl Bound {
         Ok(Self::Unix(listener, file))
     }
 
-    /// The address, where it is one that only this machine can reach by TCP.
+    /// The address, if only this machine can reach it by TCP.
     pub(crate) fn loopback(&self) -> Result<Option<String>> {
         let Self::Tcp(listener) = self else { return Ok(None) };
         Ok(loopback(listener.local_addr()?.ip()))

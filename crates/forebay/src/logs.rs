@@ -31,7 +31,7 @@ impl Logs {
         &self.lines
     }
 
-    /// Lines that nobody took in time.
+    /// Lines that were dropped because the writer was behind.
     pub(crate) fn dropped(&self) -> Arc<AtomicU64> {
         self.lines.dropped()
     }

@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes the last line. A pipe that is full and that nobody reads does not keep the process.
+/// Writes the last line. A full pipe without a reader does not hold up the process.
 fn say(line: String) {
     let (done, said) = std::sync::mpsc::channel();
     let write = move || {

@@ -32,10 +32,10 @@ pub(crate) struct Model {
     pub(crate) context_length: u32,
     pub(crate) vocab_size: u32,
     pub(crate) pooling: Option<Pooling>,
-    /// The way from an image to patches; `None`: the model sees none.
+    /// The way from an image to patches; `None`: the model takes none.
     #[serde(default)]
     pub(crate) images: Option<Images>,
-    /// The folder in which Forebay keeps files that it makes of models.
+    /// The folder for files that Forebay makes of models.
     pub(crate) cache: PathBuf,
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Pooling {
     pub(crate) max_length: Option<u32>,
 }
 
-/// The mean of states that see what is before them.
+/// The mean of the states of a model whose positions see only earlier ones.
 const CAUSAL_MEAN: &str = "causal_mean";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
@@ -76,8 +76,8 @@ pub(crate) enum Task {
 }
 
 impl Pooling {
-    /// True if every position sees the whole prompt, so that the model keeps nothing and its
-    /// prompts can't be cut into chunks.
+    /// True if every position sees the whole prompt. The model then keeps nothing, and its prompts
+    /// can't be cut into chunks.
     pub(crate) fn whole_prompts(&self) -> bool {
         !matches!(self.kind.as_str(), "last" | CAUSAL_MEAN)
     }
@@ -132,11 +132,11 @@ pub(crate) struct Source<'a> {
     pub(crate) revision: Option<&'a str>,
     pub(crate) download_dir: Option<&'a Path>,
     pub(crate) offline: bool,
-    /// The model is to pool, also one that could generate.
+    /// True if the model should pool, also one that could generate.
     pub(crate) embedding: bool,
 }
 
-/// Resolves `name`, downloading what is missing; progress goes to stderr.
+/// Resolves `name`, and downloads missing files. Progress goes to stderr.
 pub(crate) fn fetch(
     python: &Path,
     name: &str,
@@ -160,8 +160,8 @@ pub(crate) fn fetch(
     describe(&found, weights)
 }
 
-/// Says what `found` is: by its files, or, of what is not known here, as the interpreter does. Both
-/// say the same of one model.
+/// Describes `found` by its files. The interpreter describes models that are not known here. Both
+/// give the same for one model.
 fn describe_any(
     python: &Path,
     (name, hand): (&str, Hand),

@@ -19,11 +19,11 @@ use crate::{hands, worker};
 /// them.
 pub(crate) type Elsewhere = (Option<Arc<dyn Site>>, Option<Placed>);
 
-/// Begins to listen for hands that run on other machines, on a thread of its own, and has them
-/// placed if that was asked for.
+/// Begins to listen for hands on other machines, on a thread of its own. Has outposts placed if the
+/// flags want that.
 ///
 /// # Errors
-/// The address can't be had, the token's files are not right, or there is no cluster.
+/// The address is not available, the token's files are invalid, or there is no cluster.
 pub(crate) fn open(
     flags: &ReplicaFlags,
     python: &Path,
@@ -87,7 +87,7 @@ fn asked(flags: &ReplicaFlags, config: &Config) -> Asked {
     }
 }
 
-/// Checks that hands on other machines can do everything that was asked for.
+/// Checks that hands on other machines have all requested features.
 ///
 /// # Errors
 /// One line for the user.

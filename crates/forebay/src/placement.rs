@@ -83,7 +83,7 @@ struct State {
     over: bool,
     /// The thread has ended.
     ended: bool,
-    /// The process, and what keeps it alive.
+    /// The process, and the pipe that keeps it alive.
     running: Option<(Child, ChildStdin)>,
 }
 

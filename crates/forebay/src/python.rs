@@ -12,8 +12,9 @@ use forebay_hand::without_keys;
 /// The code that the interpreter runs before the module.
 const ISOLATED: &str = include_str!("isolated.py");
 
-/// Arguments that have the interpreter run one of our modules, as `-m` would, but isolated (`-I`):
-/// a `json.py` in the current directory is nobody's `json`. What the module is given comes behind.
+/// Arguments by which the interpreter runs one of our modules. They are like `-m`, but isolated
+/// (`-I`): a `json.py` in the current directory is not imported. The module's own arguments come
+/// behind.
 pub(crate) fn arguments(module: &str) -> Vec<OsString> {
     vec!["-I".into(), "-c".into(), ISOLATED.into(), module.into()]
 }
@@ -55,7 +56,7 @@ pub(crate) fn check(python: &Path) -> Result<()> {
     Ok(())
 }
 
-/// [`check`] of an interpreter of which nothing is known.
+/// Runs [`check`] for an unknown interpreter.
 fn ask(python: &Path) -> Result<()> {
     let mut command = Command::new(python);
     without_keys(&mut command);

@@ -1,4 +1,4 @@
-//! `--sim-script`: answers of a simulated device that somebody has written down.
+//! `--sim-script`: answers of a simulated device, from a file.
 
 use std::fmt;
 use std::path::Path;

@@ -171,7 +171,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     served
 }
 
-/// Opens the listeners, the main one and that for health, and says who may come in.
+/// Opens the listeners, the main one and that for health, with the rules of access.
 fn open(flags: &ServeFlags) -> Result<(Bound, Option<TcpListener>, ServerConfig)> {
     let bound = Bound::open(&flags.listen)?;
     let health_port = flags.listen.health_port;
@@ -223,7 +223,7 @@ fn sinks(
     Ok((Box::new(move || Box::new(sink.clone())), Some(pooling)))
 }
 
-/// The server's settings behind its `door`, but for what only a running process has.
+/// The server's settings behind its `door`, except for those of a running process.
 fn settings(flags: &ServeFlags, config: &Config, door: ServerConfig) -> ServerConfig {
     ServerConfig {
         router_key: flags.sharing.router_key.clone(),
@@ -274,10 +274,10 @@ pub(crate) fn warn_of_visible_keys() {
     }
 }
 
-/// One a rank group, and the clock that they all live by.
+/// The executors of the rank groups, and their common clock.
 type Executors = (Vec<Box<dyn Executor>>, Arc<dyn Clock>);
 
-/// The hands, or what stands in for them; recorded if that was asked for.
+/// The hands, or simulated ones. Their steps are recorded if the flags want that.
 fn executors(
     flags: &ServeFlags,
     python: &Path,
@@ -326,8 +326,7 @@ fn executors(
     Ok((executors, clock))
 }
 
-/// The ranks of a group. One with a GPU sees no other, so that all of them compute on their
-/// first.
+/// The ranks of a group. A rank with a GPU sees no other, so all of them compute on their first.
 fn ranks(config: &Config, group: usize, apart: bool) -> Vec<RankSpec> {
     let count = config.arrangement.ranks as usize;
     let hands = (0..count).map(|rank| group * count + rank);

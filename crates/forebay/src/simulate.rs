@@ -90,8 +90,8 @@ pub(crate) fn config(
     })
 }
 
-/// Ids that read well one after the other: lower-case words with a space before them, or what comes
-/// closest in this vocabulary.
+/// Ids that read well one after the other: lower-case words with a space before them, or the
+/// nearest tokens of this vocabulary.
 fn words(tokenizer: &Tokenizer, vocab_size: u32) -> Vec<i32> {
     let known = u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX).min(vocab_size);
     let ids: Vec<i32> = (0..known.cast_signed()).filter(|&id| !tokenizer.is_special(id)).collect();

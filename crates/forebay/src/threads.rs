@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use forebay_hand::take_short_turns;
 use rustix::thread::Pid;
 
-/// The beginnings of the names of those that a step or a token waits for. They work for
+/// The beginnings of the names of threads that a step or a token waits for. They work for
 /// microseconds at a time.
 const FIRST: [&str; 2] = ["engine", "egress"];
 

@@ -50,10 +50,10 @@ impl HostSize {
         }
     }
 
-    /// Pages, on a device with so many and of this profile.
+    /// The number of host pages, for a device with `pages` pages and this profile.
     ///
     /// # Errors
-    /// The profile does not say what a page takes, or it is none.
+    /// The profile has no bytes of a page, or the number is invalid.
     pub(crate) fn pages(self, profile: &Profile, pages: u32, page_size: u32) -> Result<u32> {
         let count = match self {
             Self::Ratio(ratio) => ratio * f64::from(pages),

@@ -9,7 +9,7 @@ use forebay_bench::TokenizerFinder;
 use crate::flags::Hand;
 use crate::model::{Source, fetch, find_python};
 
-/// Finds a tokenizer by what `serve` calls its model, or takes a `tokenizer.json` as it is.
+/// Finds a tokenizer by the model's name in `serve`, or takes a `tokenizer.json`.
 pub(crate) struct Tokenizers;
 
 impl TokenizerFinder for Tokenizers {

@@ -1,4 +1,4 @@
-//! A check that the tokenizer and the model belong together, as far as their numbers tell.
+//! A check that the tokenizer and the model belong together, by their numbers.
 
 use anyhow::{Result, bail};
 use forebay_text::Tokenizer;

@@ -88,7 +88,7 @@ pub(crate) fn banner(
     )
 }
 
-/// Writes a line about the steps of each interval in which something happened, for each replica.
+/// Writes a line for each replica about the steps of an interval, unless nothing happened.
 pub(crate) async fn step_log(engine: Replicas, interval: Duration) {
     let stats = || engine.reports().into_iter().map(|report| report.stats);
     let mut last: Vec<Stats> = stats().collect();

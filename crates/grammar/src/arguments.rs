@@ -1,9 +1,8 @@
-//! Arguments of calls that are not written as JSON: in tags, as Python's, or as Gemma's.
+//! Arguments of calls that are not written as JSON: in tags, in Python's notation, or in Gemma's.
 //!
-//! A schema is walked, and each value that it describes becomes a rule in the family's own
-//! notation. A schema that can't be expressed there is an error with its path. Where a schema
-//! allows more than a rule can say, such as further properties beside those that it names, the rule
-//! says less.
+//! A walk makes a rule in the family's own notation for each value of a schema. A schema that can't
+//! be expressed there is an error with its path. If a schema allows more than a rule can say, such
+//! as properties without a name, the rule allows less.
 
 use std::collections::HashMap;
 
@@ -175,8 +174,8 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// The properties of an object: those that are required first. And the schema of others, if
-    /// nothing but them is described.
+    /// The properties of an object, required ones first. If only others are described, their
+    /// schema.
     fn split<'v>(
         &self,
         schema: &'v Map<String, Value>,
@@ -366,7 +365,7 @@ impl<'a> Arguments<'a> {
         Ok(name)
     }
 
-    /// Words for what JSON calls `null`, `true` and `false`.
+    /// The spelling of JSON's `null`, `true` and `false`.
     fn word(&self, kind: Kind) -> &'static str {
         match (self.notation, kind) {
             (Notation::Python, Kind::Null) => "\"None\"",
@@ -495,7 +494,7 @@ impl<'a> Arguments<'a> {
         Ok(format!("\"{{\" {fields} \"}}\""))
     }
 
-    /// A value of which nothing is known.
+    /// A value without a schema.
     fn anything(&mut self) -> String {
         if let Some(name) = &self.any {
             return name.clone();

@@ -1,4 +1,4 @@
-//! Calls of tools as a dialect writes them, with arguments by their schemas.
+//! Calls of tools in a dialect's form, with arguments by their schemas.
 
 use forebay_dialect::{ArgumentStyle, CONTENT, text_without};
 use serde_json::{Value, json};

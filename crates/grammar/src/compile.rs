@@ -1,4 +1,5 @@
-//! From a source to a template: a matcher at the beginning of an answer, with the first mask.
+//! The way from a source to a template: a matcher at the beginning of an answer, with the first
+//! mask.
 
 use std::fmt;
 use std::sync::Arc;
@@ -34,8 +35,7 @@ impl fmt::Debug for Template {
 }
 
 impl Template {
-    /// Compiles `source`. An operator that is `lenient` lets schemas through of which only a part
-    /// can be kept.
+    /// Compiles `source`. With `lenient`, schemas pass of which only a part can be enforced.
     pub(crate) fn new(
         vocabulary: &Vocabulary,
         source: &Source,

@@ -1,4 +1,4 @@
-//! GBNF, the notation of llama.cpp's grammars that xgrammar reads too, as Lark.
+//! GBNF, the notation of llama.cpp's grammars, converted to Lark. xgrammar reads it too.
 //!
 //! `root ::= "a" [0-9]+ (item | "b"){2,3}`: literals, classes of characters, groups, alternatives
 //! and repetitions.

@@ -1,14 +1,14 @@
-//! Why there is no constraint for a source.
+//! Reasons for which a source has no constraint.
 
 use thiserror::Error;
 
-/// Why a source was not compiled.
+/// The reason for which a source was not compiled.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum GrammarError {
     /// The source is at fault.
     #[error("{reason}")]
     Invalid {
-        /// The place in the source, such as `.properties.a.not`; empty: no place in particular.
+        /// The place in the source, such as `.properties.a.not`. Empty: no special place.
         path: String,
         /// The reason, for the user.
         reason: String,
@@ -19,16 +19,16 @@ pub enum GrammarError {
     /// The tokenizer's tokens have no bytes of their own.
     #[error("{0}")]
     Tokenizer(String),
-    /// Too many sources wait to be compiled.
+    /// Too many sources wait.
     #[error("too many grammars wait to be compiled")]
     Busy,
     /// The grammar is not compiled, and will not be soon.
     #[error("the grammar was not compiled within {seconds} s")]
     Late {
-        /// The limit.
+        /// The limit in seconds.
         seconds: u64,
     },
-    /// The threads that compile are gone, or one panicked.
+    /// The compiling threads have ended, or one panicked.
     #[error("{0}")]
     Internal(String),
 }

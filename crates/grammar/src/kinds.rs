@@ -109,8 +109,8 @@ impl Kinds {
         }
     }
 
-    /// The declared kinds, or without the keyword the kinds that the other keywords are about.
-    /// Those keywords allow values of other kinds too, which nobody has meant.
+    /// The declared kinds. Without that keyword, the kinds of the other keywords. Those keywords
+    /// allow values of other kinds too, which is rarely intended.
     pub(crate) fn meant(schema: &Map<String, Value>) -> Self {
         if schema.contains_key("type") {
             return Self::declared(schema);
@@ -258,7 +258,7 @@ pub(crate) fn scalars(schema: &Value) -> (Vec<String>, Option<Value>) {
     (ways, others)
 }
 
-/// A schema of what `schema` allows beside strings; `None`: nothing.
+/// The part of `schema` without strings; `None`: nothing is left.
 pub(crate) fn without_strings(root: &Value, schema: &Value, depth: usize) -> Option<Value> {
     const OTHERS: [&str; 5] = ["null", "boolean", "number", "array", "object"];
     let map = match schema {

@@ -30,8 +30,8 @@ pub(crate) fn choice(choices: &[String]) -> String {
     format!("start: {}", literals.join(" | "))
 }
 
-/// Refuses what a grammar may not ask for: options of schemas in it, and temperatures, which nobody
-/// would look at.
+/// Refuses forbidden parts of a grammar: options of schemas in it, and temperatures, which have no
+/// effect.
 pub(crate) fn no_options(text: &str) -> Result<(), GrammarError> {
     if text.contains("x-guidance") {
         return Err(GrammarError::invalid("clients may not set x-guidance"));

@@ -1,10 +1,10 @@
-//! A grammar as one terminal: the text that is the only argument of a call.
+//! A grammar as one terminal, for the text that is the only argument of a call.
 //!
-//! In a JSON string every text is escaped as JSON demands. Only the literals and the regular
-//! expressions of a grammar know characters, so only they are rewritten. Rules become terminals,
-//! because the end of the text may begin as more of it would, and llguidance's lexer does not look
-//! ahead for where a lexeme ends. A grammar that refers to itself can't be written so, and is
-//! refused.
+//! In a JSON string every text is escaped by JSON's rules. Only the literals and the regular
+//! expressions of a grammar name characters, so only they are rewritten. Rules become terminals.
+//! The reason is that llguidance's lexer does not look ahead for the end of a lexeme, and the end
+//! of the text may begin like more of it. A grammar that refers to itself can't be written in this
+//! way, and is refused.
 
 use std::fmt::Write as _;
 
@@ -57,8 +57,8 @@ pub(crate) enum Place {
     Tags,
 }
 
-/// The right side of a terminal of the texts of `form`, and the terminals to which it refers, whose
-/// names begin with `prefix`.
+/// The right side of a terminal for the texts of `form`, and its terminals, whose names begin with
+/// `prefix`.
 pub(crate) fn terminal(
     form: &Form,
     place: Place,
@@ -91,7 +91,7 @@ struct Rewriter<'a> {
 }
 
 impl<'a> Rewriter<'a> {
-    /// Takes the bytes up to `end` off what is left.
+    /// Takes the bytes up to `end` from the rest.
     fn take(&mut self, end: usize) -> &'a str {
         let (taken, rest) = self.rest.split_at(end);
         self.rest = rest;

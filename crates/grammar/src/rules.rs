@@ -1,5 +1,4 @@
-//! Everything that restricts one request: its grammar, its reasoning, and tokens that it may not
-//! say.
+//! All restrictions of one request: its grammar, its reasoning, and forbidden tokens.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,26 +13,26 @@ use crate::thinking::{Markers, Phase, Start, Thinking};
 /// Restrictions that need no grammar. The choices of a request share them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// Ids that may come where the grammar is at an end: the model's own, and those that the engine
-    /// stops at.
+    /// Ids that may come at an end of the grammar: the model's end-of-sequence ids, and the
+    /// request's stop ids.
     pub ends: Arc<[i32]>,
     /// The number of tokens before which the answer does not end, unless nothing else can come.
     pub min_tokens: u32,
     /// The only ids that can come, ascending.
     pub allowed: Option<Arc<[i32]>>,
-    /// Lists of tokens whose last one does not follow the others, unless nothing else can come.
-    /// None is empty.
+    /// Lists of tokens, none empty. The last token of a list may not follow the others, unless
+    /// nothing else can come.
     pub bad_words: Arc<[Box<[i32]>]>,
 }
 
-/// Reasoning before the answer.
+/// The bounds of reasoning before the answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reasoning {
     /// The marks around the reasoning.
     pub markers: Markers,
     /// The part of the answer at which the prompt leaves the model.
     pub start: Start,
-    /// The largest number of tokens of it; `None`: as many as it takes.
+    /// The largest number of tokens of reasoning; `None`: without a limit.
     pub budget: Option<u32>,
 }
 
@@ -203,7 +202,7 @@ impl Constraint for Rules {
 }
 
 impl Follower {
-    /// Writes what the grammar allows; where it allows an end, all of `ends`.
+    /// Writes the tokens that the grammar allows. At an allowed end these include all of `ends`.
     fn mask(&mut self, words: &mut [u32], ends: &[i32]) -> Result<(), Broken> {
         words.fill(0);
         let copy = |from: &[u32], words: &mut [u32]| {
@@ -252,7 +251,7 @@ fn clear(words: &mut [u32], token: i32) {
     }
 }
 
-/// Keeps `ids`, which ascend, of what is set.
+/// Keeps only `ids`, which ascend, of the set bits.
 fn keep(words: &mut [u32], ids: &[i32]) {
     let mut rest = ids.iter().peekable();
     for (at, word) in words.iter_mut().enumerate() {

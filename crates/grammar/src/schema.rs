@@ -1,4 +1,4 @@
-//! JSON schemas: the checks before llguidance sees one, and the place in a schema that llguidance
+//! JSON schemas: checks before llguidance gets one, and the place in a schema that llguidance
 //! refuses.
 
 use serde_json::{Map, Value, json};
@@ -9,7 +9,7 @@ use crate::formats;
 use crate::size;
 use crate::source::{SCHEMA_DEPTH, Whitespace};
 
-/// llguidance's own options in a schema. They could switch off what the operator wants checked.
+/// llguidance's own options in a schema. They could switch off checks that the operator wants.
 const OPTIONS: &str = "x-guidance";
 /// Keywords whose value is a schema.
 const ONE: [&str; 14] = [
@@ -48,8 +48,8 @@ pub(crate) fn read(text: &str) -> Result<Value, GrammarError> {
     prepare(schema)
 }
 
-/// Refuses what is no schema, is too large, or speaks to llguidance. Gives one that means the same
-/// and that llguidance understands better.
+/// Refuses a value that is no schema, is too large, or has options for llguidance. Gives an equal
+/// schema that llguidance understands better.
 pub(crate) fn prepare(mut schema: Value) -> Result<Value, GrammarError> {
     if !schema.is_object() && !schema.is_boolean() {
         return Err(GrammarError::invalid("a schema is an object or a boolean"));
@@ -84,8 +84,8 @@ fn measure<'a>(
     }
 }
 
-/// Takes out what says nothing and that llguidance does not know, and spells out what it knows too
-/// loosely.
+/// Removes keywords without meaning that llguidance does not know, and spells out those that it
+/// reads too loosely.
 fn simplify(schema: &mut Value) {
     each_schema(schema, &mut |schema| {
         formats::spell_out(schema);
@@ -180,7 +180,7 @@ pub(crate) fn explain(schema: &Value, said: &str) -> GrammarError {
     GrammarError::invalid(brief(said))
 }
 
-/// Looks for the first schema that `fits`; `path` is then the way to what it names.
+/// Searches for the first schema that `fits`. `path` is then its path.
 fn locate(
     schema: &Value,
     fits: &dyn Fn(&Map<String, Value>) -> Option<String>,

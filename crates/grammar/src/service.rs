@@ -1,4 +1,4 @@
-//! Threads that compile, and the cache of what they have compiled.
+//! Threads that compile, and the cache of their results.
 //!
 //! | thread | what |
 //! |---|---|
@@ -6,8 +6,8 @@
 //! | `grammar-copy` (1) | copies templates that are compiled, replays tokens of streams that began elsewhere, frees matchers |
 //!
 //! Neither the http threads nor the engine's ever compile, copy or free a matcher. Copies have a
-//! thread of their own, so that requests with known grammars do not wait behind a source that takes
-//! a second.
+//! thread of their own. So requests with known grammars do not wait behind a source that takes a
+//! second.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -46,13 +46,13 @@ const TEMPLATE_BYTES: usize = 16 << 20;
 /// The settings by which grammars are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GrammarConfig {
-    /// Threads that compile, at least one.
+    /// The number of threads that compile, at least one.
     pub threads: usize,
-    /// Sources that may wait for them.
+    /// The number of sources that may wait for a thread.
     pub queue: usize,
     /// The longest time that a request waits for its grammar.
     pub patience: Duration,
-    /// Schemas of which only a part can be kept are taken all the same.
+    /// True if a schema is taken although only a part of it can be enforced.
     pub lenient: bool,
 }
 
@@ -65,24 +65,24 @@ impl Default for GrammarConfig {
 /// Counts of compiled, found and waiting grammars.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GrammarStats {
-    /// Sources that were compiled, or refused while they were.
+    /// Sources that were compiled, or refused by the compiler.
     pub compiled: u64,
-    /// Requests whose source was compiled already, or was about to be.
+    /// Requests whose source was compiled already, or in the queue.
     pub hits: u64,
     /// Sources that wait, or are being compiled.
     pub waiting: usize,
-    /// Microseconds that compiling took, the trie excepted.
+    /// Microseconds of compiling, without the trie.
     pub compile_us: u64,
-    /// Microseconds that the trie took; 0: it is not built yet.
+    /// Microseconds that the trie took; 0: it is not ready yet.
     pub trie_us: u64,
 }
 
-/// The form and the bounds that a request wants of its answer.
+/// The form and the bounds of a request's answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
-    /// The form; `None`: any.
+    /// The wanted form; `None`: any.
     pub source: Option<Source>,
-    /// Reasoning before it.
+    /// The bounds of reasoning before the answer.
     pub reasoning: Option<Reasoning>,
     /// The other restrictions of the answer.
     pub bounds: Bounds,
@@ -92,10 +92,10 @@ pub struct Wanted {
     pub said: Vec<i32>,
 }
 
-/// One constraint a choice.
+/// The constraints of a request, one for each choice.
 pub type Constraints = Vec<Box<dyn Constraint>>;
 
-/// The threads. Cheap to clone; they end with the last clone.
+/// The threads that compile. Cheap to clone. They end with the last clone.
 #[derive(Clone)]
 pub struct Grammars(Arc<Inner>);
 
@@ -159,9 +159,9 @@ impl fmt::Debug for Grammars {
 }
 
 impl Grammars {
-    /// Starts the threads with `start`. The trie of the tokens below `vocab_size` is built at once
-    /// and in the background: requests that come earlier wait. `eos` are the model's
-    /// end-of-sequence ids.
+    /// Starts the threads with `start`. The trie of the tokens below `vocab_size` is built at once,
+    /// in the background, and earlier requests wait for it. `eos` are the model's end-of-sequence
+    /// ids.
     ///
     /// # Errors
     /// The system has no room for a thread.
@@ -202,8 +202,8 @@ impl Grammars {
         Ok(Self(Arc::new(Inner { config, compile, attic, shared })))
     }
 
-    /// The constraints of a request's choices. The caller's thread does none of the work. A caller
-    /// that stops waiting leaves begun work to others.
+    /// The constraints of a request's choices. The caller's thread does none of the work. If a
+    /// caller stops waiting, begun work goes on for others.
     ///
     /// # Errors
     /// The source is at fault, there is no room for it, or it takes too long.
@@ -287,7 +287,7 @@ impl Shared {
         });
     }
 
-    /// Compiles until nobody can ask any more.
+    /// Compiles until there are no more senders.
     fn compile_all(&self, sources: &Receiver<Source>, lenient: bool, attic: &Attic) {
         while let Ok(source) = sources.recv() {
             if self.templates.lock().unwanted(&source) {
@@ -321,7 +321,7 @@ impl Shared {
 }
 
 impl Templates {
-    /// Forgets a source if everybody who wanted it has gone.
+    /// Forgets a source if no request waits for it any more.
     fn unwanted(&mut self, source: &Source) -> bool {
         let gone = |order: &Order| order.reply.is_closed();
         let unwanted = self.waiting.get(source).is_none_or(|orders| orders.iter().all(gone));
@@ -344,7 +344,7 @@ impl Templates {
     }
 }
 
-/// Copies and frees until nobody can ask any more.
+/// Copies and frees until there are no more senders.
 fn copy_all(copies: &Receiver<Copy>) {
     while let Ok(copy) = copies.recv() {
         match copy {

@@ -1,4 +1,4 @@
-//! The size of a JSON text's content, before anything is made of it.
+//! The size of a JSON text's content, before it is parsed.
 
 use std::fmt;
 

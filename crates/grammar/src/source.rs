@@ -1,4 +1,4 @@
-//! The form that a client asks of an answer.
+//! The wanted form of an answer.
 
 use std::sync::Arc;
 
@@ -8,17 +8,17 @@ use forebay_dialect::{ArgumentStyle, Marks};
 pub const SCHEMA_BYTES: usize = 2 << 20;
 /// The largest number of bytes of a grammar, or of all choices together.
 pub const GRAMMAR_BYTES: usize = 256 << 10;
-/// The largest number of bytes of a regular expression: compiled, one takes some hundred times as
+/// The largest number of bytes of a regular expression. A compiled one takes some hundred times as
 /// much.
 pub const REGEX_BYTES: usize = 32 << 10;
 /// The deepest nesting of a schema or a structural tag.
 pub const SCHEMA_DEPTH: usize = 64;
-/// Most JSON values of a schema or a structural tag.
+/// The largest number of JSON values of a schema or a structural tag.
 pub const SCHEMA_VALUES: usize = 1 << 16;
 /// The largest number of choices.
 pub const CHOICES: usize = 16_384;
 
-/// The form of an answer, with nothing left to look up: equal sources are compiled once.
+/// The form of an answer, complete in itself. Equal sources are compiled once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Source {
     /// The form.
@@ -49,19 +49,19 @@ pub enum Form {
     Calls(Arc<CallForm>),
 }
 
-/// Calls of tools: a dialect's grammar, and the parts that others write.
+/// Calls of tools: a dialect's grammar, and the parts that come from elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallForm {
     /// The grammar, without the rules of arguments and of [`forebay_dialect::CONTENT`].
     pub lark: Arc<str>,
     /// The style in which the dialect writes arguments.
     pub style: ArgumentStyle,
-    /// Special tokens that are marks of it.
+    /// Special tokens that are marks of the dialect.
     pub marks: Arc<Marks>,
     /// The arguments of each tool.
     pub arguments: Vec<CallArguments>,
-    /// The output that is allowed in place of calls, and the parameter that has asked for it.
-    /// Errors name the parameter.
+    /// The output that is allowed in place of calls, and the parameter that demands it. Errors name
+    /// the parameter.
     pub content: Option<(Arc<str>, Form)>,
 }
 
@@ -74,7 +74,7 @@ pub struct CallArguments {
     pub schema: Arc<str>,
     /// The schema's path in the request, which errors name.
     pub path: Arc<str>,
-    /// The form of the text that the arguments are; the schema then says nothing.
+    /// The form of the text that the arguments are; the schema is then ignored.
     pub text: Option<CallText>,
 }
 
@@ -89,17 +89,16 @@ pub struct CallText {
     pub path: Arc<str>,
 }
 
-/// White space between the tokens of JSON. Without a bound models were seen to write it until the
-/// answer's length is used up.
+/// White space between the tokens of JSON. Without a bound, some models write it until the answer's
+/// length is used up.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub enum Whitespace {
-    /// White space is at each place one space, or a line's end and an indentation of at most 24
-    /// blanks.
+    /// At each place there may be one space, or a line end and an indentation of at most 24 blanks.
     #[default]
     Bounded,
-    /// None.
+    /// There is no white space.
     None,
-    /// White space that this regular expression matches, at most once a place.
+    /// At each place there may be white space that this regular expression matches, once.
     Pattern(Arc<str>),
 }
 
@@ -143,13 +142,13 @@ impl CallForm {
 }
 
 impl Source {
-    /// Bytes of its text.
+    /// The number of bytes of the text.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.form.bytes()
     }
 
-    /// The largest number of bytes that such a source may have.
+    /// The largest number of bytes of such a source.
     #[must_use]
     pub fn limit(&self) -> usize {
         match &self.form {
@@ -160,7 +159,7 @@ impl Source {
         }
     }
 
-    /// A grammar as clients write it: GBNF where it has a rule with `::=`, else Lark.
+    /// A grammar in the clients' notations: GBNF if it has a rule with `::=`, else Lark.
     #[must_use]
     pub fn grammar(text: &str) -> Self {
         let form = if text.contains("::=") { Form::Ebnf } else { Form::Lark };

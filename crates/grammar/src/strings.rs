@@ -1,4 +1,4 @@
-//! Strings of a JSON schema where they stand as they are, without quotes: as terminals of Lark.
+//! Strings of a JSON schema that are written without quotes, as terminals of Lark.
 
 use serde_json::{Map, Value};
 
@@ -66,7 +66,7 @@ fn bounds(schema: &Map<String, Value>) -> Result<Option<String>, GrammarError> {
     Ok((!parts.is_empty()).then(|| parts.join(" & ")))
 }
 
-/// Text in which a pattern of a schema is found somewhere.
+/// Text that contains a match of a schema's pattern.
 fn search(pattern: &str) -> String {
     let body = pattern.strip_prefix('^');
     let before = if body.is_some() { "" } else { "(?s:.*)" };

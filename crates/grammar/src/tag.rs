@@ -1,4 +1,4 @@
-//! Structural tags, as xgrammar defined them and vLLM and SGLang take them, as Lark.
+//! Structural tags, converted to Lark. xgrammar has defined them, and vLLM and SGLang take them.
 //!
 //! Two notations: `{"type": "structural_tag", "format": {...}}`, a tree of formats, and the older
 //! one with `structures` and `triggers`, which is the format `triggered_tags`.
@@ -151,7 +151,8 @@ impl Writer<'_> {
         }
     }
 
-    /// `begin`, content, `end`. Without `said`, which is how much of `begin` is there already.
+    /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are left out,
+    /// because they are already there.
     fn tag(
         &mut self,
         tag: &Value,

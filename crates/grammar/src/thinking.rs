@@ -1,8 +1,8 @@
-//! Reasoning before the answer: where it ends, and how long it may be.
+//! Reasoning before the answer: its end, and its length.
 
 use std::sync::Arc;
 
-/// The tokens around a model's reasoning. A dialect names them.
+/// The tokens around a model's reasoning, from its dialect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Markers {
     /// The opening mark, at least one token.
@@ -11,7 +11,7 @@ pub struct Markers {
     pub close: Arc<[i32]>,
 }
 
-/// The part of the answer that the model is in when it takes the first token.
+/// The part of the answer in which the first token comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     /// The model may begin to reason, or answer.
@@ -56,10 +56,10 @@ pub(crate) struct Thinking {
 
 #[derive(Debug, Clone)]
 enum State {
-    /// So many tokens of the opening marker were said, and nothing else.
+    /// So many tokens of the opening marker were generated, and nothing else.
     Opening(usize),
     Inside {
-        /// The last tokens, as far as they may begin the closing marker.
+        /// The last tokens that may be the beginning of the closing marker.
         tail: Vec<i32>,
     },
     Over,

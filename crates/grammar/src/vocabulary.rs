@@ -1,4 +1,4 @@
-//! The tokenizer as llguidance sees it: the bytes of every token in a trie.
+//! The tokenizer for llguidance: the bytes of every token in a trie.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! The shared-memory arena, for data that is too big for the socket, named by its offset in the
-//! plan.
+//! The shared-memory arena for data that is too big for the socket. Plans name the data by its
+//! offset.
 
 use std::fmt;
 use std::io;
@@ -16,8 +16,8 @@ use crate::space::{Range, Space};
 pub const MAX_ARENA_BYTES: u32 = i32::MAX as u32;
 
 /// An anonymous file that a hand maps and the brain writes to, from any thread. The kernel copies
-/// data once. It has no name, so nothing is left behind however the processes end. Cheap to clone;
-/// it lives as long as a clone or a region does.
+/// data once. The file has no name, so nothing of it is left behind when the processes end. Cheap
+/// to clone. It lives as long as a clone or a region of it.
 #[derive(Clone)]
 pub struct Arena(Arc<Inner>);
 
@@ -30,7 +30,7 @@ struct Inner {
 
 impl Arena {
     /// An arena of `bytes` bytes, at most [`MAX_ARENA_BYTES`]. Memory is taken from the system only
-    /// where something was written, and kept.
+    /// for written parts, and kept.
     ///
     /// # Errors
     /// The system refuses it, or it is too large.
@@ -49,24 +49,24 @@ impl Arena {
         self.0.fd.as_fd()
     }
 
-    /// Its size.
+    /// The size of the arena in bytes.
     #[must_use]
     pub fn bytes(&self) -> u32 {
         self.0.bytes
     }
 
-    /// Room for `bytes` bytes, with its old content; `None` when there is none now.
+    /// Reserves `bytes` bytes, with their old content; `None` if there is not enough room now.
     #[must_use]
     pub fn take(&self, bytes: usize) -> Option<Region> {
         let range = self.0.space.lock().take(bytes)?;
         Some(Region { range, bytes, arena: self.clone() })
     }
 
-    /// Writes what another arena of this size has at the same place: its allocator decides what is
-    /// free there, and this one's has no say.
+    /// Copies bytes of another arena of this size to the same place. That arena's allocator decides
+    /// about the place, and this one's has no say.
     ///
     /// # Errors
-    /// It is not inside, or the system has no memory for it.
+    /// The place is not inside the arena, or the system has no memory for it.
     pub fn mirror(&self, offset: u32, bytes: &[u8]) -> io::Result<()> {
         let end = u64::from(offset) + bytes.len() as u64;
         if end > u64::from(self.0.bytes) {
@@ -75,10 +75,10 @@ impl Arena {
         self.write(u64::from(offset), bytes)
     }
 
-    /// So many bytes from `offset` on, as they are.
+    /// The current content of `bytes` bytes from `offset` on.
     ///
     /// # Errors
-    /// It is not inside.
+    /// The bytes are not inside the arena.
     pub fn look(&self, offset: u32, bytes: usize) -> io::Result<Vec<u8>> {
         let mut seen = vec![0; bytes];
         self.read(u64::from(offset), &mut seen)?;
@@ -141,11 +141,11 @@ impl Payloads for Arena {
     }
 }
 
-/// A part of the arena; dropping it gives it back.
+/// A reserved part of the arena. To drop it gives it back.
 #[must_use]
 pub struct Region {
     range: Range,
-    /// The bytes that were asked for; the range may be longer.
+    /// The requested bytes. The range may be longer.
     bytes: usize,
     arena: Arena,
 }

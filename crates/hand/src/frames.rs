@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::store::StoreError;
 
-/// Why a connection is of no more use.
+/// The reason for which a connection can't be used any more.
 #[derive(Debug, Error)]
 pub(crate) enum StreamError {
     /// The peer closed it.
@@ -38,7 +38,7 @@ pub(crate) enum StreamError {
     Frame(#[from] FrameError),
 }
 
-/// Puts frames together from whatever pieces the socket gives.
+/// Puts frames together from the socket's pieces.
 #[derive(Default)]
 pub(crate) struct FrameReader {
     header: [u8; HEADER_BYTES],
@@ -120,7 +120,7 @@ impl FrameWriter {
         Ok(())
     }
 
-    /// Writes more of what waits.
+    /// Writes more of the waiting bytes.
     pub(crate) fn flush(&mut self, socket: &mut UnixStream) -> Result<(), StreamError> {
         self.written += write_some(socket, &self.waiting[self.written..])?;
         if self.written == self.waiting.len() {

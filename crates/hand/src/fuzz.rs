@@ -1,5 +1,5 @@
-//! Damaged frames for the brain's reader. A hand on another machine is trusted less than a child:
-//! whatever it sends is taken or refused, without a panic, and with bounded memory.
+//! Damaged frames for the brain's reader. A hand on another machine is trusted less than a child.
+//! Each of its frames is taken or refused, without a panic and with bounded memory.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -13,8 +13,8 @@ use crate::frames::FrameReader;
 
 /// Frames in the ordinary test; `make test-fuzz-outposts` has a million.
 const FRAMES: u64 = 20_000;
-/// Most memory that reading may have taken at a time. A frame that announces 256 MiB takes none
-/// before they come.
+/// The largest growth of memory by reads. A frame that announces 256 MiB takes none before they
+/// come.
 const MOST_GROWTH_KIB: u64 = 64 << 10;
 /// The values of damaged words.
 const EXTREMES: [u32; 8] = [0, 1, 2, 1 << 16, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];

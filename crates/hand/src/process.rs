@@ -1,4 +1,4 @@
-//! One rank's process: spawned with its socket and arena, ended from outside.
+//! One rank's process: its start with a socket and an arena, and its end.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -28,7 +28,7 @@ const LAST_PATIENCE: Duration = Duration::from_secs(5);
 /// The time that a rank that closed its socket may take to leave an exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
-/// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` and `HF_TOKEN`
+/// Keeps keys from a program before it is run. Variables such as `FOREBAY_API_KEY` and `HF_TOKEN`
 /// are for this process alone.
 pub fn without_keys(command: &mut Command) {
     let given = command.get_envs().map(|(name, _)| name.to_owned());
@@ -47,7 +47,7 @@ fn is_key(name: &str) -> bool {
     hub || own && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(has)
 }
 
-/// A spawned rank and the process group it leads. Dropping it kills the group.
+/// A spawned rank and its process group. To drop it kills the group.
 #[derive(Debug)]
 pub struct RankProcess {
     child: Child,
@@ -58,9 +58,9 @@ pub struct RankProcess {
 }
 
 impl RankProcess {
-    /// Spawns `command` with a fresh socket as descriptor 3, the arena as 4, and the host's memory
-    /// as 5 if there is any. The process runs on these processors if any are given. Gives the
-    /// process and the near end of its socket, which never blocks.
+    /// Spawns `command` with a new socket as descriptor 3, the arena as 4, and the host's memory as
+    /// 5 if there is any. The process runs on the given processors, if any. Gives the process and
+    /// the near end of its socket, which never blocks.
     ///
     /// # Errors
     /// The program can't be run, or the system refuses a socket.
@@ -120,7 +120,7 @@ impl RankProcess {
         matches!(poll(&mut fds, Some(&limit)), Ok(1))
     }
 
-    /// Ends a rank whose connection broke and says how it ended.
+    /// Ends a rank whose connection broke. Gives a description of its end.
     #[must_use]
     pub fn bury(mut self) -> String {
         let by_itself = self.ended_within(LAST_BREATH);
@@ -142,9 +142,9 @@ impl RankProcess {
         let _ = kill_process_group(self.pid, signal);
     }
 
-    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started
-    /// may still be there. Nobody waits for a process that does not end, since others can be served
-    /// meanwhile.
+    /// Sends SIGKILL to the whole group, also if its leader has ended, because the leader's
+    /// children may still run. It does not wait for a process that does not end, since others can
+    /// be served meanwhile.
     fn kill(&mut self) -> io::Result<ExitStatus> {
         let _ = kill_process_group(self.pid, Signal::KILL);
         if self.stuck || !self.ended_within(LAST_PATIENCE) {

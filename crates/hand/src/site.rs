@@ -1,4 +1,4 @@
-//! The place of a rank: below this process, or at another place that a [`Site`] knows.
+//! The place of a rank: a child of this process, or another place that a [`Site`] knows.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -15,40 +15,40 @@ use crate::process::RankProcess;
 /// The time from the order to exit to SIGTERM, and from there to SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
 
-/// The facts of a rank that a site needs.
+/// A site's instructions for a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankOrder {
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
-    /// Bytes of the shared memory that the hand maps: what is [carried](Distant::carry) to it is
-    /// there, at the offsets that it has here.
+    /// Bytes of the shared memory that the hand maps. [Carried](Distant::carry) payloads have the
+    /// same offsets there as here.
     pub arena_bytes: u32,
 }
 
-/// The executor's ends of a rank that runs elsewhere: its socket, which never blocks and ends when
-/// the rank does, and its life.
+/// The executor's ends of a rank that runs elsewhere: its socket and its handle. The socket never
+/// blocks, and ends when the rank ends.
 pub type Remote = (UnixStream, Box<dyn Distant>);
 
 /// Runs groups of ranks elsewhere, and brings their frames to sockets here.
 pub trait Site: Send + Sync {
-    /// Starts all ranks of a group, rank 0 first, and gives them in that order. The answer comes at
-    /// once: until the ranks are there, the site writes `progress` frames to the sockets itself.
+    /// Starts all ranks of a group, rank 0 first, and gives them in that order. It returns at once.
+    /// Until the ranks are there, the site writes `progress` frames to the sockets itself.
     ///
     /// # Errors
     /// The system refuses a socket.
     fn spawn(&self, group: Vec<RankOrder>) -> io::Result<Vec<Remote>>;
 }
 
-/// A rank that runs elsewhere. Dropping it ends the rank.
+/// A rank that runs elsewhere. To drop it ends the rank.
 pub trait Distant: Send {
-    /// Has it killed, and waits for nothing.
+    /// Has the rank killed, without a wait.
     fn doom(&self);
-    /// Waits until it has ended, at most `limit`.
+    /// Waits for the rank's end, at most `limit`.
     fn ended_within(&self, limit: Duration) -> bool;
-    /// Has a payload brought to the shared memory that the rank maps, at the same offset, and calls
-    /// `there` then; drops it where the rank ends before. Returns at once.
+    /// Has a payload brought to the shared memory that the rank maps, at the same offset. `there`
+    /// is called then. It is dropped if the rank ends before. Returns at once.
     fn carry(&self, payload: &Arc<dyn Payload>, there: There);
-    /// Ends it and says how it ended, as far as that is known soon.
+    /// Ends the rank. Gives a description of its end, as far as that is known soon.
     fn bury(self: Box<Self>) -> String;
 }
 

@@ -1,20 +1,19 @@
-//! Short turns on the processor for threads that others wait for.
+//! Short turns on the processor, for threads that other threads wait for.
 
 use std::io;
 
 use rustix::thread::Pid;
 
-/// The shortest turn that Linux gives, in nanoseconds. It is ten to thirty times as short as what
-/// it gives by itself.
+/// The shortest turn that Linux gives, in nanoseconds. Its default is ten to thirty times as long.
 const NANOSECONDS: u64 = 100_000;
 
-/// Has the kernel give `thread` short turns, and therefore soon. A thread that wakes with less to
-/// do goes before one that is in the middle of a long turn (EEVDF; slices can be asked for since
-/// Linux 6.12). Its share of the processor does not change. So no thread is starved by it, and
-/// every thread may ask for it.
+/// Has the kernel give `thread` short turns, which come sooner. A thread that wakes with less to do
+/// goes before one in the middle of a long turn (EEVDF; slices can be requested since Linux 6.12).
+/// Its share of the processor does not change. So it starves no other thread, and every thread may
+/// request it.
 ///
 /// # Errors
-/// The thread is not there. Kernels that know no slices say nothing.
+/// The thread is not there. Kernels without slices give no error.
 pub fn take_short_turns(thread: Pid) -> io::Result<()> {
     let niceness = rustix::process::getpriority_process(Some(thread))?;
     let attributes = libc::sched_attr {

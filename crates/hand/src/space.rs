@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 /// Ranges start at multiples of this many bytes: a cache line.
 const ALIGN: usize = 64;
 
-/// Bytes of the arena that somebody has.
+/// Reserved bytes of the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Range {
     pub(crate) offset: usize,
@@ -24,7 +24,7 @@ impl Space {
         Self { free: (bytes > 0).then_some((0, bytes)).into_iter().collect() }
     }
 
-    /// Bytes that nobody has.
+    /// The number of free bytes.
     pub(crate) fn free(&self) -> usize {
         self.free.values().sum()
     }

@@ -1,5 +1,5 @@
 //! The map by which the ranks of a group find each other. They ask it over their sockets before
-//! they are ready, so no rank has to listen on a port. It behaves as PyTorch's stores do
+//! they are ready, so no rank has to listen on a port. It behaves like PyTorch's stores
 //! (`torch.distributed.Store`).
 
 use std::collections::HashMap;

@@ -22,8 +22,8 @@ impl EventWaker {
         self.fd.as_fd()
     }
 
-    /// True if somebody called `wake` since the last `take`. Call it before looking at what the
-    /// wakers left: a wake that comes later sets the flag again.
+    /// True if `wake` was called since the last `take`. Call it before a look at the wakers' data:
+    /// a later wake sets the flag again.
     pub(crate) fn take(&self) -> bool {
         self.pending.swap(false, Ordering::AcqRel)
     }

@@ -1,4 +1,4 @@
-//! The hub's cache as `huggingface_hub` lays it out, so that both find each other's downloads.
+//! The hub's cache in the layout of `huggingface_hub`. So both find each other's downloads.
 //!
 //! `models--org--name/` has `blobs/`, one file for each content, named by its ETag;
 //! `snapshots/COMMIT/`, with links to them under the files' own paths; `refs/`, with the commit of

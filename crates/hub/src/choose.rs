@@ -1,4 +1,4 @@
-//! The choice among a repository's files of those that make the model.
+//! The choice of the model's files among those of a repository.
 
 use std::collections::{BTreeMap, BTreeSet};
 

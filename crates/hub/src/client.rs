@@ -1,4 +1,4 @@
-//! Requests to the hub: redirects, who gets the token, how long an answer is awaited.
+//! Requests to the hub: redirects, the receivers of the token, timeouts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::settings::Settings;
 
 const MAX_REDIRECTS: usize = 10;
 
-/// Why a request has no answer that can be used.
+/// The reason for which a request has no usable answer.
 #[derive(Debug)]
 pub(crate) enum Trouble {
     /// The answer was empty, or shorter than announced: worth another attempt.
@@ -100,8 +100,8 @@ impl Client {
         }
     }
 
-    /// The answer to HEAD. Where the hub itself says what a file is, its redirect to another host
-    /// is not followed.
+    /// The answer to HEAD. The hub's redirect to another host is not followed if the hub itself
+    /// describes the file.
     pub(crate) async fn head(&self, path: &str) -> Result<Response<Incoming>, Trouble> {
         let mut url = self.url(path)?;
         for _ in 0..=MAX_REDIRECTS {
@@ -115,7 +115,7 @@ impl Client {
         Err(endless(&url))
     }
 
-    /// The answer to GET, of the bytes from `start` on, after all redirects; and whether it is the
+    /// The answer to GET, for the bytes from `start` on, after all redirects; and true if it is the
     /// hub's own.
     pub(crate) async fn get(
         &self,

@@ -1,4 +1,4 @@
-//! Connections: straight, or through the proxy that the environment names; with TLS or without.
+//! Connections: direct, or through the environment's proxy; with TLS or without.
 
 use std::error::Error;
 use std::io;

@@ -1,5 +1,5 @@
-//! One file of a repository, from the hub into the cache: resumed, checked, and there whole or not
-//! at all.
+//! One file of a repository, from the hub into the cache. Downloads are resumed and checked. A file
+//! is there whole or not at all.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -52,7 +52,7 @@ impl From<Trouble> for Failure {
     }
 }
 
-/// Why a file did not come.
+/// The reason for which a file did not come.
 pub(crate) enum NoFile {
     Trouble(Trouble),
     Hub(HubError),
@@ -106,8 +106,8 @@ impl Downloader<'_> {
         announced.size.checked_sub(here).unwrap_or(announced.size)
     }
 
-    /// Gets the content that `announced` names into the cache; `file` is its name for people. The
-    /// answer is what was got: another content, if the hub says so meanwhile.
+    /// Gets the announced content into the cache. `file` is its name for people. Gives the
+    /// content's description, which may have changed at the hub meanwhile.
     pub(crate) async fn download(
         &self,
         path: &str,
@@ -174,7 +174,7 @@ impl Downloader<'_> {
         finished.await.unwrap_or(Ok(())).map_err(Failure::Disk)
     }
 
-    /// Asks for what is missing, and writes what comes.
+    /// Requests the missing bytes, and writes them.
     async fn attempt(
         &self,
         path: &str,
@@ -277,7 +277,7 @@ struct State<'a> {
 }
 
 impl<'a> State<'a> {
-    /// Reads what an earlier run left.
+    /// Reads the file of an earlier run.
     async fn of(
         partial: Partial,
         announced: &Announced,
@@ -431,7 +431,7 @@ pub(crate) fn full(folder: &Path, file: &str, needed: u64) -> HubError {
     }
 }
 
-/// Bytes that the user may still write below `folder`, which need not be there yet.
+/// Bytes that the user may still write below `folder`. The folder need not exist yet.
 #[must_use]
 pub fn free(folder: &Path) -> Option<u64> {
     let there = folder.ancestors().find(|path| path.exists())?;

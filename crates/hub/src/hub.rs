@@ -1,4 +1,4 @@
-//! From a name to files on this machine.
+//! The way from a name to files on this machine.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use crate::progress::Progress;
 use crate::repository::Repository;
 use crate::settings::Settings;
 
-/// Finds models and downloads them. It is for threads that may wait, not for tasks.
+/// Finds models and downloads them. It blocks its thread, so it is not for async tasks.
 #[derive(Debug)]
 pub struct Hub {
     settings: Settings,
@@ -27,9 +27,10 @@ pub struct Hub {
 pub struct Found {
     /// The model's name, `org/name`; `None` for its file's or directory's own name.
     pub name: Option<String>,
-    /// A directory in the layout of Hugging Face, or a GGUF file: the first of its parts.
+    /// A directory in the layout of Hugging Face, or a GGUF file. Of a split file it is the first
+    /// part.
     pub path: PathBuf,
-    /// The commit of the hub.
+    /// The commit of the hub; `None`: the model is not from the hub.
     pub commit: Option<String>,
     lacks: Option<Lacks>,
 }
@@ -44,13 +45,13 @@ struct Lacks {
 /// The hub's verdict on `HF_TOKEN`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Token {
-    /// There is none.
+    /// There is no token.
     Unset,
     /// The token belongs to a user.
     Taken,
     /// The token belongs to no user.
     Refused,
-    /// The server does not tell; mirrors need not.
+    /// The server does not say; mirrors need not.
     Unknown,
 }
 
@@ -63,11 +64,11 @@ impl Found {
 }
 
 impl Hub {
-    /// `interpreter` is for the default model, which an installer of Python's downloads where
-    /// there is one.
+    /// A hub with these settings. `interpreter` is for the default model, which Python's installer
+    /// downloads if there is one.
     ///
     /// # Errors
-    /// [`HubError::Setting`] if the system gives no threads.
+    /// [`HubError::Setting`] if the system has no room for threads.
     pub fn new(
         settings: Settings,
         progress: Progress,
@@ -88,9 +89,9 @@ impl Hub {
         &self.settings
     }
 
-    /// Finds a model, and downloads its missing files except for safetensors: [`Hub::complete`]
-    /// brings those. Between the two, the caller may refuse a model that it can't run. Without
-    /// `weights` there need be no safetensors.
+    /// Finds a model, and downloads its missing files except safetensors, which [`Hub::complete`]
+    /// brings. In between, the caller may refuse a model that it can't run. Without `weights` there
+    /// need be no safetensors.
     ///
     /// # Errors
     /// One line for the user.
@@ -124,7 +125,7 @@ impl Hub {
         Ok(())
     }
 
-    /// Asks the hub whether it takes the token.
+    /// Asks the hub if the token is valid.
     ///
     /// # Errors
     /// [`HubError::Silent`] if it does not answer.

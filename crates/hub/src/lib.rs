@@ -1,8 +1,8 @@
-//! Models: found by their names, downloaded from the Hugging Face hub, listed and removed.
+//! Models: found by name, downloaded from the Hugging Face hub, listed and removed.
 //!
-//! The cache is laid out as `huggingface_hub` lays it out, and its variables are read: `HF_TOKEN`,
+//! The cache has the layout of `huggingface_hub`, and the same variables are read: `HF_TOKEN`,
 //! `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and the proxy's.
-//! Why it is our own code: `docs/adr/0044-models-are-fetched-by-the-binary.md`.
+//! `docs/adr/0044-models-are-fetched-by-the-binary.md` has the reasons for own code.
 //!
 //! ```no_run
 //! use forebay_hub::{Hub, HubError, Interpreter, ModelName, Progress, Settings};

@@ -1,11 +1,11 @@
-//! The names that a user may give for a model.
+//! The forms of a model's name.
 
 use std::path::{Path, PathBuf};
 
 use crate::embedded;
 use crate::error::HubError;
 
-/// A model as it was typed.
+/// A model's name on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelName {
     /// The default model.
@@ -16,7 +16,7 @@ pub enum ModelName {
     Hub(HubName),
 }
 
-/// `org/name`, `org/name@revision`, `org/name:QUANT` or `org/name/file.gguf`.
+/// A model of the hub: `org/name`, `org/name@revision`, `org/name:QUANT` or `org/name/file.gguf`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HubName {
     /// `org/name`.
@@ -25,15 +25,15 @@ pub struct HubName {
     pub revision: Option<String>,
     /// A GGUF file of the repository.
     pub file: Option<String>,
-    /// A part of a GGUF file's name, as `Q4_K_M`.
+    /// A part of a GGUF file's name, such as `Q4_K_M`.
     pub quant: Option<String>,
 }
 
 impl ModelName {
-    /// Reads `text`; `revision` wins over the one in it.
+    /// Reads `text`. `revision` overrules the one in it.
     ///
     /// # Errors
-    /// [`HubError::Name`] for what is neither a path nor a name.
+    /// [`HubError::Name`] if the text is neither a path nor a name.
     pub fn parse(text: &str, revision: Option<&str>) -> Result<Self, HubError> {
         if text == embedded::NAME {
             return Ok(Self::Embedded);
@@ -49,7 +49,7 @@ impl ModelName {
 }
 
 impl HubName {
-    /// Reads `text`; `revision` wins over the one in it. `None`: the hub has no such names.
+    /// Reads `text`. `revision` overrules the one in it. `None`: the hub has no such names.
     #[must_use]
     pub fn parse(text: &str, revision: Option<&str>) -> Option<Self> {
         let slash = text.find('/')?;

@@ -1,4 +1,4 @@
-//! The progress of downloads: bars on a terminal, a line now and then elsewhere.
+//! The progress of downloads: bars on a terminal, and otherwise a line at intervals.
 
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +37,7 @@ impl Progress {
         Self { bars: terminal.then(bars), ..Self::silent_if(false) }
     }
 
-    /// Says nothing at all.
+    /// A progress that writes nothing.
     #[must_use]
     pub fn silent() -> Self {
         Self::silent_if(true)
@@ -66,7 +66,7 @@ impl Progress {
         }
     }
 
-    /// A file of `length` bytes, the first `start` of which are here.
+    /// Shows a file of `length` bytes, whose first `start` bytes are here.
     pub(crate) fn file(&self, name: &str, length: u64, start: u64) -> FileProgress<'_> {
         if self.total.fetch_add(length, Ordering::Relaxed) == 0 {
             let now = self.started.elapsed().as_millis() as u64;
@@ -149,7 +149,7 @@ pub(crate) struct FileProgress<'a> {
 }
 
 impl FileProgress<'_> {
-    /// So many bytes more are here.
+    /// Notes `bytes` more bytes.
     pub(crate) fn add(&mut self, bytes: u64) {
         self.position += bytes;
         self.all.moved(bytes);

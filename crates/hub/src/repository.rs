@@ -1,4 +1,4 @@
-//! One revision of a repository: its list of files, and getting some of them.
+//! One revision of a repository: its list of files, and the download of some.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -47,7 +47,7 @@ pub(crate) struct Repository {
     name: HubName,
     folder: RepositoryFolder,
     commit: String,
-    /// Paths of its files; offline, of those that are in the cache.
+    /// Paths of its files. Offline, of those in the cache.
     pub(crate) names: Vec<String>,
     /// `None`: nothing is downloaded.
     client: Option<Client>,
@@ -130,7 +130,7 @@ impl Repository {
         names.iter().all(|name| directory.join(name).is_file())
     }
 
-    /// Downloads what is not here of these files.
+    /// Downloads the missing ones of these files.
     pub(crate) async fn get(&self, names: &[String], progress: &Progress) -> Result<(), HubError> {
         let directory = self.directory();
         let wanted: Vec<&String> =
@@ -146,7 +146,7 @@ impl Repository {
         Ok(())
     }
 
-    /// The error of a model of which only a part is here.
+    /// The error for a model with only a part here.
     pub(crate) fn incomplete(&self, lacks: String) -> HubError {
         HubError::Incomplete { repository: self.name.repository.clone(), lacks }
     }

@@ -1,5 +1,5 @@
-//! The settings of the hub and its cache in the environment, by the names that `huggingface_hub`
-//! reads.
+//! The settings of the hub and its cache. They come from the environment, under the names of
+//! `huggingface_hub`.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -27,15 +27,15 @@ pub struct Settings {
     pub offline: bool,
     /// The longest time for which a server may be silent.
     pub patience: Duration,
-    /// Files downloaded at a time.
+    /// The number of files that are downloaded at a time.
     pub at_a_time: usize,
 }
 
 impl Settings {
-    /// Reads the environment. With `directory` everything is kept below it.
+    /// Reads the environment. With `directory` all files are kept below it.
     ///
     /// # Errors
-    /// [`HubError::Setting`] for an `HF_ENDPOINT` that is no address.
+    /// [`HubError::Setting`] if `HF_ENDPOINT` is no address.
     pub fn from_env(directory: Option<&Path>, offline: bool) -> Result<Self, HubError> {
         let cache = forebay_cache(directory);
         let hub_cache = match directory {

@@ -1,4 +1,4 @@
-//! The models in the cache: which there are, and removing some.
+//! The models in the cache: their list, and their removal.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, Metadata};
@@ -17,7 +17,7 @@ use crate::settings::Settings;
 /// A model in the cache.
 #[derive(Debug, Clone, Serialize)]
 pub struct Stored {
-    /// The model's name, as [`remove`] and the command line accept it.
+    /// The model's name, for [`remove`] and the command line.
     pub name: String,
     /// The format of its weights.
     pub format: Format,
@@ -38,7 +38,7 @@ pub enum Format {
     Safetensors,
     /// One file, or its parts.
     Gguf,
-    /// Neither is here: a tokenizer alone, a part of a model, weights of other forms.
+    /// Neither is complete: a tokenizer alone, a part of a model, weights of other forms.
     Other,
 }
 
@@ -144,7 +144,7 @@ pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubErro
     Ok(removal)
 }
 
-/// Deletes it. Answers the bytes that were freed.
+/// Deletes these files. Gives the number of freed bytes.
 ///
 /// # Errors
 /// [`HubError::Repository`] while another process downloads the model, [`HubError::Disk`] if
@@ -193,7 +193,7 @@ fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
 struct Content {
     /// Commit to path in it to blob.
     snapshots: BTreeMap<String, BTreeMap<String, PathBuf>>,
-    /// Each blob, also those that nothing links to.
+    /// Each blob, also those without a link.
     blobs: BTreeMap<PathBuf, (u64, Option<u64>)>,
 }
 

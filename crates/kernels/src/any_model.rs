@@ -15,7 +15,7 @@ enum Typed {
 
 impl AnyModel {
     /// # Safety
-    /// As of [`Model::new`].
+    /// See [`Model::new`].
     pub(crate) unsafe fn new(spec: &ModelSpec, team: Team) -> Self {
         // SAFETY: the contract.
         Self(unsafe {

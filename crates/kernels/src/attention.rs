@@ -1,10 +1,10 @@
 //! Attention over paged keys and values, for prompt chunks and decode rows alike.
 //!
 //! Keys are taken in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al.
-//! 2022), and blocks in spans of [`SPAN`] positions, which are put together at the end (Dao et al.
-//! 2023): members share a long row by spans. Both are counted from the request's beginning. So a
-//! query's result depends on nothing but its own row: not on the chunks of its prompt, nor on other
-//! work beside it.
+//! 2022). Blocks are taken in spans of [`SPAN`] positions, which are joined at the end (Dao et al.
+//! 2023). So members share a long row by spans. Both are counted from the request's beginning. So a
+//! query's result depends on its own row alone: not on the chunks of its prompt, nor on other work
+//! beside it.
 
 mod blocks;
 
@@ -63,7 +63,7 @@ impl Unit {
     }
 }
 
-/// A single query's spans, which whoever ends last puts together.
+/// A single query's spans, which the last finished member joins.
 struct Split {
     parts: usize,
     /// Parts that are not there yet.
@@ -167,8 +167,7 @@ pub(crate) struct Shared<'a> {
     sums: *mut f32,
 }
 
-/// Weighted sums of values, with what the weights are relative to and what they add up to; one of
-/// each a row.
+/// Weighted sums of values, with the reference of the weights and their sum; one of each for a row.
 struct Sums {
     output: Vec<f32>,
     largest: Vec<f32>,

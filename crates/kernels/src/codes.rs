@@ -1,5 +1,5 @@
-//! Numbers as 8-bit integers with a scale: how quantised weights are stored, and activations made
-//! to fit them.
+//! Numbers as 8-bit integers with a scale. Quantised weights are stored in this form, and
+//! activations are converted to it.
 //!
 //! Weights are kept as unsigned codes, activations as signed ones, for the processors' dot products
 //! of bytes. An offset adds to a product the offset times the sum of the activations. So each row
@@ -66,7 +66,7 @@ impl Format {
     }
 }
 
-/// Activations as codes: of each row `inputs` of them, and scales and sums of those that share one.
+/// Activations as codes: each row has `inputs` of them, and scales and sums for groups.
 #[derive(Clone, Copy)]
 pub(crate) struct Codes {
     pub(crate) codes: *const i8,

@@ -1,7 +1,7 @@
 //! A decoder for callers in Rust: the C interface with its promises kept by types and checks.
 //!
-//! Weights, pages and tables have the form that the caller states, or [`Decoder::new`] and
-//! [`Decoder::step`] return the fault. Nothing here is unsafe to call.
+//! Weights, pages and tables have the stated form, or [`Decoder::new`] and [`Decoder::step`] return
+//! the fault. Every call here is safe.
 
 mod experts;
 
@@ -19,13 +19,13 @@ use crate::team::{Kind, Team};
 
 pub use experts::{ExpertMatrices, ExpertSizes};
 
-/// Memory of weights, which others may read too.
+/// Memory of weights, which other objects may read too.
 pub type Bytes = Arc<Room>;
 
 /// A matrix in the order of the kernels.
 #[derive(Clone)]
 pub struct Matrix {
-    /// The number format in which the matrix is computed.
+    /// The number format of the matrix's products.
     pub storage: Storage,
     /// The output of [`Packing::pack`].
     pub packed: Bytes,
@@ -34,19 +34,19 @@ pub struct Matrix {
 /// One layer. Vectors are of the model's type.
 #[derive(Clone)]
 pub struct Layer {
-    /// `[hidden]`.
+    /// The norm before the attention, `[hidden]`.
     pub input_norm: Bytes,
-    /// `[(heads + 2 * kv_heads) * head_dim, hidden]`.
+    /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`.
     pub qkv: Matrix,
-    /// One an output.
+    /// The bias of queries, keys and values, one for each output.
     pub qkv_bias: Option<Bytes>,
     /// The norms of query heads and of key heads, `[head_dim]` each.
     pub head_norms: Option<(Bytes, Bytes)>,
-    /// `[hidden, heads * head_dim]`.
+    /// The attention's output, `[hidden, heads * head_dim]`.
     pub output: Matrix,
-    /// `[hidden]`.
+    /// The bias of the attention's output, `[hidden]`.
     pub output_bias: Option<Bytes>,
-    /// `[hidden]`.
+    /// The norm behind the attention, `[hidden]`.
     pub post_norm: Bytes,
     /// The part behind the attention.
     pub feed: FeedForward,
@@ -57,7 +57,7 @@ pub struct Layer {
 pub enum FeedForward {
     /// One gated part for every token.
     Dense(Gated),
-    /// Each token has some of many.
+    /// Many gated parts, of which each token has some.
     Experts(ExpertMatrices),
 }
 
@@ -66,11 +66,11 @@ pub enum FeedForward {
 pub struct Gated {
     /// Gates and then the gated rows, `[2 * intermediate, hidden]`, interleaved.
     pub gate_up: Matrix,
-    /// `[2 * intermediate]`.
+    /// The bias of `gate_up`, `[2 * intermediate]`.
     pub gate_up_bias: Option<Bytes>,
-    /// `[hidden, intermediate]`.
+    /// The second product, `[hidden, intermediate]`.
     pub down: Matrix,
-    /// `[hidden]`.
+    /// The bias of `down`, `[hidden]`.
     pub down_bias: Option<Bytes>,
 }
 
@@ -81,23 +81,25 @@ pub struct Sizes {
     pub dtype: Dtype,
     /// Elements of the residual stream.
     pub hidden: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: usize,
-    /// Heads of keys and values.
+    /// The number of heads of keys and values.
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
+    /// The first elements of a head, those that positions rotate.
+    pub rotary_dim: usize,
     /// Elements between the two products of a dense feed-forward part; 0: no layer has one.
     pub intermediate: usize,
-    /// Of the layers that have some.
+    /// The sizes of the experts; `None`: no layer has any.
     pub experts: Option<ExpertSizes>,
-    /// Tokens.
+    /// The number of tokens in the vocabulary.
     pub vocabulary: usize,
     /// The largest number of positions of a request.
     pub positions: usize,
     /// Positions of a page.
     pub page_size: usize,
-    /// Pages.
+    /// The number of pages.
     pub page_count: usize,
     /// The epsilon of the norms.
     pub eps: f32,
@@ -116,6 +118,7 @@ impl Sizes {
             self.heads,
             self.kv_heads,
             self.head_dim,
+            self.rotary_dim,
             self.intermediate.max(usize::from(self.experts.is_some())),
             self.vocabulary,
             self.positions,
@@ -128,11 +131,15 @@ impl Sizes {
         if !self.heads.is_multiple_of(self.kv_heads) {
             return unfit(format!("{} heads can't share {}", self.heads, self.kv_heads));
         }
-        if [self.hidden, self.head_dim, self.intermediate].iter().any(|size| size % 2 > 0) {
+        let inner = [self.hidden, self.head_dim, self.rotary_dim, self.intermediate];
+        if inner.iter().any(|size| size % 2 > 0) {
             return unfit(format!(
-                "the compiled kernels take inner dimensions two by two, and the model has {} and {} and heads of {}",
-                self.hidden, self.intermediate, self.head_dim
+                "the compiled kernels take inner dimensions two by two, and the model has {} and {} and heads of {}, of which {} are rotated",
+                self.hidden, self.intermediate, self.head_dim, self.rotary_dim
             ));
+        }
+        if self.rotary_dim > self.head_dim {
+            return unfit(format!("heads of {} have no {}", self.head_dim, self.rotary_dim));
         }
         self.experts.iter().try_for_each(ExpertSizes::check)
     }
@@ -140,61 +147,61 @@ impl Sizes {
 
 /// All weights of a decoder.
 pub struct Weights {
-    /// `[vocabulary, hidden]`, of the model's type.
+    /// The embedding, `[vocabulary, hidden]`, of the model's type.
     pub embedding: Bytes,
-    /// `[hidden]`.
+    /// The norm behind the last layer, `[hidden]`.
     pub final_norm: Bytes,
-    /// `[vocabulary, hidden]`; `None`: the decoder gives vectors only.
+    /// The output head, `[vocabulary, hidden]`; `None`: the decoder gives vectors only.
     pub head: Option<Matrix>,
-    /// One after the other.
+    /// The layers, in order.
     pub layers: Vec<Layer>,
-    /// The cosines of the angles at each position, `[positions, head_dim / 2]`.
+    /// The cosines of the angles at each position, `[positions, rotary_dim / 2]`.
     pub cos: Vec<f32>,
     /// The sines of the angles, of the shape of `cos`.
     pub sin: Vec<f32>,
 }
 
-/// A row of a step whose first inputs are the caller's.
+/// A row of a step whose first inputs come from the caller.
 #[derive(Clone, Copy)]
 pub struct Given<'a> {
     /// Inputs of the slot from position 0 on, `[until, hidden]` of the model's type.
     pub inputs: &'a [u8],
-    /// Positions from here on have the embedding's.
+    /// The position from which on inputs are the embedding's.
     pub until: usize,
 }
 
 /// A step's rows and the tables that they name.
 #[derive(Clone, Copy)]
 pub struct Rows<'a> {
-    /// One a row.
+    /// The slot of each row.
     pub slot: &'a [i64],
-    /// The first position.
+    /// The first position of each row.
     pub start: &'a [i64],
     /// The number of positions of each row.
     pub length: &'a [i64],
-    /// One a row, or empty: every input is the embedding's.
+    /// The given inputs of each row. Empty: all inputs are the embedding's.
     pub given: &'a [Option<Given<'a>>],
-    /// `[slots, token_stride]`.
+    /// The tokens of slots, `[slots, token_stride]`.
     pub tokens: &'a [i32],
-    /// Positions that a slot has room for.
+    /// The number of positions of a slot.
     pub token_stride: usize,
-    /// `[slots, page_stride]`.
+    /// The pages of slots, `[slots, page_stride]`.
     pub pages: &'a [i32],
-    /// Pages that a slot has room for.
+    /// The number of pages of a slot.
     pub page_stride: usize,
-    /// Tokens that get a result, numbered over all rows, ascending.
+    /// The tokens with a result. They are numbered over all rows, and ascend.
     pub sample: &'a [i64],
 }
 
-/// The output of a step for the tokens that sample.
+/// The output of a step for the tokens in [`Rows::sample`].
 pub enum Wanted<'a> {
-    /// `[sampled, vocabulary]`.
+    /// Logits, `[sampled, vocabulary]`.
     Logits(&'a mut [f32]),
-    /// The first of the largest logits, and 1 where all are finite, `[sampled]` each.
+    /// The first of the largest logits, and 1 if all are finite, `[sampled]` each.
     Best(&'a mut [i32], &'a mut [u8]),
-    /// `[sampled, hidden]`, for [`Decoder::head`].
+    /// States for [`Decoder::head`], `[sampled, hidden]`.
     States(&'a mut [f32]),
-    /// `[sampled, hidden]`: the final states, normalised.
+    /// The final states, normalised, `[sampled, hidden]`.
     Vectors(&'a mut [f32]),
 }
 
@@ -212,11 +219,11 @@ pub struct Decoder {
 unsafe impl Send for Decoder {}
 
 impl Decoder {
-    /// A decoder that computes with `threads`. `pages` are keys and values of each layer,
+    /// A decoder that computes with `threads`. `pages` are keys and values of each layer, of
     /// [`Sizes::pool_bytes`] each.
     ///
     /// # Errors
-    /// Something has not the size that it should have, or the kernels can't compute it.
+    /// A part has a wrong size, or the kernels can't compute it.
     pub fn new(
         sizes: Sizes,
         weights: Weights,
@@ -236,7 +243,7 @@ impl Decoder {
         let layer = |(layer, [keys, values]): (&Layer, &mut [Room; 2])| {
             let (dense, experts) = match &layer.feed {
                 FeedForward::Dense(dense) => (Some(dense), ExpertsSpec::NONE),
-                FeedForward::Experts(experts) => (None, experts.spec()),
+                FeedForward::Experts(experts) => (experts.shared.as_ref(), experts.spec()),
             };
             let norm = |norm: Option<&Bytes>| norm.map_or(std::ptr::null(), address);
             let packed =
@@ -286,7 +293,7 @@ impl Decoder {
             cos: weights.cos.as_ptr(),
             sin: weights.sin.as_ptr(),
             layer: layers.as_ptr(),
-            rotary_dim: sizes.head_dim as u32,
+            rotary_dim: sizes.rotary_dim as u32,
             routing: sizes.experts.map_or_else(RoutingSpec::default, |experts| experts.spec()),
         };
         // SAFETY: the description was checked, and what it points to lives in the decoder.
@@ -299,10 +306,10 @@ impl Decoder {
         Ok(Self { model, sizes, weights, _pages: pages })
     }
 
-    /// Computes a step: writes keys and values of every row, and the wanted outputs.
+    /// Computes a step. Writes keys and values of every row, and the wanted outputs.
     ///
     /// # Errors
-    /// A row is outside of the tables, or of the model; nothing was written then.
+    /// A row is outside of the tables, or of the model. Nothing is written then.
     pub fn step(&mut self, rows: &Rows<'_>, wanted: Wanted<'_>) -> Result<(), Unfit> {
         let count = rows.check(&self.sizes)?;
         let &Sizes { vocabulary, hidden, .. } = &self.sizes;
@@ -384,10 +391,10 @@ impl Decoder {
         })
     }
 
-    /// Computes logits `[count, vocabulary]` of states `[count, hidden]` that a step gave.
+    /// Computes logits `[count, vocabulary]` of states `[count, hidden]` from a step.
     ///
     /// # Errors
-    /// There are not as many logits as states, or there is no head.
+    /// The numbers of logits and states differ, or there is no head.
     pub fn head(&mut self, states: &[f32], logits: &mut [f32]) -> Result<(), Unfit> {
         if self.weights.head.is_none() {
             return unfit("logits of a decoder without a head");
@@ -411,7 +418,7 @@ impl Layer {
         self.qkv.check(sizes.dtype, (projected, hidden), false)?;
         self.output.check(sizes.dtype, (hidden, queries), false)?;
         match &self.feed {
-            FeedForward::Dense(dense) => dense.check(sizes)?,
+            FeedForward::Dense(dense) => dense.check(sizes, sizes.intermediate)?,
             FeedForward::Experts(experts) => experts.check(sizes)?,
         }
         let norms = self.head_norms.iter().flat_map(|(q, k)| [(q, head_dim), (k, head_dim)]);
@@ -427,8 +434,8 @@ impl Layer {
 }
 
 impl Gated {
-    fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
-        let &Sizes { hidden, intermediate, dtype, .. } = sizes;
+    fn check(&self, sizes: &Sizes, intermediate: usize) -> Result<(), Unfit> {
+        let &Sizes { hidden, dtype, .. } = sizes;
         self.gate_up.check(dtype, (2 * intermediate, hidden), true)?;
         self.down.check(dtype, (hidden, intermediate), false)?;
         let biases = [(&self.gate_up_bias, 2 * intermediate), (&self.down_bias, hidden)];
@@ -440,7 +447,7 @@ impl Gated {
 }
 
 impl Matrix {
-    fn check(
+    pub(crate) fn check(
         &self,
         dtype: Dtype,
         (outputs, inputs): (usize, usize),
@@ -453,20 +460,20 @@ impl Matrix {
 
 impl Weights {
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
-        let &Sizes { dtype, hidden, vocabulary, head_dim, positions, .. } = sizes;
+        let &Sizes { dtype, hidden, vocabulary, rotary_dim, positions, .. } = sizes;
         of_size(&self.embedding, vocabulary * hidden * dtype.bytes())?;
         of_size(&self.final_norm, hidden * dtype.bytes())?;
         if let Some(head) = &self.head {
             head.check(dtype, (vocabulary, hidden), false)?;
         }
-        if [&self.cos, &self.sin].iter().any(|table| table.len() != positions * head_dim / 2) {
+        if [&self.cos, &self.sin].iter().any(|table| table.len() != positions * rotary_dim / 2) {
             return unfit("angles of another number of positions");
         }
         self.layers.iter().try_for_each(|layer| layer.check(sizes))
     }
 }
 
-fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
+pub(crate) fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
     match bytes.len() {
         found if found == wanted => Ok(()),
         found => unfit(format!("a weight of {found} bytes in place of {wanted}")),
@@ -518,14 +525,13 @@ pub fn level() -> &'static str {
     Level::current().name().to_str().unwrap_or("unknown")
 }
 
-/// Uses nothing better than the level of this name from now on; false if there is none on this
-/// processor.
+/// Restricts the kernels to levels up to this one. False: this processor has no such level.
 #[must_use]
 pub fn limit(level: &std::ffi::CStr) -> bool {
     Level::limit(Some(level))
 }
 
-/// Names the order of packed weights: two builds of the same sources have one name.
+/// The name of the order of packed weights. Two builds of the same sources have the same name.
 #[must_use]
 pub fn build() -> &'static str {
     env!("FOREBAY_KERNELS_BUILD")

@@ -1,4 +1,4 @@
-//! The one table of levels: the features that each asks for, and the kernels that it has.
+//! The table of levels: the features that each level needs, and its kernels.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -183,7 +183,7 @@ static LIMIT: AtomicUsize = AtomicUsize::new(PREFERRED);
 const PREFERRED: usize = usize::MAX;
 
 impl Level {
-    /// The one to use.
+    /// The level in use.
     pub(crate) fn current() -> Self {
         Self::within(LIMIT.load(Ordering::Relaxed))
     }

@@ -1,6 +1,7 @@
-//! An encoder (Devlin et al. 2019): every position of a prompt sees all of it, and one vector is
-//! made of each prompt. Nothing is kept from batch to batch but the weights.
+//! An encoder (Devlin et al. 2019): every position of a prompt sees all of it, and each prompt
+//! gives one vector. Only the weights are kept from batch to batch.
 
+mod front;
 mod pass;
 
 use std::ffi::c_void;
@@ -14,6 +15,9 @@ use crate::pages::{Held, Pool, Shape};
 use crate::team::{Queue, Team, TeamSpec};
 use crate::tile::GROUP;
 
+pub use self::front::{
+    Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes, BertWeights, Texts,
+};
 pub(crate) use self::pass::Pass;
 use self::pass::{Layer, Norm, QUEUES_A_LAYER, Score, Token};
 
@@ -34,7 +38,7 @@ pub struct EncoderLayerSpec {
     down_bias: *const c_void,
     output_norm: *const c_void,
     output_norm_bias: *const c_void,
-    /// Of the four matrices in the order above, see [`Format::of`].
+    /// The formats of the four matrices in the order above, see [`Format::of`].
     formats: [u32; 4],
 }
 
@@ -104,7 +108,7 @@ impl Activation {
     }
 }
 
-/// Why a batch was not computed. Nothing was written.
+/// The reason for which a batch was not computed. Nothing was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub(crate) enum Refused {

@@ -35,14 +35,14 @@ use sorted::{Active, RowTile, Sorted};
 pub struct ExpertsSpec {
     /// `[experts, hidden]`, as in the checkpoint.
     pub(crate) router: *const c_void,
-    /// `[experts]`, what is added to scores for the choice only; null: nothing.
+    /// `[experts]`: numbers that are added to scores for the choice only; null: there are none.
     pub(crate) correction: *const f32,
-    /// Packed, one expert behind the other: gates and what they gate `[2 * intermediate, hidden]`,
-    /// interleaved.
+    /// Gates and their values of each expert, `[2 * intermediate, hidden]`, interleaved and packed
+    /// one expert behind the other.
     pub(crate) gate_up: *const c_void,
     /// Packed, one expert behind the other: `[hidden, intermediate]`.
     pub(crate) down: *const c_void,
-    /// Of the two matrices, see [`Format::of`].
+    /// The formats of the two matrices, see [`Format::of`].
     pub(crate) formats: [u32; 2],
 }
 

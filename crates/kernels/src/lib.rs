@@ -1,5 +1,5 @@
 //! CPU kernels behind a C interface, which the hand in Python loads, and behind a safe one
-//! ([`Decoder`]), for the hand in Rust.
+//! ([`Decoder`], [`Bert`]), for the hand in Rust.
 //!
 //! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`). A call
 //! does embedding, layers and head, with paged attention for prompt chunks and decode rows alike.
@@ -7,14 +7,15 @@
 //! the crossing of boundaries. A few microseconds for each of hundreds of operators would be most
 //! of a small model's step.
 //!
-//! An encoder (`fb_encoder_new`) is computed likewise, all prompts of a batch a call (`fb_encode`).
+//! An encoder (`fb_encoder_new`) is computed in the same way, with all prompts of a batch in one
+//! call (`fb_encode`).
 //!
 //! The modules are:
 //!
 //! - `tile`, `dots` and `vector`: the traits of the innermost loops, of weights in floats, of
 //!   quantised ones, and of everything else;
-//! - `isa`: the loops themselves, for each set of instructions; `dispatch`: the table of levels,
-//!   which says what computes where;
+//! - `isa`: the loops themselves, for each set of instructions; `dispatch`: the table of levels
+//!   with their kernels;
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
 //!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
 //! - `matmul` and `attention`: products and attention, built of the loops;
@@ -63,8 +64,8 @@ pub use crate::decoder::{
     Sizes, Wanted, Weights, build, level, limit,
 };
 pub use crate::encoder::{
-    AnyEncoder, BatchSpec, EncoderLayerSpec, EncoderSpec, fb_encode, fb_encoder_free,
-    fb_encoder_new,
+    AnyEncoder, BatchSpec, Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes,
+    BertWeights, EncoderLayerSpec, EncoderSpec, Texts, fb_encode, fb_encoder_free, fb_encoder_new,
 };
 pub use crate::experts::{ExpertsSpec, RoutingSpec};
 pub use crate::memory::{Room, Shared};
@@ -88,7 +89,7 @@ pub extern "C" fn fb_level() -> *const c_char {
     Level::current().name().as_ptr()
 }
 
-/// [`build`], as C has it.
+/// [`build`] for C.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_build() -> *const c_char {
     const NAME: &str = concat!(env!("FOREBAY_KERNELS_BUILD"), "\0");

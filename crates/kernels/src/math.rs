@@ -5,8 +5,8 @@ use crate::element::Element;
 use crate::tile::Kernel;
 use crate::vector::{LANES, Vector};
 
-/// `e^x` to about 2 units in the last place (Cephes' polynomial), of what lies from -87 to 88:
-/// others are taken for the nearest of these.
+/// `e^x` to about 2 units in the last place (Cephes' polynomial), for x from -87 to 88. Other
+/// numbers are clamped.
 #[inline(always)]
 fn exp<V: Vector>(x: V) -> V {
     let x = x.at_least(-87.0).at_most(88.0);
@@ -20,8 +20,8 @@ fn exp<V: Vector>(x: V) -> V {
     p.times_power(n)
 }
 
-/// `2^x` of what is not positive, to about 2 units in the last place (Cephes' polynomial); 0 far
-/// below.
+/// `2^x` for x that is not positive, to about 2 units in the last place (Cephes' polynomial). It is
+/// 0 far below.
 #[inline(always)]
 pub(crate) fn exp2<V: Vector>(x: V) -> V {
     let x = x.at_least(-200.0);

@@ -57,8 +57,8 @@ impl Drop for Mapping {
     }
 }
 
-/// A part of a mapping that nobody else has, zeros at first. It takes memory only where somebody
-/// writes, and begins at a cache line.
+/// A part of a mapping for one owner, zeros at first. It takes memory only where it is written, and
+/// begins at a cache line.
 pub struct Room {
     mapping: Arc<Mapping>,
     first: usize,
@@ -66,7 +66,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// Room for so many bytes.
+    /// Room for `bytes` bytes.
     ///
     /// # Errors
     /// The system has no address space left.
@@ -75,11 +75,11 @@ impl Room {
         parts.pop().ok_or_else(|| io::Error::other("no part"))
     }
 
-    /// One room for each of some sizes, side by side: alone, each could be smaller than a large
+    /// One room for each of some sizes, side by side. A single room could be smaller than a large
     /// page.
     ///
     /// # Errors
-    /// The system has no address space left, or there is no such sum.
+    /// The system has no address space left, or the sum of the sizes overflows.
     pub fn parts(sizes: impl IntoIterator<Item = usize>) -> io::Result<Vec<Self>> {
         let too_much = || io::Error::other("more bytes than there are addresses");
         let mut places = Vec::new();
@@ -113,18 +113,18 @@ impl DerefMut for Room {
     }
 }
 
-/// Memory that another process writes and this one reads. A writer says which part may be read, and
-/// leaves it alone until it is told that it was.
+/// Memory that another process writes and this one reads. The writer names the part that may be
+/// read. It leaves that part alone until it learns that the part was read.
 pub struct Shared(Option<Mapping>);
 
 impl Shared {
-    /// Makes an empty mapping.
+    /// An empty mapping.
     #[must_use]
     pub fn none() -> Self {
         Self(None)
     }
 
-    /// The first `bytes` of a file that never gets shorter.
+    /// The first `bytes` of a file that never becomes shorter.
     ///
     /// # Errors
     /// The system refuses to map it.
@@ -145,7 +145,7 @@ impl Shared {
         self.0.as_ref().map_or(0, |mapping| mapping.bytes)
     }
 
-    /// `bytes` bytes from `offset` on; `None` where there are no such.
+    /// `bytes` bytes from `offset` on; `None`: they are outside.
     #[must_use]
     pub fn read(&self, offset: usize, bytes: usize) -> Option<&[u8]> {
         let mapping = self.0.as_ref()?;

@@ -69,9 +69,9 @@ pub struct ModelSpec {
     pub(crate) layer: *const LayerSpec,
     /// The format of the head.
     pub(crate) head_format: u32,
-    /// The first elements of a head, those that positions rotate.
+    /// The number of first elements of a head that positions rotate.
     pub(crate) rotary_dim: u32,
-    /// Of the layers that have experts.
+    /// The routing of the layers with experts.
     pub(crate) routing: RoutingSpec,
 }
 
@@ -147,11 +147,11 @@ pub struct StepSpec {
     pub(crate) vectors: *mut f32,
 }
 
-/// Why a step was not computed. Nothing was written.
+/// The reason for which a step was not computed. Nothing was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub(crate) enum StepError {
-    /// A position lies on no page, or on one that is not.
+    /// A position lies on no page, or on a page that does not exist.
     Page = 1,
     /// A token is not of the vocabulary.
     Token = 2,
@@ -188,7 +188,7 @@ impl<E> Owned<E> {
 pub(crate) struct Model<E> {
     shape: Shape,
     hidden: usize,
-    /// Of the widest layer.
+    /// The inner size of the widest layer.
     intermediate: usize,
     routing: RoutingSpec,
     rotary_dim: usize,
@@ -207,7 +207,7 @@ pub(crate) struct Model<E> {
     work: Work<E>,
 }
 
-/// Rows a member from which on a row's heads need not be shared among members.
+/// The number of rows of a member from which on members do not share a row's heads.
 const ROWS_A_MEMBER: usize = 4;
 
 /// Buffers of a step, kept from step to step.

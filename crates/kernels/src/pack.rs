@@ -14,7 +14,7 @@ pub(crate) fn packed_len(n: usize, k: usize) -> usize {
     n.div_ceil(NR) * panel_len(k)
 }
 
-/// Outputs with those that pad an interleaved matrix.
+/// The number of outputs, with the padding of an interleaved matrix.
 #[must_use]
 pub(crate) fn padded_outputs(outputs: usize, interleaved: bool) -> usize {
     if interleaved { 2 * (outputs / 2).next_multiple_of(HALF) } else { outputs }

@@ -1,4 +1,4 @@
-//! Matrices that are put in the order of the kernels.
+//! Matrices, packed into the order of the kernels.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ use crate::tile::Kernel;
 pub enum Dtype {
     /// 32 bits.
     Float32,
-    /// The upper half of them.
+    /// The upper 16 bits of float32.
     Bfloat16,
 }
 
@@ -37,12 +37,12 @@ impl Dtype {
     }
 }
 
-/// The number format in which a matrix is computed.
+/// The number format of a matrix's products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Storage {
-    /// In the model's type.
+    /// The model's type.
     Plain,
-    /// 8 bits and a scale an output, made of the model's type.
+    /// 8 bits and a scale for each output, made of the model's type.
     Int8,
     /// GGUF's blocks of 8 bits with a scale.
     Q8_0,
@@ -72,19 +72,19 @@ impl Storage {
 /// A matrix to be packed: its shape and format, not its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packing {
-    /// Rows.
+    /// The number of rows.
     pub outputs: usize,
-    /// Columns.
+    /// The number of columns.
     pub inputs: usize,
-    /// The first half of the outputs gate the second.
+    /// True if the first half of the outputs gates the second.
     pub interleaved: bool,
     /// The model's type.
     pub dtype: Dtype,
-    /// The number format in which the matrix is computed.
+    /// The number format of the matrix's products.
     pub storage: Storage,
 }
 
-/// The part of a model that can't be packed or computed, in one line.
+/// The reason for which a model can't be packed or computed, in one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unfit(pub(crate) String);
 
@@ -125,8 +125,7 @@ impl Packing {
         }
     }
 
-    /// Bytes of the matrix that [`Self::pack`] reads: of the model's type, or blocks as GGUF stores
-    /// them.
+    /// Bytes of the matrix that [`Self::pack`] reads, in the model's type or in GGUF's blocks.
     #[must_use]
     pub fn source_bytes(&self) -> usize {
         match (self.storage, self.storage.format()) {
@@ -140,8 +139,8 @@ impl Packing {
     /// Packs the row-major `source`.
     ///
     /// # Errors
-    /// `source` is not of [`Self::source_bytes`], `packed` not of [`Self::bytes`], or one begins at
-    /// an odd address.
+    /// `source` is not of [`Self::source_bytes`], `packed` is not of [`Self::bytes`], or one begins
+    /// at an odd address.
     pub fn pack(&self, source: &[u8], packed: &mut [u8]) -> Result<(), Unfit> {
         let &Self { outputs, inputs, interleaved, dtype, storage } = self;
         if source.len() != self.source_bytes() || packed.len() != self.bytes()? {
@@ -169,7 +168,7 @@ impl Packing {
 /// bfloat16.
 pub(crate) struct Whole {
     pub(crate) source: *const u8,
-    /// Outputs, inputs, and whether it is interleaved.
+    /// The outputs, the inputs, and true if the matrix is interleaved.
     pub(crate) shape: (usize, usize, bool),
     pub(crate) packed: *mut u8,
 }

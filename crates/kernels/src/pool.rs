@@ -1,4 +1,4 @@
-//! Threads of our own that stay: for a process that has no OpenMP.
+//! Our own permanent threads, for a process without OpenMP.
 //!
 //! Members meet hundreds of times a step, some microseconds apart, so a waiting one looks again and
 //! again at first. After some tenths of a millisecond it sleeps: others want the processors too.
@@ -89,7 +89,7 @@ unsafe impl Sync for Common {}
 // SAFETY: as above.
 unsafe impl Send for Common {}
 
-/// Threads that wait for work, and the one that has it done with them.
+/// Permanent threads that wait for work, and the caller, which is one of the team.
 pub struct Threads {
     common: Arc<Common>,
     others: Vec<JoinHandle<()>>,
@@ -98,7 +98,7 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// A team of so many threads, of which the caller of [`Self::run`] is one.
+    /// A team of `members` threads, of which the caller of [`Self::run`] is one.
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -134,7 +134,7 @@ impl Threads {
         &self.common.meeting
     }
 
-    /// Has every member call `work` with its number, and returns when all are done. A panic in
+    /// Calls `work` by every member with its number, and returns when all are done. A panic in
     /// `work` ends the process.
     pub fn run(&self, work: impl Fn(usize) + Sync) {
         if self.count() == 1 {
@@ -156,7 +156,7 @@ impl Threads {
         self.common.meeting.wait();
     }
 
-    /// Has the members call `work` once for each of `0 .. count`, whoever is free for the next.
+    /// Calls `work` once for each of `0 .. count`, each by the next free member.
     pub fn each(&self, count: usize, work: impl Fn(usize) + Sync) {
         let next = AtomicUsize::new(0);
         if count == 1 {

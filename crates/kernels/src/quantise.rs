@@ -1,6 +1,6 @@
 //! Quantised weights in the order in which [`crate::dots`] reads them. The panels are those of
-//! [`crate::pack`], with four inner positions in place of a pair, and behind each block of codes
-//! its scales.
+//! [`crate::pack`], with four inner positions in place of a pair. The scales of each block of codes
+//! are behind it.
 
 #[cfg(test)]
 use crate::codes::half_to_f32;

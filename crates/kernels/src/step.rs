@@ -22,7 +22,8 @@ use crate::tile::Kernel;
 /// experts.
 pub(crate) const QUEUES_A_LAYER: usize = 7;
 
-/// Tokens up to which every member normalises all of them for itself: that is quicker than to meet.
+/// The number of tokens up to which every member normalises all of them for itself, because that is
+/// quicker than a meeting.
 pub(crate) const FEW: usize = 16;
 
 /// The part of a step that time is spent on.
@@ -40,7 +41,7 @@ pub(crate) enum Part {
     Head,
 }
 
-/// Adds up what parts take, as the first member sees it; nothing for the others.
+/// Adds up the times of parts, by the first member's clock.
 pub(crate) struct Watch {
     times: *mut u64,
     since: Option<Instant>,
@@ -65,7 +66,7 @@ impl Watch {
     }
 }
 
-/// A step as its members see it: buffers that they share, each writing its own part between two
+/// A step for its members. They share its buffers, and each writes its own part between two
 /// meetings.
 pub(crate) struct Step<'a, E> {
     pub(crate) x: *mut f32,
@@ -82,9 +83,10 @@ pub(crate) struct Step<'a, E> {
     pub(crate) arranged: *mut f32,
     pub(crate) codes: CodesRoom,
     pub(crate) logits: *mut f32,
-    /// Null, or where the stream of the tokens that sample goes, in place of the head.
+    /// The memory for the stream of the tokens that sample, in place of the head; null: there is
+    /// none.
     pub(crate) states: *mut f32,
-    /// Null, or where the same goes normalised.
+    /// The memory for the same stream after its norm; null: there is none.
     pub(crate) vectors: *mut f32,
     pub(crate) times: *mut u64,
     pub(crate) tokens: &'a [Token<E>],
@@ -118,7 +120,7 @@ pub(crate) struct Stream {
     pub(crate) count: usize,
 }
 
-/// A step and who takes a share of it.
+/// A step and the members that take shares of it.
 impl<E: Element> Work<E> for (&Step<'_, E>, &Member<'_>) {
     #[inline(always)]
     unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
@@ -289,8 +291,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The tiles that a member prepares: all of few rows, for itself, and its share of more, for
-    /// everybody.
+    /// The tiles that a member prepares: all of them for few rows, for itself, and otherwise its
+    /// share, for all members.
     #[inline(always)]
     fn tiles<K: Kernel<E>>(&self, member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
         let tiles = rows.tiles::<K>();

@@ -67,7 +67,7 @@ pub(crate) enum Kind {
 pub(crate) struct Member<'a> {
     /// Below `members`, and no other's.
     pub(crate) index: usize,
-    /// Members of this run: OpenMP may give fewer threads than were asked for.
+    /// The members of this run. OpenMP may give fewer threads than requested.
     pub(crate) members: usize,
     meeting: Meeting<'a>,
 }
@@ -99,14 +99,14 @@ impl Member<'_> {
     }
 }
 
-/// Work that members take part by part: whoever is held up takes less.
+/// Work that members take part by part. A delayed member takes less.
 #[derive(Default)]
 pub(crate) struct Queue(AtomicUsize);
 
 impl Queue {
-    /// The next of `total` pieces, none when all are taken. At first a call takes many at a time,
-    /// since taking costs the time in which a processor asks another one for the counter. At the
-    /// end it takes one by one, so that all end together.
+    /// The next of `total` pieces; `None`: all are taken. At first a call takes many at a time,
+    /// since a call costs the transfer of the counter between processors. At the end it takes one
+    /// by one, so that all members end together.
     #[inline]
     pub(crate) fn take(&self, total: usize, members: usize) -> Range<usize> {
         let mut from = self.0.load(Ordering::Relaxed);

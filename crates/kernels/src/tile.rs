@@ -3,7 +3,7 @@
 use crate::element::Element;
 use crate::vector::{LANES, Vector};
 
-/// Outputs a panel, see [`crate::pack`].
+/// The number of outputs of a panel, see [`crate::pack`].
 pub(crate) const NR: usize = 2 * LANES;
 /// Outputs of each of the two halves of an interleaved panel.
 pub(crate) const HALF: usize = LANES;
@@ -16,7 +16,7 @@ pub(crate) const MAX_ROWS: usize = 32;
 /// Rows of the largest piece of work.
 pub(crate) const MAX_BLOCK_ROWS: usize = 256;
 
-/// Positions of keys or values that lie together, see [`crate::pages`].
+/// The number of neighbouring positions of keys or values in a group, see [`crate::pages`].
 pub(crate) const GROUP: usize = LANES;
 /// Groups of a block of attention.
 pub(crate) const GROUPS: usize = 4;

@@ -1,7 +1,7 @@
 //! Sixteen floats at a time, for all work but products. Loops over arrays would do, but compilers
 //! turn them into vectors only now and then.
 
-/// Lanes of a vector: what all loops over vectors are written for, whatever the processor has.
+/// Lanes of a vector. All loops over vectors have this width, on any processor.
 pub(crate) const LANES: usize = 16;
 
 /// [`LANES`] floats. Like its kernels, a processor's own may be used only where its instructions
@@ -22,9 +22,9 @@ pub(crate) trait Vector: Copy {
     fn fused(self, factor: Self, term: Self) -> Self;
     /// The larger of two numbers; of others, anything.
     fn larger(self, other: Self) -> Self;
-    /// Not below `bound`; what is not a number stays so.
+    /// The larger of each lane and `bound`. NaN stays NaN.
     fn at_least(self, bound: f32) -> Self;
-    /// Not above `bound`; what is not a number stays so.
+    /// The smaller of each lane and `bound`. NaN stays NaN.
     fn at_most(self, bound: f32) -> Self;
     /// Rounds to the nearest integer, for numbers below 2^22.
     fn round(self) -> Self;

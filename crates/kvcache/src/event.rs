@@ -1,4 +1,4 @@
-//! Events of a replica's tiers, for others: which blocks they hold.
+//! Events of a replica's tiers for others: changes of the blocks that they hold.
 
 use crate::hash::BlockHash;
 
@@ -9,17 +9,17 @@ pub enum Place {
     Device,
     /// The host's memory only.
     Host,
-    /// The block is in device memory and in host memory.
+    /// The device's memory and the host's memory.
     Both,
 }
 
 /// A change of the tiers' content. A reader that applies all of them in order knows their blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockEvent {
-    /// This block is in these tiers from now on, or will be when the steps that are planned by now
-    /// are done. It may have been there before.
+    /// The block is in these tiers from now on, or will be when the planned steps are done. It may
+    /// have been there before.
     Stored(BlockHash, Place),
-    /// No tier holds it any more. It may have come and gone since events were taken last.
+    /// No tier holds the block any more. It may have come and gone since events were last taken.
     Dropped(BlockHash),
     /// No tier holds any block.
     Cleared,

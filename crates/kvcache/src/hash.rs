@@ -21,8 +21,8 @@ const SECRET: usize = 192;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(u128);
 
-/// The identity of an image: a cryptographic hash of its file and of how it is prepared. Equal ones
-/// are taken for equal images.
+/// The identity of an image: a cryptographic hash of its file and its processing. Images with equal
+/// identities count as equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ImageId(pub u128);
 
@@ -52,20 +52,20 @@ impl Namer {
         Self(Arc::new(expanded))
     }
 
-    /// A namer without a secret, for tests and simulations: its names are the same everywhere.
+    /// A namer without a secret, for tests and simulations. Its names are the same everywhere.
     #[must_use]
     pub fn open() -> Self {
         Self::new(&[])
     }
 
-    /// A number that is equal for namers with equal names. It says nothing of the secret.
+    /// A number that is equal for namers with equal names. It does not reveal the secret.
     #[must_use]
     pub fn id(&self) -> u64 {
         xxh3_64_with_secret(b"forebay namer 2", &*self.0)
     }
 
-    /// The salt that stands for these texts, never 0. Without the secret nobody can find other
-    /// texts with the same one.
+    /// The salt of these texts, never 0. Without the secret nobody can find other texts with the
+    /// same salt.
     #[must_use]
     pub fn salt(&self, texts: &[&[u8]]) -> u64 {
         let mut bytes = b"forebay salt 1".to_vec();
@@ -99,9 +99,8 @@ impl Namer {
         })
     }
 
-    /// The name of a block in which images stand. Each image adds three numbers to it: its place in
-    /// the block, its identity, and the first of its positions there. Without images this is
-    /// [`Self::child`].
+    /// The name of a block with images. Each image adds three numbers: its place in the block, its
+    /// identity, and its first position in the block. Without images this is [`Self::child`].
     #[must_use]
     pub fn child_with(
         &self,
@@ -133,7 +132,7 @@ impl Namer {
 }
 
 impl BlockHash {
-    /// The name as a number, for those who hand it on.
+    /// The name as a number, for other formats.
     #[must_use]
     pub fn number(self) -> u128 {
         self.0
@@ -141,7 +140,7 @@ impl BlockHash {
 }
 
 impl From<u128> for BlockHash {
-    /// The name that somebody else has computed by the same rules.
+    /// A name from another process, computed by the same rules.
     fn from(number: u128) -> Self {
         Self(number)
     }

@@ -1,4 +1,5 @@
-//! The pool of image pages: a vision tower's output for images, as long as there is room.
+//! The pool of image pages, which hold the vision tower's output for images as long as there is
+//! room.
 
 use crate::hash::{BlockHash, ImageId};
 use crate::pool::{Counts, Lease, PagePool};
@@ -34,14 +35,14 @@ fn name(ImageId(image): ImageId, page: usize) -> BlockHash {
 }
 
 impl ImagePool {
-    /// A pool of so many free pages, numbered from 0.
+    /// A pool of `pages` free pages, numbered from 0.
     #[must_use]
     pub fn new(pages: u32) -> Self {
         Self { pages: PagePool::new(pages) }
     }
 
-    /// Leases the pages of an image, `pages` of them, beside everybody who has them. `None`: it is
-    /// not there.
+    /// Leases the `pages` pages of an image. Others may have leases of them too. `None`: the image
+    /// is not there.
     pub fn find(&mut self, image: ImageId, pages: u32) -> Option<ImageLease> {
         let mut found = Vec::with_capacity(pages as usize);
         for page in 0..pages as usize {
@@ -56,7 +57,7 @@ impl ImagePool {
         Some(ImageLease(found))
     }
 
-    /// Leases so many pages whose content is nobody's. `None`, and nothing is leased: too many are
+    /// Leases `pages` pages without content. `None`, and nothing is leased: too many pages are
     /// held.
     pub fn allocate(&mut self, pages: u32) -> Option<ImageLease> {
         (self.pages.available() >= pages).then(|| {
@@ -65,7 +66,7 @@ impl ImagePool {
         })
     }
 
-    /// Says which image pages hold. It must not be there.
+    /// Names the image that the pages of a lease hold. The image must not be there already.
     pub fn publish(&mut self, lease: &ImageLease, image: ImageId) {
         for (page, lease) in lease.0.iter().enumerate() {
             let named = self.pages.name(lease, name(image, page));
@@ -73,7 +74,7 @@ impl ImagePool {
         }
     }
 
-    /// Leases leased pages once more.
+    /// A second lease of leased pages.
     pub fn join(&mut self, lease: &ImageLease) -> ImageLease {
         ImageLease(lease.0.iter().map(|lease| self.pages.join(lease)).collect())
     }
@@ -83,7 +84,7 @@ impl ImagePool {
         self.pages.release_all(&mut lease.0);
     }
 
-    /// Forgets an image of so many pages, because its content cannot be trusted. A lease on it
+    /// Forgets an image of `pages` pages, because its content cannot be trusted. A lease of it
     /// stays valid.
     pub fn forget(&mut self, image: ImageId, pages: u32) {
         for page in 0..pages as usize {
@@ -91,12 +92,12 @@ impl ImagePool {
         }
     }
 
-    /// Forgets every image that nobody leases.
+    /// Forgets every image without a lease.
     pub fn flush(&mut self) {
         self.pages.flush();
     }
 
-    /// All pages.
+    /// The number of all pages.
     #[must_use]
     pub fn size(&self) -> u32 {
         self.pages.size()
@@ -108,7 +109,7 @@ impl ImagePool {
         self.pages.counts()
     }
 
-    /// The number of leases of a page that are out.
+    /// The number of current leases of a page.
     #[must_use]
     pub fn leases(&self, page: u32) -> u32 {
         self.pages.leases(page)

@@ -6,9 +6,9 @@
 //! to give up first. [`Tiers`] joins the device's pool with the host's, and owns the copies between
 //! them. A request owns its pages as [`Lease`]s, which it must give back.
 //!
-//! Every page is in exactly one of three states: *free* (holds nothing worth keeping), *cached*
-//! (holds a named block that nobody uses) or *held* (leased at least once). `free + cached + held`
-//! is always the number of pages.
+//! Every page is in exactly one of three states. A *free* page holds nothing of value. A *cached*
+//! page holds a named block that nobody uses. A *held* page is leased at least once. `free + cached
+//! + held` is always the number of pages.
 //!
 //! ```
 //! use forebay_kvcache::{Found, Namer, Tiers};

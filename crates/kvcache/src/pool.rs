@@ -14,9 +14,9 @@ pub enum Hot {}
 #[derive(Debug, PartialEq, Eq)]
 pub enum Host {}
 
-/// The right to use one page of a tier, and the duty to give it back: it cannot be copied, and
-/// [`PagePool::release`] takes it by value. Dropping it instead would leak the page, which debug
-/// builds assert against.
+/// The right to use one page of a tier, and the duty to give it back. It cannot be copied, and
+/// [`PagePool::release`] takes it by value. To drop it would leak the page, so debug builds assert
+/// against that.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is not released leaks its page"]
 pub struct Lease<T = Hot> {
@@ -53,7 +53,7 @@ impl<T> Drop for Lease<T> {
 pub struct Evicted {
     /// The name of the evicted block.
     pub name: BlockHash,
-    /// Another tier holds it too.
+    /// True if another tier holds the block too.
     pub saved: bool,
 }
 
@@ -62,9 +62,9 @@ pub struct Evicted {
 pub struct Counts {
     /// Pages that hold nothing.
     pub free: u32,
-    /// Pages that hold a named block and are leased to nobody.
+    /// Pages that hold a named block and have no lease.
     pub cached: u32,
-    /// Leased pages.
+    /// Pages with a lease.
     pub held: u32,
 }
 
@@ -76,7 +76,7 @@ struct Page {
     saved: bool,
 }
 
-/// All pages of one tier. Every operation is O(1) a page.
+/// All pages of one tier. Every operation is O(1) for each page.
 #[derive(Debug)]
 pub struct PagePool<T = Hot> {
     pages: Vec<Page>,
@@ -84,7 +84,7 @@ pub struct PagePool<T = Hot> {
     free: Vec<u32>,
     /// Unleased pages whose block is in no other tier, and those whose block is.
     cached: [Lru; 2],
-    /// Blocks that came or went, where somebody takes them.
+    /// Blocks that came or went; `None`: they are not noted.
     changed: Option<Vec<BlockHash>>,
     tier: PhantomData<T>,
 }
@@ -103,20 +103,20 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// Has the pool note from now on which blocks it gets and loses. A caller of this must take
+    /// Lets the pool note from now on the blocks that it gets and loses. The caller has to take
     /// them.
     pub fn note_changes(&mut self) {
         self.changed.get_or_insert_default();
     }
 
-    /// The blocks that came or went since the last time, in order; one may be named several times.
+    /// The blocks that came or went since the last call, in order. A block may come several times.
     pub fn take_changes(&mut self) -> std::vec::Drain<'_, BlockHash> {
         self.changed.get_or_insert_default().drain(..)
     }
 
-    /// Leases a page whose content is nobody's: a free one, else the longest unused of those whose
-    /// block another tier holds too, else the longest unused. Its block is forgotten, and comes
-    /// with it. `None`: every page is held.
+    /// Leases a page without content. A free page is first. Then comes the longest unused page
+    /// whose block another tier holds too, and then the longest unused page. The block of the page
+    /// is evicted, and is in the result. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<(Lease<T>, Option<Evicted>)> {
         let mut evicted = None;
@@ -131,8 +131,8 @@ impl<T> PagePool<T> {
         Some((Lease::new(page), evicted))
     }
 
-    /// Leases the page that holds a block, beside everybody who has it leased already. `None`: no
-    /// page holds it.
+    /// Leases the page that holds a block. Others may have leases of it too. `None`: no page holds
+    /// it.
     #[must_use]
     pub fn share(&mut self, name: BlockHash) -> Option<Lease<T>> {
         let page = *self.named.get(&name)?;
@@ -144,7 +144,7 @@ impl<T> PagePool<T> {
         Some(Lease::new(page))
     }
 
-    /// Leases a leased page once more.
+    /// A second lease of a leased page.
     pub fn join(&mut self, lease: &Lease<T>) -> Lease<T> {
         self.pages[lease.page as usize].leases += 1;
         Lease::new(lease.page)
@@ -156,8 +156,8 @@ impl<T> PagePool<T> {
         self.named.contains_key(&name)
     }
 
-    /// Notes that another tier holds a block too, or no more. A page whose block another tier holds
-    /// is evicted before others. Nothing happens if no page holds the block here.
+    /// Notes that another tier holds a block too, or no longer. A page whose block another tier
+    /// holds is evicted before others. Nothing happens if no page of this tier holds the block.
     pub fn set_saved(&mut self, name: BlockHash, saved: bool) {
         let Some(&page) = self.named.get(&name) else { return };
         let entry = &mut self.pages[page as usize];
@@ -170,7 +170,7 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// True if another tier holds a block too that this one holds.
+    /// True if this tier and another one hold a block.
     #[must_use]
     pub fn is_saved(&self, name: BlockHash) -> bool {
         self.named.get(&name).is_some_and(|&page| self.pages[page as usize].saved)
@@ -182,7 +182,7 @@ impl<T> PagePool<T> {
         self.pages[lease.page as usize].name
     }
 
-    /// The number of leases that are out of the page of a block; `None`: no page holds it.
+    /// The number of current leases of the page of a block; `None`: no page holds it.
     #[must_use]
     pub fn leases_of(&self, name: BlockHash) -> Option<u32> {
         self.named.get(&name).map(|&page| self.pages[page as usize].leases)
@@ -201,7 +201,7 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// No other tier holds anything any more. O(pages).
+    /// Notes that no other tier holds any block any more. O(pages).
     pub fn unsave_all(&mut self) {
         let names: Vec<BlockHash> = self.names().filter(|&name| self.is_saved(name)).collect();
         names.into_iter().for_each(|name| self.set_saved(name, false));
@@ -212,7 +212,7 @@ impl<T> PagePool<T> {
         self.pages.iter().filter_map(|page| page.name)
     }
 
-    /// Makes an unused block the latest used.
+    /// Makes an unused block the latest used one.
     pub fn touch(&mut self, name: BlockHash) {
         if let Some(&page) = self.named.get(&name)
             && let Page { leases: 0, saved, .. } = self.pages[page as usize]
@@ -223,7 +223,7 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// The block that the next allocation makes the pool forget, if it does.
+    /// The block that the next allocation evicts, if it evicts one.
     #[must_use]
     pub fn next_evicted(&self) -> Option<BlockHash> {
         let [only, saved] = &self.cached;
@@ -266,17 +266,17 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// Gives back the leases of one request, in the order of their positions, and empties the
-    /// vector. The deepest goes first, so that it is also evicted first: a block is of no use
-    /// without everything before it.
+    /// Gives back the leases of one request and empties the vector. `leases` are in the order of
+    /// their positions. The deepest page goes first, so it is also evicted first: a block is of no
+    /// use without the blocks before it.
     pub fn release_all(&mut self, leases: &mut Vec<Lease<T>>) {
         while let Some(lease) = leases.pop() {
             self.release(lease);
         }
     }
 
-    /// Makes the pool forget which page holds a block, because its content cannot be trusted. A
-    /// lease on the page stays valid. False: no page holds it.
+    /// Makes the pool forget the page of a block, because its content cannot be trusted. A lease of
+    /// the page stays valid. False: no page holds it.
     pub fn forget(&mut self, name: BlockHash) -> bool {
         let Some(&page) = self.named.get(&name) else {
             return false;
@@ -291,7 +291,7 @@ impl<T> PagePool<T> {
         true
     }
 
-    /// Forgets every block that nobody leases. O(cached pages).
+    /// Forgets every block without a lease. O(cached pages).
     pub fn flush(&mut self) {
         for list in 0..self.cached.len() {
             while let Some(page) = self.cached[list].pop_oldest() {
@@ -318,7 +318,7 @@ impl<T> PagePool<T> {
         self.cached.iter().map(Lru::len).sum()
     }
 
-    /// All pages.
+    /// The number of all pages.
     #[must_use]
     pub fn size(&self) -> u32 {
         self.pages.len() as u32
@@ -337,14 +337,14 @@ impl<T> PagePool<T> {
         self.named.len()
     }
 
-    /// The number of leases of a page that are out.
+    /// The number of current leases of a page.
     #[must_use]
     pub fn leases(&self, page: u32) -> u32 {
         self.pages[page as usize].leases
     }
 
-    /// Walks over everything: each page in exactly one state, names and pages in agreement. For
-    /// idle moments and tests.
+    /// Walks over all pages: each is in exactly one state, and names and pages agree. For idle
+    /// moments and tests.
     ///
     /// # Errors
     /// The fault, in words.

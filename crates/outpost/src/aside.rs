@@ -1,4 +1,4 @@
-//! A thread for bytes that nobody's step waits for.
+//! A thread for bytes that no step waits for.
 
 use std::io;
 use std::thread;
@@ -10,8 +10,8 @@ use tokio::sync::oneshot;
 /// short, payloads wait and steps do not.
 const NICENESS: i32 = 10;
 
-/// A thread that runs tasks beside the one that relays frames: encrypting and copying a payload
-/// takes as long as many steps. It ends, with all tasks, when this is dropped.
+/// A thread that runs tasks beside the one that relays frames, since to encrypt and copy a payload
+/// takes as long as many steps. To drop it ends all its tasks.
 pub(crate) struct Aside {
     handle: Handle,
     _stop: oneshot::Sender<()>,

@@ -49,7 +49,7 @@ const MOST_HANDS: u32 = 256;
 const LONGEST_NAME: usize = 64;
 /// The largest number of characters of a sentence about a hand's end.
 const LONGEST_STATUS: usize = 1000;
-/// Messages of an outpost that nobody has read yet.
+/// The largest number of unread messages of an outpost.
 const UNREAD: usize = 64;
 
 /// The outposts of one brain.
@@ -118,8 +118,8 @@ struct Rank {
 }
 
 impl Outposts {
-    /// Takes outposts that know the token. The second value does all the work: a runtime has to run
-    /// it, and nothing happens before it does.
+    /// Takes outposts that know the token. The second value is a future that does all the work, so
+    /// a runtime has to run it.
     ///
     /// # Errors
     /// The certificate can't be used.
@@ -133,9 +133,9 @@ impl Outposts {
         Ok((Self { groups }, serving))
     }
 
-    /// Runs groups, each on one outpost that has room for all of its ranks. With the name of a
-    /// network interface, ranks may also be on several, and talk to each other over it. `hand` is
-    /// `rust` or `torch`. Replicas may share the site.
+    /// A site that runs each group on one outpost with room for all of its ranks. With the name of
+    /// a network interface, ranks may also be on several outposts, and talk to each other over it.
+    /// `hand` is `rust` or `torch`. Replicas may share the site.
     #[must_use]
     pub fn site(&self, hand: &str, interface: Option<&str>) -> Arc<dyn Site> {
         let (groups, interface) = (self.groups.clone(), interface.map(str::to_owned));
@@ -208,7 +208,7 @@ async fn serve(
     }
 }
 
-/// Lets a connection in, or not, and does what it is for.
+/// Admits or refuses a connection, and serves its purpose.
 async fn greet(
     stream: TcpStream,
     from: SocketAddr,
@@ -376,7 +376,7 @@ impl Shared {
         let _ = member.orders.send(ToOutpost::Mirror { id, bytes });
     }
 
-    /// An outpost says how a hand ended.
+    /// Notes an outpost's report about the end of a hand.
     fn ended(&self, id: u64, status: String) {
         let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
         // A report that nobody waits for any more is old.

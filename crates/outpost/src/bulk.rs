@@ -1,9 +1,9 @@
 //! The bulk connection of an outpost: bytes of the arena one way, counts of written bytes back.
 //!
-//! A piece is eight bytes that say where it belongs and how long it is, and then its bytes. The
-//! outpost answers each with the number of bytes that it has written so far, in all. Pieces arrive
-//! in the order in which they were sent. So a place in the arena may be written again as soon as
-//! the brain has no more use for its bytes.
+//! A piece is eight bytes with its place and its length, and then its bytes. The outpost answers
+//! each with the number of all bytes that it has written so far. Pieces arrive in the order of the
+//! sends. So a place in the arena may be written again as soon as the brain no longer needs its
+//! bytes.
 
 use std::io;
 
@@ -13,7 +13,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// Bytes of the head of a piece.
 pub(crate) const HEAD_BYTES: usize = 8;
-/// Most bytes of a piece.
+/// The largest number of bytes of a piece.
 pub(crate) const PIECE_BYTES: usize = 256 << 10;
 
 /// The head of a piece.
@@ -45,8 +45,8 @@ impl Head {
     }
 }
 
-/// Sends a payload in pieces; gives the number of its bytes. `written` hears how many of them are
-/// about to be sent.
+/// Sends a payload in pieces. Gives its number of bytes. `written` gets the number of bytes before
+/// each send.
 ///
 /// # Errors
 /// The connection broke, or the arena can't be read.

@@ -1,4 +1,5 @@
-//! Hands that a group gets: of one outpost where one suffices, of as few as possible elsewhere.
+//! The hands of a group. They are on one outpost if one has room, and otherwise on as few as
+//! possible.
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use crate::brain::{Member, Shared};
 /// Hands of outposts that a group has. Dropping it gives all of them back together, so that the
 /// group's next start finds them side by side.
 pub(crate) struct Claim {
-    /// In the order of ranks; those of an outpost stand together.
+    /// The hands in the order of ranks. Those of an outpost are neighbours.
     pub(crate) hands: Vec<(Arc<Member>, u32)>,
     shared: Arc<Shared>,
 }

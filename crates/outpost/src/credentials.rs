@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::JoinToken;
 
-/// A certificate with its key, and the token of those who may join.
+/// A certificate with its key, and the token for outposts.
 #[derive(Debug, Clone)]
 pub struct Credentials {
     pub(crate) token: JoinToken,
@@ -27,10 +27,10 @@ struct Kept {
 }
 
 impl Credentials {
-    /// A new one.
+    /// New credentials.
     ///
     /// # Errors
-    /// The system gives no random numbers.
+    /// The system has no random numbers.
     pub fn make() -> io::Result<Self> {
         let made = rcgen::generate_simple_self_signed([crate::tls::NAME.to_owned()])
             .map_err(io::Error::other)?;
@@ -41,8 +41,8 @@ impl Credentials {
         Ok(Self { token, certificate, key: made.signing_key.serialize_der() })
     }
 
-    /// The one in the file `token` and its neighbour `token.key`; made and written where neither
-    /// is there. Only the owner may read them.
+    /// The credentials in the file `token` and its neighbour `token.key`. If neither file exists,
+    /// both are made. Only the owner may read them.
     ///
     /// # Errors
     /// A file can't be read or written, one is there without the other, or they belong to
@@ -69,7 +69,7 @@ impl Credentials {
         }
     }
 
-    /// The token that lets outposts in.
+    /// The token that admits outposts.
     #[must_use]
     pub fn token(&self) -> &JoinToken {
         &self.token

@@ -1,5 +1,5 @@
-//! Damaged messages for the parsers of both ends of an outpost's connections: each takes them or
-//! refuses them, without a panic, and with no more memory than its limit says.
+//! Damaged messages for the parsers of both ends of an outpost's connections. Each parser takes or
+//! refuses them, without a panic, and within its limit of memory.
 
 use std::io::Cursor;
 
@@ -13,7 +13,7 @@ use crate::messages::{
 
 /// Messages in the ordinary test; `make test-fuzz-outposts` has a million.
 const MESSAGES: u64 = 20_000;
-/// Most memory that reading may have taken at a time: some longest messages, on several threads.
+/// The largest growth of memory by reads: some longest messages, on several threads.
 const MOST_GROWTH_KIB: u64 = 64 << 10;
 
 /// SplitMix64 (Steele, Lea and Flood 2014).
@@ -69,7 +69,7 @@ fn peak() -> u64 {
     line.split_whitespace().nth(1).expect("a number").parse().expect("a number")
 }
 
-/// Reads messages of one kind until nothing is left; how many there were.
+/// Reads messages of one kind to the end. Gives their number.
 async fn all<T: DeserializeOwned>(bytes: &[u8]) -> usize {
     let mut stream = Cursor::new(bytes);
     let mut count = 0;

@@ -35,7 +35,7 @@ impl Knock {
         found
     }
 
-    /// `None`: somebody else's.
+    /// The knock; `None`: it is from another program.
     pub(crate) fn read(bytes: &[u8; KNOCK_BYTES]) -> Option<Self> {
         let version = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let mut secret = [0; 32];
@@ -62,17 +62,17 @@ pub(crate) enum Purpose {
     Join {
         /// The name for people.
         name: String,
-        /// The number of hands that it can run at a time.
+        /// The largest number of hands at a time.
         hands: u32,
     },
     /// Frames of a rank that was ordered.
     Rank {
-        /// The order's.
+        /// The number of the order.
         id: u64,
     },
     /// Bytes for the mirror of the arena.
     Bulk {
-        /// The order's.
+        /// The number of the order.
         id: u64,
     },
 }
@@ -86,9 +86,9 @@ pub(crate) enum ToOutpost {
     /// Has it keep a mirror of the brain's arena, and open a connection for its bytes. Once, and
     /// before the first hand.
     Mirror {
-        /// Names the connection among all that the brain ever ordered.
+        /// The name of the connection, unique among all that the brain has ordered.
         id: u64,
-        /// Of the arena.
+        /// Bytes of the arena.
         bytes: u32,
     },
     /// Has a hand run.
@@ -103,9 +103,9 @@ pub(crate) enum FromOutpost {
     Pong,
     /// A hand has ended, or could not be started.
     Ended {
-        /// The order's.
+        /// The number of the order.
         id: u64,
-        /// The end, in words.
+        /// A description of the end.
         status: String,
     },
 }
@@ -115,9 +115,9 @@ pub(crate) enum FromOutpost {
 pub struct HandOrder {
     /// Names the rank among all that the brain ever ordered.
     pub(crate) id: u64,
-    /// The number of the hand among the outpost's, from 0 on.
+    /// The number of the hand on the outpost, from 0.
     pub place: u32,
-    /// `rust` or `torch`.
+    /// The kind of the hand: `rust` or `torch`.
     pub hand: String,
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
@@ -129,12 +129,12 @@ pub struct HandOrder {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Collectives {
-    /// There are no others.
+    /// There are no other ranks.
     None,
-    /// All of them are on its own machine.
+    /// All other ranks are on the hand's own machine.
     Machine,
-    /// Some are on other machines, behind the network interface of this name, unless the outpost
-    /// knows a better one.
+    /// Some ranks are on other machines, behind the network interface with this name. The outpost's
+    /// own setting overrules the name.
     Network(String),
 }
 
@@ -153,7 +153,7 @@ pub(crate) async fn write<T: Serialize>(
 /// Reads a message.
 ///
 /// # Errors
-/// The connection ended, or what came is no such message.
+/// The connection ended, or the bytes are no such message.
 pub(crate) async fn read<T: DeserializeOwned>(
     stream: &mut (impl AsyncRead + Unpin),
 ) -> io::Result<T> {

@@ -1,8 +1,8 @@
-//! The brain's side of an outpost's mirror of the arena: what is there, and what is on its way.
+//! The brain's side of an outpost's mirror of the arena: the bytes that are there, and the bytes on
+//! their way.
 //!
-//! Room is accounted for in the brain's arena alone. A payload is kept until the outpost has
-//! written it. So nothing else is put into its place before it was sent. Bytes that come into that
-//! place later are sent after it.
+//! Only the brain's arena accounts for room. A payload is kept until the outpost has written it, so
+//! its place is not reused before it was sent. Later bytes for that place are sent after it.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -25,7 +25,7 @@ use crate::relay::said;
 const OPENING: Duration = Duration::from_secs(30);
 /// The time that an outpost may have bytes before it says that it wrote some.
 const STALLED: Duration = Duration::from_secs(30);
-/// Payloads to know before looking for those that are gone.
+/// The number of known payloads at which dropped ones are looked for.
 const SWEEP_AT: usize = 64;
 
 /// The mirror of one outpost, as long as it is joined.
@@ -41,13 +41,13 @@ pub(crate) struct Mirror {
 struct State {
     ordered: bool,
     closed: bool,
-    /// By the address of the payload, which nobody else can have as long as it is known here.
+    /// Payloads by their address, which is unique as long as the payload is known here.
     payloads: HashMap<usize, Known>,
     sweep_at: usize,
     queue: VecDeque<(usize, Arc<dyn Payload>)>,
     /// Sent and not written yet, oldest first, with the number of bytes of the connection so far.
     sent: VecDeque<(u64, usize, Arc<dyn Payload>)>,
-    /// Bytes that were sent, and those that the outpost has written.
+    /// The numbers of sent bytes, and of bytes that the outpost has written.
     bytes: Counts,
 }
 
@@ -64,7 +64,7 @@ struct Known {
 
 enum Way {
     There,
-    /// The callbacks of those that wait.
+    /// The callbacks for the arrival.
     Coming(Vec<There>),
 }
 
@@ -111,7 +111,7 @@ impl Mirror {
         let _ = self.closed.subscribe().wait_for(|closed| *closed).await;
     }
 
-    /// Nothing reaches the outpost from now on, and nobody is told.
+    /// Ends the transfer. Nothing reaches the outpost from now on, and no callback is called.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
@@ -122,7 +122,7 @@ impl Mirror {
         self.closed.send_replace(true);
     }
 
-    /// Sends what is queued over the connection, once it is there, until one of both ends.
+    /// Sends queued payloads over the connection, as soon as it exists, until either side ends.
     pub(crate) async fn run<S>(self: Arc<Self>, connection: oneshot::Receiver<S>)
     where
         S: AsyncRead + AsyncWrite + Send,
@@ -211,7 +211,7 @@ impl Counts {
 }
 
 impl State {
-    /// Takes out what the outpost has written by now.
+    /// Takes the payloads that the outpost has written by now.
     fn arrived(&mut self) -> Arrived {
         let mut arrived = Arrived::default();
         while self.sent.front().is_some_and(|(end, ..)| *end <= self.bytes.written)
@@ -237,7 +237,7 @@ impl State {
     }
 }
 
-/// Bytes that were just written at the outpost, and the callbacks of those that wait.
+/// Bytes that were just written at the outpost, and the callbacks for them.
 #[derive(Default)]
 struct Arrived {
     waiting: Vec<There>,

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::mirror::Mirror;
 
-/// The time that a rank whose connection broke may take to say how it ended.
+/// The time for a rank whose connection broke to report its end.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
 /// The life of one rank.

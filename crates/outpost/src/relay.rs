@@ -1,4 +1,4 @@
-//! Connections, and the bytes between a socket here and one far away.
+//! Connections, and the relay of bytes between a local socket and a remote one.
 
 use std::io;
 use std::time::Duration;
@@ -24,15 +24,15 @@ pub(crate) enum Side {
     Far,
 }
 
-/// Has a connection send small frames at once, and notice that nobody acknowledges.
+/// Makes a connection send small frames at once, and notice missing acknowledgements.
 pub(crate) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let limit = u32::try_from(UNACKNOWLEDGED.as_millis()).unwrap_or(u32::MAX);
     Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, limit)?)
 }
 
-/// Why a connection ended, in words. A process that is killed says no farewell, which TLS reports
-/// at length.
+/// The reason of a connection's end, in words. A killed process sends no TLS farewell, which TLS
+/// reports at length.
 pub(crate) fn said(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => "its connection ended".to_owned(),

@@ -1,4 +1,5 @@
-//! TLS 1.3 between one brain, which its certificate's fingerprint names, and holders of the token.
+//! TLS 1.3 between one brain and holders of the token. The fingerprint of its certificate names the
+//! brain.
 
 use std::io;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::credentials::Credentials;
 
-/// The name in the certificate; nobody looks at it.
+/// The name in the certificate, which is not checked.
 pub(crate) const NAME: &str = "forebay";
 
 pub(crate) fn acceptor(credentials: &Credentials) -> io::Result<TlsAcceptor> {
@@ -32,7 +33,7 @@ pub(crate) fn acceptor(credentials: &Credentials) -> io::Result<TlsAcceptor> {
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// Talks to nobody but the holder of the certificate with this SHA-256.
+/// A connector that talks only to the holder of the certificate with this SHA-256.
 pub(crate) fn connector(fingerprint: [u8; 32]) -> io::Result<TlsConnector> {
     let crypto = Arc::new(provider::default_provider());
     let verifier = Arc::new(Pinned { fingerprint, crypto: Arc::clone(&crypto) });

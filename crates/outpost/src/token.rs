@@ -1,4 +1,4 @@
-//! The token of those who may join: it names the brain's certificate, and holds a secret.
+//! The token for outposts. It names the brain's certificate, and contains a secret.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,7 +18,7 @@ pub struct JoinToken {
     pub(crate) secret: [u8; BYTES],
 }
 
-/// A text is no token.
+/// The error for a text that is no token.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("no token: it is one line, `{KIND}.` and two numbers of 64 hexadecimal digits")]
 pub struct TokenError;

@@ -1,4 +1,4 @@
-//! The outpost's side: it joins, runs the hands that are ordered, and kills them when it is alone.
+//! The outpost's side. It joins, runs the ordered hands, and kills them when the brain is gone.
 
 use std::io;
 use std::os::unix::net::UnixStream as Socket;
@@ -27,33 +27,35 @@ type Stream = TlsStream<TcpStream>;
 
 /// The pause between two attempts to join.
 const PAUSE: Duration = Duration::from_secs(1);
-/// Messages of the brain that nobody has read yet.
+/// The largest number of unread messages of the brain.
 const UNREAD: usize = 64;
 
-/// The settings of an outpost, from its start on.
+/// The settings of an outpost, fixed at its start.
 #[derive(Debug, Clone)]
 pub struct WorkSettings {
     /// `HOST:PORT` of the brain.
     pub brain: String,
-    /// Opens its door.
+    /// The token that the brain accepts.
     pub token: JoinToken,
     /// The name of this outpost in the brain's log.
     pub name: String,
-    /// The number of hands that may run here at a time.
+    /// The largest number of hands here at a time.
     pub hands: u32,
 }
 
-/// Starts a hand with this arena: its process and the near end of its socket. It is called on the
-/// thread that runs [`work`], and the kernel kills the process when that thread ends.
+/// A function that starts a hand with this arena. It gives the process and the near end of its
+/// socket. It is called on the thread that runs [`work`], and the kernel kills the process when
+/// that thread ends.
 pub type Spawn = Arc<dyn Fn(&HandOrder, &Arena) -> io::Result<(RankProcess, Socket)> + Send + Sync>;
 
-/// Why an outpost does not go on. Losing the brain is no reason: it is joined again.
+/// The reason for which an outpost ends. The loss of the brain is no reason, because the outpost
+/// joins again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Ended {
-    /// The server at the brain's address is not the token's.
+    /// The server at the brain's address has another certificate than the token's.
     #[error("{0} has another certificate than the token names: the token is another server's")]
     Stranger(String),
-    /// The brain does not want this outpost.
+    /// The brain refuses this outpost.
     #[error("{0} refuses: {1}")]
     Refused(String, String),
     /// The system refuses a thread.
@@ -64,7 +66,7 @@ pub enum Ended {
     Tls(String),
 }
 
-/// Why one attempt is over.
+/// The reason for the end of one attempt.
 enum Over {
     Ended(Ended),
     Lost(String),
@@ -76,10 +78,10 @@ impl From<io::Error> for Over {
     }
 }
 
-/// Joins the brain, and again whenever it is lost, until `stop` is done.
+/// Joins the brain, and again after each loss, until `stop` is done.
 ///
 /// # Errors
-/// Another attempt would end as this one.
+/// Another attempt would end in the same way.
 pub async fn work(
     settings: WorkSettings,
     spawn: Spawn,
@@ -238,7 +240,7 @@ async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<To
     }
 }
 
-/// Writes into the mirror what the brain sends, until the connection or the session ends.
+/// Writes the brain's bytes into the mirror, until the connection or the session ends.
 async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<bool>) -> Over {
     let receiving = async {
         match door.open(&Purpose::Bulk { id }).await {
@@ -258,7 +260,7 @@ async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<
     }
 }
 
-/// A hand from its order to its end; the answer is how it ended.
+/// A hand from its order to its end. Gives a description of the end.
 async fn run(
     door: &Door,
     spawn: &Spawn,

@@ -6,12 +6,12 @@ pub const COPY_WORDS: usize = 4;
 pub const SPAN_WORDS: usize = 2;
 /// Words of a record of a result's `copied` column.
 pub(crate) const COPIED_WORDS: usize = 2;
-/// The longest wait of a plan without rows, in microseconds: a request that comes meanwhile waits
+/// The longest wait of a plan without rows, in microseconds. A request that comes meanwhile waits
 /// that long at most.
 pub const MAX_WAIT_US: u32 = 1000;
-/// The end of a copy that was done.
+/// The report of a copy that succeeded.
 pub const COPY_OK: i32 = 0;
-/// The end of a copy that could not be done.
+/// The report of a copy that failed.
 pub const COPY_FAILED: i32 = 1;
 
 /// The direction in which a page is copied.
@@ -19,33 +19,33 @@ pub const COPY_FAILED: i32 = 1;
 pub enum Direction {
     /// The page goes from the device to the host, behind the rows of the plan that names it.
     Save,
-    /// The page goes from the host to the device, at once: nothing in flight names the target.
+    /// The page goes from the device to the host, at once: no plan in flight names the target.
     Restore,
-    /// Index keys alone are restored, to the index page that has the number of the host's page.
+    /// Index keys alone are restored, to the index page with the number of the host's page.
     RestoreIndex,
 }
 
 /// Positions of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// The first, counted from the page's own.
+    /// The first position, counted from the beginning of the page.
     pub first: u32,
     /// The number of positions.
     pub count: u32,
 }
 
-/// A copy of one page, all layers of it.
+/// A copy of one page, over all layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
     /// The number of the copy, which the report of its end names.
     pub ticket: u32,
     /// The direction of the copy.
     pub direction: Direction,
-    /// The page of the device; `None` where index keys come back.
+    /// The page of the device; `None` if index keys come back.
     pub hot: Option<u32>,
     /// The page of the host.
     pub host: u32,
-    /// The part of it; `None`: all.
+    /// The positions of the page to copy; `None`: all of it.
     pub span: Option<Span>,
 }
 
@@ -76,14 +76,15 @@ impl PageCopy {
 }
 
 impl Span {
-    /// `None` in place of a whole page, and where the numbers are none.
+    /// The span; `None` for a whole page, or for invalid numbers.
     pub(crate) fn of(&[first, count]: &[i32; SPAN_WORDS]) -> Option<Self> {
         let (first, count) = (u32::try_from(first).ok()?, u32::try_from(count).ok()?);
         (count > 0).then_some(Self { first, count })
     }
 }
 
-/// Microseconds that each direction's engine was busy, and that rows waited, since the last result.
+/// Microseconds for which each direction's engine was busy, and for which rows waited, since the
+/// last result.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyTiming {
     /// The time of saves.

@@ -1,8 +1,8 @@
-//! The types that a model computes in.
+//! The types of a model's computation.
 
 use serde::{Deserialize, Serialize};
 
-/// Type of a model's activations, and of the embeddings that it is given.
+/// The type of a model's activations, and of prompts of embeddings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -22,7 +22,7 @@ impl Dtype {
         }
     }
 
-    /// The type of that name.
+    /// The type with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         [Self::Float32, Self::Bfloat16].into_iter().find(|dtype| dtype.name() == name)

@@ -3,14 +3,14 @@
 use bytemuck::cast_slice;
 use thiserror::Error;
 
-/// Version of the protocol that this crate speaks.
+/// The version of the protocol in this crate.
 pub const VERSION: u16 = 4;
 /// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 24;
-/// The largest number of words a frame may hold after its header (256 MiB). Readers refuse more, so
+/// The largest number of words of a frame after its header (256 MiB). Readers refuse more, so
 /// writers make no larger frame.
 pub const MAX_WORDS: u32 = 1 << 26;
-/// Bytes that an encoded frame's buffer keeps for the next one, whatever the largest frame was.
+/// Bytes that an encoded frame's buffer keeps for the next frame, also after a larger one.
 const KEPT_BYTES: usize = 1 << 20;
 
 /// Words of an entry of the table of columns: id and length.
@@ -26,7 +26,7 @@ pub enum Kind {
     Hello = 1,
     /// Brain to hand: the resolved configuration.
     Config = 2,
-    /// Hand to brain: how far loading has come.
+    /// Hand to brain: the progress of loading.
     Progress = 3,
     /// Hand to brain: the facts that only the device knows.
     Ready = 4,
@@ -38,13 +38,13 @@ pub enum Kind {
     Fatal = 7,
     /// Brain to hand: exit.
     Shutdown = 8,
-    /// Brain to hand: which tokens the masked rows of a step may sample.
+    /// Brain to hand: the tokens that the masked rows of a step may sample.
     Masks = 9,
     /// Hand to brain: a question to the store by which ranks find each other.
     Store = 10,
-    /// Brain to hand: its answer.
+    /// Brain to hand: the answer of the store.
     StoreReply = 11,
-    /// Brain to hand: where in the arena the frame of a step lies.
+    /// Brain to hand: the place of a step's frame in the arena.
     PlanAt = 12,
 }
 
@@ -70,7 +70,7 @@ impl TryFrom<u16> for Kind {
     }
 }
 
-/// Why bytes are not a frame of this protocol.
+/// The reason for which bytes are not a frame of this protocol.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum FrameError {
     /// The stream does not start with the magic bytes.
@@ -90,7 +90,7 @@ pub enum FrameError {
     /// More words than any frame may have.
     #[error("frame of {0} words is over the limit")]
     TooLarge(u64),
-    /// The lengths do not add up, or a column has not the length that its meaning asks for.
+    /// The lengths do not add up, or a column has a length that its kind does not allow.
     #[error("malformed frame: {0}")]
     Malformed(&'static str),
     /// A column that a frame of this kind does not have.
@@ -111,7 +111,7 @@ pub enum FrameError {
 pub struct Header {
     /// The frame's kind.
     pub kind: Kind,
-    /// The step it belongs to, or 0.
+    /// The step of the frame, or 0.
     pub step: u64,
     /// The number of columns.
     pub columns: u32,
@@ -123,7 +123,7 @@ impl Header {
     /// Reads a header.
     ///
     /// # Errors
-    /// Anything but a well-formed header of this version.
+    /// The header is malformed, or of another version.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
         let u16_at = |i: usize| u16::from_le_bytes([bytes[i], bytes[i + 1]]);
         let u32_at =
@@ -197,10 +197,10 @@ impl Frame {
         })
     }
 
-    /// The columns 1 to `N`, those that are absent empty.
+    /// The columns 1 to `N`. Absent ones are empty.
     ///
     /// # Errors
-    /// A column beyond them.
+    /// There is a column beyond `N`.
     pub fn known<const N: usize>(&self) -> Result<[&[i32]; N], FrameError> {
         let mut columns = [&[] as &[i32]; N];
         for (id, column) in self.columns() {
@@ -212,7 +212,7 @@ impl Frame {
     /// The text of a JSON frame.
     ///
     /// # Errors
-    /// Another column, or not UTF-8.
+    /// There is another column, or the text is not UTF-8.
     pub fn json(&self) -> Result<&str, FrameError> {
         let [column] = self.known::<1>()?;
         let bytes: &[u8] = cast_slice(column);
@@ -225,7 +225,7 @@ impl Frame {
 /// again.
 ///
 /// # Errors
-/// The frame would be larger than a reader takes. `out` is empty then.
+/// The frame would be too large for a reader. `out` is empty then.
 pub(crate) fn encode(
     kind: Kind,
     step: u64,
@@ -260,7 +260,7 @@ pub(crate) fn encode(
     Ok(())
 }
 
-/// Writes a frame whose one column is JSON text (empty text: no column, as `shutdown` has it).
+/// Writes a frame whose one column is JSON text. Empty text gives no column, as in `shutdown`.
 ///
 /// # Errors
 /// The text is longer than a frame may be.
@@ -272,11 +272,11 @@ pub fn encode_json(kind: Kind, text: &str) -> Result<Vec<u8>, FrameError> {
     Ok(out)
 }
 
-/// Writes the frame that says where in the arena a frame of step `step` lies: its first byte, a
-/// multiple of 16, and its words with the header's.
+/// Writes the frame with the place in the arena of a frame of step `step`: its first byte, a
+/// multiple of 16, and its words, with the header's.
 ///
 /// # Errors
-/// None of those that a short frame could have; the type is that of all writers.
+/// A short frame has no errors. The type is that of all writers.
 pub fn encode_place(
     step: u64,
     offset: u32,

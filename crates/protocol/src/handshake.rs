@@ -1,5 +1,4 @@
-//! The messages between brain and hand before the first plan, and when something breaks: the JSON
-//! frames.
+//! The JSON frames: the messages between brain and hand before the first plan, and after a failure.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -8,7 +7,7 @@ use serde_json::Value;
 use crate::dtype::Dtype;
 use crate::frame::{Frame, FrameError, Kind, encode_json};
 
-/// A message whose frame has a kind of its own.
+/// A message with a kind of frame of its own.
 pub trait Message: Serialize + DeserializeOwned {
     /// The frame's kind.
     const KIND: Kind;
@@ -16,16 +15,17 @@ pub trait Message: Serialize + DeserializeOwned {
     /// The message's frame.
     ///
     /// # Errors
-    /// It is longer than a frame may be.
+    /// The frame would be too long.
     fn encode(&self) -> Result<Vec<u8>, FrameError> {
         let text = serde_json::to_string(self).map_err(|error| unfit(Self::KIND, &error))?;
         encode_json(Self::KIND, &text)
     }
 
-    /// Reads a frame of this kind. Fields that are not known are ignored.
+    /// Reads a frame of this kind. Unknown fields are ignored.
     ///
     /// # Errors
-    /// Another kind, or a field that is missing or of another type; the error names it.
+    /// The frame is of another kind, or a field is missing or of another type. The error names the
+    /// field.
     fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Self::KIND {
             return Err(FrameError::Malformed("another kind of message"));
@@ -38,17 +38,17 @@ fn unfit(kind: Kind, error: &serde_json::Error) -> FrameError {
     FrameError::Message { kind, reason: error.to_string() }
 }
 
-/// Hand to brain, first of all: the process is there.
+/// Hand to brain, first of all: the process runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// The process id of the hand.
     pub pid: u32,
 }
 
-/// Brain to hand: everything resolved, nothing for the hand to guess.
+/// Brain to hand: the configuration, with everything resolved.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct HandConfig {
-    /// The object that `forebay.weights.fetch` printed.
+    /// The object that `forebay.weights.describe` printed.
     pub model: Value,
     /// `auto`, or `dummy` for weights made of `seed`.
     pub load_format: String,
@@ -58,7 +58,7 @@ pub struct HandConfig {
     pub dtype: String,
     /// The number format of matrices, if it is not the stored one.
     pub quantization: Option<String>,
-    /// Positions a page.
+    /// Positions of a page.
     pub page_size: u32,
     /// Rows of the device tables.
     pub slots: u32,
@@ -66,14 +66,14 @@ pub struct HandConfig {
     pub context_length: u32,
     /// The largest number of tokens of a step.
     pub chunked_prefill_size: u32,
-    /// The largest number of requests that run at a time, which is most rows of a step.
+    /// The largest number of running requests, which is the largest number of rows of a step.
     pub max_running_requests: u32,
     /// The implementation of attention (`triton`, `torch`, `fa3`); `None`: the device's best.
     pub attention_backend: Option<String>,
     /// The largest number of rows of a graph; 0: there are no graphs.
     pub graph_rows: u32,
-    /// The share of the device's memory for weights and pages, and for the memory of steps if that
-    /// is measured.
+    /// The share of the device's memory for weights and pages. If the memory of steps is measured,
+    /// that is included.
     pub mem_fraction_static: f64,
     /// A fixed size of the KV pool in tokens.
     pub max_total_tokens: Option<u64>,
@@ -83,7 +83,7 @@ pub struct HandConfig {
     pub rank: u32,
     /// The number of ranks in the group.
     pub world_size: u32,
-    /// Experts are split by rank, whole; else each like any matrix.
+    /// True if experts are split by rank, whole. Otherwise each is split like any matrix.
     pub expert_parallel: bool,
     /// The ranks have plans, pages and requests of their own, and share experts alone.
     pub step_group: bool,
@@ -91,26 +91,26 @@ pub struct HandConfig {
     pub threads: Option<u32>,
     /// The seed of dummy weights.
     pub seed: u64,
-    /// Bytes that all files of packed weights may take together; 0: none is read or written.
+    /// The largest number of bytes of all files of packed weights together; 0: none is read or
+    /// written.
     pub weight_cache_bytes: u64,
-    /// The size of the host's tier. With neither this nor a ratio there is none.
+    /// The size of the host's tier in bytes. With neither this nor a ratio there is no tier.
     pub host_bytes: Option<u64>,
     /// The size of the host tier, in pages for each page of the device.
     pub host_ratio: Option<f64>,
-    /// The size of the host tier in pages: those that an earlier hand was given, whose content is
-    /// there.
+    /// The number of pages of an earlier hand's host tier, whose content is still there.
     pub host_pages: Option<u32>,
-    /// The share of the memory that is free beside weights and pages, which the host's tier may
-    /// have.
+    /// The largest share of the host's tier in the memory that is free beside weights and pages.
     pub host_share: f64,
-    /// Copies take at least as long as at this speed, in GB a second; for tests.
+    /// The highest speed of copies, in GB a second; for tests.
     pub copy_gbps: Option<f64>,
-    /// Checksums of pages are noted and checked; for tests.
+    /// True if checksums of pages are noted and checked; for tests.
     pub kv_checksum: bool,
     /// Rows of the device that a sparse slot keeps, at least the model's top-k; 0: twice that.
     /// `None`: no slot is ever sparse.
     pub hot_row_tokens: Option<u32>,
-    /// The positions that a row chooses, as the user has them; the model must agree.
+    /// The number of positions that a row chooses, if the user has named it. The model must have
+    /// the same.
     pub sparse_top_k: Option<u32>,
     /// Positions of all image pages; `None`: the hand chooses a number for the model.
     pub image_pool_tokens: Option<u64>,
@@ -119,18 +119,18 @@ pub struct HandConfig {
     pub kv_save_order: String,
 }
 
-/// Hand to brain, between `config` and `ready`: a question to the store by which ranks find each
-/// other. Values are in base64.
+/// Hand to brain, between `config` and `ready`: a question to the store. Ranks find each other by
+/// the store. Values are in base64.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRequest {
-    /// Comes back with the answer.
+    /// The number of the question, which the answer repeats.
     pub id: u64,
     /// The question.
     #[serde(flatten)]
     pub op: StoreOp,
 }
 
-/// A question to the store: those of PyTorch's stores (`torch.distributed.Store`).
+/// The questions to the store, which are those of PyTorch's stores (`torch.distributed.Store`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum StoreOp {
@@ -146,14 +146,14 @@ pub enum StoreOp {
         /// The key.
         key: String,
     },
-    /// Adds to a number, which is 0 before; asks for the sum.
+    /// Adds to a number, which is 0 at first. The answer is the sum.
     Add {
         /// The key.
         key: String,
         /// The number that is added.
         amount: i64,
     },
-    /// Asks whether all keys are there: 1 or 0.
+    /// Asks if all keys are there. The answer is 1 or 0.
     Check {
         /// The keys.
         keys: Vec<String>,
@@ -163,21 +163,21 @@ pub enum StoreOp {
         /// The keys.
         keys: Vec<String>,
     },
-    /// Sets a value if it is the expected one, and answers the value after that.
+    /// Sets a value if the old one is the expected one. The answer is the value afterwards.
     CompareSet {
         /// The key.
         key: String,
-        /// The value that has to be there before; empty: none may be.
+        /// The expected value; empty: the key must not be there.
         expected: String,
         /// The value.
         value: String,
     },
-    /// Removes a key; asks whether it was there: 1 or 0.
+    /// Removes a key. The answer is 1 if it was there, and 0 if not.
     Delete {
         /// The key.
         key: String,
     },
-    /// Asks how many keys there are.
+    /// Asks for the number of keys.
     Count,
 }
 
@@ -186,24 +186,25 @@ pub enum StoreOp {
 pub struct StoreReply {
     /// The id of the question.
     pub id: u64,
-    /// A value in base64, where one was asked for.
+    /// A value in base64, if the question wants one.
     pub value: Option<String>,
-    /// A number, where one was asked for.
+    /// A number, if the question wants one.
     pub number: Option<i64>,
 }
 
-/// Hand to brain: how far loading has come, and a sign of life.
+/// Hand to brain: the progress of loading, which is also a sign of life.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// The thing that is being loaded.
+    /// The part that is loaded.
     pub stage: String,
-    /// Parts that are done.
+    /// The number of loaded pieces.
     pub done: u64,
-    /// Parts in all.
+    /// The number of all pieces.
     pub total: u64,
 }
 
-/// Hand to brain: plans are taken from now on. The facts that only the device knows.
+/// Hand to brain: the hand takes plans from now on. The message has the facts that only the device
+/// knows.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Ready {
     /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be
@@ -213,26 +214,26 @@ pub struct Ready {
     pub vocab_size: u32,
     /// Elements of an embedding.
     pub hidden_size: u32,
-    /// Type of the model's activations, and so of the embeddings that it is given.
+    /// The type of the model's activations, and of prompts of embeddings.
     pub dtype: Dtype,
-    /// Bytes of weights, as they are computed with.
+    /// Bytes of the weights in memory.
     pub weight_bytes: u64,
     /// Bytes of the KV pool.
     pub kv_bytes: u64,
     /// The device's name.
     pub device: String,
-    /// Seconds from spawn to ready, as the hand counts them.
+    /// Seconds from the spawn to `ready`, by the hand's clock.
     pub load_seconds: f64,
-    /// The largest number of tokens that a row which samples may give.
+    /// The largest number of tokens that a sampling row may give.
     #[serde(default = "one")]
     pub tokens_a_row: u32,
     /// Pages of the host's tier; 0 without one.
     #[serde(default)]
     pub host_page_count: u32,
-    /// Bytes of a page over all layers; 0 where there are no pages, or nobody knows.
+    /// Bytes of a page over all layers; 0 if there are no pages, or the number is not known.
     #[serde(default)]
     pub page_bytes: u64,
-    /// Rows of the device that a sparse slot keeps, in whole pages; 0 where no slot is ever sparse.
+    /// Rows of the device that a sparse slot keeps, in whole pages; 0: no slot is ever sparse.
     #[serde(default)]
     pub hot_row_tokens: u32,
     /// Layers of the vision tower; 0 without one.
@@ -244,7 +245,7 @@ pub struct Ready {
     /// Positions of an image page.
     #[serde(default)]
     pub image_page_tokens: u32,
-    /// CUDA graphs that were captured; 0: every step is launched operator by operator.
+    /// The number of captured CUDA graphs; 0: every step is launched operator by operator.
     #[serde(default)]
     pub graphs: u32,
 }
@@ -253,10 +254,10 @@ fn one() -> u32 {
     1
 }
 
-/// Hand to brain: last words.
+/// Hand to brain: the last words of a failed hand.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fatal {
-    /// One line.
+    /// The error, in one line.
     pub error: String,
     /// The place of the error, as a traceback.
     pub traceback: String,

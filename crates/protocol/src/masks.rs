@@ -1,4 +1,4 @@
-//! The masks of a step: which tokens its masked rows may sample. They follow the plan, when the
+//! The masks of a step: the tokens that its masked rows may sample. They follow the plan, when the
 //! tokens before them are known.
 
 use crate::frame::{Frame, FrameError, Kind, encode};
@@ -8,7 +8,7 @@ const EVERYTHING: i32 = -1;
 /// Offset of a row whose mask is in the frame.
 const INLINE: i32 = -2;
 
-/// One mask for each masked row of a plan, in row order; used again from step to step.
+/// One mask for each masked row of a plan, in row order. Its memory is reused from step to step.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepMasks {
     step: u64,
@@ -16,13 +16,13 @@ pub struct StepMasks {
     width: usize,
     /// The masks one after the other.
     words: Vec<u32>,
-    /// One a row: its mask says something.
+    /// A flag for each row, true if its mask restricts anything.
     masked: Vec<bool>,
 }
 
 impl StepMasks {
-    /// Makes room for `rows` masks over `vocabulary` tokens, for step `step`. Until they are
-    /// written, everything is allowed.
+    /// Makes room for `rows` masks over `vocabulary` tokens, for step `step`. Everything is allowed
+    /// in masks that are not written yet.
     pub fn begin(&mut self, step: u64, rows: usize, vocabulary: u32) {
         self.step = step;
         self.width = vocabulary.div_ceil(u32::BITS) as usize;
@@ -37,8 +37,8 @@ impl StepMasks {
         self.step
     }
 
-    /// Each row's mask, to be written: bit `i % 32` of word `i / 32` says whether token `i` may
-    /// come; and whether the mask says anything.
+    /// Each row's mask, to be written, and a flag. Bit `i % 32` of word `i / 32` is set if token
+    /// `i` may come. The flag is true if the mask restricts anything.
     pub fn rows_mut(&mut self) -> impl ExactSizeIterator<Item = (&mut [u32], &mut bool)> {
         self.words.chunks_exact_mut(self.width.max(1)).zip(&mut self.masked)
     }
@@ -49,12 +49,12 @@ impl StepMasks {
         masks.zip(&self.masked).map(|(mask, &masked)| masked.then_some(mask))
     }
 
-    /// Writes the frame to `out`, whose old content is lost. `place` gets each mask and answers the
-    /// byte offset in the arena where it put it, or `None` to leave it in the frame (the arena is
-    /// full).
+    /// Writes the frame to `out`, whose old content is lost. `place` gets each mask and gives its
+    /// byte offset in the arena. With `None`, because the arena is full, the mask stays in the
+    /// frame.
     ///
     /// # Errors
-    /// The frame would be larger than a reader takes.
+    /// The frame would be too large for a reader.
     pub fn encode_spilling(
         &self,
         out: &mut Vec<u8>,
@@ -79,20 +79,20 @@ impl StepMasks {
 /// The place of a row's mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaskPlace {
-    /// There is none: everything is allowed.
+    /// There is no mask, because everything is allowed.
     Everything,
     /// The mask is at this byte of the arena.
     Arena(u32),
-    /// The mask is in the frame, so many masks after its first.
+    /// The mask is in the frame, so many masks after the first.
     Inline(usize),
 }
 
-/// The masks of a step as a hand gets them.
+/// The masks of a step on the hand's side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedMasks {
     /// The plan's step.
     pub step: u64,
-    /// One a masked row, in row order.
+    /// The places, one for each masked row, in row order.
     pub places: Vec<MaskPlace>,
     /// The masks in the frame, one after the other.
     words: Vec<u32>,
@@ -102,7 +102,7 @@ impl ReceivedMasks {
     /// Reads a frame of masks.
     ///
     /// # Errors
-    /// Another kind of frame, a column that is not known, or an offset that is none.
+    /// The frame is of another kind, a column is not known, or an offset is invalid.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Masks {
             return Err(FrameError::Malformed("not a masks frame"));
@@ -121,8 +121,7 @@ impl ReceivedMasks {
         Ok(Self { step: frame.header().step, places, words })
     }
 
-    /// The mask that is so many after the frame's first, of `width` words each; `None`: there is no
-    /// such.
+    /// The mask with this index in the frame, of `width` words; `None`: there is none.
     #[must_use]
     pub fn inline(&self, index: usize, width: usize) -> Option<&[u32]> {
         self.words.get(index * width..(index + 1) * width)

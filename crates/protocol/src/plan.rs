@@ -20,11 +20,11 @@ pub use prompts::{PROMPT_LOGPROBS_WORDS, PromptLogprobsWant};
 const COLUMNS: usize = 25;
 /// An id among them that no column has.
 const UNUSED: u32 = 23;
-/// Words that an emptied column keeps, whatever it has held.
+/// Words that an emptied column keeps, also after a larger use.
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
 pub const PAGE_WRITE_WORDS: usize = 3;
-/// The largest number of words of a row: its record, the number of tokens that it may give, and its
+/// The largest number of words of a row: its record, its number of tokens, and its
 /// log-probabilities of the prompt.
 pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1 + PROMPT_LOGPROBS_WORDS;
 /// Words of a record of the `rows` column.
@@ -33,26 +33,26 @@ const ROW_RECORD_WORDS: usize = 4;
 const FLAG_SAMPLE: i32 = 1;
 /// Row flag: pool the slot's states.
 const FLAG_POOL: i32 = 2;
-/// Row flag, beside [`FLAG_SAMPLE`]: sample what the step's masks allow.
+/// Row flag, beside [`FLAG_SAMPLE`]: the step's masks restrict the token.
 const FLAG_MASKED: i32 = 4;
 
 /// The purpose of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want {
-    /// Keys and values only: more of the prompt follows.
+    /// The row has keys and values only: more of the prompt follows.
     Nothing,
-    /// One token at least for the positions after the row, and so many at most. The hand has
-    /// computed the positions of all but the last.
+    /// The row gives at least one token for the positions after it, and at most this many. The hand
+    /// has then computed the positions of all of them but the last.
     Tokens(u32),
-    /// The next token, one of those that the row's mask allows: the step's [`crate::StepMasks`]
+    /// The row gives the next token, one that its mask allows. The step's [`crate::StepMasks`]
     /// follow the plan.
     Masked,
-    /// One vector of the slot's positions, of which the row's are the last.
+    /// The row gives one vector of the slot's positions, and has the last of them.
     Vector,
 }
 
 impl Want {
-    /// The next token.
+    /// The row gives the next token.
     pub const TOKEN: Self = Self::Tokens(1);
 
     /// True if tokens are sampled.
@@ -118,7 +118,7 @@ pub struct StepPlan {
     group: Vec<i32>,
 }
 
-/// Empties a column, and gives back what it has far more of than its last use.
+/// Empties a column, and gives back memory far beyond its last use.
 fn empty<T>(column: &mut Vec<T>) {
     let used = column.len();
     column.clear();
@@ -143,8 +143,8 @@ fn take_pair(rest: &mut &[i32], slot: i32) -> Option<u32> {
 }
 
 impl StepPlan {
-    /// Empties the plan for step `step`. It keeps its memory, but not the part that only one large
-    /// step needed.
+    /// Empties the plan for step `step`. It keeps its memory, except for the part that only one
+    /// large step needed.
     pub fn begin(&mut self, step: u64) {
         self.step = step;
         empty(&mut self.slots);
@@ -294,8 +294,7 @@ impl StepPlan {
         })
     }
 
-    /// The largest number of words of the plan's frame after its header, as long as nothing is
-    /// spilled.
+    /// The largest number of words of the plan's frame after its header, if nothing is spilled.
     #[must_use]
     pub fn words(&self) -> usize {
         let columns = self.columns(&self.slots, &self.tokens);
@@ -335,17 +334,17 @@ impl StepPlan {
     /// Writes the plan's frame to `out`, whose old content is lost.
     ///
     /// # Errors
-    /// The frame would be larger than a reader takes.
+    /// The frame would be too large for a reader.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), FrameError> {
         self.encode_spilling(out, usize::MAX, |_| None)
     }
 
     /// Encodes the plan without the tokens of new slots that have at least `min_tokens` of them.
-    /// `place` gets the tokens and answers the byte offset in the arena at which it put them.
-    /// `None`, if the arena is full, leaves them in the plan.
+    /// `place` gets these tokens and gives their byte offset in the arena. With `None`, because the
+    /// arena is full, they stay in the plan.
     ///
     /// # Errors
-    /// The frame would be larger than a reader takes.
+    /// The frame would be too large for a reader.
     pub fn encode_spilling(
         &self,
         out: &mut Vec<u8>,
@@ -374,7 +373,7 @@ impl StepPlan {
     /// Reads a plan's frame.
     ///
     /// # Errors
-    /// Another kind of frame, a column or a flag that is not known, or columns whose lengths
+    /// The frame is of another kind, a column or a flag is not known, or lengths of columns
     /// contradict each other.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Plan {

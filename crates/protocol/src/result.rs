@@ -17,7 +17,7 @@ const COLUMNS: usize = 15;
 pub struct SampledLogprobs<'a> {
     /// Token ids.
     pub ids: &'a [i32],
-    /// Natural logarithms of the unmodified distribution, one an id.
+    /// Natural logarithms of the unmodified distribution, one for each id.
     pub values: &'a [f32],
 }
 
@@ -26,12 +26,12 @@ pub struct SampledLogprobs<'a> {
 pub struct StepResult {
     /// The plan's step number.
     pub step: u64,
-    /// The tokens of the rows that sample, in row order; one each unless `token_counts` says
-    /// otherwise.
+    /// The tokens of the rows that sample, in row order. Each row has one, or as many as in
+    /// `token_counts`.
     pub tokens: Vec<i32>,
-    /// One a row, in row order: [`ROW_OK`] or [`ROW_NOT_FINITE`].
+    /// The errors, one for each row, in row order: [`ROW_OK`] or [`ROW_NOT_FINITE`].
     pub row_errors: Vec<i32>,
-    /// Empty when nobody asked, else the number of entries of each token.
+    /// The number of entries of each token; empty if no row wants log-probabilities.
     pub logprob_counts: Vec<i32>,
     /// Token ids of the entries of all rows.
     pub logprob_ids: Vec<i32>,
@@ -41,31 +41,31 @@ pub struct StepResult {
     pub device_us: u32,
     /// Microseconds between the end of the previous step's compute and the start of this one's.
     pub gap_us: u32,
-    /// The vectors of the pooled rows, in row order, one after the other and all equally long.
+    /// The vectors of the pooled rows, in row order. They follow one another, and are equally long.
     pub pooled: Vec<f32>,
-    /// Tokens of each row that samples, at least one; empty: one each.
+    /// The number of tokens of each sampling row, at least one; empty: one each.
     pub token_counts: Vec<i32>,
-    /// Copies that ended since the last result: ticket, and [`crate::COPY_OK`] or
+    /// Copies that ended since the last result: the ticket, and [`crate::COPY_OK`] or
     /// [`crate::COPY_FAILED`].
     pub copied: Vec<[i32; COPIED_WORDS]>,
     /// The time of copies since the last result.
     pub copy_timing: CopyTiming,
     /// The places of the rows that sparse slots read.
     pub sparse_rows: SparseRows,
-    /// The log-probabilities of prompts that the plan asks for, in its order; `None`: it asks for
+    /// The log-probabilities of prompts that the plan demands, in its order; `None`: it demands
     /// none.
     pub prompt_logprobs: Option<Box<PromptLogprobs>>,
 }
 
-/// Log-probabilities of tokens of prompts. A token's entries are itself, then the most likely ones,
-/// descending.
+/// Log-probabilities of tokens of prompts. A token's entries are the token itself, then the most
+/// likely ones, descending.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptLogprobs {
-    /// One a token: 1, and 1 more for each token that is likelier.
+    /// The rank of each token: 1, plus the number of likelier tokens.
     pub ranks: Vec<i32>,
     /// Token ids of the entries.
     pub ids: Vec<i32>,
-    /// Natural logarithms, one an entry.
+    /// Natural logarithms, one for each entry.
     pub values: Vec<f32>,
 }
 
@@ -73,13 +73,13 @@ pub struct PromptLogprobs {
 /// layers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SparseRows {
-    /// Chosen.
+    /// All chosen rows.
     pub selected: u32,
-    /// Found on pages of the device.
+    /// Rows found on pages of the device.
     pub on_pages: u32,
-    /// Found in the hot rows of their slot.
+    /// Rows found in the hot rows of their slot.
     pub in_rows: u32,
-    /// Copied from the host's tier.
+    /// Rows copied from the host's tier.
     pub missed: u32,
 }
 
@@ -101,8 +101,8 @@ impl SparseRows {
 }
 
 impl StepResult {
-    /// Log-probabilities of each token in order; `None` where its request asked for none. Endless:
-    /// zip it with the tokens.
+    /// Log-probabilities of each token in order; `None` if its request wants none. The iterator is
+    /// endless, so zip it with the tokens.
     pub fn logprobs(&self) -> impl Iterator<Item = Option<SampledLogprobs<'_>>> {
         let (mut at, mut row) = (0, 0);
         std::iter::from_fn(move || {
@@ -117,7 +117,7 @@ impl StepResult {
         })
     }
 
-    /// The number of tokens that each row that samples gave.
+    /// The number of tokens of each sampling row.
     pub fn counts(&self) -> impl Iterator<Item = usize> {
         let one_each = if self.token_counts.is_empty() { self.tokens.len() } else { 0 };
         let counts = self.token_counts.iter().map(|&count| count as usize);
@@ -127,7 +127,7 @@ impl StepResult {
     /// Writes the result's frame to `out`, whose old content is lost.
     ///
     /// # Errors
-    /// The frame would be larger than a reader takes.
+    /// The frame would be too large for a reader.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), FrameError> {
         let CopyTiming { save_us, restore_us, waited_us } = self.copy_timing;
         let copy_timing = [save_us.cast_signed(), restore_us.cast_signed()];
@@ -162,7 +162,7 @@ impl StepResult {
     /// Reads a result's frame.
     ///
     /// # Errors
-    /// Another kind of frame, a column that is not known, or columns whose lengths contradict each
+    /// The frame is of another kind, a column is not known, or lengths of columns contradict each
     /// other.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Result {

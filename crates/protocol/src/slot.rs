@@ -1,33 +1,35 @@
-//! The parameters of a request's slot: all that the device knows of the request.
+//! The parameters of a request's slot, which are all that the device knows of the request.
 
 use std::sync::Arc;
 
-/// The sampling parameters of a slot. They are part of the device's slot table, and replaced as a
-/// whole when a slot is written.
+/// The sampling parameters of a slot. They are in the device's slot table, and are replaced
+/// together when a slot is written.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
-    /// 0 is greedy.
+    /// The temperature; 0 is greedy.
     pub temperature: f32,
-    /// Nucleus mass, 1 is off.
+    /// The share of probability that is kept (nucleus sampling); 1 is off.
     pub top_p: f32,
-    /// The number of candidates, 0 is off.
+    /// The number of candidates; 0 is off.
     pub top_k: i32,
-    /// The share of the largest probability below which tokens are dropped, 0 is off.
+    /// The share of the largest probability below which tokens are dropped; 0 is off.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of seen tokens, 1 is off (Keskar et al.
-    /// 2019).
+    /// A number that divides positive logits of seen tokens, and multiplies negative ones; 1 is off
+    /// (Keskar et al. 2019).
     pub repetition_penalty: f32,
-    /// Subtracted once from the logit of each generated token.
+    /// A number that is subtracted once from the logit of each generated token.
     pub presence_penalty: f32,
-    /// Subtracted per occurrence from the logit of each generated token.
+    /// A number that is subtracted from the logit of each generated token, for each occurrence.
     pub frequency_penalty: f32,
-    /// The seed: with the position, the only source of randomness.
+    /// The seed. Together with the position it is the only source of randomness.
     pub seed: u64,
-    /// Generated tokens before a stop id may be sampled.
+    /// The number of generated tokens before a stop id may be sampled.
     pub min_tokens: u32,
-    /// `None`: no log-probabilities; `Some(n)`: of the sampled token and the `n` most likely.
+    /// The number of most likely tokens in the log-probabilities, beside the sampled token; `None`:
+    /// no log-probabilities.
     pub logprobs: Option<u8>,
-    /// Added to the logits, by token id. The choices of a client's request share it.
+    /// Numbers that are added to the logits, by token id. The choices of a client's request share
+    /// them.
     pub logit_bias: Arc<[(i32, f32)]>,
     /// The only ids that can be sampled, ascending, at least one; `None`: all. The choices of a
     /// client's request share them.
@@ -53,15 +55,15 @@ impl Default for SamplingParams {
     }
 }
 
-/// The parameters of a prompt that is to become a vector, in place of sampling parameters.
+/// The parameters of a prompt for a vector, in place of sampling parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pooling {
     /// The position at which the second text of a pair begins; 0: the prompt is one text.
     pub segment: u32,
 }
 
-/// The facts about a request, beside its tokens, that the device must know; written with its slot.
-/// A new kind of parameter is a field here and a column of the plan.
+/// The facts about a request for the device, beside its tokens. They are written with its slot. A
+/// new kind of parameter is a field here and a column of the plan.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SlotSpec {
     /// The sampling parameters. `seed` is always set, at random if the client gave none.
@@ -69,17 +71,17 @@ pub struct SlotSpec {
     /// Token ids that end the request: end-of-sequence (unless ignored) and the client's
     /// `stop_token_ids`; ascending, each once.
     pub stop_ids: Arc<[i32]>,
-    /// One vector is made of the prompt, and nothing is generated. For models that pool, and no
-    /// others.
+    /// The parameters of a prompt for one vector, without generation; `None`: tokens are generated.
+    /// Only for models that pool.
     pub pooling: Option<Pooling>,
-    /// Byte offset in the arena of embeddings that stand for the prompt's tokens, one row of
-    /// `hidden_size` elements each. Its blocks have no names and belong to it alone, because its
-    /// tokens do not tell their content.
+    /// The byte offset in the arena of embeddings in place of the prompt's tokens, one row of
+    /// `hidden_size` elements each. The blocks of such a prompt have no names and are not shared,
+    /// because its tokens do not determine their content.
     pub embeds: Option<u32>,
 }
 
 impl SlotSpec {
-    /// Stop ids that the hand must know: those that it suppresses.
+    /// The stop ids that the hand suppresses.
     #[must_use]
     pub fn suppressed(&self) -> &[i32] {
         if self.sampling.min_tokens == 0 { &[] } else { &self.stop_ids }
@@ -91,9 +93,9 @@ impl SlotSpec {
 pub struct NewSlot<'a> {
     /// Row of the device tables.
     pub slot: u32,
-    /// Prompt and, for a replayed or preempted request, the tokens that it generated so far.
+    /// The prompt. A replayed or preempted request also has its generated tokens.
     pub tokens: &'a [i32],
-    /// The number of `tokens` that are the prompt.
+    /// The number of tokens of the prompt.
     pub prompt_len: u32,
     /// The parameters.
     pub spec: &'a SlotSpec,
@@ -114,7 +116,7 @@ impl NewSlot<'_> {
     }
 }
 
-/// The sampling parameters of a new slot, as they stand in a plan.
+/// The sampling parameters of a new slot in a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SlotSampling<'a> {
     /// The temperature, as in [`SamplingParams`].
@@ -133,13 +135,13 @@ pub struct SlotSampling<'a> {
     pub top_k: i32,
     /// The parameter of this name, as in [`SamplingParams`].
     pub seed: u64,
-    /// Token ids whose logits something is added to.
+    /// Token ids with a number that is added to their logits.
     pub bias_ids: &'a [i32],
-    /// The added values, one an id.
+    /// The added numbers, one for each id.
     pub bias_values: &'a [f32],
 }
 
-/// A new slot as it stands in a plan.
+/// A new slot in a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SlotWrite<'a> {
     /// Row of the device tables.
@@ -148,23 +150,23 @@ pub struct SlotWrite<'a> {
     pub tokens: &'a [i32],
     /// The number of tokens, in the plan or in the arena.
     pub token_count: u32,
-    /// Byte offset in the arena of its tokens; `None`: they are in the plan.
+    /// The byte offset of the tokens in the arena; `None`: they are in the plan.
     pub arena_offset: Option<u32>,
     /// The sampling parameters.
     pub sampling: SlotSampling<'a>,
-    /// The number of tokens that are the prompt.
+    /// The number of tokens of the prompt.
     pub prompt_len: u32,
-    /// Below this position `stop_ids` can't be sampled.
+    /// The position below which `stop_ids` can't be sampled.
     pub min_total: u32,
-    /// Empty when `min_tokens` is 0.
+    /// The stop ids; empty if `min_tokens` is 0.
     pub stop_ids: &'a [i32],
-    /// Log-probabilities asked for.
+    /// The number of most likely tokens in the log-probabilities; `None`: no log-probabilities.
     pub logprobs: Option<u8>,
     /// The only ids that can be sampled; `None`: all.
     pub allowed: Option<&'a [i32]>,
     /// The position at which the second text of a pair begins; 0: the prompt is one text.
     pub segment: u32,
-    /// Byte offset in the arena of the prompt's embeddings, which stand for its tokens' own.
+    /// The byte offset in the arena of embeddings in place of the prompt's tokens.
     pub embeds: Option<u32>,
 }
 

@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use crate::backend::BackendUrl;
 
-/// The header in which some clients put their key instead of into `Authorization`.
+/// The header in which some clients put their key, in place of `Authorization`.
 const X_API_KEY: &str = "x-api-key";
 
 /// The key in a request's head, right or wrong.
@@ -23,8 +23,7 @@ fn given(headers: &HeaderMap) -> Option<&str> {
     bearer().or_else(|| Some(headers.get(X_API_KEY)?.to_str().ok()?.trim()))
 }
 
-/// The one of `keys` that a request shows. Takes the same time wherever a wrong key differs and
-/// whichever right one it is.
+/// The one of `keys` in a request. The time is the same for all wrong keys and all right ones.
 fn shown<'a>(headers: &HeaderMap, keys: impl Iterator<Item = &'a String>) -> Option<&'a str> {
     let given = given(headers)?;
     let mut found = None;
@@ -36,10 +35,10 @@ fn shown<'a>(headers: &HeaderMap, keys: impl Iterator<Item = &'a String>) -> Opt
     found
 }
 
-/// The key of a client that may send requests: `None` where none is asked for.
+/// The key of a client that may send requests; `None`: no key is required.
 ///
 /// # Errors
-/// It shows none of them.
+/// The request has none of the keys.
 pub(crate) fn client<'a>(
     headers: &HeaderMap,
     keys: &'a [String],
@@ -50,11 +49,11 @@ pub(crate) fn client<'a>(
     }
 }
 
-/// Checks that a request may see the router's knowledge of its backends: with the operator's key,
-/// or with a client's if there is no other.
+/// Checks that a request may see the router's reports on its backends. It needs the operator's key,
+/// or a client's if there is no operator's key.
 ///
 /// # Errors
-/// The request shows neither.
+/// The request has neither key.
 pub(crate) fn operator(
     headers: &HeaderMap,
     keys: &[String],

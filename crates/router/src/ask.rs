@@ -1,4 +1,4 @@
-//! A client's request, as it is sent to backends: once, or again.
+//! A client's request, in the form for backends, which may get it more than once.
 
 use std::time::Instant;
 
@@ -33,7 +33,7 @@ const OURS: &str = "x-forebay-";
 /// The headers with that prefix that are for clients.
 const TOLD: [&str; 3] =
     ["x-forebay-ignored", "x-forebay-responses-evicted", forebay_api::peer::RESPONSE_HEADER];
-/// Bytes of a body for one token, to weigh a request by before anybody has seen its tokens.
+/// An estimate of the bytes of a body for each token.
 const BYTES_A_TOKEN: usize = 4;
 
 /// A client's request.
@@ -59,7 +59,7 @@ pub(crate) struct Ask {
     pub(crate) past: Mutex<Past>,
 }
 
-/// The purpose for which a request is read.
+/// The purpose of a look at a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading {
     pub(crate) policy: Policy,
@@ -67,7 +67,7 @@ pub(crate) struct Reading {
     pub(crate) root: u64,
 }
 
-/// The facts with which another brain goes on with a stream.
+/// The facts with which another brain continues a stream.
 #[derive(Debug, Clone)]
 pub(crate) struct Resume {
     /// The stream's name, as the first brain wrote it.
@@ -77,7 +77,7 @@ pub(crate) struct Resume {
 }
 
 impl Ask {
-    /// Reads of a request what a policy wants to know.
+    /// Reads the fields of a request that a policy needs.
     pub(crate) fn new(
         mut parts: Parts,
         (body, held): (Bytes, Held),
@@ -111,7 +111,7 @@ impl Ask {
         }
     }
 
-    /// About how many tokens it has.
+    /// An estimate of the request's tokens.
     pub(crate) fn tokens(&self) -> u32 {
         u32::try_from(self.body.len() / BYTES_A_TOKEN).unwrap_or(u32::MAX)
     }
@@ -201,7 +201,7 @@ fn routing_key(headers: &HeaderMap, body: &[u8]) -> Option<u64> {
     Some(xxh3_64(plain_string(key).unwrap_or(key)))
 }
 
-/// Names of the prompt's beginnings. A prompt with a salt shares none with those that have another.
+/// Names of the prompt's beginnings. Prompts with different salts share none.
 fn texts(body: &[u8], root: u64) -> Option<Texts> {
     let (prompt, salt) = prompt(body)?;
     Some(Texts::new(salt.map_or(root, |salt| xxh3_64_with_seed(salt, root)), prompt))

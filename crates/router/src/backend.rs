@@ -1,4 +1,4 @@
-//! One backend: its books, its health, and its counts.
+//! One backend: its ledger, its health, and its counts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,27 +19,27 @@ use crate::ledger::{Accounting, Ledger};
 use crate::past::Role;
 use crate::policy::Candidate;
 
-/// A URL that is none of a backend.
+/// The error for a URL that is not a backend's.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`{url}` is not the URL of a backend: {reason}")]
 pub struct UrlError {
-    /// The URL, as it was given.
+    /// The URL as the user wrote it.
     pub url: String,
     /// The reason, for the user.
     pub reason: &'static str,
 }
 
-/// The address of a backend, as clients and operators write it.
+/// The address of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct BackendUrl {
     authority: Authority,
 }
 
 impl BackendUrl {
-    /// Reads `http://host:port`; the scheme may be left out, and the port is 80 where it is.
+    /// Reads `http://host:port`. The scheme may be absent, and so may the port, which is 80 then.
     ///
     /// # Errors
-    /// It is something else: https, a path, a name without a host.
+    /// The text is something else: https, a path, or a name without a host.
     pub fn parse(url: &str) -> Result<Self, UrlError> {
         let error = |reason| UrlError { url: url.to_owned(), reason };
         let rest = match url.trim().split_once("://") {
@@ -164,7 +164,7 @@ pub(crate) struct Backend {
     names: AtomicU64,
     /// The blocks in its prefix cache.
     pub(crate) stored: Mutex<Stored>,
-    /// Held by who finds out whether it has died: when it was last found alive.
+    /// A lock for the check of the backend's life, with the time at which it was last found alive.
     pub(crate) inquest: tokio::sync::Mutex<Option<Instant>>,
     /// Wakes those who wait for a place on trial, at any backend.
     trials: Arc<Notify>,
@@ -234,7 +234,7 @@ impl Backend {
         takes.then(|| (candidate(), state.life.trial.is_some()))
     }
 
-    /// Notes a dispatch; `trial` is how long it is to be tried alone, if it is.
+    /// Notes a dispatch. `trial` is the length of its trial, if it has one.
     pub(crate) fn begin(self: Arc<Self>, tokens: u32, trial: Option<Duration>) -> Sent {
         let now = Instant::now();
         let mut state = self.state.lock();
@@ -285,7 +285,7 @@ impl Backend {
         self.names.load(Ordering::Relaxed)
     }
 
-    /// Takes what a backend says of its load.
+    /// Takes a backend's report of its load.
     pub(crate) fn report(&self, report: LoadReport) {
         self.forebay.store(true, Ordering::Relaxed);
         self.names.store(report.names, Ordering::Relaxed);
@@ -302,7 +302,7 @@ impl Backend {
         (ledger.requests(), ledger.own(), ledger.last_report())
     }
 
-    /// The time at which the last request of ours ended.
+    /// The time at which this router's last request ended.
     pub(crate) fn ended(&self) -> Option<Instant> {
         self.state.lock().ended
     }
@@ -312,7 +312,7 @@ impl Backend {
         self.state.lock().breaker.name()
     }
 
-    /// Takes the outcome of a health check, or what a request has found; true if it is up then.
+    /// Takes the outcome of a health check, or of a request. True: the backend is up afterwards.
     pub(crate) fn checked(&self, check: Check, config: &HealthConfig) -> bool {
         let mut state = self.state.lock();
         let State { ledger, breaker, health, life, .. } = &mut *state;
@@ -365,7 +365,7 @@ pub(crate) struct Sent {
     pub(crate) floor: u64,
     /// The backend's deaths before it.
     pub(crate) life: u64,
-    /// The time at which the request was sent.
+    /// The time of the send.
     pub(crate) since: Instant,
     /// Until when it is on trial, if it is.
     pub(crate) trial: Option<Instant>,

@@ -1,5 +1,5 @@
-//! A circuit breaker: a backend that fails again and again is left alone for a while, then tried
-//! with a few requests.
+//! A circuit breaker. A backend that fails again and again gets no requests for a while, and then a
+//! few.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 /// The rule by which a breaker opens and closes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BreakerConfig {
-    /// Failures within `window` that open it; 0: it never opens.
+    /// The number of failures within `window` that open it; 0: it never opens.
     pub failures: usize,
-    /// Successes that close it again.
+    /// The number of successes that close it again.
     pub successes: usize,
     /// The time for which the breaker stays open.
     pub pause: Duration,
@@ -51,7 +51,7 @@ pub struct Breaker {
 }
 
 impl Breaker {
-    /// A closed one.
+    /// A closed breaker.
     #[must_use]
     pub fn new(config: BreakerConfig) -> Self {
         Self { config, state: State::Closed, failures: VecDeque::new() }
@@ -67,7 +67,7 @@ impl Breaker {
         }
     }
 
-    /// A request passes.
+    /// Notes that a request passes.
     pub fn pass(&mut self, now: Instant) {
         match &mut self.state {
             State::Open { until } if now >= *until => {
@@ -78,7 +78,7 @@ impl Breaker {
         }
     }
 
-    /// A request that passed went well.
+    /// Notes the success of a request that passed.
     pub fn succeed(&mut self) {
         if let State::Trying { successes, under_way } = &mut self.state {
             *successes += 1;
@@ -90,14 +90,15 @@ impl Breaker {
         }
     }
 
-    /// A request that passed was neither: its client went away.
+    /// Notes that the client of a request that passed went away. That is neither success nor
+    /// failure.
     pub fn forgo(&mut self) {
         if let State::Trying { under_way, .. } = &mut self.state {
             *under_way = false;
         }
     }
 
-    /// A request that passed failed.
+    /// Notes the failure of a request that passed.
     pub fn fail(&mut self, now: Instant) {
         let open = State::Open { until: now + self.config.pause };
         match self.state {
@@ -116,8 +117,7 @@ impl Breaker {
         }
     }
 
-    /// The backend answers its health checks again after it was gone: its earlier failures count no
-    /// more.
+    /// Forgets earlier failures, because the backend answers health checks again after it was gone.
     pub fn reset(&mut self) {
         self.state = State::Closed;
         self.failures.clear();

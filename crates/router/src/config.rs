@@ -10,50 +10,50 @@ use crate::breaker::BreakerConfig;
 use crate::intake::BodyLimits;
 use crate::policy::{Policy, Thresholds};
 
-/// The way in which the router learns its backends' load.
+/// The way in which the router learns the load of its backends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Watch {
-    /// Reports ride on responses and tell the requests that they count; idle backends are asked to
-    /// tell when something changes.
+    /// Reports come with responses, and name the requests that they count. Idle backends are asked
+    /// to report changes.
     #[default]
     Acknowledged,
-    /// Reports ride on responses, but a report erases the requests that were dispatched since it
-    /// was made.
+    /// Reports come with responses. A report erases the requests that were dispatched after it was
+    /// made.
     Unacknowledged,
-    /// Each backend is asked again and again, and the answer erases the requests that were
-    /// dispatched meanwhile.
+    /// Each backend is asked at this interval. The answer erases the requests that were dispatched
+    /// meanwhile.
     Polled(Duration),
 }
 
-/// The places that name backends.
+/// The sources of backends.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sources {
-    /// Named once and for all.
+    /// Fixed URLs.
     pub urls: Vec<String>,
-    /// A file with one URL a line, read again when it changes.
+    /// A file with one URL on each line, which is read again when it changes.
     pub file: Option<PathBuf>,
-    /// `name:port`, resolved again and again: every address is a backend.
+    /// Names as `name:port`, which are resolved again and again. Every address is a backend.
     pub dns: Vec<String>,
-    /// The time between two looks at the file, and between two resolutions of names.
+    /// The interval for the file and for names.
     pub interval: Duration,
-    /// Backends may register over HTTP with this key.
+    /// The key with which backends may register over HTTP; `None`: they may not.
     pub registration_key: Option<String>,
-    /// The backends that may be named; empty: any.
+    /// The backends that sources may name; empty: any.
     pub allowed: Vec<AllowedBackends>,
 }
 
 /// The health checks of backends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HealthConfig {
-    /// The path, answered 200 by a backend that takes requests.
+    /// The path. A backend that takes requests answers it with 200.
     pub path: String,
-    /// The time between two checks. A backend that is down is asked every second at least.
+    /// The interval between two checks. A backend that is down is checked every second at least.
     pub interval: Duration,
-    /// The longest time that a check may take.
+    /// The longest time of a check.
     pub timeout: Duration,
-    /// Failures in a row that take a backend out.
+    /// The number of failures in a row that take a backend out.
     pub failures: u32,
-    /// Successes in a row that bring it back.
+    /// The number of successes in a row that bring it back.
     pub successes: u32,
 }
 
@@ -72,15 +72,15 @@ impl Default for HealthConfig {
 /// The retries of a request that has produced nothing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RetryConfig {
-    /// Attempts after the first; 0: none.
+    /// The number of attempts after the first.
     pub retries: u32,
-    /// Pause once every backend was tried.
+    /// The pause after every backend was tried.
     pub first_pause: Duration,
     /// The longest pause.
     pub last_pause: Duration,
     /// The factor by which each pause is longer than the one before.
     pub factor: f64,
-    /// The share of a pause that is left to chance.
+    /// The random share of a pause.
     pub jitter: f64,
 }
 
@@ -113,7 +113,7 @@ impl RetryConfig {
 pub struct RouterConfig {
     /// The policy that chooses a backend.
     pub policy: Policy,
-    /// The limits above which `cache_aware` looks at loads.
+    /// The limits above which `cache_aware` uses loads.
     pub thresholds: Thresholds,
     /// The way in which the router learns load.
     pub watch: Watch,
@@ -125,34 +125,33 @@ pub struct RouterConfig {
     pub breaker: BreakerConfig,
     /// The retries of requests.
     pub retry: RetryConfig,
-    /// The longest time that a request may take.
+    /// The longest time of a request.
     pub request_timeout: Duration,
-    /// The longest time that a connection to a backend may take to open.
+    /// The longest time for a connection to a backend to open.
     pub connect_timeout: Duration,
     /// The longest time for a request's head, and then its body, to arrive.
     pub receive_timeout: Duration,
-    /// The largest number of connections of clients at a time; those beyond are closed.
+    /// The largest number of connections of clients at a time. Further ones are closed.
     pub max_connections: usize,
     /// The limits on request bodies, in bytes.
     pub bodies: BodyLimits,
     /// The time for which running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
-    /// Keys of which clients must show one, if there are any; it is passed on. The router itself
-    /// shows the first where it asks backends something.
+    /// Keys of clients. If there are any, each client must send one, which is passed on. The router
+    /// itself sends the first one to backends.
     pub api_keys: Vec<String>,
-    /// Key that is needed to see the router's knowledge of its backends; without one, a client's
-    /// key is enough.
+    /// The key for reports on backends. Without it, a client's key is enough.
     pub admin_key: Option<String>,
-    /// Key that the router shows to brains. They tell their blocks and loads only to routers with
-    /// the key.
+    /// The key that the router sends to brains. They tell their blocks and loads only to routers
+    /// with the key.
     pub router_key: Option<String>,
-    /// Clients with different keys share cached blocks at the backends.
+    /// True if clients with different keys share cached blocks at the backends.
     pub share_cache_across_keys: bool,
     /// Hosts and pages whose requests are answered.
     pub access: Access,
-    /// There is a page at `/`.
+    /// True if there is a page at `/`.
     pub webui: bool,
-    /// Threads that pass on requests.
+    /// The number of threads that pass on requests.
     pub threads: usize,
 }
 

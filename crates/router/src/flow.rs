@@ -1,4 +1,4 @@
-//! A backend's response, as it comes.
+//! A backend's response, frame by frame.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::backend::{Backend, Sent};
 use crate::link::Link;
 use crate::shared::Worker;
 
-/// Why a response does not come, or not to its end.
+/// The reason for which a response does not come, or not to its end.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Broken {
     #[error("the connection to the backend broke: {0}")]

@@ -1,5 +1,4 @@
-//! The backends that keep responses. A request that goes on from a response has to go to its
-//! backend.
+//! The backends that keep responses. A request that continues a response has to go to its backend.
 
 use std::num::NonZeroUsize;
 
@@ -33,7 +32,7 @@ impl Homes {
         }
     }
 
-    /// The backend that keeps a response, as far as is known.
+    /// The backend that keeps a response, if it is known.
     pub(crate) fn of(&self, response: &str) -> Option<u32> {
         self.0.lock().get(response).copied()
     }

@@ -1,9 +1,9 @@
 //! The share of a prompt that each backend has in its prefix cache.
 //!
-//! The router has texts, the backends have blocks of tokens. A backend names blocks of each prompt
-//! in its response's head. From then on the texts of that prompt stand for these blocks. A backend
-//! tells of each block that it stores or drops as it happens. A text whose blocks are not known yet
-//! is with the backend that it was sent to last. See `docs/adr/0013`.
+//! The router has texts, and the backends have blocks of tokens. The head of a backend's response
+//! names blocks of the prompt. From then on the texts of that prompt stand for these blocks. A
+//! backend reports each block that it stores or drops. A text without known blocks counts as cached
+//! by the backend that it was sent to last. See `docs/adr/0013`.
 
 use lru::LruCache;
 use rustc_hash::{FxBuildHasher, FxHashSet};
@@ -36,8 +36,8 @@ impl Texts {
 /// The blocks that a text stands for.
 #[derive(Debug, Clone)]
 struct Known {
-    /// The last block that lies within it, as each namer calls it, as far as a backend has told.
-    /// The latest is the last.
+    /// The last block inside it, with its name from each namer whose backend has reported it. The
+    /// latest is the last.
     blocks: Vec<(u64, u64)>,
     /// The backend that it was sent to last.
     sent_to: u32,
@@ -61,7 +61,7 @@ impl Known {
     }
 }
 
-/// A prompt's beginning, and what it stands for.
+/// A prompt's beginning, and its blocks.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
     /// The share of the prompt, above 0, at most 1.
@@ -127,7 +127,7 @@ impl TextIndex {
     }
 }
 
-/// The bits of a block's event that say which tiers hold it.
+/// The bits of a block's event for the tiers that hold it.
 const TIERS: u64 = 3;
 
 /// The blocks that a backend has in its prefix cache.
@@ -135,8 +135,8 @@ const TIERS: u64 = 3;
 pub(crate) struct Stored(FxHashSet<u64>);
 
 impl Stored {
-    /// Takes a batch of events: names, the lowest two bits set for the tiers that hold the block,
-    /// clear for one that was dropped. From either tier it is sooner there than computed.
+    /// Applies a batch of events, which are names. The lowest two bits are the tiers that hold the
+    /// block, and clear for a dropped one. A block in either tier is there sooner than computed.
     pub(crate) fn apply(&mut self, events: impl Iterator<Item = u64>) {
         for event in events {
             if event & TIERS == 0 {

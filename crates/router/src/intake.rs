@@ -1,4 +1,4 @@
-//! Bodies of clients' requests, and how much of the router's memory they may take together.
+//! Bodies of clients' requests, and their share of the router's memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,8 +11,8 @@ use hyper::body::{Body, Incoming};
 use memchr::memmem;
 use tokio::time::timeout;
 
-/// Room that the first and the largest piece of a body get. A client that sends byte by byte takes
-/// no more than one that does not.
+/// The first and the largest allocation for a body. A client that sends byte by byte takes no more
+/// than others.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
 /// The field that a body has to have if it is larger than JSON may be.
@@ -23,9 +23,9 @@ const EMBEDS: &[u8] = b"\"prompt_embeds\"";
 pub struct BodyLimits {
     /// The largest body in bytes.
     pub whole: usize,
-    /// The largest body in bytes of a request without `prompt_embeds`.
+    /// The largest body of a request in bytes, without `prompt_embeds`.
     pub json: usize,
-    /// Bytes that the bodies of all requests may take together.
+    /// The largest number of bytes of the bodies of all requests together.
     pub all: usize,
 }
 

@@ -1,21 +1,22 @@
-//! The work of a backend, as far as it is known here: its last report, and the requests that were
-//! sent to it and have not ended.
+//! The work of a backend: its last report, and the requests that were sent to it and have not
+//! ended.
 //!
-//! A report is always late. It tells the number of this router's requests that it counts
-//! ([`LoadReport::own`]), and up to which dispatch ([`LoadReport::seen`]). So the router takes only
-//! the part about *others* from it, and counts its own requests here, where no number is late.
+//! A report is always late. It has the number of this router's requests that it counts
+//! ([`LoadReport::own`]), and their last dispatch ([`LoadReport::seen`]). So the router takes only
+//! the part about *other* requests from it. It counts its own requests here, where no number is
+//! late.
 
 use std::collections::BTreeMap;
 
 use forebay_api::peer::LoadReport;
 
-/// The effect of a report on requests that were dispatched since it was made.
+/// The effect of a report on requests that were dispatched after it was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accounting {
     /// A report changes nothing: dispatches count until they end.
     Acknowledged,
-    /// A report erases these requests. A router does so that polls load, or whose reports do not
-    /// say which requests they count. This is here to be compared with the other.
+    /// A report erases these requests. Routers that poll loads do this, and routers whose reports
+    /// do not name the counted requests. It is here for comparison.
     Overwritten,
 }
 
@@ -27,7 +28,7 @@ struct Dispatched {
     acknowledged: bool,
 }
 
-/// The books on one backend.
+/// The ledger of one backend.
 #[derive(Debug)]
 pub struct Ledger {
     accounting: Accounting,
@@ -39,13 +40,13 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Empty books.
+    /// An empty ledger.
     #[must_use]
     pub fn new(accounting: Accounting) -> Self {
         Self { accounting, next: 1, alive: BTreeMap::new(), report: None, since: 0 }
     }
 
-    /// Notes a dispatch of about `tokens` tokens; gives its number and its floor (see
+    /// Notes a dispatch of about `tokens` tokens. Gives its number and its floor (see
     /// [`forebay_api::peer::RouterTag`]).
     pub fn begin(&mut self, tokens: u32) -> (u64, u64) {
         let seq = self.next;
@@ -56,14 +57,14 @@ impl Ledger {
         (seq, unseen.map_or(seq, |(&first, _)| first))
     }
 
-    /// Notes that the backend has a dispatch: its response has begun.
+    /// Notes that the backend has begun to answer a dispatch.
     pub fn acknowledge(&mut self, seq: u64) {
         if let Some(dispatched) = self.alive.get_mut(&seq) {
             dispatched.acknowledged = true;
         }
     }
 
-    /// Notes the end of a dispatch, however it ended.
+    /// Notes the end of a dispatch, for any reason.
     pub fn finish(&mut self, seq: u64) {
         self.alive.remove(&seq);
     }
@@ -82,7 +83,7 @@ impl Ledger {
         true
     }
 
-    /// The backend is gone, and its report with it.
+    /// Forgets the report of a backend that is gone.
     pub fn forget(&mut self) {
         self.report = None;
         self.since = 0;
@@ -94,13 +95,13 @@ impl Ledger {
         self.report
     }
 
-    /// Our requests that have not ended.
+    /// The number of this router's requests that have not ended.
     #[must_use]
     pub fn own(&self) -> u32 {
         u32::try_from(self.alive.len()).unwrap_or(u32::MAX)
     }
 
-    /// Requests that the backend has, everybody's.
+    /// The number of all requests of the backend.
     #[must_use]
     pub fn requests(&self) -> u32 {
         match (self.accounting, self.report) {
@@ -112,7 +113,7 @@ impl Ledger {
         }
     }
 
-    /// Tokens that the backend holds or has been sent.
+    /// Tokens of all requests of the backend.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         let reported = self.report.map_or(0, |report| report.tokens);

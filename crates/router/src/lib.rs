@@ -1,12 +1,12 @@
-//! An OpenAI-compatible proxy in front of several brains, or of servers of others: choice, retries,
+//! An OpenAI-compatible proxy in front of several brains or other servers: choice, retries,
 //! failover.
 //!
-//! A request's way: `admission` asks for its key, `intake` reads its body, and `ask` picks the few
-//! fields that matter. [`Shared::dispatch`](shared) chooses a backend and notes the dispatch in its
-//! [`Ledger`]. `reach` sends the request, again and elsewhere as long as nothing was produced. The
-//! response comes as a `flow`. The client's own task reads it and gives it as a `relay`. Bytes pass
-//! as they come, except in streams of brains: their comments (`tape`) carry load and tokens, so
-//! that another brain can go on with a stream that breaks.
+//! A request takes this way. `admission` checks its key, `intake` reads its body, and `ask` finds
+//! the few fields that matter. [`Shared::dispatch`](shared) chooses a backend and notes the
+//! dispatch in its [`Ledger`]. `reach` sends the request, also to other backends as long as nothing
+//! was produced. The response comes as a `flow`. The client's own task reads it and gives it as a
+//! `relay`. Bytes pass unchanged, except in streams of brains. Their comments (`tape`) carry load
+//! and tokens, so that another brain can continue a stream that breaks.
 //!
 //! | threads | who | what |
 //! |---|---|---|

@@ -1,8 +1,8 @@
 //! A connection to a backend.
 //!
-//! Nobody but its user drives it: reading a frame, waiting for a head and dropping it all happen
-//! where the client's response is made. So a frame costs no second task, a client that does not
-//! read stops the backend's socket, and a client that goes away closes it.
+//! The task of the client's response drives it alone: reads of frames, the wait for a head, and the
+//! drop happen there. So a frame costs no second task. A client that does not read stops the
+//! backend's socket, and a client that goes away closes it.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -43,7 +43,7 @@ pub(crate) enum LinkError {
 }
 
 impl LinkError {
-    /// True if nobody listens at the address.
+    /// True if the address refuses connections.
     pub(crate) fn is_refused(&self) -> bool {
         match self {
             Self::Connect(error) => error.kind() == std::io::ErrorKind::ConnectionRefused,
@@ -107,7 +107,7 @@ impl Link {
     }
 }
 
-/// Connections that nobody uses, by backend. Each thread has its own.
+/// Unused connections, by backend. Each thread has its own.
 #[derive(Default)]
 pub(crate) struct Idle(Mutex<HashMap<u32, Vec<Link>, FxBuildHasher>>);
 
@@ -135,8 +135,8 @@ impl Idle {
         }
     }
 
-    /// Closes those that the backend has closed, and those of backends that are not `wanted` any
-    /// more.
+    /// Closes connections that the backend has closed, and those of backends that are no longer
+    /// `wanted`.
     pub(crate) fn prune(&self, wanted: impl Fn(u32) -> bool) {
         self.0.lock().retain(|&backend, links| {
             links.retain_mut(Link::is_ready);

@@ -1,4 +1,4 @@
-//! The feed of backends, which the page's tab of a router is drawn from.
+//! The feed of backends, for the page's tab of a router.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

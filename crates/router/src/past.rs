@@ -1,15 +1,16 @@
-//! The history of a request: backends that died while they had it, and its part in the deaths.
+//! The history of a request: the backends that died while they had it, and its part in these
+//! deaths.
 //!
 //! Each request in flight at a death is a suspect, as with the hands of a brain (`docs/adr/0004`).
 //! Suspects are tried one at a time: a backend has at most one of them on trial. A suspect whose
-//! backend dies during the trial is given up. No other request that was there is blamed for that
+//! backend dies during the trial is given up. Other requests at that backend are not blamed for the
 //! death. See `docs/adr/0021`.
 
 use std::time::{Duration, Instant};
 
 /// Deaths of backends that a request lives through, however well they are explained.
 const MAX_DEATHS: u8 = 3;
-/// Deaths that nobody else is to blame for.
+/// Deaths without another suspect.
 const MAX_UNEXPLAINED: u8 = 2;
 /// The least time that a trial takes, unless something is produced sooner.
 const SHORTEST_TRIAL: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! A body that is sent to a backend: the client's body, and ahead of it the router's addition.
+//! A body for a backend: the router's addition, and behind it the client's body.
 
 use std::convert::Infallible;
 use std::pin::Pin;

@@ -3,19 +3,19 @@
 use clap::ValueEnum;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// The policy that chooses a backend. Those with a load take ties in turn.
+/// The policy that chooses a backend. Of equally loaded backends each has its turn.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum Policy {
-    /// Any.
+    /// A random backend.
     Random,
-    /// One after the other.
+    /// Each backend in turn.
     RoundRobin,
-    /// The less loaded of two.
+    /// The less loaded of two random backends.
     PowerOfTwo,
-    /// The one with the fewest requests.
+    /// The backend with the fewest requests.
     ShortestQueue,
-    /// The one that has most of the prompt in its cache, unless it has too much to do.
+    /// The backend with most of the prompt in its cache, unless it has too much work.
     #[default]
     CacheAware,
     /// The backend is the same for the same `x-routing-key`, `routing_key`, `session_id` or `user`.
@@ -23,14 +23,14 @@ pub enum Policy {
     Session,
 }
 
-/// The limits above which `cache_aware` looks at loads instead, as in SGLang's router.
+/// The limits above which `cache_aware` uses loads, as in SGLang's router.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Thresholds {
-    /// The least share of a prompt for which a backend is chosen by its cache.
+    /// The least share of a prompt for which the cache decides.
     pub cache: f32,
-    /// Requests by which loads may differ.
+    /// The largest difference of loads, in requests.
     pub balance_abs: u32,
-    /// Factor by which they may differ; both have to be exceeded.
+    /// The largest ratio of loads. Both limits have to be exceeded.
     pub balance_rel: f32,
 }
 
@@ -43,17 +43,17 @@ impl Default for Thresholds {
 /// A backend that may be chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Hash of its URL.
+    /// The hash of the backend's URL.
     pub name: u64,
-    /// Requests it has.
+    /// The number of requests at the backend.
     pub requests: u32,
-    /// Tokens it holds or has been sent: decides between equal numbers of requests.
+    /// Tokens at the backend. They decide between equal numbers of requests.
     pub tokens: u64,
-    /// The share of the prompt in its cache.
+    /// The share of the prompt in the backend's cache.
     pub cached: f32,
 }
 
-/// Chooses backends.
+/// The chooser of backends.
 #[derive(Debug)]
 pub struct Chooser {
     policy: Policy,
@@ -68,8 +68,8 @@ impl Chooser {
         Self { policy, thresholds, turn: 0 }
     }
 
-    /// Index of the chosen one of `candidates`; `None` if there are none. `key` is the client's,
-    /// for `session`.
+    /// The index of the chosen candidate; `None` if there are none. `key` is the client's, for
+    /// `session`.
     pub fn choose(&mut self, candidates: &[Candidate], key: Option<u64>) -> Option<usize> {
         if candidates.is_empty() {
             return None;
@@ -105,7 +105,7 @@ impl Chooser {
         self.least(candidates, |candidate| candidate.cached >= 0.95 * best)
     }
 
-    /// The least loaded of those that are `fit`.
+    /// The least loaded of the `fit` candidates.
     fn least(&self, candidates: &[Candidate], fit: impl Fn(&Candidate) -> bool) -> usize {
         let count = candidates.len();
         let in_turn = (0..count).map(|step| (self.turn + step) % count);

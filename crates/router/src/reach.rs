@@ -1,4 +1,4 @@
-//! Getting a response out of some backend: choice, attempt, and again while nothing has been
+//! The way to a response of some backend: a choice, an attempt, and further ones while nothing is
 //! produced.
 
 use std::future::poll_fn;
@@ -27,8 +27,8 @@ use crate::shared::{Choice, Shared, Worker};
 use crate::tape::Tape;
 use crate::watch::has_died;
 
-/// Most of an answer in one piece that is held back until it is whole, so that it can be asked for
-/// again if it breaks.
+/// The largest part of a whole answer that is held back. A held answer that breaks can be requested
+/// again.
 const HOLD: usize = 1 << 20;
 
 /// Media types of answers that come in pieces.
@@ -54,7 +54,7 @@ pub(crate) struct Reached {
     pub(crate) flow: Option<Flow>,
 }
 
-/// No response, or one that is to be passed on although another backend might do better.
+/// A failure without a response, or a response to pass on although another backend might do better.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// No backend could be asked, or none answered.
@@ -63,7 +63,7 @@ pub(crate) enum Failure {
     Refused(Response<Bytes>),
 }
 
-/// Why an attempt has to be followed by another.
+/// The reason for another attempt.
 enum Trouble {
     Connect(LinkError),
     /// A connection that had been idle turned out to be closed.
@@ -79,8 +79,8 @@ enum Trouble {
 /// An attempt that came to nothing.
 struct Failed {
     trouble: Trouble,
-    /// The dispatch, where the backend may have died of it. Still open, so that nobody else is
-    /// tried there until that is known.
+    /// The dispatch, if the backend may have died of it. It is still open, so that no other suspect
+    /// is tried there before that is known.
     sent: Option<Sent>,
 }
 
@@ -304,7 +304,7 @@ async fn attempt(
     Ok(reached)
 }
 
-/// Sends a request and waits for a response's head. What went wrong comes with whether the backend
+/// Sends a request and waits for a response's head. An error comes with a flag, true if the backend
 /// may have the request.
 async fn answered(
     worker: &Worker,

@@ -66,7 +66,7 @@ impl Registry {
         Arc::clone(&self.current.read())
     }
 
-    /// Sets what a source names, until it says otherwise.
+    /// Sets the backends of a source, until its next change.
     pub(crate) fn set(&self, source: Source, urls: Vec<BackendUrl>) {
         let mut sources = self.sources.lock();
         sources.insert(source, Entry { urls, until: None });
@@ -91,7 +91,7 @@ impl Registry {
         true
     }
 
-    /// Takes back what a source named; false if it named nothing.
+    /// Removes the backends of a source. False: it had none.
     pub(crate) fn remove(&self, source: &Source) -> bool {
         let mut sources = self.sources.lock();
         let removed = sources.remove(source).is_some();

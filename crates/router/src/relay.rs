@@ -1,7 +1,7 @@
 //! A response on its way to the client, which survives failures of the backends behind it.
 //!
-//! A stream that a brain has tagged goes on with another brain when it breaks. Any other stream
-//! ends with an error event. A response that is no stream ends by closing the connection, since its
+//! A stream that a brain has tagged is continued by another brain when it breaks. Any other stream
+//! ends with an error event. A response that is no stream ends with a closed connection, since its
 //! length can't be kept any more.
 
 use std::pin::Pin;
@@ -57,7 +57,7 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// A relay of what was reached for a client's request.
+    /// A relay of the response to a client's request.
     pub(crate) fn new(
         worker: Arc<Worker>,
         ask: Arc<Ask>,

@@ -1,7 +1,7 @@
-//! Fields of a JSON object, without parsing it: where its top-level members lie in the bytes.
+//! Fields of a JSON object, found without a parser: the places of its top-level members.
 //!
-//! The backend parses and validates the body; here only a few fields matter, and a wrong body may
-//! give anything.
+//! The backend parses and validates the body. Here only a few fields matter, and those of a wrong
+//! body may be wrong.
 
 use memchr::{memchr, memchr2};
 

@@ -1,4 +1,4 @@
-//! The threads, the accept loops and the way down.
+//! The threads, the accept loops and the shutdown.
 
 use std::convert::Infallible;
 use std::io;
@@ -39,7 +39,7 @@ const PRUNE: Duration = Duration::from_secs(10);
 const FIRST_CHECKS: Duration = Duration::from_secs(2);
 const POLL: Duration = Duration::from_millis(5);
 
-/// Why a router does not start.
+/// The reason for which a router does not start.
 #[derive(Debug, Error)]
 pub enum StartError {
     /// No backends are named, and none can register.
@@ -47,18 +47,18 @@ pub enum StartError {
         "no backends: --backends, --backends-file, --backends-dns or --registration-key is needed"
     )]
     NoBackends,
-    /// A backend's URL is none.
+    /// A text is not the URL of a backend.
     #[error(transparent)]
     Url(#[from] UrlError),
     /// The file of backends cannot be read.
     #[error("the file of backends: {0}")]
     File(String),
-    /// No thread, or no listener.
+    /// The system has no room for a thread, or the listener fails.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// A router that runs until it is told to stop.
+/// A running router.
 pub struct Router {
     shared: Arc<Shared>,
     stop: watch::Sender<Stage>,
@@ -76,11 +76,11 @@ enum Stage {
 }
 
 impl Router {
-    /// Starts the threads. The listener takes connections once every named backend was asked once
-    /// whether it lives.
+    /// Starts the threads. The listener takes connections after every named backend was checked
+    /// once.
     ///
     /// # Errors
-    /// No backend can ever be there, or the system gives no threads.
+    /// No source names a backend, or the system has no room for threads.
     pub fn start(config: RouterConfig, listener: TcpListener) -> Result<Self, StartError> {
         let sources = config.sources.clone();
         let urls: Result<Vec<_>, _> =
@@ -127,14 +127,15 @@ impl Router {
         Ok(Self { shared, stop, threads, watching })
     }
 
-    /// Waits until a part of the router has panicked. Requests' own panics are theirs alone.
+    /// Waits until a part of the router has panicked. Panics of single requests do not count.
     pub async fn broken(&self) {
         // The sender lives in self, so waiting cannot fail.
         let _ = self.shared.broken.subscribe().wait_for(|&broken| broken).await;
     }
 
     /// Refuses new requests, and lets the running ones finish within the drain timeout or until
-    /// `hurry` is ready. Then it ends the rest, and stops. False: a part of it had panicked.
+    /// `hurry` is ready. Then it ends the rest, and stops. False: a part of the router has
+    /// panicked.
     pub fn stop(self, hurry: impl Future<Output = ()>) -> bool {
         self.shared.draining.store(true, Ordering::Release);
         let limit = self.shared.config.drain_timeout;

@@ -1,4 +1,4 @@
-//! Requests of clients to the router: to be passed on, or to be told about the router itself.
+//! Requests of clients to the router: those to pass on, and those about the router itself.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -30,7 +30,7 @@ use crate::registry::Source;
 use crate::relay::{Cut, Relay};
 use crate::shared::Worker;
 
-/// The longest lease of a backend that registers, and the lease of one that does not say.
+/// The longest lease of a registration, which is also the default.
 const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
 const DEFAULT_LEASE: Duration = Duration::from_secs(60);
 /// The largest number of backends that may have a lease.
@@ -223,7 +223,7 @@ async fn pass_on(
 #[derive(Debug, Deserialize)]
 struct Registration {
     url: String,
-    /// Seconds after which it is forgotten, unless it registers again; a minute where absent.
+    /// Seconds until the registration expires, unless it is renewed; a minute if absent.
     ttl: Option<f64>,
 }
 

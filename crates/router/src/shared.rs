@@ -1,4 +1,4 @@
-//! The state that all threads of the router share, and that of each.
+//! The state that all threads of the router share, and the state of each thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -43,7 +43,7 @@ pub(crate) struct Shared {
     /// something.
     pub(crate) router_key: Option<HeaderValue>,
     pub(crate) own_key: Option<HeaderValue>,
-    /// The seed of the names of texts, so that nobody can construct texts with one name.
+    /// The seed of the names of texts, so that no client can construct texts with one name.
     text_root: u64,
     /// The places for connections of clients.
     pub(crate) places: Arc<Semaphore>,
@@ -53,7 +53,8 @@ pub(crate) struct Shared {
     pub(crate) index: Mutex<TextIndex>,
     /// The backends that keep responses.
     pub(crate) homes: Homes,
-    /// One choice at a time: the next one has to see this one's dispatch.
+    /// The chooser of backends, locked for one choice at a time: the next choice has to see the
+    /// last dispatch.
     chooser: Mutex<Chooser>,
     pub(crate) totals: Totals,
     /// New requests are refused.
@@ -99,9 +100,9 @@ impl Shared {
         }
     }
 
-    /// Chooses a backend for a request and notes the dispatch. `avoid` are those that have failed
-    /// it. `resumed`: the backend has to be one that can go on with a stream. `trial`: the request
-    /// is a suspect, and is tried alone for so long.
+    /// Chooses a backend for a request and notes the dispatch. `avoid` are backends that have
+    /// failed it. With `resumed` the backend has to be able to continue a stream. With `trial` the
+    /// request is a suspect, and is tried alone for that time.
     pub(crate) fn dispatch(
         &self,
         ask: &Ask,
@@ -158,7 +159,7 @@ impl Shared {
         Choice::Sent(Arc::clone(chosen).begin(ask.tokens(), trial))
     }
 
-    /// The purpose for which requests of a client with this key are read.
+    /// The purpose of looks at requests of a client with this key.
     pub(crate) fn reading(&self, key: Option<&str>) -> Reading {
         let apart = self.config.api_keys.len() > 1 && !self.config.share_cache_across_keys;
         let key = key.filter(|_| apart).unwrap_or_default();

@@ -1,4 +1,5 @@
-//! Backends from a file and from names, looked up again and again, and leases that end.
+//! Backends from a file and from names, which are read again and again, and registrations that
+//! expire.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -33,7 +34,7 @@ pub(crate) fn read_list(file: &Path) -> Result<Vec<BackendUrl>, String> {
     listed(&text).map_err(|error| error.to_string())
 }
 
-/// Follows a file for ever. While it cannot be read, what it said last holds.
+/// Follows a file for ever. While it cannot be read, its last content is valid.
 pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
     let mut last = None;
     loop {
@@ -51,7 +52,7 @@ pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
     }
 }
 
-/// Follows a name for ever. While it cannot be resolved, what it said last holds.
+/// Follows a name for ever. While it cannot be resolved, its last addresses are valid.
 pub(crate) async fn follow_name(shared: Arc<Shared>, name: String) {
     loop {
         match lookup_host(&name).await {

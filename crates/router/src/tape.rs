@@ -1,10 +1,9 @@
-//! The part of a brain's stream that may be passed on, so that another brain can go on with the
-//! rest.
+//! The part of a brain's stream that may be passed on, so that another brain can continue the rest.
 //!
-//! A comment says: all before this is complete, and these were its tokens
+//! A comment reports that all bytes before it are complete, and has their tokens
 //! ([`forebay_api::peer::Comment`]). So bytes are passed on up to a comment, and held back after
-//! it. As a brain writes an event and its comment at once, nothing waits; and the last events,
-//! which have no comment, are followed by the end.
+//! it. A brain writes an event and its comment at once, so nothing waits. The last events have no
+//! comment, and the end follows them.
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::peer::{COMMENT, LoadReport, read_comment};
@@ -69,7 +68,7 @@ impl Tape {
         self.report = comment.report.or(self.report.take());
     }
 
-    /// The stream has ended as it should: gives what was held back.
+    /// Gives the held bytes, because the stream has ended properly.
     pub(crate) fn finish(&mut self) -> Bytes {
         std::mem::take(&mut self.held).freeze()
     }
@@ -79,7 +78,7 @@ impl Tape {
         self.begun
     }
 
-    /// The token ids with which another brain goes on.
+    /// The token ids with which another brain continues.
     pub(crate) fn into_ids(self) -> Vec<u8> {
         self.ids
     }

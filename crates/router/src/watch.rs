@@ -1,4 +1,4 @@
-//! The questions to backends without a client: health, load and stored blocks.
+//! Questions of the router itself to backends: health, load and stored blocks.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -79,8 +79,8 @@ async fn check_health(shared: &Shared, backend: &Backend) {
     }
 }
 
-/// Finds out whether a backend has died since dispatch `sent`, which broke: nobody answers there
-/// any more, or another process does.
+/// Checks if a backend has died since dispatch `sent`, which broke: its address does not answer, or
+/// another process does.
 pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     let backend = &sent.backend;
     let broke = Instant::now();

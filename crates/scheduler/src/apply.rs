@@ -5,7 +5,7 @@ use forebay_protocol::{ROW_OK, SampledLogprobs, StepResult, Want};
 use crate::prompts::PromptLogprobsOf;
 use crate::{ApplyError, Event, Finish, Flight, FlightRow, Handle, Scheduler, State};
 
-/// A sampled token and its log-probabilities, if somebody asked.
+/// A sampled token and its log-probabilities, if requested.
 type Sampled<'a> = (&'a i32, Option<SampledLogprobs<'a>>);
 
 impl Scheduler {
@@ -86,8 +86,8 @@ impl Scheduler {
         self.remove(row.handle);
     }
 
-    /// Takes what a row gives of its prompt, and its tokens, of those only as many as the request
-    /// may have: what comes after its end is nothing.
+    /// Takes a row's results for its prompt, and its tokens. Tokens after the request's end are
+    /// dropped.
     fn computed<'a>(
         &mut self,
         row: &FlightRow,
@@ -142,8 +142,7 @@ impl Scheduler {
     }
 
     /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also
-    /// those that it got from others: they may be the reason, and would go on to spoil whoever
-    /// shares them next.
+    /// shared ones. They may be the cause, and would spoil the next requests that share them.
     fn not_finite(&mut self, handle: Handle, events: &mut Vec<Event>) {
         let entry = &self.requests[handle];
         events.push(Event::Finished { id: entry.request.id, reason: Finish::NotFinite });

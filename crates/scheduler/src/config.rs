@@ -22,43 +22,44 @@ pub struct SchedulerConfig {
     pub slots: u32,
     /// The largest number of requests that have a slot at a time.
     pub max_running: u32,
-    /// Pages of the device; 0: the model keeps no keys and values, so that a prompt is computed
+    /// Pages of the device. With 0 the model keeps no keys and values, so a prompt is computed
     /// whole or not at all.
     pub pages: u32,
-    /// Positions a page.
+    /// Positions of a page.
     pub page_size: u32,
-    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets the rest,
-    /// but at least one page.
+    /// The largest number of tokens of a step (the chunked prefill size). Decode rows always all
+    /// run. Prefill gets the rest, but at least one page.
     pub token_budget: u32,
     /// True if blocks are shared between requests.
     pub prefix_cache: bool,
-    /// Names blocks.
+    /// The source of block names.
     pub namer: Namer,
-    /// True if somebody takes [`Scheduler::take_block_events`].
+    /// True if block events are collected for [`Scheduler::take_block_events`].
     pub block_events: bool,
     /// The order of admission.
     pub policy: Policy,
-    /// Within a priority, clients take turns, and one that has nothing running need not wait for
-    /// those of one that has much. Otherwise all requests are as one client's.
+    /// True if clients take turns within a priority. A client with nothing running then need not
+    /// wait for the requests of a client with many. Otherwise all requests count as one client's.
     pub fair: bool,
-    /// Words that a plan may have when another request is admitted to it; [`STEP_WORDS`] but in
+    /// The size in words up to which a plan may admit a further request; [`STEP_WORDS`], except in
     /// tests.
     pub step_words: usize,
-    /// Numbers of a vector, where the model pools: results have a size too.
+    /// The number of elements of a vector, if the model pools. The size of results depends on it
+    /// too.
     pub vector_size: u32,
-    /// The largest number of tokens that a row which samples may give; at least 1.
+    /// The largest number of tokens that a sampling row may give; at least 1.
     pub tokens_a_row: u32,
-    /// The tier of host memory, if there is one. Without pages or without the prefix cache it is of
-    /// no use.
+    /// The tier of host memory, if there is one. It has no effect without pages or without the
+    /// prefix cache.
     pub host: Option<HostTier>,
-    /// Requests may give up pages while they decode. It needs a host tier.
+    /// Sparse decoding, if requests may give up pages while they decode. It needs a host tier.
     pub sparse: Option<Sparse>,
     /// The vision tower, if the model has one.
     pub tower: Option<Tower>,
 }
 
 impl SchedulerConfig {
-    /// The largest number of positions that a request alone has room for.
+    /// The largest number of positions for which a request that runs alone has room.
     #[must_use]
     pub fn most_positions(&self) -> u32 {
         let pages = match (self.sparse, self.host) {
@@ -74,35 +75,35 @@ impl SchedulerConfig {
 pub struct Tower {
     /// The number of layers of the tower.
     pub layers: u32,
-    /// Image pages; the largest image that requests bring fits.
+    /// Image pages. The largest image of a request fits into them.
     pub pages: u32,
     /// Positions of an image page.
     pub page_tokens: u32,
-    /// The most work of a step, in positions times layers, and one layer at least.
+    /// The largest work of a step, in positions times layers. A step computes at least one layer.
     pub budget: u64,
 }
 
-/// Sparse decoding from host memory: a model that chooses few positions for each token reads the
-/// others from where they are.
+/// Sparse decoding from host memory, for a model that reads few chosen positions for each token. It
+/// reads the other positions from host memory.
 ///
-/// All pages of a request have a page of the host's tier behind them, and are saved as soon as they
-/// are full. When the device's run short, a request gives up its saved pages but the last, and
-/// keeps `row_pages` for single positions that are copied back as they are chosen.
+/// Each page of a request has a page of the host's tier behind it, and is saved as soon as it is
+/// full. If the device's pages run short, a request gives up its saved pages except the last. It
+/// keeps `row_pages` for single positions, which are copied back when they are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sparse {
     /// Pages for the hot rows of a sparse request; at least 1.
     pub row_pages: u32,
-    /// Each new position is saved by the plan that computes it, and not each page when it is full.
-    /// For measurements.
+    /// True if the plan that computes a position also saves it. Otherwise a page is saved when it
+    /// is full. For measurements.
     pub save_rows: bool,
 }
 
 impl Sparse {
-    /// Last pages of a request that it does not give up: new positions are written there, and are
-    /// not saved yet.
+    /// The number of last pages that a request does not give up. New positions are written there,
+    /// and they are not saved yet.
     pub const TAIL: u32 = 2;
 
-    /// Pages that the device needs, for one sparse request and its growth.
+    /// The number of hot pages that one sparse request and its growth need.
     #[must_use]
     pub fn least_pages(self) -> u32 {
         self.row_pages.saturating_add(Self::TAIL + 2)
@@ -119,8 +120,8 @@ pub enum SavePolicy {
     /// Blocks are saved when a second request uses them.
     WriteThroughSelective,
     /// Blocks are saved before the device needs their pages. The longest unused blocks are saved
-    /// while too few pages can be given up without a loss. Enough is a tenth of the pages, or 64 if
-    /// that is more.
+    /// first. This goes on until enough pages can be given up without a loss: a tenth of the pages,
+    /// or 64 if that is more.
     WriteBack,
 }
 
@@ -133,10 +134,10 @@ pub struct HostTier {
     pub policy: SavePolicy,
     /// The largest number of copies that a plan starts; at least 1.
     pub copies_a_step: u32,
-    /// Waiting requests whose blocks are brought back before their turn.
+    /// The number of waiting requests whose blocks are brought back before their turn.
     pub prefetch: u32,
-    /// A request that comes back from preemption has its blocks restored; otherwise it computes
-    /// them again.
+    /// True if a request that comes back from preemption has its blocks restored. Otherwise it
+    /// computes them again.
     pub restore_preempted: bool,
 }
 
@@ -158,8 +159,8 @@ impl HostTier {
         }
     }
 
-    /// The default of `copies_a_step`: so many that saves keep up with the prefill of
-    /// `token_budget` tokens a step.
+    /// The default of `copies_a_step`. With it saves keep up with a prefill of `token_budget`
+    /// tokens a step.
     #[must_use]
     pub fn usual_copies(token_budget: u32, page_size: u32) -> u32 {
         const LEAST: u32 = 32;

@@ -6,7 +6,7 @@ use forebay_protocol::PromptLogprobs;
 use serde::Serialize;
 use thiserror::Error;
 
-/// Why a request ended.
+/// The reason for which a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
     /// One of its stop ids was sampled. It is also the last [`Event::Token`].
@@ -14,7 +14,7 @@ pub enum Finish {
         /// The id.
         token: i32,
     },
-    /// The request has all the tokens it may have, or its vector.
+    /// The request has as many tokens as it may have, or it has its vector.
     Length,
     /// The request's logits were not finite.
     NotFinite,
@@ -28,12 +28,13 @@ pub enum Event {
     Admitted {
         /// The request's id.
         id: u64,
-        /// Prompt tokens found in the prefix cache, told at the first admission; 0 at later ones.
+        /// Prompt tokens found in the prefix cache at the first admission; 0 at later admissions.
         cached_tokens: u32,
-        /// True if the request was admitted before, and computes again the positions that it lost.
+        /// True if the request was admitted before. It then computes the positions again that it
+        /// lost.
         replayed: bool,
-        /// True if the request has no row before blocks have come back from the host tier.
-        /// [`Event::Arrived`] tells when they have, unless the request is preempted.
+        /// True if the request waits for blocks from the host tier, and has no row before.
+        /// [`Event::Arrived`] reports their arrival, unless the request is preempted.
         restoring: bool,
     },
     /// The request's blocks are on the device.
@@ -60,12 +61,13 @@ pub enum Event {
         /// descending; natural logarithms.
         logprobs: Option<Box<[(i32, f32)]>>,
     },
-    /// More of its prompt's tokens have log-probabilities, in their order. All have come when the
-    /// first [`Event::Token`] does.
+    /// Log-probabilities of further tokens of the prompt, in their order. All have come before the
+    /// first [`Event::Token`].
     PromptLogprobs {
         /// The request's id.
         id: u64,
-        /// The log-probabilities, as many entries a token as were asked for, the token first.
+        /// The log-probabilities, with the requested number of entries for each token, the token
+        /// first.
         logprobs: PromptLogprobs,
     },
     /// The request's vector was computed.
@@ -79,11 +81,11 @@ pub enum Event {
     Finished {
         /// The request's id.
         id: u64,
-        /// Why.
+        /// The reason.
         reason: Finish,
     },
-    /// The request needs an image that is nowhere: its patches have to be put into the arena.
-    /// Others may need the image too, and this event comes only once.
+    /// The request needs an image that is not on the device. The caller has to put its patches into
+    /// the arena. The event comes only once, also if other requests need the image.
     ImageWanted {
         /// The request's id.
         id: u64,
@@ -94,7 +96,7 @@ pub enum Event {
     },
     /// The hand has read the patches of an image.
     ImageRead {
-        /// The place of the patches in the arena. A later image may already be at that place.
+        /// The place of the patches in the arena. A later image may have taken that place already.
         patches: u32,
     },
     /// The request lost its slot and pages, and waits again. A more important request or a suspect
@@ -105,7 +107,7 @@ pub enum Event {
     },
 }
 
-/// Why a result was not applied. Nothing was changed.
+/// The reason for which a result was not applied. Nothing was changed.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ApplyError {
     /// A result came without a plan.
@@ -114,7 +116,7 @@ pub enum ApplyError {
         /// The result's step.
         step: u64,
     },
-    /// Results come in plan order.
+    /// The result is of another step than the oldest in flight. Results come in plan order.
     #[error("result of step {got}, but step {expected} is the oldest in flight")]
     WrongStep {
         /// The oldest step in flight.
@@ -122,12 +124,12 @@ pub enum ApplyError {
         /// The result's step.
         got: u64,
     },
-    /// A copy ended that is not under way.
+    /// A result reports the end of a copy that is not under way.
     #[error("result of step {step}: copy {ticket} ended, but it is not under way")]
     Copy {
         /// The step.
         step: u64,
-        /// The ticket that it names.
+        /// The ticket in the result.
         ticket: i32,
     },
     /// A column does not fit the plan's rows.
@@ -139,19 +141,19 @@ pub enum ApplyError {
         step: u64,
         /// The column's name in the protocol.
         column: &'static str,
-        /// Entries that the plan asks for.
+        /// The number of entries that the plan demands.
         expected: usize,
-        /// Entries it has.
+        /// The number of entries in the result.
         got: usize,
     },
 }
 
-/// Numbers to show. Counters only grow, also across [`Scheduler::reset`].
+/// Numbers for display. Counters only grow, also across [`Scheduler::reset`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct Stats {
     /// Requests with a slot.
     pub running: usize,
-    /// Live requests without.
+    /// Live requests without a slot.
     pub waiting: usize,
     /// Pages leased by requests, or retired and not yet returned.
     pub pages_held: usize,
@@ -169,11 +171,11 @@ pub struct Stats {
     pub prompt_tokens: u64,
     /// Tokens generated.
     pub generated_tokens: u64,
-    /// Times a request lost its pages to another.
+    /// The number of times that a request lost its pages to another.
     pub preemptions: u64,
-    /// Tokens that requests which had lost their pages computed again, because no tier had them.
+    /// Tokens that were computed again because their request lost its pages and no tier had them.
     pub recomputed_tokens: u64,
-    /// Results applied of plans that had rows.
+    /// The number of applied results of plans that had rows.
     pub steps: u64,
     /// The host tier.
     pub host: HostStats,
@@ -183,8 +185,8 @@ pub struct Stats {
     pub images: ImageStats,
 }
 
-/// Numbers of images; all 0 where the model sees none. Counts of pages and of waiting images are of
-/// the moment, the others only grow.
+/// Numbers of images; all 0 if the model takes none. Counts of pages and of waiting images are of
+/// the moment. The others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct ImageStats {
     /// Image pages.
@@ -193,13 +195,13 @@ pub struct ImageStats {
     pub pages_held: usize,
     /// The number of pages that hold an image without a lease.
     pub pages_cached: usize,
-    /// Images that somebody needs and that are on no page.
+    /// Images that a request needs and that are on no page.
     pub waiting: usize,
-    /// Images of admitted requests all of whose positions were found in the prefix cache.
+    /// Images of admitted requests that were wholly in the prefix cache.
     pub in_prefix: u64,
     /// Images of admitted requests that were found on image pages.
     pub in_pages: u64,
-    /// Images whose patches were asked for.
+    /// Images whose patches were requested.
     pub wanted: u64,
     /// Images that went through the tower.
     pub encoded: u64,
@@ -207,16 +209,16 @@ pub struct ImageStats {
     pub position_layers: u64,
 }
 
-/// Numbers of sparse decoding. Those of requests are of the moment, the others only grow.
+/// Numbers of sparse decoding. Counts of requests are of the moment. The others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct SparseStats {
-    /// Requests that are sparse.
+    /// The number of sparse requests.
     pub requests: usize,
-    /// Times that a request became sparse while it ran.
+    /// The number of times that a running request became sparse.
     pub conversions: u64,
     /// The number of pages that running requests dropped.
     pub pages_dropped: u64,
-    /// Positions that sparse requests chose, over rows and layers.
+    /// Positions that sparse requests chose, summed over rows and layers.
     pub selected: u64,
     /// The number of chosen positions that were on pages of the device.
     pub on_pages: u64,
@@ -229,18 +231,18 @@ pub struct SparseStats {
 }
 
 /// Numbers of the host tier; all 0 without one. Counts of pages and of copies under way are of the
-/// moment, the others only grow.
+/// moment. The others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct HostStats {
     /// The number of pages of the host tier.
     pub pages: usize,
     /// The number of pages that hold a named block, or that copies use.
     pub pages_used: usize,
-    /// Positions that it has room for.
+    /// Positions of all pages of the host tier.
     pub tokens: usize,
-    /// Positions of the pages that are used.
+    /// Positions of the used pages.
     pub tokens_used: usize,
-    /// Positions of the blocks that came back from it.
+    /// Positions of the blocks that came back from the host tier.
     pub tokens_restored: u64,
     /// Copies under way.
     pub copies_outstanding: usize,
@@ -248,18 +250,18 @@ pub struct HostStats {
     pub arriving: usize,
     /// Blocks that reached the host tier.
     pub blocks_saved: u64,
-    /// Blocks that came back from it.
+    /// Blocks that came back from the host tier.
     pub blocks_restored: u64,
-    /// Copies that the hand could not do.
+    /// Copies that failed in the hand.
     pub copies_failed: u64,
     /// The number of blocks that the device dropped and the host tier did not have.
     pub dropped_unsaved: u64,
-    /// Blocks that were not saved because copies used every host page.
+    /// Blocks that were not saved because copies leased every host page.
     pub saves_refused: u64,
-    /// Times that blocks were found in the host tier and computed all the same, because that was
-    /// sooner done.
+    /// The number of times that found blocks were not restored, because to compute them was
+    /// quicker.
     pub restores_declined: u64,
-    /// Times that blocks were found in the host tier and restored.
+    /// The number of times that found blocks were restored.
     pub restores_chosen: u64,
     /// Microseconds that saves took.
     pub save_us: u64,

@@ -1,14 +1,15 @@
 //! Requests whose payloads are still on their way to the hand.
 //!
-//! A hand on another machine reads payloads that were brought there, and no plan may name one
-//! before. Until then its request is *held*: it is alive, keeps its place in the order, and has no
-//! turn. Nobody waits for it meanwhile, not even in quarantine.
+//! A hand on another machine reads payloads from its own memory, and a plan may name a payload only
+//! after it was brought there. Until then its request is *held*. It is alive, keeps its place in
+//! the order, and has no turn. No other request waits for it meanwhile, not even in quarantine.
 
 use crate::Scheduler;
 
 impl Scheduler {
-    /// Takes a waiting request out of the line until it is released. It owns nothing: it was
-    /// submitted, or the hand has died ([`Self::reset`]), and nothing was planned since.
+    /// Takes a waiting request out of the line until it is released. The request has no slot and no
+    /// page: it was just submitted, or the hand has died ([`Self::reset`]) and nothing was planned
+    /// since.
     pub fn hold(&mut self, id: u64) {
         let Some(&handle) = self.by_id.get(&id) else { return };
         let entry = &mut self.requests[handle];
@@ -20,7 +21,8 @@ impl Scheduler {
         self.shares.gone(handle);
     }
 
-    /// Puts a held request back into the line, in its place. False: none of that name is held.
+    /// Puts a held request back into the line, in its place. False: there is no held request with
+    /// this id.
     pub fn release(&mut self, id: u64) -> bool {
         let Some(&handle) = self.by_id.get(&id) else { return false };
         let entry = &mut self.requests[handle];
@@ -36,7 +38,7 @@ impl Scheduler {
         true
     }
 
-    /// Ids of the held requests, the same order in every run.
+    /// Ids of the held requests, in an order that is the same in every run.
     pub fn held(&self) -> impl Iterator<Item = u64> {
         let held = self.requests.iter().filter(|(_, entry)| entry.request.held);
         held.map(|(_, entry)| entry.request.id)

@@ -34,8 +34,8 @@ pub struct PromptImage {
 }
 
 impl PromptImage {
-    /// The images of a prompt, of which the first position and the grid are known, in the order of
-    /// their positions. None overlaps another.
+    /// The images of a prompt in the order of their positions. Each comes with its first position
+    /// and its grid. None overlaps another.
     #[must_use]
     pub fn place(images: impl IntoIterator<Item = (ImageId, u32, Grid)>) -> Arc<[Self]> {
         let mut saved = 0;
@@ -47,8 +47,8 @@ impl PromptImage {
         placed.collect()
     }
 
-    /// The `images` that meet the block of `size` positions from `start` on, in the form that names
-    /// of blocks use.
+    /// The `images` that overlap the block of `size` positions from `start` on, in the form for
+    /// block names.
     pub fn within(
         images: &[Self],
         start: u32,
@@ -62,8 +62,8 @@ impl PromptImage {
         })
     }
 
-    /// The names of the full blocks at the beginning of `tokens`, in which these images stand, for
-    /// requests with this salt.
+    /// The names of the full blocks at the beginning of `tokens`, for requests with this salt.
+    /// `images` are the images at these positions.
     #[must_use]
     pub fn chain(
         namer: &Namer,
@@ -81,14 +81,14 @@ impl PromptImage {
         tokens.chunks_exact(page_size).enumerate().map(name).collect()
     }
 
-    /// The position behind it.
+    /// The position behind the image.
     #[must_use]
     pub fn end(&self) -> u32 {
         self.span.position + self.span.grid.positions()
     }
 }
 
-/// The largest number of words of a plan that says where images stand, with their pages.
+/// The largest number of words of a plan that names the places of images and their pages.
 #[must_use]
 pub fn image_words(images: &[PromptImage]) -> u64 {
     // A page has one position at least.
@@ -116,9 +116,9 @@ pub(crate) struct Images {
     /// Residents that have images which are not behind them.
     seeing: BTreeMap<Key, Handle>,
     next_number: u32,
-    /// Numbers of images that the hand is still to hear that nobody wants.
+    /// Numbers of images that the hand can drop, and does not know yet.
     given_up: Vec<u32>,
-    /// The places of patches that nobody will read.
+    /// The places of patches that no plan will read.
     unread: Vec<u32>,
     counters: ImageStats,
 }
@@ -259,8 +259,7 @@ impl Entry {
 }
 
 impl Scheduler {
-    /// The largest number of positions that one row of a request may have now, as far as images are
-    /// concerned.
+    /// The largest number of positions that images allow for one row of a request now.
     pub(crate) fn visible(&self, handle: Handle) -> u32 {
         let entry = &self.requests[handle];
         if entry.request.images.is_empty() {
@@ -275,8 +274,7 @@ impl Scheduler {
         self.images.as_ref().is_some_and(|images| images.seeing.contains_key(key))
     }
 
-    /// A resident gets its slot: the plan says where its images stand, and those that are nowhere
-    /// are wanted.
+    /// Gives a resident's images to the plan. Images that are nowhere become wanted.
     pub(crate) fn see_images(
         &mut self,
         handle: Handle,
@@ -308,7 +306,8 @@ impl Scheduler {
         }
     }
 
-    /// The patches of a wanted image are in the arena. False: nobody needs them there.
+    /// Notes that the patches of a wanted image are in the arena. False: no request needs them any
+    /// more.
     pub fn image_placed(&mut self, image: ImageId, patches: u32) -> bool {
         let Some(images) = &mut self.images else { return false };
         match images.work.get_mut(&image) {
@@ -320,8 +319,9 @@ impl Scheduler {
         }
     }
 
-    /// An image can't be had: ends every request that waits for it, without an event, and gives
-    /// their ids, and which of their images it is.
+    /// Ends every request that waits for an image, because the image can't be had. Ends come
+    /// without an event. Gives the ids of the requests, and the number of the image among each
+    /// request's.
     pub fn image_failed(&mut self, image: ImageId) -> Vec<(u64, usize)> {
         let needs = |handle: &&Handle| self.requests[**handle].needs(image);
         let Some(images) = self.images.as_ref().filter(|images| {
@@ -341,8 +341,8 @@ impl Scheduler {
         ended.collect()
     }
 
-    /// Appends where patches begin that nobody will read any more, although [`Event::ImageRead`]
-    /// never comes.
+    /// Appends the places of patches that no plan will read any more, and for which
+    /// [`Event::ImageRead`] never comes.
     pub fn take_unread_patches(&mut self, into: &mut Vec<u32>) {
         if let Some(images) = &mut self.images {
             into.append(&mut images.unread);
@@ -443,8 +443,8 @@ impl Scheduler {
         Next::Nothing
     }
 
-    /// Reserves pages for an image's output: whoever began without them could wait for another who
-    /// does the same.
+    /// Reserves pages for an image's output. An image that began without pages could wait for
+    /// another that does the same.
     fn start_image(&mut self, image: &PromptImage) -> bool {
         let Some(images) = &mut self.images else { return false };
         let Some(pages) = images.pool.allocate(images.pages_of(image.span.grid)) else {
@@ -461,7 +461,8 @@ impl Scheduler {
         false
     }
 
-    /// The last layers of an image are planned: whoever needs it gets its pages.
+    /// Notes that the last layers of an image are planned. Requests that need the image get its
+    /// pages.
     fn image_done(&mut self, work: TowerWork, id: ImageId, plan: &mut StepPlan) {
         let Some(images) = &mut self.images else { return };
         let Some(Work::Encoding { pages: done, .. }) = images.work.remove(&id) else { return };
@@ -482,8 +483,8 @@ impl Scheduler {
         images.pool.release(done);
     }
 
-    /// Takes back the pages of all images but the next one of whoever has them. They stay in the
-    /// pool until the room is needed.
+    /// Takes back the pages of all images except each request's next one. They stay in the pool
+    /// until the room is needed.
     fn free_images_ahead(&mut self) {
         let Some(images) = &self.images else { return };
         let seeing: Vec<Handle> = images.seeing.values().copied().collect();
@@ -498,8 +499,8 @@ impl Scheduler {
         }
     }
 
-    /// A row of the plan has come to the request's position `computed`: what is behind it is not
-    /// needed after the step.
+    /// Notes that a row of the plan has reached the request's position `computed`. Images behind it
+    /// are not needed after the step.
     pub(crate) fn pass_images(&mut self, handle: Handle) {
         let entry = &mut self.requests[handle];
         let Some(images) = self.images.as_mut().filter(|_| !entry.request.images.is_empty()) else {
@@ -542,7 +543,8 @@ impl Scheduler {
         }
     }
 
-    /// The least important request that holds image pages, or for which the tower does, except one.
+    /// The least important request with image pages, or with an image in the tower. One request is
+    /// excluded.
     pub(crate) fn holds_images(&self, except: Handle) -> Option<Handle> {
         let images = self.images.as_ref()?;
         let encoding =

@@ -1,4 +1,4 @@
-//! Invariants that hold between any two calls.
+//! Invariants that hold before and after each call.
 
 use std::collections::HashMap;
 
@@ -9,9 +9,9 @@ use crate::request::Entry;
 use crate::{FlightRow, Handle, Scheduler, State};
 
 impl Scheduler {
-    /// Walks over everything and compares. Pages and slots are all accounted for. Each request's
-    /// numbers agree with its tokens, its pages and the steps in flight. Each queue holds the
-    /// requests that belong there. O(everything), for idle moments and tests.
+    /// Walks over all state and compares. All pages and slots are accounted for. Each request's
+    /// numbers agree with its tokens, its pages and the steps in flight. Each queue holds the right
+    /// requests. The time is proportional to the state, so this is for idle moments and tests.
     ///
     /// # Errors
     /// The fault, in words.
@@ -87,7 +87,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Leases of image pages are those of residents, of the tower, and of what is retired.
+    /// Checks that leases of image pages belong to residents, to the tower, or to retired requests.
     fn check_images(&self) -> Result<(), String> {
         let Some(images) = &self.images else { return Ok(()) };
         let residents = self.requests.iter().filter_map(|(_, entry)| entry.state.residence());

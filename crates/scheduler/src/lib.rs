@@ -6,30 +6,30 @@
 //! row's input token is gathered on the device, so a step can be planned before the last one's
 //! tokens are known.
 //!
-//! A request carries `cached <= computed <= total`. These are the positions found in the prefix
-//! cache, the positions computed or planned, and the tokens. Tokens count if they exist or will
-//! exist when the steps in flight are done. A request can be planned while `computed < total`. A
-//! row that reaches `total` samples, or ends a request that asks for a vector of its prompt
-//! ([`forebay_protocol::SlotSpec::pooling`]). A row that samples gives one token, or several where
-//! the hand does that ([`SchedulerConfig::tokens_a_row`]).
+//! A request carries `cached <= computed <= total`. `cached` counts positions found in the prefix
+//! cache, and `computed` those computed or planned. `total` counts tokens that exist, or will exist
+//! when the steps in flight are done. A request can be planned while `computed < total`. A row that
+//! reaches `total` samples a token. For a request that wants a vector
+//! ([`forebay_protocol::SlotSpec::pooling`]) it is the last row. A sampling row gives one token, or
+//! several if the hand can do that ([`SchedulerConfig::tokens_a_row`]).
 //!
 //! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is
 //! one row, and many share a step.
 //!
 //! With a host tier ([`SchedulerConfig::host`]) blocks outlive the device's memory. Plans name
-//! copies of pages, results report their ends. A request whose blocks are in host memory is
-//! admitted and has no row until they are back; others go on meanwhile. A plan may also have no
-//! rows, only copies, or nothing: then the hand answers when a copy has ended.
+//! copies of pages, and results report their ends. A request whose blocks are in host memory is
+//! admitted, and has no row until they are back. Others go on meanwhile. A plan may also have only
+//! copies, or nothing. Then the hand answers when a copy has ended.
 //!
-//! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images: plans compute them
-//! some layers a step, and rows end before an image that is not there yet.
+//! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images. Plans compute some
+//! layers of an image a step. Rows end before an image that is not computed yet.
 //!
-//! A request whose payload is not where the hand reads yet is held ([`Request::held`]).
+//! A request is held while its payload is not yet in the memory of its hand ([`Request::held`]).
 //!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
-//! The files have these rules:
+//! Each file has some of these rules:
 //!
 //! - `queue`: the next request; `share`: the request that has to give way.
 //! - `plan`: the rows; `words`: the size of a plan; `prompts`: log-probabilities of prompts.
@@ -38,7 +38,7 @@
 //! - `retire`: slots and pages, preemption; `apply`: tokens, ends.
 //! - `reset`: the hand's death, quarantine; `integrity`: facts that are always true.
 //!
-//! A request's two tokens, from a device that says 42 whatever it is asked:
+//! A request's two tokens, from a device that samples 42 for every request:
 //!
 //! ```
 //! use forebay_protocol::{ROW_OK, StepPlan, StepResult};
@@ -125,8 +125,8 @@ pub use crate::request::{Past, Request};
 pub use crate::view::{Phase, Planned, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
-/// The largest number of plans whose results are outstanding. A caller may stay below: with one at
-/// a time it is the serial loop, and gives the same tokens.
+/// The largest number of plans whose results are outstanding. With one plan at a time the caller
+/// has the serial loop, and gets the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
 
 /// A row of a step in flight.
@@ -190,7 +190,7 @@ pub struct Scheduler {
     requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
     next_arrival: i64,
-    /// The place of the next one that another scheduler had admitted.
+    /// The arrival number for the next request that another scheduler had admitted.
     next_return: i64,
 
     /// The waiting requests, without the suspects.
@@ -221,17 +221,17 @@ pub struct Scheduler {
     counters: Stats,
     planned: Planned,
     rates: Rates,
-    /// `None`: the model sees none.
+    /// The images; `None`: the model takes none.
     images: Option<Images>,
     /// Leading blocks of requests that ended before all of these were saved.
     unfinished: Vec<Vec<BlockHash>>,
 }
 
 impl Scheduler {
-    /// A scheduler with nothing to do. The first step is 1.
+    /// A scheduler without requests. The first step is 1.
     ///
     /// # Panics
-    /// With a number in `config` that is 0 and must not be.
+    /// A number in `config` is 0 although it must not be.
     #[must_use]
     pub fn new(config: SchedulerConfig) -> Self {
         let numbers = [config.slots, config.max_running, config.page_size, config.tokens_a_row];
@@ -282,8 +282,8 @@ impl Scheduler {
         }
     }
 
-    /// Queues a request. It was validated before: unique id, at least one prompt token and one
-    /// token to generate, and alone it fits into the page pool.
+    /// Queues a validated request. Its id is unique. It has at least one prompt token and one token
+    /// to generate. It fits into the page pool if it runs alone.
     pub fn submit(&mut self, request: Request) {
         debug_assert!(!request.prompt.is_empty(), "validated");
         let pools = request.spec.pooling.is_some();
@@ -335,8 +335,8 @@ impl Scheduler {
         self.shares.changed();
     }
 
-    /// Ends a request without an event: the caller tells its client. False: there is no such
-    /// request (any more).
+    /// Ends a request without an event; the caller tells its client. False: there is no such
+    /// request, or no more.
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(&handle) = self.by_id.get(&id) else {
             return false;
@@ -345,14 +345,14 @@ impl Scheduler {
         true
     }
 
-    /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now;
-    /// false: blocks of running requests stay.
+    /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now.
+    /// False: blocks of running requests stay.
     pub fn flush_cache(&mut self) -> bool {
         self.images.iter_mut().for_each(Images::flush);
         self.tiers.flush()
     }
 
-    /// Appends which blocks entered and left the prefix cache since the last time.
+    /// Appends the blocks that entered or left the prefix cache since the last call.
     pub fn take_block_events(&mut self, into: &mut Vec<BlockEvent>) {
         self.tiers.take_events(into);
     }
@@ -380,7 +380,7 @@ impl Scheduler {
         self.in_flight.len()
     }
 
-    /// The requests of the masked rows of the plan that was made last, in row order.
+    /// The requests of the masked rows of the newest plan, in row order.
     pub fn masked(&self) -> impl Iterator<Item = u64> {
         let rows = self.in_flight.back().map_or(&[][..], |flight| &flight.rows);
         let masked = rows.iter().filter(|row| row.want == Want::Masked);
@@ -393,13 +393,13 @@ impl Scheduler {
         self.in_flight.iter().any(|flight| flight.handles().next().is_some())
     }
 
-    /// Copies between tiers whose ends were not reported.
+    /// Copies between tiers whose ends are not reported yet.
     #[must_use]
     pub fn copies_outstanding(&self) -> usize {
         self.tiers.outstanding()
     }
 
-    /// Ids of the live requests, the same order in every run.
+    /// Ids of the live requests, in an order that is the same in every run.
     pub fn live(&self) -> impl Iterator<Item = u64> {
         self.requests.iter().map(|(_, entry)| entry.request.id)
     }

@@ -1,5 +1,5 @@
-//! The rows of the next step: the decoding requests, then those in the middle of prefill, then
-//! those whose blocks have come back, then new ones. In quarantine: one suspect, alone.
+//! The rows of the next step, in this order: decoding requests, requests in the middle of prefill,
+//! requests whose blocks have come back, new requests. In quarantine there is one suspect, alone.
 
 use std::ops::Bound;
 
@@ -13,9 +13,9 @@ use crate::view::Planned;
 use crate::{Event, FlightRow, Handle, MAX_IN_FLIGHT, Scheduler, State};
 
 impl Scheduler {
-    /// Plans the next step. False: there is nothing to do now, because nothing is runnable or all
-    /// of it waits for results in flight. `plan` is empty then, but `events` may tell of
-    /// preemptions. As long as copies are under way, there is something to do.
+    /// Plans the next step. False: no request can run now, or all wait for results in flight.
+    /// `plan` is empty then, but `events` may report preemptions. While copies are under way, there
+    /// is always a plan.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.next_step);
         // Where a row may give several tokens, how many they were decides where the next one
@@ -63,7 +63,7 @@ impl Scheduler {
         self.in_flight.push_back(std::mem::replace(&mut self.building, empty));
     }
 
-    /// Plans rows for all that there is room for; returns how many of them decode.
+    /// Plans rows for all requests with room. Gives the number of decode rows.
     fn plan_everybody(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> usize {
         self.give_way(events);
         self.relieve(plan);
@@ -80,8 +80,8 @@ impl Scheduler {
         decodes
     }
 
-    /// Plans a row for a suspect and for nobody else: the others keep their pages as far as it does
-    /// not need them, and wait. Returns how many of its rows decode.
+    /// Plans a row for a suspect and for no other request. The others wait, and keep the pages that
+    /// the suspect does not need. Gives the number of decode rows.
     fn plan_suspect(
         &mut self,
         handle: Handle,
@@ -331,7 +331,7 @@ impl Scheduler {
         (self.residents.len() as u64) < most
     }
 
-    /// The waiting request whose turn it is; nobody overtakes it.
+    /// The waiting request whose turn it is. No request overtakes it.
     pub(crate) fn next_candidate(&self) -> Option<Ticket> {
         self.shares.promised().or_else(|| self.queue.first())
     }
@@ -394,9 +394,8 @@ impl Scheduler {
         self.prefills.insert(entry.key, handle);
     }
 
-    /// Plans up to `most` of a resident's positions and returns how many. The row that reaches
-    /// `total` samples, and from then on the request decodes; or it pools, and there is nothing
-    /// more to plan.
+    /// Plans up to `most` of a resident's positions. Gives their number. The row that reaches
+    /// `total` samples, and then the request decodes. A pooled request has no further rows then.
     fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
         let most = most.min(self.visible(handle));
         // The positions that one row chooses have room in the hot rows, those of several may not.

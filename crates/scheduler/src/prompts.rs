@@ -1,21 +1,22 @@
-//! Log-probabilities of prompts: those that a row gives, and those of a result that are new.
+//! Log-probabilities of prompts: those of a row, and the new ones of a result.
 //!
-//! A token's log-probabilities are those of the logits of the position before it. So a request that
-//! wants them computes all positions from before the first such token on, cached or not. Each of
-//! its rows gives those of the tokens after its positions. Rows of an earlier stay may still be in
-//! flight when the request computes its prompt again. A log-probability is not told twice.
+//! The log-probabilities of a token come from the logits of the position before it. So a request
+//! that wants them computes all positions from the one before the first such token on, cached or
+//! not. Each of its rows gives those of the tokens after its positions. A preempted request
+//! computes its prompt again, and may still have rows in flight from before. A log-probability is
+//! not reported twice.
 
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
 use crate::request::Entry;
 use crate::{Event, Finish, FlightRow, Handle, Scheduler};
 
-/// The tokens of a prompt whose log-probabilities a client wants: all from some position on.
+/// The tokens of a prompt whose log-probabilities a client wants: all from one position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptTail {
-    /// Position of the first token, at least 1. It moves on as they are told.
+    /// The position of the first token, at least 1. It moves on as log-probabilities are reported.
     pub first: u32,
-    /// The number of most likely tokens that come beside each token.
+    /// The number of most likely tokens that are reported beside each token.
     pub most: u8,
 }
 
@@ -30,7 +31,7 @@ impl Entry {
         self.limit > self.prompt_len
     }
 
-    /// Positions to compute, as far as tokens exist.
+    /// Positions to compute, up to the last known token.
     pub(crate) fn goal(&self) -> u32 {
         // Nobody asks what follows the last token of a prompt of which nothing but its own tokens
         // is wanted.
@@ -79,7 +80,7 @@ impl Scheduler {
         u32::try_from(left.max(usize::from(taken == 0))).unwrap_or(u32::MAX)
     }
 
-    /// Notes what a new row gives of its prompt.
+    /// Notes the prompt's tokens for which a new row gives log-probabilities.
     pub(crate) fn wanted_of(
         &mut self,
         handle: Handle,
@@ -91,8 +92,8 @@ impl Scheduler {
         Some(want)
     }
 
-    /// Tells what a row gave of its prompt, as far as it is new. False: that was all that the
-    /// request wanted, and it has ended.
+    /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
+    /// ended.
     pub(crate) fn tell_prompt(
         &mut self,
         row: &FlightRow,

@@ -1,12 +1,12 @@
 //! Waiting requests, and the order in which they are admitted.
 //!
-//! Ranks (priorities) go first one after the other. Within a rank, a request that was admitted
-//! before goes first, by arrival. The others take turns by client, and each client's own requests
-//! go by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). A request costs
-//! its prompt and the tokens that it may generate. Its client's next one starts at its end in
-//! virtual time, and the earliest start goes first. Virtual time grows by an even share of the
-//! admitted work, so that a stream of new clients cannot keep an older one waiting for ever. When
-//! nobody of a rank waits, its clients owe nothing any more.
+//! Ranks (priorities) are served one after the other. Within a rank, requests that were admitted
+//! before go first, by arrival. The others take turns by client, and each client's own requests go
+//! by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). The cost of a
+//! request is its prompt and the tokens that it may generate. The next request of its client starts
+//! at its end in virtual time, and the earliest start goes first. Virtual time grows by an even
+//! share of the admitted work, so a stream of new clients cannot keep an older one waiting for
+//! ever. When no request of a rank waits, its clients have no debts any more.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -17,11 +17,11 @@ use crate::request::Key;
 pub(crate) const PROBE_RANK: i64 = i64::MIN;
 /// Units of virtual time a token, so that an even share of a small cost is more than nothing.
 const UNITS: u64 = 256;
-/// Clients without waiting requests that a rank remembers, before it forgets those that owe
-/// nothing. Twice as many are the most.
+/// The number of idle clients that a rank remembers before it forgets those without debts. It never
+/// remembers more than twice as many.
 const REMEMBERED: usize = 1 << 14;
 
-/// A waiting request, as far as turns depend on it.
+/// The data of a waiting request that its turn depends on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ticket {
     pub(crate) key: Key,
@@ -50,15 +50,15 @@ struct Lane {
     /// Clients with waiting requests, by the start of their first one and then by its arrival.
     turns: BTreeMap<(u64, i64), u64>,
     clients: HashMap<u64, Account>,
-    /// Clients to remember before looking for those that owe nothing.
+    /// The number of remembered clients at which those without debts are looked for.
     sweep_at: usize,
 }
 
 /// A client's requests of one rank.
 #[derive(Debug, Default)]
 struct Account {
-    /// The start of its first waiting request, or of its next one: the end of the last one that was
-    /// admitted.
+    /// The start of its first waiting request, or of its next one, which is the end of the last
+    /// admitted one.
     start: u64,
     /// The waiting requests, by arrival.
     waiting: BTreeMap<i64, Ticket>,
@@ -114,8 +114,7 @@ impl Queue {
         ranks.contains(&Some(PROBE_RANK))
     }
 
-    /// The next request of a rank among those that were never admitted, without regard to others
-    /// that go before them.
+    /// The next request of a rank among those that were never admitted. Others may go before it.
     pub(crate) fn first_fresh(&self, rank: i64) -> Option<Ticket> {
         self.lanes.get(&rank)?.first()
     }
@@ -223,8 +222,8 @@ mod tests {
     use super::*;
     use crate::slab::Slab;
 
-    /// The same in plain words, with everything looked for again each time and nobody forgotten as
-    /// long as anybody of the rank waits.
+    /// The same algorithm in plain words. It searches everything each time, and forgets no client
+    /// while any request of the rank waits.
     #[derive(Default)]
     struct Naive {
         returning: Vec<Ticket>,

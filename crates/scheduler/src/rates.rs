@@ -1,4 +1,4 @@
-//! The quicker way to blocks: to bring them back, or to compute them again.
+//! The choice of the quicker way to blocks: restore them, or compute them again.
 
 /// Weight of the newest measurement in a running mean, one in so many.
 const NEWEST: f64 = 8.0;
@@ -6,7 +6,7 @@ const NEWEST: f64 = 8.0;
 /// The factor on the time of a restore that is not tried.
 const FADING: f64 = 0.95;
 
-/// Running means of what the device took.
+/// Running means of the device's times.
 #[derive(Debug, Default)]
 pub(crate) struct Rates {
     /// Microseconds a page that is restored.
@@ -20,7 +20,7 @@ fn learn(mean: &mut Option<f64>, measured: f64) {
 }
 
 impl Rates {
-    /// A step computed so many positions, of which `single` were one a row.
+    /// Notes the time of a step with so many positions, of which `single` were in rows of one.
     pub(crate) fn computed(&mut self, positions: u32, single: u32, device_us: u32) {
         // What decode rows cost is not what a position of a chunk costs.
         if positions > 2 * single && device_us > 0 {
@@ -28,7 +28,7 @@ impl Rates {
         }
     }
 
-    /// So many pages were restored in this time.
+    /// Notes the time of a restore of so many pages.
     pub(crate) fn restored(&mut self, pages: u64, us: u32) {
         if pages > 0 && us > 0 {
             learn(&mut self.restore_us, f64::from(us) / pages as f64);

@@ -1,5 +1,4 @@
-//! A request as the scheduler sees it: its tokens, its three numbers, and its property on the
-//! device.
+//! A request in the scheduler: its tokens, its three numbers, and its slot and pages.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,49 +11,51 @@ use crate::prompts::PromptTail;
 use crate::queue::Ticket;
 use crate::slab::Handle;
 
-/// A validated request. Nothing in it can be refused any more; only capacity can refuse it.
+/// A validated request. Only a lack of capacity can refuse it.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
-    /// Unique name among the live requests.
+    /// The id, unique among the live requests.
     pub id: u64,
-    /// Prompt token ids, at least one, each below the vocabulary size. With embeddings they only
-    /// say how many positions the prompt has. The choices of a prompt share them; each gets its own
-    /// copy when it is admitted.
+    /// Prompt token ids, at least one, each below the vocabulary size. For a prompt of embeddings
+    /// only their number counts. The choices of a prompt share them, and each gets its own copy at
+    /// its admission.
     pub prompt: Arc<[i32]>,
-    /// Images in it, in order ([`PromptImage::place`]). The tokens at their positions mean nothing.
+    /// The images of the prompt, in order ([`PromptImage::place`]). The tokens at their positions
+    /// mean nothing.
     pub images: Arc<[PromptImage]>,
-    /// Tokens that were generated before, by another brain or another replica; none is a stop id,
-    /// and they are fewer than `max_tokens`, which counts them. The request goes on after them,
-    /// exactly as if it had generated them here, and only new tokens come out.
+    /// Tokens that another brain or replica has generated. None is a stop id. They count towards
+    /// `max_tokens` and are fewer. The request goes on after them as if they were generated here.
+    /// Only new tokens are reported.
     pub generated: Vec<i32>,
-    /// Names of the leading full blocks of both, as far as somebody has computed them already.
+    /// Names of the leading full blocks of prompt and generated tokens, as far as they are known
+    /// already.
     pub names: Arc<[BlockHash]>,
-    /// The largest number of tokens to generate; 0 where the prompt is pooled, or nothing but
-    /// log-probabilities of its tokens is wanted. `prompt.len() + max_tokens` is at most the
+    /// The largest number of tokens to generate. It is 0 for a pooled prompt, or if only
+    /// log-probabilities of the prompt are wanted. `prompt.len() + max_tokens` is at most the
     /// context length, and fits into the page pool, if the model has one.
     pub max_tokens: u32,
-    /// The parameters that the device needs of it.
+    /// The parameters of the request on the device.
     pub spec: SlotSpec,
     /// True if masks restrict the request's tokens. Its rows are
-    /// [`forebay_protocol::Want::Masked`], and somebody else fills the masks.
+    /// [`forebay_protocol::Want::Masked`], and the caller fills the masks.
     pub masked: bool,
-    /// Log-probabilities of the prompt's tokens; for prompts of tokens, not of embeddings, that are
-    /// not pooled.
+    /// The demand for log-probabilities of the prompt's tokens. It needs a prompt of tokens, not of
+    /// embeddings, that is not pooled.
     pub prompt_logprobs: Option<PromptTail>,
-    /// Larger is sooner, under [`crate::Policy::Priority`].
+    /// The priority; larger goes first, under [`crate::Policy::Priority`].
     pub priority: i32,
     /// The request's client: within a priority, clients take turns.
     pub client: u64,
-    /// True if the request asks whether the model computes. It goes before all others, and a full
-    /// queue does not refuse it. It need not wait for one of
-    /// [`crate::SchedulerConfig::max_running`].
+    /// True for a check that the model computes. It goes before all others, and a full queue does
+    /// not refuse it. It runs even if [`crate::SchedulerConfig::max_running`] requests run.
     pub probe: bool,
-    /// Requests share cached blocks only with requests of the same salt; 0: none was asked for.
+    /// The salt. Requests share cached blocks only with requests of the same salt; 0: the request
+    /// names none.
     pub cache_salt: u64,
     /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
-    /// took it. It is only told ([`crate::Scheduler::views`]).
+    /// took it. It is only for display ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
-    /// True if its payload is not yet in the memory of its hand. It has no turn before
+    /// True if the payload is not yet in the memory of the hand. The request has no turn before
     /// [`crate::Scheduler::release`].
     pub held: bool,
     /// The history with another scheduler, if there was one.
@@ -65,21 +66,21 @@ pub struct Request {
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
-    /// True if the other scheduler had admitted it. It then goes before requests that never were
-    /// admitted, and its next admission is a replay.
+    /// True if the other scheduler had admitted the request. It then goes before requests that were
+    /// never admitted, and its next admission is a replay.
     pub admitted: bool,
-    /// The number of positions up to which a suspect is tried alone. A suspect may have killed the
-    /// hand of the other scheduler. `None`: it is no suspect.
+    /// The number of positions up to which a suspect runs alone. A suspect may have killed the hand
+    /// of the other scheduler. `None`: it is no suspect.
     pub suspect: Option<u32>,
 }
 
-/// Place in the order of importance; smaller is more important. Kept for life, so whoever was
-/// preempted or replayed comes back first.
+/// The place in the order of importance. A smaller one is more important. It never changes, so a
+/// preempted or replayed request comes back first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
-    /// Negated priority, or 0 for everybody.
+    /// The negated priority, or 0 for all requests.
     pub(crate) rank: i64,
-    /// Below 0 for those that came from another scheduler, which had admitted them.
+    /// The arrival number. It is below 0 for requests that another scheduler had admitted.
     pub(crate) arrival: i64,
 }
 
@@ -184,7 +185,7 @@ pub(crate) struct Entry {
     /// queue have one prompt.
     pub(crate) request: Request,
     pub(crate) key: Key,
-    /// Prompt and generated tokens as far as they are known; empty before the first admission.
+    /// Known prompt and generated tokens; empty before the first admission.
     pub(crate) tokens: Vec<i32>,
     pub(crate) prompt_len: u32,
     /// The largest number of tokens it may ever have.
@@ -198,8 +199,7 @@ pub(crate) struct Entry {
     pub(crate) state: State,
     /// The parent of the first block.
     root: BlockHash,
-    /// Names of its leading full blocks, as far as they were needed; empty before the first
-    /// admission.
+    /// Known names of its leading full blocks; empty before the first admission.
     pub(crate) names: Vec<BlockHash>,
     /// True if the request's blocks were brought back from the host tier before its turn, once.
     pub(crate) prefetched: bool,
@@ -273,7 +273,7 @@ impl Entry {
         (shared + self.tokens.len()) as u32
     }
 
-    /// Takes a copy of its own of what it shared: it is about to be admitted.
+    /// Copies its shared data, before its admission.
     pub(crate) fn settle(&mut self) {
         if !self.tokens.is_empty() {
             return;

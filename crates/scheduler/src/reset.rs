@@ -1,20 +1,20 @@
 //! The death of the hand, and the search for the request that killed it.
 //!
 //! Each request that had a row in flight when the hand died is a *suspect*. Suspects are replayed
-//! first, one at a time and alone in flight (*quarantine*). A suspect's turn lasts until it has got
-//! past the point that it had reached, or has ended. Other residents keep their pages and have no
-//! rows meanwhile. A suspect that is in flight when the hand dies again was alone with it: it is
-//! *poisoned* and given up. So no request is given up for the deed of another, and none before it
-//! was in flight at two deaths. If another replica takes the requests over, suspects remain
-//! suspects there.
+//! first, one at a time and alone in flight (*quarantine*). A suspect's turn lasts until it is past
+//! the position that it had reached before, or has ended. Other residents keep their pages and have
+//! no rows meanwhile. If the hand dies again, the suspect in flight was alone. It is then
+//! *poisoned*, and is given up. So no request is given up for the fault of another, and none before
+//! its second death in flight. If another replica takes the requests over, suspects stay suspects
+//! there.
 
 use crate::request::Entry;
 use crate::{Flight, FlightRow, Request, Scheduler};
 
 impl Scheduler {
-    /// The hand died: nothing is left of the device's state and of the steps in flight. Live
-    /// requests wait to be replayed from their prompt and the tokens known so far. Returns the ids
-    /// of poisoned requests; they are removed and have no event.
+    /// Forgets the device's state and the steps in flight, because the hand died. Live requests
+    /// wait to be replayed from their prompt and the known tokens. Gives the ids of poisoned
+    /// requests. These are removed and have no event.
     pub fn reset(&mut self) -> Vec<u64> {
         // With no row in flight it can only have been a copy.
         self.start_again(!self.computes())
@@ -100,9 +100,8 @@ impl Scheduler {
         !self.suspects.is_empty()
     }
 
-    /// Gives every live request away, the most important first, to be submitted to another
-    /// scheduler. No step may be in flight: they are surrendered after [`Self::reset`], or before
-    /// there was a step.
+    /// Gives all live requests away for another scheduler, the most important first. No step may be
+    /// in flight. So the caller does this after [`Self::reset`], or before the first step.
     pub fn surrender(&mut self) -> Vec<Request> {
         debug_assert!(self.in_flight.is_empty(), "results would come for nobody");
         self.release_everything();

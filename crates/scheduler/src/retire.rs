@@ -7,7 +7,7 @@ use crate::{Event, Handle, Retired, Scheduler, State};
 
 impl Scheduler {
     /// Takes the pages of a resident for another request. It computes them again when its turn
-    /// comes; what it named stays in the cache as long as possible, and tokens in flight still
+    /// comes. Its named blocks stay in the cache as long as possible, and tokens in flight still
     /// count.
     pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.vacate(handle);
@@ -83,8 +83,8 @@ impl Scheduler {
         self.blocked = None;
     }
 
-    /// Returns everything to the pool, whatever is in flight: the device is gone, or the scheduler
-    /// is.
+    /// Returns everything to the pool, whatever is in flight, because the device or the scheduler
+    /// is gone.
     pub(crate) fn release_everything(&mut self) {
         self.shares.forget_promise();
         while let Some(flight) = self.in_flight.pop_front() {

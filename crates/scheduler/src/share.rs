@@ -1,6 +1,6 @@
-//! Fair shares of the running requests. An admitted request keeps its slot until it ends. With
-//! turns in the queue alone, a client that came first with long requests would therefore hold every
-//! slot for as long as these take.
+//! Fair shares of the running requests. An admitted request keeps its slot until it ends. So turns
+//! in the queue are not enough: a client that comes first with long requests would hold every slot
+//! until they end.
 
 use std::collections::HashMap;
 
@@ -16,7 +16,7 @@ const YIELD_SHARE: u64 = 4;
 pub(crate) struct Shares {
     /// Residents of each client that has any.
     residents: HashMap<u64, u32>,
-    /// The request for which another gave way: it is the next to be admitted.
+    /// The next request to be admitted, for which another gave way.
     promised: Option<Ticket>,
     /// The step before which no request has to give way.
     rested_at: u64,
@@ -66,13 +66,13 @@ impl Shares {
 }
 
 impl Scheduler {
-    /// Makes room for the next request whose client has nothing running: a resident gives way. It
-    /// is the least important resident of a client with more than an even share, and no more
-    /// important than the request. The request is then the next to be admitted.
+    /// Makes room for the next request if its client has nothing running. A resident gives way: the
+    /// least important one of a client with more than an even share, and no more important than the
+    /// request. The request is then the next to be admitted.
     ///
-    /// This happens once a step at most, and so seldom that computing again takes no more than a
-    /// part of all steps. The call comes before any request has a row, since the one that gives way
-    /// must have none.
+    /// This happens once a step at most, and so seldom that repeated computation takes only a part
+    /// of all steps. It runs before any request has a row, since the resident that gives way must
+    /// have none.
     pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
         let shares = &self.shares;
         if !self.config.fair || shares.settled || self.next_step < shares.rested_at {

@@ -1,5 +1,5 @@
-//! Requests by index, with generations: a step in flight remembers whose its rows are, and finds
-//! out in O(1), without hashing, that the request is gone.
+//! Requests by index, with generations. A step in flight remembers the index and generation of each
+//! row's request. So it finds out in O(1), without hashing, that a request is gone.
 
 use std::ops::{Index, IndexMut};
 

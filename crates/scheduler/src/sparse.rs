@@ -1,10 +1,10 @@
 //! Sparse decoding from host memory: requests that go on while most of their pages are given up.
 //!
 //! Hot pages are a cache of host pages (HiSparse, SGLang #21932, with pages in place of its
-//! buffers). A page is saved whole when it is full, behind the rows that fill it; the newest
-//! positions lie in the last pages, which nobody takes. So nothing ever waits for a save. A request
-//! is *resident* with all its pages on the device until they run short. Then the one with most to
-//! give becomes *sparse*, and stays so until it ends or is preempted.
+//! buffers). A full page is saved whole, behind the rows that fill it. The newest positions lie in
+//! the last pages, which are never given up. So nothing ever waits for a save. A request is
+//! *resident* with all its pages on the device until pages run short. Then the request that can
+//! give up most pages becomes *sparse*. It stays sparse until it ends or is preempted.
 
 use std::ops::Range;
 
@@ -68,9 +68,10 @@ impl Scheduler {
         residence.is_some_and(|residence| residence.pages.is_sparse())
     }
 
-    /// [`Self::lease_pages`] for tiers in which every page has one of the host's tier behind it. A
-    /// request comes back sparse if it was sparse, or has outgrown the device's pages. It leaves
-    /// the saved blocks in the host tier, and computes the rest position by position.
+    /// Leases pages like [`Self::lease_pages`], for tiers in which every page has one of the host's
+    /// tier behind it. A request comes back sparse if it was sparse, or has outgrown the device's
+    /// pages. It leaves the saved blocks in the host tier, and computes the rest position by
+    /// position.
     pub(crate) fn lease_backed(&mut self, handle: Handle, sparse: Sparse) -> Option<Leased> {
         let page_size = self.config.page_size;
         let found = self.find_backed(handle);
@@ -179,8 +180,8 @@ impl Scheduler {
         Some(leased)
     }
 
-    /// Has sparse requests give up what was saved since, and makes some sparse if the device's
-    /// pages run short.
+    /// Has sparse requests give up newly saved pages, and makes some requests sparse if the
+    /// device's pages run short.
     pub(crate) fn relieve(&mut self, plan: &mut StepPlan) {
         let Some(sparse) = self.config.sparse else { return };
         let residents: Vec<Handle> = self.residents.values().copied().collect();
@@ -208,7 +209,7 @@ impl Scheduler {
         retired.map(|retired| retired.pages.leases().count() as u32).sum()
     }
 
-    /// Gives up pages of a sparse request from the front, as far as they are saved.
+    /// Gives up saved pages of a sparse request, from the front on.
     fn drop_saved(&mut self, handle: Handle, plan: &mut StepPlan) {
         let entry = &mut self.requests[handle];
         let Some(residence) = running(&mut entry.state).filter(|r| r.pages.is_sparse()) else {
@@ -289,8 +290,7 @@ impl Scheduler {
         true
     }
 
-    /// True if some resident has more to give up when blocks are saved. Those whose saves failed
-    /// are asked for again.
+    /// True if residents could give up more after saves. Failed saves are requested again.
     pub(crate) fn saves_will_help(&mut self) -> bool {
         let mut unsaved = false;
         for handle in self.decodes.iter().chain(self.prefills.values()) {

@@ -1,9 +1,9 @@
-//! The places of blocks: those of a request that are found in a tier, and the copies between the
-//! device's memory and the host's.
+//! The places of blocks: the blocks of a request in each tier, and the copies between the device's
+//! memory and the host's.
 //!
-//! Plans tell the hand of copies, results tell which have ended. Nothing waits for a save. A
-//! request waits for the restores of its own blocks, as an *arriving* resident: it has its slot and
-//! pages, and no row.
+//! Plans order copies, and results report their ends. Nothing waits for a save. A request waits for
+//! the restores of its own blocks. It is an *arriving* resident then: it has its slot and pages,
+//! and no row.
 
 use std::collections::VecDeque;
 use std::ops::Bound;
@@ -138,8 +138,8 @@ impl Scheduler {
         matches!(&self.requests[handle].state, State::Arriving { pending, .. } if pending.is_empty())
     }
 
-    /// The most important of those whose blocks have come back, if it goes before everybody in
-    /// prefill from there on and the plan has room for it.
+    /// The most important request whose blocks have come back. It has to go before all in prefill
+    /// from there on, and the plan must have room for it.
     pub(crate) fn next_arrival(&self, from: Bound<Key>, plan: &StepPlan) -> Option<Handle> {
         let before = self.prefills.range((from, Bound::Unbounded)).next().map(|(key, _)| key);
         let (key, &handle) = self.arriving.iter().find(|(_, at)| self.has_arrived(**at))?;
@@ -161,8 +161,8 @@ impl Scheduler {
         }
     }
 
-    /// Brings back blocks of those who are next, as far as pages are to be had without a loss and
-    /// nobody before them needs them.
+    /// Brings back blocks of the next requests. It uses pages that are free of loss and that no
+    /// earlier request needs.
     pub(crate) fn prefetch(&mut self) {
         let Some(host) = self.config.host.filter(|host| host.prefetch > 0) else { return };
         debug_assert!(self.config.sparse.is_none(), "they restore no index keys");
@@ -232,7 +232,7 @@ impl Scheduler {
         });
     }
 
-    /// Tells the hand of copies: restores first, somebody waits for them.
+    /// Adds copies to the plan. Restores are first, because requests wait for them.
     pub(crate) fn plan_copies(&mut self, plan: &mut StepPlan) {
         let Some(host) = self.config.host else { return };
         for _ in 0..host.copies_a_step {
@@ -257,8 +257,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes the ends of copies. Whoever waited for one that failed waits for its turn again, and
-    /// computes what it can't have.
+    /// Takes the ends of copies. A request whose restore failed waits for its turn again, and
+    /// computes the missing blocks.
     pub(crate) fn copies_ended(&mut self, result: &StepResult, events: &mut Vec<Event>) {
         let timing = result.copy_timing;
         self.counters.host.save_us += u64::from(timing.save_us);

@@ -1,5 +1,4 @@
-//! A look at the scheduler from outside: the plan that was made last, and the requests that are
-//! alive.
+//! A view of the scheduler for others: the newest plan, and the live requests.
 
 use serde::Serialize;
 
@@ -10,11 +9,11 @@ use crate::{Flight, Scheduler, State};
 pub struct Planned {
     /// Rows that decode.
     pub decode_rows: u32,
-    /// Rows that compute known tokens.
+    /// Rows that compute known tokens of a prompt.
     pub prefill_rows: u32,
     /// Positions of all rows.
     pub tokens: u32,
-    /// Images that the tower works on.
+    /// Images in the tower.
     pub images: u32,
 }
 
@@ -47,7 +46,7 @@ pub enum Phase {
     Decode,
 }
 
-/// A live request at one moment. It tells counts, and no token.
+/// A live request at one moment, as counts and without tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestView {
     /// The id of the request.
@@ -58,10 +57,10 @@ pub struct RequestView {
     pub prompt: u32,
     /// Positions that its last admission found in a tier.
     pub cached: u32,
-    /// Positions that are computed, or will be when the steps in flight are done; those of tokens
-    /// that are still unknown are not counted.
+    /// Positions that are computed, or will be when the steps in flight are done. Positions of
+    /// tokens that are not known yet do not count.
     pub computed: u32,
-    /// Tokens that it has generated.
+    /// Tokens that the request has generated.
     pub generated: u32,
     /// The largest number of tokens that it may generate.
     pub max_tokens: u32,

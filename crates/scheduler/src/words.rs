@@ -1,9 +1,9 @@
-//! The size of plans. The hand refuses a frame of more than [`MAX_WORDS`]. A plan must not come to
-//! that, with all that its requests bring along: prompts, biases, stop ids, pages.
+//! The size of plans. The hand refuses a frame of more than [`MAX_WORDS`]. A plan stays below that
+//! with all data of its requests: prompts, biases, stop ids, pages.
 //!
-//! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`],
-//! and one request alone is at most [`MAX_REQUEST_WORDS`], or refused at the door. Those who run
-//! already need a row and a page at most. So every plan fits, by construction.
+//! A plan that has admitted a request admits the next one only up to [`STEP_WORDS`]. A request
+//! alone has at most [`MAX_REQUEST_WORDS`], or is refused before it is queued. Running requests
+//! need a row and a page at most. So every plan fits.
 
 use forebay_protocol::{
     COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SPAN_WORDS, SlotSpec, StepPlan,
@@ -12,17 +12,16 @@ use forebay_protocol::{
 use crate::images::image_words;
 use crate::{Handle, Scheduler};
 
-/// Words that a plan may have when another request is admitted to it: 16 MiB, which takes the hand
-/// some milliseconds to read.
+/// The size in words up to which a plan may admit a further request: 16 MiB, which the hand reads
+/// in some milliseconds.
 pub const STEP_WORDS: usize = 1 << 22;
 /// Words for the rows and pages of those who run already.
 const RUNNING_WORDS: u64 = 1 << 20;
-/// The largest number of words of a plan that one request may come to need. [`request_words`]
-/// counts them.
+/// The largest number of words that one request may need in a plan. [`request_words`] counts them.
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 
-/// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`,
-/// and its parameters. Pages are written into one table, or into two where the host's are too.
+/// The words of a plan that writes a whole request: `positions` tokens on pages of `page_size`, and
+/// its parameters. Pages are written into one table, or into two if the host's pages have one too.
 #[must_use]
 pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u32) -> u64 {
     let slot = NewSlot { slot: 0, tokens: &[], prompt_len: 0, spec };
@@ -42,8 +41,8 @@ pub(crate) fn check_slots(slots: u32) {
 }
 
 impl Scheduler {
-    /// True if the plan, which has admitted somebody, has room for this one too, and so has the
-    /// result.
+    /// True if the plan and its result have room for this request too. The plan has admitted
+    /// another one.
     pub(crate) fn has_words_for(&self, handle: Handle, plan: &StepPlan) -> bool {
         let entry = &self.requests[handle];
         let pages = if self.keeps_nothing() {

@@ -1,4 +1,4 @@
-//! Demands of the routes on browsers: see [`forebay_api::Access`].
+//! The demands that routes make on browsers: see [`forebay_api::Access`].
 
 use axum::extract::{Request, State};
 use axum::http::header::{CONTENT_TYPE, ORIGIN};
@@ -11,13 +11,13 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 use crate::reply::Failure;
 use crate::state::Shared;
 
-/// The headers that browsers, and nobody else, send with a request.
+/// The headers that only browsers send with a request.
 const SEC_FETCH: [HeaderName; 3] = [
     HeaderName::from_static("sec-fetch-site"),
     HeaderName::from_static("sec-fetch-mode"),
     HeaderName::from_static("sec-fetch-dest"),
 ];
-/// The time for which a browser may remember the answer to a preflight request.
+/// The time for which a browser may cache the answer to a preflight request.
 const PREFLIGHT_AGE: std::time::Duration = std::time::Duration::from_secs(600);
 
 /// Tells browsers which pages may read answers; `None`: no page may but the server's own.
@@ -52,7 +52,7 @@ pub(crate) async fn check_access(
     }
 }
 
-/// Refuses what a browser sends without having asked whether it may.
+/// Refuses requests that a browser sends without a preflight.
 pub(crate) async fn check_type(request: Request, next: Next) -> Response {
     if request.method() == Method::POST
         && from_browser(request.headers())

@@ -1,10 +1,10 @@
 //! A budget of bytes for all requests in flight.
 //!
-//! Each queue has its bound, and a request in it may be large: a thousand texts that wait for a
-//! thread are nothing, or gigabytes. So a request is charged for its memory before that is
-//! allocated, and a request that does not fit is refused at once. A request is charged twice. One
-//! charge is for its body and the values made of it, until its prompts are token ids. The other is
-//! for its choices, until the answer has ended.
+//! Each queue has a bound, but its requests may be small or large: a thousand texts may be
+//! gigabytes. So a request is charged for its memory before that is allocated. A request that does
+//! not fit is refused at once. A request is charged twice. One charge is for its body and the
+//! values made of it, until its prompts are token ids. The other is for its choices, until the
+//! answer has ended.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use forebay_api::ApiError;
 
-/// Bytes of a body, its copy in one piece and what is parsed of it, for each byte of the body.
+/// Bytes of memory for each byte of a body: the body, its copy in one piece, and the parsed values.
 pub(crate) const UNREAD: usize = 4;
 /// Bytes of a parsed request for each byte of its body: the strings, the rendered prompt, its token
 /// ids.
 const READ: usize = 3;
 /// Bytes of a JSON value that is kept as such, with the template's copy.
 const VALUE: usize = 512;
-/// Bytes of a request, whatever it asks for.
+/// Bytes of a request of any kind.
 const REQUEST: usize = 4096;
 /// Bytes of a choice: its places in the queue, the egress and the mailbox.
 const CHOICE: usize = 4096;
@@ -87,11 +87,11 @@ impl Budget {
     }
 }
 
-/// A prompt and its choices, by what they may take.
+/// The sizes of a prompt and its choices.
 pub(crate) struct Size {
     /// Tokens of the prompt.
     pub(crate) prompt: usize,
-    /// Most tokens of a choice.
+    /// The largest number of tokens of a choice.
     pub(crate) max_tokens: u32,
     pub(crate) choices: usize,
     /// Log-probabilities of each token.
@@ -131,8 +131,7 @@ impl Charge {
     /// Charges `bytes` in all.
     ///
     /// # Errors
-    /// The budget is spent, or is smaller than that: then nothing is charged beyond what was
-    /// before.
+    /// The budget is spent, or is smaller than that. The charge is unchanged then.
     pub(crate) fn set(&self, bytes: usize) -> Result<(), ApiError> {
         let Inner { limit, used } = &*self.budget.0;
         let before = self.bytes.load(Ordering::Relaxed);
@@ -158,20 +157,20 @@ impl Charge {
         Ok(())
     }
 
-    /// Charges a body of which so many bytes have come, or will.
+    /// Charges a body of which so many bytes have come, or will come.
     ///
     /// # Errors
-    /// As [`Charge::set`].
+    /// The errors of [`Charge::set`].
     pub(crate) fn unread(&self, body: usize) -> Result<(), ApiError> {
         let bytes = REQUEST.saturating_add(body.saturating_mul(UNREAD));
         if bytes > self.bytes.load(Ordering::Relaxed) { self.set(bytes) } else { Ok(()) }
     }
 
-    /// Charges what was made of a body of `body` bytes without its embeddings, which take `embeds`,
-    /// and of which `values` JSON values were kept.
+    /// Charges the parsed form of a body of `body` bytes. Its embeddings take `embeds` bytes on
+    /// top, and `values` JSON values were kept.
     ///
     /// # Errors
-    /// As [`Charge::set`].
+    /// The errors of [`Charge::set`].
     pub(crate) fn read(&self, body: usize, embeds: usize, values: usize) -> Result<(), ApiError> {
         self.set(REQUEST + body * READ + embeds + values * VALUE)
     }

@@ -32,9 +32,9 @@ use crate::terms::Terms;
 /// Choices that are submitted before the HTTP thread looks after others.
 pub(crate) const CHOICES_A_TURN: usize = 16;
 
-/// Engine requests of one client request, all choices of all prompts. Dropping it aborts those that
-/// have not ended. So a client that has gone away frees its slots and pages, with a stream as with
-/// a whole response.
+/// Engine requests of one client request: all choices of all prompts. To drop it aborts those that
+/// have not ended. So a client that has gone frees its slots and pages, with a stream as with a
+/// whole response.
 pub(crate) struct Call {
     engine: Arc<dyn Engine>,
     /// The engine requests by choice; `None` once one has ended.
@@ -59,9 +59,9 @@ struct Origin<'a> {
 }
 
 impl Call {
-    /// Submits every choice of every prompt, or none; `peer` is who sent it. Of many choices it
-    /// submits some at a time, and others get the thread in between; dropping the future aborts
-    /// those it has submitted.
+    /// Submits every choice of every prompt, or none. `peer` is the sending router. Many choices
+    /// are submitted some at a time, with other tasks in between. To drop the future aborts the
+    /// submitted ones.
     ///
     /// # Errors
     /// There is no room for them, or the engine refuses one of them.
@@ -246,8 +246,8 @@ impl Call {
         self
     }
 
-    /// Takes what is new of each choice into `out`; `Ready(false)` once every choice has ended and
-    /// been taken.
+    /// Takes the news of each choice into `out`. `Ready(false)`: every choice has ended, and its
+    /// end was taken.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,
@@ -317,7 +317,7 @@ fn tally(submissions: &[Submission], state: &Shared) -> Tally {
     tally
 }
 
-/// Ends a choice of which no tokens are wanted: nobody has to compute anything.
+/// Ends a choice without wanted tokens, which needs no computation.
 fn nothing(mut sender: Sender) {
     let mut delta = Delta { end: Some(End::Length), ..Delta::default() };
     sender.send(&mut delta, &mut Chunk::default());
@@ -358,7 +358,7 @@ fn check_resume(
     Ok(())
 }
 
-/// Has `speller` read what the client has; gives that as one delta.
+/// Has `speller` read the client's text so far. Gives it as one delta.
 fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> Delta {
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();

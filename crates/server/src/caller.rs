@@ -1,4 +1,4 @@
-//! The client of a request, as handlers ask for it.
+//! The client of a request, for handlers.
 
 use std::convert::Infallible;
 
@@ -8,7 +8,7 @@ use axum::http::request::Parts;
 use crate::client::{ClientId, KeyId};
 use crate::state::Shared;
 
-/// Identifies a request once; whoever asks again gets the same answer.
+/// Identifies a request once. Later calls get the same answer.
 fn identified(parts: &mut Parts, state: &Shared) -> (ClientId, KeyId) {
     if let Some(known) = parts.extensions.get() {
         return *known;

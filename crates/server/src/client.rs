@@ -1,8 +1,8 @@
-//! The client of a request, by which shares are counted.
+//! The client of a request, whose share is counted.
 //!
-//! A client is its API key where keys are asked for, else its address. An IPv6 client has a whole
-//! /64 to choose addresses from, so that is one client. Behind a proxy that is trusted, the address
-//! is the one that the proxy tells.
+//! A client is an API key if keys are required, and an address otherwise. An IPv6 client can choose
+//! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy tells the
+//! address.
 
 use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -22,8 +22,7 @@ const PREFIX_BITS: u32 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ClientId(pub(crate) u64);
 
-/// The place of the API key that a request showed; `None` where no keys are asked for, or none was
-/// right.
+/// The place of the API key of a request; `None`: no key is required, or the key is wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct KeyId(pub(crate) Option<usize>);
 
@@ -35,7 +34,7 @@ pub(crate) enum Remote {
     Local,
 }
 
-/// Proxies whose word about their clients counts.
+/// Proxies that are trusted to name their clients.
 #[derive(Debug, Clone, Default)]
 pub struct TrustedProxies {
     networks: Vec<IpNet>,
@@ -45,8 +44,8 @@ pub struct TrustedProxies {
 impl FromStr for TrustedProxies {
     type Err = String;
 
-    /// Networks (`10.0.0.0/8`), addresses, and `unix` for whoever comes over a Unix socket, with
-    /// commas between them.
+    /// Networks (`10.0.0.0/8`), addresses, and `unix` for clients of a Unix socket, with commas
+    /// between them.
     fn from_str(list: &str) -> Result<Self, String> {
         let mut proxies = Self::default();
         for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -70,8 +69,8 @@ impl TrustedProxies {
         }
     }
 
-    /// The last one on a request's way that is not a trusted proxy. What cannot be read ends the
-    /// way: nobody vouches for what stands before it.
+    /// The last address on a request's way that is not a trusted proxy. An unreadable entry ends
+    /// the way, since the addresses before it are not trusted.
     fn origin(&self, remote: Remote, headers: &HeaderMap) -> Remote {
         let mut origin = remote;
         let lines = headers.get_all(FORWARDED_FOR).iter().rev();

@@ -20,87 +20,86 @@ use crate::store::StoreConfig;
 use crate::stream::mode::EgressMode;
 use crate::tls::Tls;
 
-/// The rule of which clients share cached blocks.
+/// The rule for clients that share cached blocks.
 #[derive(Debug, Clone)]
 pub struct Sharing {
-    /// The namer of the engine's blocks. Salts are made with it too, so that nobody can find a
-    /// second one for the same names.
+    /// The namer of the engine's blocks. It also makes salts, so that nobody can find a second salt
+    /// for the same names.
     pub namer: Namer,
-    /// Clients with different keys share blocks.
+    /// True if clients with different keys share blocks.
     pub across_keys: bool,
 }
 
 /// The settings of the server. The listener is opened by the caller.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
-    /// Keys of which clients must show one, if there are any.
+    /// Keys of clients. If there are any, each client must send one.
     pub api_keys: Keys,
-    /// Keys for routes that change the server or tell about it; these routes need one of them, if
-    /// there are any. They are good for all else too.
+    /// Keys for routes that change the server or report on it. If there are any, these routes need
+    /// one of them. They are valid for all other routes too.
     pub admin_keys: Keys,
-    /// Key of routers, which are told the blocks of the prefix caches.
+    /// The key of routers. A router with the key gets the blocks of the prefix caches.
     pub router_key: Option<String>,
-    /// The clients that share cached blocks.
+    /// The rule for clients that share cached blocks.
     pub sharing: Sharing,
-    /// Clients are not told how many of their tokens were found in the prefix cache.
+    /// True if clients are not told the number of their cached tokens.
     pub hide_cached_tokens: bool,
     /// Hosts and pages whose requests are answered.
     pub access: Access,
-    /// The prefix that paths may have, such as `/llm`: a proxy in front has it in its URLs. Empty,
-    /// or without a slash at its end.
+    /// The prefix that paths may have, such as `/llm`, if a proxy in front has it in its URLs. It
+    /// is empty, or has no slash at its end.
     pub root_path: String,
-    /// Proxies that are believed when they tell the sender of a request.
+    /// Proxies that are trusted to name the sender of a request.
     pub trusted_proxies: TrustedProxies,
-    /// The largest number of connections at a time. A few more are answered, with 503 or how the
-    /// server is.
+    /// The largest number of connections at a time. A few further ones get a 503, or the health of
+    /// the server.
     pub max_connections: usize,
-    /// Certificate and key, where connections are encrypted.
+    /// Certificate and key; `None`: connections are not encrypted.
     pub tls: Option<Tls>,
-    /// The largest `priority` that clients may ask for; minus this number is the smallest.
+    /// The largest `priority` of a client; minus this number is the smallest.
     pub max_client_priority: u32,
-    /// The largest request body in bytes; only embeddings or images may exceed `max_json_bytes` of
-    /// it.
+    /// The largest request body in bytes. Only embeddings or images may take more of it than
+    /// `max_json_bytes`.
     pub max_body_bytes: usize,
     /// The largest request body without its embeddings and images in bytes.
     pub max_json_bytes: usize,
     /// The largest number of bytes that all requests take together, from their bodies to their
     /// expected output.
     pub max_request_bytes_in_flight: usize,
-    /// The longest time for a request's head to arrive; also how long an idle connection is kept.
+    /// The longest time for a request's head to arrive, and for a connection to be idle.
     pub header_timeout: Duration,
     /// The longest time for a request's body to arrive.
     pub body_timeout: Duration,
-    /// The longest time in which a client may take none of the bytes that wait for it. Then its
+    /// The longest time in which a client may take no bytes although some wait for it. Then its
     /// connection is cut.
     pub send_timeout: Duration,
-    /// The largest number of bytes of a response that wait for its client, as they would be
-    /// written; then it ends with an error.
+    /// The largest number of unsent bytes of a response. A response with more ends with an error.
     pub max_unread_bytes: usize,
     /// The time for which running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
-    /// The longest time that /health_generate waits for its token.
+    /// The longest wait of /health_generate for its token.
     pub health_timeout: Duration,
     /// The way of chunks to their sockets.
     pub egress: EgressMode,
-    /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the
-    /// first token and the end do not wait.
+    /// The number of tokens for a chunk of a stream, if the request has no number. The first token
+    /// and the end do not wait.
     pub stream_interval: u32,
-    /// The store of responses, for clients that ask for them again, or go on from them.
+    /// The bounds of kept responses, which clients get again or continue.
     pub responses: StoreConfig,
-    /// There is a page at `/`.
+    /// True if there is a page at `/`.
     pub webui: bool,
-    /// Requests that come before the model is loaded wait for it, in place of an error.
+    /// True if requests wait while the model loads. Otherwise they get an error.
     pub queue_while_loading: bool,
-    /// A parameter that has no effect is an error.
+    /// True if a parameter without an effect is an error.
     pub strict_params: bool,
-    /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and
-    /// 65536 at least.
+    /// The largest number of tokens of /tokenize and /detokenize; `None`: four times the context,
+    /// and at least 65536.
     pub max_tokenize_tokens: Option<usize>,
-    /// Watches over the threads; /health reports its findings.
+    /// The watch over the threads; /health reports its findings.
     pub guard: Guard,
-    /// Log lines that nobody took in time, for /metrics.
+    /// Log lines that were dropped because the writer was behind, for /metrics.
     pub log_lines_dropped: Arc<AtomicU64>,
-    /// The resolved configuration, as /server_info shows it.
+    /// The resolved configuration, for /server_info.
     pub info: Value,
 }
 
@@ -152,20 +151,20 @@ pub struct ModelInfo {
     pub eos: Arc<[i32]>,
     /// Sampling parameters that the model's generation config sets.
     pub defaults: GenerationDefaults,
-    /// The output in place of text.
+    /// The kind of output of a model that pools; `None`: the model generates text.
     pub pooling: Option<PooledModel>,
-    /// The content of its tokenizer_config.json.
+    /// The content of the model's tokenizer_config.json.
     pub tokenizer_config: Map<String, Value>,
-    /// The form in which it writes reasoning and calls of tools.
+    /// The form in which the model writes reasoning and calls of tools.
     pub dialect: Dialect,
-    /// Special tokens that are marks of that, ascending.
+    /// Special tokens that are marks of this form, ascending.
     pub marks: Arc<[i32]>,
     /// The compiler of the forms of answers; `None`: answers have any form.
     pub grammars: Option<Grammars>,
-    /// The images that it sees; `None`: none.
+    /// The images that the model takes; `None`: none.
     pub images: Option<ImageModel>,
     /// The fetcher of images by their URLs.
     pub fetcher: Option<Fetcher>,
-    /// The marks around its reasoning, if they are known.
+    /// The marks around the model's reasoning, if they are known.
     pub markers: Option<Markers>,
 }

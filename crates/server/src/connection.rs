@@ -32,7 +32,7 @@ pub(crate) struct Setup {
     pub(crate) router: Router,
     /// The longest time for a head, and for a TLS handshake, to arrive.
     pub(crate) header_timeout: Duration,
-    /// The longest time in which a client takes nothing of what waits for it.
+    /// The longest time in which a client may take no bytes although some wait for it.
     pub(crate) send_timeout: Duration,
     /// True if a connection may carry a second request.
     pub(crate) keep_alive: bool,
@@ -107,8 +107,8 @@ async fn answer(
     }
 }
 
-/// Ready once the client has closed its end while a request is being answered. hyper sees that only
-/// where nothing is left to read: one byte after a request would keep the request running.
+/// Ready once the client has closed its end while a request is answered. hyper sees that only if no
+/// bytes are unread: one byte after a request would keep the request running.
 async fn left_alone(line: &Line, seat: &Seat) {
     let mut closed = pin!(line.closed());
     let mut is_closed = false;

@@ -12,8 +12,8 @@ use crate::state::Shared;
 use crate::submission::Submission;
 use crate::terms::Terms;
 
-/// The constraints of a submission's choices, each of which has already said `said`; `None`:
-/// nothing restricts them.
+/// The constraints of a submission's choices. Each has already accepted `said`. `None`: nothing
+/// restricts them.
 pub(crate) async fn constraints(
     state: &Shared,
     submission: &Submission,

@@ -1,16 +1,16 @@
-//! The engine as the server sees it.
+//! The server's interface to an engine.
 
 use forebay_engine::{
     BlockHash, EngineHandle, EngineRequest, Facts, RequestId, Stats, Status, SubmitError,
 };
 use forebay_replicas::{ReplicaReport, Replicas};
 
-/// The server's view of an engine. No call blocks.
+/// An engine for the server. No call blocks.
 pub trait Engine: Send + Sync + 'static {
     /// Gives a request to the engine. Exactly one output with `finish` follows an `Ok`.
     ///
     /// # Errors
-    /// The queue is full, the engine drains or is not available.
+    /// The queue is full, or the engine drains or is not available.
     fn submit(&self, request: EngineRequest) -> Result<(), SubmitError>;
     /// Ends a request, if it is still alive.
     fn abort(&self, id: RequestId);
@@ -18,29 +18,29 @@ pub trait Engine: Send + Sync + 'static {
     fn now_us(&self) -> u64;
     /// The engine's state.
     fn status(&self) -> Status;
-    /// The snapshot after the last step, of all replicas together.
+    /// The numbers after the last step, of all replicas together.
     fn stats(&self) -> Stats;
     /// The number of replicas.
     fn count(&self) -> u32;
-    /// Each replica by itself.
+    /// The report of each replica.
     fn replicas(&self) -> Vec<ReplicaReport>;
-    /// The handles by which each replica is watched, in the order of [`Self::replicas`].
+    /// The handles of the replicas, in the order of [`Self::replicas`].
     fn handles(&self) -> Vec<EngineHandle>;
-    /// A replica gets no new requests from now on, or gets them again; false: there is no such
-    /// replica.
+    /// Takes a replica out of the set of those with new requests, or puts it back. False: there is
+    /// no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
-    /// True if every replica was told to take no new requests.
+    /// True if every replica is drained.
     fn drained(&self) -> bool;
-    /// The names of a prompt's full blocks for requests with this salt, as the prefix cache knows
-    /// them.
+    /// The names of a prompt's full blocks for requests with this salt.
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash>;
-    /// `None` until the engine has been ready.
+    /// The engine's facts; `None` before it was ready.
     fn facts(&self) -> Option<Facts>;
-    /// Has the engine's own thread do `work`, which every step has to wait for.
+    /// Has the engine's thread do `work`. Every step waits for it.
     fn run(&self, work: Box<dyn FnOnce() + Send>);
     /// Refuses new requests from now on.
     fn drain(&self);
-    /// Drops the prefix cache; `reply` gets false when requests are alive and nothing was dropped.
+    /// Drops the prefix cache. `reply` gets false if requests are alive, and nothing was dropped
+    /// then.
     fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>);
 }
 

@@ -1,10 +1,9 @@
-//! One watch over all threads, and over the tasks that live as long as the server.
+//! A watch over all threads, and over tasks that live as long as the server.
 //!
-//! A thread that panics takes its own work along, while the others go on as if nothing had
-//! happened. So threads are started through a [`Guard`]. When one of them panics, /health says so,
-//! and new requests are refused from then on. The caller of [`Guard::failed`] ends the process in
-//! order: requests that can finish do so, the others get an error, and a supervisor starts the
-//! process again.
+//! A thread that panics ends its own work, but the others go on as if nothing had happened. So
+//! threads are started through a [`Guard`]. After a panic /health reports it, and new requests are
+//! refused. The caller of [`Guard::failed`] ends the process in order: requests that can finish do
+//! so, the others get an error, and a supervisor starts the process again.
 //!
 //! Work for one request at a time (tokenising, parsing, answering) catches its panics and fails
 //! that request alone. So no client can end the server with an unforeseen input.
@@ -19,7 +18,7 @@ use std::thread::{Builder, JoinHandle};
 
 use tokio::sync::watch;
 
-/// See the module. A clone is the same guard.
+/// A guard; see the module. A clone is the same guard.
 #[derive(Debug, Clone)]
 pub struct Guard(Arc<watch::Sender<Option<String>>>);
 
@@ -30,8 +29,8 @@ impl Default for Guard {
 }
 
 impl Guard {
-    /// Starts the thread `name`. The values that `work` owns are dropped after a panic has been
-    /// reported. So a thread that learns of the panic by the drop finds the server failed.
+    /// Starts the thread `name`. Values that `work` owns are dropped after a panic is reported. So
+    /// a thread that learns of the panic by the drop finds the server failed.
     ///
     /// # Errors
     /// The system has no room for a thread.
@@ -43,7 +42,7 @@ impl Guard {
         self.start(Builder::new().name(name.into()), work)
     }
 
-    /// Starts a thread as [`Guard::spawn`] does, with a name and a stack of one's own.
+    /// Starts a thread like [`Guard::spawn`], with a given name and stack.
     ///
     /// # Errors
     /// The system has no room for a thread.
@@ -72,7 +71,7 @@ impl Guard {
         }
     }
 
-    /// Why the server cannot go on, if it cannot.
+    /// The reason for which the server cannot go on; `None`: it can.
     #[must_use]
     pub fn cause(&self) -> Option<String> {
         self.0.borrow().clone()

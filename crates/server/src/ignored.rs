@@ -34,7 +34,7 @@ pub(crate) fn ignore(state: &Shared, name: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Notes what was done otherwise than asked; this is no error.
+/// Notes a difference from the request, which is no error.
 pub(crate) fn note(name: String) {
     // A request that the server makes itself has nobody to be told.
     let _ = NAMES.try_with(|names| {
@@ -45,7 +45,7 @@ pub(crate) fn note(name: String) {
     });
 }
 
-/// Answers a request, and says what had no effect.
+/// Answers a request, and names the parameters without an effect.
 pub(crate) async fn tell(request: Request, next: Next) -> Response {
     let answer = async {
         let response = next.run(request).await;

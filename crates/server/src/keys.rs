@@ -1,4 +1,4 @@
-//! API keys: which ones are accepted, and which one a request shows.
+//! API keys: the accepted ones, and the one of a request.
 
 use std::fmt;
 
@@ -6,16 +6,16 @@ use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use subtle::ConstantTimeEq;
 
-/// The header in which some clients put their key instead of into `Authorization`.
+/// The header in which some clients put their key, in place of `Authorization`.
 const X_API_KEY: &str = "x-api-key";
 
-/// Accepted keys, each known by its place. Shown nowhere: the debug form tells only how many there
-/// are.
+/// The accepted keys, each with a number. They are never shown: the debug form has only their
+/// number.
 #[derive(Clone, Default)]
 pub struct Keys(Vec<Box<str>>);
 
 impl Keys {
-    /// Makes the set of these keys. Empty ones are left out: nobody can mean to accept them.
+    /// The set of these keys. Empty keys are left out, since nobody means to accept them.
     pub fn new<K: Into<String>>(keys: impl IntoIterator<Item = K>) -> Self {
         let keys = keys.into_iter().map(|key| key.into().into_boxed_str());
         Self(keys.filter(|key| !key.is_empty()).collect())

@@ -1,14 +1,13 @@
 //! The HTTP server: routes, admission, streams, health, metrics and drain.
 //!
-//! A request's way in: [`serve`] accepts, `limits` reads the body, and `intake` parses it on other
-//! threads if it is large. `forebay-api` validates, and the text pool tokenises. `call` registers
-//! each choice with the egress thread and submits it to the engine. Its way out: the engine's
-//! outputs go through [`EgressSink`] to the egress thread, which makes text of them. The egress
-//! thread writes chunks of a stream to the socket itself (`line`). It leaves everything else in the
-//! request's mailbox, from which the response takes it (`sse`). That is an answer in one piece,
-//! chunks that a slow reader could not take, and every end. A response that is dropped aborts its
-//! requests. The outputs of a model that pools are vectors and take another way ([`PooledSink`],
-//! `pooling`).
+//! A request comes in like this. [`serve`] accepts, `limits` reads the body, and `intake` parses
+//! large ones on other threads. `forebay-api` validates, and the text pool tokenises. `call`
+//! registers each choice with the egress thread and submits it to the engine. The answer goes out
+//! through [`EgressSink`] to the egress thread, which makes text of the outputs. The egress thread
+//! writes chunks of a stream to the socket itself (`line`). Everything else waits in the request's
+//! mailbox, from which the response takes it (`sse`). That is an answer in one piece, chunks for a
+//! slow reader, and every end. A dropped response aborts its requests. The outputs of a model that
+//! pools are vectors, and take another way ([`PooledSink`], `pooling`).
 //!
 //! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
 //! with which another brain goes on with a stream.

@@ -1,4 +1,4 @@
-//! Limits that every request has to pass: size and time of its body.
+//! Limits of every request: the size of its body, and the time of its arrival.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -22,8 +22,8 @@ use crate::intake::body::{BodyLimit, Pieces};
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
-/// The time for which a refused body is read and thrown away, so that a client that is still
-/// sending gets to read the answer.
+/// The time for which a refused body is read and dropped, so that a client that is still sending
+/// can read the answer.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// A request's body, and whose it is.
@@ -48,7 +48,7 @@ impl FromRequest<Shared> for Upload {
     }
 }
 
-/// Most bytes of a body, which may carry embeddings or images.
+/// The largest number of bytes of a body, which may have embeddings or images.
 fn body_limit(state: &Shared, embeds: bool) -> BodyLimit {
     let config = &state.config;
     let (json, json_flag) = if config.max_body_bytes < config.max_json_bytes {
@@ -59,7 +59,7 @@ fn body_limit(state: &Shared, embeds: bool) -> BodyLimit {
     BodyLimit { most: if embeds { config.max_body_bytes } else { json }, json, json_flag }
 }
 
-/// Reads and parses a body. The charge is for what it takes: it is to be kept until that is gone.
+/// Reads and parses a body. The charge is for the memory of the result, and has to be kept as long.
 pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<(T, Arc<Charge>), ApiError>
 where
     T: DeserializeOwned + Limited + Send + 'static,
@@ -76,7 +76,7 @@ where
     Ok((request, charge))
 }
 
-/// A body as it is, whatever route it is for.
+/// A body as it came, for any route.
 pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Charge), ApiError> {
     let limit = body_limit(state, true);
     let charge = state.budget.open();

@@ -1,4 +1,4 @@
-//! The moment from which on the model no longer loads.
+//! The end of the model's load.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use tokio::time::sleep;
 /// The time between two questions to the engine, by one task for all that wait.
 const PERIOD: Duration = Duration::from_millis(10);
 
-/// Tells that the model no longer loads. It has a task only once somebody waits.
+/// The end of the model's load. It has a task only after the first waiter.
 #[derive(Debug, Default)]
 pub(crate) struct Loaded(OnceLock<watch::Receiver<bool>>);
 

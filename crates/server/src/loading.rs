@@ -1,4 +1,4 @@
-//! Requests that come before the model is there, and wait for it.
+//! Requests that come before the model is loaded, and wait for it.
 
 use std::sync::Arc;
 

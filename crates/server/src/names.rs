@@ -1,4 +1,4 @@
-//! Names of requests and of what is made for them.
+//! Names of requests and of their answers.
 
 use axum::http::HeaderName;
 

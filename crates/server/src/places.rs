@@ -1,8 +1,8 @@
-//! Places for connections: how many there may be, and which connection makes room for a new one.
+//! Places for connections: their number, and the connection that is closed for a new one.
 //!
-//! A connection is idle while no request of its client is being answered: it may have sent nothing,
-//! a part of a head, or wait for the next one. Nothing is lost when such a connection is closed, so
-//! at the limit the one that has been idle for longest goes.
+//! A connection is idle while none of its requests is answered. It may have sent nothing or a part
+//! of a head, or wait for the next request. To close it loses nothing. So at the limit the
+//! connection that is idle for longest is closed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,9 +1,8 @@
-//! The answers that need no free connection: the liveness of the process, and the state of the
-//! server.
+//! Answers that need no free connection: the liveness of the process, and the state of the server.
 //!
-//! The main listener has a few places beyond its limit. A client of such a connection is told so,
-//! unless it asks for `/livez` or `/health`. A health listener (`--health-port`) has a thread of
-//! its own besides, which nothing else runs on.
+//! The main listener has a few places beyond its limit. Their clients are refused, unless they ask
+//! for `/livez` or `/health`. A health listener (`--health-port`) also has a thread of its own for
+//! nothing else.
 
 use std::io;
 use std::net::TcpListener;
@@ -32,7 +31,7 @@ use crate::tls::Tls;
 pub(crate) const RESERVE: usize = 64;
 /// The longest time for a head to arrive there.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest time in which a client there takes nothing.
+/// The longest time in which a client of a reserve place may take no bytes.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -60,7 +59,7 @@ pub(crate) fn setup(state: Shared, tls: Option<Tls>) -> Setup {
     }
 }
 
-/// A thread that answers `/livez`, `/health` and `/metrics`. Dropping it ends it.
+/// A thread that answers `/livez`, `/health` and `/metrics`. To drop it ends it.
 #[derive(Debug)]
 pub struct HealthThread {
     stop: Option<oneshot::Sender<()>>,
@@ -71,7 +70,7 @@ impl HealthThread {
     /// Answers clients of `listener`, in plain HTTP.
     ///
     /// # Errors
-    /// The system gives no thread, or the listener cannot be waited for.
+    /// The system has no room for a thread, or the listener can't be polled.
     pub fn start(listener: TcpListener, state: &AppState) -> io::Result<Self> {
         let state = Arc::clone(state.shared());
         let guard = state.config.guard.clone();

@@ -1,5 +1,4 @@
-//! Headers by which clients say where a request is to be computed, for those who cannot change its
-//! body.
+//! Headers with the wishes of clients about a replica, for clients that cannot change the body.
 
 use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;
@@ -19,7 +18,7 @@ const RANK_HEADER: &str = "x-data-parallel-rank";
 pub(crate) struct Routing(pub(crate) Preference);
 
 impl Routing {
-    /// Fills in what the body does not say.
+    /// Completes the body's parameters with headers.
     pub(crate) fn fill(&self, generation: &mut Generation) {
         let Preference { key, replica } = &self.0;
         let body = &mut generation.preference;

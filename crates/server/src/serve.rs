@@ -1,4 +1,4 @@
-//! The accept loop and the way down.
+//! The accept loop, and the shutdown.
 
 use std::fs::File;
 use std::future::poll_fn;
@@ -30,13 +30,13 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// The file that is opened only to be closed.
 const NOTHING: &str = "/dev/null";
 
-/// Serves until `shutdown` is ready, then drains: new requests get 503 while the running ones have
-/// `drain_timeout` to finish. Requests that are left then, or as soon as `hurry` is ready, are
-/// aborted, each with its terminal event. Connections are closed, and this returns. The engine is
-/// left drained, not stopped.
+/// Serves until `shutdown` is ready, and then drains. New requests get 503, and running ones have
+/// `drain_timeout` to finish. Requests that are left then, or when `hurry` is ready, are aborted,
+/// each with its last event. Connections are closed, and this returns. The engine is left drained,
+/// not stopped.
 ///
 /// # Errors
-/// None once it runs; the spare descriptor cannot be opened.
+/// The spare descriptor cannot be opened. There are no errors later.
 pub async fn serve(
     listener: impl Into<Listener>,
     state: AppState,

@@ -1,4 +1,4 @@
-//! The shapes of errors: each dialect's clients look for them in another place.
+//! The shapes of errors, since each dialect's clients expect another.
 
 use axum::body::Body;
 use axum::extract::Request;

@@ -1,4 +1,4 @@
-//! Stream sockets of either family, and where they are listened for.
+//! Stream sockets of either family, and their addresses.
 
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
@@ -50,9 +50,9 @@ impl Socket {
         either!(self, socket => socket.try_write_vectored(buffers))
     }
 
-    /// Waits until the other end writes no more, read or not what it wrote before. Nothing is asked
-    /// of the system: its notice of that (EPOLLRDHUP) is waited for, which is all that urgent data,
-    /// never asked for, shares a waiter with.
+    /// Waits until the other end has closed its side, also if earlier bytes are unread. It asks the
+    /// system for nothing. It waits for the system's notice (EPOLLRDHUP), which shares a waiter
+    /// only with urgent data, and that is never requested.
     pub(crate) async fn closed(&self) -> io::Result<()> {
         either!(self, socket => socket.ready(Interest::PRIORITY).await.map(drop))
     }

@@ -1,9 +1,9 @@
-//! Cuts connections whose clients take nothing.
+//! A limit for clients that take no bytes.
 //!
-//! A client that stops reading costs a descriptor, a task and the text that waits for it, for as
-//! long as it likes. So a write that waits has a limit, which every byte that goes out renews: a
-//! slow reader is served, one that has stopped is not. The error ends the connection, and with it
-//! the response, which aborts its request.
+//! A client that stops reading costs a descriptor, a task and its unsent text, for an unlimited
+//! time. So a write that waits has a limit, which every sent byte renews. A slow reader is served,
+//! and a reader that has stopped is not. The error ends the connection, and so the response, which
+//! aborts its request.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -18,11 +18,11 @@ pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
     /// Bytes that go out before the next that are written, and whose progress a write that waits
     /// does not show.
     fn backlog(&self) -> usize;
-    /// Has the system forget what it could not send, when the connection is closed.
+    /// Has the system drop unsent bytes when the connection is closed.
     fn give_up(&self);
 }
 
-/// A transport with a limit to the time in which nothing goes out.
+/// A transport with a limit to the time without a sent byte.
 pub(crate) struct Stalling<T> {
     io: T,
     limit: Duration,

@@ -1,8 +1,8 @@
-//! Responses that clients ask for again, or go on from.
+//! Responses that clients get again, or continue.
 //!
-//! All of them together have a bound in bytes and each has an age at which it goes. They are apart
-//! by API key: no client finds another's. The key that keeps most gives room first, its oldest
-//! response ahead of the others.
+//! All of them together have a bound in bytes, and each has a largest age. They are separated by
+//! API key: no client finds another key's. If room is short, the key that keeps most loses its
+//! oldest response first.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use forebay_api::Item;
 use parking_lot::Mutex;
 use tokio::task::AbortHandle;
 
-/// Bounds of the kept responses.
+/// The bounds of kept responses.
 #[derive(Debug, Clone, Copy)]
 pub struct StoreConfig {
     /// The largest number of bytes of all responses with their conversations; 0: none is kept.
@@ -29,7 +29,7 @@ impl Default for StoreConfig {
     }
 }
 
-/// The owner of a response: a key, or everybody where there is none.
+/// The owner of a response: a key, or one owner for all if there are no keys.
 pub(crate) type Owner = usize;
 
 /// The items that one response added to its conversation.
@@ -41,7 +41,7 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// About how many bytes it takes.
+    /// The approximate number of its bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.weight.bytes
     }
@@ -111,9 +111,9 @@ struct Entry {
 struct Share {
     bytes: Arc<AtomicUsize>,
     entries: HashMap<Box<str>, Entry>,
-    /// Names in the order in which they came.
+    /// Names in the order of arrival.
     order: BTreeMap<u64, Box<str>>,
-    /// Responses that had to go and that nobody has been told of.
+    /// The number of evicted responses that their owner was not told of yet.
     untold: u64,
 }
 
@@ -178,8 +178,8 @@ impl Store {
         self.insert(&mut self.shares.lock(), owner, id, kept, abort);
     }
 
-    /// Ends one that is computed behind its answer with a state from which nobody goes on: failed
-    /// or cancelled. False: it is not computed any more.
+    /// Ends a background response in a state that can't be continued: failed or cancelled. False:
+    /// it is not computed any more.
     pub(crate) fn fail(&self, owner: Owner, id: &str, body: Bytes) -> bool {
         let mut guard = self.shares.lock();
         let running = guard.1.get(&owner).and_then(|share| share.entries.get(id));
@@ -227,7 +227,7 @@ impl Store {
         }
     }
 
-    /// Drops what is too old.
+    /// Drops responses that are too old.
     fn expire(&self, shares: &mut HashMap<Owner, Share>) {
         shares.retain(|_, share| {
             while let Some(name) = share.oldest().map(str::to_owned)
@@ -256,7 +256,7 @@ impl Store {
         true
     }
 
-    /// Stops one that is being computed.
+    /// Stops a background response.
     pub(crate) fn stop(&self, owner: Owner, id: &str) {
         let guard = self.shares.lock();
         let entry = guard.1.get(&owner).and_then(|share| share.entries.get(id));

@@ -25,9 +25,8 @@ pub(crate) struct Submission {
 }
 
 impl Submission {
-    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens,
-    /// whoever made them. A client that asks for more tokens than there is room for gets those, and
-    /// is told.
+    /// Checks that the prompt from `param` fits, and that the model knows its tokens. If there is
+    /// no room for all requested tokens, the client gets fewer, and is told.
     pub(crate) fn new(
         state: &Shared,
         prompt: Vec<i32>,

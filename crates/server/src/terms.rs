@@ -1,4 +1,4 @@
-//! The parameters of a request, as every choice of every prompt has them.
+//! The parameters of a request, which are the same for every choice of every prompt.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ pub(crate) struct Terms {
     pub(crate) stop_ids: Arc<[i32]>,
     /// The stop strings.
     pub(crate) stops: Arc<StopTable>,
-    /// The settings by which answers are read; `None`: they are text.
+    /// The settings of the parser of answers; `None`: answers are text.
     pub(crate) reading: Option<Reading>,
-    /// The part of an answer at which the prompt leaves a model that reasons; `None`: its tokens
-    /// tell.
+    /// The part of an answer at which the prompt leaves a model that reasons; `None`: the tokens
+    /// show it.
     pub(crate) thinks: Option<Place>,
 }
 

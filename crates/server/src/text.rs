@@ -1,4 +1,4 @@
-//! Prompts to token ids, on the text pool's threads.
+//! The way from prompts to token ids, on the text pool's threads.
 
 use std::sync::Arc;
 
@@ -50,8 +50,8 @@ pub(crate) async fn encode_chat(
     Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
 }
 
-/// Tells the template how long the model is to think, in the variables that it knows; gives the
-/// parameters for which it has none. What the client has set as a variable stays.
+/// Sets the template's variables for the effort of reasoning. Gives the parameters without a
+/// variable. Variables from the client stay.
 fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     const LEVEL: &str = "reasoning_effort";
     let Effort { level, thinks } = std::mem::take(&mut chat.effort);
@@ -84,8 +84,8 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     ignored
 }
 
-/// Tokenises what is text, in one piece of work for the pool; each may have `most` tokens, or any
-/// number with `None`. Their bytes were charged to `charge`.
+/// Tokenises texts, in one piece of work for the pool. Each may have `most` tokens, or any number
+/// with `None`. Their bytes were charged to `charge`.
 ///
 /// # Errors
 /// The tokenizer refuses a text, one is too long, or the text threads have no time.

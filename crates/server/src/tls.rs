@@ -31,8 +31,8 @@ impl Tls {
     /// Reads a certificate, with those of its chain after it, and its key, both as PEM.
     ///
     /// # Errors
-    /// One line that names the file: it cannot be read, has nothing of the kind, is encrypted, or
-    /// the two do not belong together.
+    /// One line names the file. It cannot be read, has no certificate or key, is encrypted, or the
+    /// two do not belong together.
     pub fn from_files(certificate: &Path, key: &Path) -> Result<Self, String> {
         let pem = read(certificate)?;
         let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();

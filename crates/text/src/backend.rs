@@ -1,4 +1,4 @@
-//! The libraries that encode.
+//! The libraries that encode text.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ const SAMPLE: &str = "Hello, world! It's 12345.67 o'clock; we'LL see... \
 日本語のテキスト。中文文本，也在这里！한국어 텍스트 नमस्ते दुनिया สวัสดี مرحبا שלום Привет Ωμέγα\n\
 e\u{301}\u{323} \u{a0}\u{3000}\u{200b}👩\u{200d}👩\u{200d}👧 🇨🇭 𝔘𝔫𝔦 \u{fffd}\u{0} <|im_start|>user\n<s></s> <unk> [MASK] ▁Ġ##ing";
 
-/// The library that encodes text. Hugging Face's decodes, whichever it is.
+/// The library that encodes text. Hugging Face's library decodes in every case.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Backend {
     /// Hugging Face's `tokenizers`, the reference.

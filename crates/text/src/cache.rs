@@ -10,10 +10,10 @@ use parking_lot::Mutex;
 /// slot.
 const ENTRY_BYTES: usize = 128;
 
-/// The ids of parts of texts, by the parts themselves: at most a number of bytes, the least
-/// recently used go first.
+/// The ids of parts of texts, by the parts themselves. It holds a limited number of bytes, and
+/// drops the least recently used parts first.
 ///
-/// A part is the whole key, so what is found is what encoding it would give; no hash is believed.
+/// The whole part is the key, so a found entry is exactly its encoding. Hashes are not trusted.
 #[derive(Debug)]
 pub(crate) struct TextCache {
     entries: Mutex<Entries>,
@@ -29,7 +29,7 @@ struct Entries {
 }
 
 impl TextCache {
-    /// An empty cache for `limit` bytes of text, ids and what keeping them costs.
+    /// An empty cache for `limit` bytes of text, ids and overhead.
     pub(crate) fn new(limit: usize) -> Self {
         let entries = Entries { ids: LruCache::unbounded(), bytes: 0 };
         Self {

@@ -1,4 +1,4 @@
-//! Token ids to text, as they come.
+//! The way from token ids to text, id by id.
 
 use std::sync::Arc;
 
@@ -11,17 +11,17 @@ const WINDOW_LIMIT: usize = 64;
 
 /// Turns the ids of one request into text, one id at a time.
 ///
-/// The pieces, joined, are the text of [`Tokenizer::decode`] for all ids at once, and each id costs
-/// O(1) amortised. Text is given as soon as it is final: only the bytes of an incomplete character
-/// are held back.
+/// The joined pieces are the text of [`Tokenizer::decode`] for all ids at once. Each id costs O(1)
+/// amortised. Text is given as soon as it is final. Only the bytes of an incomplete character are
+/// held back.
 ///
-/// The two can differ with a byte-fallback (SentencePiece style) tokenizer. One-shot decoding turns
-/// a whole run of byte tokens into U+FFFD, one a byte, if any part of the run is not UTF-8. A
-/// stream has by then given the run's first complete characters, and gives U+FFFD only from the
-/// first wrong byte on. The ids of real text have no such runs; a model can sample one, and a text
-/// cut by a length limit can end in one. For decoders that need more than one token's own text
-/// (WordPiece, CTC, ...) a window of the last tokens is decoded again at each id; this is exact as
-/// long as a token changes no text before the token before it.
+/// The two can differ for a byte-fallback (SentencePiece style) tokenizer. Decoding at once turns a
+/// whole run of byte tokens into U+FFFD, one for each byte, if any part of the run is not UTF-8. A
+/// stream has given the run's first complete characters by then, and gives U+FFFD from the first
+/// wrong byte on. Ids of real text have no such runs. A model can sample one, and a text that a
+/// length limit cuts can end in one. Some decoders need more than one token's own text (WordPiece,
+/// CTC, ...). For them a window of the last tokens is decoded again at each id. This is exact if a
+/// token changes no text before the token before it.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
@@ -45,8 +45,7 @@ impl Detokenizer {
         Self::showing(tokenizer, skip_special_tokens, Arc::default())
     }
 
-    /// Makes a detokenizer with which the special tokens `shown` (ascending) give text all the
-    /// same.
+    /// A detokenizer for which the special tokens `shown` (ascending) give text all the same.
     pub fn showing(
         tokenizer: Arc<Tokenizer>,
         skip_special_tokens: bool,
@@ -65,8 +64,8 @@ impl Detokenizer {
         Self { tokenizer, skip_special_tokens, shown, state }
     }
 
-    /// Appends to `out` the text that became final with this id: nothing if the id only adds a part
-    /// of a character. An id that no token has is ignored.
+    /// Appends the text that becomes final with this id to `out`. It is empty if the id only adds a
+    /// part of a character. An id without a token is ignored.
     pub fn push(&mut self, id: i32, out: &mut String) {
         let Ok(unsigned) = u32::try_from(id) else { return };
         let (kind, bytes) = self.tokenizer.piece(unsigned);
@@ -81,8 +80,7 @@ impl Detokenizer {
         }
     }
 
-    /// Appends the bytes that were held back, for the end of the text: a character that never
-    /// completed becomes U+FFFD.
+    /// Appends the held bytes at the end of the text. An incomplete character becomes U+FFFD.
     pub fn finish(&mut self, out: &mut String) {
         match &mut self.state {
             State::Bytes(incomplete) => incomplete.finish(out),
@@ -197,7 +195,7 @@ impl PiecesState {
         self.run.clear();
     }
 
-    /// Appends final text, less what is cut from the start.
+    /// Appends final text, without the part that is cut from the start.
     fn give(&mut self, mut text: &str, out: &mut String) {
         while let Some((cut, times @ 1..)) = self.strip_left {
             if text.is_empty() {
@@ -227,8 +225,8 @@ fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
 
 /// The last tokens of a text, decoded again at each new one.
 ///
-/// The first part, which was given out already, is what the new tokens' text depends on: whether a
-/// space comes before them, for one.
+/// The first part was given out already. The new tokens' text depends on it, such as a space before
+/// them.
 #[derive(Debug, Default)]
 struct Window {
     ids: Vec<u32>,

@@ -1,4 +1,4 @@
-//! Encoding in parts: parts that were encoded before are looked up, and long ones are cut.
+//! Encoding in parts. Known parts are looked up, and long ones are cut.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ const PART_BYTES: usize = 8 << 10;
 /// this size. Encoding so little costs about as much as a lookup.
 const KEPT_BYTES: usize = 2 << 10;
 
-/// A tokenizer with the memory of encoded texts.
+/// A tokenizer with a cache of encoded texts.
 #[derive(Debug)]
 pub struct Encoder {
     tokenizer: Arc<Tokenizer>,
@@ -30,7 +30,7 @@ pub struct Encoder {
 /// hold up others. It is encoded word by word, by a thread that others do not wait for.
 const LONG_BYTES: usize = 64 << 10;
 
-/// Texts, and what is to be known of them before they are cut.
+/// Texts, and facts about them that must be known before a cut.
 #[derive(Debug, Default)]
 pub(crate) struct Texts {
     pub(crate) texts: Vec<String>,
@@ -81,7 +81,7 @@ impl Encoder {
     /// The ids of `text`, as [`Tokenizer::encode`] gives them.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
         if text.len() < KEPT_BYTES {
             self.note_encoded(text.len());
@@ -95,23 +95,23 @@ impl Encoder {
         Ok(self.finish(&work)?.pop().unwrap_or_default())
     }
 
-    /// Bytes of text that were encoded so far, or begun to be; those from the cache are not among
-    /// them.
+    /// Bytes of text that were encoded, or begun, so far. Bytes from the cache do not count.
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded.load(Ordering::Relaxed)
     }
 
-    /// Counts what is about to be encoded.
+    /// Counts bytes before their encoding.
     pub(crate) fn note_encoded(&self, bytes: usize) {
         self.encoded.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Bytes of text looked up in the cache and found there so far, and bytes that it uses now.
+    /// Three numbers of bytes: looked up in the cache so far, found there so far, and used by the
+    /// cache now.
     pub fn cache_counts(&self) -> (u64, u64, usize) {
         self.cache.as_ref().map_or((0, 0, 0), TextCache::counts)
     }
 
-    /// Cuts texts into parts and looks up what is known of them.
+    /// Cuts texts into parts and looks up known ones.
     ///
     /// # Errors
     /// [`TextError::TooLong`] for a text that can't be short enough; nothing was encoded then.
@@ -216,11 +216,11 @@ impl Encoder {
         }
     }
 
-    /// Encodes what is not known of a piece. `go_on` is asked now and then.
+    /// Encodes the unknown parts of a piece. `go_on` is called at intervals.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many ids, and
-    /// [`TextError::Closed`] once `go_on` says no.
+    /// The errors of [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many
+    /// ids, and [`TextError::Closed`] if `go_on` gives false.
     pub(crate) fn encode_piece(
         &self,
         work: &Work,
@@ -285,10 +285,10 @@ impl Encoder {
         })
     }
 
-    /// The ids of each text, all pieces of which have been encoded.
+    /// The ids of each text. All pieces are encoded before.
     ///
     /// # Errors
-    /// A piece has not been.
+    /// A piece is not encoded.
     pub(crate) fn finish(&self, work: &Work) -> Result<Vec<Vec<i32>>, TextError> {
         let missing = || TextError::Encode("a part of the text was not encoded".to_owned());
         let frame = work.add_special_tokens.then(|| self.tokenizer.frame()).flatten();

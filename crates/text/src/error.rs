@@ -1,15 +1,15 @@
-//! The one error type of this crate.
+//! The error type of this crate.
 
-/// Why text could not be turned into tokens, or tokens into text.
+/// The reason for which text could not become tokens, or tokens text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TextError {
-    /// The text pool's queue is full: the caller should answer 429 and let the client try again.
+    /// The text pool's queue is full. The caller should answer 429, so that the client tries again.
     #[error("the tokeniser queue is full")]
     Busy,
-    /// The text pool is gone.
+    /// The text pool has ended.
     #[error("the text pool has shut down")]
     Closed,
-    /// A chat was given, but the model has no chat template.
+    /// The input is a chat, but the model has no chat template.
     #[error("this model has no chat template")]
     NoTemplate,
     /// The text could not be encoded.
@@ -23,8 +23,8 @@ pub enum TextError {
     /// else.
     #[error("chat template: {0}")]
     Template(String),
-    /// The chat template took more time, text or depth than a template may: it is the template that
-    /// has to change, or the chat to be shorter.
+    /// The chat template took too much time, text or depth. A simpler template or a shorter chat is
+    /// needed.
     #[error("the chat template is too expensive for this chat: {0}")]
     Costly(String),
     /// The chat template looks at special tokens in content itself, so that they can't be told from
@@ -34,14 +34,14 @@ pub enum TextError {
          started with --allow-special-tokens-in-content"
     )]
     Guarded,
-    /// A text has more tokens than it may; it was not encoded, or not to its end.
+    /// A text has too many tokens. It was not encoded, or not to its end.
     #[error("the text has at least {at_least} tokens, and {limit} may be")]
     TooLong {
-        /// The index of the text among those that came together, from 0.
+        /// The index of the text in its request, from 0.
         text: usize,
-        /// Tokens that it has at least.
+        /// The least number of tokens that the text has.
         at_least: usize,
-        /// Tokens that it may have.
+        /// The largest number of tokens of a text.
         limit: usize,
     },
     /// The tokenizer file could not be read or is not a tokenizer.

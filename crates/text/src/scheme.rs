@@ -1,9 +1,9 @@
-//! The scheme by which a tokenizer's decoder turns tokens into text, recognised once at load.
+//! The scheme by which a tokenizer's decoder turns tokens into text. It is recognised once, at the
+//! load.
 //!
-//! Hugging Face's decoders take the whole list of tokens. For the decoders that nearly all models
-//! use, the same text can be built token by token from a table; this module recognises them and
-//! computes the table's entries. Tokens of any other decoder are decoded in windows, see
-//! [`crate::Detokenizer`].
+//! Hugging Face's decoders take the whole list of tokens. For the common decoders, the same text
+//! can be built token by token from a table. This module recognises them and computes the table's
+//! entries. Tokens of any other decoder are decoded in windows, see [`crate::Detokenizer`].
 
 use serde_json::Value;
 
@@ -135,8 +135,8 @@ fn kind(decoder: &Value) -> &str {
 
 /// The byte a byte-fallback token such as `<0x0A>` stands for.
 ///
-/// As loose as the reference: whatever `from_str_radix` takes for two hexadecimal digits, `+A`
-/// included.
+/// It is as loose as the reference, and takes all that `from_str_radix` takes for two hexadecimal
+/// digits, `+A` included.
 fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?

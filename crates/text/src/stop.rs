@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 /// The stop strings of a request, with the tables for their search. It is made once and shared by
-/// all choices: a search of its own needs only [`StopStrings`].
+/// all choices. Each search has a [`StopStrings`] of its own.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct StopTable {
     /// The stop strings, as the client listed them.
@@ -22,15 +22,15 @@ struct Stop {
 }
 
 impl StopTable {
-    /// A table of `texts`, each shorter than 4 GiB; empty ones are ignored. It takes about six
-    /// bytes a byte.
+    /// A table of `texts`, each shorter than 4 GiB. Empty texts are ignored. The table takes about
+    /// six bytes for each byte of text.
     pub fn new(texts: Vec<String>) -> Self {
         let indexed = texts.iter().enumerate().filter(|(_, text)| !text.is_empty());
         let stops = indexed.map(|(index, text)| Stop::new(index, text)).collect();
         Self { texts, stops }
     }
 
-    /// The strings, as they were listed.
+    /// The strings, in the order of the list.
     pub fn texts(&self) -> &[String] {
         &self.texts
     }
@@ -63,12 +63,12 @@ impl Stop {
     }
 }
 
-/// Finds the stop strings of one request in text that comes in parts, and holds back text that may
-/// be the beginning of one.
+/// Finds the stop strings of one request in text that comes in parts. It holds text back that may
+/// be the beginning of a stop string.
 ///
-/// The match that ends earliest in the text wins; of several that end there, the longest, then the
-/// first listed. The held text is the longest end of the text so far with which some stop string
-/// begins, and no more. Each byte costs one Knuth-Morris-Pratt step a stop string, amortised.
+/// The match that ends earliest in the text wins. Of several that end there, the longest wins, then
+/// the first listed. The held text is the longest end of the text so far with which some stop
+/// string begins. Each byte costs one Knuth-Morris-Pratt step for each stop string, amortised.
 #[derive(Debug)]
 pub struct StopStrings {
     table: Arc<StopTable>,
@@ -82,8 +82,8 @@ pub struct StopStrings {
 }
 
 impl StopStrings {
-    /// Looks for the strings of `table`. With `include_in_output` a matched stop string is part of
-    /// the text.
+    /// A search for the strings of `table`. With `include_in_output` a matched stop string is part
+    /// of the text.
     pub fn new(table: Arc<StopTable>, include_in_output: bool) -> Self {
         Self {
             at: vec![0; table.stops.len()].into(),
@@ -95,15 +95,16 @@ impl StopStrings {
         }
     }
 
-    /// A string of the table, as it was listed.
+    /// A string of the table, by its index in the list.
     pub fn text(&self, index: usize) -> &str {
         &self.table.texts[index]
     }
 
-    /// Reads `delta` and appends to `out` the text that can't be part of a stop string any more.
+    /// Reads `delta` and appends the text to `out` that can't be part of a stop string any more.
     ///
-    /// `Some(index)` once a stop string has matched: `out` then ends right before it (right after
-    /// it with `include_in_output`). From then on nothing is appended, and the index stays.
+    /// Gives the index of a stop string as soon as it has matched. `out` then ends right before it,
+    /// or right after it with `include_in_output`. From then on nothing is appended, and the index
+    /// stays.
     pub fn push(&mut self, delta: &str, out: &mut String) -> Option<usize> {
         if self.matched.is_some() {
             return self.matched;
@@ -146,8 +147,7 @@ impl StopStrings {
         None
     }
 
-    /// Appends the text that was held back as a possible beginning of a stop string: the text has
-    /// ended.
+    /// Appends the held text, because the text has ended and no stop string can come any more.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held[self.held_from..]);
         self.held.clear();

@@ -90,8 +90,7 @@ impl Tokenizer {
 
     /// Loads a `tokenizer.json`.
     ///
-    /// Padding and truncation that the file may ask for are switched off, as transformers does for
-    /// one text.
+    /// Padding and truncation of the file are switched off, as transformers does for one text.
     ///
     /// # Errors
     /// [`TextError::Load`] if the file cannot be read, is not a tokenizer, or is not one for this
@@ -162,8 +161,8 @@ impl Tokenizer {
         Ok(Self { inner, fast, scheme, table, cuts, frame, measure, plain })
     }
 
-    /// The ids of `text`. Special tokens written out in the text are recognised, as Hugging Face
-    /// does. `add_special_tokens` runs the post-processor (a leading bos token, say).
+    /// The ids of `text`. Special tokens in the text are recognised, as Hugging Face does.
+    /// `add_special_tokens` runs the post-processor (it adds a leading bos token, for example).
     ///
     /// # Errors
     /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token
@@ -180,14 +179,13 @@ impl Tokenizer {
         Ok(encoding.get_ids().iter().map(|id| id.cast_signed()).collect())
     }
 
-    /// A number of ids that no encoding of `text` is below, those of the post-processor not
-    /// counted. It costs a look at each byte, and 0 is the answer of a tokenizer that may drop
-    /// text.
+    /// A lower bound of the number of ids of `text`, without those of the post-processor. It costs
+    /// a look at each byte. It is 0 for a tokenizer that may drop text.
     ///
-    /// If each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), each
+    /// If each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), a
     /// byte counts one over the length of the longest token that has it. If text is composed first,
-    /// characters outside ASCII count a quarter. Of a Unigram tokenizer ASCII letters and digits
-    /// count, by the longest token. Of WordPiece and WordLevel each word counts one.
+    /// characters outside ASCII count a quarter. For a Unigram tokenizer only ASCII letters and
+    /// digits count, by the longest token. For WordPiece and WordLevel each word counts one.
     pub fn fewest_ids(&self, text: &str) -> usize {
         self.measure.fewest(text)
     }
@@ -204,16 +202,16 @@ impl Tokenizer {
         self.plain.encode(&self.inner, text, plain, go_on)
     }
 
-    /// The ids of `text` as [`Tokenizer::encode`] gives them, without those of the post-processor
+    /// The ids of `text` like those of [`Tokenizer::encode`], without those of the post-processor
     /// and without special tokens.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     pub fn encode_as_text(&self, text: &str) -> Result<Vec<i32>, TextError> {
         self.encode_plain(text, std::slice::from_ref(&(0..text.len())), &|_| true)
     }
 
-    /// True if a token adds [`Tokenizer::token_bytes`] to a text at any place but its beginning.
+    /// True if a token adds [`Tokenizer::token_bytes`] to a text at any place except its beginning.
     pub fn adds_bytes(&self) -> bool {
         !matches!(self.scheme, Scheme::Window)
     }
@@ -224,7 +222,7 @@ impl Tokenizer {
         self.plain.spelled(text, client)
     }
 
-    /// The ids of the special tokens whose text is as asked, ascending.
+    /// The ids of the special tokens whose text is `wanted`, ascending.
     pub fn special_ids(&self, wanted: impl Fn(&str) -> bool) -> Vec<i32> {
         let ids = 0..i32::try_from(self.vocab_size()).unwrap_or(i32::MAX);
         let special = ids.filter(|&id| self.is_special(id));
@@ -238,19 +236,19 @@ impl Tokenizer {
         tokens.filter(|content| added.is_special_token(content)).cloned().collect()
     }
 
-    /// The ids that are not below `limit`, in order, with their tokens: those that a model with an
-    /// embedding of so many rows has nothing for.
+    /// The ids from `limit` on, in order, with their tokens. A model with an embedding of `limit`
+    /// rows has no rows for them.
     pub fn ids_from(&self, limit: u32) -> Vec<(i32, String)> {
         let all = limit..u32::try_from(self.vocab_size()).unwrap_or(u32::MAX);
         let token = |id: u32| Some((id.cast_signed(), self.inner.id_to_token(id)?));
         all.filter_map(token).collect()
     }
 
-    /// The ids of two texts as one prompt, with the ids that the post-processor puts around and
-    /// between them, and the place at which the second text begins.
+    /// The ids of two texts as one prompt, and the place at which the second text begins. The
+    /// post-processor's ids around and between the texts are included.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     pub fn encode_pair(&self, first: &str, second: &str) -> Result<(Vec<i32>, u32), TextError> {
         let encoding = self
             .inner
@@ -262,7 +260,7 @@ impl Tokenizer {
         Ok((ids, u32::try_from(begins).unwrap_or(u32::MAX)))
     }
 
-    /// The text of `ids`, exactly as Hugging Face's `decode` gives it. Ids that no token has are
+    /// The text of `ids`, exactly like that of Hugging Face's `decode`. Ids without a token are
     /// ignored.
     ///
     /// # Errors
@@ -276,14 +274,14 @@ impl Tokenizer {
         self.inner.decode(ids, skip).map_err(|error| TextError::Decode(error.to_string()))
     }
 
-    /// The text of this token alone, for log-probabilities. A part of a character shows as U+FFFD;
-    /// empty for an id that no token has.
+    /// The text of this token alone, for log-probabilities. A part of a character shows as U+FFFD.
+    /// The text is empty for an id without a token.
     pub fn token_text(&self, id: i32) -> String {
         String::from_utf8_lossy(&self.token_bytes(id)).into_owned()
     }
 
-    /// The bytes of this token alone, for log-probabilities. Special tokens are their own text;
-    /// empty for an id that no token has.
+    /// The bytes of this token alone, for log-probabilities. Special tokens are their own text.
+    /// There are none for an id without a token.
     pub fn token_bytes(&self, id: i32) -> Vec<u8> {
         let Ok(id) = u32::try_from(id) else { return Vec::new() };
         match self.scheme {
@@ -292,17 +290,17 @@ impl Tokenizer {
         }
     }
 
-    /// The token with this id, as it stands in the vocabulary.
+    /// The token with this id, in the spelling of the vocabulary.
     pub fn id_to_token(&self, id: i32) -> Option<String> {
         self.inner.id_to_token(u32::try_from(id).ok()?)
     }
 
-    /// The id of a token, as it stands in the vocabulary.
+    /// The id of a token in the spelling of the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<i32> {
         self.inner.token_to_id(token).map(u32::cast_signed)
     }
 
-    /// One more than the largest id. The model's own vocabulary may be larger (padded).
+    /// The largest id plus 1. The model's own vocabulary may be larger (padded).
     pub fn vocab_size(&self) -> usize {
         self.table.kinds.len()
     }
@@ -332,7 +330,7 @@ impl Tokenizer {
         &self.scheme
     }
 
-    /// The token that decoding sees for `id`.
+    /// The token for `id` in decoding.
     pub(crate) fn decoded_token(&self, id: u32) -> Option<String> {
         decoded_token(&self.inner, id)
     }
@@ -343,8 +341,8 @@ impl Tokenizer {
     }
 }
 
-/// The token that decoding sees for `id`: for an added token that is matched in normalised text
-/// this is the normalised form, which `id_to_token` does not give.
+/// The token for `id` in decoding. An added token that is matched in normalised text has its
+/// normalised form, which `id_to_token` does not give.
 fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
     let added = inner.get_added_vocabulary().simple_id_to_token(id);
     added.or_else(|| inner.get_model().id_to_token(id))

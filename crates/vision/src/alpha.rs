@@ -1,5 +1,5 @@
-//! Pixels of any kind as three bytes: grey is spread, 16 bits become 8, and transparent parts show
-//! white.
+//! Pixels of any kind as three bytes. Grey is spread, 16 bits become 8, and transparent parts
+//! become white.
 
 use image::ColorType;
 

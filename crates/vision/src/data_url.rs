@@ -4,10 +4,10 @@ use base64_simd::{STANDARD, forgiving_decode_to_vec};
 
 use crate::error::ImageError;
 
-/// A data URL, cut but not decoded: both parts are those of the text it was found in.
+/// A data URL, cut but not decoded. Both parts are slices of its text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataUrl<'a> {
-    /// `image/png` or the like; empty where the URL has none.
+    /// The media type, such as `image/png`; empty if the URL has none.
     pub media_type: &'a str,
     /// The file in base64.
     pub base64: &'a str,
@@ -17,7 +17,7 @@ impl<'a> DataUrl<'a> {
     /// Cuts `url`; `None` if it is a URL of another kind.
     ///
     /// # Errors
-    /// It has no data, is not in base64, or its media type is not an image's.
+    /// The URL has no data, is not in base64, or its media type is not an image's.
     pub fn parse(url: &'a str) -> Result<Option<Self>, ImageError> {
         let Some((scheme, rest)) = url.split_at_checked(5) else { return Ok(None) };
         if !scheme.eq_ignore_ascii_case("data:") {
@@ -42,7 +42,7 @@ impl<'a> DataUrl<'a> {
         Ok(Some(Self { media_type, base64 }))
     }
 
-    /// Bytes that the file has at most.
+    /// The largest number of bytes that the file can have.
     pub fn most_bytes(&self) -> usize {
         STANDARD.estimated_decoded_length(self.base64.len())
     }
@@ -50,17 +50,17 @@ impl<'a> DataUrl<'a> {
     /// The file, of at most `limit` bytes.
     ///
     /// # Errors
-    /// It is longer, or not base64.
+    /// The file is longer, or not base64.
     pub fn decode(&self, limit: usize) -> Result<Vec<u8>, ImageError> {
         decode_base64(self.base64, limit)
     }
 }
 
-/// The file of at most `limit` bytes that `text` is in base64: standard characters, with or without
-/// padding, white space skipped.
+/// The file, of at most `limit` bytes, that `text` has in base64. Characters are the standard ones,
+/// with or without padding. White space is skipped.
 ///
 /// # Errors
-/// It is longer, or not base64.
+/// The file is longer, or not base64.
 pub fn decode_base64(text: &str, limit: usize) -> Result<Vec<u8>, ImageError> {
     let bytes = STANDARD.estimated_decoded_length(text.len());
     // The estimate is two bytes too high where there is padding, and higher where there is white

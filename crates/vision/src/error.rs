@@ -1,40 +1,40 @@
-//! Why an image is refused.
+//! Reasons for which an image is refused.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::format::{Format, READ};
 
-/// Why an image is refused. Each is a clause that reads well behind the name of a part of a
-/// request: `messages[0].content[1]: ...`.
+/// The reason for which an image is refused. Each is a clause for a sentence that begins with a
+/// part of a request: `messages[0].content[1]: ...`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
-    /// A URL that begins with `data:` and is none, or is not in base64.
+    /// The URL begins with `data:`, but is malformed or not in base64.
     #[error("a data URL reads `data:image/png;base64,` and the file in base64")]
     DataUrl,
-    /// A data URL of text, video or the like.
+    /// The data URL is of text, video or the like.
     #[error("the media type {0:?} is no image")]
     MediaType(String),
-    /// Characters that base64 does not have, or a wrong number of them.
+    /// The text has characters that base64 lacks, or a wrong number of them.
     #[error("the data is not base64")]
     Base64,
-    /// The file is larger than it may be.
+    /// The file is too large.
     #[error("the file has {bytes} bytes, and {limit} are the limit")]
     TooManyBytes {
         /// Bytes of the file.
         bytes: usize,
-        /// Bytes that it may have.
+        /// The largest number of bytes.
         limit: usize,
     },
-    /// The file begins like no image that anybody knows.
+    /// The file begins like no known image.
     #[error("the data is no image: {READ} are read")]
     UnknownFormat,
-    /// The file is an image of a kind that is not read.
+    /// The file is an image of a format that is not supported.
     #[error("{0} is not read: {READ} are")]
     UnreadFormat(&'static str),
     /// A kind of JPEG that only scanners and archives write.
     #[error("this kind of JPEG is not read: {0}")]
     UnreadJpeg(&'static str),
-    /// No pixels.
+    /// The image has no pixels.
     #[error("the image has {width} x {height} pixels")]
     Empty {
         /// Pixels of a row.
@@ -51,7 +51,7 @@ pub enum ImageError {
         width: u32,
         /// Rows.
         height: u32,
-        /// Pixels that an image may have.
+        /// The largest number of pixels of an image.
         limit: u64,
     },
     /// One side is much longer than the other, so that no grid of patches fits.
@@ -66,13 +66,13 @@ pub enum ImageError {
         /// The largest ratio.
         limit: u32,
     },
-    /// The file needs more memory for decoding than its pixels explain.
+    /// Decoding the file needs more memory than its pixels explain.
     #[error("the {0} file takes too much memory to decode")]
     TooMuchMemory(Format),
     /// The file is cut off, or its content contradicts itself.
     #[error("the {format} file is damaged or incomplete: {reason}")]
     Damaged {
-        /// The format that the file begins like.
+        /// The format by the beginning of the file.
         format: Format,
         /// The decoder's message.
         reason: String,
@@ -80,7 +80,7 @@ pub enum ImageError {
 }
 
 impl ImageError {
-    /// True if a smaller image would have been accepted; HTTP has a status of its own for that.
+    /// True if a smaller image would have been accepted. HTTP has a status of its own for that.
     pub fn is_too_large(&self) -> bool {
         matches!(
             self,

@@ -1,10 +1,10 @@
-//! The format of a file, by its first bytes: names and media types are the client's word for it.
+//! The format of a file, by its first bytes. Names and media types are only the client's claims.
 
 use std::fmt;
 
 use crate::error::ImageError;
 
-/// A format that is read.
+/// A supported format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
     /// Portable Network Graphics; of an animation the default image.
@@ -50,7 +50,7 @@ impl Format {
     /// The format of a file.
     ///
     /// # Errors
-    /// [`ImageError::UnreadFormat`] with a name where there is one, else
+    /// [`ImageError::UnreadFormat`] with a name if the format has one, else
     /// [`ImageError::UnknownFormat`].
     pub fn of(file: &[u8]) -> Result<Self, ImageError> {
         if file.starts_with(b"\x89PNG\r\n\x1a\n") {

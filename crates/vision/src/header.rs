@@ -1,4 +1,4 @@
-//! The facts about an image in the first bytes of its file.
+//! The facts about an image at the beginning of its file.
 
 use crate::decode;
 use crate::error::{ImageError, contained};
@@ -7,8 +7,8 @@ use crate::jpeg::Frame;
 use crate::limits::Limits;
 use crate::orientation::Orientation;
 
-/// The facts about an image in the first bytes of its file: enough for its grid, without a pixel
-/// decoded.
+/// The facts about an image at the beginning of its file. They are enough for its grid, without any
+/// pixel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     pub(crate) source: Source,
@@ -29,8 +29,8 @@ impl Header {
     /// Reads the header of `file`, and refuses an image beyond `limits`.
     ///
     /// # Errors
-    /// The format is none that is read, the header is damaged, or the image is empty, too large or
-    /// too long.
+    /// The format is not supported, the header is damaged, or the image is empty, too large or too
+    /// long.
     pub fn read(file: &[u8], limits: &Limits) -> Result<Self, ImageError> {
         let header = match Format::of(file)? {
             Format::Jpeg => {
@@ -60,7 +60,7 @@ impl Header {
         }
     }
 
-    /// Pixels of a row and rows of the image when it is seen upright.
+    /// Pixels of a row, and rows, of the upright image.
     pub fn size(&self) -> (u32, u32) {
         self.orientation.turned(self.width, self.height)
     }

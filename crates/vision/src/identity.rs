@@ -1,4 +1,4 @@
-//! The name of an image: of its bytes, and of its processing.
+//! The name of an image, from its bytes and its processing.
 
 use std::fmt;
 
@@ -7,9 +7,10 @@ use crate::processing::Processing;
 /// Changes when the same file gives other patches.
 const VERSION: &[u8; 16] = b"forebay image  1";
 
-/// 128 bits of BLAKE3 over a file and its processing. Two images of one name have the same patches.
+/// 128 bits of BLAKE3 over a file and its processing. Two images with one identity have the same
+/// patches.
 ///
-/// It is not keyed, so that brains behind a router agree on it.
+/// It has no key, so that brains behind a router agree on it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity([u8; 16]);
 

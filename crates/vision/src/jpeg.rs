@@ -1,7 +1,7 @@
-//! JPEG (ITU-T T.81): the frame without decoding, and two decoders behind one function.
+//! JPEG (ITU-T T.81): the frame header, and two decoders behind one function.
 //!
-//! libjpeg-turbo-rs gives libjpeg-turbo's bytes, which Pillow's are, and panics at four components
-//! of unequal sampling; zune-jpeg, in the crate `image`, reads those.
+//! libjpeg-turbo-rs gives libjpeg-turbo's bytes, which are Pillow's. It panics at four components
+//! of unequal sampling. zune-jpeg, in the crate `image`, reads those.
 
 use image::ImageDecoder;
 use image::codecs::jpeg::JpegDecoder;

@@ -1,4 +1,4 @@
-//! Images as a vision tower reads them: files to patches of bytes.
+//! Images for a vision tower: from files to patches of bytes.
 //!
 //! A request goes through five steps. [`DataUrl`] cuts a file out of a body, and [`Header`] tells
 //! its size without decoding. [`Processing::grid`] gives the number of its positions, and
@@ -6,7 +6,7 @@
 //! Nothing here reads a clock, a file or a socket, and no input makes it panic.
 //!
 //! The values are those of transformers' `Qwen2VLImageProcessor` with its default backend, before
-//! it subtracts the mean; `docs/images.md` says for which files that is exact.
+//! it subtracts the mean. `docs/images.md` lists the files for which they are exact.
 //!
 //! ```
 //! use forebay_vision::{DataUrl, Header, Identity, Limits, Preparer, Processing};

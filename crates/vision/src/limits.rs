@@ -5,14 +5,14 @@ use crate::error::ImageError;
 /// The limits on an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Pixels of an image, as its header says them.
+    /// The largest number of pixels of an image, by its header.
     pub max_pixels: u64,
     /// The largest ratio of the sides.
     pub max_ratio: u32,
 }
 
 impl Default for Limits {
-    /// 50 million pixels, and the ratio at which transformers refuses an image.
+    /// 50 million pixels, and the ratio above which transformers refuses an image.
     fn default() -> Self {
         Self { max_pixels: 50_000_000, max_ratio: 200 }
     }

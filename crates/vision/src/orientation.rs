@@ -1,17 +1,17 @@
-//! Orientation: how a camera was held, as Exif 2.32 (tag 0x0112) numbers it.
+//! Orientation: the way in which a camera was held, by the numbers of Exif 2.32 (tag 0x0112).
 
 use image::metadata::Orientation as Named;
 
-/// The turn that brings the stored pixels upright: 1 to 8, 1 as they are.
+/// The turn that brings the stored pixels upright, from 1 to 8. 1 is no turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Orientation(u8);
 
-/// The side of the squares in which a picture is turned: their rows of both pictures stay in the
+/// The side of the squares in which a picture is turned. Their rows of both pictures stay in the
 /// first-level cache.
 const TILE: usize = 32;
 
 impl Orientation {
-    /// The orientation of an image that is upright as it is stored.
+    /// The orientation of an image that is stored upright.
     pub const UPRIGHT: Self = Self(1);
 
     /// Reads an Exif block without its `Exif\0\0`; upright if there is none, or a damaged one.
@@ -24,7 +24,7 @@ impl Orientation {
         self.0
     }
 
-    /// Width and height of a picture that is stored with these.
+    /// Width and height of the upright image, from those of the stored one.
     pub fn turned(self, width: u32, height: u32) -> (u32, u32) {
         if self.0 > 4 { (height, width) } else { (width, height) }
     }

@@ -12,7 +12,7 @@ use crate::resize::Scaler;
 /// memory back.
 const KEPT: usize = 32 << 20;
 
-/// Makes patches of files, one at a time: a thread has one, and its buffers serve all images.
+/// Makes patches of files, one at a time. Each thread has one, whose buffers serve all images.
 #[derive(Debug, Default)]
 pub struct Preparer {
     raw: Vec<u8>,
@@ -22,7 +22,7 @@ pub struct Preparer {
 }
 
 impl Preparer {
-    /// A preparer without any memory yet.
+    /// A preparer with empty buffers.
     pub fn new() -> Self {
         Self::default()
     }
@@ -33,7 +33,7 @@ impl Preparer {
     /// [`Header::size`].
     ///
     /// # Errors
-    /// The file is damaged, or takes more memory than its pixels explain. The content of `patches`
+    /// The file is damaged, or needs more memory than its pixels explain. The content of `patches`
     /// is then unspecified.
     ///
     /// # Panics

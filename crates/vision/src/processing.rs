@@ -1,7 +1,7 @@
-//! The size that an image is brought to, and the number of its positions.
+//! The size of an image after the resize, and the number of its positions.
 
-/// The form of images that a model wants: the values of `preprocessor_config.json` that change the
-/// patches' bytes.
+/// A model's demands on images: the values of `preprocessor_config.json` that change the patches'
+/// bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Processing {
     patch: u32,
@@ -10,7 +10,7 @@ pub struct Processing {
     max_pixels: u64,
 }
 
-/// Numbers that no image could be processed by.
+/// Numbers with which no image can be processed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidProcessing {
     /// A position has no pixels, or more than an image.
@@ -26,7 +26,7 @@ pub enum InvalidProcessing {
     Pixels {
         /// The least number of pixels.
         min_pixels: u64,
-        /// The greatest.
+        /// The largest number of pixels.
         max_pixels: u64,
     },
 }
@@ -48,16 +48,16 @@ impl Grid {
 }
 
 impl Processing {
-    /// The largest side of a position, and the most pixels of a resized image, that are sensible:
-    /// what is computed from them fits in memory.
+    /// The largest sensible side of a position, and number of pixels of a resized image. Derived
+    /// sizes then fit in memory.
     const MAX_SIDE: u32 = 1 << 10;
     const MAX_PIXELS: u64 = 1 << 30;
 
-    /// `patch`: pixels of a patch's side. `merge`: patches of a position's side. A resized image
-    /// has `min_pixels` to `max_pixels`.
+    /// A processing with these numbers. `patch` is in pixels of a side, and `merge` in patches of a
+    /// position's side. A resized image has `min_pixels` to `max_pixels`.
     ///
     /// # Errors
-    /// No image could be processed by these numbers.
+    /// No image can be processed with these numbers.
     pub fn new(
         patch: u32,
         merge: u32,
@@ -91,8 +91,8 @@ impl Processing {
     /// The grid of an image of `width` x `height` pixels, neither 0.
     ///
     /// This is `smart_resize` of Qwen2-VL. Both sides become multiples of a position's, and the
-    /// product lies between the two numbers of pixels. The ratio of the sides stays as it is as far
-    /// as possible. It rounds as Python does, half to even.
+    /// product lies between the two numbers of pixels. The ratio of the sides changes as little as
+    /// possible. It rounds like Python, half to even.
     pub fn grid(&self, width: u32, height: u32) -> Grid {
         let side = f64::from(self.side());
         let (wide, high) = (f64::from(width), f64::from(height));

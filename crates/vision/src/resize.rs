@@ -1,8 +1,8 @@
 //! Bicubic resizing with torchvision's values.
 //!
 //! Both torchvision (for bytes, with antialiasing) and `fast_image_resize` compute in integers,
-//! with equal coefficients, and round to bytes between the two axes. They differ in one thing:
-//! which axis is first. torchvision begins with rows, so each axis is a call of its own here.
+//! with equal coefficients, and round to bytes between the two axes. They differ in the first axis.
+//! torchvision begins with rows, so each axis is a call of its own here.
 
 use fast_image_resize::images::{Image, ImageRef};
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
@@ -30,7 +30,7 @@ impl Scaler {
         if between == to { rows } else { one_axis(resizer, rows, between, resized, to) }
     }
 
-    /// Gives back what an unusually large image needed.
+    /// Gives back memory that only an unusually large image needed.
     pub(crate) fn trim(&mut self, bytes: usize) {
         for buffer in [&mut self.narrowed, &mut self.resized] {
             if buffer.len() > bytes {

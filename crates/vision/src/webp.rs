@@ -1,5 +1,5 @@
-//! WebP's container (RFC 9649): sizes that its decoder allocates before it checks them are checked
-//! here.
+//! WebP's container (RFC 9649). Its decoder allocates some sizes before it checks them, so they are
+//! checked here.
 
 use crate::error::ImageError;
 use crate::format::Format;
@@ -55,7 +55,7 @@ fn check_frame(name: &[u8; 4], content: &[u8], place: (u32, u32)) -> Result<(), 
     Ok(())
 }
 
-/// Names and contents of RIFF chunks, as far as they are whole.
+/// Names and contents of complete RIFF chunks.
 fn chunks(mut rest: &[u8]) -> impl Iterator<Item = ([u8; 4], &[u8])> {
     std::iter::from_fn(move || {
         let (name, after) = rest.split_first_chunk::<4>()?;

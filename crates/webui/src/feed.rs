@@ -1,4 +1,4 @@
-//! Streams of named events (server-sent events), each with a task of its own that writes it.
+//! Streams of named events (server-sent events). A task of its own writes each.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -14,7 +14,7 @@ use serde::Serialize;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Time between two ticks of a feed.
+/// The time between two ticks of a feed.
 pub const INTERVAL: Duration = Duration::from_millis(250);
 /// The largest number of feeds at a time.
 const MOST: usize = 64;
@@ -30,7 +30,7 @@ impl Default for Watchers {
 }
 
 impl Watchers {
-    /// A feed and the response that carries it; `None`: too many watch already.
+    /// A feed and its response; `None`: there are too many watchers.
     #[must_use]
     pub fn open(&self) -> Option<(Feed, Response<FeedBody>)> {
         let place = Arc::clone(&self.0).try_acquire_owned().ok()?;
@@ -48,7 +48,7 @@ impl Watchers {
     }
 }
 
-/// The end of a feed that is written to. Dropping it ends the response.
+/// The sender's end of a feed. To drop it ends the response.
 #[derive(Debug)]
 pub struct Feed {
     events: Sender<Bytes>,
@@ -56,7 +56,7 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// Sends an event as soon as the one before it was taken. False: the client has left.
+    /// Sends an event after the client has taken the one before. False: the client has left.
     pub async fn send(&self, name: &str, data: &impl Serialize) -> bool {
         let mut event = format!("event: {name}\ndata: ").into_bytes();
         if serde_json::to_writer(&mut event, data).is_err() {

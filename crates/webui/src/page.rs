@@ -22,8 +22,8 @@ static FILES: &[File] = include!(concat!(env!("OUT_DIR"), "/files.rs"));
 const POLICY: &str = "default-src 'self'; connect-src 'self'; img-src 'self' data: blob:; style-src 'self'; \
                       script-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
 
-/// The answer to a GET of `path` with these headers; `None`: the page has no such file. Nobody
-/// needs a key for it.
+/// The answer to a GET of `path` with these headers; `None`: the page has no such file. It needs no
+/// key.
 #[must_use]
 pub fn page(path: &str, headers: &HeaderMap) -> Option<Response<Bytes>> {
     let file = FILES.iter().find(|file| file.route == path)?;

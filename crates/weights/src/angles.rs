@@ -1,9 +1,8 @@
 //! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al.
 //! 2023).
 //!
-//! All of it is done in 32 bits, operation by operation as PyTorch does it
-//! (`python/forebay/layers/rotary.py`). The divisor of a scalar becomes a reciprocal first. Both
-//! hands have the same angles so.
+//! All numbers have 32 bits, and each operation is PyTorch's (`python/forebay/layers/rotary.py`). A
+//! scalar divisor becomes a reciprocal first. So both hands have the same angles.
 
 use std::f32::consts::TAU;
 
@@ -13,7 +12,7 @@ use serde_json::{Map, Value};
 use crate::config::{Shape, TorchNumber};
 use crate::error::ModelError;
 
-/// Cosines and sines of positions, `[positions, head_dim / 2]` each, rounded to the model's type.
+/// Cosines and sines of positions, `[positions, rotary_dim / 2]` each, rounded to the model's type.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Angles {
     /// Cosines.
@@ -26,7 +25,7 @@ impl Angles {
     /// Computes the angles of the first `positions`.
     ///
     /// # Errors
-    /// A scaling with a number that makes no sense.
+    /// A number of the scaling makes no sense.
     pub fn of(shape: &Shape, positions: usize, number: TorchNumber) -> Result<Self, ModelError> {
         let (inverse, factor) = frequencies(shape)?;
         let round = |value: f32| match number {
@@ -71,8 +70,8 @@ impl Scaling<'_> {
 
 /// Inverse frequencies, and the factor on cosine and sine.
 fn frequencies(shape: &Shape) -> Result<(Vec<f32>, f32), ModelError> {
-    let dim = shape.head_dim as f32;
-    let half = shape.head_dim / 2;
+    let dim = shape.rotary_dim as f32;
+    let half = shape.rotary_dim / 2;
     let power = |index: usize| {
         let exponent = (2 * index) as f32 / dim;
         (f64::from(shape.rope_theta as f32)).powf(f64::from(exponent)) as f32

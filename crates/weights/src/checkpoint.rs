@@ -7,6 +7,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use safetensors::Dtype;
 
+use crate::bert::BertShape;
 use crate::config::{Shape, TorchNumber};
 use crate::error::ModelError;
 use crate::gguf::{
@@ -20,7 +21,7 @@ const HEAD: &str = "lm_head.weight";
 /// Elements that are converted at a time.
 const AT_ONCE: usize = 1 << 18;
 
-/// Types of numbers that weights are read from.
+/// The types of stored numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Number {
     /// `F32`
@@ -31,10 +32,10 @@ pub enum Number {
     Bfloat16,
 }
 
-/// Whole blocks of a matrix, as a file of GGUF has them or in another type of blocks.
+/// Whole blocks of a matrix, in the type of a GGUF file or in another type of blocks.
 pub type Blocks = Vec<u8>;
 
-/// The files of a model, opened: only their headers were read.
+/// The open files of a model. Only their headers are read.
 pub struct Checkpoint {
     files: Files,
     /// Name to shape, of every weight that the model has.
@@ -122,14 +123,34 @@ impl Checkpoint {
         }
     }
 
-    /// Name to shape of every weight; a head that is tied to the embedding has none of its own.
+    /// Opens the safetensors of a BERT, whose weights go by their names in the encoder. `scores` is
+    /// true if it has layers that make scores of vectors.
+    ///
+    /// # Errors
+    /// A file cannot be read, or is damaged.
+    pub fn of_bert(files: &[PathBuf], scores: bool) -> Result<Self, ModelError> {
+        let mut shapes = HashMap::new();
+        let mut opened = Vec::new();
+        for path in files {
+            let mut file = SafeFile::open(path)?;
+            let tensors = file.tensors.drain();
+            let named =
+                tensors.filter_map(|(name, it)| Some((BertShape::name_of(&name, scores)?, it)));
+            file.tensors = named.collect();
+            shapes.extend(file.tensors.iter().map(|(name, it)| (name.clone(), it.shape.clone())));
+            opened.push(file);
+        }
+        Ok(Self { files: Files::Safe(opened), shapes })
+    }
+
+    /// The shape of every weight, by name. A head that is tied to the embedding has no entry.
     #[must_use]
     pub fn shapes(&self) -> &HashMap<String, Vec<usize>> {
         &self.shapes
     }
 
-    /// Names of matrices that can be computed with in blocks, and GGUF's names of their types. A
-    /// tied head is the embedding's tensor under a name of its own.
+    /// The names of matrices with products in blocks, and GGUF's names of their types. A tied head
+    /// is the embedding's tensor under a name of its own.
     #[must_use]
     pub fn stored(&self) -> Vec<(String, &'static str)> {
         let Files::Gguf(gguf) = &self.files else { return Vec::new() };
@@ -165,7 +186,7 @@ impl Checkpoint {
     /// Reads a matrix of GGUF in blocks of type `kind`, appended to `to`.
     ///
     /// # Errors
-    /// There is no such matrix or no such way, or its file can't be read.
+    /// There is no such matrix or no such conversion, or its file can't be read.
     pub fn read_blocks(
         &self,
         name: &str,

@@ -3,15 +3,15 @@
 use serde_json::{Map, Value};
 
 use crate::error::ModelError;
+use crate::experts::{Experts, experts, is_sparse};
 
-/// Far beyond every known model: names of weights are made for each layer, before a file is asked
-/// for them.
-const MOST_LAYERS: u64 = 1 << 12;
-/// The same of experts, of all layers together.
-const MOST_EXPERTS: usize = 1 << 18;
+/// The largest number of layers, far above known models. Names of weights are made for each layer
+/// before a file is read.
+pub(crate) const MOST_LAYERS: u64 = 1 << 12;
 const DEFAULT_ROPE_THETA: f64 = 10000.0;
+const PARTIAL_ROTARY_FACTOR: f64 = 0.5;
 
-/// The types that a model is computed in, by the names of PyTorch.
+/// The types of a model's computation, by PyTorch's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TorchNumber {
     /// `torch.float32`
@@ -22,33 +22,19 @@ pub enum TorchNumber {
 
 /// A family of decoders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Family {
+pub(crate) enum Family {
     Llama,
     Mistral,
     Qwen2,
     Qwen3,
     Qwen3Moe,
+    Glm4Moe,
 }
 
-/// A mixture of experts (Shazeer et al. 2017): each token has some gated feed-forward parts of
-/// many, those with the largest softmax of their scores.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Experts {
-    /// Of a layer.
-    pub count: usize,
-    /// Of a token.
-    pub per_token: usize,
-    /// Elements between the products of one.
-    pub intermediate_size: usize,
-    /// A token's weights are divided by their sum.
-    pub normalise: bool,
-}
-
-/// Everything that is needed to build a decoder. Sizes are numbers of elements, positions are
-/// tokens.
+/// The data from which a decoder is built. Sizes are numbers of elements, and positions are tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
-    /// Tokens.
+    /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Elements of the residual stream.
     pub hidden_size: usize,
@@ -58,21 +44,23 @@ pub struct Shape {
     pub experts: Option<Experts>,
     /// True for each layer that has experts in place of a dense part.
     pub sparse: Vec<bool>,
-    /// Layers.
+    /// The number of layers.
     pub layers: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: usize,
-    /// Heads of keys and values.
+    /// The number of heads of keys and values.
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Queries, keys and values have biases.
+    /// The first elements of a head, those that positions rotate.
+    pub rotary_dim: usize,
+    /// True if queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// The attention's output has one.
+    /// True if the attention's output has a bias.
     pub output_bias: bool,
-    /// The feed-forward part has them.
+    /// True if the feed-forward part has biases.
     pub mlp_bias: bool,
-    /// Query and key heads are normalised before they are rotated.
+    /// True if query and key heads are normalised before they are rotated.
     pub head_norms: bool,
     /// The epsilon of the norms.
     pub rms_norm_eps: f64,
@@ -81,14 +69,13 @@ pub struct Shape {
     /// The scaling of rotary positions with the names of transformers 4, `rope_type` among them;
     /// `None`: there is none.
     pub rope_scaling: Option<Map<String, Value>>,
-    /// Positions that the model was made for.
+    /// The largest number of positions that the model was trained for.
     pub max_positions: u64,
-    /// The head is the embedding.
+    /// True if the head is the embedding.
     pub tied: bool,
-    /// There is no head, whatever the checkpoint has: the model pools. [`Self::of`] leaves it
-    /// unset.
+    /// True if the head is not used, because the model pools. [`Self::of`] sets it to false.
     pub headless: bool,
-    /// Tokens that a position sees, itself included; `None`: all.
+    /// The number of tokens that a position sees, itself included; `None`: all.
     pub sliding_window: Option<u64>,
     /// Tokens that end a generation.
     pub eos_token_ids: Vec<i32>,
@@ -108,7 +95,7 @@ impl Shape {
         if layers == 0 || layers > MOST_LAYERS {
             return Err(ModelError::broken(format!("{layers} layers are not supported")));
         }
-        let (rope_theta, rope_scaling) = rope(config)?;
+        let (rope_theta, rope_scaling) = rope(config, family)?;
         match config.get("hidden_act").and_then(Value::as_str).unwrap_or("silu") {
             "silu" => {}
             other => return Err(ModelError::elsewhere(format!("the activation {other:?}"))),
@@ -119,10 +106,16 @@ impl Shape {
         let sparse: Vec<bool> =
             (0..layers).map(|layer| is_sparse(config, family, layer)).collect::<Result<_, _>>()?;
         let count = sparse.iter().filter(|&&sparse| sparse).count();
-        let experts = if count > 0 { Some(experts(config, count)?) } else { None };
+        let experts = if count > 0 { Some(experts(config, family, count)?) } else { None };
         // A model of experts alone needs no size of a dense layer.
         let all_sparse = count == sparse.len();
         let usual = if family == Family::Qwen3 { 128 } else { hidden_size / heads };
+        let head_dim = optional(config, "head_dim")?.unwrap_or(usual as u64) as usize;
+        let with_norms = match family {
+            Family::Qwen3 | Family::Qwen3Moe => true,
+            Family::Glm4Moe => flag(config, "use_qk_norm", false),
+            Family::Llama | Family::Mistral | Family::Qwen2 => false,
+        };
         Ok(Self {
             vocab_size: size(config, "vocab_size")?,
             hidden_size,
@@ -132,11 +125,13 @@ impl Shape {
             layers: layers as usize,
             heads,
             kv_heads: optional(config, "num_key_value_heads")?.unwrap_or(heads as u64) as usize,
-            head_dim: optional(config, "head_dim")?.unwrap_or(usual as u64) as usize,
+            head_dim,
+            rotary_dim: rotary_dim(config, family, head_dim)?,
             qkv_bias: flag(config, "qkv_bias", family == Family::Qwen2 || all_biases),
-            output_bias: all_biases && family != Family::Qwen2,
+            // Llama and Qwen3 have biases on all four projections or none, Qwen2 and GLM on three.
+            output_bias: all_biases && !matches!(family, Family::Qwen2 | Family::Glm4Moe),
             mlp_bias: flag(config, "mlp_bias", false),
-            head_norms: matches!(family, Family::Qwen3 | Family::Qwen3Moe),
+            head_norms: with_norms,
             rms_norm_eps: config.get("rms_norm_eps").and_then(Value::as_f64).unwrap_or(1e-6),
             rope_theta,
             rope_scaling,
@@ -148,8 +143,8 @@ impl Shape {
         })
     }
 
-    /// True if a checkpoint's layer may belong to those that are computed. Behind them checkpoints
-    /// with experts have layers that predict further tokens (MTP), and nothing else.
+    /// True if a checkpoint's layer may belong to the computed ones. Behind them checkpoints with
+    /// experts have layers that only predict further tokens (MTP).
     pub(crate) fn has_place_for(&self, layer: usize) -> bool {
         self.experts.is_none() || layer < self.layers
     }
@@ -159,7 +154,7 @@ impl Shape {
         self.tied || self.headless
     }
 
-    /// Positions that a request may use: with yarn more than the config may say.
+    /// The largest number of positions of a request. With yarn it may exceed the config's.
     #[must_use]
     pub fn longest_context(&self) -> u64 {
         let Some(scaling) = self.rope_scaling.as_ref() else { return self.max_positions };
@@ -185,7 +180,7 @@ fn truthy(value: Option<&Value>) -> bool {
     }
 }
 
-fn flag(config: &Map<String, Value>, key: &str, default: bool) -> bool {
+pub(crate) fn flag(config: &Map<String, Value>, key: &str, default: bool) -> bool {
     match config.get(key) {
         None => default,
         found => truthy(found),
@@ -193,7 +188,7 @@ fn flag(config: &Map<String, Value>, key: &str, default: bool) -> bool {
 }
 
 /// A number that is there, not null and not 0.
-fn optional(config: &Map<String, Value>, key: &str) -> Result<Option<u64>, ModelError> {
+pub(crate) fn optional(config: &Map<String, Value>, key: &str) -> Result<Option<u64>, ModelError> {
     let Some(value) = config.get(key).filter(|value| truthy(Some(value))) else { return Ok(None) };
     let whole = value.as_u64().filter(|&number| number <= i32::MAX as u64);
     match whole {
@@ -207,55 +202,8 @@ fn integer(config: &Map<String, Value>, key: &str) -> Result<u64, ModelError> {
     optional(config, key)?.ok_or_else(missing)
 }
 
-fn size(config: &Map<String, Value>, key: &str) -> Result<usize, ModelError> {
+pub(crate) fn size(config: &Map<String, Value>, key: &str) -> Result<usize, ModelError> {
     Ok(integer(config, key)? as usize)
-}
-
-/// True if a layer has experts.
-fn is_sparse(config: &Map<String, Value>, family: Family, layer: u64) -> Result<bool, ModelError> {
-    if family != Family::Qwen3Moe || expert_count(config)? == 0 {
-        return Ok(false);
-    }
-    let dense = config.get("mlp_only_layers").and_then(Value::as_array);
-    if dense.is_some_and(|layers| layers.iter().any(|it| it.as_u64() == Some(layer))) {
-        return Ok(false);
-    }
-    let step = optional(config, "decoder_sparse_step")?.unwrap_or(1);
-    Ok((layer + 1).is_multiple_of(step))
-}
-
-fn expert_count(config: &Map<String, Value>) -> Result<u64, ModelError> {
-    let there = |key: &&str| config.get(*key).is_some_and(|value| !value.is_null());
-    let key = ["num_experts", "num_local_experts"].into_iter().find(there);
-    let key = key.ok_or_else(|| ModelError::broken("the model's config has no 'num_experts'"))?;
-    Ok(optional(config, key)?.unwrap_or(0))
-}
-
-/// The experts of a model with so many layers of them.
-fn experts(config: &Map<String, Value>, layers: usize) -> Result<Experts, ModelError> {
-    if flag(config, "mlp_bias", false) {
-        return Err(ModelError::elsewhere("experts with biases"));
-    }
-    match config.get("scoring_func").filter(|value| !value.is_null()) {
-        None => {}
-        Some(scores) if scores.as_str() == Some("softmax") => {}
-        Some(other) => return Err(ModelError::elsewhere(format!("experts scored by {other}"))),
-    }
-    let count = expert_count(config)? as usize;
-    let per_token = size(config, "num_experts_per_tok")?;
-    if per_token > count {
-        return Err(ModelError::broken(format!(
-            "a token has {per_token} experts (num_experts_per_tok), and there are {count}"
-        )));
-    }
-    if count * layers > MOST_EXPERTS {
-        return Err(ModelError::broken(format!(
-            "{count} experts in each of {layers} layers are not supported: at most {MOST_EXPERTS} in all"
-        )));
-    }
-    let intermediate_size = size(config, "moe_intermediate_size")?;
-    let normalise = flag(config, "norm_topk_prob", false);
-    Ok(Experts { count, per_token, intermediate_size, normalise })
 }
 
 /// A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be.
@@ -278,6 +226,7 @@ fn family(config: &Map<String, Value>) -> Result<Family, ModelError> {
         "Qwen2ForCausalLM" | "Qwen2Model" => Some(Family::Qwen2),
         "Qwen3ForCausalLM" | "Qwen3Model" => Some(Family::Qwen3),
         "Qwen3MoeForCausalLM" => Some(Family::Qwen3Moe),
+        "Glm4MoeForCausalLM" => Some(Family::Glm4Moe),
         _ => None,
     });
     known.ok_or_else(|| {
@@ -288,7 +237,10 @@ fn family(config: &Map<String, Value>) -> Result<Family, ModelError> {
 
 /// The base, and the scaling in the form of transformers 4: transformers 5 keeps both in
 /// `rope_parameters`.
-fn rope(config: &Map<String, Value>) -> Result<(f64, Option<Map<String, Value>>), ModelError> {
+fn rope(
+    config: &Map<String, Value>,
+    family: Family,
+) -> Result<(f64, Option<Map<String, Value>>), ModelError> {
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
     let mut parameters =
         object("rope_parameters").or_else(|| object("rope_scaling")).cloned().unwrap_or_default();
@@ -301,7 +253,7 @@ fn rope(config: &Map<String, Value>) -> Result<(f64, Option<Map<String, Value>>)
     let kind = text(parameters.shift_remove("rope_type")).or(legacy);
     let kind = kind.unwrap_or_else(|| "default".into());
     let part = parameters.shift_remove("partial_rotary_factor").and_then(|value| value.as_f64());
-    if part.is_some_and(|part| part != 1.0) {
+    if family != Family::Glm4Moe && part.is_some_and(|part| part != 1.0) {
         return Err(ModelError::elsewhere("heads that are rotated in part"));
     }
     if kind == "default" {
@@ -318,6 +270,29 @@ fn rope(config: &Map<String, Value>) -> Result<(f64, Option<Map<String, Value>>)
     }
     parameters.insert("rope_type".into(), kind.into());
     Ok((theta, Some(parameters)))
+}
+
+/// Elements of a head that are rotated; transformers 5 keeps the factor beside the base.
+fn rotary_dim(
+    config: &Map<String, Value>,
+    family: Family,
+    head_dim: usize,
+) -> Result<usize, ModelError> {
+    if family != Family::Glm4Moe {
+        return Ok(head_dim);
+    }
+    let rope = config.get("rope_parameters").and_then(Value::as_object);
+    let factor = |from: &Map<String, Value>| {
+        from.get("partial_rotary_factor").and_then(Value::as_f64).filter(|&factor| factor != 0.0)
+    };
+    let factor = rope.and_then(factor).or_else(|| factor(config)).unwrap_or(PARTIAL_ROTARY_FACTOR);
+    match (head_dim as f64 * factor) as usize {
+        0 => Err(ModelError::elsewhere("heads that are not rotated")),
+        rotated if rotated > head_dim => Err(ModelError::broken(format!(
+            "heads of {head_dim} elements have no {rotated} to rotate (partial_rotary_factor)"
+        ))),
+        rotated => Ok(rotated),
+    }
 }
 
 fn sliding_window(
@@ -384,41 +359,10 @@ mod tests {
     }
 
     #[test]
-    fn layers_have_experts_as_the_config_says() {
-        let moe = |changes: Value| {
-            let mut all = json!({"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6, "num_experts": 8,
-                "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": true});
-            for (key, value) in changes.as_object().expect("an object") {
-                all[key] = value.clone();
-            }
-            of(all)
-        };
-        let all = moe(json!({"intermediate_size": null})).expect("a model");
-        let experts = Experts { count: 8, per_token: 2, intermediate_size: 24, normalise: true };
-        assert_eq!((all.experts, all.intermediate_size), (Some(experts), 0));
-        assert!(all.head_norms && all.head_dim == 16 && all.sparse == [true; 6]);
-        assert!(all.has_place_for(5) && !all.has_place_for(6));
-        let some = moe(json!({"decoder_sparse_step": 2, "mlp_only_layers": [3]})).expect("a model");
-        assert_eq!(some.sparse, [false, true, false, false, false, true]);
-        assert_eq!(some.intermediate_size, 96);
-        let none = moe(json!({"num_experts": 0})).expect("a model");
-        assert_eq!((none.experts, none.sparse), (None, vec![false; 6]));
-        assert!(matches!(moe(json!({"mlp_bias": true})), Err(ModelError::Elsewhere(_))));
-        assert!(matches!(moe(json!({"scoring_func": "sigmoid"})), Err(ModelError::Elsewhere(_))));
-        for broken in [
-            json!({"num_experts_per_tok": 9}),
-            json!({"num_experts": null}),
-            json!({"moe_intermediate_size": null}),
-            json!({"num_experts": 1 << 20}),
-        ] {
-            assert!(matches!(moe(broken), Err(ModelError::Broken(_))));
-        }
-    }
-
-    #[test]
     fn others_are_elsewhere_with_a_reason() {
         for (changes, reason) in [
-            (json!({"architectures": ["Glm4MoeForCausalLM"]}), "Glm4MoeForCausalLM"),
+            (json!({"architectures": ["DeepseekV3ForCausalLM"]}), "DeepseekV3ForCausalLM"),
+            (json!({"rope_parameters": {"partial_rotary_factor": 0.5}}), "rotated in part"),
             (json!({"hidden_act": "gelu"}), "gelu"),
             (json!({"quantization_config": {"quant_method": "fp8"}}), "quantised"),
             (json!({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}), "longrope"),

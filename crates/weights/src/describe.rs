@@ -1,5 +1,5 @@
-//! The way from files on this machine to the description of a model that the brain and the hand
-//! work from. It is the output of `forebay.weights.describe`, for the models that are read here.
+//! The way from files on this machine to the description of a model, for the brain and the hand. It
+//! is the output of `forebay.weights.describe`, for the models that are read here.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use blake2::{Blake2b, Digest, digest::consts::U16};
 use serde_json::{Map, Value, json};
 
+use crate::bert::{BertShape, is_bert};
 use crate::config::{Shape, token_ids};
 use crate::error::ModelError;
 use crate::gguf::{GgufFiles, hf_config, special_token, tokenizer_json};
@@ -24,22 +25,22 @@ const KEY_BYTES: u64 = 32 << 20;
 /// The limit on a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
 const MOST_JSON: u64 = 256 << 20;
 
-/// The files to describe, and the purpose.
+/// The files to describe, and the purpose of the description.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     /// A directory, or a `.gguf` file or one of its parts.
     pub path: &'a Path,
     /// The name of the model; `None`: that of the directory or the file.
     pub name: Option<&'a str>,
-    /// The folder below which files that are made of models are kept.
+    /// The folder for files that are made of models.
     pub cache: &'a Path,
-    /// True if a directory needs weights.
+    /// True if a directory must have weights.
     pub weights: bool,
-    /// True if a model that could generate is to pool.
+    /// True if a model that could generate should pool.
     pub embedding: bool,
 }
 
-/// The object that the brain reads, field by field as `forebay.weights.describe` prints it.
+/// The object for the brain, in the form that `forebay.weights.describe` prints.
 pub type Description = Value;
 
 /// Describes the model.
@@ -106,6 +107,32 @@ fn file_names(folder: &Path) -> Result<BTreeSet<String>, ModelError> {
     Ok(names)
 }
 
+/// The part of a description that the model's shape gives.
+struct Facts {
+    vocab_size: usize,
+    longest_context: u64,
+    eos_token_ids: Vec<i32>,
+}
+
+impl Facts {
+    fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
+        if is_bert(config) {
+            let shape = BertShape::of(config)?;
+            return Ok(Self {
+                vocab_size: shape.vocab_size,
+                longest_context: shape.max_positions as u64,
+                eos_token_ids: token_ids(config.get("eos_token_id")),
+            });
+        }
+        let shape = Shape::of(config)?;
+        Ok(Self {
+            vocab_size: shape.vocab_size,
+            longest_context: shape.longest_context(),
+            eos_token_ids: shape.eos_token_ids,
+        })
+    }
+}
+
 fn of_safetensors(
     folder: &Path,
     name: &str,
@@ -113,7 +140,7 @@ fn of_safetensors(
     source: Source<'_>,
 ) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
-    let shape = Shape::of(&config)?;
+    let facts = Facts::of(&config)?;
     let tokenizer = folder.join("tokenizer.json");
     if !tokenizer.is_file() {
         return Err(ModelError::broken(format!(
@@ -126,7 +153,7 @@ fn of_safetensors(
     let generation = read_object(&folder.join("generation_config.json"), true)?;
     let tokenizer_config = read_object(&folder.join("tokenizer_config.json"), true)?;
     let special = read_object(&folder.join("special_tokens_map.json"), true)?;
-    let mut eos = shape.eos_token_ids.clone();
+    let mut eos = facts.eos_token_ids;
     eos.extend(token_ids(generation.get("eos_token_id")));
     let token = |key| token_text(&tokenizer_config, key).or_else(|| token_text(&special, key));
     Ok(json!({
@@ -139,8 +166,8 @@ fn of_safetensors(
         "bos_token": token("bos_token"),
         "eos_token": token("eos_token"),
         "eos_token_ids": eos.into_iter().collect::<BTreeSet<i32>>(),
-        "context_length": shape.longest_context(),
-        "vocab_size": shape.vocab_size,
+        "context_length": facts.longest_context,
+        "vocab_size": facts.vocab_size,
         "config": config,
         "tokenizer_config": tokenizer_config,
         "generation_config": generation,

@@ -1,17 +1,18 @@
-//! The faults that a model can have, in words that tell a user what to do.
+//! The faults of a model, in words with advice for a user.
 
 use std::io;
 use std::path::Path;
 
 use thiserror::Error;
 
-/// Why a model can't be read or computed here. The message is one line for the user.
+/// The reason for which a model can't be read or computed here. The message is one line for the
+/// user.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum ModelError {
-    /// Files that are missing, damaged, or of another model.
+    /// Files are missing, damaged, or of another model.
     #[error("{0}")]
     Broken(String),
-    /// Something that only the hand in Python has, such as `a mixture of experts`.
+    /// The model needs something that only the hand in Python has, such as `a mixture of experts`.
     #[error("{0}")]
     Elsewhere(String),
 }

@@ -1,5 +1,5 @@
-//! JSON as Python writes it. Names of files on disk are hashes of such texts, and both hands make
-//! the same.
+//! JSON in Python's form. Names of files on disk are hashes of such texts, and both hands need the
+//! same names.
 
 use std::fmt::Write;
 

@@ -1,10 +1,9 @@
-//! The contents of a model's files: its description for the brain, its shape, and its tensors, out
-//! of safetensors and GGUF.
+//! The contents of a model's files, out of safetensors and GGUF: its description for the brain, its
+//! shape, and its tensors.
 //!
-//! `python/forebay/weights` reads the same files for every family; here are the decoders that the
-//! hand in Rust computes. Whatever is beyond them is [`ModelError::Elsewhere`], with the
-//! reason, and the hand in Python serves it. Files are read with bounds on everything that they
-//! say: a damaged one is an error.
+//! `python/forebay/weights` reads the same files for every family. Here are the decoders and
+//! encoders of the hand in Rust. Any other model is [`ModelError::Elsewhere`], with the reason, and
+//! the hand in Python serves it. All numbers in files are bounded, and a damaged file is an error.
 //!
 //! ```
 //! use forebay_weights::{ModelError, Shape};
@@ -29,10 +28,12 @@
 //! ```
 
 mod angles;
+mod bert;
 mod checkpoint;
 mod config;
 mod describe;
 mod error;
+mod experts;
 mod gguf;
 mod json;
 mod packed;
@@ -40,10 +41,12 @@ mod pooling;
 mod safe;
 
 pub use angles::Angles;
+pub use bert::{BertShape, is_bert};
 pub use checkpoint::{Blocks, Checkpoint, Number};
-pub use config::{Experts, Shape, TorchNumber};
+pub use config::{Shape, TorchNumber};
 pub use describe::{Description, Source, describe};
 pub use error::ModelError;
+pub use experts::{Experts, Routing};
 pub use gguf::{BlockKind, computed_as};
 pub use json::python_json;
 pub use packed::{Entry, PackedFile, content_key};

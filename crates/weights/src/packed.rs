@@ -1,5 +1,5 @@
-//! Weights as they are computed with, kept on disk from one start to the next. The files are those
-//! of `python/forebay/weights/packed.py`, byte for byte, and either hand can read them.
+//! Packed weights, kept on disk from one start to the next. The files are those of
+//! `python/forebay/weights/packed.py`, byte for byte, and either hand can read them.
 //!
 //! A file is safetensors, so that any tool can look into it. It is read into memory of its own, not
 //! mapped. Such memory can lie in large pages, and a step that reads all weights from 4 KiB pages
@@ -21,8 +21,8 @@ use serde_json::{Map, Value, json};
 use crate::describe::{hex, new_file};
 use crate::json::python_json;
 
-/// Goes up with every change to what is written, or to how a checkpoint's values become what is
-/// written; in both languages.
+/// The version, which grows with every change of the written form, or of the way from a
+/// checkpoint's values to it; in both languages.
 const VERSION: u32 = 2;
 const EDGE: u64 = 1 << 20;
 const PIECES: u64 = 64;
@@ -42,9 +42,8 @@ const LOCK: &str = ".lock";
 /// The name of the packed weights of a model's files under `facts`.
 ///
 /// The name depends on each file's size, its time of change, its first and last MiB and 64 pieces
-/// in between. To read all of a large model would cost as much time as the cache saves. A file that
-/// is changed elsewhere, in place, without growing, and that gets its old time back, is not
-/// noticed.
+/// in between. To read all of a large model would cost as much time as the cache saves. So one
+/// change is not noticed: elsewhere in the file, in place, without growth, and with the old time.
 ///
 /// # Errors
 /// A file can't be read.
@@ -88,7 +87,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Bytes of the tensor; `None`: there is no such type, or no such size.
+    /// Bytes of the tensor; `None`: the type is unknown, or the size is impossible.
     #[must_use]
     pub fn bytes(&self) -> Option<usize> {
         let width = match self.dtype.as_str() {
@@ -114,7 +113,7 @@ struct Header {
     chunk: usize,
 }
 
-/// Why a file is not used.
+/// The reason for which a file is not used.
 enum Fault {
     /// The header of the file does not match its name.
     Header(String),
@@ -128,13 +127,13 @@ impl From<io::Error> for Fault {
     }
 }
 
-/// The file of one key in a folder whose files take no more than a limit together. It need not be
-/// there.
+/// The file of one key in a folder whose files have a limit of bytes together. The file need not
+/// exist.
 ///
-/// Nothing here is an error for a server of the model. A file that can't be read is treated as
-/// absent, and one that can't be written is not written. One line on standard error tells the
-/// reason. Every byte is checked as it is read: a file with other data than were written is
-/// removed, and as if it had not been there.
+/// No fault here is an error for a server of the model. A file that can't be read counts as absent,
+/// and one that can't be written is not written. One line on standard error has the reason. Every
+/// byte is checked at the read. A file with other data than were written is removed, and counts as
+/// absent.
 pub struct PackedFile {
     path: PathBuf,
     limit: u64,
@@ -142,7 +141,7 @@ pub struct PackedFile {
 }
 
 impl PackedFile {
-    /// `limit` in bytes.
+    /// The file of `key` in `folder`. `limit` is in bytes.
     #[must_use]
     pub fn open(folder: &Path, key: &str, limit: u64) -> Self {
         let mut file = Self { path: folder.join(key), limit, found: None };
@@ -165,9 +164,9 @@ impl PackedFile {
         Some(&self.found.as_ref()?.places.get(name)?.entry)
     }
 
-    /// Fills all these tensors, of which each has the size of its entry; false if that can't be,
-    /// and then their content is anything. `each` calls its argument for every number below a
-    /// count, in any order and by any threads. `report` gets bytes done and in all.
+    /// Fills all these tensors, each of the size of its entry. False if that fails, and then their
+    /// content is undefined. `each` calls its argument for every number below a count, in any order
+    /// and by any threads. `report` gets the bytes done and the bytes in all.
     pub fn read(
         &mut self,
         into: Vec<(&str, &mut [u8])>,
@@ -199,15 +198,15 @@ impl PackedFile {
         }
     }
 
-    /// Writes the file, unless it is there by now or there is no room for it. Files that were not
-    /// used for the longest time make room.
+    /// Writes the file, unless it exists by now or there is no room for it. Files that are unused
+    /// for longest make room.
     pub fn write(&self, tensors: &[(&str, &Entry, &[u8])], notes: &Map<String, Value>) {
         if let Err(error) = self.try_write(tensors, notes) {
             self.say(&format!("can't be written: {error}"));
         }
     }
 
-    /// Takes the file away, as far as that is possible: its data are wrong.
+    /// Removes the file if possible, because its data are wrong.
     pub fn remove(&mut self) {
         self.found = None;
         let _ = fs::remove_file(&self.path);

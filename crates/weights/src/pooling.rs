@@ -1,16 +1,18 @@
-//! The vector that a model gives in place of tokens, as its repository says: what
-//! `python/forebay/weights/pooling.py` reads, of decoders.
+//! The vector that a model gives in place of tokens, by the files of its repository.
+//! `python/forebay/weights/pooling.py` reads the same.
 
 use std::fs;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use crate::bert::is_bert;
 use crate::describe::read_object;
 use crate::error::ModelError;
 
 const MODULES: &str = "modules.json";
-/// Of `modules.json`: it names a handful of modules.
+const SCORER: &str = "BertForSequenceClassification";
+/// The largest number of bytes of `modules.json`, which names a handful of modules.
 const MOST_JSON: u64 = 1 << 20;
 const MODES: [(&str, &str); 6] = [
     ("pooling_mode_cls_token", "cls"),
@@ -21,10 +23,10 @@ const MODES: [(&str, &str); 6] = [
     ("pooling_mode_weightedmean_tokens", "weightedmean"),
 ];
 
-/// The description of how a decoder pools, in the fields of Python's `Pooling`; null: it generates.
+/// The description of a model's pooling, in the fields of Python's `Pooling`; null: it generates.
 ///
-/// Repositories in the layout of sentence-transformers always pool, and so do checkpoints without a
-/// head; `forced`, any does: the last token's state, normalised.
+/// Encoders, repositories in the layout of sentence-transformers, and checkpoints without a head
+/// always pool. With `forced` any decoder pools: by the last token's state, normalised.
 ///
 /// # Errors
 /// The model would be pooled wrongly.
@@ -35,33 +37,49 @@ pub(crate) fn read_pooling(
 ) -> Result<Value, ModelError> {
     let modules = folder.map_or(Ok(Vec::new()), modules)?;
     let names = config.get("architectures").and_then(Value::as_array).into_iter().flatten();
-    let headless = names.filter_map(Value::as_str).any(|name| name.ends_with("Model"));
-    if !(forced || headless || !modules.is_empty()) {
+    let mut names = names.filter_map(Value::as_str);
+    let encoder = is_bert(config);
+    let headless = names.clone().any(|name| name.ends_with("Model"));
+    if !(forced || encoder || headless || !modules.is_empty()) {
         return Ok(Value::Null);
+    }
+    let settings = match folder {
+        Some(folder) => read_object(&folder.join("sentence_bert_config.json"), true)?,
+        None => Map::new(),
+    };
+    let max_length = settings.get("max_seq_length").and_then(Value::as_u64);
+    if names.any(|name| name == SCORER) {
+        return Ok(json!({
+            "task": "score",
+            "kind": "cls",
+            "size": labels(config)?,
+            "normalize": false,
+            "sigmoid": sigmoid(config)?,
+            "max_length": max_length,
+        }));
     }
     let (kind, normalize) = match folder {
         Some(folder) if !modules.is_empty() => of_modules(&modules, folder)?,
         // Without a word from the repository: what other engines do.
-        _ => ("last".to_owned(), true),
+        _ => (if encoder { "cls" } else { "last" }.to_owned(), true),
     };
     let sees_all = config.get("is_causal") == Some(&Value::Bool(false))
         || config.get("use_bidirectional_attention").and_then(Value::as_bool) == Some(true);
-    if sees_all {
+    if !encoder && sees_all {
         return Err(ModelError::broken(
             "a decoder whose positions see what is behind them is not supported",
         ));
     }
-    let kind = match kind.as_str() {
-        "last" => "last",
-        "mean" => "causal_mean",
+    let kind = match (kind.as_str(), encoder) {
+        ("last", false) => "last",
+        ("mean", false) => "causal_mean",
+        ("mean", true) => "mean",
+        ("cls", true) => "cls",
         _ => {
-            let what = format!("pooling '{kind}' of a causal model is not supported");
+            let what = if encoder { "an encoder" } else { "a causal model" };
+            let what = format!("pooling '{kind}' of {what} is not supported");
             return Err(ModelError::broken(what));
         }
-    };
-    let settings = match folder {
-        Some(folder) => read_object(&folder.join("sentence_bert_config.json"), true)?,
-        None => Map::new(),
     };
     Ok(json!({
         "task": "embed",
@@ -69,8 +87,41 @@ pub(crate) fn read_pooling(
         "size": config.get("hidden_size").and_then(Value::as_u64).unwrap_or(0),
         "normalize": normalize,
         "sigmoid": false,
-        "max_length": settings.get("max_seq_length").and_then(Value::as_u64),
+        "max_length": max_length,
     }))
+}
+
+/// The number of a cross-encoder's labels, which is 1.
+fn labels(config: &Map<String, Value>) -> Result<u64, ModelError> {
+    let told = config.get("num_labels").and_then(Value::as_u64).filter(|&labels| labels > 0);
+    let named = || match config.get("id2label") {
+        Some(Value::Object(names)) if !names.is_empty() => names.len() as u64,
+        _ => 2,
+    };
+    match told.unwrap_or_else(named) {
+        1 => Ok(1),
+        labels => Err(ModelError::broken(format!(
+            "a classifier of {labels} labels is not supported: only cross-encoders of one are"
+        ))),
+    }
+}
+
+/// True if a cross-encoder's scores are squeezed into 0 .. 1.
+fn sigmoid(config: &Map<String, Value>) -> Result<bool, ModelError> {
+    let own = config.get("sentence_transformers").and_then(|own| own.get("activation_fn"));
+    let text = |value: Option<&Value>| {
+        value.and_then(Value::as_str).filter(|text| !text.is_empty()).map(str::to_owned)
+    };
+    let function = text(own)
+        .or_else(|| text(config.get("sbert_ce_default_activation_function")))
+        .unwrap_or_else(|| "Sigmoid".into());
+    match function.rsplit('.').next() {
+        Some("Sigmoid") => Ok(true),
+        Some("Identity") => Ok(false),
+        _ => {
+            Err(ModelError::broken(format!("the activation {function} of scores is not supported")))
+        }
+    }
 }
 
 /// The modules that sentence-transformers builds the model of; none: it is not in that layout.
@@ -93,7 +144,7 @@ fn modules(folder: &Path) -> Result<Vec<Map<String, Value>>, ModelError> {
         .collect())
 }
 
-/// The kind of pooling, and whether vectors are normalised.
+/// The kind of pooling, and true if vectors are normalised.
 fn of_modules(modules: &[Map<String, Value>], folder: &Path) -> Result<(String, bool), ModelError> {
     let text = |module: &Map<String, Value>, key: &str| {
         module.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
@@ -188,6 +239,33 @@ mod tests {
             assert_eq!((&found["kind"], &found["normalize"]), (&json!("last"), &json!(true)));
             assert_eq!(found["max_length"], Value::Null);
         }
+    }
+
+    #[test]
+    fn encoders_pool_and_cross_encoders_score() {
+        for (mode, kind) in [("mean_tokens", "mean"), ("cls_token", "cls")] {
+            let folder = repository(&json!({format!("pooling_mode_{mode}"): true}), &[]);
+            let found = read_pooling(&config("BertModel"), Some(folder.path()), false);
+            let found = found.expect("a model that pools");
+            assert_eq!((&found["kind"], &found["normalize"]), (&json!(kind), &json!(false)));
+        }
+        let alone = read_pooling(&config("BertModel"), None, false).expect("a model that pools");
+        assert_eq!((&alone["kind"], &alone["normalize"]), (&json!("cls"), &json!(true)));
+        let mut cross = config("BertForSequenceClassification");
+        cross.insert("id2label".into(), json!({"0": "LABEL_0"}));
+        for (function, sigmoid) in [("Sigmoid", true), ("torch.nn.modules.linear.Identity", false)]
+        {
+            cross.insert("sbert_ce_default_activation_function".into(), json!(function));
+            let found = read_pooling(&cross, None, false).expect("a model that scores");
+            let told = [&found["task"], &found["size"], &found["sigmoid"]];
+            assert_eq!(told, [&json!("score"), &json!(1), &json!(sigmoid)]);
+        }
+        cross.insert("sbert_ce_default_activation_function".into(), json!("torch.nn.Softmax"));
+        assert!(read_pooling(&cross, None, false).is_err());
+        cross.insert("id2label".into(), json!({"0": "a", "1": "b", "2": "c"}));
+        assert!(read_pooling(&cross, None, false).is_err());
+        let last = repository(&json!({"pooling_mode_lasttoken": true}), &[]);
+        assert!(read_pooling(&config("BertModel"), Some(last.path()), false).is_err());
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Safetensors: where each tensor lies in a file, and its bytes. The header's format is checked by
-//! the `safetensors` crate.
+//! Safetensors: the place of each tensor in a file, and its bytes. The `safetensors` crate checks
+//! the header's format.
 
 use std::collections::HashMap;
 use std::fs::File;

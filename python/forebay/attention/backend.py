@@ -13,7 +13,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 NO_ROW = -1
-"""In place of a position, or of a row's number, where a query has fewer than others."""
+"""The number that stands for no position, or for no row, where a query has fewer than others."""
 
 
 class LayerKV(NamedTuple):
@@ -28,22 +28,22 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """Heads that are made of one row a position, `[latent part | rotated part]`. Sizes are numbers of elements."""
+    """Heads whose keys and values are made of one row for each position, `[latent part | rotated part]`."""
 
     nope_dim: int
-    """Of a query or key head before its rotated part."""
+    """Elements of a query or key head before its rotated part."""
     value_dim: int
     rank: int
-    """Of a row's latent part."""
+    """Elements of a row's latent part."""
     scale: float
     """The factor of scores."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one step, in the order in which their tokens follow one another; `r` rows.
+    """The rows of one step, in the order of their tokens; `r` rows.
 
-    What decides is on the host, what is computed with is on the device.
+    Numbers that the host decides by are on the host. Numbers that are computed with are on the device.
     """
 
     start: Int64s  # [r], on the host: positions already in the pages
@@ -55,12 +55,12 @@ class Batch:
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device
     page_size: int
     page_stride: int
-    """Entries of `LayerKV` from a page's first to that of the next."""
+    """Entries of `LayerKV` from a page's first entry to the next page's."""
 
 
 @dataclass(frozen=True)
 class IndexBatch:
-    """The rows of one step whose queries choose among their positions; their tokens follow those of the `Batch`."""
+    """The rows of one step whose queries choose among their positions. Their tokens follow those of the `Batch`."""
 
     start: Int64s  # [r], on the host
     length: Int64s  # [r], on the host
@@ -70,9 +70,9 @@ class IndexBatch:
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device: pages of index keys
     page_size: int
     page_stride: int
-    """Entries from a page's first index key to that of the next."""
+    """Entries from a page's first index key to the next page's."""
     top_k: int
-    """Most positions that a query keeps."""
+    """The largest number of positions that a query keeps."""
 
 
 class AttentionBackend(Protocol):
@@ -99,8 +99,9 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """q [n, heads, nope_dim + rotated] gives [n, heads * value_dim]; `rows` [n, rank + rotated] are in their pages.
 
-        `up` [heads, nope_dim + value_dim, rank] makes keys and then values of a latent part. The last tokens attend to
-        the entries `chosen` int64 [queries, top_k] of `kv`, of which `NO_ROW` is none, those before to all theirs.
+        `up` [heads, nope_dim + value_dim, rank] makes the keys, and then the values, of a latent part. The last tokens
+        attend to the entries `chosen` int64 [queries, top_k] of `kv`, where `NO_ROW` is none. The tokens before attend
+        to all of their entries.
         """
 
     def prepare_index(self, batch: IndexBatch) -> Any:
@@ -109,6 +110,6 @@ class AttentionBackend(Protocol):
     def choose(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: Any) -> torch.Tensor:
         """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` behind them.
 
-        q is [queries, index heads, head_dim], weights are float32 [queries, index heads], a layer's keys [entries,
-        head_dim]. Those of the queries' own positions are there.
+        q is [queries, index heads, head_dim], and weights are float32 [queries, index heads]. `keys` [entries,
+        head_dim] are a layer's, with those of the queries' own positions.
         """

@@ -12,11 +12,11 @@ from forebay.attention import latent, selection, sparse
 from forebay.attention.backend import Batch, IndexBatch, Int64s, LatentHeads, LayerKV
 
 DECODE_POSITIONS = 1 << 18
-"""Most positions (rows x padded length) gathered at once, to bound the memory of one call."""
+"""The largest number of positions (rows x padded length) in one call, to bound its memory."""
 SHORTEST_BUCKET = 6
-"""Decode rows shorter than 2^6 positions share a bucket: padding them costs less than another call."""
+"""Decode rows shorter than 2^6 positions share a bucket, since their padding costs less than another call."""
 QUERY_BLOCK = 256
-"""Queries that share a call where a chunk has cached positions before it: fewer skip more of the masked future."""
+"""Queries that share a call if a chunk has cached positions before it. Fewer queries skip more of the masked future."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ class CpuAttention:
         prepared: CpuStep,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Decode rows absorbed, for they would make keys and values of all positions anew; chunks by `of_chunk`."""
+        """Decode rows are absorbed, since they would make keys and values of all positions anew.
+
+        Chunks go to `of_chunk`.
+        """
         outputs = []
         for group in prepared.groups:
             part = slice(group.first, group.first + group.count)

@@ -1,10 +1,10 @@
 """Rows of a few positions on the device, in place of pages (HiSparse, SGLang #21932, with pages behind them).
 
-A sparse slot has `H` hot rows for the positions whose pages it gave up. What it chooses and has not there is *missed*:
-it is copied from the host's memory in place of the rows that were chosen least recently. No shape depends on a value.
+A sparse slot has `H` hot rows for the positions whose pages it gave up. A chosen position without a row is *missed*. It
+is copied from the host's memory, in place of the row that was chosen least recently. No shape depends on a value.
 
-`row_of[p]` says which hot row position p was put into last, and may be anything where it never was. `owner[r]` says
-which position row r holds. Only both together tell that p is there. So nobody has to clear `row_of`.
+`row_of[p]` is the hot row of position p's last stay, and undefined before its first. `owner[r]` is the position in row
+r. Position p is there if both agree. So `row_of` is never cleared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from forebay.attention.backend import NO_ROW
 from forebay.attention.sparse import NO_PAGE, resolve
 
 NEVER = -1
-"""The owner of a row that holds no position."""
+"""The owner of a row without a position."""
 OLDEST = 31
-"""Rows that were not chosen in so many steps are equally old."""
+"""The number of steps after which rows that were not chosen are equally old."""
 
 
 class GroupRows(NamedTuple):
-    """Tables of one choice; the last column of each is for what is written and never read. `H` rows a slot."""
+    """The tables of one choice, with `H` rows for a slot. The last column of each takes writes that are never read."""
 
     row_of: torch.Tensor  # int16 [slots, context + 1]
     owner: torch.Tensor  # int32 [slots, H + 1]
@@ -34,7 +34,7 @@ class GroupRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """The places that positions of sparse slots can be at; `u` queries, one a slot."""
+    """The possible places of positions of sparse slots; `u` queries, one for each slot."""
 
     slots: torch.Tensor  # int64 [u]
     now: torch.Tensor  # int32 [u]: the slot's step, at least 1
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Missing:
-    """The rows that a group's layers copy from the host before they attend; `m` rows, missed or not."""
+    """The rows that a group's layers copy from the host before they attend; `m` rows, with and without misses."""
 
     targets: torch.Tensor  # int64 [m]: row numbers of a layer; a row that nobody reads where nothing is missed
     pages: torch.Tensor  # int64 [m]: pages of the host's tier
@@ -68,17 +68,17 @@ class Missing:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rows that queries of a layer attend to, and of those that share its choice."""
+    """The rows to which the queries of a layer attend, and those of the layers that share its choice."""
 
     rows: torch.Tensor  # int64 [queries, top_k]: row numbers of a layer, `NO_ROW` for none
     missing: Missing | None = None
-    """None: nobody is sparse."""
+    """The rows to copy first; None: no slot is sparse."""
 
 
 def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
     """The places of positions int64 [u, top_k], ascending with `NO_ROW` behind them.
 
-    Those that are missed are given rows. H is at least top_k: no row is taken from what the same query has chosen.
+    A missed position gets a row. H is at least top_k, so a query loses no row that it has chosen itself.
     """
     slots, size = places.slots, places.page_size
     on_pages = resolve(positions, slots, places.page_table, size, places.page_stride)
@@ -109,7 +109,7 @@ def missing(
 ) -> Missing:
     """The rows to copy for positions [u, top_k] of slots [u], by the host's pages int32 [slots, pages a slot].
 
-    `nowhere` is the number of a row that nobody reads.
+    `nowhere` is the number of a row that is never read.
     """
     at = positions.clamp(min=0)
     pages = _entries(host_table, slots, at // page_size).long()
@@ -126,7 +126,7 @@ def missing(
 def _lookup(
     positions: torch.Tensor, away: torch.Tensor, slots: torch.Tensor, group: GroupRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hot row that each position was put into last, [u, top_k], and whether it is still there."""
+    """The hot row of each position's last stay, [u, top_k], and true if the position is still there."""
     count = group.owner.shape[1] - 1
     row = _entries(group.row_of, slots, positions.clamp(min=0)).long()
     inside = (row >= 0) & (row < count)
@@ -135,7 +135,7 @@ def _lookup(
 
 
 def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Tensor:
-    """The rows [u, top_k] for those that are `missed`: the least recently chosen, of equally old ones in row order.
+    """The rows [u, top_k] for `missed` positions: the least recently chosen, of equally old ones in row order.
 
     The oldest ones' age, `least`, is where so many rows are as old as are missed; those of just this age go last.
     """

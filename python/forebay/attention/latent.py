@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024) over rows that are gathered already, in two ways that are equal.
+"""Multi-head latent attention (DeepSeek-V2, 2024) over gathered rows, computed in two equal ways.
 
-A position's row is `[c | r]`: a latent part of which each head's keys and values are made, and a rotated key that all
-heads share. Naive: make them. Absorbed: bring the query to the latent part instead, as scores are `(U_k^T q) . c`; then
-a row stands for all heads, and attention is that of one key-value head whose values are the latent part itself.
+A position's row is `[c | r]`. `c` is a latent part, of which each head's keys and values are made. `r` is a rotated key
+that all heads share. *Naive* makes the keys and values. *Absorbed* brings the query to the latent part, as scores are
+`(U_k^T q) . c`. Then a row serves all heads: it is attention with one key-value head, whose values are the latent part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from forebay.attention.backend import LatentHeads
 Block = tuple[int, int, torch.Tensor]
 """First query, end query, additive mask [queries, positions that they see]."""
 MADE = 1 << 25
-"""Most elements of keys and values that are made at once, unless one head has more: of all heads it is gigabytes."""
+"""The largest number of elements of keys and values made at once. One head may have more.
+
+All heads would take gigabytes.
+"""
 
 
 def absorbed(
@@ -25,7 +28,7 @@ def absorbed(
 ) -> torch.Tensor:
     """One query a request, [n, heads, nope_dim + rotated], on rows [n, positions, rank + rotated].
 
-    `mask` is additive [n, 1, 1, positions]. Gives [n, heads * value_dim].
+    `mask` is additive [n, 1, 1, positions]. The result is [n, heads * value_dim].
     """
     of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
     nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
@@ -41,7 +44,7 @@ def of_chunk(
 ) -> torch.Tensor:
     """The queries of a chunk, [n, heads, nope_dim + rotated], on rows [positions, rank + rotated], its own at the end.
 
-    Without blocks nothing is before the chunk. Gives [n, heads * value_dim].
+    Without blocks there is nothing before the chunk. The result is [n, heads * value_dim].
     """
     rotated = rows.shape[1] - heads.rank
     both = (heads.nope_dim + heads.value_dim) * heads.rank
@@ -56,7 +59,7 @@ def of_chunk(
 def absorbed_chunk(
     q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
 ) -> torch.Tensor:
-    """`of_chunk` of few queries, with blocks: no keys and values are made."""
+    """`of_chunk` for few queries, with blocks. It makes no keys and values."""
     of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
     nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
     latent = torch.einsum("nhd,hdc->nhc", nope, of_keys)
@@ -69,7 +72,7 @@ def absorbed_chunk(
 def naive(
     q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
 ) -> torch.Tensor:
-    """`of_chunk` of many queries. Keys and values are made for some heads at a time: at most `MADE` elements."""
+    """`of_chunk` for many queries. It makes keys and values for some heads at a time, at most `MADE` elements."""
     at_once = max(1, MADE // (len(rows) * up.shape[1]))
     parts = zip(q.split(at_once, dim=1), up.split(at_once), strict=True)
     outputs = [_made(of_some, rows, blocks, up_of_some, heads) for of_some, up_of_some in parts]

@@ -1,7 +1,8 @@
 """The choice of a query's positions from the keys of an index (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
 
-Position s has the score `sum over heads j of w_j * relu(q_j . k_s)` for a query, and the largest scores win. Of equal
-ones the lower positions do: `relu` makes many zeros, and a choice must not depend on how a request is cut or placed.
+For a query, position s has the score `sum over heads j of w_j * relu(q_j . k_s)`. The largest scores win, and of equal
+scores those of lower positions. `relu` makes many zeros, and a choice must not depend on the cuts or the place of a
+request.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import torch.nn.functional as F
 from forebay.attention.backend import NO_ROW, IndexBatch
 
 BLOCK_BYTES = 64 << 20
-"""Most bytes of what is made for some queries at once, unless one alone needs more."""
+"""The largest number of bytes of intermediate values for some queries at once. One query alone may need more."""
 KEY_BLOCK = 4096
 """Positions that are scored at once."""
 _SELECTION_BYTES = 16
-"""Bytes that choosing takes for a query and position: the score, three counts and some flags."""
+"""Bytes of the choice for each query and position: the score, three counts and some flags."""
 
 
 @dataclass(frozen=True)
 class IndexRow:
-    """A row's queries, and where the keys are that the last of them sees."""
+    """A row's queries, and the entries of the keys that the last of them sees."""
 
     first: int
     count: int
@@ -35,7 +36,7 @@ class IndexRow:
 
 @dataclass(frozen=True)
 class IndexStep:
-    """The rows of a step that choose, in order."""
+    """The rows of a step whose queries choose, in order."""
 
     rows: list[IndexRow]
     top_k: int
@@ -55,7 +56,7 @@ def prepare(batch: IndexBatch) -> IndexStep:
 
 
 def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, step: IndexStep) -> torch.Tensor:
-    """Positions int64 [queries, top_k], ascending, with `NO_ROW` behind them where a query sees fewer.
+    """Positions int64 [queries, top_k], ascending, with `NO_ROW` behind them if a query sees fewer.
 
     q is [queries, heads, head_dim], weights float32 [queries, heads], keys [entries, head_dim].
     """
@@ -69,7 +70,10 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, step: Ind
 
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """float32 [queries, positions] of the keys at `entries` [positions]; the rest as of `choose`."""
+    """Scores float32 [queries, positions] of the keys at `entries` [positions].
+
+    Other arguments are those of `choose`.
+    """
     q = q.float()
     scores = weights.new_empty(len(q), len(entries))
     for first in range(0, len(entries), KEY_BLOCK):
@@ -80,10 +84,10 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, ent
 
 
 def best(scores: torch.Tensor, start: int, top_k: int) -> torch.Tensor:
-    """As `choose`, of float32 scores [queries, positions], which are overwritten.
+    """The best positions by float32 scores [queries, positions], which are overwritten. The result is that of `choose`.
 
-    The queries are at positions `start`, `start + 1`, ...; none sees what comes after it. What is no number is kept
-    first: it shows in the result.
+    The queries are at positions `start`, `start + 1`, and so on. No query sees later positions. NaN is kept first, so
+    that it shows in the result.
     """
     queries, positions = scores.shape
     scores.nan_to_num_(torch.inf, torch.inf, -torch.inf)

@@ -1,7 +1,7 @@
-"""Latent attention to rows that were chosen for each query: row numbers of a pool, as FlashMLA's sparse kernels take.
+"""Latent attention to chosen rows of a pool, by their numbers, as in FlashMLA's sparse kernels.
 
-What a query sees depends on its own rows alone: products of one shape each, whatever lies where and whoever is beside
-it. Only the projections before and after are products of several queries, as everywhere.
+The result of a query depends on its own rows alone. All products have one shape, wherever the rows lie and whatever
+else is in the batch. Only the projections before and after are products of several queries, as everywhere.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from forebay.attention import latent
 from forebay.attention.backend import NO_ROW, LatentHeads
 
 BLOCK_BYTES = 64 << 20
-"""Most bytes of what is made for some queries at once, unless one alone needs more."""
+"""The largest number of bytes of intermediate values for some queries at once. One query alone may need more."""
 _NUMBER_BYTES = 32
-"""Bytes of a row's number, of what is made of it, and of its mask."""
+"""Bytes of a row's number, its derived numbers, and its mask."""
 _QUERY_COPIES = 4
-"""The number of copies of a query, as wide as a row, that exist at once, its output included."""
+"""The number of copies of a query, each as wide as a row, that exist at once, with its output."""
 NO_PAGE = -2
-"""In place of the number of a row whose page is not there: who gathers it raises."""
+"""The number that stands for a row without a page. A gather of it raises."""
 
 
 def resolve(
@@ -26,7 +26,7 @@ def resolve(
 ) -> torch.Tensor:
     """The rows of positions int64 [queries, top_k] of slots int64 [queries], by the page table int32 [slots, pages].
 
-    Gives row numbers int64 [queries, top_k]; what is `NO_ROW` stays it.
+    The result is row numbers int64 [queries, top_k]. `NO_ROW` stays `NO_ROW`.
     """
     index = slots[:, None] * page_table.shape[1] + positions.clamp(min=0) // page_size
     pages = page_table.view(-1).index_select(0, index.view(-1)).view(index.shape).long()
@@ -39,7 +39,7 @@ def attend(
 ) -> torch.Tensor:
     """q [n, heads, nope_dim + rotated] on rows `chosen` int64 [n, top_k] of a pool [entries, rank + rotated].
 
-    Each query has one row at least; `NO_ROW` is none. Gives [n, heads * value_dim].
+    Each query has at least one row, and `NO_ROW` is none. The result is [n, heads * value_dim].
     """
     row = pool.shape[1] * pool.itemsize
     of_query = chosen.shape[1] * (row + _NUMBER_BYTES) + _QUERY_COPIES * q.shape[1] * row
@@ -51,7 +51,7 @@ def attend(
 
 
 def gathered(pool: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows [n, top_k, width] that are `chosen`, and an additive mask [n, 1, 1, top_k] of those that are none."""
+    """The rows [n, top_k, width] by the numbers `chosen`, and an additive mask [n, 1, 1, top_k] that hides `NO_ROW`."""
     none = chosen == NO_ROW
     # A row of the query itself stands in: another's may be no numbers, and these would get through the mask.
     entries = torch.where(none, chosen.amax(dim=1, keepdim=True), chosen)

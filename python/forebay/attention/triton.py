@@ -12,7 +12,7 @@ from forebay.gpu.interface import Kernels, PagedRows
 class TritonAttention:
     """Implements `AttentionBackend`. Rows of any kind are computed in the order in which they come.
 
-    What it prepares are `PagedRows`: who has the rows of a step on the device may make them without it.
+    It prepares `PagedRows`. A caller that has the rows of a step on the device may make them itself.
     """
 
     def __init__(self, kernels: Kernels, null_page: int) -> None:
@@ -42,7 +42,7 @@ class TritonAttention:
         prepared: PagedRows,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Absorbed for chunks too: they read each row once, and compute more than with keys and values of all heads."""
+        """Absorbed for chunks too. It reads each row once, and computes more than with keys and values of all heads."""
         of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
         nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
         query = torch.cat((torch.einsum("nhd,hdc->nhc", nope, of_keys), rotated), dim=-1)

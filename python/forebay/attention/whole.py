@@ -1,4 +1,4 @@
-"""Attention of every position to every other of its prompt: nothing is kept, nothing is padded."""
+"""Attention of every position to every other one of its prompt, without a cache and without padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a step's rows to the vectors of a causal model."""
+"""The way from a step's rows to the vectors of a causal model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LastState:
 class MeanState:
     """Implements `Pooler`: the mean of the states of all positions, which may come in several steps.
 
-    Sums are kept in float64, so that the way in which a prompt is cut shows in no bit that is left.
+    Sums are kept in float64, so the cuts of a prompt make no difference in the bits of the result.
     """
 
     def __init__(self, compute: States, slots: int, hidden: int, device: Device) -> None:
@@ -48,13 +48,13 @@ class MeanState:
 
 
 class Summed:
-    """The positions of each slot that a mean has seen. For the host."""
+    """The number of positions of each slot in its mean so far. Used by the host."""
 
     def __init__(self, slots: int) -> None:
         self._until: Int64s = np.zeros(slots, np.int64)
 
     def check(self, rows: Rows) -> None:
-        """Raises `PlanError` unless each row begins a prompt or goes on where the slot's last one ended."""
+        """Raises `PlanError` unless each row begins a prompt, or continues its slot's last row."""
         gaps = (rows.start > 0) & (rows.start != self._until[rows.slot])
         if gaps.any():
             raise PlanError(f"a mean of states that were not computed: slots {rows.slot[gaps].tolist()}")
@@ -65,4 +65,4 @@ KINDS: dict[str, Callable[[States, int, int, Device], LastState | MeanState]] = 
     "last": lambda compute, slots, hidden, device: LastState(compute),
     "causal_mean": MeanState,
 }
-"""The ways to make a vector, by `Pooling.kind`. The numbers are those of slots, and of elements of a state."""
+"""The ways to make a vector, by `Pooling.kind`. The arguments are numbers of slots and of elements of a state."""

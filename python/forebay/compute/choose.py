@@ -1,4 +1,4 @@
-"""The choice of a way to compute a model on a device. Nothing else knows all ways."""
+"""The choice of a way to compute a model on a device. No other module knows all ways."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from forebay.weights.quantization import INTEGERS, why_not_stored
 
 
 class Choice:
-    """The ways that a device has to compute: made once, before a model is built."""
+    """The ways of a device to compute. It is made once, before a model is built."""
 
     def __init__(self, device: Device, config: RunnerConfig, group: Group | None = None) -> None:
         """Raises `DeviceError` for a backend that the device, or this installation, does not have.
@@ -67,7 +67,7 @@ class Choice:
             raise DeviceError(f"sparse decoding from host memory is not there for {device.name} yet: leave it off")
 
     def _settle(self, config: RunnerConfig) -> str:
-        """The implementation of attention: the one that is asked for, or the best on the device."""
+        """The implementation of attention: the requested one, or the device's best."""
         wanted, device = config.attention_backend, self._device
         on_gpu = device.torch_device.type != "cpu"
         if wanted is None:
@@ -95,7 +95,7 @@ class Choice:
             raise DeviceError(f"attention backend fa3 can't be used: {missing}; use triton")
 
     def check_operators(self, model: ModelConfig | EncoderConfig) -> None:
-        """Raises `ModelError` when PyTorch lacks an operator that such a model needs on this device."""
+        """Raises `ModelError` if PyTorch lacks an operator of this model on this device."""
         experts = isinstance(model, ModelConfig) and any(isinstance(feed, Experts) for feed in model.feeds)
         # Where values may decide what is called, a product for each expert does.
         if experts and self._device.beside_host and not hasattr(F, "grouped_mm"):
@@ -105,7 +105,7 @@ class Choice:
             )
 
     def check_quantization(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
-        """Raises `ValueError` when there are no products of quantised matrices for such a model, or it has none."""
+        """Raises `ValueError` if such a model has no products of quantised matrices."""
         if quantization not in INTEGERS:
             self._check_stored(quantization, model)
             return
@@ -152,7 +152,7 @@ class Choice:
 
     @property
     def device_name(self) -> str:
-        """The device, and how it computes where that is not what it does best."""
+        """The device's name, and its way to compute if that is not its best."""
         if self._group is None:
             return self._device.name
         how = "with PyTorch's operators" if self._kernels is None else "without graphs"
@@ -170,7 +170,7 @@ class Choice:
         return TorchOps() if self._device.beside_host else HostOps()
 
     def products(self) -> Products | None:
-        """Products with matrices that are kept in the bits of a checkpoint; None: they are multiplied out."""
+        """The products with matrices in the bits of a checkpoint; None: such matrices are multiplied out."""
         if self._kernels is None:
             return None
         return GpuProducts(self._kernels, multiplies_floats(self._device.torch_device))
@@ -199,7 +199,7 @@ class Choice:
     def compute(
         self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
     ) -> Compute:
-        """The way to compute the rows of a model whose weights are loaded; `images` None: it sees none."""
+        """The way to compute the rows of a loaded model. `images` None: the model takes none."""
         return self._decoder(model, tables, kv, prompts, images)
 
     def _decoder(
@@ -212,7 +212,7 @@ class Choice:
         return TorchCompute(model, tables, kv, prompts, self._device, images)
 
     def pooler(self, model: Decoder | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Pooler:
-        """The way to pool the rows of a model whose weights are loaded."""
+        """The way to pool the rows of a loaded model."""
         if isinstance(model, Bert) and self._packs_encoder(model):
             return NativeEncoder(model, tables, torch.get_num_threads())
         packed = isinstance(model, Decoder) and self._packs(model.config)
@@ -230,18 +230,18 @@ class Choice:
         return KINDS[pooling.kind](compute, self._config.slots, model.config.hidden_size, self._device)
 
     def keeps_experts(self, model: ModelConfig) -> bool:
-        """True if experts stay in the blocks of a GGUF file, whatever the format of the rest."""
+        """True if experts stay in the blocks of a GGUF file, whatever the format of the other weights."""
         config = self._config
         from_file = config.model.get("format") == "gguf" and config.load_format == "auto" and config.pooling is None
         return from_file and any(isinstance(feed, Experts) for feed in model.feeds) and self._packs(model)
 
     def weight_order(self, config: ModelConfig) -> str | None:
-        """A name for the order that `compute` brings matrices into; None: they stay as they were loaded."""
+        """A name for the order of packed matrices; None: matrices stay in the order of the checkpoint."""
         # All levels read the same order.
         return build() if self._packs(config) else None
 
     def weight_bytes(self, model: Decoder) -> int:
-        """Bytes that the weights of a model take once `compute` has them in its order; they need not be loaded yet."""
+        """Bytes of a model's weights after `compute` has packed them. They need not be loaded yet."""
         return packed_bytes(model) if self._packs(model.config) else model.params.nbytes
 
     def _packs_encoder(self, model: Bert) -> bool:
@@ -252,7 +252,7 @@ class Choice:
 
 
 def _needs_host(model: ModelConfig) -> bool:
-    """True if the host decides which queries choose, or where images stand: no graph can do that."""
+    """True if the host decides which queries choose, or the places of images. No graph can do that."""
     return model.indexer is not None or model.sections is not None
 
 

@@ -31,7 +31,7 @@ class TorchCompute:
         device: Device,
         images: ImagePool | None = None,
     ) -> None:
-        """`images`: what towers gave; None: the model sees none."""
+        """Makes the compute. `images` are outputs of towers; None: the model takes none."""
         self._model = model
         self._images = images
         self._tables = tables
@@ -40,7 +40,7 @@ class TorchCompute:
         self._device = device
         indexer = model.config.indexer
         self.choose_from = None if indexer is None else indexer.top_k
-        """The first position whose query keeps less than its whole context; None: there is none."""
+        """The first position whose query keeps fewer positions than its context has; None: there is none."""
 
         self._sharing = [] if indexer is None else sharing(indexer, model.config.num_hidden_layers)
 

@@ -1,4 +1,4 @@
-"""From a step's rows to the vectors of an encoder."""
+"""The way from a step's rows to the vectors of an encoder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forebay.state.slots import PlanError, SlotTables, ragged
 
 
 def check_whole(rows: Rows) -> None:
-    """Raises `PlanError` unless each row is a whole prompt: an encoder keeps nothing between steps. For the host."""
+    """Raises `PlanError` unless each row is a whole prompt, since an encoder keeps nothing. Used by the host."""
     if rows.start.any() or len(rows.sampling) != len(rows.slot):
         raise PlanError("an encoder was given a part of a prompt")
 

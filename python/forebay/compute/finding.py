@@ -15,7 +15,7 @@ from forebay.weights.parts import Indexer
 
 
 class OnPages:
-    """Finds positions by the page table: nobody is sparse."""
+    """Positions that are found by the page table, since no slot is sparse."""
 
     def __init__(self, tables: SlotTables, kv: KvPool, slots: torch.Tensor) -> None:
         """`slots` int64 [queries]."""
@@ -24,12 +24,12 @@ class OnPages:
         self._page = kv.page_size, kv.main.page_stride
 
     def __call__(self, number: int, positions: torch.Tensor) -> Chosen:
-        """Of queries [queries, top_k], chosen by an indexed layer."""
+        """The places of positions [queries, top_k] that an indexed layer has chosen."""
         return Chosen(resolve(positions, self._slots, self._table, *self._page))
 
 
 class InRows:
-    """Finds positions of sparse slots in their hot rows as well, and has them brought there. For one step."""
+    """Positions of sparse slots, which are also found in hot rows, or copied there. It serves one step."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class InRows:
         now = hot.clock.index_select(0, own)
         self._places = Places(own, now, tables.page_table, hot.table, kv.page_size, kv.main.page_stride)
         self.counts = torch.zeros(4, dtype=torch.int64, device=slots.device)
-        """Rows that were selected, found on pages, found in hot rows, missed, over all layers so far."""
+        """Rows that were selected, found on pages, found in hot rows, and missed, over all layers so far."""
 
     def __call__(self, number: int, positions: torch.Tensor) -> Chosen:
-        """Of queries [queries, top_k], chosen by an indexed layer."""
+        """The places of positions [queries, top_k] that an indexed layer has chosen."""
         rows = self._pages(number, positions).rows
         own = positions.index_select(0, self._sparse)
         found = find(own, self._places, self._hot.group(number))
@@ -74,6 +74,6 @@ class InRows:
 
 
 def sharing(indexer: Indexer, layers: int) -> list[int]:
-    """The number of a model's `layers` that attend to the choice of each indexed layer, itself among them."""
+    """The number of layers that attend to the choice of each indexed layer, itself included."""
     ends = [*indexer.layers[1:], layers]
     return [end - layer for layer, end in zip(indexer.layers, ends, strict=True)]

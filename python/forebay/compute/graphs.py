@@ -1,4 +1,7 @@
-"""The graphs of steps: steps are padded to sizes that were captured, largest first, in one pool of memory."""
+"""The graphs of steps. Steps are padded to captured sizes.
+
+The largest is captured first, and all share one memory pool.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from functools import partial
 from forebay.device import Device, DeviceError, Work
 
 _MIXED_ROWS = 64
-"""Fewer rows of a mixed step are padded to so many: a product has tiles of that many rows anyway."""
+"""The least number of rows of a mixed graph. A product has tiles of that many rows anyway."""
 _LEAST_MIXED = 64
 _MOST_MIXED = 2048
-"""Tokens of mixed steps. Larger ones compute for longer than launching them takes."""
+"""The largest number of tokens of mixed graphs. The compute of a larger step takes longer than its launch."""
 
 
 @dataclass(frozen=True, order=True)
 class Size:
-    """Of a step, padding included."""
+    """The size of a step, padding included."""
 
     tokens: int
     rows: int
@@ -46,7 +49,7 @@ def mixed_sizes(most_rows: int, step_tokens: int) -> list[Size]:
 
 
 class Graphs:
-    """The captured parts of a hand's steps: the model by size, and samplers by rows and kind."""
+    """The captured parts of a hand's steps: the model by size, and the sampler by rows and kind."""
 
     def __init__(self, device: Device, most_rows: int, step_tokens: int) -> None:
         """`most_rows` of a graph; 0: no graph at all. `step_tokens`: most of a step."""
@@ -58,7 +61,7 @@ class Graphs:
 
     @property
     def sizes(self) -> list[Size]:
-        """Largest first: smaller graphs find the memory of larger ones."""
+        """The sizes, largest first, so that smaller graphs reuse the memory of larger ones."""
         return sorted([*self._decodes, *self._mixed], reverse=True)
 
     @property
@@ -87,9 +90,11 @@ class Graphs:
         return next((size for size in self._mixed if size.tokens >= tokens and size.rows >= rows), None)
 
     def capture(self, model: Callable[[Size], None], sample: Callable[[int, bool], None]) -> None:
-        """Captures all: `model` computes a step of some size, `sample` samples so many rows, drawn or not. For work.
+        """Captures all graphs. `model` computes a step of a size. `sample` samples rows, drawn or greedy.
 
-        Raises `DeviceError` with the size: a hand that would be slow without a word is worse than none.
+        Called as work.
+
+        Raises `DeviceError` with the size. A hand that is slow without a message would be worse.
         """
         for size in self.sizes:
             self._models[size] = self._captured(str(size), partial(model, size))
@@ -98,11 +103,11 @@ class Graphs:
                 self._samplers[rows, drawn] = self._captured(f"sampling {rows} rows", partial(sample, rows, drawn))
 
     def model(self, size: Size) -> None:
-        """Computes a step of a captured size. For work."""
+        """Computes a step of a captured size. Called as work."""
         self._models[size]()
 
     def sample(self, rows: int, drawn: bool) -> None:
-        """Samples the rows of a captured size. For work."""
+        """Samples the rows of a captured size. Called as work."""
         self._samplers[rows, drawn]()
 
     def _captured(self, what: str, work: Work) -> Work:

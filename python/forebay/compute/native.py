@@ -46,7 +46,7 @@ ERRORS = {1: "a row has a position without a page", 2: "a row has a token that i
 
 
 def why_not_plain(config: ModelConfig) -> str | None:
-    """The part of a model that has no kernel, whatever its sizes; None: there is a kernel for everything."""
+    """A part of the model without a kernel, whatever its sizes; None: every part has one."""
     attention = config.attention
     if not isinstance(attention, GroupedQuery):
         return "latent attention"
@@ -72,7 +72,7 @@ def _experts(config: ModelConfig) -> Experts | None:
 
 
 def _routing(experts: Experts | None) -> RoutingSpec:
-    """As the library has it."""
+    """The routing in the library's form."""
     if experts is None:
         return RoutingSpec()
     routing = experts.routing
@@ -99,7 +99,7 @@ def _sampling(rows: Rows) -> Int64s:
 class NativeCompute:
     """Implements `Compute` and `States`.
 
-    The matrices of the model are moved: its own forward pass can't be used afterwards.
+    The matrices of the model are moved, so its own forward pass can't be used afterwards.
     """
 
     def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, threads: int) -> None:
@@ -108,7 +108,7 @@ class NativeCompute:
         self._tables = tables
         self._prompts = prompts
         self.times = np.zeros(0, np.uint64)
-        """Nanoseconds that steps took for each of `PARTS`, once `watch` was called."""
+        """Nanoseconds of steps for each of `PARTS`, since the call of `watch`."""
         self._vocabulary, self._hidden = model.config.vocab_size, model.config.hidden_size
         self._room = HugePages(packing.nbytes for packing in packings(model) if packing.name not in model.params.packed)
         # It knows the matrices as well, and none of them would be freed as long as it does.
@@ -166,7 +166,7 @@ class NativeCompute:
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """True if the kernels can compute the model: they take inner dimensions two by two."""
+        """True if the kernels can compute the model. Its inner dimensions have to be even."""
         if why_not_plain(config) is not None:
             return False
         heads, experts = _heads(config), _experts(config)
@@ -175,7 +175,7 @@ class NativeCompute:
         return all(size % 2 == 0 for size in sizes)
 
     def watch(self) -> None:
-        """Begins to add up `times`, at zero."""
+        """Begins to add up `times`, from zero."""
         self.times = np.zeros(len(PARTS), np.uint64)
 
     def logits(self, launch: Launch) -> torch.Tensor:

@@ -25,7 +25,7 @@ ERRORS = {
 
 
 def why_no_encoder(config: EncoderConfig) -> str | None:
-    """The part of an encoder without a kernel; None: all have one. Kernels take inner dimensions two by two."""
+    """The part of an encoder without a kernel; None: all have one. Inner dimensions have to be even."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads == 0 and not any(size % 2 for size in (hidden // heads, config.intermediate_size)):
         return None

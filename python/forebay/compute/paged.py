@@ -1,9 +1,9 @@
-"""Steps with the operators of `forebay.gpu`: the device reads the plan, and a graph does all steps of a size.
+"""Steps with the operators of `forebay.gpu`. The device reads the plan, and one graph serves all steps of a size.
 
-The host looks at rows to check them and to choose a size. Queued work does everything else. The plan's body is copied
-to its fixed place, kernels write the tables and prepare the rows, and the model computes. A sampler reads the rows'
-parameters by their slots. One block with tokens and an error word is copied out. What is no number of this step lies in
-memory that stays, so that a graph may do it.
+The host uses rows to check them and to choose a size. Queued work does everything else. The plan's body is copied to
+its fixed place, kernels write the tables and prepare the rows, and the model computes. A sampler reads the rows'
+parameters by their slots. One block with tokens and an error word is copied out. Everything except the numbers of a
+step lies in permanent memory, so that a graph may read it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from forebay.state.staging import StepInputs
 
 _PLACES = 2 * len(COLUMNS)
 MOST_WORDS = 1 << 16
-"""Of a plan's body that a graph can read: a quarter of a mebibyte."""
+"""The largest plan's body, in words, that a graph can read: a quarter of a mebibyte."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest of a hand's steps."""
+    """The largest steps of a hand."""
 
     rows: int
     tokens: int
     graph_rows: int
-    """Most rows of a graph; 0: there are none."""
+    """The largest number of rows of a graph; 0: there are none."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Memory:
         return cls(StepBuffers.make(rows, tokens, place), logits, block)
 
     def holds(self, rows: int, tokens: int) -> bool:
-        """True if a step of such a size fits."""
+        """True if a step of this size fits."""
         return rows <= len(self.logits) and tokens <= len(self.buffers.tokens)
 
     def part(self, rows: int, tokens: int) -> Memory:
-        """For a step of this size: the first part of everything, so that all sizes share it."""
+        """The memory for a step of this size. It is the first part of everything, so that all sizes share it."""
         whole = self.buffers
         buffers = StepBuffers(
             tokens=whole.tokens[:tokens],
@@ -81,12 +81,12 @@ class Memory:
 
 
 class BlockAnswers:
-    """`Answers` that come as one block; what a sampler outside of graphs gives is beside it."""
+    """`Answers` in one block. Results of a sampler outside of graphs are beside it."""
 
     def __init__(self, size: Size, captured: bool, sampling: Int64s, ask: Ask, device: Device) -> None:
         self.size = size
         self.captured = captured
-        """True if graphs do the step."""
+        """True if graphs compute the step."""
         self._sampling = sampling
         self.beside = None if ask.simple else SampledColumns(ask, device)
         rows = size.rows if self.beside is None else 0
@@ -146,7 +146,7 @@ class PagedSteps:
         self._errors = torch.zeros(1, dtype=torch.int32, device=place)
         self._memory = Memory.make(limits.rows, limits.tokens, vocabulary, place)
         self._computed = self._memory
-        """Of the step that was computed last."""
+        """The memory of the step that was computed last."""
         # A plan that brings every slot with a whole context, or what there is room for.
         words = tables.slots * (SLOT_WORDS + SLOT_FLOATS + tables.stride + 4 * (1 + tables.pages_per_slot))
         self._input = torch.zeros(_PLACES + min(words, MOST_WORDS), dtype=torch.int32, device=place)
@@ -209,7 +209,7 @@ class PagedSteps:
         )
 
     def _size(self, launch: Launch) -> tuple[Size, bool]:
-        """The size that a step is computed as, and whether a graph does it."""
+        """The size for a step, and true if a graph computes it."""
         rows = launch.rows
         count, tokens = len(rows.slot), int(rows.length.sum())
         if rows.given is None and rows.prompts is None and self._fits(launch.inputs):
@@ -227,7 +227,7 @@ class PagedSteps:
         return len(inputs.plan.body) <= len(self._input) - _PLACES
 
     def _receive(self, inputs: StepInputs) -> Received:
-        """The plan on the device: where graphs read it, if there is room. For work."""
+        """The plan on the device: where graphs read it, if there is room. Called as work."""
         if inputs.received is not None:
             return inputs.received
         body, table = inputs.plan.body, places(inputs.plan)

@@ -1,4 +1,4 @@
-"""Rows in the order in which they are computed, cut where queries begin to choose among their positions."""
+"""Rows in the order of their computation, cut at the positions from which queries choose."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from forebay.state.slots import Int64s
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of rows, `p` of them; their tokens follow one another in this order."""
+    """Pieces of rows, `p` of them. Their tokens follow one another in this order."""
 
     row: Int64s  # [p]: which row it is of
     start: Int64s  # [p]
     length: Int64s  # [p]
     whole: int
-    """So many attend to their whole context; the queries of those behind them choose."""
+    """The number of pieces that attend to their whole context. The queries of the pieces behind them choose."""
 
     @property
     def offset(self) -> Int64s:
@@ -36,14 +36,14 @@ class Pieces:
         return last
 
     def places(self, rows: Rows) -> Int64s:
-        """The places of the rows' tokens in this order: [n], by their numbers over all rows."""
+        """The places of the rows' tokens in this order, [n]. Tokens are numbered over all rows."""
         numbers = ragged((rows.last - rows.length + 1 - rows.start)[self.row] + self.start, self.length)
         places = np.empty(len(numbers), np.int64)
         places[numbers] = np.arange(len(numbers))
         return places
 
     def sparse(self, rows: Rows) -> Int64s:
-        """The queries that choose and are of sparse slots, [u]; each is a row of its own."""
+        """The queries that choose and belong to sparse slots, [u]. Each is a row of its own."""
         if rows.sparse is None:
             return np.zeros(0, np.int64)
         found = np.flatnonzero(rows.sparse[self.row])
@@ -52,9 +52,9 @@ class Pieces:
 
 
 def pieces(rows: Rows, backend: AttentionBackend, choose_from: int | None) -> Pieces:
-    """All rows, in the order that suits the backend; queries choose from position `choose_from` on, None: never.
+    """All rows, in the backend's order. Queries choose from position `choose_from` on; None: never.
 
-    Those of sparse slots always do: what is not chosen may not be on the device.
+    Queries of sparse slots always choose, since other positions may not be on the device.
     """
     ends = rows.start + rows.length
     if choose_from is None:

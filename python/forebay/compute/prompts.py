@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, without the logits of all its positions in memory at a time."""
+"""Log-probabilities of a prompt's tokens, computed in slices, without the logits of all positions at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from forebay.state.counts import ragged
 from forebay.state.slots import Int64s, PlanError, SlotTables
 
 SLICE_BYTES = 1 << 25
-"""Of a slice's logits, in float32: 32 MiB are enough rows for a product to be a product of matrices."""
+"""Bytes of a slice's logits, in float32. 32 MiB are enough rows for an efficient product."""
 SLICES = 4
-"""Matrices of a slice's size that exist at a time: logits, the same in float32, log-softmax, and what is sorted."""
+"""Matrices of a slice's size that exist at once: logits, their float32, the log-softmax, and a sorted copy."""
 
 
 def slice_rows(vocabulary: int) -> int:
@@ -29,13 +29,13 @@ def slice_rows(vocabulary: int) -> int:
 
 
 def slice_bytes(vocabulary: int, positions: int) -> int:
-    """Memory that the largest slice of steps of so many positions takes for a while."""
+    """The temporary memory of the largest slice of steps with so many positions."""
     return SLICES * 4 * vocabulary * min(slice_rows(vocabulary), positions)
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Tokens of prompts whose log-probabilities are asked for: `q` wants, `k` tokens in all."""
+    """Tokens of prompts with requested log-probabilities: `q` wants, with `k` tokens in all."""
 
     row: Int64s  # [q], ascending: the row that computes the positions before the tokens
     first: Int64s  # [q]: position of the first token
@@ -44,7 +44,7 @@ class PromptTokens:
 
     @classmethod
     def read(cls, wants: Int32s, slot: Int64s) -> PromptTokens | None:
-        """The plan's column; `slot` [r] of all rows. None: nothing is asked for."""
+        """Reads the plan's column. `slot` [r] are those of all rows. None: nothing is requested."""
         if not len(wants):
             return None
         slots, first, count, most = wants.T.astype(np.int64)
@@ -53,16 +53,16 @@ class PromptTokens:
 
     @property
     def positions(self) -> Int64s:
-        """[k], want by want."""
+        """The positions of the tokens, [k], want by want."""
         return ragged(self.first, self.count)
 
     def of_wants(self, values: Int64s) -> Int64s:
-        """A want's value for each of its tokens: [k] of [q]."""
+        """A want's value for each of its tokens: [k] from [q]."""
         return np.repeat(values, self.count)
 
 
 class PromptColumns:
-    """Host memory for what a step gives of prompts' tokens, with the content when the step's last event is reached."""
+    """Host memory for a step's log-probabilities of prompts. It is complete at the step's last event."""
 
     def __init__(self, tokens: PromptTokens, slot: Int64s, tables: SlotTables, ops: Ops, device: Device) -> None:
         """`slot` [r] of the step's rows. Raises `PlanError`."""
@@ -80,7 +80,10 @@ class PromptColumns:
         self._finite: npt.NDArray[np.bool_] = host_array(device, shape[:1], np.bool_)
 
     def fill(self, states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Computes all of it from the states [k, hidden] before the tokens; `head` makes logits of some. For work."""
+        """Computes the log-probabilities from the states [k, hidden] before the tokens. `head` makes logits.
+
+        Called as work.
+        """
         (entries,) = self._device.copy_in(self._entries)
         tokens = self._tables.token_pool.view(-1).index_select(0, entries).long()[:, None]
         slices = zip(states.split(self._rows), tokens.split(self._rows), strict=True)
@@ -92,12 +95,12 @@ class PromptColumns:
     def _of(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the most likely, ranks, and what is finite."""
+        """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the likeliest; ranks; true for finite ones."""
         ids, values = self._ops.likely(logits, tokens, self._most)
         return ids, values, self._ops.places(logits, tokens), self._ops.finite(logits)
 
     def report(self, result: StepResult) -> None:
-        """Puts it into the result, once it is there."""
+        """Writes the log-probabilities into the result, once they are complete."""
         tokens = self._tokens
         wanted = np.arange(1 + self._most) <= tokens.of_wants(tokens.most)[:, None]
         result.prompt_ranks = self._ranks.astype(np.int32)

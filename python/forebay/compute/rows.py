@@ -21,7 +21,7 @@ from forebay.state.staging import StepInputs
 
 @dataclass(frozen=True)
 class Rows:
-    """A step's rows as the host knows them, checked against the tables; `r` rows, of which `s` sample."""
+    """A step's rows on the host, checked against the tables; `r` rows, of which `s` sample."""
 
     slot: Int64s  # [r]
     start: Int64s  # [r] positions already in the pages
@@ -40,7 +40,7 @@ class Rows:
 
     @property
     def before_prompts(self) -> Int64s:
-        """The token before each of those of prompts [k], numbered over all rows."""
+        """The token before each requested prompt token [k], numbered over all rows."""
         prompts = self.prompts
         if prompts is None:
             return np.zeros(0, np.int64)
@@ -51,55 +51,55 @@ class Rows:
 
 @dataclass(frozen=True)
 class Launch:
-    """The data of a step's work: its rows, and the plan's columns on the device, which name the same rows."""
+    """The data of a step's work: its rows, and the plan's columns on the device with the same rows."""
 
     rows: Rows
     inputs: StepInputs
     found: Int32s | None = None
-    """Host memory [4] for where the rows were that sparse slots chose, as a result has it; None: nobody is sparse."""
+    """Host memory [4] for the counts of places of chosen rows, in the result's order; None: no slot is sparse."""
     prompts: PromptColumns | None = None
-    """For the log-probabilities of `rows.prompts`."""
+    """The memory for the log-probabilities of `rows.prompts`; None: none are requested."""
 
     @classmethod
     def of(cls, rows: Rows, device: Device) -> Launch:
-        """Rows without a plan that brought them, for what measures or tests a compute by itself."""
+        """A launch of rows without a plan, for measurements and tests of a compute alone."""
         flags = np.zeros_like(rows.slot)
         words = np.stack((rows.slot, rows.start, rows.length, flags), axis=1).astype(np.int32)
         return cls(rows, StepInputs(Plan(rows=words).staged(), device))
 
 
 class Compute(Protocol):
-    """Computes rows: writes their keys and values, and gives what follows the last token of those that sample.
+    """A way to compute rows. It writes their keys and values, and gives the next token of those that sample.
 
-    All are called as work. `logits` or `greedy` computes a step's rows, or `states` does where tokens of prompts are
-    asked for.
+    All methods are called as work. `logits` or `greedy` computes a step's rows. If tokens of prompts are requested,
+    `states` does.
     """
 
     def logits(self, launch: Launch) -> torch.Tensor:
-        """float32 [s, vocabulary], in row order."""
+        """Logits float32 [s, vocabulary], in row order."""
 
     def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The most likely tokens [s], the first of equal ones, and whether all logits were finite, bool [s]."""
+        """The most likely tokens [s], the first of equal ones; and bool [s], true where all logits are finite."""
 
     def states(self, launch: Launch) -> torch.Tensor:
-        """The states for `head`, [s + k, hidden]: of rows that sample, then before the tokens of prompts."""
+        """The states for `head`, [s + k, hidden]: first of rows that sample, then before the tokens of prompts."""
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """float32 [m, vocabulary] of some states [m, hidden]."""
+        """Logits float32 [m, vocabulary] of states [m, hidden]."""
 
 
 class States(Protocol):
-    """Computes rows: writes their keys and values, and gives the states that vectors are made of."""
+    """A way to compute rows. It writes their keys and values, and gives the states for vectors."""
 
     def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
-        """Final states, normalised, of tokens [m], which are numbered over all rows, ascending: float32 [m, hidden].
+        """Final states, normalised, of `tokens` [m]: float32 [m, hidden]. Tokens are ascending numbers over all rows.
 
         Called as work.
         """
 
 
 class Pooler(Protocol):
-    """Computes rows: gives one vector of each prompt that ends with them."""
+    """A way to compute rows. It gives one vector for each prompt that ends with them."""
 
     def pool(self, launch: Launch) -> torch.Tensor:
-        """float32 [s, size], in row order; neither cut nor normalised. Called as work."""
+        """Vectors float32 [s, size], in row order, neither cut nor normalised. Called as work."""

@@ -1,7 +1,9 @@
-"""From logits to tokens, as `docs/protocol.md` orders it: adjust, filter, draw. Vectorised over rows.
+"""The way from logits to tokens, in the order of `docs/protocol.md`: adjust, filter, draw.
+
+It works on all rows at once.
 
 The host decides the parameters of a step's rows (`Sampler.ask`, from the host's tables). The device samples them
-(`Sampler.sample`, as work). No result of the device decides the next action of the host.
+(`Sampler.sample`, as work). The host's next action does not depend on the device's results.
 """
 
 from __future__ import annotations
@@ -32,26 +34,26 @@ _SIMPLE = {"entries", "drawn", "temperature", "u", "limited", "top_k", "top_p", 
 
 @dataclass
 class Ask:
-    """The wishes of the sampled rows of a step, in the host's words; `s` rows."""
+    """The sampling parameters of a step's rows, on the host; `s` rows."""
 
     slots: Int64s  # [s]
     positions: Int64s  # [s]
     plain: bool  # the largest logit, and nothing else
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """The parameters for the device, by name; one that no row wants is absent."""
+    """The parameters for the device, by name. A parameter that no row uses is absent."""
     all_drawn: bool = False
     width: int = 0
     logprobs: AskedLogprobs | None = None
 
     @property
     def simple(self) -> bool:
-        """True if rows want no more than the largest logit, or to be drawn after the filters."""
+        """True if rows need only the largest logit, or a draw after the filters."""
         return self.logprobs is None and self.columns.keys() <= _SIMPLE
 
 
 @dataclass(frozen=True)
 class AskedLogprobs:
-    """Log-probabilities of the unmodified distribution, of the `a` rows that asked."""
+    """Log-probabilities of the unmodified distribution, for the `a` rows that requested them."""
 
     counts: Int32s  # [s], entries a row
     most: int  # the most likely tokens that any row asked for
@@ -65,11 +67,11 @@ class Sampled:
     tokens: torch.Tensor  # int32 [s]; 0 where the logits were not finite
     finite: torch.Tensor  # bool [s]
     logprobs: tuple[torch.Tensor, torch.Tensor] | None
-    """Ids, int64 [a, 1 + most], of the sampled token and the most likely ones, and values, float32; None: not asked."""
+    """Ids int64 [a, 1 + most] of the sampled and the likeliest tokens, and values float32; None: not requested."""
 
 
 class SampledColumns:
-    """Host memory for what a step samples; it has the content when the step's last event is reached."""
+    """Host memory for a step's samples. It is complete at the step's last event."""
 
     def __init__(self, ask: Ask, device: Device) -> None:
         self._device = device
@@ -83,10 +85,10 @@ class SampledColumns:
             self._logprobs = host_array(device, shape, np.int64), host_array(device, shape, np.float32)
 
     def check(self) -> None:
-        """The operators raise by themselves what is wrong with a plan."""
+        """Does nothing, since the operators raise for a wrong plan."""
 
     def fill(self, sampled: Sampled) -> None:
-        """Copies. For work."""
+        """Copies the samples. Called as work."""
         self._device.copy_out(sampled.tokens, self.tokens)
         self._device.copy_out(sampled.finite, self.finite)
         if sampled.logprobs is not None:
@@ -95,7 +97,7 @@ class SampledColumns:
             self._device.copy_out(sampled.logprobs[1], self._logprobs[1])
 
     def logprobs(self) -> tuple[Int32s, Int32s, Float32s] | None:
-        """The result's three columns: counts, ids, values; None: no row asked."""
+        """The result's three columns: counts, ids, values; None: no row requested them."""
         if self._asked is None or self._logprobs is None:
             return None
         ids, values = self._logprobs
@@ -104,7 +106,7 @@ class SampledColumns:
 
 
 class Sampler:
-    """Samples rows by the parameters in the slot tables, and keeps the tokens where the next step reads them."""
+    """Samples rows by the parameters in the slot tables. It keeps the tokens where the next step reads them."""
 
     def __init__(self, tables: SlotTables, vocabulary: int, ops: Ops, device: Device, own: Part | None = None) -> None:
         """`own`: the tokens whose logits this rank has, with `ops` that know the other ranks; None: all."""
@@ -115,7 +117,7 @@ class Sampler:
         self._device = device
 
     def ask(self, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s] = NO_MASKS) -> Ask:
-        """The wishes of `positions` [s] of `slots` [s]; `masks` by row, of those that have one. For the host."""
+        """The parameters of `positions` [s] of `slots` [s]. `masks` are by row. Called by the host."""
         tables = self._tables
         ask = Ask(slots, positions, plain=not masks and bool(tables.plain[slots].all()))
         ask.columns["entries"] = slots * tables.stride + positions
@@ -126,14 +128,14 @@ class Sampler:
         return ask
 
     def greedy(self, best: torch.Tensor, finite: torch.Tensor, ask: Ask) -> Sampled:
-        """The tokens of rows that want nothing but the largest logit. For work."""
+        """The tokens of rows that need only the largest logit. Called as work."""
         (entries,) = self._device.copy_in(ask.columns["entries"])
         tokens = _where_finite(finite, best)
         self._tables.token_pool.view(-1).index_copy_(0, entries, tokens)
         return Sampled(tokens, finite, None)
 
     def sample(self, logits: torch.Tensor, ask: Ask) -> Sampled:
-        """Tokens from float32 logits [s, vocabulary]. For work."""
+        """Tokens from float32 logits [s, vocabulary]. Called as work."""
         columns = dict(zip(ask.columns, self._device.copy_in(*ask.columns.values()), strict=True))
         adjusted = self._adjust(logits, columns)
         finite = self._ops.finite(logits)
@@ -252,7 +254,7 @@ class Sampler:
         return logits
 
     def _of_own(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values [r, vocabulary] those of the tokens whose logits are here."""
+        """The values of the tokens whose logits are here, of values [r, vocabulary]."""
         return values if self._own is None else values[:, self._own.place]
 
     def _logprobs(

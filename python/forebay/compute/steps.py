@@ -1,4 +1,4 @@
-"""A hand's steps, from plan to tokens: what the runner asks for, and how it is done operator by operator."""
+"""A hand's steps, from plan to tokens: the interface for the runner, and the reference."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ class Answers(Protocol):
 
     @property
     def tokens(self) -> Int32s:
-        """[s]; 0 where the logits were not finite."""
+        """The tokens [s]; 0 where the logits were not finite."""
 
     @property
     def finite(self) -> npt.NDArray[np.bool_]:
-        """[s]."""
+        """True for rows with finite logits, [s]."""
 
     def logprobs(self) -> tuple[Int32s, Int32s, Float32s] | None:
-        """The result's three columns: counts, ids, values; None: no row asked."""
+        """The result's three columns: counts, ids, values; None: no row requested them."""
 
     def check(self) -> None:
-        """Raises `PlanError` if the device has found something wrong with the plan."""
+        """Raises `PlanError` if the device has found an error of the plan."""
 
 
 class Steps(Protocol):
-    """The way to compute steps whose rows sample. A step is prepared on the host, and then done as work."""
+    """The way to compute steps whose rows sample. A step is prepared on the host, and then computed as work."""
 
     @property
     def graphs(self) -> Graphs | None:
-        """The graphs that `capture` makes; None: there are none."""
+        """The graphs of `capture`; None: there are none."""
 
     def answers(self, launch: Launch, ask: Ask) -> Answers:
-        """Memory for what a step gives, and what is decided about it. For the host."""
+        """Memory for the results of a step, and the host's decisions about it. Called by the host."""
 
     def write(self, writes: Writes | None, inputs: StepInputs) -> None:
-        """Writes the device's tables, as far as `sample` will not. For work."""
+        """Writes the device's tables, except for the parts that `sample` writes. Called as work."""
 
     def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        """Computes rows, and samples those that do; `answers` are those made for them. For work."""
+        """Computes rows, and samples those that sample into `answers`, which were made for them. Called as work."""
 
     def compute(self, launch: Launch) -> None:
-        """The first half of `sample`, where sampling waits for masks: everything up to the logits. For work."""
+        """The first half of `sample`, up to the logits, for steps whose sampling waits for masks. Called as work."""
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        """The second half: samples from the logits that were computed last. For work."""
+        """The second half of `sample`: it samples from the last computed logits. Called as work."""
 
     def capture(self) -> None:
-        """Makes ready what is faster done often, once the weights are there. For work. Raises `DeviceError`."""
+        """Prepares faster steps once the weights are loaded. Called as work. Raises `DeviceError`."""
 
 
 class OperatorSteps:

@@ -1,4 +1,4 @@
-"""The only source of randomness: a pure function of a request's seed and a position."""
+"""The only source of random numbers: a pure function of a request's seed and a position."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniform(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), one a (seed, position)."""
+    """Numbers in [0, 1), one for each (seed, position)."""
     bits = splitmix64(seed + position.astype(np.uint64) * _GOLDEN) >> np.uint64(11)
     return np.asarray(bits * 2.0**-53, np.float64)

@@ -8,9 +8,9 @@ __all__ = ["Device", "DeviceError", "Event", "Work", "host_array", "open_device"
 
 
 def open_device(name: str, threads: int | None) -> Device:
-    """The device called `name`; `threads` is the number of compute threads of a CPU (None: one a physical core).
+    """The device called `name`. `threads` are a CPU's compute threads (None: one for each physical core).
 
-    Raises `DeviceError` when there is no such device, or it can't be used.
+    Raises `DeviceError` if there is no such device, or it can't be used.
     """
     if name == "cpu":
         from forebay.device.cpu import CpuDevice

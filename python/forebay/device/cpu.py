@@ -19,7 +19,7 @@ from forebay.device.memory import fresh
 
 
 class CpuEvent:
-    """A moment: all work before it was done when it was made."""
+    """An event of work that is done when it is queued."""
 
     __slots__ = ("_ns",)
 
@@ -35,7 +35,7 @@ class CpuEvent:
 
 
 class CpuDevice:
-    """CPU implementation of `Device`: work runs when it is queued, and copies in are views."""
+    """CPU implementation of `Device`. Work runs when it is queued, and copies in are views."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -106,7 +106,7 @@ class CpuDevice:
 
 
 def physical_cores() -> int:
-    """Cores that this process may run on; the hardware threads of one core count once."""
+    """Cores for this process. The hardware threads of one core count once."""
     available = os.sched_getaffinity(0)
     cores = set()
     for cpu in available:

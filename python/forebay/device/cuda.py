@@ -1,8 +1,8 @@
-"""An NVIDIA GPU as a device: one stream of compute, pinned memory of the host, streams of its own for the host tier.
+"""An NVIDIA GPU as a device: one stream of compute, pinned host memory, and further streams for the host tier.
 
-One thread launches all work, which runs in one stream, in order. The next step may use memory of a step again without a
-wait, for it runs behind it. Pinned memory comes from PyTorch's allocator of it, which gives a block out again only when
-the copies that were queued with it are done.
+One thread launches all work, which runs in one stream, in order. The next step may reuse a step's memory without a
+wait, since it runs behind it. Pinned memory comes from PyTorch's allocator. It gives a block out again only after the
+queued copies of that block are done.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from forebay.device.cuda_pages import PageCopies, pinned
 from forebay.device.interface import Bytes, DeviceError, Event, Work
 
 GPU = torch.device("cuda", 0)
-"""The first that is visible: the brain gives each hand its own."""
+"""The first visible GPU. The brain gives each hand its own."""
 RESERVE = 256 << 20
-"""Bytes that stay free beside weights, pages and a measured step: what libraries take later, and fragments."""
+"""Bytes that stay free beside weights, pages and a measured step, for later needs of libraries and for fragments."""
 _ALIGNMENT = 16
 _UPLOAD_BYTES = 16 << 20
-"""Of each of the two buffers that weights go through."""
+"""Bytes of each of the two buffers through which weights go."""
 _WARM_BLOCKS, _WARM_BYTES = 8, 1 << 16
-"""Pinned blocks of each size up to this one that are there from the start: getting them later stops the GPU."""
+"""The number and largest size of pinned blocks that exist from the start, since a later allocation stops the GPU."""
 
 
 class CudaEvent:
-    """A place in a stream."""
+    """A place in a CUDA stream."""
 
     __slots__ = ("_event",)
 
@@ -56,7 +56,7 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """CUDA implementation of `Device`. Whoever makes it launches all steps: its stream is the thread's from then on."""
+    """CUDA implementation of `Device`. The thread that makes it launches all steps, and the stream is that thread's."""
 
     torch_device = GPU
     beside_host = True
@@ -188,7 +188,7 @@ class _Upload:
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies a tensor of the host to one of the device, of another type perhaps; queued when it returns."""
+        """Copies a host tensor to a device tensor, with a change of type if needed. It is queued on return."""
         if not self._buffers:
             self._buffers = [(pinned(_UPLOAD_BYTES), torch.cuda.Event()) for _ in range(2)]
         same = source.dtype == target.dtype and target.is_contiguous()

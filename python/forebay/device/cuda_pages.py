@@ -1,4 +1,4 @@
-"""Copies of pages between a GPU and memory of the host that others own, beside the steps."""
+"""Copies of pages between a GPU and host memory that others own, beside the steps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from forebay.device.interface import Bytes, DeviceError
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for whoever uses the memory in this process."""
+"""cudaHostRegisterPortable: pinned for all users of the memory in this process."""
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Memory of the host that the GPU reads and writes by itself, uint8 `[size]`."""
+    """Host memory that the GPU reads and writes by itself, uint8 `[size]`."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class PageCopies:
-    """A stream for each direction: copies wait for no step, and no step for them.
+    """Copies of pages, with a stream for each direction. They do not wait for steps, nor steps for them.
 
-    A page is often many pieces of the device's memory. They are joined there by one kernel, so that what crosses the
-    bus is one copy and not one for every layer.
+    A page is often many pieces of the device's memory. One kernel joins them on the device. So one copy crosses the
+    bus, not one for every layer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class PageCopies:
         self._streams = {save: torch.cuda.Stream(device) for save in (False, True)}
 
     def register(self, memory: Bytes) -> None:
-        """Pins memory of the host, all of it, for as long as the process lives. Raises `DeviceError`."""
+        """Pins host memory, all of it, for the life of the process. Raises `DeviceError`."""
         cudart = torch.cuda.cudart()
         status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
         if status != cudart.cudaError.success:
@@ -40,7 +40,7 @@ class PageCopies:
             )
 
     def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
-        """As `Device.move`; by any thread."""
+        """Copies bytes as `Device.move` does, from any thread."""
         stream, whole = self._streams[save], joined([at_host for _, at_host in moves])
         there = [piece for piece, _ in moves]
         with torch.inference_mode(), torch.cuda.stream(stream):
@@ -64,7 +64,7 @@ class PageCopies:
 
 
 def joined(pieces: Sequence[Bytes]) -> Bytes | None:
-    """Pieces of memory as one, where each begins where the one before ends; None: they don't."""
+    """Pieces of memory as one, if each begins at the end of the one before; None: they do not."""
     end = pieces[0].ctypes.data
     for piece in pieces:
         if piece.ctypes.data != end or not piece.flags.c_contiguous:
@@ -75,7 +75,7 @@ def joined(pieces: Sequence[Bytes]) -> Bytes | None:
 
 
 def _scatter(moves: Sequence[tuple[torch.Tensor, Bytes]], all_: Bytes, *, save: bool) -> None:
-    """Copies pieces of the host's memory out of one that has them one after the other, or into it."""
+    """Copies pieces of the host's memory from consecutive memory, or into it."""
     at = 0
     for _, piece in moves:
         part = all_[at : at + piece.size].reshape(piece.shape)

@@ -1,9 +1,9 @@
-"""A device for tests: the host's processors behind a queue, as late as an accelerator may be.
+"""A device for tests: the host's processors behind a queue, with the longest delays of an accelerator.
 
-Work runs on a thread of its own, in order, and not before somebody waits for an event behind it. Copies in are made
-when the work runs. Host memory that may be reused is filled with garbage at once, and so is memory that results will be
-copied to. A buffer that is reused too early, or a result that is read before its event, therefore gives wrong tokens,
-on any machine and every time. Work that waits in the middle raises `HiddenWaitError`.
+Work runs on a thread of its own, in order, and only when somebody waits for an event behind it. Copies in are made when
+the work runs. Host memory that may be reused is filled with garbage at once, and so is memory for results. So a buffer
+that is reused too early gives wrong tokens, on any machine and every time. The same holds for a result that is read
+before its event. Work that waits in the middle raises `HiddenWaitError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forebay.device.recorded import Recording
 from forebay.device.watch import NoOperators, NoWaits
 
 GARBAGE = 0x5C
-"""Every byte of memory that nobody may read: as a number of any type it is no token, no position and no slot."""
+"""Every byte of memory that must not be read. In any type it is no token, no position and no slot."""
 
 
 class DeferredEvent:
@@ -36,9 +36,9 @@ class DeferredEvent:
     def __init__(self, device: DeferredDevice, number: int) -> None:
         self._device = device
         self.number = number
-        """Its place in the queue, the first is 1."""
+        """The place in the queue; the first is 1."""
         self.ns = 0
-        """The time at which it was reached, in nanoseconds."""
+        """The time of the event, in nanoseconds."""
 
     def wait(self) -> None:
         self._device.wait_for(self)
@@ -49,7 +49,7 @@ class DeferredEvent:
 
 
 class DeferredDevice(CpuDevice):
-    """Implements `Device` as an accelerator would that is never done before it has to be."""
+    """Implements `Device` like an accelerator that finishes as late as possible."""
 
     name = "deferred"
     beside_host = True
@@ -62,7 +62,7 @@ class DeferredDevice(CpuDevice):
         self._changed = threading.Condition()
         self._queue: deque[Work | DeferredEvent] = deque()
         self._wanted = 0
-        """The last place in the queue that somebody waits for."""
+        """The last awaited place in the queue."""
         self._reached = 0
         self._stopped = False
         self._error: BaseException | None = None
@@ -101,7 +101,7 @@ class DeferredDevice(CpuDevice):
         torch.from_numpy(to).copy_(tensor)
 
     def wait_for(self, event: DeferredEvent) -> None:
-        """Has the queue run up to an event; raises what work of it has raised, now or before."""
+        """Runs the queue up to an event. Raises the errors of that work, also earlier ones."""
         with self._changed:
             self.waits += 1
             self._wanted = max(self._wanted, event.number)

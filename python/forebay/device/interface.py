@@ -1,4 +1,4 @@
-"""The differences between devices, behind one interface.
+"""The interface that hides the differences between devices.
 
 A device executes *work* in the order in which it was queued, like a stream. Work is a function that calls PyTorch's
 operators. It may run long after `queue` has returned, so:
@@ -24,105 +24,104 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class DeviceError(ValueError):
-    """A device that is not there, has no memory left or has failed: one line that says what to do."""
+    """A device is missing, has no memory left or has failed. The message is one line with advice."""
 
 
 class Event(Protocol):
-    """A place in a device's queue: it is reached when all work before it is done."""
+    """A place in a device's queue. It is reached when all work before it is done."""
 
     def wait(self) -> None:
-        """Returns when the event is reached; raises what work before it has raised."""
+        """Waits for the event. Raises the errors of work before it."""
 
     def since(self, earlier: Event) -> int:
-        """Microseconds from an `earlier` event of the device to this one; both are reached."""
+        """Microseconds from an `earlier` event of the device to this one. Both are reached."""
 
 
 class Device(Protocol):
-    """One accelerator, or the host's processors, as the runner sees it."""
+    """One accelerator, or the host's processors, for the runner."""
 
     @property
     def name(self) -> str:
-        """The name that `ready` reports."""
+        """The device's name in `ready`."""
 
     @property
     def torch_device(self) -> torch.device:
-        """The device of tensors."""
+        """PyTorch's device, for tensors."""
 
     @property
     def beside_host(self) -> bool:
-        """True if work may still run when `queue` has returned."""
+        """True if work may still run after `queue` has returned."""
 
     @property
     def runs_native(self) -> bool:
-        """True if compiled kernels of the host may be called with addresses of the device's memory, as work."""
+        """True if the host's compiled kernels may be called as work, with addresses of the device's memory."""
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raises `ValueError` when the device can't compute in `dtype`."""
+        """Raises `ValueError` if the device can't compute in `dtype`."""
 
     def available_bytes(self) -> int:
         """Memory that can still be allocated."""
 
     def host_bytes(self, taken: int) -> int:
-        """Memory of the host that can still be allocated, once `taken` bytes of the device's are."""
+        """Host memory that can still be allocated after the device's memory has `taken` bytes more."""
 
     def measure(self, run: Callable[[], object]) -> int:
-        """Bytes to leave free for steps: what the device's memory was short of while it did `run`, and a reserve.
+        """Bytes to leave free for steps: the memory that `run` took, and a reserve.
 
-        0, and nothing is run, where steps take what they need from memory that nobody divides.
+        0, and nothing is run, if the device's memory is not divided in advance.
         """
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory for a long life and of any size; where the device can, it is taken as it is written."""
+        """Zeroed memory for a long life and of any size. If possible it takes memory only as it is written."""
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies a tensor of the host into one of the device, in its type; before all that is queued later."""
+        """Copies a host tensor into a device tensor, in its type, before all later work."""
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
         """Host memory, uint8 `[size]`, that the device copies from and to while the host goes on."""
 
     def reuse(self, memory: npt.NDArray[Any]) -> None:
-        """Says that no work reads this host memory any more: others may write to it now."""
+        """Notes that no work reads this host memory any more, so that others may write to it."""
 
     def launching(self) -> AbstractContextManager[object]:
-        """Entered by whoever prepares and queues a step's work."""
+        """The context in which a step's work is prepared and queued."""
 
     def queue(self, work: Work) -> None:
-        """Has `work` run after all that was queued before."""
+        """Runs `work` after all earlier work."""
 
     def event(self) -> Event:
-        """The place behind all that was queued so far."""
+        """The place behind all work so far."""
 
     def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
-        """Host arrays as tensors of the device, in one copy; they may share its memory. For work.
+        """Host arrays as tensors of the device, in one copy. They may share its memory. Called as work.
 
         The arrays keep their content until the step's last event is reached.
         """
 
     def copy_into(self, target: torch.Tensor, *arrays: npt.NDArray[Any]) -> None:
-        """Copies host arrays, one after the other, to the beginning of `target` [elements], of whose type they are.
+        """Copies host arrays, one after the other, to the beginning of `target` [elements], which has their type.
 
-        For work. As for `copy_in`, the arrays keep their content until the step's last event is reached.
+        Called as work. The arrays keep their content until the step's last event is reached.
         """
 
     def capture(self, work: Work) -> Work:
-        """Does work once, then records it; gives work that repeats it. For work.
+        """Runs work once, then records it. Gives work that repeats it. Called as work.
 
-        What is recorded are operators and the memory that they read and write. The host's part of `work` is not
-        repeated, so it copies nothing in or out. Memory that the capture makes for itself is shared with all that is
-        captured, and has no content for others. Inputs and outputs lie in memory that the caller keeps. Raises
-        `DeviceError`.
+        The record has operators and the memory that they read and write. The host's part of `work` is not repeated, so
+        it copies nothing in or out. All captures share the memory that a capture makes for itself, and others find no
+        content there. Inputs and outputs lie in memory that the caller keeps. Raises `DeviceError`.
         """
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
-        """Copies to host memory, which has the content when the next event is reached. For work."""
+        """Copies to host memory, which is complete at the next event. Called as work."""
 
     def share(self, memory: Bytes) -> None:
-        """Makes memory of the host that others own ready for `move`. Raises `DeviceError`."""
+        """Prepares host memory that others own for `move`. Raises `DeviceError`."""
 
     def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
-        """Copies bytes of the device, uint8, each to its place in shared memory, or back; done when it returns.
+        """Copies bytes of the device, uint8, to their places in shared memory, or back. They are done on return.
 
-        Beside the steps, by one thread that is not theirs.
+        It runs beside the steps, on one thread of its own.
         """
 
 

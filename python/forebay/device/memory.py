@@ -1,7 +1,7 @@
-"""Memory that steps read all over, in large pages where the system has them.
+"""Memory that steps read all over, in large pages if the system has them.
 
-Many systems give large pages only to who asks for them. With small ones a step waits for the page tables as well, and
-what is fetched ahead stops at every 4 KiB.
+Many systems give large pages only on request. With small pages a step waits for page tables too, and prefetches stop at
+every 4 KiB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 
 
 def fresh(size: int) -> torch.Tensor:
-    """Zeros, uint8 `[size]`, which take memory only where somebody writes."""
+    """Zeros, uint8 `[size]`, which take memory only where they are written."""
     # torch.zeros writes its zeros: seconds for gigabytes, and all of it resident from the start.
     mapped = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -31,7 +31,7 @@ def _room(size: int) -> int:
 
 
 class HugePages:
-    """Room for tensors whose sizes are known before: each alone could be smaller than a large page."""
+    """Room for tensors whose sizes are known in advance. A single tensor could be smaller than a large page."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         """`sizes` in bytes."""
@@ -39,7 +39,7 @@ class HugePages:
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next one, zeros; the memory lives as long as any of them. ValueError: it has no room for that."""
+        """The next tensor, of zeros. The memory lives as long as any of them. ValueError: there is no room for it."""
         size = math.prod(shape) * dtype.itemsize
         found = self._bytes[self._used : self._used + size]
         if len(found) < size:

@@ -1,8 +1,8 @@
-"""A graph without a GPU: operators with the memory that they read and write, recorded and repeated.
+"""A graph without a GPU: operators and their memory, which are recorded and repeated.
 
-As a graph of CUDA it repeats neither Python nor a decision of the host, and it knows memory by its address. Memory that
-it made for itself has no content before a replay, nor behind it. Memory that was there before is not kept by it: a
-replay that reads some that is gone raises `LostMemoryError`.
+Like a CUDA graph it repeats neither Python nor a decision of the host, and it knows memory by its address. Its own
+memory has no content before a replay, nor behind it. It does not keep memory that existed before it. A replay that
+reads such memory after its end raises `LostMemoryError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GARBAGE = 0x5C
 
 
 class LostMemoryError(RuntimeError):
-    """A replay that uses memory which nobody has kept since the capture."""
+    """A replay uses memory that has ended since the capture."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Outside:
 
     storage: StorageWeakRef
     address: int
-    """Of the memory, not of the first element."""
+    """The address of the memory, not of the first element."""
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: Sequence[torch.Tensor]
-    """Those of its results that lie in memory of their own."""
+    """The results that lie in memory of their own."""
 
     def repeat(self) -> None:
         def found(leaf: Any) -> Any:
@@ -81,14 +81,14 @@ class _Call:
 
 
 class Recording(TorchDispatchMode):
-    """A recording of a function's operators, to be run again."""
+    """A recording of a function's operators, for later runs."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         """Calls `work` once."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self._made: dict[int, torch.Tensor] = {}
-        """Memory of its own, as bytes by address."""
+        """The recording's own memory, as bytes by address."""
         with self:
             work()
         self._spoil()
@@ -117,7 +117,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """Does it again. Raises `LostMemoryError`."""
+        """Runs the recording again. Raises `LostMemoryError`."""
         self._spoil()
         for call in self._calls:
             call.repeat()

@@ -1,4 +1,4 @@
-"""Modes that see every operator of a thread, and tell of host code that reads a tensor's value and should not."""
+"""Modes that see every operator of a thread. They find host code that reads a tensor's value and must not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READS = {
     torch.Tensor.__array__,
     torch.Tensor.__contains__,
 }
-"""Methods of a tensor that give its values to the host."""
+"""Methods that give a tensor's values to the host."""
 _MAKES = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.Tensor.new_tensor}
 """Functions that copy values of the host to the device, and wait for that copy."""
 _aten = torch.ops.aten
@@ -42,22 +42,22 @@ _SHAPED_BY_VALUES = {
     _aten.allclose,
     _aten.is_nonzero,
 }
-"""Operators whose result, or the shape of it, the host has to be told."""
+"""Operators whose result, or its shape, the host has to know."""
 _FROM_HOST = {
     _aten.where.Scalar,
     _aten.where.ScalarSelf,
     _aten.where.ScalarOther,
 }
-"""The same of operators: they make a tensor of a number first."""
+"""Operators of the same kind that first make a tensor of a number."""
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
 class HiddenWaitError(RuntimeError):
-    """Work that would make the host wait for the device."""
+    """Work makes the host wait for the device."""
 
 
 class StrayOperatorError(RuntimeError):
-    """An operator outside of work, which would run before what was queued."""
+    """An operator outside of work, which would run before queued work."""
 
 
 class _Mode(TorchDispatchMode):
@@ -68,7 +68,7 @@ class _Mode(TorchDispatchMode):
 
 
 class NoOperators(_Mode):
-    """No operator at all: who prepares a step computes with the host's own arrays."""
+    """A mode without any operator, for code that prepares a step with the host's own arrays."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class _NoReads(TorchFunctionMode):
 
 
 class NoWaits(_Mode):
-    """No operator that the host would have to wait for."""
+    """A mode without operators for which the host would wait."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,10 +118,10 @@ class NoWaits(_Mode):
 
 
 class NoStrayCopies(_Mode):
-    """No copy between the host and an accelerator that the host would have to wait for.
+    """A mode without copies between host and accelerator for which the host would wait.
 
-    PyTorch's own watch (`torch.cuda.set_sync_debug_mode`) sees copies that block, but not those that are said not to
-    and do, because the host's memory is not pinned.
+    PyTorch's own watch (`torch.cuda.set_sync_debug_mode`) sees blocking copies. It does not see non-blocking copies
+    that block all the same, because the host's memory is not pinned.
     """
 
     def __init__(self) -> None:

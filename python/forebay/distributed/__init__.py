@@ -1,1 +1,1 @@
-"""Several ranks as one: the group that they are, and the meeting point that the brain gives them."""
+"""Several ranks as one: their group, and the meeting point that the brain gives them."""

@@ -1,8 +1,8 @@
 """The ranks of a replica as one: sums and gathers over `torch.distributed`.
 
-All ranks call the same methods in the same order with tensors of the same shape and type. They compute the same plan,
-so no agreement is needed first. `all_gather` gives the same bytes to every rank; what ranks decide alike, they decide
-from those.
+All ranks call the same methods in the same order, with tensors of the same shape and type. They compute the same plan,
+so they need no agreement first. `all_gather` gives the same bytes to every rank. Common decisions are made from those
+bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "TORCH_NCCL_PROPAGATE_ERROR": "0",
     }
 )
-"""NCCL's own watchdogs are off: the brain is the one who ends a group that hangs, and starts the next."""
+"""NCCL's own watchdogs are off: the brain ends a group that hangs, and starts the next."""
 FOREVER = timedelta(days=365)
 
 
@@ -35,14 +35,14 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """This one's number."""
+        """The number of this rank."""
 
     @property
     def world(self) -> int:
         """The number of ranks."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in the memory of this one's, which is contiguous."""
+        """The sum of all ranks' tensors, in the memory of this rank's tensor, which is contiguous."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' tensors [...], in the order of ranks: [world, ...]."""
@@ -51,14 +51,14 @@ class Group(Protocol):
         """This rank's part [n, ...] of the sum of all ranks' tensors [world * n, ...]."""
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Of tensors [world * n, ...] each rank's part for this one, in the order of ranks: [world * n, ...]."""
+        """The parts for this rank of all ranks' tensors [world * n, ...], in the order of ranks: [world * n, ...]."""
 
     def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers. Waits for the device: not for steps."""
+        """The smallest of all ranks' numbers. It waits for the device, so steps must not call it."""
 
 
 class TorchGroup:
-    """`Group` over a backend that takes tensors of the device."""
+    """`Group` over a backend for tensors of the device."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         """The default process group of `torch.distributed` is there."""
@@ -91,7 +91,10 @@ class TorchGroup:
 
 
 class StagedGroup:
-    """`Group` by way of the host's memory: for ranks that share a GPU, which NCCL refuses. It waits for the device."""
+    """`Group` by way of the host's memory. It is for ranks that share a GPU, which NCCL refuses.
+
+    It waits for the device.
+    """
 
     def __init__(self, inner: TorchGroup) -> None:
         self._inner = inner
@@ -115,9 +118,9 @@ class StagedGroup:
 
 
 def open_group(store: BrainStore, rank: int, world: int, device: torch.device) -> Group:
-    """Meets the other ranks; each communicator is made and used once when it returns, and the store is closed.
+    """Meets the other ranks. On return each communicator is made and was used once, and the store is closed.
 
-    CUDA tensors go through NCCL, those of processors through gloo.
+    CUDA tensors go through NCCL, and tensors of processors through gloo.
     """
     host = torch.device("cpu")
     try:
@@ -142,7 +145,7 @@ def _open(store: BrainStore, backend: str, rank: int, world: int, device: torch.
 
 
 def _share_a_gpu(store: BrainStore, rank: int, world: int, device: torch.device) -> bool:
-    """True if two ranks compute on one GPU, as tests may have it."""
+    """True if two ranks compute on one GPU, as in tests."""
     store.set(f"gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
     return len({store.get(f"gpu/{number}") for number in range(world)}) < world
 

@@ -1,6 +1,6 @@
-"""The brain as the place where ranks find each other: a store of PyTorch's that asks over the hand's own socket.
+"""The brain as the meeting point of ranks: a store of PyTorch's that asks over the hand's own socket.
 
-So nothing listens on a port, and nobody has to choose one before it is bound.
+So no rank listens on a port, and no port has to be chosen.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Answer = TypeVar("Answer")
 
 
 class BrainStore(Store):
-    """`torch.distributed.Store` over the frames `store` and `store_reply`: one question at a time, each answered.
+    """`torch.distributed.Store` over the frames `store` and `store_reply`, with one question at a time.
 
-    Timeouts are not looked at: it is the brain that decides how long ranks may take.
+    Timeouts are ignored, because the brain decides the time that ranks have.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -38,10 +38,10 @@ class BrainStore(Store):
         self._asked = 0
         self._open = True
         self.failure: Exception | None = None
-        """Why a question has failed. What calls a store from C++ may wrap it beyond recognition."""
+        """The error of a failed question. A caller in C++ may wrap it beyond recognition."""
 
     def close(self) -> None:
-        """Refuses all further questions: after `ready` the socket is for plans."""
+        """Refuses all further questions. After `ready` the socket is for plans."""
         self._open = False
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -52,7 +52,7 @@ class BrainStore(Store):
         return self._ask("get", _bytes, key=key)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, 0 at first; gives the sum."""
+        """Adds to a number, which is 0 at first. Gives the sum."""
         return self._ask("add", _number, key=key, amount=amount)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -64,7 +64,7 @@ class BrainStore(Store):
         self._ask("wait", _nothing, keys=list(keys))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Sets a value if it is the expected one; gives what it is afterwards."""
+        """Sets a value if the old one is `expected`. Gives the value afterwards."""
         return self._ask("compare_set", _bytes, key=key, expected=_text(expected), value=_text(value))
 
     def delete_key(self, key: str) -> bool:

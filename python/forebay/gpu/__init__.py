@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs in Triton. Each does what a function of PyTorch's operators does elsewhere in this package.
+"""Kernels for NVIDIA GPUs in Triton. Each has a twin in PyTorch's operators.
 
-Importing this package needs Triton, which a PyTorch for CPUs lacks: only what runs on a GPU imports it.
+An import of this package needs Triton, which a PyTorch for CPUs lacks. So only code for GPUs imports it.
 """

@@ -7,11 +7,11 @@ import os
 from forebay.gpu.interface import Kernels
 
 VARIABLE = "FOREBAY_GPU_KERNELS"
-"""The environment's word: `triton`, which is what is meant without it, or `reference`, which needs no Triton."""
+"""The environment's choice: `triton`, the default, or `reference`, which needs no Triton."""
 
 
 def kernels() -> Kernels:
-    """The operators that the environment names; raises `ValueError` for a word that is none."""
+    """The operators of the environment's choice. Raises `ValueError` for another word."""
     name = os.environ.get(VARIABLE, "triton")
     if name == "triton":
         from forebay.gpu import kernels as triton_kernels

@@ -1,4 +1,4 @@
-"""Hot rows: single positions of sparse slots in device memory, where most pages lie in the host's only."""
+"""Hot rows: single positions of sparse slots in device memory. Most of their pages are only in the host's memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 class HotRows:
     """The hot rows of all slots, of one group of layers that choose alike; `h` rows a slot.
 
-    `row_of` may hold anything: a row is a position's if it is also the row's owner. Lines may be longer.
+    `row_of` may hold anything. A row holds a position if it is also the row's owner. Lines may be longer.
     """
 
     row_of: torch.Tensor  # int16 [slots, >= context_length]: the row that a position has or had
     owner: torch.Tensor  # int32 [slots, >= h]: the position that a row holds, -1: none
     stamp: torch.Tensor  # int32 [slots, >= h]: the step of the slot in which the row was used last
     count: int
-    """h."""
+    """The number of rows of a slot, `h`."""
 
 
 @dataclass(frozen=True)
 class SparsePages:
-    """The pages of slots' positions. Lines are slots, and may be one more for the null slot."""
+    """The pages of slots' positions. Each slot has a line, and the null slot may have one."""
 
     page_table: torch.Tensor  # int32 [slots, pages a slot]; -1: on no page of the device
     host_table: torch.Tensor  # int32 [slots, pages a slot]: pages of the host's tier, -1: none
@@ -31,13 +31,13 @@ class SparsePages:
     clock: torch.Tensor  # int32 [slots]: steps of each slot since it became sparse, this one included
     page_size: int
     page_stride: int
-    """Entries of a layer from a page's first to that of the next."""
+    """Entries of a layer from a page's first entry to the next page's."""
     null_page: int
 
 
 @dataclass(frozen=True)
 class Found:
-    """The places of chosen positions [n, top_k], after missing ones were gathered."""
+    """The places of chosen positions [n, top_k], after missing rows were copied."""
 
     rows: torch.Tensor  # int32 [n, top_k]: entries of a layer, -1: none
     source: torch.Tensor  # int64 [n, top_k]: of what is missing, `host page * page_size + place`

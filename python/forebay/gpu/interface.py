@@ -1,4 +1,4 @@
-"""The inputs and outputs of the operators of `forebay.gpu`, whichever implementation computes them."""
+"""The operators of `forebay.gpu`: their inputs and outputs, for all implementations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from forebay.gpu.tables import Received, StepBuffers, Tables
 
 @dataclass(frozen=True)
 class PagedRows:
-    """The rows of one step as attention sees them; `r` rows, which may be padding, of `n` tokens.
+    """The rows of one step for attention; `r` rows, which may be padding, of `n` tokens.
 
-    Tensors are on the device, so that a graph may run again with others in their place. What is no tensor decides about
-    launches, and is the same for all steps of a graph.
+    Tensors are on the device, so that a graph may run again with other values in them. Fields that are no tensors
+    decide about launches, and are the same for all steps of a graph.
     """
 
     slots: torch.Tensor  # int32 [r]
@@ -26,13 +26,13 @@ class PagedRows:
     page_table: torch.Tensor  # int32 [slots, pages a slot]
     page_size: int
     page_stride: int
-    """Entries of a layer from a page's first to that of the next."""
+    """Entries of a layer from a page's first entry to the next page's."""
     null_page: int
-    """The page that is read in place of page -1, which is reported elsewhere."""
+    """The page that is read in place of page -1. Page -1 is reported elsewhere."""
     decodes: bool = True
     """True if any row may have one token."""
     chunks: bool = True
-    """True if any row may have more than one token, or there may be tokens of nobody."""
+    """True if any row may have several tokens, or if there may be tokens of no row."""
 
 
 class Attention(Protocol):
@@ -44,23 +44,23 @@ class Attention(Protocol):
         """Attention [n, heads, value_dim] of q [n, heads, head_dim], the last dimensions dense.
 
         `keys` [entries, kv_heads, head_dim] and `values` [entries, kv_heads, value_dim] hold the rows' own tokens too.
-        Values that begin where keys do are the first elements of them, as latent rows have it. Tokens of nobody get 0.
+        Values of latent rows begin where keys do, and are their first elements. Tokens of no row get 0.
         """
 
 
 class Layers(Protocol):
-    """A layer's work on each token alone, matrix products left out. Last dimensions are dense."""
+    """A layer's work on each token alone, without matrix products. Last dimensions are dense."""
 
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The root mean square norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n, hidden].
 
-        The sum is where the residual was; without one it is x.
+        The sum is written over the residual. Without a residual it is x.
         """
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` [n, inner] of [n, gates and then ups]."""
+        """`silu(gate) * up` [n, inner] of `gate_up` [n, gates and then ups]."""
 
     def rotate_and_keep(
         self,
@@ -76,10 +76,9 @@ class Layers(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views q, k and v, [n, heads, dim] each, of qkv [n, all heads * dim], which is overwritten.
 
-        Query and key heads are normalised by the weights `norms` [dim] each, unless these are None. Then their first
-        elements are rotated, as many as there are angles: `cos` and `signed_sin` [n, 1, turned], as
-        `layers.rotary.Rotation` has them. Keys and values go to the entries `writes` int64 [n] of `keys` and `values`
-        [entries, heads, dim].
+        Query and key heads are normalised by the weights `norms` [dim] each, unless these are None. Then as many first
+        elements are rotated as there are angles: `cos` and `signed_sin` [n, 1, turned], as in `layers.rotary.Rotation`.
+        Keys and values go to the entries `writes` int64 [n] of `keys` and `values` [entries, heads, dim].
         """
 
     def keep_latent(
@@ -93,10 +92,11 @@ class Layers(Protocol):
         pool: torch.Tensor,
         writes: torch.Tensor,
     ) -> torch.Tensor:
-        """Rows [n, rank + turned] that latent attention keeps, of what a projection has made of states.
+        """Makes and stores the rows [n, rank + turned] of latent attention from projected states.
 
-        The latent part is normalised and scaled by `weight` [rank], the rest rotated: pairs of neighbours (`pairs`) or
-        of halves, stored as halves. The rows go to the entries `writes` int64 [n] of `pool` [entries, rank + turned].
+        The latent part is normalised and scaled by `weight` [rank]. The rest is rotated, as pairs of neighbours
+        (`pairs`) or of halves, and stored as halves. The rows go to the entries `writes` int64 [n] of `pool` [entries,
+        rank + turned].
         """
 
     def keep_index_keys(
@@ -118,17 +118,17 @@ class Layers(Protocol):
 
 
 class Plans(Protocol):
-    """Plans on the device. `errors` int32 [1] gets bits of `tables.ERROR_*` in addition to those that it has."""
+    """Plans on the device. `errors` int32 [1] gets further bits of `tables.ERROR_*`."""
 
     def apply_slots(self, received: Received, tables: Tables, errors: torch.Tensor) -> None:
-        """Writes new slots: the records, the parameters and the tokens. Nobody else is touched by a wrong one."""
+        """Writes new slots: the records, the parameters and the tokens. A wrong slot touches no other."""
 
     def write_table(
         self, received: Received, name: str, table: torch.Tensor, least: int, most: int, errors: torch.Tensor
     ) -> None:
         """Writes the triples (slot, index, value) of the column `name` to a table int32 [slots + 1, indices].
 
-        Values are at least `least` and below `most`; others become -1. What names no cell is left out.
+        Values are at least `least` and below `most`. Others become -1. A triple without a cell is left out.
         """
 
     def prepare(
@@ -141,29 +141,31 @@ class Plans(Protocol):
     ) -> None:
         """Fills the buffers from the plan's rows and the tables.
 
-        `hot_rows` int32 [slots + 1, pages], -1 for none: a slot that has any may read pages that it has not.
+        `hot_rows` int32 [slots + 1, pages] has -1 for none. A slot with hot rows may read pages that it lacks.
         """
 
 
 class Sampling(Protocol):
-    """From logits to tokens, without looking at them on the host."""
+    """The way from logits to tokens, without a look at them on the host."""
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first of the largest logits, int64 [r], of [r, vocabulary], and whether all of a row's are finite."""
+        """The first largest of each row of logits [r, vocabulary], int64 [r]; and bool [r], true if all are finite."""
 
     def draw(self, logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
-        """Overwrites tokens int64 [r] of rows that have a temperature, by float32 logits [r, vocabulary].
+        """Overwrites `tokens` int64 [r] of rows with a temperature, by float32 logits [r, vocabulary].
 
-        Filters and their order are those of `docs/protocol.md`. Of a row that is not finite any token is given.
+        The filters and their order are in `docs/protocol.md`. A row that is not finite may get any token.
         """
 
     def ask(self, tables: Tables, buffers: StepBuffers) -> Wishes:
-        """The wishes of the step's rows; those that do not sample want nothing drawn."""
+        """The sampling parameters of the step's rows. Rows that do not sample need no draw."""
 
     def keep(self, tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
-        """Stores int64 tokens [r] in the token pool; gives them as int32 [r]. Where not `finite` bool [r] they are 0.
+        """Stores int64 tokens [r] in the token pool, and gives them as int32 [r].
 
-        Those of rows that do not sample go to the null slot.
+        They are 0 where not `finite` bool [r].
+
+        Tokens of rows that do not sample go to the null slot.
         """
 
 
@@ -175,24 +177,25 @@ class Experts(Protocol):
     ) -> torch.Tensor:
         """The weighted sum [n, hidden] of the experts of each token of x [n, hidden], in order of their ids.
 
-        Weights are float32 [n, each], ids int64 [n, each], ascending. Experts are `gate_up` [experts, gates and then
-        ups, hidden] and `down` [experts, hidden, inner]. The id `experts` names none, wherever it is; its weight is 0.
+        Weights are float32 [n, each], and ids int64 [n, each], ascending. Experts are `gate_up` [experts, gates and
+        then ups, hidden] and `down` [experts, hidden, inner]. The id `experts` stands for none, at any place, and its
+        weight is 0.
         """
 
 
 class Codes(Protocol):
-    """A matrix [rows, inputs] of 8-bit floats (e4m3), or of 4-bit integers less zero points, times scales."""
+    """A matrix [rows, inputs] of 8-bit floats (e4m3), or of 4-bit integers less zero points. Both are times scales."""
 
     @property
     def codes(self) -> torch.Tensor:
-        """uint8 [rows, inputs], or [rows, inputs / 2].
+        """The codes, uint8 [rows, inputs] or [rows, inputs / 2].
 
-        Of every `fold` 4-bit codes the first half is in the low bits of bytes, the second in the high ones.
+        Of every `fold` 4-bit codes the first half is in the low bits of bytes, and the second half in the high bits.
         """
 
     @property
     def scale(self) -> torch.Tensor:
-        """float32 [row blocks, groups]."""
+        """The scales, float32 [row blocks, groups]."""
 
     @property
     def zeros(self) -> torch.Tensor | None:
@@ -200,15 +203,15 @@ class Codes(Protocol):
 
     @property
     def inputs(self) -> int:
-        """Values of a row."""
+        """The number of values of a row."""
 
     @property
     def group(self) -> int:
-        """Neighbouring values of a row that share a scale; `fold` divides it."""
+        """The number of neighbouring values of a row that share a scale. `fold` divides it."""
 
     @property
     def block_rows(self) -> int:
-        """Rows that do."""
+        """The number of rows that share a scale."""
 
     @property
     def fold(self) -> int:
@@ -224,12 +227,12 @@ class Quantised(Protocol):
     def experts_of_codes(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Codes, down: Codes
     ) -> torch.Tensor:
-        """As `Experts.experts`, the rows of all experts one after the other."""
+        """The weighted sum as in `Experts.experts`. The rows of all experts are one after the other."""
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """8-bit floats (e4m3) [n, inputs] of x [n, inputs], and a scale for each row, float32 [n, 1].
 
-        The largest value of a row becomes 448, which is the largest of them.
+        The largest value of a row becomes 448, the largest of these floats.
         """
 
 
@@ -241,18 +244,18 @@ class Sparse(Protocol):
     ) -> torch.Tensor:
         """Positions int32 [n, top_k] that the rows' queries keep, ascending, -1 behind them.
 
-        A query q [n, index heads, dim] keeps the largest of `sum over heads of weight * relu(q . key)`, among the
-        positions up to its own; of equal ones lower positions. `weights` are float32 [n, index heads], `keys` [entries,
-        dim], and the rows' page table is that of index keys.
+        A query q [n, index heads, dim] keeps the positions with the largest `sum over heads of weight * relu(q . key)`,
+        up to its own. Of equal scores the lower positions win. `weights` are float32 [n, index heads], and `keys`
+        [entries, dim]. The rows' page table is that of index keys.
         """
 
     def clear_slots(self, received: Received, table: torch.Tensor, slots: int) -> None:
-        """Has the plan's new slots, below `slots`, name no page in a table int32 [slots or more, any]."""
+        """Makes new slots of the plan, below `slots`, name no page in a table int32 [slots or more, any]."""
 
     def open_hot_rows(self, received: Received, pages: SparsePages, group: HotRows, slots: int) -> None:
-        """Has slots that the plan gives hot rows to hold no position in them, and begin to count steps.
+        """Empties the hot rows that the plan gives to slots, and starts the slots' step counts.
 
-        The table of hot rows was written before. Slots are below `slots`.
+        The table of hot rows is already written. Slots are below `slots`.
         """
 
     def resolve(
@@ -260,12 +263,12 @@ class Sparse(Protocol):
     ) -> Found:
         """The places of chosen positions int32 [n, top_k] of slots int32 [n]; a missing one gets a hot row.
 
-        A sparse slot has one query in a step, at least `top_k` hot rows, and its clock was advanced. Meaning:
-        `attention.hot_rows.find`.
+        A sparse slot has one query in a step and at least `top_k` hot rows, and its clock was advanced.
+        `attention.hot_rows.find` defines the result.
         """
 
     def gather(self, found: Found, host: torch.Tensor, host_stride: int, page_size: int, pool: torch.Tensor) -> None:
-        """Copies what is missing from the host's pages to a layer's `pool` [entries, width].
+        """Copies missing rows from the host's pages to a layer's `pool` [entries, width].
 
         `host` [elements] begins with the layer's rows of host page 0, and its pages are `host_stride` elements apart.
         """
@@ -280,4 +283,4 @@ class Sparse(Protocol):
 
 
 class Kernels(Attention, Layers, Plans, Sampling, Experts, Quantised, Sparse, Protocol):
-    """All operators: a module of functions has them."""
+    """All operators. A module of functions implements it."""

@@ -1,7 +1,7 @@
 """`layers.ops.Ops` with the operators of this package.
 
-Layers are built on attention, and attention on this package. So the arguments of layers are described here by the
-attributes that are read of them, and a type checker sees that they fit.
+Layers are built on attention, and attention on this package. So this file describes the arguments of layers by the
+attributes that it reads. A type checker sees that they fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Heads(Protocol):
 
     @property
     def queries(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
 
 
 class Rotation(Protocol):
@@ -36,11 +36,11 @@ class Rotation(Protocol):
 
     @property
     def cos(self) -> torch.Tensor:
-        """[tokens, 1, turned]."""
+        """Cosines [tokens, 1, turned]."""
 
     @property
     def signed_sin(self) -> torch.Tensor:
-        """[tokens, 1, turned]."""
+        """Sines with signs [tokens, 1, turned]."""
 
 
 class Pages(Protocol):
@@ -48,11 +48,11 @@ class Pages(Protocol):
 
     @property
     def keys(self) -> torch.Tensor:
-        """[entries, kv_heads, head_dim]."""
+        """Keys [entries, kv_heads, head_dim]."""
 
     @property
     def values(self) -> torch.Tensor:
-        """[entries, kv_heads, head_dim]."""
+        """Values [entries, kv_heads, head_dim]."""
 
 
 class Draw(Protocol):
@@ -60,23 +60,23 @@ class Draw(Protocol):
 
     @property
     def temperature(self) -> torch.Tensor:
-        """Above 0 for every row, float32 [r]."""
+        """The temperatures, float32 [r], all above 0."""
 
     @property
     def u(self) -> torch.Tensor:
-        """float64 [r]."""
+        """The random numbers, float64 [r]."""
 
     @property
     def limited(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Rows with a `top_k`, which, and their `top_p`."""
+        """The numbers of rows with a `top_k`, their `top_k`, and their `top_p`."""
 
     @property
     def nucleus(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows with a `top_p` alone, and which."""
+        """The numbers of rows with a `top_p` alone, and their `top_p`."""
 
     @property
     def min_p(self) -> torch.Tensor | None:
-        """float32 [r]."""
+        """The `min_p` of each row, float32 [r]."""
 
 
 class GpuOps:
@@ -97,7 +97,7 @@ class GpuOps:
         kv: Pages,
         writes: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The projection `qkv` is overwritten, and what is given are views of it."""
+        """Overwrites the projection `qkv`. The results are views of it."""
         weights, eps = None, 0.0
         if norms is not None:
             weights, eps = (norms[0].weight, norms[1].weight), norms[0]._eps

@@ -1,6 +1,6 @@
 """`layers.quantised.Products` with the operators of this package, and PyTorch's product of 8-bit floats.
 
-As in `ops`, what layers pass is described by what is read of it.
+As in `ops`, the arguments of layers are described by the attributes that are read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from forebay.gpu.interface import Codes, Kernels
 
 _ALIGNED = 16
-"""Sizes of a matrix whose 8-bit floats PyTorch's product takes are multiples of it."""
+"""The factor of sizes of matrices for PyTorch's product of 8-bit floats."""
 
 
 class Matrix(Codes, Protocol):
@@ -53,5 +53,5 @@ def _is_plain(matrix: Matrix) -> bool:
 
 
 def multiplies_floats(device: torch.device) -> bool:
-    """True if a GPU multiplies 8-bit floats: Ada, Hopper and later. A stand-in for a GPU does."""
+    """True if a GPU multiplies 8-bit floats (Ada, Hopper and later). A stand-in for a GPU does too."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 FIXED_POINT = 40
-"""Bits behind the point of a token's weight relative to the largest: sums are exact, whatever their order."""
+"""Fractional bits of a token's weight relative to the largest weight. Sums are then exact in any order."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """The parameters by which the tokens of `r` rows are drawn; meanings as in `docs/protocol.md`."""
+    """The sampling parameters of `r` rows. `docs/protocol.md` explains them."""
 
     temperature: torch.Tensor  # float32 [r]; 0: the row is not drawn
     top_k: torch.Tensor  # int32 [r]; 0, or at least the vocabulary: off

@@ -1,9 +1,9 @@
-"""The tables of a hand on its device, and the plans that the device reads as they were received.
+"""The tables of a hand on its device, and received plans in the device's memory.
 
-A plan that contradicts the tables must not touch anybody's memory, and the device can't raise: an access outside of its
-memory ends the process. So there is one page and one slot more than the brain knows, the *null page* and the *null
-slot*. They stand in for any page or slot that does not exist, and padding writes to them. What went wrong is a bit of a
-word that the hand reads with the step's result.
+A plan that contradicts the tables must touch no other slot's memory. The device can't raise, and an access outside of
+its memory ends the process. So there is one page and one slot behind those of the brain, the *null page* and the *null
+slot*. They stand in for any page or slot that does not exist, and padding writes to them. Each kind of error is a bit
+of a word, which the hand reads with the step's result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def describe(errors: int) -> str:
 
 
 def column_id(name: str) -> int:
-    """The place of a plan's column among all, from 0."""
+    """The index of a plan's column among all columns, from 0."""
     return COLUMNS.index(name)
 
 
@@ -59,7 +59,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Tables:
-    """Slot tables, a line a slot and one for the null slot, which is the last."""
+    """Slot tables, with a line for each slot and a last one for the null slot."""
 
     token_pool: torch.Tensor  # int32 [slots + 1, context_length + 1]
     page_table: torch.Tensor  # int32 [slots + 1, pages a slot]
@@ -68,9 +68,9 @@ class Tables:
     vocabulary: int
     page_size: int
     page_count: int
-    """Pages that the brain knows; the null page has this number."""
+    """The number of pages for the brain; the null page has this number."""
     page_stride: int
-    """Entries of a layer from a page's first to that of the next."""
+    """Entries of a layer from a page's first entry to the next page's."""
 
     @classmethod
     def make(
@@ -103,16 +103,16 @@ class Tables:
 
     @property
     def null_slot(self) -> int:
-        """The number of slots that the brain knows."""
+        """The number of the null slot, which is the number of slots for the brain."""
         return len(self.token_pool) - 1
 
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """The rows that `prepare` makes of a plan: `r` rows and `n` tokens, as many as a graph was captured for.
+    """The rows that `prepare` makes of a plan: `r` rows and `n` tokens, the size of a captured graph.
 
-    Rows behind those of the plan are padding: one token of the null slot each while there are tokens, then none. Tokens
-    behind those of all rows are tokens of nobody, as the null slot's.
+    Rows behind those of the plan are padding. They have one token of the null slot each while tokens are left, then
+    none. Tokens behind those of all rows are tokens of no row, like the null slot's.
     """
 
     tokens: torch.Tensor  # int32 [n]

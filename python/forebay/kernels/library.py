@@ -11,26 +11,26 @@ from pathlib import Path
 
 VERSION = 9
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
-"""The parts of a step whose time is told."""
+"""The timed parts of a step."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
-"""Instructions that there are kernels for, best first; the library knows those of its own kind of processor."""
+"""Levels of instructions with kernels, best first. The library knows those of its own kind of processor."""
 WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
-"""Those with products of bytes, which quantised matrices want."""
+"""The levels with products of bytes, for quantised matrices."""
 SCORES = ("softmax", "sigmoid")
 """The ways to score experts, by their numbers in the library."""
 FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
-"""Of quantised matrices; 0 is a matrix of the model's dtype."""
+"""The numbers of quantised formats. 0 is a matrix of the model's dtype."""
 CHOICES = ("native", "torch", *LEVELS)
 """The values of FOREBAY_KERNELS."""
 NAME = {"darwin": "libforebay_kernels.dylib"}.get(sys.platform, "libforebay_kernels.so")
 
 
 class KernelsUnavailableError(RuntimeError):
-    """The library is not there, or is not the one that this code was written for."""
+    """The library is missing, or has another version than this code."""
 
 
 class TeamSpec(Structure):
-    """Entry points of the running OpenMP, all null where there is none."""
+    """Entry points of the running OpenMP. All are null if there is none."""
 
     _fields_ = [(name, c_void_p) for name in ("parallel", "barrier", "thread", "threads")]
 
@@ -45,7 +45,7 @@ class ExpertsSpec(Structure):
 
 
 class RoutingSpec(Structure):
-    """The experts of a model and how they are chosen; see `crates/kernels/src/experts/routing.rs`."""
+    """The experts of a model and the rule of their choice; see `crates/kernels/src/experts/routing.rs`."""
 
     _fields_ = [
         *(
@@ -239,9 +239,9 @@ def library() -> ctypes.CDLL:
 
 
 def native_wanted() -> bool:
-    """True if the compiled kernels compute: as FOREBAY_KERNELS says (native, torch), else if they are there.
+    """True if the compiled kernels compute: by FOREBAY_KERNELS (native, torch), or else if they are there.
 
-    A level (`LEVELS`) in its place means the compiled kernels with nothing better than these instructions.
+    A level (`LEVELS`) in its place means the compiled kernels, with no better instructions than these.
     """
     choice = os.environ.get("FOREBAY_KERNELS")
     if choice == "torch":
@@ -267,13 +267,16 @@ def level() -> str:
 
 
 def build() -> str:
-    """Names the order of packed weights: libraries and programs made of the same sources have one name."""
+    """The name of the order of packed weights. Libraries and programs of the same sources have the same name."""
     name: bytes = library().fb_build()
     return name.decode()
 
 
 def open_mp() -> TeamSpec:
-    """The GNU OpenMP that PyTorch has loaded: its threads are to be shared, not to be fought for the processors."""
+    """The GNU OpenMP that PyTorch has loaded.
+
+    Kernels share its threads, and do not compete with them for processors.
+    """
     try:
         mapped = Path("/proc/self/maps").read_text()
     except OSError:

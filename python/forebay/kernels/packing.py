@@ -1,4 +1,4 @@
-"""The room for a decoder's matrices after the compiled kernels have packed them."""
+"""The room for a decoder's packed matrices."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from forebay.layers.mlp import SwiGLU
 from forebay.layers.moe import MixtureOfExperts, Stack
 
 MADE = FORMATS["INT8"]
-"""The format that is made of a matrix of the model's dtype; the others are a file's."""
+"""The format that is made of a matrix of the model's dtype. Other formats are a file's."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Of weights and activations, as the library counts them."""
+"""The types of weights and activations, by the library's numbers."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A matrix to be packed: what it is, not its values."""
+    """The kind of a matrix to be packed, without its values."""
 
     name: str
     outputs: int
     inputs: int
     dtype: torch.dtype
-    """Of a matrix that is not quantised."""
+    """The type of a matrix that is not quantised."""
     format: str | None
-    """One of `FORMATS`; None: it stays in its dtype."""
+    """The format, one of `FORMATS`; None: the matrix stays in its dtype."""
     interleaved: bool = False
-    """The first half of the outputs gate the second."""
+    """True if the first half of the outputs gates the second."""
     count: int = 1
-    """Matrices of this shape that lie one behind the other."""
+    """The number of matrices of this shape, one behind the other."""
 
     @property
     def shape(self) -> tuple[int, int, bool]:
-        """As the library takes it."""
+        """The shape in the library's form."""
         return self.outputs, self.inputs, self.interleaved
 
     @property
@@ -56,12 +56,12 @@ class Packing:
 
 
 def format_number(format_: str | None) -> int:
-    """The number of a matrix's format in the library; None: it is of the model's dtype."""
+    """The library's number of a matrix's format; None: the model's dtype."""
     return 0 if format_ is None else FORMATS[format_]
 
 
 def pack(weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
-    """Packs the contiguous `weight` into `packed`, of `packing.room`; quantises if the format is not its own yet."""
+    """Packs the contiguous `weight` into `packed`, of `packing.room`. It quantises if the format is not its own yet."""
     matrices = weight.view(packing.count, packing.outputs, -1)
     for matrix, to in zip(matrices, packed.view(packing.count, -1), strict=True):
         _pack(matrix, packing, to)
@@ -105,12 +105,15 @@ def stack_packing(stack: Stack, dtype: torch.dtype, *, interleaved: bool = False
 
 
 def linear_packing(linear: Linear, dtype: torch.dtype, *, interleaved: bool = False) -> Packing:
-    """The packing of a layer's matrix, which may have no memory; `dtype` is the model's."""
+    """The packing of a layer's matrix, which need not have memory. `dtype` is the model's."""
     return Packing(linear.name, len(linear.weight), linear.inputs, dtype, linear.format, interleaved)
 
 
 def head_packing(model: Decoder) -> Packing:
-    """The packing of the head: a matrix of its own, also where it is the embedding, whose rows are looked up."""
+    """The packing of the head.
+
+    It is a matrix of its own, also if the head is the embedding, whose rows are looked up.
+    """
     return Packing(HEAD, len(model.head), model.config.hidden_size, model.params.dtype, model.head_format)
 
 
@@ -133,6 +136,6 @@ def packings(model: Decoder) -> Iterator[Packing]:
 
 
 def packed_bytes(model: Decoder) -> int:
-    """Bytes that the weights of a model which is not packed yet will take: its matrices packed, the rest as it is."""
+    """Bytes of the weights of a model after its matrices are packed. The model is not packed yet."""
     others = sum(tensor.nbytes for tensor in model.params.others.values())
     return others + sum(packing.nbytes for packing in packings(model))

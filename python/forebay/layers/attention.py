@@ -13,7 +13,7 @@ from forebay.weights.parts import GroupedQuery
 
 
 class Attention:
-    """Projects, rotates, stores keys and values in their pages, attends and projects back."""
+    """Attention of a layer. It projects, rotates, stores keys and values in their pages, attends, and projects back."""
 
     def __init__(
         self, params: Parameters, prefix: str, layer: int, hidden: int, shape: GroupedQuery, norm_eps: float

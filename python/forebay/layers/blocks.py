@@ -16,14 +16,14 @@ from forebay.weights.parts import Experts, GroupedQuery, Latent
 
 
 def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> Attention:
-    """The attention of layer `index`, of heads that share keys and values."""
+    """The attention of layer `index`, whose heads share keys and values."""
     assert isinstance(config.attention, GroupedQuery)
     prefix = f"model.layers.{index}.self_attn"
     return Attention(params, prefix, index, config.hidden_size, config.attention, config.rms_norm_eps)
 
 
 def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
-    """The attention of layer `index`, of rows that all heads share; to what an indexer chooses, if it has one."""
+    """The attention of layer `index`, with rows that all heads share. An indexer, if any, chooses the rows."""
     shape, prefix = config.attention, f"model.layers.{index}.self_attn"
     assert isinstance(shape, Latent)
     indexer = None
@@ -36,7 +36,7 @@ def latent_attention(config: ModelConfig, params: Parameters, index: int) -> Lat
 
 
 def feed_forward(config: ModelConfig, params: Parameters, index: int) -> SwiGLU | MixtureOfExperts:
-    """The feed-forward part behind the attention of layer `index`, as the config says."""
+    """The feed-forward part behind the attention of layer `index`, by the config."""
     feed = config.feed(index)
     prefix = f"model.layers.{index}.mlp"
     if isinstance(feed, Experts):

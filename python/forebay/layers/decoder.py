@@ -1,4 +1,4 @@
-"""The frame that decoder-only families share: embedding, pre-norm blocks, final norm, head."""
+"""The frame of decoder-only families: embedding, pre-norm blocks, final norm, head."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import BLOCK_BYTES
 
 HEAD = "lm_head.weight"
-"""The name of the head, also where it is the embedding."""
+"""The name of the head, also if the head is the embedding."""
 _ROOTS = ("model.", "lm_head.")
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """The rows at a step's `m` image positions in place of embeddings, and the rows that are added there later."""
+    """The rows at a step's `m` image positions in place of embeddings, and the rows that later layers add there."""
 
     at: torch.Tensor  # int64 [m]: which of the step's tokens
     rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added behind layers 0, 1, ...
@@ -35,7 +35,7 @@ class ImageRows:
 
 @dataclass(frozen=True)
 class Forward:
-    """One step as the model sees it; `n` tokens, `s` sampled rows."""
+    """One step for the model; `n` tokens, `s` sampled rows."""
 
     tokens: torch.Tensor  # int32 [n]
     given: Sequence[
@@ -47,25 +47,25 @@ class Forward:
     prepared: Any  # what the backend prepared for this step
     kv: Sequence[LayerKV]  # one a layer
     index: Index | None = None
-    """None: the model has none."""
+    """The choice of positions by an index; None: the model has no index."""
     images: ImageRows | None = None
-    """None: there are no image positions."""
+    """The rows of images; None: there are no image positions."""
     logits: torch.Tensor | None = None
-    """float32 [s, vocabulary]: where the logits go; None: to memory of their own."""
+    """Memory for the logits, float32 [s, vocabulary]; None: they get memory of their own."""
 
 
 class Attends(Protocol):
     """The part of a layer in which tokens see others."""
 
     def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
-        """x is [tokens, hidden], and so is what it gives."""
+        """Computes the part for x [tokens, hidden]. The result has the same shape."""
 
 
 class Feeds(Protocol):
-    """The part of a layer in which each token is alone."""
+    """The part of a layer that works on each token alone."""
 
     def __call__(self, x: torch.Tensor, ops: Ops, /) -> torch.Tensor:
-        """x is [tokens, hidden], and so is what it gives."""
+        """Computes the part for x [tokens, hidden]. The result has the same shape."""
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ class Block:
 
 
 class Decoder:
-    """A decoder-only language model. A family's file says what its blocks are made of."""
+    """A decoder-only language model. A family's file has the content of its blocks."""
 
     def __init__(
         self, config: ModelConfig, params: Parameters, blocks: Sequence[Block], backend: AttentionBackend, ops: Ops
@@ -106,7 +106,7 @@ class Decoder:
         self.blocks = blocks
         rows = params.shard.of(vocabulary)
         self.embedding = params.tensor((rows.size, hidden), {"model.embed_tokens.weight": rows})
-        """Of several ranks each has the rows of some tokens, and so of the head."""
+        """The embedding. With several ranks each has the rows of some tokens, and so of the head."""
         self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
         self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
         self.head = self.embedding
@@ -130,11 +130,11 @@ class Decoder:
         return SectionedRotary(config.sections, *shape, params.dtype, params.device)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report = ignore) -> None:
-        """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
+        """Copies checkpoint tensors, by Hugging Face name, into place. Raises `WeightError` if they do not fit."""
         self.params.load(((self._rooted(name), tensor) for name, tensor in weights), report)
 
     def keeps(self, name: str) -> bool:
-        """True if a weight of a checkpoint is kept in the bits that it has there."""
+        """True if a weight of a checkpoint is kept in its stored bits."""
         return self._rooted(name) in self.params.kept
 
     def check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -165,7 +165,7 @@ class Decoder:
         return F.linear(states, self.head).float()
 
     def states(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions; gives the final states [s, hidden] of the sampled ones."""
+        """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
         x = self._embed(forward.tokens, self.embedding)
         for first, rows in forward.given:
             x[first : first + len(rows)] = rows

@@ -1,7 +1,7 @@
-"""The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025), as transformers computes it: in the model's dtype.
+"""The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025), in the model's dtype, as in transformers.
 
-DeepSeek's own code turns queries and keys by a Hadamard matrix first and rounds them to 8-bit floats. The matrix is
-orthogonal and changes no product; the rounding serves memory.
+DeepSeek's own code multiplies queries and keys by a Hadamard matrix first, and rounds them to 8-bit floats. The matrix
+is orthogonal and changes no product. The rounding saves memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ _NORM_EPS = 1e-6
 
 
 class LayerIndexer:
-    """Keeps a small key of each position, and chooses what the layer's queries attend to."""
+    """The indexer of a layer.
+
+    It keeps a small key of each position, and chooses the positions of the layer's queries.
+    """
 
     def __init__(
         self, params: Parameters, prefix: str, number: int, hidden: int, query_rank: int, shape: Indexer
     ) -> None:
-        """`number`: how many indexed layers are before it."""
+        """Makes the indexer. `number` is the number of indexed layers before it."""
         self._number = number
         self._shape = shape
         self._rotate = rotate_pairs if shape.interleaved else rotate

@@ -14,11 +14,14 @@ from forebay.layers.step import Step
 from forebay.weights.parts import Latent
 
 _NORM_EPS = 1e-6
-"""Of the norms of low ranks, in transformers whatever `rms_norm_eps` says."""
+"""The epsilon of the norms of low ranks. transformers uses it whatever `rms_norm_eps` says."""
 
 
 class LatentAttention:
-    """Projects queries and one row a token, rotates a part of both, stores rows, attends and projects back."""
+    """Latent attention of a layer.
+
+    It projects queries and a row for each token, rotates, stores, attends, projects back.
+    """
 
     def __init__(
         self,

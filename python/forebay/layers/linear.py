@@ -1,4 +1,4 @@
-"""Matrix products, several of the checkpoint's in one where they share their input."""
+"""Matrix products. Matrices of the checkpoint with the same input become one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Linear:
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
         self.name = next(iter(parts))
-        """The name of the whole matrix."""
+        """The name of the whole matrix: the first part's."""
         self.inputs = size_of(inputs)
         self._products, self.kept = params.products, params.kept_matrix(inputs, parts)
         if self.kept is None:

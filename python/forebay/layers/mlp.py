@@ -10,7 +10,7 @@ from forebay.layers.params import Parameters
 
 
 class SwiGLU:
-    """`down(silu(gate(x)) * up(x))`; x is [tokens, hidden]. With other ranks it gives a term of a sum over ranks."""
+    """`down(silu(gate(x)) * up(x))` of x [tokens, hidden]. With other ranks it is a term of a sum over ranks."""
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, intermediate: int, bias: bool) -> None:
         inner = params.shard.of(intermediate)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: most of a layer's weights, of which each token uses a few."""
+"""Mixtures of experts. They are most of a layer's weights, and each token uses a few."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from forebay.weights.shards import ALONE, Part, Shard
 
 @dataclass(eq=False)
 class Stack:
-    """The same matrix of all experts of a layer."""
+    """One matrix of all experts of a layer."""
 
     name: str
-    """The name of the whole."""
+    """The name of all of them together."""
     weight: torch.Tensor  # [experts, rows, inputs]; of a format in blocks uint8 [experts, rows, bytes]
     inputs: int
     format: str | None
-    """As of `Parameters.matrix`."""
+    """The format, as in `Parameters.matrix`."""
 
 
 class MixtureOfExperts:
-    """The weighted sum of a token's experts, each a SwiGLU, and of what all tokens share; x is [tokens, hidden].
+    """The weighted sum of a token's experts, each a SwiGLU, and of the shared expert; x is [tokens, hidden].
 
-    With other ranks it gives a term of a sum over ranks. The term is that of a part of each expert, or of some of the
-    experts (`OwnExperts`), and of a part of the shared expert.
+    With other ranks it is a term of a sum over ranks. The term is of a part of each expert, or of some of the experts
+    (`OwnExperts`), and of a part of the shared expert.
 
     The ranks of a step group have some of the experts each, and tokens of their own. They gather the tokens of all,
     and each gets its own rows of the sum. The shared expert is whole on each rank.
@@ -57,7 +57,7 @@ class MixtureOfExperts:
         self._products = params.products
         self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
         self.stacks: tuple[Stack, Stack] | None = None
-        """Gates with ups, and downs; None: they are kept in the bits of the checkpoint."""
+        """Gates with ups, and downs; None: they are kept in the checkpoint's bits."""
         if params.keeps_experts(hidden, gate_up) and params.keeps_experts(of_inner, down):
             kept = params.kept_matrix(hidden, gate_up), params.kept_matrix(of_inner, down)
             assert kept[0] is not None
@@ -99,14 +99,14 @@ class MixtureOfExperts:
 
 
 class OwnExperts:
-    """Of a token's experts those of this rank, numbered from 0; the places of others name no expert."""
+    """A token's experts on this rank, numbered from 0. The places of other experts have an id that stands for none."""
 
     def __init__(self, router: Router, own: Part) -> None:
         self._router = router
         self._own = own
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `Router`, but for ids that are `own.size`, whose weights are 0."""
+        """Ids and weights as in `Router`. Experts of other ranks have the id `own.size` and the weight 0."""
         ids, weights = self._router(x)
         own = self._own
         elsewhere = (ids < own.first) | (ids >= own.end)

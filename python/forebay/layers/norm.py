@@ -9,7 +9,7 @@ from forebay.layers.params import Parameters
 
 
 class RMSNorm:
-    """Normalises the last dimension, computing in float32 whatever the dtype of x, and scales it."""
+    """Normalises the last dimension and scales it. It computes in float32 for any dtype of x."""
 
     def __init__(self, params: Parameters, name: str, size: int, eps: float) -> None:
         self.weight = params.tensor((size,), {f"{name}.weight": size})

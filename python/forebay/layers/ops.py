@@ -1,7 +1,8 @@
-"""The parts of layers besides matrix products and attention: the only place where a fused operator can come in.
+"""The parts of layers besides matrix products and attention. A fused operator can come in only here.
 
-A model's file says what is computed, an `Ops` says how. `TorchOps` is the reference: it runs on every device, and every
-other way is held against it. No operator here waits for the device: no result's shape depends on values.
+A model's file has the formula, and an `Ops` has the way to compute it. `TorchOps` is the reference: it runs on every
+device, and every other way is compared with it. No operator here waits for the device: no result's shape depends on
+values.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from forebay.layers.rotary import Rotation, rotate
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query and of key-value heads, and their width."""
+    """The numbers of query and of key-value heads, and their width."""
 
     queries: int
     keys: int
@@ -29,24 +30,24 @@ class Heads:
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters of draws for the `r` rows with a temperature. Those that the host decides are no tensors."""
+    """The parameters of draws for the `r` rows with a temperature. Fields that the host decides by are no tensors."""
 
     temperature: torch.Tensor  # float32 [r]
     u: torch.Tensor  # float64 [r]: where in the distribution the token is
     limited: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """Rows with a `top_k`, int64 [l], which is int64 [l], and their `top_p`, float32 [l]; None: there are none."""
+    """Rows int64 [l] with a `top_k`, their `top_k` int64 [l], and their `top_p` float32 [l]; None: there are none."""
     width: int
-    """The largest such `top_k`."""
+    """The largest `top_k` of them."""
     nucleus: tuple[torch.Tensor, torch.Tensor] | None
-    """Rows with a `top_p` alone, int64 [n], which is float32 [n]; None: there are none."""
+    """Rows int64 [n] with a `top_p` alone, and their `top_p` float32 [n]; None: there are none."""
     min_p: torch.Tensor | None  # float32 [r]; None: no row has one
 
 
 class Ops(Protocol):
-    """Operators that some device has a kernel for."""
+    """Operators that some devices have kernels for."""
 
     def norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gives `norm(x + residual)` and the sum [tokens, hidden]; x and the residual may be overwritten."""
+        """Gives `norm(x + residual)` and the sum, [tokens, hidden]. It may overwrite x and the residual."""
 
     def rotate_and_keep(
         self,
@@ -64,7 +65,7 @@ class Ops(Protocol):
         """
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` of [tokens, gates and then ups]."""
+        """`silu(gate) * up` of `gate_up` [tokens, gates and then ups]."""
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """The tokens that masks do not allow, bool [m, vocabulary].
@@ -82,25 +83,25 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """The weighted sum [tokens, hidden] of the experts of each token of x, in order of their ids, in float32.
 
-        `ids` int64 and `weights` float32 are [tokens, experts a token], ids ascending. Experts are gated: `gate_up`
-        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner]. An id behind the last expert names
-        none, wherever it is: its term is 0.
+        `ids` int64 and `weights` float32 are [tokens, experts of a token], ids ascending. Experts are gated: `gate_up`
+        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner]. An id behind the last expert stands
+        for none, at any place, and its term is 0.
         """
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first of the largest logits, int64 [s], and `finite` of the same."""
+        """The first of the largest logits, int64 [s], and the result of `finite` for the same logits."""
 
     def finite(self, logits: torch.Tensor) -> torch.Tensor:
         """True for rows of logits [s, vocabulary] that are all finite; bool [s]."""
 
     def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Tokens int64 [r] of float32 logits [r, vocabulary], as `docs/protocol.md` orders it."""
+        """Tokens int64 [r] of float32 logits [r, vocabulary], in the order of `docs/protocol.md`."""
 
     def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids, int64 [m, 1 + most], of tokens int64 [m, 1] and the most likely ones, and their log-probabilities."""
+        """Ids int64 [m, 1 + most] of `tokens` int64 [m, 1] and the most likely ones, and their log-probabilities."""
 
     def places(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Ranks int64 [m] of tokens int64 [m, 1]: 1, and 1 more for each token whose logit is larger."""
+        """Ranks int64 [m] of `tokens` int64 [m, 1]. A rank is 1 plus the number of tokens with a larger logit."""
 
 
 class TorchOps:
@@ -209,7 +210,7 @@ class TorchOps:
 
 
 class HostOps(TorchOps):
-    """`TorchOps` of a device whose work runs when it is queued: values may decide what is called."""
+    """`TorchOps` for a device whose work runs when it is queued. So values may decide about calls."""
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         # A twentieth of the time of shifting each word 32 times.
@@ -239,10 +240,10 @@ def keep_only(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> 
 
 
 def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-    """The tokens that `top_k` keeps, and of those `top_p` (1: off); bool [r, vocabulary].
+    """The tokens that `top_k` keeps, and `top_p` (1: off) of those; bool [r, vocabulary].
 
-    `scaled` [r, vocabulary] are logits whose largest is 0, `width` is the largest `top_k`, at most the vocabulary. Of
-    equal ones the lower ids are kept.
+    `scaled` [r, vocabulary] are logits whose largest is 0. `width` is the largest `top_k`, at most the vocabulary. Of
+    equal logits the lower ids are kept.
     """
     kept, threshold = least_kept(scaled.topk(width, dim=-1).values, top_k, top_p)
     larger = scaled > threshold
@@ -250,7 +251,7 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 
 
 def least_kept(values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of tokens that `most_likely` keeps, and the least likely, [r, 1] each, of the largest [r, width]."""
+    """The number of tokens that `most_likely` keeps, and the least of them, [r, 1] each, by the largest [r, width]."""
     ranked = torch.arange(values.shape[1], device=values.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)
@@ -267,9 +268,9 @@ _KEYS = 1 << _LOW_BITS
 def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The smallest sets of most likely tokens with a share of at least `top_p` [r] below 1; bool [r, vocabulary].
 
-    `scaled` is as in `most_likely`. The number of these tokens is not known before, so nothing is sorted. The bits of a
-    distance from the largest logit order tokens as the distance does. Two tables, by the upper and by the lower half of
-    the bits, show the place at which the sum of probabilities reaches its goal.
+    `scaled` is as in `most_likely`. The number of kept tokens is not known in advance, so nothing is sorted. The bits
+    of a distance from the largest logit order tokens like the distance does. Two tables, by the upper and by the lower
+    half of the bits, show the place at which the sum of probabilities reaches its goal.
     """
     # No distance is -0, whose bits are those of no number at least 0.
     keys = scaled.abs().view(torch.int32)
@@ -296,7 +297,7 @@ def _reached(keys: torch.Tensor, mass: torch.Tensor, goal: torch.Tensor) -> tupl
 
 
 def reached_in(table: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_reached`, from the mass of each key [r, keys]."""
+    """The place of the goal, as in `_reached`, from the mass of each key [r, keys]."""
     cumulative = table.cumsum(dim=-1)
     # Rounding may leave the goal above all sums: then it is the last key that any token has.
     found = torch.searchsorted(cumulative, torch.minimum(goal, cumulative[:, -1:]).contiguous())

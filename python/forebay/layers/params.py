@@ -15,21 +15,21 @@ from forebay.weights.quantization import BLOCK_BYTES, PLAIN, SHARED, Formats
 from forebay.weights.shards import ALONE, Cut, Cuts, Part
 
 Fill = Callable[[torch.Tensor, torch.Tensor], object]
-"""Copies a tensor of the host into one of the device."""
+"""Copies a host tensor into a device tensor."""
 Report = Callable[[int, int], None]
-"""Called with the number of weights loaded so far and their total."""
+"""A callback for loading, with the number of loaded weights and the total."""
 
 
 def ignore(done: int, total: int) -> None:
-    """A report that nobody reads."""
+    """A callback that does nothing."""
 
 
 class WeightError(ModelError):
-    """A checkpoint that does not fit the model."""
+    """A checkpoint does not fit the model."""
 
 
 class Parameters:
-    """Allocates weights and remembers which part of which tensor each checkpoint name fills."""
+    """Allocates weights, and knows the part of a tensor for each checkpoint name."""
 
     def __init__(
         self,
@@ -54,22 +54,25 @@ class Parameters:
         self.exchange = exchange
         self.shard = ALONE if ranks is None else ranks.shard
         self.cuts = Cuts()
-        """The parts of a checkpoint that this rank wants; `load` gets no more."""
+        """The parts of a checkpoint that this rank needs; `load` gets no more."""
         self.device = device
         self._of_matrices = device if matrices else torch.device("meta")
         self.formats = formats
         self._fill = fill
         self.products = products
         self.kept: dict[str, KeptPart] = {}
-        """The places of weights that are kept in the bits of the checkpoint."""
+        """The places of weights that are kept in the checkpoint's bits."""
         self.stored: dict[str, str] = {}
-        """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
+        """The types of weights that are kept in blocks; `load` gets their bytes."""
         self.matrices = 0
-        """The number of weights that could be kept so."""
+        """The number of weights that could be kept in blocks."""
         self.others: dict[str, torch.Tensor] = {}
-        """The other weights, which stay as they were loaded (norms, biases, the embedding), by their first names."""
+        """The other weights by their first names. They stay in their loaded form (norms, biases, the embedding)."""
         self.packed: dict[str, torch.Tensor] = {}
-        """Matrices in the order of the compiled kernels, by their first names: packed now, or by an earlier start."""
+        """Matrices in the order of the compiled kernels, by their first names.
+
+        They are packed now, or by an earlier start.
+        """
         self._targets: dict[str, torch.Tensor] = {}
         self._whole: dict[str, tuple[int, ...]] = {}
         self._skipped: set[str] = set()
@@ -79,10 +82,10 @@ class Parameters:
     def tensor(
         self, shape: tuple[int, ...], parts: Mapping[str, int | Part], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows.
+        """A new tensor of `shape`. Its first dimension is split among `parts`: checkpoint name to number of rows.
 
-        Of a weight that is here in part it is which rows; of none, where it belongs to other ranks. `dtype` None: the
-        model's.
+        A `Part` names the rows of a weight that is here in part. It has none if the weight belongs to other ranks.
+        `dtype` None: the model's.
         """
         tensor = self._allocate(shape, parts, dtype or self.dtype, self.device)
         self.others[next(iter(parts))] = tensor
@@ -91,10 +94,10 @@ class Parameters:
     def matrix(
         self, inputs: int | Part, parts: Mapping[str, int | Part], *, plain: bool = False
     ) -> tuple[torch.Tensor, str | None]:
-        """A new matrix with rows of `inputs` elements, and the format that it has or is to get; `parts` as of `tensor`.
+        """A new matrix with rows of `inputs` elements, and its present or future format; `parts` as in `tensor`.
 
-        Of a format in blocks it is uint8 [rows, bytes], otherwise [rows, inputs] in the model's dtype. `inputs` may be
-        a part of the weights' columns. `plain`: it is computed with in the model's dtype whatever is asked for.
+        In blocks it is uint8 [rows, bytes]. Otherwise it is [rows, inputs] in the model's dtype. `inputs` may be a part
+        of the weights' columns. `plain`: products use the model's dtype in any case.
         """
         columns = None if isinstance(inputs, int) else inputs
         inputs = size_of(inputs)
@@ -108,9 +111,9 @@ class Parameters:
         return self._allocate(shape, parts, torch.uint8, self._of_matrices), format_
 
     def keeps_experts(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> bool:
-        """True if `kept_matrix` would make a matrix of these that all experts can be in: each has an order of its own.
+        """True if `kept_matrix` would make a matrix for all experts together. Each expert has an order of its own.
 
-        Arguments as of `matrix`.
+        The arguments are those of `matrix`.
         """
         layout = self._layout(inputs, parts)
         return layout is not None and not layout.ordered
@@ -121,7 +124,7 @@ class Parameters:
         return self.formats.layout({name: size_of(rows) for name, rows in parts.items()}, size_of(inputs))
 
     def kept_matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> KeptMatrix | None:
-        """A new matrix in the bits of the checkpoint; None: `matrix` is to be called. Arguments as there."""
+        """A new matrix in the checkpoint's bits; None: call `matrix`. The arguments are those of `matrix`."""
         layout = self._layout(inputs, parts)
         if layout is None:
             return None
@@ -156,32 +159,32 @@ class Parameters:
         return tensor
 
     def when_packed(self, pack: Callable[[], None]) -> None:
-        """Has `pack` called once the weights are there, to put them into the order that suits the processor."""
+        """Registers `pack`, which brings weights into the processor's order once they are loaded."""
         self._packing.append(pack)
 
     def pack(self) -> None:
-        """Has every layer that knows a faster order for its weights use it. Nothing can be loaded afterwards."""
+        """Has every layer pack its weights if it knows a faster order. Nothing can be loaded afterwards."""
         self.forget()
         for pack in self._packing:
             pack()
 
     def skip(self, name: str) -> None:
-        """A weight that some checkpoints carry and the model does not need."""
+        """Registers a weight of some checkpoints that the model does not need."""
         if name not in self._targets:
             self._skipped.add(name)
 
     @property
     def count(self) -> int:
-        """The number of a checkpoint's weights that there is room for, in part or whole."""
+        """The number of a checkpoint's weights with room here, in part or whole."""
         return len(self._targets) + len(self.kept)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are loaded; a device may compute with others (`Device.weight_bytes`)."""
+        """Bytes of all loaded weights. A device may use others (`Device.weight_bytes`)."""
         return self._bytes
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises `WeightError` if what a checkpoint has, by name, would not fit: before anything is read."""
+        """Raises `WeightError` if the weights of a checkpoint, by name, do not fit. Nothing is read yet."""
         found = {name: shape for name, shape in shapes.items() if not self._is_left_out(name)}
         lacking, total = (self._targets.keys() | self.kept.keys()) - found.keys(), self.count
         if lacking:
@@ -194,9 +197,9 @@ class Parameters:
                 _check_shape(name, shape, self._whole.get(name, tuple(target.shape)))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report) -> None:
-        """Copies checkpoint tensors into place; raises `WeightError` unless each weight comes once, in its shape.
+        """Copies checkpoint tensors into place. Raises `WeightError` unless each weight comes once, in its shape.
 
-        Of weights that are here in part, it is the part.
+        A weight that is here in part comes in part.
         """
         missing: dict[str, torch.Tensor | KeptPart] = {**self._targets, **self.kept}
         total = len(missing)
@@ -225,15 +228,18 @@ class Parameters:
         return name in self._skipped or name in self.cuts.others or name.endswith(".rotary_emb.inv_freq")
 
     def forget(self) -> None:
-        """Lets go of the tensors: whoever holds them decides how long they live. Nothing can be loaded afterwards."""
+        """Drops the references to the tensors. Their other holders decide how long they live.
+
+        Nothing can be loaded afterwards.
+        """
         self._targets.clear()
         self.kept.clear()
 
     def randomise(self, seed: int, report: Report) -> None:
         """Fills every weight from `seed`, on the device: norms around one, the rest around zero and small.
 
-        A seed gives other weights on a device of another kind. On a CPU the shards of several ranks are those of the
-        weights that one rank has; on other devices only what all ranks have is the same.
+        A seed gives other weights on another kind of device. On a CPU the shards of several ranks are parts of the
+        weights that one rank has. On other devices only weights of all ranks are the same.
         """
         total = self.count
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -275,7 +281,7 @@ def _lacks(names: Collection[str], total: int) -> WeightError:
 
 
 def size_of(rows: int | Part) -> int:
-    """The number of rows, or columns, that are here."""
+    """The number of rows, or columns, on this rank."""
     return rows if isinstance(rows, int) else rows.size
 
 

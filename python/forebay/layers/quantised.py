@@ -1,6 +1,6 @@
-"""Matrices that a device keeps in the bits of the checkpoint, and computes with in those.
+"""Matrices that a device keeps in the checkpoint's bits, and its products with them.
 
-`weights.codes` says what codes, scales and zero points mean. How a product is computed is the device's: `Products`.
+`weights.codes` explains codes, scales and zero points. The device's `Products` compute the products.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from forebay.weights.errors import ModelError
 Upload = Callable[[torch.Tensor], torch.Tensor]
 """Brings a tensor of the host to the device."""
 _MIDDLE = 8
-"""Zero point of random codes of 4 bits."""
+"""The zero point of random 4-bit codes."""
 _NO_LARGE = 0xBF
-"""Bits of random 8-bit floats: neither large ones nor what is no number."""
+"""The bits of random 8-bit floats, without large numbers and NaN."""
 _RANDOM_SCALES = 0.04, 0.005
-"""Of random floats and codes of 4 bits, whose values are then about as large as other random weights."""
+"""The scales of random floats and of 4-bit codes. Values are then about as large as other random weights."""
 
 
 class Products(Protocol):
-    """A device's products with matrices that it keeps in their bits."""
+    """A device's products with matrices that it keeps in their stored bits."""
 
     def product(self, x: torch.Tensor, matrix: KeptMatrix, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + b` [tokens, rows] of x [tokens, inputs], in its type."""
@@ -33,12 +33,12 @@ class Products(Protocol):
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: KeptMatrix, down: KeptMatrix
     ) -> torch.Tensor:
-        """As `Ops.experts`; rows of all experts are one after the other."""
+        """The weighted sum as in `Ops.experts`. The rows of all experts are one after the other."""
 
 
 @dataclass(eq=False)
 class KeptMatrix:
-    """One matrix, which may be fused of several of the checkpoint."""
+    """One matrix, which may join several of the checkpoint."""
 
     layout: Layout
     codes: torch.Tensor  # uint8 [rows, layout.width]
@@ -46,11 +46,11 @@ class KeptMatrix:
     zeros: torch.Tensor | None  # uint8 [rows, groups]; None: codes are floats
     order: torch.Tensor | None  # int64 [inputs]: which input each column is; None: they are in order
     ordered_by: str | None = None
-    """The weight that gave the order."""
+    """The name of the weight with the order of inputs."""
 
     @classmethod
     def make(cls, layout: Layout, rows: int, device: torch.device) -> KeptMatrix:
-        """Memory that nobody has written to."""
+        """A matrix whose memory is not written yet."""
         return cls(
             layout,
             torch.empty(rows, layout.width, dtype=torch.uint8, device=device),
@@ -61,32 +61,32 @@ class KeptMatrix:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it is made of."""
+        """All tensors of the matrix."""
         return [tensor for tensor in (self.codes, self.scale, self.zeros, self.order) if tensor is not None]
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def inputs(self) -> int:
-        """Of the matrix."""
+        """The number of inputs of the matrix."""
         return self.layout.inputs
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """The number of inputs that share a scale."""
         return self.layout.group
 
     @property
     def block_rows(self) -> int:
-        """Rows that do."""
+        """The number of rows that share a scale."""
         return self.layout.block_rows
 
     @property
     def fold(self) -> int:
-        """As in `Layout`."""
+        """The fold, as in `Layout`."""
         return self.layout.fold
 
 
@@ -101,7 +101,7 @@ class KeptPart:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight, multiplied out."""
+        """The shape of the multiplied-out weight."""
         return torch.Size((self.rows, self.matrix.inputs))
 
     def store(self, value: Raw | torch.Tensor, upload: Upload) -> None:
@@ -128,7 +128,7 @@ class KeptPart:
             matrix.ordered_by = self.name
 
     def randomise(self, generator: torch.Generator) -> None:
-        """Random codes whose values are small."""
+        """Fills the matrix with random codes of small values."""
         matrix, part = self.matrix, slice(self.first, self.first + self.rows)
         codes = matrix.codes[part].random_(0, 256, generator=generator)
         of_floats, of_integers = _RANDOM_SCALES

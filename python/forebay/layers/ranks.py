@@ -1,4 +1,4 @@
-"""The layers' view of the other ranks that compute the same tokens."""
+"""The other ranks that compute the same tokens, for layers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Ranks:
 
     group: Group
     expert_parallel: bool
-    """Each rank has some of the experts; else each has a part of every expert."""
+    """True if each rank has some of the experts. Otherwise each has a part of every expert."""
 
     @property
     def shard(self) -> Shard:
-        """This rank's."""
+        """The shard of this rank."""
         return Shard(self.group.rank, self.group.world)
 
 
 class Summed(Generic[Context]):
-    """A part of a layer whose ranks compute a term each of its result [tokens, hidden]."""
+    """A part of a layer whose ranks each compute a term of its result [tokens, hidden]."""
 
     def __init__(self, part: Callable[[torch.Tensor, Context], torch.Tensor], group: Group) -> None:
         self._part = part

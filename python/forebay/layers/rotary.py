@@ -19,7 +19,7 @@ class Rotation(NamedTuple):
     signed_sin: torch.Tensor  # the first half negated, so that rotating needs no negation of its input
 
     def of(self, tokens: slice) -> Rotation:
-        """Those of some of the tokens."""
+        """The angles of some of the tokens."""
         return Rotation(self.cos[tokens], self.signed_sin[tokens])
 
 
@@ -50,7 +50,7 @@ class Rotary:
         return cos.float().contiguous(), sin.float().contiguous()
 
     def _rotation(self, angles: torch.Tensor) -> Rotation:
-        """Of float32 [tokens, rotary_dim / 2]."""
+        """The rotation of angles float32 [tokens, rotary_dim / 2]."""
         return rotation_of(*self._turns(angles))
 
     def _turns(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +60,7 @@ class Rotary:
 
 
 class SectionedRotary(Rotary):
-    """Of positions of three numbers: each frequency turns by one of them (M-RoPE, Qwen2-VL, 2024)."""
+    """Rotary positions of three numbers. Each frequency uses one of them (M-RoPE, Qwen2-VL, 2024)."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class SectionedRotary(Rotary):
 
 
 def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
-    """The angles whose cosine and sine are [tokens, rotary_dim / 2]."""
+    """The rotation with these cosines and sines, [tokens, rotary_dim / 2] each."""
     return Rotation(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates heads x, [tokens, heads, head_dim]; only their first elements where the angles are fewer."""
+    """Rotates heads x, [tokens, heads, head_dim]. With fewer angles only the first elements are rotated."""
     turned = rotation.cos.shape[-1]
     if turned < x.shape[-1]:
         return torch.cat((rotate(x[..., :turned], rotation), x[..., turned:]), dim=-1)
@@ -98,9 +98,9 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates pairs of neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]; gives the evens, then the odds.
+    """Rotates neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]. Gives the even elements, then the odd ones.
 
-    Only of their first elements where the angles are fewer.
+    With fewer angles only the first elements are rotated.
     """
     turned = rotation.cos.shape[-1]
     if turned < x.shape[-1]:

@@ -1,7 +1,7 @@
 """The choice of a token's experts, and of their weights.
 
-Softmax over all experts: Shazeer et al. 2017, as in Qwen3-MoE; limited to the best groups: DeepSeek-V2 (2024); sigmoids
-whose choice a bias corrects: DeepSeek-V3 (2024), which GLM-4 shares.
+Softmax over all experts is that of Shazeer et al. 2017 and Qwen3-MoE. DeepSeek-V2 (2024) limits it to the best groups.
+Sigmoids with a bias for the choice are those of DeepSeek-V3 (2024) and GLM-4.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of experts, int64 [tokens, per_token], ascending, and their weights, float32, from logits [tokens, experts].
 
-    Of equal scores those of lower ids win, so that nothing but a token's own logits decides.
+    Of equal scores those of lower ids win, so a token's own logits alone decide.
     """
     scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1, dtype=torch.float32)
     wanted = scores if bias is None else scores + bias

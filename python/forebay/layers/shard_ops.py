@@ -1,9 +1,9 @@
-"""`Ops` of a rank that has the logits of some tokens: what is sampled follows from a few numbers of each rank.
+"""`Ops` of a rank with the logits of some tokens. A sample follows from a few numbers of each rank.
 
-The vocabulary is never gathered. Ranks gather the same bytes, and from there on all do the same, so all sample the same
-tokens. They are the tokens that one rank with all logits samples (`TorchOps`), short of the last bits of sums in
-float64. Ranks gather these bytes for each row: 12 of each rank for the most likely token, and 20 for one that is drawn.
-`top_k` adds so many logits, and `top_p` four times 2 KiB. No shape depends on values, and nothing waits for the device.
+The vocabulary is never gathered. Ranks gather the same bytes and then do the same, so all sample the same tokens. They
+are the tokens that one rank with all logits samples (`TorchOps`), except for the last bits of sums in float64. For each
+row, a rank gives 12 bytes for the most likely token, and 20 for a drawn one. `top_k` adds as many logits, and `top_p`
+four times 2 KiB. No shape depends on values, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHIFTS = (24, 16, 8, 0)
 
 
 class ShardOps:
-    """`Ops` for logits [rows, own tokens]. All that has nothing to do with tokens is done by other operators."""
+    """`Ops` for logits [rows, own tokens]. Work without tokens goes to other operators."""
 
     def __init__(self, inner: Ops, group: Group, vocabulary: int) -> None:
         """`inner` does all that concerns no other rank."""
@@ -105,13 +105,13 @@ class ShardOps:
         return self._added((logits > theirs).sum(dim=-1)) + 1
 
     def _own_logits(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [m, 1] of tokens [m, 1]; -inf of those that another rank has."""
+        """Logits [m, 1] of tokens [m, 1]; -inf for tokens of another rank."""
         here = (tokens >= self._own.first) & (tokens < self._own.end)
         at = (tokens - self._own.first).masked_fill_(~here, 0)
         return logits.gather(1, at).masked_fill_(~here, -torch.inf)
 
     def _largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' logits, [r, 1]."""
+        """The largest of all ranks' logits, [r, 1]."""
         return self._group.all_gather(logits.amax(dim=-1, keepdim=True)).amax(dim=0)
 
     def _added(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ class ShardOps:
         return self._down_to(smaller, keys == threshold, left + self._added(smaller.sum(dim=-1, keepdim=True)))
 
     def _down_to(self, more: torch.Tensor, equal: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """The own tokens that are among the `kept` [r, 1] of all.
+        """The own tokens among the `kept` [r, 1] of all ranks.
 
         Those that are `more` likely than some threshold, and the first of those that are `equal` to it.
         """

@@ -1,4 +1,4 @@
-"""The data that all layers of a step share."""
+"""The data of a step that all layers share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forebay.layers.rotary import Rotation
 
 @dataclass
 class Index:
-    """The data that a step's indexed layers share, and the choice of the last of them."""
+    """The data of a step that its indexed layers share, and the choice of the last of them."""
 
     keys: Sequence[torch.Tensor]  # one an indexed layer: [entries, head_dim]
     writes: torch.Tensor  # int64 [n]: entry that each token's key is written to
@@ -25,14 +25,14 @@ class Index:
     """The first of the tokens that choose; None: all attend to their whole context."""
     prepared: Any  # what the backend prepared for those that choose
     find: Callable[[int, torch.Tensor], Chosen]
-    """Says where the positions [queries, top_k] are that an indexed layer has chosen."""
+    """Finds the places of the positions [queries, top_k] that an indexed layer has chosen."""
     chosen: Chosen | None = None
-    """For this layer and those behind it."""
+    """The choice for this layer and the layers behind it."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step as its layers see it; `n` tokens. A layer knows its own number."""
+    """One step for its layers; `n` tokens. A layer knows its own number."""
 
     rotation: Rotation
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
@@ -45,7 +45,7 @@ class Step:
     def attend(
         self, layer: int, qkv: torch.Tensor, heads: Heads, norms: tuple[RMSNorm, RMSNorm] | None
     ) -> torch.Tensor:
-        """Attention [n, query heads * dim] of what a layer has projected, which is kept in the layer's pages."""
+        """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages."""
         kv = self.kv[layer]
         q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, self.rotation, kv, self.writes)
         return self.backend.attend(q, k, v, kv, self.prepared)
@@ -64,7 +64,10 @@ class Step:
         return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, chosen.rows)
 
     def choose(self, number: int, q: torch.Tensor, weights: torch.Tensor) -> None:
-        """Has queries [queries, index heads, head_dim] choose by the keys of an indexed layer; `weights` of heads."""
+        """The choice of queries [queries, index heads, head_dim] by the keys of an indexed layer.
+
+        `weights` are of heads.
+        """
         assert self.index is not None
         positions = self.backend.choose(q, weights, self.index.keys[number], self.index.prepared)
         self.index.chosen = self.index.find(number, positions)

@@ -1,7 +1,7 @@
-"""The parts of vision towers: pixels to patches to the rows that stand at an image's positions in a decoder.
+"""The parts of vision towers: from pixels to patches, and to the rows at an image's positions in a decoder.
 
-A tower runs in slices of its layers (`begin`, `layers`, `finish`): every layer sees the whole image, so it can't be cut
-by positions. Slices give the bits of a whole run. No operator here waits for the device.
+A tower runs in slices of its layers (`begin`, `layers`, `finish`). Every layer sees the whole image, so it can't be cut
+by positions. Slices give the same bits as a whole run. No operator here waits for the device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.vision import Preprocessing, Vision, own_name
 
 _BLOCK = 4096
-"""The number of patches whose pixels are floats at once. All of the largest image take a gigabyte."""
+"""The number of patches whose pixels are floats at once. All patches of the largest image would take a gigabyte."""
 _CPU_BLOCK = 1024
-"""The same on a CPU, where a block of floats stays in the processor's cache."""
+"""The same number on a CPU, where a block of floats stays in the processor's cache."""
 
 
 class Grid(NamedTuple):
-    """Rows and columns of an image in positions of the decoder."""
+    """Rows and columns of an image, in positions of the decoder."""
 
     height: int
     width: int
@@ -49,7 +49,7 @@ class Pixels:
     """
 
     def __init__(self, images: Preprocessing, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is the type of the tower, to which each value is rounded at the end."""
+        """Makes the operator. `dtype` is the type of the tower; each value is rounded to it at the end."""
         scale = 1.0 / images.rescale
         mean, std = (torch.tensor(values)[:, None] * scale for values in (images.mean, images.std))
         self._mean, self._std = mean.to(device), std.to(device)
@@ -57,13 +57,13 @@ class Pixels:
         self._block = _CPU_BLOCK if device.type == "cpu" else _BLOCK
 
     def blocks(self, patches: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The same of many patches, some at a time."""
+        """The embeddings of many patches, some at a time."""
         return (self(block) for block in patches.split(self._block))
 
     def __call__(self, patches: torch.Tensor) -> torch.Tensor:
-        """Of uint8 [n, 3 * side * side] with colours one after the other: `dtype` [n, 3 * times * side * side].
+        """Frames [n, 3 * times * side * side] of `dtype`, from pixels uint8 [n, 3 * side * side].
 
-        Each colour is there as many times as a still image counts as frames.
+        Colours follow one another. Each is repeated for the frames of a still image.
         """
         values = patches.view(len(patches), len(self._mean), -1).float().sub_(self._mean).div_(self._std)
         frames = values.to(self._dtype)[:, :, None].expand(-1, -1, self._temporal, -1)
@@ -71,7 +71,7 @@ class Pixels:
 
 
 class PatchEmbedding:
-    """The first layer: a convolution whose steps are as long as its kernel, and so a product."""
+    """The first layer: a convolution whose stride is its kernel's size. So it is a product."""
 
     def __init__(self, params: Parameters, name: str, vision: Vision, bias: bool) -> None:
         hidden, side = vision.hidden_size, vision.patch
@@ -80,12 +80,12 @@ class PatchEmbedding:
         self._bias = params.tensor((hidden,), {f"{name}.bias": hidden}) if bias else None
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """As `Pixels` gives them; [n, hidden]."""
+        """States [n, hidden] of the output of `Pixels`."""
         return F.linear(pixels.to(self._weight.dtype), self._weight.flatten(1), self._bias)
 
 
 class TowerAttention:
-    """Every patch sees all patches of its group; heads are turned by row and column, in float32."""
+    """Attention of every patch to all patches of its group. Heads are rotated by row and column, in float32."""
 
     def __init__(self, params: Parameters, prefix: str, vision: Vision) -> None:
         hidden = vision.hidden_size
@@ -116,7 +116,7 @@ class TowerBlock:
 
 
 class Merger:
-    """Makes one position of the decoder of neighbouring patches, which follow one another."""
+    """Joins neighbouring patches, which follow one another, into one position of the decoder."""
 
     def __init__(
         self,
@@ -146,13 +146,13 @@ class TowerState:
     groups: Sequence[Group]
     """Patches that see each other in a layer with windows."""
     back: torch.Tensor | None = None
-    """The place of each position of the image, int64 [n / merge^2]; None: they are in order."""
+    """The row of each position of the image, int64 [n / merge^2]; None: rows are in the order of positions."""
     kept: list[torch.Tensor] = field(default_factory=list)
     """Deepstack outputs so far, [n / merge^2, hidden of the decoder] each."""
 
 
 class Tower:
-    """A vision tower. A family's file says how patches are arranged, and what its layers are made of."""
+    """A vision tower. A family's file has the arrangement of patches and the content of layers."""
 
     def __init__(
         self,
@@ -171,13 +171,13 @@ class Tower:
         self._frequencies = 1.0 / vision.theta**powers
 
     def begin(self, pixels: Iterable[torch.Tensor], grid: Grid) -> TowerState:
-        """Of an image in blocks of patches, in patch order: merged squares row by row, of each its patches."""
+        """Begins an image, given as blocks of patches: merged squares row by row, and the patches of each square."""
         x = torch.cat([self._embedding(block) for block in pixels])
         rows, columns = places(grid, self.vision.merge, x.device)
         return self._arrange(x, grid, rows, columns)
 
     def layers(self, state: TowerState, first: int, end: int) -> None:
-        """Computes layers `first .. end`; those before them were computed."""
+        """Computes layers `first .. end`. The layers before them are computed."""
         whole = [Group(0, 1, len(state.x))]
         for number in range(first, end):
             has_windows = self.vision.window is not None and number not in self.vision.whole
@@ -186,7 +186,7 @@ class Tower:
                 state.kept.append(self._deepstack[number](state.x))
 
     def finish(self, state: TowerState) -> torch.Tensor:
-        """After the last layer: rows [positions, hidden * (1 + deepstack)], row by row of the image."""
+        """Ends an image: rows [positions, hidden * (1 + deepstack)], row by row of the image."""
         rows = torch.cat((self._merger(state.x), *state.kept), dim=1)
         return rows if state.back is None else rows.index_select(0, state.back)
 
@@ -212,7 +212,7 @@ def places(grid: Grid, merge: int, device: torch.device) -> tuple[torch.Tensor, 
 
 
 class ImageDecoder(Decoder):
-    """A decoder with a tower before it, under the names of any release of transformers."""
+    """A decoder with a tower before it, under the names of all releases of transformers."""
 
     def __init__(
         self,

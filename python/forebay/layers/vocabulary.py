@@ -1,4 +1,4 @@
-"""The rows of embeddings, of which each rank may have some."""
+"""The rows of embeddings. With several ranks each has some of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def embed_whole(tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
 
 
 class SharedEmbedding:
-    """Each rank looks up the tokens that it has; rows are the sum over ranks (Shoeybi et al. 2019)."""
+    """Looks up the tokens of this rank. Rows are the sum over ranks (Shoeybi et al. 2019)."""
 
     def __init__(self, own: Part, group: Group) -> None:
         self._own = own

@@ -58,7 +58,7 @@ class Block:
 
 
 class Bert:
-    """The encoder and what makes one vector of each prompt's states."""
+    """The encoder, and the layers that make one vector of a prompt's states."""
 
     def __init__(self, config: EncoderConfig, pooling: Pooling, params: Parameters) -> None:
         hidden = config.hidden_size
@@ -76,9 +76,9 @@ class Bert:
         self.blocks = [Block(config, params, index) for index in range(config.num_hidden_layers)]
         params.skip("embeddings.position_ids")
         self.head: tuple[Linear, Linear] | None = None
-        """The layers that make a logit of a vector: the pooler and the classifier."""
+        """The layers that make a logit of a vector (the pooler and the classifier); None: there is no logit."""
         self.size = hidden
-        """Numbers of a vector."""
+        """The number of elements of a vector."""
         if pooling.task == "score":
             self.size = pooling.size
             # What rounding they would save is a single row's, and their error would be the score's.

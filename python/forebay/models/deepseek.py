@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (2024), and Kimi K2 (2025), a V3 of other sizes: latent attention and mixtures of experts.
+"""DeepSeek V2 and V3 (2024), with latent attention and mixtures of experts. Kimi K2 (2025) is a V3 of other sizes.
 
 DeepSeek V3.2 (2025) and GLM-5 (2026) have indexers besides, in all layers or in some.
 """

@@ -1,7 +1,7 @@
-"""Llama (Touvron et al. 2023) and what shares its blocks: Mistral, Qwen2 and Qwen3 (Yang et al. 2024, 2025), GLM-4 MoE.
+"""Llama (Touvron et al. 2023) and families with its blocks: Mistral, Qwen2, Qwen3 (Yang et al. 2024, 2025), GLM-4 MoE.
 
-Qwen2 has biases on three projections. Qwen3 normalises query and key heads before they are rotated; Qwen3-MoE has
-experts in place of most dense layers. GLM-4 MoE (GLM-4.5, 2025) routes as DeepSeek-V3 does, and rotates half a head.
+Qwen2 has biases on three projections. Qwen3 normalises query and key heads before they are rotated. Qwen3-MoE has
+experts in place of most dense layers. GLM-4 MoE (GLM-4.5, 2025) routes like DeepSeek-V3, and rotates half a head.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _NORM_EPS = 1e-6
 
 
 class Qwen25Tower(Tower):
-    """Patches lie window by window while they are in the tower."""
+    """The tower of Qwen2.5-VL. In it patches lie window by window."""
 
     def __init__(self, vision: Vision, params: Parameters) -> None:
         embedding = PatchEmbedding(params, f"{TOWER}.patch_embed.proj", vision, bias=False)
@@ -59,8 +59,8 @@ class Qwen25Tower(Tower):
 def windows(grid: Grid, side: int, of_position: int, device: torch.device) -> tuple[torch.Tensor, list[Group]]:
     """An image's positions window by window, int64 [positions], and the windows as groups of patches.
 
-    Windows of one size follow one another, so that they share a call. First come those of `side` rows and columns, then
-    the smaller ones at the right and at the bottom. A position has `of_position` patches.
+    Windows of one size follow one another, so that they share a call. Windows of `side` rows and columns come first.
+    The smaller ones at the right and at the bottom follow. A position has `of_position` patches.
     """
     positions = torch.arange(grid.positions, device=device).view(grid)
     down, right = grid.height // side, grid.width // side

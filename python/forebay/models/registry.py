@@ -1,4 +1,4 @@
-"""The family that computes each architecture."""
+"""The families by architecture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILIES: dict[str, Callable[[ModelConfig, Parameters, AttentionBackend, Ops], D
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
-    """The model of `config`, its weights allocated and not filled; raises `UnsupportedModelError`."""
+    """The model of `config`. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
     if config.sliding_window is not None and config.sliding_window < context_length:
         raise UnsupportedModelError(
             f"the model attends to a sliding window of {config.sliding_window} positions, which is not supported: "
@@ -42,7 +42,7 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
 
 
 def build_encoder(config: EncoderConfig, pooling: Pooling | None, params: Parameters) -> Bert:
-    """The encoder of `config`, its weights allocated and not filled; raises `ModelError` unless it is told to pool."""
+    """The encoder of `config`. Its weights are allocated and not filled. Raises `ModelError` unless it pools."""
     if pooling is None:
         raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
     return Bert(config, pooling, params)

@@ -1,1 +1,1 @@
-"""Outposts that a cluster's scheduler places, in place of people who start them."""
+"""Outposts that a cluster's scheduler places and starts."""

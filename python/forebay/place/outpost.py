@@ -1,4 +1,4 @@
-"""An outpost as the child of a cluster's process. It needs no cluster to be tested, and imports none."""
+"""An outpost as a child process, on a node of a cluster. This module imports no cluster, so tests need none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Order:
-    """The order to run an outpost. It travels to the node, and holds the token."""
+    """The order to run an outpost. It travels to the node, and contains the token."""
 
     program: str
     """The `forebay` of the brain. A node that lacks this file looks for one on its `PATH`."""
@@ -24,7 +24,7 @@ class Order:
 
 
 def command(order: Order) -> list[str]:
-    """The command line, without the token: that comes through a pipe, so that no list of processes shows it.
+    """The command line. It lacks the token, which comes through a pipe, so that no list of processes shows it.
 
     Raises:
         FileNotFoundError: The node has no `forebay`.
@@ -40,14 +40,14 @@ def command(order: Order) -> list[str]:
 
 
 def environment(given: Mapping[str, str], gpus: Sequence[object]) -> dict[str, str]:
-    """Variables of the outpost, which sees these GPUs and no others; none are given where hands need none."""
+    """The outpost's variables. It sees these GPUs and no others. None are named if hands need none."""
     return {**given, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else dict(given)
 
 
 def run(order: Order, gpus: Sequence[object]) -> int:
-    """Runs an outpost to its end, which comes with this process at the latest; gives its exit status.
+    """Runs an outpost to its end, or to this process's end. Gives its exit status.
 
-    The kernel ends the outpost with the thread that calls this: it has to be one that lasts.
+    The kernel ends the outpost with the calling thread, so that thread has to last.
     """
     child = subprocess.Popen(command(order), stdin=subprocess.PIPE, env=environment(os.environ, gpus))
     try:
@@ -60,13 +60,13 @@ def run(order: Order, gpus: Sequence[object]) -> int:
 
 
 class Outpost:
-    """The actor. A cluster makes it on a node."""
+    """The actor, which a cluster creates on a node."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
 
     def run(self) -> int:
-        """Runs the outpost with the devices that the cluster gave this process; gives its exit status."""
+        """Runs the outpost with the devices that the cluster gave this process. Gives its exit status."""
         import ray
 
         # The node's own numbers, whether or not Ray has also set the variable of this process.

@@ -1,8 +1,8 @@
-"""`python -m forebay.place.ray`: has Ray run a brain's outposts, for as long as the brain lives.
+"""`python -m forebay.place.ray`: has Ray run a brain's outposts as long as the brain lives.
 
-The brain starts it and talks to it in lines of JSON. On stdin comes `Asked`; on stdout goes the address at which Ray's
-nodes reach this machine, or an error; on stdin comes `Door`. The end of stdin is the brain's end. Ray places outposts
-and says when one is lost: no plan and no tensor goes through it.
+The brain starts it and exchanges lines of JSON with it. First stdin has `Asked`. Then stdout has an address at which
+Ray's nodes reach this machine, or an error. Then stdin has `Door`. The end of stdin is the brain's end. Ray places
+outposts and reports lost ones. No plan and no tensor goes through it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from forebay.place.outpost import Order, Outpost
 from forebay.place.shares import bundle, shares
 
 LOOK_SECONDS = 0.5
-"""Between two looks at what became of outposts, and of the brain."""
+"""Seconds between two checks of the outposts and the brain."""
 PAUSE_SECONDS = 2.0
-"""From the end of an outpost to the start of its successor."""
+"""Seconds from the end of an outpost to the start of its successor."""
 LAST_SECONDS = 10.0
-"""The seconds that Ray may take to release everything once the brain has ended."""
+"""Seconds that Ray may take to release everything after the brain's end."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The wishes of the brain."""
+    """The brain's request."""
 
     replicas: int
     ranks: int
@@ -44,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Door:
-    """The address at which outposts join, and the token that lets them in."""
+    """The address at which outposts join, and the token that admits them."""
 
     join: str
     token: str
@@ -74,7 +74,7 @@ class Seat:
         self._again = 0.0
 
     def look(self) -> None:
-        """Starts the outpost if there is none, and says so if it has ended."""
+        """Starts the outpost if there is none, and logs its end."""
         if self._running is None:
             if time.monotonic() >= self._again:
                 self._actor = ray.remote(Outpost).options(**self._options).remote(self._order)
@@ -99,7 +99,7 @@ class Seat:
 
 
 def connect() -> str:
-    """Joins the cluster; gives the address at which its nodes reach this machine."""
+    """Joins the cluster. Gives the address at which its nodes reach this machine."""
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise ConnectionError("RAY_ADDRESS is of Ray's client: the server has to be on a node of the cluster")
     try:
@@ -111,7 +111,7 @@ def connect() -> str:
 
 
 def divided(asked: Asked) -> list[int]:
-    """The hands of each bundle."""
+    """The number of hands of each bundle."""
     unit = "GPU" if asked.cuda else "CPU"
     largest = int(max((node["Resources"].get(unit, 0) for node in ray.nodes() if node["Alive"]), default=0))
     if asked.ranks > largest and not asked.apart:
@@ -137,7 +137,7 @@ def serve(asked: Asked, door: Door, over: threading.Event) -> None:
 
 
 def told(stream: IO[str]) -> dict[str, Any]:
-    """A line of the brain; the brain's end is this process's."""
+    """Reads a line of the brain. The brain's end ends this process."""
     line = stream.readline()
     if not line:
         raise SystemExit(0)
@@ -146,7 +146,7 @@ def told(stream: IO[str]) -> dict[str, Any]:
 
 
 def watch(stream: IO[str], over: threading.Event) -> None:
-    """Notes the end of the brain, and ends a process that Ray holds up. Ray notices that it has gone."""
+    """Waits for the end of the brain. It ends a process that Ray holds up; Ray notices that."""
     stream.read()
     over.set()
     time.sleep(LAST_SECONDS)

@@ -1,18 +1,18 @@
-"""The division of a server's hands into bundles, each of which a cluster places on one node."""
+"""The division of a server's hands into bundles. A cluster places each bundle on one node."""
 
 from __future__ import annotations
 
 
 def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
-    """The number of hands of each bundle: the ranks of a replica together, where a node can have them.
+    """The number of hands of each bundle. The ranks of a replica are together, if a node has room for them.
 
-    Where none can, and ranks may be `apart`, each replica is spread over as few nodes as possible.
+    If no node has, and ranks may be `apart`, each replica is spread over as few nodes as possible.
 
     Args:
-        replicas: How many replicas there are.
-        ranks: How many hands each replica has.
+        replicas: The number of replicas.
+        ranks: The number of hands of each replica.
         largest: The most hands that a node of the cluster has devices for; 0 if that is not known.
-        apart: Whether the ranks of a replica may be on several nodes.
+        apart: True if the ranks of a replica may be on several nodes.
     """
     if not apart or largest <= 0 or ranks <= largest:
         return [ranks] * replicas
@@ -21,5 +21,5 @@ def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
 
 
 def bundle(hands: int, cuda: bool) -> dict[str, float]:
-    """The resources of a node for so many hands: a GPU each and a processor for all, or a processor each."""
+    """The resources of a node for so many hands: a GPU for each and a processor for all, or a processor for each."""
     return {"GPU": float(hands), "CPU": 1.0} if cuda else {"CPU": float(hands)}

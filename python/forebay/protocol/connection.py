@@ -12,16 +12,16 @@ import numpy.typing as npt
 from forebay.protocol.frames import HEADER_BYTES, Frame, Header, WireError, nothing
 
 RING = 6
-"""Buffers of a ring: two plans in flight and their masks, a frame that is being received, and one to spare."""
+"""The number of buffers of a ring: two plans in flight and their masks, a frame on its way, and one spare."""
 _SMALLEST = 1 << 16
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Allocate: TypeAlias = Callable[[int], Bytes]
-"""Gives memory of so many bytes to receive into; a device gives what it copies from fastest."""
+"""Allocates memory of so many bytes for frames. A device gives memory from which its copies are fastest."""
 
 
 class Dismissed(Exception):
-    """The brain has gone, or sends the hand away, where something else was waited for."""
+    """The brain has gone, or sends the hand away, during a wait for something else."""
 
 
 class _Buffer:
@@ -35,7 +35,7 @@ class _Buffer:
 
 
 class Ring:
-    """Buffers that frames are received into, in turn. A frame's buffer is used again after its `release` only."""
+    """Buffers for received frames, in turn. A frame's buffer is reused only after its `release`."""
 
     def __init__(self, allocate: Allocate, count: int = RING) -> None:
         self._allocate = allocate
@@ -43,7 +43,7 @@ class Ring:
         self._next = 0
 
     def take(self, size: int) -> tuple[memoryview, Callable[[], None]]:
-        """`size` bytes to receive into, and how to release them. `WireError`: the frame before is still in use."""
+        """A buffer of `size` bytes, and its release. `WireError`: the frame before is still in use."""
         buffer = self._buffers[self._next]
         if buffer.taken:
             raise WireError(f"more than {len(self._buffers)} frames in flight")
@@ -55,7 +55,7 @@ class Ring:
 
 
 class Connection:
-    """Frames over a connected stream socket, each in memory of its own unless there is a ring to receive into."""
+    """Frames over a connected stream socket. Each has memory of its own, unless there is a ring."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -63,7 +63,7 @@ class Connection:
         self._ring: Ring | None = None
 
     def receive_into(self, ring: Ring) -> None:
-        """Has frames received into `ring` from now on: whoever gets one releases it."""
+        """Receives frames into `ring` from now on. Each receiver of a frame releases it."""
         self._ring = ring
 
     def send(self, data: bytes) -> None:
@@ -71,7 +71,10 @@ class Connection:
         self._socket.sendall(data)
 
     def hear_no_more(self) -> None:
-        """Ends the stream of frames for whoever waits in `recv`; `send` goes on. From any thread."""
+        """Ends the stream of received frames, also for a thread that waits in `recv`. `send` goes on.
+
+        Called by any thread.
+        """
         self._socket.shutdown(socket.SHUT_RD)
 
     def recv(self) -> Frame | None:
@@ -85,7 +88,7 @@ class Connection:
         return Frame.decode(header, body, release)
 
     def copied(self, header: Header, data: Bytes) -> Frame:
-        """A frame whose body lies elsewhere, as if it had been received."""
+        """A frame with a body from elsewhere, in the form of a received one."""
         body, release = self._room(header)
         body[:] = data.data
         return Frame.decode(header, body, release)

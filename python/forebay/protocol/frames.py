@@ -1,6 +1,6 @@
 """Frames of the step protocol, the Python twin of `crates/protocol`. `docs/protocol.md` is the specification.
 
-Columns are read in place: the arrays of a decoded frame are views of the buffer that it was received into.
+Columns are read in place: the arrays of a decoded frame are views of its buffer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Header:
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> Header:
-        """Reads `HEADER_BYTES` bytes; raises `WireError` on anything but a well-formed header of this version."""
+        """Reads `HEADER_BYTES` bytes. Raises `WireError` for anything except a well-formed header of this version."""
         magic, version, kind, step, columns, words = _HEADER.unpack(data)
         if magic != MAGIC:
             raise WireError(f"not a Forebay frame (magic {magic.hex()})")
@@ -84,7 +84,7 @@ class Header:
 
 
 def nothing() -> None:
-    """The release of a buffer that nobody else waits for."""
+    """The release of a buffer that is not reused."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class Frame:
     places: dict[int, slice]
     """The places of the columns in the body, by id, in words."""
     body: Int32s
-    """The words after the header, as they were received."""
+    """The received words after the header."""
     release: Callable[[], None] = nothing
-    """Called once when nobody reads the body any more: the next frame may be received into its buffer."""
+    """The release of the body, called once after its last read. The next frame may then use its buffer."""
 
     @classmethod
     def decode(
         cls, header: Header, body: bytes | bytearray | memoryview, release: Callable[[], None] = nothing
     ) -> Frame:
-        """Reads the table of columns in the `4 * header.words` bytes after the header; raises `WireError`."""
+        """Reads the table of columns in the `4 * header.words` bytes after the header. Raises `WireError`."""
         words = np.frombuffer(body, dtype="<i4")
         if len(words) != header.words:
             raise WireError("malformed frame: word count")
@@ -139,7 +139,10 @@ class Frame:
         return value
 
     def known(self, count: int) -> list[Int32s]:
-        """The columns 1 to `count`, those that are absent empty; views of the body. Raises `WireError` for another."""
+        """The columns 1 to `count`, as views of the body. Absent ones are empty.
+
+        Raises `WireError` for other columns.
+        """
         columns = [self.body[:0]] * count
         for id_, place in self.places.items():
             if id_ > count:
@@ -148,14 +151,17 @@ class Frame:
         return columns
 
     def expect(self, kind: Kind, count: int) -> list[Int32s]:
-        """`known` of a frame that is of this kind; raises `WireError`."""
+        """The columns of a frame, as in `known`. Raises `WireError` if it is of another kind."""
         if self.kind != kind:
             raise WireError(f"malformed frame: not a {kind.name.lower()}")
         return self.known(count)
 
 
 def encode(kind: Kind, step: int, columns: Columns) -> bytes:
-    """A frame of word columns (int32 or float32 arrays): the ids 1, 2, and so on. Empty ones are left out."""
+    """A frame of columns of words (int32 or float32 arrays) with the ids 1, 2, and so on.
+
+    Empty columns are left out.
+    """
     there = [(id_, column) for id_, column in enumerate(columns, 1) if column.size]
     words = sum(column.size for _, column in there) + ENTRY_WORDS * len(there)
     header = _HEADER.pack(MAGIC, VERSION, kind, step, len(there), words)
@@ -169,7 +175,7 @@ def encode_json(kind: Kind, value: Mapping[str, Any]) -> bytes:
 
 
 def encode_text(kind: Kind, text: str) -> bytes:
-    """A frame whose one column is `text`, which is JSON; empty text: no column, as `shutdown` has it."""
+    """A frame whose one column is `text`, which is JSON. Empty text gives no column, as in `shutdown`."""
     data = text.encode()
     data += b" " * (-len(data) % 4)
     return encode(kind, 0, [np.frombuffer(data, dtype="<i4")] if data else [])

@@ -1,4 +1,4 @@
-"""The masks of a step: which tokens its masked rows may sample."""
+"""The masks of a step: the tokens that its masked rows may sample."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from forebay.protocol.frames import Frame, Int32s, Kind, WireError, encode, ints
 COLUMNS = ("offsets", "words")
 """The columns of a masks frame: the ids 1, 2, and so on."""
 EVERYTHING = -1
-"""Offset of a row that may sample everything."""
+"""The offset of a row that may sample every token."""
 INLINE = -2
-"""Offset of a row whose mask is in the frame."""
+"""The offset of a row whose mask is in the frame."""
 
 UInt32s: TypeAlias = npt.NDArray[np.uint32]
 
@@ -44,9 +44,9 @@ class Masks:
         return encode(Kind.MASKS, self.step, [getattr(self, name) for name in COLUMNS])
 
     def read(self, arena: npt.NDArray[np.uint8], vocabulary: int) -> list[UInt32s | None]:
-        """Each row's mask, uint32 [words], bit `i % 32` of word `i // 32` for token `i`; None: everything.
+        """Each row's mask, uint32 [words]: bit `i % 32` of word `i // 32` for token `i`. None: every token.
 
-        Masks in the arena are views of it, others are copies. Raises `WireError` for what is not there.
+        Masks in the arena are views of it, and others are copies. Raises `WireError` for a mask outside of the arena.
         """
         width = -(-vocabulary // 32)
         inline = iter(self.words.copy().view(np.uint32).reshape(-1, width) if self._fits(width) else [])

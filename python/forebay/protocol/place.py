@@ -1,4 +1,4 @@
-"""Frames that lie in the arena: what is large is written there once, and each rank is told the place."""
+"""Frames in the arena. A large frame is written there once, and each rank gets its place."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class PlanAt:
 
     step: int
     offset: int
-    """In the arena, in bytes."""
+    """The byte offset in the arena."""
     words: int
-    """Of the whole frame, with its header."""
+    """The number of words of the whole frame, with its header."""
 
     @classmethod
     def decode(cls, frame: Frame) -> PlanAt:
-        """Reads a `plan_at` frame, whose buffer it gives back; raises `WireError`."""
+        """Reads a `plan_at` frame, and releases its buffer. Raises `WireError`."""
         (place,) = frame.expect(Kind.PLAN_AT, 1)
         if len(place) != 2 or place.min() < 0 or place[0] % ALIGNMENT or place[1] * WORD < HEADER_BYTES:
             raise WireError(f"malformed frame: the place {place.tolist()}")
@@ -40,7 +40,7 @@ class PlanAt:
         return encode(Kind.PLAN_AT, self.step, [np.array([self.offset, self.words], np.int32)])
 
     def read(self, arena: npt.NDArray[np.uint8]) -> tuple[Header, npt.NDArray[np.uint8]]:
-        """The header and the body, uint8, a view of the arena. Raises `WireError` for what is no frame of the step."""
+        """The header and the body, uint8, a view of the arena. Raises `WireError` unless it is a frame of the step."""
         end = self.offset + WORD * self.words
         if end > len(arena):
             raise WireError(f"a frame at bytes {self.offset}..{end} of an arena of {len(arena)}")

@@ -1,4 +1,4 @@
-"""A step plan: what the brain has the hands do in one step."""
+"""A step plan: the brain's orders to the hands for one step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COLUMNS = (
     "prompt_logprobs",
     "group",
 )
-"""The columns of a plan's frame: the ids 1, 2, and so on. `unused` stands for an id that nothing has."""
+"""The columns of a plan's frame, with the ids 1, 2, and so on. `unused` stands for an id without a column."""
 _IDS = {name: id_ for id_, name in enumerate(COLUMNS, 1)}
 
 
@@ -165,15 +165,15 @@ class Plan:
     # [q, 4]: slot, first token, tokens, how many of the most likely beside each; in the order of rows
     group: Int32s = ints(0)  # [ranks]: tokens of each rank of a step group in this step, or empty
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
-    """The frame's body, of which the columns are views; empty until the plan was encoded."""
+    """The frame's body; columns are views of it. Empty until the plan is encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
     """The places of the columns in the body, by id."""
     release: Callable[[], None] = field(default=nothing, compare=False)
-    """Gives the body's buffer back; whoever executes the plan calls it, once."""
+    """The release of the body's buffer. The executor of the plan calls it, once."""
 
     @classmethod
     def decode(cls, frame: Frame) -> Plan:
-        """Reads a plan's frame in place; raises `WireError` when the columns' lengths contradict each other."""
+        """Reads a plan's frame in place. Raises `WireError` if the columns' lengths contradict each other."""
         columns: dict[str, Any] = dict(zip(COLUMNS, frame.expect(Kind.PLAN, len(COLUMNS)), strict=True))
         for name, words in _RECORDS.items():
             if columns[name].size % words:
@@ -295,5 +295,5 @@ class Plan:
         return encode(Kind.PLAN, self.step, [getattr(self, name) for name in COLUMNS])
 
     def staged(self) -> Plan:
-        """The same plan as a hand receives it: its columns are views of one body."""
+        """The same plan in received form: its columns are views of one body."""
         return Plan.decode(Frame.of(self.encode()))

@@ -1,4 +1,4 @@
-"""A step result: what the hands say of one step."""
+"""A step result: the hands' answer for one step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StepResult:
 
     @classmethod
     def decode(cls, frame: Frame) -> StepResult:
-        """Reads a result's frame in place; raises `WireError` when the columns' lengths contradict each other."""
+        """Reads a result's frame in place. Raises `WireError` if the columns' lengths contradict each other."""
         columns = frame.expect(Kind.RESULT, len(COLUMNS))
         tokens, row_errors, counts, ids, values, timing, pooled, token_counts, copied, *rest = columns
         copy_timing, sparse_rows, copy_wait_us, ranks, prompt_ids, prompt_values = rest

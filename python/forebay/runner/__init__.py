@@ -1,1 +1,1 @@
-"""Turns step plans into results: device tables, pages, the model's forward pass and sampling."""
+"""The way from step plans to results: device tables, pages, the model's forward pass and sampling."""

@@ -26,10 +26,10 @@ _Page = TypeVar("_Page", torch.Tensor, Bytes)
 
 
 class Copier:
-    """Copies pages on a thread of its own, and tells which are done.
+    """Copies pages on a thread of its own, and reports finished copies.
 
-    A save waits for the rows of the plan that names it. A restore waits for nothing, and goes before all saves: the
-    brain names no page as its target that a plan in flight names, and somebody waits for it.
+    A save waits for the rows of the plan that names it. A restore waits for nothing, because no plan in flight names
+    its target. It goes before all saves, because a request waits for it.
 
     If index pages have the numbers of host pages, a save takes a page's main part from one number and its index part
     from the other. Each part is then restored by itself.
@@ -47,7 +47,7 @@ class Copier:
         self._saves: deque[tuple[_Copy, Event]] = deque()
         self._restores: deque[_Copy] = deque()
         self.saves = 0
-        """Saves that were submitted, and so the number of the last one."""
+        """The number of submitted saves, and so the number of the last one."""
         self._saved = 0
         self._waited_us = 0.0
         self._ended: list[tuple[int, int]] = []
@@ -58,7 +58,7 @@ class Copier:
         threading.Thread(target=self._run, name="copier", daemon=True).start()
 
     def next_plan(self) -> int:
-        """A plan is launched: whoever waits on behalf of an earlier one goes on. Its number."""
+        """Notes that a plan is launched, and ends waits for earlier plans. Gives its number."""
         with self._changed:
             self._plans += 1
             os.eventfd_write(self._news, 1)
@@ -67,7 +67,8 @@ class Copier:
     def submit(self, copies: Int32s, spans: Int32s, after: Event) -> None:
         """Starts copies `[c, 4]` of a plan whose rows are computed when `after` is reached.
 
-        `spans` `[c, 2]` are the first positions of their pages and how many, 0: all; or `[0, 2]`: all of each.
+        `spans` `[c, 2]` are the first position and the number of positions in each page, 0 for all. `[0, 2]`: all of
+        each page.
         """
         with self._changed:
             for number, words in enumerate(copies.tolist()):
@@ -81,16 +82,16 @@ class Copier:
             self._changed.notify()
 
     def wait_for_saves(self, number: int) -> None:
-        """Returns when the save of this number has ended, and those before it. Rows wait meanwhile."""
+        """Waits until the save of this number and all earlier ones have ended. Rows wait meanwhile."""
         begun = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._saved >= number)
             self._waited_us += 1e6 * (time.perf_counter() - begun)
 
     def wait(self, us: int, socket: int, plan: int) -> None:
-        """Returns when a copy has ended, or none is left, when another plan than `plan` has come, or after `us`.
+        """Waits for the end of a copy, the end of all copies, another plan than `plan`, or `us` microseconds.
 
-        `socket` is where plans come from: one that nobody has read yet ends the wait too.
+        Plans come from `socket`, and an unread one there ends the wait too.
         """
         with suppress(BlockingIOError):
             os.eventfd_read(self._news)
@@ -102,7 +103,7 @@ class Copier:
     def report(self) -> tuple[Int32s, Int32s, Int32s]:
         """The copies that ended since the last call, `[c, 2]`, their time, `[2]`, and the time that rows waited, `[1]`.
 
-        The last two are `[0]` where that is nothing.
+        The last two are `[0]` if there is nothing to report.
         """
         with self._changed:
             waited = int(self._waited_us)
@@ -181,7 +182,7 @@ class Copier:
 
 @dataclass(frozen=True)
 class _Copy:
-    """As in a plan."""
+    """A copy, with the fields of a plan."""
 
     ticket: int
     direction: int

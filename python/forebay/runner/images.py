@@ -1,4 +1,4 @@
-"""Images in plans: layers of the tower before a step's rows, and what rows read of its output."""
+"""Images in plans: layers of the tower before a step's rows, and the rows' reads of its output."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class _Encoding:
 
     grid: Grid
     layer: int = 0
-    """The next, as the host knows it."""
+    """The next layer, as the host counts."""
     state: TowerState | None = None
-    """The state of the image in the tower, as the device knows it."""
+    """The state of the image in the tower, on the device."""
 
 
 class Images:
-    """A model's tower, the pages for its output, and the slots that images stand in."""
+    """A model's tower, the pages for its output, and the images in slots."""
 
     def __init__(self, config: RunnerConfig, model: ImageDecoder, arena: npt.NDArray[np.uint8], device: Device) -> None:
         """Raises `ConfigError`."""
@@ -58,16 +58,16 @@ class Images:
     def of(
         cls, config: RunnerConfig, model: Decoder | Bert, arena: npt.NDArray[np.uint8], device: Device
     ) -> Images | None:
-        """None for a model of text."""
+        """The images of a model; None for a model of text."""
         return cls(config, model, arena, device) if isinstance(model, ImageDecoder) else None
 
     def facts(self) -> dict[str, int | str]:
-        """The facts about images that `ready` tells."""
+        """The facts about images for `ready`."""
         values = self.pool.page_count, PAGE_POSITIONS, self._tower.vision.layers
         return dict(zip(_IMAGE_FACTS, values, strict=True))
 
     def warm_up(self, positions: int = 1) -> None:
-        """Queues an image of one row of positions, whose output is kept nowhere."""
+        """Queues an image of one row of positions, whose output is dropped."""
         vision = self._tower.vision
         bytes_ = np.zeros(positions * vision.merge**2 * vision.patch_bytes, np.uint8)
 
@@ -80,7 +80,7 @@ class Images:
         self._device.queue(work)
 
     def read(self, plan: Plan) -> None:
-        """Takes the plan's images and spans, and queues its layers of the tower. Raises `PlanError`."""
+        """Reads the plan's images and spans, and queues its layers of the tower. Raises `PlanError`."""
         self.slots.read(plan)
         if not len(plan.images):
             return

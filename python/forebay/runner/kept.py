@@ -1,4 +1,4 @@
-"""Weights as they are computed with, from one start to the next: when they are kept, and under which name."""
+"""Packed weights, kept from one start to the next: the conditions, and the names."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.packed import PackedFile, content_key
 
 FOLDER = "packed"
-"""Below the model's cache folder."""
+"""The folder below the model's cache folder."""
 _LOWEST_PRIORITY = 19
 
 
 class KeptWeights:
-    """A decoder's weights on disk: what is no matrix as it was loaded, matrices as the kernels read them."""
+    """A decoder's weights on disk: matrices in the kernels' order, and all others in their loaded form."""
 
     def __init__(self, file: PackedFile) -> None:
         self._file = file
@@ -31,7 +31,7 @@ class KeptWeights:
 
     @classmethod
     def open(cls, config: RunnerConfig, model: ModelConfig | EncoderConfig, choice: Choice) -> KeptWeights | None:
-        """The kept weights of such a configuration; None: nothing ever is kept of it."""
+        """The kept weights of such a configuration; None: none are ever kept for it."""
         folder = config.model.get("cache")
         if folder is None or config.weight_cache_bytes == 0 or config.load_format != "auto":
             return None
@@ -56,7 +56,7 @@ class KeptWeights:
 
     @property
     def stored(self) -> Mapping[str, str] | None:
-        """`Formats.stored` of the checkpoint; None: it has to be looked at."""
+        """`Formats.stored` of the checkpoint; None: the checkpoint has to be read for it."""
         notes = self._file.notes
         return None if notes is None else json.loads(notes["stored"])
 
@@ -71,13 +71,13 @@ class KeptWeights:
         return True
 
     def discard(self) -> bool:
-        """Removes what was read: it can't be what was written. False: nothing was read."""
+        """Removes the files that were read, because their content is wrong. False: none were read."""
         if self._was_read:
             self._file.path.unlink(missing_ok=True)
         return self._was_read
 
     def save(self, params: Parameters) -> threading.Thread | None:
-        """Has a thread write the weights, which nobody changes any more; None: they are there, or are not packed."""
+        """Has a thread write the weights, which are final; None: they exist already, or are not packed."""
         if self._was_read or not params.packed:
             return None
         tensors = {**params.others, **params.packed}

@@ -25,7 +25,7 @@ NO_COPIES = np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32), np.zer
 
 
 def no_copies() -> tuple[Int32s, Int32s, Int32s]:
-    """Of a hand without a host tier."""
+    """The columns of a hand without a host tier."""
     return NO_COPIES
 
 
@@ -33,18 +33,18 @@ class Columns(Protocol):
     """Host memory that a step's work copies its results to."""
 
     def report(self, result: StepResult) -> None:
-        """Puts them into the result, once they are there."""
+        """Writes the columns into the result, once they are complete."""
 
 
 class NoColumns:
-    """Of a step without rows."""
+    """The memory of a step without rows."""
 
     def report(self, result: StepResult) -> None:
         pass
 
 
 class TokenColumns:
-    """Of a step whose rows sample."""
+    """The memory of a step whose rows sample."""
 
     def __init__(self, answers: Answers, launch: Launch) -> None:
         self._sampling = launch.rows.sampling
@@ -66,7 +66,7 @@ class TokenColumns:
 
 
 class VectorColumns:
-    """Of a step whose rows are pooled."""
+    """The memory of a step whose rows are pooled."""
 
     def __init__(self, sampling: Int64s, size: int, device: Device) -> None:
         self._sampling = sampling
@@ -75,7 +75,7 @@ class VectorColumns:
         self._finite: npt.NDArray[np.bool_] = host_array(device, (len(sampling),), np.bool_)
 
     def fill(self, vectors: torch.Tensor, finite: torch.Tensor) -> None:
-        """For work."""
+        """Copies vectors and flags to the host memory. Called as work."""
         self._device.copy_out(vectors, self._vectors)
         self._device.copy_out(finite, self._finite)
 
@@ -86,9 +86,9 @@ class VectorColumns:
 
 @dataclass(frozen=True)
 class Launched:
-    """A plan whose work is queued.
+    """A plan with queued work.
 
-    The plan's body belongs to it until it is collected: nobody may write there before, and anybody may afterwards.
+    The plan's body belongs to it until it is collected. Before that, nobody may write to the body.
     """
 
     step: int
@@ -100,12 +100,12 @@ class Launched:
     ended: Event
     release: Callable[[], None]
     copied: Copied
-    """Tells which copies have ended; waits for one if the plan says so."""
+    """Gives the ended copies. Waits for one if the plan demands it."""
     idle_us: int = 0
-    """Time between `begun` and `ended` in which the device had nothing to do."""
+    """The time between `begun` and `ended` in which the device was idle."""
 
     def collect(self) -> StepResult:
-        """Waits for the step's end and gives its result; once. By any thread, in the order of launches."""
+        """Waits for the step's end and gives its result, once. Called by any thread, in the order of launches."""
         self.ended.wait()
         result = StepResult(self.step, row_errors=np.zeros(self.rows, np.int32))
         self.columns.report(result)

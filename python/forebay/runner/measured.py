@@ -1,4 +1,4 @@
-"""The measured memory of steps: the largest steps are done before there are pages, and their peak is kept free."""
+"""The measured memory of steps. The largest steps run before there are pages, and their peak is kept free."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from forebay.protocol.plan import FLAG_SAMPLE, PROMPT_LOGPROBS_WORDS, SLOT_WORDS
 from forebay.state.config import RunnerConfig
 
 GATHERED = 1 << 19
-"""Positions of all rows of a measured decode step: attention that gathers them does so in parts of half as many."""
+"""Positions of all rows of a measured decode step. Attention that gathers them does so in parts of half as many."""
 _LOGPROBS = 20
-"""The most that OpenAI's API allows."""
+"""The largest number in OpenAI's API."""
 
 
 def largest_plans(config: RunnerConfig, flag: int) -> Iterator[Plan]:
-    """Plans for a pool of one page, which all positions share, and tables that nobody has written to.
+    """Plans for a pool of one page, which all positions share, and for empty tables.
 
-    Prompts of as many tokens as a step may have, behind a context that is full; then decode rows that want everything
-    that a sampler can do. `flag` is what rows are asked for.
+    One has prompts of the largest number of tokens of a step, behind a full context. The other has decode rows with all
+    options of a sampler. `flag` is the flag of the rows.
     """
     context = config.context_length
     length = min(config.chunked_prefill_size, context)

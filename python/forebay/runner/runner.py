@@ -57,17 +57,17 @@ from forebay.weights.vision import TOWER, own_name
 
 
 class NotFiniteError(ModelError):
-    """Weights with which not even a warm-up gives numbers."""
+    """Even a warm-up of the weights gives no numbers."""
 
 
 Meet: TypeAlias = Callable[[torch.device], Group]
-"""Meets the other ranks with this device; waits for them."""
+"""Meets the other ranks with this device. It waits for them."""
 MaskSource: TypeAlias = Callable[[], Masks]
-"""Gives the masks that follow the plan; waits for them."""
+"""Gives the masks that follow the plan. It waits for them."""
 
 
 class Waited:
-    """The masks of a step that may have some, and how long they took to come."""
+    """The masks of a step, if it has some, and the time of the wait for them."""
 
     def __init__(self, step: int, source: MaskSource | None) -> None:
         self._step = step
@@ -75,7 +75,7 @@ class Waited:
         self.us = 0
 
     def receive(self, rows: int) -> Masks:
-        """The masks of so many rows. Raises `PlanError` if they are another step's, or others."""
+        """The masks of so many rows. Raises `PlanError` for masks of another step, or of other rows."""
         if self._source is None:
             raise PlanError("a plan with masked rows, and nobody to ask for their masks")
         began = time.perf_counter_ns()
@@ -93,9 +93,9 @@ class HostMemory:
     """The brain's memory for the host's tier."""
 
     descriptor: int
-    """Of the anonymous file that holds its pages."""
+    """The descriptor of the anonymous file with its pages."""
     socket: int
-    """Of the brain's plans: whoever waits for copies goes on when one comes."""
+    """The descriptor of the socket of the brain's plans. A new plan ends a wait for copies."""
 
 
 class ModelRunner:
@@ -146,7 +146,7 @@ class ModelRunner:
             self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
     def _meet(self, meet: Meet | None) -> Group | None:
-        """Meets the other ranks: before memory is looked at, of which communicators take some."""
+        """Meets the other ranks. It comes before measurements of memory, because communicators take some."""
         if self.config.world_size == 1:
             return None
         if meet is None:
@@ -158,7 +158,7 @@ class ModelRunner:
         self.kv = KvPool(kept, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages)
 
     def _make_tables(self, hot: HotRows | None) -> None:
-        """Makes the slots' tables, and what computes with them and the pages."""
+        """Makes the slots' tables, and the objects that compute with them and the pages."""
         config, vocabulary, device = self.config, self.model_config.vocab_size, self.device
         self.tables = SlotTables(config, vocabulary, device, hot)
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
@@ -189,7 +189,7 @@ class ModelRunner:
         return slice_bytes(self.model_config.vocab_size, config.chunked_prefill_size) if config.pooling is None else 0
 
     def _do_largest_steps(self) -> None:
-        """Does the steps that take most memory, with weights of 0, and lets go of what was made for that."""
+        """Does the steps that take most memory, with weights of 0, and drops their data."""
         self.model.params.clear()
         self._make_pages(Sizes(1, None))
         self._make_tables(None)
@@ -232,7 +232,7 @@ class ModelRunner:
         return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
     def _build(self, *, matrices: bool) -> Decoder | Bert:
-        """The model, its weights allocated; without `matrices` only what is no matrix."""
+        """The model with allocated weights. Without `matrices` only the other weights are allocated."""
         config, model = self.config, self.model_config
         device = self.device
         params = Parameters(
@@ -311,9 +311,9 @@ class ModelRunner:
         return self.model
 
     def load(self, report: Report) -> None:
-        """Fills the weights from the checkpoint, or from the seed; `report` gets (loaded, total) tensors.
+        """Fills the weights from the checkpoint, or from the seed. `report` gets (loaded, total) tensors.
 
-        Where an earlier start has kept what became of them, from there.
+        If an earlier start has kept its packed weights, they are read instead.
         """
         if self.config.load_format == "dummy":
             self.model.params.randomise(self.config.seed, report)
@@ -335,14 +335,16 @@ class ModelRunner:
             model.load_weights(iter_weights(checkpoint, self.model_config), report)
 
     def keep_weights(self) -> threading.Thread | None:
-        """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to do."""
+        """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to keep."""
         return None if self._kept is None else self._kept.save(self.model.params)
 
     def warm_up(self) -> None:
-        """Runs a tiny prompt and, if the model generates, a decode row: no request pays for what libraries set up.
+        """Runs a tiny prompt and, if the model generates, a decode row.
 
-        Leaves the tables as they were; the first page's content is overwritten by whoever gets it. Raises
-        `NotFiniteError`; if the weights are those of an earlier start, the next one finds them no more.
+        So no request waits for the set-up of libraries.
+
+        The tables are unchanged afterwards. The content of the first page is undefined. Raises `NotFiniteError`; if the
+        weights are those of an earlier start, their files are removed.
         """
         length = min(2, self.config.context_length, self.config.page_size)
         slots = np.zeros((1, SLOT_WORDS), np.int32)
@@ -390,7 +392,7 @@ class ModelRunner:
         raise NotFiniteError(what)
 
     def facts(self) -> dict[str, int | str]:
-        """The facts that `ready` tells the brain, the loading time excepted."""
+        """The facts for `ready`, except the loading time."""
         return {
             "page_count": self.kv.page_count,
             "vocab_size": self.model_config.vocab_size,
@@ -417,8 +419,8 @@ class ModelRunner:
     def launch(self, plan: Plan, masks: MaskSource | None = None) -> Launched:
         """Checks a plan, writes the host's tables, and queues the rest. Raises `PlanError`.
 
-        The plan is as it was received: its columns are views of its body, which is the launched step's from now on.
-        Where it has masked rows, `masks` is asked for their masks once the model's work is queued.
+        The plan is in received form: its columns are views of its body, which belongs to the launched step from now on.
+        If it has masked rows, `masks` gives their masks after the model's work is queued.
         """
         device = self.device
         with device.launching():
@@ -469,7 +471,7 @@ class ModelRunner:
             raise PlanError("images in a plan for a model of text")
 
     def _wait_for_saves(self, copier: Copier) -> None:
-        """For measurements: has the next rows wait for saves, or waits itself."""
+        """Has the next rows wait for saves, or waits itself. For measurements."""
         if self.config.kv_save_order == "inline":
             copier.wait_for_saves(copier.saves)
         elif self.config.kv_save_order == "fence":

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class PlanError(ValueError):
-    """A plan that names what does not exist: the brain and the hand disagree about the tables."""
+    """A plan names a slot or page that does not exist: the brain and the hand disagree about the tables."""
 
 
 def within(values: npt.NDArray[np.integer[Any]], limit: int, what: str) -> None:

@@ -20,16 +20,16 @@ LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("triton", "torch", "fa3")
 SAVE_ORDERS = ("behind", "fence", "inline")
 MOST_HOT_ROWS = 32767
-"""Their numbers are stored in 16 bits."""
+"""The largest number of hot rows, since their numbers have 16 bits."""
 
 
 class ConfigError(ValueError):
-    """A configuration that the hand can't follow."""
+    """The hand can't follow a configuration."""
 
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """Everything resolved by the brain; the fields are described in `docs/protocol.md`."""
+    """The hand's configuration, with everything resolved. `docs/protocol.md` describes the fields."""
 
     model: Mapping[str, Any]
     load_format: str
@@ -62,12 +62,12 @@ class RunnerConfig:
     hot_row_tokens: int | None
     sparse_top_k: int | None
     image_pool_tokens: int | None
-    """None: what `image_page_count` takes."""
+    """The positions of all image pages; None: the choice of `image_page_count`."""
     kv_save_order: str
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
-        """Reads a `config` frame's object; raises `ConfigError` on what is missing or makes no sense."""
+        """Reads a `config` frame's object. Raises `ConfigError` for missing and senseless values."""
         missing = [field.name for field in fields(cls) if field.name not in values and field.default is MISSING]
         if missing:
             raise ConfigError(f"the config lacks {', '.join(missing)}")
@@ -148,7 +148,7 @@ class RunnerConfig:
 
     @property
     def hot_rows(self) -> int:
-        """Rows of the device that a sparse slot keeps at least; 0: no slot is ever sparse."""
+        """The least number of rows of the device that a sparse slot keeps; 0: no slot is ever sparse."""
         if self.hot_row_tokens is None:
             return 0
         model = self.model_config
@@ -158,7 +158,7 @@ class RunnerConfig:
 
     @property
     def row_pages(self) -> int:
-        """Pages that the hot rows of a sparse slot take."""
+        """The number of pages of a sparse slot's hot rows."""
         return -(-self.hot_rows // self.page_size)
 
     @property
@@ -183,11 +183,11 @@ class RunnerConfig:
 
     @property
     def images(self) -> Preprocessing | None:
-        """The way from an image to patches; None: the model sees none."""
+        """The way from an image to patches; None: the model takes no images."""
         values = self.model.get("images")
         return None if values is None else Preprocessing.from_dict(values)
 
     @property
     def pages_per_slot(self) -> int:
-        """Pages that hold one whole context."""
+        """The number of pages of one whole context."""
         return -(-self.context_length // self.page_size)

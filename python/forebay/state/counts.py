@@ -13,7 +13,7 @@ from forebay.device import Device
 Int64s = npt.NDArray[np.int64]
 SEEN, GENERATED = range(2)
 _FIRST = 4
-"""Lines of the first table."""
+"""The number of lines of the first table."""
 
 
 def ragged(first: Int64s, counts: Int64s) -> Int64s:
@@ -24,7 +24,7 @@ def ragged(first: Int64s, counts: Int64s) -> Int64s:
 
 @dataclass(frozen=True)
 class Recount:
-    """Lines of the table that are made anew from a slot's tokens."""
+    """Lines of the table to count again from a slot's tokens."""
 
     lines: Int64s  # [l]
     tokens: Int64s  # entries of the token pool that are counted
@@ -33,10 +33,10 @@ class Recount:
 
 
 class TokenCounts:
-    """Counters int32 `[lines, 2, vocabulary]` on the device, a line for every slot whose request has a penalty.
+    """Counters int32 `[lines, 2, vocabulary]` on the device, with a line for every slot with a penalty.
 
-    A line has two rows: of every token that was seen, and of those that were generated. The lines are given out and
-    counted by the host when a slot is written; the sampler adds each token as it is sampled.
+    A line has two rows: the counts of all seen tokens, and those of generated tokens. The host assigns lines and counts
+    tokens when a slot is written. The sampler adds each sampled token.
     """
 
     def __init__(self, slots: int, vocabulary: int, device: Device) -> None:
@@ -53,11 +53,14 @@ class TokenCounts:
         return self._table.nbytes
 
     def lines(self, slots: Int64s) -> Int64s:
-        """The lines of `slots` [r]; -1: none. For the host."""
+        """The lines of `slots` [r]; -1: none. Called by the host."""
         return self._line[slots]
 
     def renew(self, slots: Int64s, penalised: npt.NDArray[np.bool_]) -> Int64s:
-        """Takes the lines of `slots` [n] back and gives lines [l] to those that are `penalised`. For the host."""
+        """Takes the lines of `slots` [n] back, and gives lines [l] to those that are `penalised`.
+
+        Called by the host.
+        """
         if not penalised.any() and len(self._free) == self._capacity:
             return np.zeros(0, np.int64)
         old = self._line[slots]
@@ -72,9 +75,9 @@ class TokenCounts:
         return self._line[wanted]
 
     def recount(self, lines: Int64s, stride: Int64s, first: Int64s, prompt_len: Int64s, counts: Int64s) -> Recount:
-        """The work of `write` for new slots [l], whose tokens begin at `stride` in the pool. For the host.
+        """The work of `write` for new slots [l], whose tokens begin at `stride` in the pool. Called by the host.
 
-        Tokens `first .. counts` are seen, those from `prompt_len` on are generated.
+        Tokens `first .. counts` are seen, and those from `prompt_len` on are generated.
         """
         begin = self.begin(lines)
         own = np.maximum(prompt_len, first)
@@ -84,7 +87,7 @@ class TokenCounts:
         return Recount(lines, tokens, np.concatenate(repeated), self._capacity)
 
     def write(self, recount: Recount, token_pool: torch.Tensor) -> None:
-        """Counts the tokens of new slots. For work."""
+        """Counts the tokens of new slots. Called as work."""
         if recount.capacity > len(self._table):
             grown = self._device.zeros((recount.capacity, 2, self._vocabulary), torch.int32)
             grown[: len(self._table)] = self._table
@@ -94,16 +97,16 @@ class TokenCounts:
         self._add(counters + token_pool.view(-1).index_select(0, tokens))
 
     def add(self, begin: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts a sampled token [l] in each line whose counters begin at `begin` [l]. For work."""
+        """Counts a sampled token [l] in each line whose counters begin at `begin` [l]. Called as work."""
         entries = begin + tokens
         self._add(torch.cat((entries, entries + self._vocabulary)))
 
     def begin(self, lines: Int64s) -> Int64s:
-        """The beginnings of the counters of `lines`. For the host."""
+        """The index of the first counter of each of `lines`. Called by the host."""
         return lines * (2 * self._vocabulary)
 
     def select(self, lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of times that each token was seen, and was generated, [l, vocabulary] each. For work."""
+        """The number of times that each token was seen, and was generated, [l, vocabulary] each. Called as work."""
         found = self._table.index_select(0, lines)
         return found[:, SEEN], found[:, GENERATED]
 

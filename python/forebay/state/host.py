@@ -1,8 +1,8 @@
 """The host's tier: pages of keys and values in memory that outlives this process.
 
-The brain makes the memory, an anonymous file, and the hand says how large it is to be. A page of all layers is one
-piece: its main part, then its index part if it has one, as they lie on the device. Whoever copies whole pages need not
-know the order inside of one. Behind the pages there is room for a checksum each.
+The brain makes the memory, an anonymous file, and the hand chooses its size. A page of all layers is one piece: its
+main part, then its index part if it has one, in the device's order. So copies of whole pages need not know the order
+inside. Behind the pages there is a checksum for each.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def asked_pages(config: RunnerConfig, pages: int, page_bytes: int) -> int:
-    """Pages of the host's tier as the brain asks for them, beside so many of the device; 0: for none.
+    """The requested number of pages of the host's tier, beside so many of the device; 0: none.
 
-    Raises `ConfigError` where that is less than a page of `page_bytes`.
+    Raises `ConfigError` if the request is less than a page of `page_bytes`.
     """
     if config.host_pages is not None:
         # What an earlier hand was given: its blocks are there.
@@ -44,10 +44,10 @@ def asked_pages(config: RunnerConfig, pages: int, page_bytes: int) -> int:
 
 
 def host_page_count(config: RunnerConfig, kv: KvPool, available_bytes: int) -> int:
-    """Pages of the host's tier, 0 without one.
+    """The number of pages of the host's tier, 0 without one.
 
-    `available_bytes` is what is free when weights and pages of the device have taken theirs. Raises `ConfigError` when
-    there is not enough for what was asked for, or it is less than a page.
+    `available_bytes` is the free memory beside weights and pages of the device. Raises `ConfigError` if it is not
+    enough for the request, or the request is less than a page.
     """
     if config.host_bytes is None and config.host_ratio is None and config.host_pages is None:
         return 0
@@ -82,7 +82,7 @@ class HostPool:
         self._checksums = mapped[pages * page_bytes :].view(np.uint32)
 
     def rows(self, kv: KvPool) -> list[torch.Tensor]:
-        """The main part of all pages as rows, `[pages, page_size, width]` a layer, where it is one pool of rows."""
+        """The main part of all pages as rows, `[pages, page_size, width]` for each layer, if it is one pool of rows."""
         (pool,) = kv.main.pools
         layers = kv.main.page_stride // kv.page_size
         elements = kv.main.page_bytes // pool.itemsize
@@ -90,7 +90,7 @@ class HostPool:
         return list(main.unflatten(1, (layers, kv.page_size, -1)).unbind(1))
 
     def seal(self, page: int, first: int, count: int) -> None:
-        """Notes the checksum of a page of which these positions were saved, once all were since its first one."""
+        """Notes the checksum of a page after a save of these positions, once all positions are saved."""
         if count < self._page_size:
             saved = self._parts.setdefault(page, set())
             if first == 0:
@@ -102,5 +102,5 @@ class HostPool:
         self._checksums[page] = zlib.crc32(self.pages[page].data)
 
     def is_sealed(self, page: int) -> bool:
-        """True if a page is as it was when its checksum was noted."""
+        """True if a page has the content of its checksum."""
         return bool(self._checksums[page] == zlib.crc32(self.pages[page].data))

@@ -1,4 +1,4 @@
-"""Tables of sparse slots: which positions their hot rows hold (HiSparse, SGLang #21932)."""
+"""Tables of sparse slots: the positions in their hot rows (HiSparse, SGLang #21932)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from forebay.weights.config import ModelConfig
 class HotRows:
     """The state of the rows of sparse slots, on the device; the list of sparse slots, on the host.
 
-    An indexed layer and those that share its choice are a *group*: they hold rows of the same positions. The last
-    column of each table of a group is for what is written and never read.
+    An indexed layer and the layers that share its choice are a *group*. They hold rows of the same positions. The last
+    column of each table of a group takes writes that are never read.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class HotRows:
         self._pages = pages
         self.host = host
         self.count = config.row_pages * config.page_size
-        """Rows of a slot."""
+        """The number of rows of a slot."""
         shapes = self._shapes(config, model)
         place = device.torch_device
         self.host_table = torch.full(shapes["host_table"], NO_PAGE, dtype=torch.int32, device=place)
@@ -43,9 +43,9 @@ class HotRows:
         self._owner = device.zeros(shapes["owner"], torch.int32)
         self._stamp = device.zeros(shapes["owner"], torch.int32)
         self.clock = torch.zeros(config.slots, dtype=torch.int32, device=place)
-        """Steps of each slot since it became sparse."""
+        """The number of steps of each slot since it became sparse."""
         self.sparse = np.zeros(config.slots, np.bool_)
-        """True for slots that are sparse. For the host."""
+        """True for sparse slots. Used by the host."""
 
     @staticmethod
     def _shapes(config: RunnerConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -66,11 +66,11 @@ class HotRows:
         return sum(int(np.prod(shapes[name])) * size for name, size in elements.items())
 
     def group(self, number: int) -> GroupRows:
-        """The tables of an indexed layer, and of those that share its choice. For work."""
+        """The tables of an indexed layer, and of the layers that share its choice. Called as work."""
         return GroupRows(self._row_of[number], self._owner[number], self._stamp[number])
 
     def read(self, plan: Plan) -> None:
-        """Checks what a plan has for these tables, after its new slots were checked. Raises `PlanError`."""
+        """Checks the plan's writes to these tables, after its new slots were checked. Raises `PlanError`."""
         slots, indices, row_pages = self._limits
         if len(plan.slots):
             self.sparse[plan.slots[:, SlotWord.SLOT]] = False
@@ -83,7 +83,7 @@ class HotRows:
             self._become_sparse(plan.hot_rows)
 
     def check_rows(self, slot: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """The rows of sparse slots, bool [r]; None: none. Raises `PlanError` if such a row has positions."""
+        """The rows of sparse slots, bool [r]; None: there are none. Raises `PlanError` if such a row has positions."""
         sparse = self.sparse[slot]
         if not sparse.any():
             return None
@@ -92,13 +92,16 @@ class HotRows:
         return sparse
 
     def clear(self, inputs: StepInputs, page_table: torch.Tensor) -> None:
-        """Has new slots name no page, neither here nor in `page_table`. For work."""
+        """Makes new slots name no page, neither here nor in `page_table`. Called as work."""
         new = inputs.records("slots", SLOT_WORDS)[:, SlotWord.SLOT]
         for table in (page_table, self.host_table, self.table):
             table.index_fill_(0, new, NO_PAGE)
 
     def write(self, inputs: StepInputs) -> None:
-        """Overwrites pages of the host's tier, and pages of hot rows, whose slots hold no position then. For work."""
+        """Overwrites pages of the host's tier and pages of hot rows. Their slots then hold no position.
+
+        Called as work.
+        """
         for table, name in ((self.host_table, "host_writes"), (self.table, "hot_rows")):
             slot, index, page = inputs.column(name).view(-1, PAGE_WRITE_WORDS).unbind(1)
             table.view(-1).index_copy_(0, slot.long() * table.shape[1] + index, page)
@@ -108,7 +111,7 @@ class HotRows:
         self.clock.index_fill_(0, begun, 0)
 
     def forget_pages(self) -> None:
-        """Has no slot name a page. For work."""
+        """Makes all slots name no page. Called as work."""
         self.host_table.fill_(NO_PAGE)
         self.table.fill_(NO_PAGE)
 

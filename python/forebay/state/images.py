@@ -1,4 +1,4 @@
-"""Images in slots: the pages that hold a tower's output, where images stand, and what positions are called there."""
+"""Images in slots: pages of a tower's output, the places of images, and the rotary numbers of positions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from forebay.weights.vision import Preprocessing, Vision
 PAGE_POSITIONS = 64
 """Positions of an image page."""
 _LEAST_POSITIONS = 8192
-"""Of a pool whose size nobody named."""
+"""The least number of positions of a pool without a given size."""
 _NOWHERE: Int64s = np.zeros(0, np.int64)
 
 
 def image_page_count(config: RunnerConfig, images: Preprocessing) -> int:
-    """Image pages to allocate: of a fixed number of positions, or of twice the largest image. Raises `ConfigError`."""
+    """The number of image pages: for a given number of positions, or for twice the largest image.
+
+    Raises `ConfigError`.
+    """
     positions = config.image_pool_tokens
     if positions is None:
         positions = max(_LEAST_POSITIONS, 2 * min(images.most_positions, config.context_length))
@@ -34,12 +37,15 @@ def image_page_count(config: RunnerConfig, images: Preprocessing) -> int:
 
 
 def pages_of(positions: int) -> int:
-    """Image pages that hold so many positions."""
+    """The number of image pages for so many positions."""
     return -(-positions // PAGE_POSITIONS)
 
 
 class ImagePool:
-    """The outputs of towers: a row a position, `[pages * 64, (1 + deepstack) * hidden]`, zero until written."""
+    """The outputs of towers, a row for each position, `[pages * 64, (1 + deepstack) * hidden]`.
+
+    They are zero at first.
+    """
 
     def __init__(self, vision: Vision, pages: int, dtype: torch.dtype, device: Device) -> None:
         self.page_count = pages
@@ -48,15 +54,15 @@ class ImagePool:
 
     @staticmethod
     def nbytes(vision: Vision, pages: int, dtype: torch.dtype) -> int:
-        """Bytes of so many pages."""
+        """The bytes of so many pages."""
         return pages * PAGE_POSITIONS * vision.position_elements * dtype.itemsize
 
     def write(self, entries: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keeps rows [m, (1 + deepstack) * hidden] at entries int64 [m]. For work."""
+        """Keeps rows [m, (1 + deepstack) * hidden] at entries int64 [m]. Called as work."""
         self._rows.index_copy_(0, entries, rows)
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
-        """The rows at entries int64 [m], [m, 1 + deepstack, hidden]. For work."""
+        """The rows at entries int64 [m], [m, 1 + deepstack, hidden]. Called as work."""
         rows: torch.Tensor = self._rows.index_select(0, entries).unflatten(1, self._shape)
         return rows
 
@@ -74,9 +80,9 @@ class ImageSpan:
     height: int
     width: int
     rope: int
-    """The number of its first position."""
+    """The rotary number of its first position."""
     pages: Int64s
-    """The image pages of its rows; none as long as no row of a plan reaches it."""
+    """The image pages of its rows; none as long as no row of a plan reaches the image."""
 
     @property
     def count(self) -> int:
@@ -97,7 +103,7 @@ class Tokens:
 
 
 class Layout:
-    """The images of a slot, in order: they never change, another takes their place."""
+    """The images of a slot, in order. A layout never changes; another takes its place."""
 
     def __init__(self, spans: Iterable[ImageSpan]) -> None:
         """Raises `PlanError` for images that overlap."""
@@ -106,15 +112,15 @@ class Layout:
             if after.first < before.end:
                 raise PlanError(f"images at positions {before.first}..{before.end} and from {after.first} on overlap")
         self.end = self._spans[-1].end
-        """Behind the last image."""
+        """The position behind the last image."""
 
     def with_(self, span: ImageSpan) -> Layout:
-        """The same, but for this image: another one, or in place of the one that begins there."""
+        """The layout with this image added, or in place of the image with the same first position."""
         return Layout([span, *(old for old in self._spans if old.first != span.first)])
 
     @cached_property
     def shift(self) -> int:
-        """From a position behind the last image to its number."""
+        """The difference between a position behind the last image and its rotary number."""
         return int(self._columns[4][-1]) - self.end
 
     @cached_property
@@ -124,13 +130,13 @@ class Layout:
         return tuple(np.array(words, np.int64).T)
 
     def check(self, start: int, end: int) -> None:
-        """Raises `PlanError` if positions `start .. end` are in an image whose pages nobody named."""
+        """Raises `PlanError` if positions `start .. end` are in an image without pages."""
         for span in self._spans:
             if start < span.end and span.first < end and not len(span.pages):
                 raise PlanError(f"a row {start}..{end} in the image at position {span.first}, which has no pages")
 
     def positions(self, start: int, length: int) -> Int64s:
-        """The numbers of positions [length] from `start` on, [3, length]."""
+        """The rotary numbers of positions [length] from `start` on, [3, length]."""
         first, count, width, rope, behind = self._columns
         at = np.arange(start, start + length)
         image = np.searchsorted(first, at, side="right") - 1
@@ -143,7 +149,7 @@ class Layout:
         return numbers
 
     def rows(self, start: int, length: int) -> tuple[Int64s, Int64s]:
-        """The positions [length] from `start` on that stand in images, [m], and the places of their rows, [m]."""
+        """The positions [length] from `start` on that are in images, [m], and the places of their rows, [m]."""
         at, entries = [_NOWHERE], [_NOWHERE]
         for span in self._spans:
             first, end = max(start, span.first), min(start + length, span.end)
@@ -163,7 +169,7 @@ class RowImages:
     end: Int64s  # [r]: behind the last image; 0 without one
 
     def tokens(self, row: Int64s, start: Int64s, length: Int64s) -> Tokens:
-        """The same by the step's tokens: those of pieces of rows, [p], one after the other."""
+        """The images of a step's tokens, which come in pieces of rows [p], one after the other."""
         positions = ragged(start + self.shift[row], length)
         early = np.flatnonzero(start < self.end[row])
         if not len(early):
@@ -183,14 +189,14 @@ class RowImages:
 
 
 class SlotImages:
-    """The images that stand in each slot. On the host: a step's share of it is decided when the plan is read."""
+    """The images of each slot, on the host. A step's share of them is decided when the plan is read."""
 
     def __init__(self, slots: int, context_length: int, pages: int) -> None:
         self._slots, self._context_length, self._pages = slots, context_length, pages
         self._layouts: dict[int, Layout] = {}
 
     def read(self, plan: Plan) -> None:
-        """Forgets the images of new slots, and takes those of the plan. Raises `PlanError`."""
+        """Forgets the images of new slots, and reads those of the plan. Raises `PlanError`."""
         if self._layouts:
             for slot in plan.slots[:, SlotWord.SLOT].tolist():
                 self._layouts.pop(slot, None)
@@ -215,7 +221,10 @@ class SlotImages:
             self._layouts[slot] = Layout([span]) if layout is None else layout.with_(span)
 
     def of_rows(self, slot: Int64s, start: Int64s, length: Int64s) -> RowImages | None:
-        """The images of rows [r]; None: their slots have none. Raises `PlanError` for one that can't be read yet."""
+        """The images of rows [r]; None: their slots have none.
+
+        Raises `PlanError` for an image that can't be read yet.
+        """
         if not self._layouts:
             return None
         layouts = tuple(self._layouts.get(number) for number in slot.tolist())

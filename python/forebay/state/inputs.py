@@ -1,4 +1,4 @@
-"""Input rows that requests bring along, in place of those of the embedding table."""
+"""Input rows that come with requests, in place of those of the embedding table."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from forebay.state.slots import Int64s, PlanError, SlotTables
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of those of a step's `r` rows that begin at a position whose input is in the arena."""
+    """The inputs of rows, of a step's `r`, whose first input is in the arena."""
 
     used: npt.NDArray[np.bool_]  # [r]
     embeds: Int64s  # [r]: where the embeddings of the row's slot begin in the arena, in bytes
     until: Int64s  # [r]: the positions below have theirs there
 
     def spans(self, row: Int64s, start: Int64s, length: Int64s) -> list[Span]:
-        """The same by the step's tokens: those of pieces of rows, [p], one after the other."""
+        """The spans of a step's tokens, which come in pieces of rows [p], one after the other."""
         counts = np.minimum(length, self.until[row] - start)
         used = self.used[row] & (counts > 0)
         at = np.cumsum(length) - length
@@ -39,7 +39,7 @@ class Span:
 
 
 class PromptRows:
-    """The embeddings of prompts in the arena: `prompt_len` rows of `hidden` elements a slot that has any."""
+    """The embeddings of prompts in the arena: `prompt_len` rows of `hidden` elements for each slot that has some."""
 
     def __init__(self, arena: npt.NDArray[np.uint8], tables: SlotTables, hidden: int, dtype: torch.dtype) -> None:
         self._arena = arena
@@ -49,7 +49,10 @@ class PromptRows:
         self._row_bytes = hidden * dtype.itemsize
 
     def given(self, slot: Int64s, start: Int64s) -> Given | None:
-        """Inputs in the arena of rows [r] from `start` on; None: there are none. Raises `PlanError`. For the host."""
+        """Inputs in the arena of rows [r] from `start` on; None: there are none. Raises `PlanError`.
+
+        Called by the host.
+        """
         tables = self._tables
         embeds = tables.embeds[slot]
         if np.maximum.reduce(embeds) < 0:
@@ -63,17 +66,17 @@ class PromptRows:
         return Given(used, embeds, prompt_len)
 
     def addresses(self, given: Given) -> Int64s:
-        """The address in this process of the embedding of each row's slot at position 0; 0 if not `used`, [r]."""
+        """The address of the embedding at position 0 of each row's slot, [r]; 0 if it is not `used`."""
         return np.where(given.used, self._arena.ctypes.data + given.embeds, 0)
 
     def rows(self, span: Span) -> npt.NDArray[np.uint8]:
-        """The bytes of a span's embeddings, uint8 [count * row bytes], copied: no tensor refers to the arena."""
+        """The bytes of a span's embeddings, uint8 [count * row bytes], as a copy: no tensor refers to the arena."""
         first = span.embeds + span.first * self._row_bytes
         found: npt.NDArray[np.uint8] = self._arena[first : first + span.count * self._row_bytes].copy()
         return found
 
     def tensor(self, bytes_: torch.Tensor) -> torch.Tensor:
-        """The embeddings [count, hidden] that a span's bytes are. For work."""
+        """The embeddings [count, hidden] of a span's bytes. Called as work."""
         return bytes_.view(self._dtype).view(-1, self._hidden)
 
     def _check(self, slot: int) -> None:

@@ -14,7 +14,7 @@ from forebay.weights.parts import Latent
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers, of both of its parts."""
+    """Bytes of one page over all layers and both parts."""
     elements = model.num_hidden_layers * model.attention.position_elements
     if model.indexer is not None:
         elements += model.indexer.position_elements
@@ -22,12 +22,11 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
 
 
 def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> int:
-    """Pages to allocate: a fixed number of tokens, or what fits the share of memory that weights leave.
+    """The number of pages to allocate: for a given number of tokens, or for the memory beside the weights.
 
-    `available_bytes` is what was free before the weights were allocated, `weight_bytes` what they take when steps are
-    computed, and what steps take beside them if that was measured. While they are loaded and packed it may be more, but
-    then the pool's memory is not taken yet. More than every slot can fill is never taken from memory; a fixed number is
-    taken as it is.
+    `available_bytes` is the free memory before the weights were allocated. `weight_bytes` is the memory of weights in
+    steps, and of the steps themselves if that was measured. During the load it may be more, but the pool's memory is
+    not taken yet then. Memory gives no more pages than all slots can fill. A given number is taken as it is.
     """
     if config.max_total_tokens is not None:
         count = config.max_total_tokens // config.page_size
@@ -46,15 +45,15 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
 
 @dataclass(frozen=True)
 class Part:
-    """One of the parts of a page: what has page numbers and a page table of its own."""
+    """One of the parts of a page, with page numbers and a page table of its own."""
 
     pools: tuple[torch.Tensor, ...]
-    """A page is a contiguous piece of each."""
+    """The pools. A page is a contiguous piece of each."""
     page_count: int
     page_bytes: int
-    """Over all layers."""
+    """The bytes of a page over all layers."""
     page_stride: int
-    """Entries of a layer from a page's first to that of the next."""
+    """Entries of a layer from a page's first entry to the next page's."""
 
     def pieces(self) -> list[torch.Tensor]:
         """The bytes of each page, uint8 `[page_count, bytes]` for each pool in turn."""
@@ -62,12 +61,12 @@ class Part:
 
 
 class KvPool:
-    """The keys and values that all layers keep of positions, zero until written.
+    """The keys and values of positions in all layers, zero at first.
 
-    The main part is keys and values, or latent rows, and has the null page behind its pages. Keys and values are a pool
-    each, two a layer, `[page_count + 1, page_size, kv_heads, head_dim]`. Latent rows of all layers are one pool,
-    `[page_count + 1, layers, page_size, row]`: a page is one contiguous piece. So are the keys of an index,
-    `[page_count, indexed layers, page_size, head_dim]`, the index part of a page.
+    The main part is keys and values, or latent rows, and the null page is behind its pages. Keys and values are a pool
+    each, two for a layer, `[page_count + 1, page_size, kv_heads, head_dim]`. Latent rows of all layers are one pool,
+    `[page_count + 1, layers, page_size, row]`, so a page is one contiguous piece. The keys of an index, `[page_count,
+    indexed layers, page_size, head_dim]`, are the index part of a page.
     """
 
     def __init__(
@@ -88,12 +87,12 @@ class KvPool:
         self.dtype = dtype
         self.layers: list[LayerKV] = []
         self.index_keys: list[torch.Tensor] = []
-        """One an indexed layer, [entries, head_dim]; none without an index."""
+        """The index keys of each indexed layer, [entries, head_dim]; none without an index."""
         self.main = Part((), pages, 0, page_size)
         self.backed = index_pages is not None
         """True if index pages have the numbers of pages of the host's tier."""
         self.index: Part | None = None
-        """None: queries attend to their whole context."""
+        """The index part; None: queries attend to their whole context."""
         if model is None:
             return
         layers, attention = model.num_hidden_layers, model.attention
@@ -119,7 +118,7 @@ class KvPool:
 
     @property
     def parts(self) -> list[Part]:
-        """In the order in which the host's tier has them in a page."""
+        """The parts of a page, in the order of the host's tier."""
         return [self.main] if self.index is None else [self.main, self.index]
 
     @property

@@ -1,7 +1,7 @@
-"""The number of pages of each part if there may be sparse slots (HiSparse, SGLang #21932).
+"""The number of pages of each part if slots may be sparse (HiSparse, SGLang #21932).
 
-Every page of a request then has one of the host's tier behind it, whose number also names its page of index keys. So
-the index part has as many pages as the host's tier, and the main part gets the memory that is left.
+Every page of a request then has a page of the host's tier behind it. Its number also names the page of index keys. So
+the index part has as many pages as the host's tier, and the main part gets the rest of the memory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from forebay.state.pages import page_bytes, page_count
 from forebay.weights.config import ModelConfig
 
 GROWTH_PAGES = 4
-"""Pages that one sparse request takes besides those of its hot rows: its last ones, and room to go on."""
+"""Pages of one sparse request besides those of its hot rows: its last ones, and room to grow."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Pages to allocate."""
+    """The numbers of pages to allocate."""
 
     pages: int
-    """Of the main part."""
+    """Pages of the main part."""
     index_pages: int | None
-    """Of the index part; None: as many, with the same numbers."""
+    """Pages of the index part; None: as many as of the main part, with the same numbers."""
 
     @classmethod
     def of(cls, config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> Sizes:
-        """The arguments are those of `page_count`. Raises `ConfigError` where there is too little memory."""
+        """The sizes for the arguments of `page_count`. Raises `ConfigError` if there is too little memory."""
         if not config.hot_rows:
             return cls(page_count(config, model, available_bytes, weight_bytes), None)
         assert model.indexer is not None

@@ -1,4 +1,4 @@
-"""The slot tables: what each slot's tokens, pages and sampling parameters are."""
+"""The slot tables: each slot's tokens, pages and sampling parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_IDS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Writes:
-    """The writes of a plan that are left to do on the device, after the host's tables were written."""
+    """The writes of a plan that are left for the device, after the host's tables were written."""
 
     tokens: int  # tokens of new slots in the plan itself
     from_arena: tuple[Int64s, Int32s] | None  # entries of the token pool, and the tokens that they get
@@ -39,7 +39,7 @@ class SlotTables:
     """Rows by slot. Tokens, pages and counts lie on the device, sampling parameters on the host.
 
     A plan is applied in two parts: `read` on the host, which may be a plan ahead of the device, and `write` as work.
-    What the host decides for a step comes from what it has read so far. Work uses no table of the host.
+    The host decides a step by the plans that it has read so far. Work uses no table of the host.
     """
 
     def __init__(self, config: RunnerConfig, vocabulary: int, device: Device, hot: HotRows | None = None) -> None:
@@ -80,7 +80,7 @@ class SlotTables:
         self.only_stops: set[int] = set()
 
     def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
-        """Overwrites the host's part of new slots; gives what is left for `write`, None if that is nothing.
+        """Overwrites the host's part of new slots. Gives the writes that are left for `write`; None: there are none.
 
         Raises `PlanError`.
         """
@@ -108,7 +108,7 @@ class SlotTables:
         return Writes(len(plan.tokens), from_arena, pages, recount, slots=True, backing=backing)
 
     def write(self, writes: Writes, inputs: StepInputs) -> None:
-        """Overwrites the device's part of new slots, and page table entries. For work."""
+        """Overwrites the device's part of new slots, and page table entries. Called as work."""
         pool = self.token_pool.view(-1)
         if writes.tokens:
             pool.index_copy_(0, self._inline_entries(inputs, writes.tokens), inputs.column("tokens"))
@@ -126,7 +126,7 @@ class SlotTables:
             self.counts.write(writes.recount, self.token_pool)
 
     def forget_pages(self) -> None:
-        """Has no slot name a page. For work."""
+        """Makes all slots name no page. Called as work."""
         self.page_table.fill_(-1)
         if self.hot is not None:
             self.hot.forget_pages()
@@ -138,7 +138,7 @@ class SlotTables:
             raise PlanError("pages of the host's tier in a plan for slots that are never sparse")
 
     def _inline_entries(self, inputs: StepInputs, total: int) -> torch.Tensor:
-        """Entries of the token pool, int64 [total], that the plan's own tokens are for. For work."""
+        """Entries of the token pool, int64 [total], that the plan's own tokens are for. Called as work."""
         records = inputs.records("slots", SLOT_WORDS)
         counts = records[:, SlotWord.TOKEN_COUNT] * (records[:, SlotWord.ARENA_OFFSET] < 0)
         first = records[:, SlotWord.SLOT] * self.stride - (counts.cumsum(0) - counts)
@@ -223,7 +223,7 @@ def _tokens_at(arena: npt.NDArray[np.uint8], offset: int, count: int) -> Int32s:
 
 
 def penalised(floats: Float32s) -> npt.NDArray[np.bool_]:
-    """The rows of a table by `SlotFloat` that have a penalty that is on."""
+    """The rows of a table by `SlotFloat` with an active penalty."""
     on: npt.NDArray[np.bool_] = (
         (floats[:, SlotFloat.REPETITION_PENALTY] != 1)
         | (floats[:, SlotFloat.PRESENCE_PENALTY] != 0)

@@ -10,12 +10,12 @@ from forebay.protocol.plan import Plan
 
 
 class StepInputs:
-    """A plan's columns on the device, int32, by name: views of one copy of its frame's body. For work."""
+    """A plan's columns on the device, int32, by name. They are views of one copy of its frame's body. Used as work."""
 
     def __init__(self, plan: Plan, device: Device) -> None:
         self.plan = plan
         self.received: Received | None = None
-        """The plan where kernels read it, once it is there."""
+        """The plan for kernels, once it is on the device."""
         self._device = device
         self._body: torch.Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""The folder of files that Forebay made or downloaded. A file gets there whole or not at all."""
+"""The folder of files that Forebay made or downloaded. A file is there whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["atomic_file", "cache_directory"]
 
 
 def cache_directory(chosen: str | Path | None = None) -> Path:
-    """`chosen`, or `$FOREBAY_CACHE`, or `forebay` in the user's cache folder. It need not exist yet."""
+    """`chosen`, or `$FOREBAY_CACHE`, or `forebay` in the user's cache folder. The folder need not exist yet."""
     if chosen is not None:
         return Path(chosen).expanduser().absolute()
     if os.environ.get("FOREBAY_CACHE"):
@@ -23,9 +23,9 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that is at `path` when the block ends, and nowhere if it raises.
+    """A file to write. It is at `path` when the block ends, and nowhere if the block raises.
 
-    Readers see the old content or the new, also after a power cut; of two writers at once the last wins.
+    Readers see the old content or the new, also after a power cut. Of two writers at once the last wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -1,4 +1,4 @@
-"""Quantised matrices as codes with scales: one form for all that checkpoints have, and their values.
+"""Quantised matrices as codes with scales: one form for all checkpoints, and their values.
 
 A matrix is [rows, inputs]. Its value at (r, i) is `(code[r, i] - zero[r, g]) * scale[r / rows of a block, g]`, where g
 is the group of input i. 8-bit floats are their own values and have no zero points. Codes of 4 bits come one a byte
@@ -18,37 +18,37 @@ from forebay.weights.stored import COMPRESSED, Fp8, Int4, Scheme
 __all__ = ["LARGEST", "Codes", "Layout", "Raw", "folded", "quantised"]
 
 LARGEST = 448.0
-"""Of an 8-bit float with 4 bits of exponent (e4m3)."""
+"""The largest 8-bit float with 4 bits of exponent (e4m3)."""
 _LEAST_SCALE = 1e-12
-"""The least scale of values that are quantised here: a row of zeros has a scale too."""
+"""The least scale that quantisation makes. So a row of zeros has a scale too."""
 _AT_A_TIME = 256
-"""Rows that are multiplied out: a matrix of all scales would be as large as the values."""
+"""Rows that are multiplied out at once. A matrix of all scales would be as large as the values."""
 _PER_WORD = 8
-"""Codes of 4 bits in 32."""
+"""The number of 4-bit codes in a word of 32 bits."""
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The place in a word at which AWQ has the codes of each of eight neighbours."""
+"""The place of each of eight neighbouring codes in a word of AWQ."""
 _MOST_FOLDED = 128
 _LEAST_TILE = 16
-"""Inputs of a product on tensor cores."""
+"""The least number of inputs of a product on tensor cores."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The form in which a device keeps a matrix."""
+    """The form of a matrix on a device."""
 
     inputs: int
     group: int
-    """Inputs that share a scale."""
+    """The number of inputs that share a scale."""
     block_rows: int = 1
-    """Rows that do."""
+    """The number of rows that share a scale."""
     fold: int = 0
-    """Neighbouring inputs whose 4-bit codes are folded in half of as many bytes; 0: codes are 8-bit floats."""
+    """Neighbouring inputs whose 4-bit codes are folded into half as many bytes; 0: codes are 8-bit floats."""
     ordered: bool = False
-    """Inputs are in an order of their own."""
+    """True if inputs have an order of their own."""
 
     @classmethod
     def of(cls, scheme: Scheme, inputs: int, parts: list[int]) -> Layout | None:
-        """Of fused matrices of so many rows; None: there is no product for that, and it is multiplied out."""
+        """The layout of a fused matrix with so many rows for each part; None: it is multiplied out."""
         if isinstance(scheme, Int4):
             group = scheme.group or inputs
             fold = min(group & -group, _MOST_FOLDED)
@@ -66,12 +66,12 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Bytes of a row's codes."""
+        """The bytes of a row's codes."""
         return self.inputs // 2 if self.fold else self.inputs
 
     @property
     def groups(self) -> int:
-        """Scales of a row."""
+        """The number of scales of a row."""
         return -(-self.inputs // self.group)
 
 
@@ -85,10 +85,10 @@ class Codes:
     group: int
     block_rows: int
     order: torch.Tensor | None = None
-    """int64 [inputs]: which input each column is; None: they are in order."""
+    """The input of each column, int64 [inputs]; None: they are in order."""
 
     def values(self) -> torch.Tensor:
-        """float32 [rows, inputs]."""
+        """The values, float32 [rows, inputs]."""
         values = self.codes.float()
         inputs = values.shape[1]
         for first in range(0, len(values), _AT_A_TIME):
@@ -109,24 +109,24 @@ class Codes:
 
 @dataclass(frozen=True)
 class Raw:
-    """The tensors of one matrix as a checkpoint has them."""
+    """The tensors of one matrix of a checkpoint."""
 
     name: str
     scheme: Scheme
     parts: Mapping[str, torch.Tensor]
-    """The tensors by the ends of their names, behind the module's."""
+    """The tensors, by the ends of their names behind the module's."""
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(part.nbytes for part in self.parts.values())
 
     def at(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Raw:
-        """The same elsewhere."""
+        """The same codes at another place."""
         return Raw(self.name, self.scheme, {end: place(part) for end, part in self.parts.items()})
 
     def codes(self) -> Codes:
-        """Raises ModelError for groups that are not of one size."""
+        """The matrix as codes. Raises ModelError for groups that are not of one size."""
         if isinstance(self.scheme, Fp8):
             return self._of_floats(self.scheme)
         of = {"awq": self._of_awq, "gptq": self._of_gptq, COMPRESSED: self._of_compressed}
@@ -202,7 +202,7 @@ def _nibbles(words: torch.Tensor) -> torch.Tensor:
 def folded(codes: torch.Tensor, fold: int) -> torch.Tensor:
     """uint8 [rows, inputs / 2] of 4-bit codes uint8 [rows, inputs].
 
-    Of every `fold` neighbours the first half is in the low bits of bytes, and the second in the high ones.
+    Of every `fold` neighbours the first half is in the low bits of bytes, and the second half in the high bits.
     """
     low, high = codes.unflatten(1, (-1, 2, fold // 2)).unbind(2)
     joined: torch.Tensor = low | high << 4
@@ -210,7 +210,10 @@ def folded(codes: torch.Tensor, fold: int) -> torch.Tensor:
 
 
 def quantised(values: torch.Tensor) -> Codes:
-    """8-bit floats of values [rows, inputs], a scale a row, so that the row's largest is the largest of them."""
+    """8-bit floats of values [rows, inputs], with a scale for each row.
+
+    A row's largest value becomes the largest float.
+    """
     scale = values.abs().amax(dim=1, keepdim=True).float().div_(LARGEST).clamp_(min=_LEAST_SCALE)
     codes = (values.float() / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return Codes(codes, scale, None, values.shape[1], 1)

@@ -46,7 +46,7 @@ _NOT_SERVED = {
     "Qwen2VLForConditionalGeneration": "a vision tower of another kind, which is not built",
     "Qwen3VLMoeForConditionalGeneration": "experts in one tensor, which are not read",
 }
-"""Architectures that a user may take for supported, and what of them there is no code for."""
+"""Known architectures that are not supported, with their missing parts."""
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
 
 _DEFAULT_ROPE_THETA = 10000.0
@@ -55,40 +55,40 @@ _LAYER = re.compile(r"(?:model\.)?layers\.(?P<number>\d+)\.")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that the model code needs to build itself. Sizes are numbers of elements, positions are tokens."""
+    """The data from which the model code builds a model. Sizes are numbers of elements, and positions are tokens."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     attention: GroupedQuery | Latent
     feeds: tuple[Dense | Experts, ...]
-    """The feed-forward parts behind the attention, one a layer."""
+    """The feed-forward parts behind the attention, one for each layer."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
-    """None, or `{"rope_type": "linear" | "llama3" | "yarn", "factor": ..., ...}` with the names of transformers 4."""
+    """None, or `{"rope_type": "linear" | "llama3" | "yarn", "factor": ..., ...}` in transformers 4's names."""
     max_position_embeddings: int
     tie_word_embeddings: bool
     hidden_act: str
     sliding_window: int | None
-    """Tokens that a position sees, itself included; None where no layer has a window."""
+    """The number of tokens that a position sees, itself included; None: no layer has a window."""
     eos_token_ids: tuple[int, ...]
     stored: Stored | None = None
     """The quantisation of the checkpoint's matrices; None: they are not quantised."""
     indexer: Indexer | None = None
-    """None: queries attend to their whole context."""
+    """The indexer; None: queries attend to their whole context."""
     vision: Vision | None = None
-    """None: the model sees no images."""
+    """The vision tower; None: the model takes no images."""
     sections: Sections | None = None
-    """None: a position has one number."""
+    """The sections of rotary frequencies; None: a position has one number."""
     headless: bool = False
-    """The final states are wanted, not the logits that the output head makes of them."""
+    """True if the final states are needed, and not the logits of an output head."""
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> ModelConfig:
         """Reads a `config.json`, of transformers 4 or 5 or rebuilt from a GGUF.
 
-        Raises UnsupportedModelError for a model that the code in `forebay.models` would compute wrongly.
+        Raises UnsupportedModelError for a model that `forebay.models` would compute wrongly.
         """
         architecture = _architecture(d)
         if architecture in DECODERS:
@@ -129,7 +129,7 @@ class ModelConfig:
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers that are computed; a checkpoint may have more (`has_place_for`)."""
+        """The number of computed layers. A checkpoint may have more (`has_place_for`)."""
         return len(self.feeds)
 
     def feed(self, layer: int) -> Dense | Experts:
@@ -137,7 +137,7 @@ class ModelConfig:
         return self.feeds[layer]
 
     def has_place_for(self, name: str) -> bool:
-        """True if a checkpoint's tensor may belong to the layers that are computed.
+        """True if a checkpoint's tensor may belong to the computed layers.
 
         Behind them DeepSeek and GLM checkpoints have layers that predict further tokens (MTP), and nothing else.
         """
@@ -148,7 +148,10 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Positions that a request may use: with yarn more than `max_position_embeddings` may say, as in vLLM."""
+        """The largest number of positions of a request.
+
+        With yarn it may exceed `max_position_embeddings`, as in vLLM.
+        """
         scaling = self.rope_scaling or {}
         if scaling.get("rope_type") != "yarn":
             return self.max_position_embeddings
@@ -157,14 +160,14 @@ class ModelConfig:
 
 
 def shape_of(d: dict[str, Any], *, headless: bool = False) -> ModelConfig | EncoderConfig:
-    """The configuration of whatever kind of model a `config.json` describes; `headless` as in `ModelConfig`."""
+    """The configuration of any kind of model in a `config.json`; `headless` as in `ModelConfig`."""
     if is_encoder(d):
         return EncoderConfig.from_dict(d)
     return replace(ModelConfig.from_dict(d), headless=headless)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be."""
+    """A token id, a list of them, or nothing, as `eos_token_id` of the two config files may have."""
     if value is None:
         return ()
     return tuple(int(item) for item in value) if isinstance(value, (list, tuple)) else (int(value),)

@@ -1,7 +1,7 @@
-"""From files on this machine to the description of a model that the brain and the hand work from.
+"""The way from files on this machine to the description of a model, for the brain and the hand.
 
-`python -m forebay.weights.describe PATH` prints it in one line of JSON. The brain has found the files, or downloaded
-them. Exit status 2 and a last line that starts with "error: " tell what can't be run and why.
+`python -m forebay.weights.describe PATH` prints it in one line of JSON. The brain has found or downloaded the files
+before. An exit status of 2, and a last line that starts with "error: ", report a model that can't run, with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEY_BYTES = 32 << 20
 
 
 def describe_path(path: Path, cache: Path, *, weights: bool = True, embedding: bool = False) -> dict[str, Any]:
-    """The model in a directory or a GGUF file; without `weights` a directory needs none. Raises ModelError.
+    """The model in a directory or a GGUF file. Without `weights` a directory needs no weights. Raises ModelError.
 
     With `embedding` a model that could generate is one that pools.
     """
@@ -63,7 +63,7 @@ def describe_path(path: Path, cache: Path, *, weights: bool = True, embedding: b
 
 
 def describe_directory(directory: Path, name: str, *, weights: bool = True, embedding: bool = False) -> dict[str, Any]:
-    """The model in a directory in the layout of Hugging Face, with safetensors. Raises ModelError."""
+    """The model in a directory of Hugging Face's layout, with safetensors. Raises ModelError."""
     config = read_json(directory / "config.json")
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
@@ -96,7 +96,7 @@ def describe_directory(directory: Path, name: str, *, weights: bool = True, embe
 
 
 def describe_gguf(files: list[Path], name: str, cache: Path, *, embedding: bool = False) -> dict[str, Any]:
-    """The model in a GGUF file and its further parts. What it lacks is rebuilt into the cache. Raises ModelError."""
+    """The model in a GGUF file and its further parts. Missing files are rebuilt in the cache. Raises ModelError."""
     folder = cache / "gguf" / _content_key(files)
     facts_path = folder / "facts.json"
     tokenizer = folder / "tokenizer.json"
@@ -121,7 +121,7 @@ def describe_gguf(files: list[Path], name: str, cache: Path, *, embedding: bool 
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """`path`, or all parts of the file that it is one of ("-00002-of-00003"). Raises ModelError if one is missing."""
+    """`path`, or all parts of a split file ("-00002-of-00003"). Raises ModelError if one is missing."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -134,7 +134,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def _safetensors_names(present: Iterable[str], directory: Path) -> list[str]:
-    """Of the file names in a model's directory, those that hold its weights, in order. Raises ModelError."""
+    """The names of a model directory's files with weights, in order. Raises ModelError."""
     names = sorted(present)
     if _INDEX in names:
         index = read_json(directory / _INDEX)
@@ -260,7 +260,7 @@ def _description(
 
 
 def _images(directory: Path, model: ModelConfig | EncoderConfig, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The way from an image to patches, and their tokens; None: the model sees no images. Raises ModelError."""
+    """The way from an image to patches, and their tokens; None: the model takes no images. Raises ModelError."""
     if not isinstance(model, ModelConfig) or model.vision is None:
         return None
     tokens = {key: integer(config, key) for key in _IMAGE_TOKENS}

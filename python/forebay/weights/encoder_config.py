@@ -15,7 +15,7 @@ _ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Everything that the model code needs to build itself. Sizes are numbers of elements, positions are tokens."""
+    """The data from which the model code builds an encoder. Sizes are numbers of elements, and positions are tokens."""
 
     architecture: str
     vocab_size: int
@@ -30,7 +30,7 @@ class EncoderConfig:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> EncoderConfig:
-        """Reads a `config.json`; raises UnsupportedModelError for what would be computed wrongly."""
+        """Reads a `config.json`. Raises UnsupportedModelError for a model that would be computed wrongly."""
         kind = d.get("position_embedding_type") or "absolute"
         if kind != "absolute":
             raise UnsupportedModelError(f"position_embedding_type {kind!r} is not supported; supported: absolute")
@@ -57,10 +57,10 @@ class EncoderConfig:
 
     @property
     def longest_context(self) -> int:
-        """Positions that a prompt may use."""
+        """The largest number of positions of a prompt."""
         return self.max_position_embeddings
 
 
 def is_encoder(d: dict[str, Any]) -> bool:
-    """True if a `config.json` is that of a model of `EncoderConfig`."""
+    """True if `EncoderConfig` can read this `config.json`."""
     return any(name in ENCODER_ARCHITECTURES for name in d.get("architectures") or [])

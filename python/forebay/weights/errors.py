@@ -1,4 +1,4 @@
-"""The faults that a model can have, in words that tell a user what to do."""
+"""The faults of a model, in words with advice for a user."""
 
 
 class ModelError(ValueError):
@@ -6,4 +6,4 @@ class ModelError(ValueError):
 
 
 class UnsupportedModelError(ModelError):
-    """A model that was understood, and needs something that Forebay doesn't have."""
+    """A model is understood, and needs something that Forebay lacks."""

@@ -1,4 +1,4 @@
-"""From a `config.json` to the parts of a model, family by family."""
+"""The way from a `config.json` to the parts of a model, family by family."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LATENT_ARCHITECTURES = (_DEEPSEEK_V2, _DEEPSEEK_V3, *_INDEXED_ARCHITECTURES)
 
 EXPERT_ARCHITECTURES = (_QWEN3_MOE, _GLM4_MOE, *_LATENT_ARCHITECTURES)
 PARTIAL_ROTARY_ARCHITECTURES = (_GLM4_MOE,)
-"""Those whose `partial_rotary_factor` may be other than 1."""
+"""Architectures whose `partial_rotary_factor` may differ from 1."""
 _OF_DEEPSEEK_V3 = {
     "first_k_dense_replace": 3,
     "n_shared_experts": 1,
@@ -55,14 +55,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "index_n_heads": 32,
     },
 }
-"""The values of transformers for keys that a config leaves out."""
+"""The defaults of transformers for absent keys of a config."""
 _PARTIAL_ROTARY_FACTOR = 0.5
 _MOST_LAYERS, _MOST_EXPERTS = 1 << 12, 1 << 18
-"""Of a model, far beyond every known one: names of weights are made for each, before a file is asked for them."""
+"""The largest numbers of layers and experts, far above known models. Names are made for each before a file is read."""
 
 
 def integer(d: Mapping[str, Any], key: str, *others: str) -> int:
-    """A number that a config must have, under its name or one of the others."""
+    """A number that a config must have, under one of several names."""
     for name in (key, *others):
         if d.get(name) is not None:
             return int(d[name])
@@ -111,7 +111,7 @@ def feeds_of(d: Mapping[str, Any], architecture: str, layers: int) -> tuple[Dens
 
 
 def indexer_of(d: Mapping[str, Any], architecture: str, layers: int) -> Indexer | None:
-    """The indexer of the layers' positions; None: layers attend to everything. Raises UnsupportedModelError."""
+    """The indexer of the layers' positions; None: layers attend to all positions. Raises UnsupportedModelError."""
     if architecture not in _INDEXED_ARCHITECTURES:
         return None
     d = {**_DEFAULTS[architecture], **d}
@@ -233,7 +233,7 @@ def _experts(d: Mapping[str, Any], architecture: str) -> Experts:
 
 
 def _routing(d: Mapping[str, Any], architecture: str) -> Routing:
-    """The rule of a family; what its config can change of it, and what it can't."""
+    """The rule of a family, with the parts that its config can change, and those that it can't."""
     method, scoring = d.get("topk_method"), d.get("scoring_func")
     normalise = d.get("norm_topk_prob")
     scaling = float(d.get("routed_scaling_factor") or 1.0)

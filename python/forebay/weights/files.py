@@ -12,7 +12,7 @@ __all__ = ["read_json", "read_json_list"]
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; empty for a file that is optional and not there. Raises ModelError."""
+    """The object in a JSON file; empty for an optional file that does not exist. Raises ModelError."""
     value = _read(path, optional=optional, missing={})
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
@@ -20,7 +20,7 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[Any]:
-    """The list in a JSON file; empty where there is no such file. Raises ModelError."""
+    """The list in a JSON file; empty if the file does not exist. Raises ModelError."""
     value = _read(path, optional=True, missing=[])
     if not isinstance(value, list):
         raise ModelError(f"{path} is not a JSON list")

@@ -1,4 +1,4 @@
-"""GGUF's types that there are no kernels for, as blocks of a type that there are."""
+"""Blocks of GGUF's types without kernels, converted to blocks of a type with kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _SUPER = 256
 """Positions of a super-block of the K types (https://github.com/ggml-org/llama.cpp/pull/1684)."""
 _SAME_SCALE = ("Q4_0", "Q5_0")
-"""Types of signed codes and one scale for `SHARED` positions, as Q8_0 has them, in fewer bits."""
+"""Types of signed codes with one scale for `SHARED` positions, like Q8_0, but with fewer bits."""
 
 
 def as_blocks(tensor: GgufTensor, kind: str) -> Bytes:
     """The tensor's rows [rows, bytes] in blocks of type `kind`, Q8_0 or Q4_1; memory of its own.
 
-    Of the same type, the bytes of the file. Q4_K as Q4_1 keeps its codes, and its scales are rounded to half precision.
-    Q4_0 and Q5_0 as Q8_0 are exact. Any other type as Q8_0 is rounded to the nearest of 255 steps.
+    If the type is the same, they are the bytes of the file. Q4_K as Q4_1 keeps its codes, and its scales are rounded to
+    half precision. Q4_0 and Q5_0 as Q8_0 are exact. Any other type as Q8_0 is rounded to the nearest of 255 steps.
     """
     stored = tensor.type.name
     if stored == kind:

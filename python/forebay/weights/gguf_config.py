@@ -21,7 +21,7 @@ _CONTROL = 3
 
 
 def hf_config(files: GgufFiles) -> dict[str, Any]:
-    """The `config.json` that the model would have. Raises UnsupportedModelError or ModelError."""
+    """The model's `config.json`, made of its metadata. Raises UnsupportedModelError or ModelError."""
     family = family_keys(files)
     embedding = files.tensors.get("token_embd.weight")
     if embedding is None:
@@ -50,7 +50,7 @@ def hf_config(files: GgufFiles) -> dict[str, Any]:
 
 
 def eos_token_ids(files: GgufFiles) -> tuple[int, ...]:
-    """The tokens that end a generation: of a sequence, of a turn and of a message."""
+    """The tokens that end a generation: the ends of a sequence, of a turn and of a message."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [files.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
     if found[1] is None:

@@ -20,13 +20,13 @@ _DENSE = {
 _QWEN3_MOE, _GLM4_MOE, _DEEPSEEK = "qwen3moe", "glm4moe", "deepseek2"
 _OF_EXPERTS = (_QWEN3_MOE, _GLM4_MOE, _DEEPSEEK)
 ARCHITECTURES = (*_DENSE, *_OF_EXPERTS)
-"""Values of `general.architecture` that are read."""
+"""Supported values of `general.architecture`."""
 
 _SOFTMAX, _SIGMOID = 1, 2
 _SCORES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
 """`gguf.ExpertGatingFuncType`"""
 _GROUPS = {("softmax", 160): (8, 3), ("sigmoid", 256): (8, 4)}
-"""Groups of experts, and how many are kept, of DeepSeek V2 and V3: older converters left them out."""
+"""Groups of experts, and kept groups, of DeepSeek V2 and V3. Older converters left them out."""
 _NO_CHANGE = (None, False, 0, 1)
 _CHANGES = (
     "attention.clamp_kqv",
@@ -45,13 +45,13 @@ _CHANGES = (
     "swiglu_clamp_exp",
     "swiglu_clamp_shexp",
 )
-"""Keys of families that share these architectures' names, and compute something else."""
+"""Keys of other families that share these architectures' names. They compute something else."""
 
 
 def family_keys(files: GgufFiles) -> dict[str, Any]:
     """Keys of a `config.json` for the name, the attention and the experts. Raises UnsupportedModelError or ModelError.
 
-    Raises for what would be computed wrongly: GGUF has one name for architectures of several kinds.
+    Raises for a model that would be computed wrongly, since GGUF has one name for architectures of several kinds.
     """
     family = files.architecture
     if family not in ARCHITECTURES:
@@ -75,7 +75,7 @@ def family_keys(files: GgufFiles) -> dict[str, Any]:
 
 
 def layer_count(files: GgufFiles) -> int:
-    """Layers that are computed: those behind them predict further tokens, and nothing else."""
+    """The number of computed layers. The layers behind them only predict further tokens."""
     return int(required(files, "block_count")) - int(files.get("nextn_predict_layers") or 0)
 
 
@@ -88,7 +88,7 @@ def required(files: GgufFiles, key: str) -> Any:
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05 and not 9.999999747378752e-06."""
+    """The shortest decimal of this float32: 1e-05 and not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -135,7 +135,7 @@ def _grouped(files: GgufFiles) -> dict[str, Any]:
 
 
 def _factor(part: int, whole: int) -> float:
-    """The factor by which `whole` is multiplied, and rounded down, to get `part`."""
+    """The factor for `whole` that gives `part`, rounded down."""
     factor = part / whole
     return factor if int(whole * factor) == part else math.nextafter(factor, math.inf)
 
@@ -161,7 +161,10 @@ def _glm4_moe(files: GgufFiles) -> dict[str, Any]:
 
 
 def _deepseek(files: GgufFiles) -> dict[str, Any]:
-    """DeepSeek V2, V3 and GLM-4.7-Flash have one name: they differ in how experts are chosen, and in nothing else."""
+    """The metadata of DeepSeek V2, V3 and GLM-4.7-Flash, which have one name.
+
+    They differ only in the choice of experts.
+    """
     heads, _ = _heads(files)
     rotary = int(required(files, "rope.dimension_count"))
     # Files with keys and values in two tensors describe the absorbed heads first, and these ones under other names.

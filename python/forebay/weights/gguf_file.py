@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata and where each tensor lies.
+"""The header of a GGUF file: metadata, and the place of each tensor.
 
-The `gguf` package's own reader makes one numpy array for each string, which is seconds for a vocabulary of usual size;
-this one walks the same bytes with `struct`. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The `gguf` package's own reader makes one numpy array for each string, which takes seconds for a usual vocabulary. This
+one reads the same bytes with `struct`. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ _LEAST_TENSOR = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor as it is stored."""
+    """A tensor in its stored form."""
 
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
-    """In elements, the outermost dimension first as torch has it (GGUF writes it the other way round)."""
+    """The shape in elements. The outermost dimension is first, as in torch (GGUF has the opposite order)."""
     data: np.ndarray[Any, np.dtype[np.uint8]]
-    """The stored bytes, [rows, bytes a row] with the rows of all outer dimensions together; a view of the mapping."""
+    """The stored bytes, [rows, bytes of a row], as a view of the mapping. Rows of all outer dimensions are together."""
     mapping: mmap.mmap | None = None
-    """Of the file; None: the bytes lie in memory."""
+    """The mapping of the file; None: the bytes lie in memory."""
     offset: int = 0
-    """Of the first byte in the file."""
+    """The offset of the first byte in the file."""
 
     def release(self, first: int, count: int) -> None:
-        """Gives back the memory that reading rows took; they come from the file again when somebody reads them."""
+        """Releases the memory of rows that were read. A later read takes them from the file again."""
         if self.mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         row_bytes = self.data.shape[1]
@@ -80,7 +80,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """One file, memory-mapped. Opening it reads the header only."""
+    """One file, memory-mapped. Opening reads the header only."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -212,7 +212,7 @@ class GgufFiles:
 
     @classmethod
     def open(cls, paths: Sequence[str | Path]) -> GgufFiles:
-        """Opens all files of a model; the metadata that describes it is in the first. Raises ModelError."""
+        """Opens all files of a model. The first one has the metadata of the model. Raises ModelError."""
         files = [GgufFile(path) for path in paths]
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         metadata = files[0].metadata
@@ -225,7 +225,7 @@ class GgufFiles:
 
     @property
     def architecture(self) -> str:
-        """`llama`, `qwen2`, ...: also the prefix of the metadata that belongs to it."""
+        """The architecture, such as `llama` or `qwen2`. It is also the prefix of its metadata."""
         return str(self.metadata.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -1,8 +1,7 @@
 """The Hugging Face names of the weights that a GGUF file's tensors hold.
 
 One tensor may hold the matrices of all experts of a layer, and one matrix may be two tensors. The names are those of
-`gguf.constants.TENSOR_NAMES`; what was done to a tensor before it was written is told by llama.cpp's
-`convert_hf_to_gguf.py`.
+`gguf.constants.TENSOR_NAMES`. llama.cpp's `convert_hf_to_gguf.py` shows the changes to tensors before they are written.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _OF_EXPERTS = {
     "ffn_down_exps": ("down_proj",),
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
 }
-"""Tensors [experts, rows, columns], and which matrices of an expert their rows are, one after the other."""
+"""Tensors [experts, rows, columns], with the matrices of an expert that their rows hold, one after the other."""
 _OF_LAYER = re.compile(r"blk\.(?P<layer>[0-9]{1,9})\.(?P<part>.+)")
 _CORRECTION = "exp_probs_b.bias"
 _KEYS_UP, _VALUES_UP, _BOTH_UP = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight"
@@ -64,32 +63,32 @@ _ROPE_TENSORS = ("rope_freqs.weight",)
 
 @dataclass(frozen=True)
 class Part:
-    """A weight that is rows of one tensor."""
+    """A weight that is a range of rows of one tensor."""
 
     tensor: GgufTensor
     shape: tuple[int, ...]
-    """Of the weight."""
+    """The shape of the weight."""
     first: int = 0
-    """Its first row, with the rows of all outer dimensions of the tensor together."""
+    """The first row. Rows of all outer dimensions of the tensor are counted together."""
 
     @property
     def whole(self) -> bool:
-        """True if it is all of the tensor."""
+        """True if the weight is the whole tensor."""
         return self.shape == self.tensor.shape
 
 
 @dataclass(frozen=True)
 class LatentUp:
-    """The projection of latent rows to keys and values in two tensors, each for the absorbed product it is used in."""
+    """The projection of latent rows to keys and values, in two tensors. Each has the form for an absorbed product."""
 
     keys: GgufTensor
-    """[heads, rank, nope_dim]: transposed."""
+    """The key part, [heads, rank, nope_dim], transposed."""
     values: GgufTensor
-    """[heads, value_dim, rank]"""
+    """The value part, [heads, value_dim, rank]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight: a head's keys and then its values, [heads * (nope_dim + value_dim), rank]."""
+        """The shape of the weight: a head's keys, then its values, [heads * (nope_dim + value_dim), rank]."""
         heads, rank, nope = self.keys.shape
         return heads * (nope + self.values.shape[1]), rank
 
@@ -98,7 +97,9 @@ Stored: TypeAlias = Part | LatentUp
 
 
 def stored_weights(files: GgufFiles, config: ModelConfig) -> dict[str, Stored]:
-    """Every weight of the model that is in the files, in their order. Raises ModelError for what has no place in it.
+    """Every weight of the model in the files, in their order.
+
+    Raises ModelError for a tensor without a place in the model.
 
     A head that is tied to the embedding, and layers behind the last one, are left out.
     """

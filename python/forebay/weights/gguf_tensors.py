@@ -35,7 +35,7 @@ SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AT_ONCE = 1 << 20
-"""Elements that are dequantised at a time: what that takes besides the result is a few times as much."""
+"""Elements that are dequantised at a time. Temporary memory is a few times as much."""
 
 
 def check_types(files: GgufFiles) -> None:
@@ -53,7 +53,7 @@ def hf_tensor_names(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
 
 
 def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
-    """Hugging Face name to type of the matrices that can be computed with in blocks, those of each expert among them.
+    """The types of matrices with products in blocks, by Hugging Face name. Each expert's matrices are among them.
 
     A tied head is the embedding's tensor under a name of its own.
     """
@@ -67,7 +67,7 @@ def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
 def tensor_shapes(
     files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes in elements of what `iter_tensors` yields without cuts, read from the headers only."""
+    """Shapes in elements of the results of `iter_tensors` without cuts. Only headers are read."""
     shapes = {name: stored.shape for name, stored in stored_weights(files, config).items()}
     if config.tie_word_embeddings and _HEAD in (in_blocks or {}):
         shapes[_HEAD] = shapes[_EMBEDDING]
@@ -79,8 +79,8 @@ def iter_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, float32 tensor) for each weight, one in memory at a time.
 
-    Of the names in `in_blocks` it is blocks of that type, uint8 [rows, bytes]; a tied head's as well, if it is named.
-    Of those in `cuts` it is that part, and only its rows and columns are read; no weight is in both.
+    Names in `in_blocks` come as blocks of that type, uint8 [rows, bytes], also a tied head if it is named. Names in
+    `cuts` come in part, and only those rows and columns are read. No weight is in both.
     """
     in_blocks = in_blocks or {}
     check_types(files)
@@ -113,10 +113,10 @@ def iter_tensors(
 def dequantized(
     tensor: GgufTensor, shape: tuple[int, ...] | None = None, first: int = 0, columns: shards.Part | None = None
 ) -> torch.Tensor:
-    """Values of the tensor, float32 in `shape`, from row `first` on, or all of them; memory of its own.
+    """Values of the tensor, float32 in `shape`, from row `first` on, or all of them. They have memory of their own.
 
-    `columns`: only these, of each row; the blocks that they are in are read. Nothing of the file stays in this
-    process's memory: the mapping of a whole model would be as large as the model.
+    `columns` restricts each row, and only blocks with these columns are read. Nothing of the file stays in this
+    process's memory, since the mapping of a whole model would be as large as the model.
     """
     shape = tensor.shape if shape is None else shape
     rows, width = math.prod(shape[:-1]), math.prod(shape[-1:])
@@ -153,7 +153,7 @@ def _whole(files: GgufFiles, config: ModelConfig) -> dict[str, Part]:
 
 
 def _both_up(stored: LatentUp, cut: Cut | None) -> torch.Tensor:
-    """The weight as checkpoints have it, [heads * (nope_dim + value_dim), rank], or the heads of a part of it."""
+    """The weight in the checkpoint's form, [heads * (nope_dim + value_dim), rank], or the heads of a part of it."""
     heads, rank, nope = stored.keys.shape
     first, count, values = 0, heads, stored.values.shape[1]
     if cut is not None:

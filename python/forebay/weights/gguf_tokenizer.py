@@ -1,4 +1,4 @@
-"""GGUF tokenizer metadata as the `tokenizer.json` that it was made from."""
+"""GGUF tokenizer metadata, converted back to the original `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SPACE = "▁"
 def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The content of `tokenizer.json`. Raises ModelError or UnsupportedModelError.
 
-    What GGUF doesn't keep can't come back: whether an added token takes the spaces beside it, and whether a token that
-    looks special was. Neither changes how ordinary text is encoded.
+    Two facts are not in GGUF: if an added token takes the spaces beside it, and if a token that looks special was
+    special. Neither changes the encoding of ordinary text.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")

@@ -1,4 +1,4 @@
-"""Reading the weights of a model, one tensor at a time, under their Hugging Face names."""
+"""The readers of a model's weights, one tensor at a time, under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from forebay.weights.shards import WHOLE, Cuts
 __all__ = ["iter_kept", "iter_weights", "quantised_matrices", "spare_biases", "weight_shapes"]
 
 _MAPPED = 16 << 20
-"""Bytes that are read of a file before it is mapped anew: what was read of a mapping stays in this process's memory."""
+"""Bytes of a file that are read before it is mapped anew. The read part of a mapping stays in this process's memory."""
 
 
 def quantised_matrices(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> Matrices:
-    """The quantised matrices of safetensors, found in their headers. Raises ModelError for what does not fit."""
+    """The quantised matrices of safetensors, found in their headers. Raises ModelError for parts that do not fit."""
     files = _safetensors(model)
     stored = config.stored if isinstance(config, ModelConfig) else None
     return Matrices.find(files, stored, lambda name: _wanted(name, config))
 
 
 def spare_biases(model: dict[str, Any], config: ModelConfig) -> frozenset[str]:
-    """Biases that a model need not have: 0, and of matrices that GPTQ has quantised. Its tools write some for all."""
+    """Biases that a model need not have. They are 0, of matrices that GPTQ has quantised.
+
+    Its tools write some for all.
+    """
     if model["format"] == "gguf" or config.stored is None or config.stored.method != "gptq":
         return frozenset()
     return quantised_matrices(model, config).zero_biases
@@ -45,11 +48,11 @@ def iter_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
-    `model` is what `forebay.weights.describe` prints; its `format` and `files` are used. Safetensors keep the type of
-    the file and lie in its memory map: copy what outlives the step of the iteration. Quantised matrices are multiplied
-    out to float32. GGUF tensors are dequantised to float32, but those named in `in_blocks`: of these it is
+    `model` is the output of `forebay.weights.describe`, of which `format` and `files` are used. Safetensors keep the
+    type of the file and lie in its memory map, so copy values that outlive a step of the iteration. Quantised matrices
+    are multiplied out to float32. GGUF tensors are dequantised to float32, except those in `in_blocks`, which come as
     blocks of that type. A tied `lm_head.weight`, buffers that the model computes itself and layers behind the last one
-    are left out. Of weights in `cuts` only these parts are read.
+    are left out. Weights in `cuts` come in part.
     """
     for name, weight in iter_kept(model, config, in_blocks, lambda name: False, cuts):
         assert isinstance(weight, torch.Tensor)
@@ -63,7 +66,7 @@ def iter_kept(
     keeps: Callable[[str], bool],
     cuts: Cuts = WHOLE,
 ) -> Iterator[tuple[str, torch.Tensor | Raw]]:
-    """As `iter_weights`, but quantised matrices whose names `keeps` knows come as they are stored."""
+    """Weights as in `iter_weights`. Quantised matrices that `keeps` knows come in stored form."""
     if model["format"] == "gguf":
         yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks, cuts)
         return
@@ -101,7 +104,7 @@ def weight_shapes(
     config: ModelConfig | EncoderConfig,
     in_blocks: Mapping[str, str] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes in elements of what `iter_weights` will yield without cuts, read from the files' headers only."""
+    """Shapes in elements of the results of `iter_weights` without cuts. Only headers are read."""
     if model["format"] == "gguf":
         return tensor_shapes(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
     matrices = quantised_matrices(model, config)

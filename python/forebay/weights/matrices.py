@@ -1,4 +1,4 @@
-"""The quantised matrices of a checkpoint's files, and the tensors that belong to each, in whichever file they are."""
+"""The quantised matrices of a checkpoint, and the tensors of each, in any of the files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("weight_scale_inv", "weight_scale")
 """The ends of the names of 8-bit floats' scales."""
 _NOT_READ = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale")
-"""Scales of activations, keys and values: the former are measured at each step, the latter are in the model's type."""
+"""Scales of activations, keys and values. Activations are measured, and keys and values have the model's type."""
 _PER_WORD = 8
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantised matrix in its files."""
+    """A quantised matrix in the files."""
 
     name: str
-    """Of the weight: the module's, and `.weight`."""
+    """The name of the weight: the module's, and `.weight`."""
     shape: tuple[int, int]
     kind: str
-    """Of the codes: safetensors' word for their type."""
+    """The type of the codes, by safetensors' name."""
     ends: tuple[str, ...]
     """The ends of its tensors' names, behind the module's; codes first."""
 
@@ -42,7 +42,7 @@ class Matrices:
 
     scheme: Scheme | None = None
     by_codes: Mapping[str, Matrix] = field(default_factory=dict)
-    """By the name of the tensor with their codes."""
+    """The matrices, by the name of the tensor with their codes."""
     beside: frozenset[str] = frozenset()
     """Names of tensors that are read with others, or not at all."""
     zero_biases: frozenset[str] = frozenset()
@@ -52,9 +52,9 @@ class Matrices:
 
     @classmethod
     def find(cls, files: Sequence[str], stored: Stored | None, wanted: Callable[[str], bool]) -> Matrices:
-        """Reads the headers, and of GPTQ's files biases. Raises ModelError if parts are missing or do not fit.
+        """Reads the headers, and biases of GPTQ's files. Raises ModelError if parts are missing or do not fit.
 
-        `stored` None: nothing may be quantised. `wanted`: whether a tensor may belong to the model.
+        `stored` None: nothing may be quantised. `wanted` is true for the tensors of the model.
         """
         where: dict[str, str] = {}
         headers: dict[str, tuple[str, list[int]]] = {}
@@ -78,12 +78,12 @@ class Matrices:
         return cls(stored.scheme, found, frozenset(beside), zero, where)
 
     def name_of(self, tensor: str) -> str:
-        """The weight that a tensor belongs to."""
+        """The name of the weight of a tensor."""
         matrix = self.by_codes.get(tensor)
         return tensor if matrix is None else matrix.name
 
     def raw(self, matrix: Matrix, path: str, file: Any) -> Raw:
-        """A matrix with all its tensors; `file` is the open one at `path`, which has its codes."""
+        """A matrix with all its tensors. `file` is the open file at `path`, which has its codes."""
         module = _module(matrix.name)
         parts = {}
         for end in matrix.ends:
@@ -97,7 +97,7 @@ class Matrices:
         return Raw(matrix.name, self.scheme, parts)
 
     def kept(self) -> frozenset[str]:
-        """Weights that can be kept in their bits, by the names that models have for them."""
+        """Weights that can be kept in their bits, by the models' names."""
         return frozenset(own_name(matrix.name) for matrix in self.by_codes.values() if matrix.kind != "F8_E5M2")
 
 
@@ -143,7 +143,7 @@ def _integers(headers: _Headers, scheme: Int4) -> dict[str, Matrix]:
 
 
 def _of_gptq(headers: _Headers, module: str, scheme: Int4) -> Matrix:
-    """Of words of inputs; their zero points are in words of outputs."""
+    """The codes of words of inputs. Their zero points are in words of outputs."""
     _require(headers, module, "qweight", "qzeros", "scales")
     words, rows = headers[f"{module}.qweight"][1]
     inputs = words * _PER_WORD
@@ -155,7 +155,7 @@ def _of_gptq(headers: _Headers, module: str, scheme: Int4) -> Matrix:
 
 
 def _of_awq(headers: _Headers, module: str, scheme: Int4) -> Matrix:
-    """Of words of outputs."""
+    """The codes of words of outputs."""
     _require(headers, module, "qweight", "qzeros", "scales")
     inputs, words = headers[f"{module}.qweight"][1]
     rows = words * _PER_WORD
@@ -165,7 +165,10 @@ def _of_awq(headers: _Headers, module: str, scheme: Int4) -> Matrix:
 
 
 def _of_compressed(headers: _Headers, module: str, scheme: Int4) -> Matrix:
-    """Of words of inputs; their zero points are in words of outputs. No input is what fills the last word up."""
+    """The codes of words of inputs. Their zero points are in words of outputs.
+
+    The last word is filled up without inputs.
+    """
     _require(headers, module, "weight_packed", "weight_scale", "weight_shape")
     rows, words = headers[f"{module}.weight_packed"][1]
     inputs = words * _PER_WORD

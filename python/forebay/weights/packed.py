@@ -1,4 +1,4 @@
-"""Weights as they are computed with, kept on disk from one start to the next.
+"""Packed weights, kept on disk from one start to the next.
 
 A file is safetensors, so that any tool can look into it. It is read into memory of its own, not mapped. Such memory can
 lie in large pages, and a step that reads all weights from 4 KiB pages of a mapping is slower.
@@ -46,11 +46,11 @@ Report = Callable[[int, int], None]
 
 
 def content_key(files: Sequence[str], facts: Mapping[str, Any]) -> str:
-    """The name of what becomes of a model's files under `facts`, which JSON can say. Raises OSError.
+    """The name of the packed weights of a model's files under `facts`, which has to fit into JSON. Raises OSError.
 
     The name depends on each file's size, its time of change, its first and last MiB and 64 pieces in between. To read
-    all of a large model would cost as much time as the cache saves. A file that is changed elsewhere, in place, without
-    growing, and that gets its old time back, is not noticed.
+    all of a large model would cost as much time as the cache saves. So one change is not noticed: elsewhere in the
+    file, in place, without growth, and with the old time.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([_VERSION, facts], sort_keys=True).encode())
@@ -81,7 +81,7 @@ class _Header(NamedTuple):
     notes: Mapping[str, str]
     places: Mapping[str, _Place]
     chunk: int
-    """Bytes of a tensor that have a sum of their own."""
+    """Bytes of a chunk. Each chunk of a tensor has a sum of its own."""
     sums: Mapping[str, Sequence[int]]
     """The CRC-32 of each chunk of each tensor."""
 
@@ -95,11 +95,11 @@ class _WrongDataError(_DamagedError):
 
 
 class PackedFile:
-    """The file of one key in a folder whose files take no more than a limit together. It need not be there.
+    """The file of one key in a folder whose files have a limit of bytes together. The file need not exist.
 
-    Nothing here is an error for a server of the model. A file that can't be read is treated as absent, and one that
-    can't be written is not written. One line on standard error tells the reason. Every byte is checked as it is read: a
-    file whose data is not what was written is removed, and as if it had not been there.
+    No fault here is an error for a server of the model. A file that can't be read counts as absent, and one that can't
+    be written is not written. One line on standard error has the reason. Every byte is checked at the read. A file with
+    other data than were written is removed, and counts as absent.
     """
 
     def __init__(self, folder: Path, key: str, limit: int) -> None:
@@ -118,9 +118,9 @@ class PackedFile:
         return None if self._found is None else self._found.notes
 
     def read(self, into: Mapping[str, torch.Tensor], report: Report) -> dict[str, torch.Tensor] | None:
-        """Fills the tensors of `into` and returns all others, by name; None if that can't be. `report` gets bytes.
+        """Fills the tensors of `into` and gives all others, by name; None if that fails. `report` gets bytes.
 
-        After None the content of `into` is anything.
+        After None the content of `into` is undefined.
         """
         if self._found is None:
             return None
@@ -145,9 +145,9 @@ class PackedFile:
         return others
 
     def write(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> None:
-        """Writes the file, unless it is there by now or there is no room for it.
+        """Writes the file, unless it exists by now or there is no room for it.
 
-        Files that were not used for the longest time make room.
+        Files that are unused for longest make room.
         """
         head, size = self._head(tensors, notes), sum(tensor.nbytes for tensor in tensors.values())
         try:
@@ -161,7 +161,7 @@ class PackedFile:
             self._say(f"can't be written: {error}")
 
     def remove(self) -> None:
-        """Takes the file away, as far as that is possible: what was read of it is not right."""
+        """Removes the file if possible, because its content is wrong."""
         self._found = None
         with suppress(OSError):
             self.path.unlink()
@@ -194,7 +194,7 @@ class PackedFile:
             return _parse(file.read(length), _LENGTH + length, size, self.path.name)
 
     def _is_there(self) -> bool:
-        """True if somebody has written the file by now."""
+        """True if the file exists by now."""
         try:
             return self._header() is not None
         except (OSError, _DamagedError):

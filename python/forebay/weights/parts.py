@@ -1,4 +1,4 @@
-"""The parts of a decoder's shape: how its layers attend, to what, and what follows in each of them."""
+"""The parts of a decoder's shape: the attention of its layers, and the feed-forward parts."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ class GroupedQuery:
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    """The first elements of a head, those that positions rotate."""
+    """The number of first elements of a head that positions rotate."""
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
-    """Query and key heads are normalised before they are rotated."""
+    """True if query and key heads are normalised before they are rotated."""
 
     @property
     def position_elements(self) -> int:
-        """Elements that a layer keeps of one position."""
+        """Elements of one position in a layer."""
         return 2 * self.kv_heads * self.head_dim
 
     def of_rank(self, world: int) -> GroupedQuery:
-        """The heads of one of so many ranks; of key-value heads it has one at least."""
+        """The heads of one of `world` ranks. It has at least one key-value head."""
         return replace(self, heads=self.heads // world, kv_heads=max(1, self.kv_heads // world))
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short row a position."""
+    """Multi-head latent attention (DeepSeek-V2, 2024). Keys and values are made of one short row for each position."""
 
     heads: int
     query_rank: int | None
-    """Elements of the low-rank query; None: queries are projected at once."""
+    """Elements of the low-rank query; None: queries have one projection."""
     rank: int
     """Elements of the latent part of a row."""
     nope_dim: int
     """Elements of a query or key head that positions do not rotate."""
     rotary_dim: int
-    """Those that they do; of a key one part serves all heads."""
+    """Elements of a query or key head that positions rotate. All heads share this part of a key."""
     value_dim: int
     bias: bool
-    """Of the projections to the low ranks and of the output."""
+    """True if the projections to the low ranks and of the output have biases."""
     interleaved: bool
-    """Positions rotate neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2)."""
+    """True if positions rotate neighbours (2i, 2i + 1), and not (i, i + rotary_dim / 2)."""
     scale: float
     """The factor of scores before the softmax."""
 
     @property
     def position_elements(self) -> int:
-        """Elements that a layer keeps of one position: its row."""
+        """Elements of one position in a layer: its row."""
         return self.rank + self.rotary_dim
 
     def of_rank(self, world: int) -> Latent:
-        """The heads of one of so many ranks; all of them keep the whole row."""
+        """The heads of one of `world` ranks. All ranks keep the whole row."""
         return replace(self, heads=self.heads // world)
 
 
@@ -66,24 +66,24 @@ class Latent:
 class Indexer:
     """The choice of the positions that a query attends to (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
 
-    Each indexed layer has small keys of its own, one a position, and scores them for every query. Sizes are numbers of
-    elements.
+    Each indexed layer has small keys of its own, one for each position, and scores them for every query. Sizes are
+    numbers of elements.
     """
 
     heads: int
-    """Of queries; a key serves all of them."""
+    """The number of query heads. A key serves all of them."""
     head_dim: int
-    """Its first elements are rotated, as many as of `Latent`."""
+    """Elements of a head. As many first ones are rotated as in `Latent`."""
     interleaved: bool
-    """Positions rotate neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2)."""
+    """True if positions rotate neighbours (2i, 2i + 1), and not (i, i + rotary_dim / 2)."""
     top_k: int
-    """Most positions that a query keeps."""
+    """The largest number of positions that a query keeps."""
     layers: tuple[int, ...]
-    """Those that are indexed, ascending. The others attend to what the last of these before them has chosen."""
+    """The indexed layers, ascending. The other layers attend to the choice of the last indexed one before them."""
 
     @property
     def position_elements(self) -> int:
-        """Elements that all indexed layers together keep of one position."""
+        """Elements of one position in all indexed layers together."""
         return len(self.layers) * self.head_dim
 
 
@@ -97,34 +97,34 @@ class Dense:
 
 @dataclass(frozen=True)
 class Routing:
-    """The rule by which a token's experts are chosen and weighed."""
+    """The rule for the choice and the weights of a token's experts."""
 
     scores: str
-    """`softmax` over all experts, or `sigmoid` of each logit."""
+    """The scores: `softmax` over all experts, or `sigmoid` of each logit."""
     in_float32: bool
-    """Logits are computed in float32, whatever the model's dtype."""
+    """True if logits are computed in float32, for any dtype of the model."""
     corrected: bool
-    """A bias is added to the scores for the choice, and only for it."""
+    """True if a bias is added to the scores, only for the choice."""
     groups: int
-    """Groups of experts of neighbouring ids; 1: there are none."""
+    """The number of groups of experts, which have neighbouring ids; 1: there are none."""
     kept_groups: int
-    """Best groups, outside of which nothing is chosen."""
+    """The number of best groups. Experts of other groups are not chosen."""
     best_of_group: int
-    """The number of its best scores whose sum is a group's score."""
+    """The number of a group's best scores whose sum is the group's score."""
     normalise: bool
-    """A token's weights are divided by their sum."""
+    """True if a token's weights are divided by their sum."""
     scaling: float
     """The factor of weights, applied last."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each token has some gated feed-forward parts of many."""
+    """A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token uses some."""
 
     count: int
     per_token: int
     intermediate_size: int
-    """Of one expert."""
+    """The inner size of one expert."""
     shared_size: int
-    """Inner size of the part that every token has beside its experts; 0: there is none."""
+    """The inner size of the shared expert, which every token has; 0: there is none."""
     routing: Routing

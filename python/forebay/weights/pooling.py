@@ -1,4 +1,4 @@
-"""The vector that a model makes of a prompt in place of tokens, as its repository says."""
+"""The vector that a model makes of a prompt in place of tokens, by the files of its repository."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Pooling:
     """The way from the hidden states of a prompt to one vector, and the brain's work on that vector."""
 
     task: str
-    """`embed`: the vector is the answer. `score`: it is one logit, of how well two texts go together."""
+    """The task. `embed`: the vector is the answer. `score`: it is one logit, the score of a pair of texts."""
     kind: str
-    """`mean` of all positions, `cls` (the first) or `last`; `causal_mean` is the mean of a causal model's."""
+    """The kind: `mean` of all positions, `cls` (the first) or `last`. `causal_mean` is the mean of a causal model."""
     size: int
-    """Numbers in a vector."""
+    """The number of elements of a vector."""
     normalize: bool
     """True if vectors are divided by their Euclidean length."""
     sigmoid: bool
     """True if a logit is squeezed into 0 .. 1."""
     max_length: int | None
-    """Tokens of the longest prompt that the model's authors use; None: as many as it has positions."""
+    """The longest prompt, in tokens, that the model's authors use; None: the model's number of positions."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Pooling:
@@ -48,15 +48,15 @@ class Pooling:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The pooling, in JSON's types."""
         return asdict(self)
 
 
 def read_pooling(config: dict[str, Any], directory: Path | None, *, forced: bool) -> Pooling | None:
-    """The way to pool of the model of a `config.json`, in `directory`; None: it generates.
+    """The pooling of the model of a `config.json` in `directory`; None: it generates.
 
-    Encoders and repositories in the layout of sentence-transformers always pool; `forced`, any causal model does: the
-    last token's state, normalised. Raises UnsupportedModelError for what would be pooled wrongly.
+    Encoders and repositories in the layout of sentence-transformers always pool. With `forced` any causal model pools:
+    by the last token's state, normalised. Raises UnsupportedModelError for a model that would be pooled wrongly.
     """
     modules = _modules(directory)
     architectures = [str(name) for name in config.get("architectures") or []]

@@ -22,13 +22,13 @@ class Pipeline:
     pre_tokenizer: dict[str, Any]
     normalizer: dict[str, Any] | None = None
     ignore_merges: bool = False
-    """A whole word that is a token is that token, whether the merges lead there or not."""
+    """True if a whole word that is a token stays that token, also if the merges do not lead there."""
     add_bos: bool = False
-    """True if the beginning of sequence is added when the file doesn't say."""
+    """True if the beginning of sequence is added by default."""
 
 
 def pipeline(name: str) -> Pipeline:
-    """The pipeline called `name`. Raises UnsupportedModelError for a name that isn't known."""
+    """The pipeline called `name`. Raises UnsupportedModelError for an unknown name."""
     if name not in PIPELINES:
         raise UnsupportedModelError(
             f"the GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(sorted(PIPELINES))}"

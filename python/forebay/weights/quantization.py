@@ -1,4 +1,4 @@
-"""The matrices that are not computed with in the model's type, and their storage."""
+"""The matrices whose products are not in the model's type, and their storage."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ INTEGERS = ("w8a8_int8", "gguf")
 QUANTIZATIONS = (*INTEGERS, "fp8", "awq", "gptq", COMPRESSED)
 """The values of `--quantization`."""
 SHARED = 32
-"""Inner positions of a block; inner dimensions of quantised matrices are multiples of it."""
+"""The number of positions of a block. Inner dimensions of quantised matrices are multiples of it."""
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
-"""GGUF's types that there are kernels for, and what a block of them takes."""
+"""GGUF's types with kernels, and the bytes of their blocks."""
 COMPUTED_AS = {
     **{kind: kind for kind in BLOCK_BYTES},
     "Q4_K": "Q4_1",
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0"),
 }
-"""GGUF's types, and which of those with kernels a matrix is computed in."""
+"""GGUF's types, and the type with kernels in which each is computed."""
 INT8 = "INT8"
-"""8 bits and one scale an output, made of a checkpoint's weights when they are loaded."""
+"""8 bits and one scale for each output, made of a checkpoint's weights at the load."""
 
 
 def is_of_expert(name: str) -> bool:
-    """True if a weight belongs to one of the experts among which tokens choose."""
+    """True if a weight belongs to one of the experts that tokens choose."""
     return ".mlp.experts." in name
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Matrices that a device keeps in their bits."""
+    """Matrices that a device keeps in their stored bits."""
 
     scheme: Scheme
     is_wanted: Callable[[str], bool]
-    """The test whether a weight, by its name, is one of them."""
+    """The test for the names of their weights."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,27 @@ class Formats:
     """The format of every matrix, by its names in the checkpoint."""
 
     int8: bool = False
-    """All that are not stored in blocks are made int8."""
+    """True if all matrices that are not stored in blocks become int8."""
     stored: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint name to the type in which a file has it, one of `COMPUTED_AS`."""
+    """The type of a matrix in the file, one of `COMPUTED_AS`, by checkpoint name."""
     kept: Kept | None = None
-    """None: there are none, or they are multiplied out."""
+    """The kept matrices; None: there are none, or they are multiplied out."""
 
     @property
     def for_integers(self) -> bool:
-        """True if there are matrices that only the host's compiled kernels compute with."""
+        """True if there are matrices with products only in the host's compiled kernels."""
         return self.int8 or bool(self.stored)
 
     def layout(self, parts: Mapping[str, int], inputs: int) -> Layout | None:
-        """The layout of a matrix fused of `parts`, name to rows; None: it is computed with in the model's type."""
+        """The layout of a matrix fused of `parts`, name to rows; None: its products are in the model's type."""
         if self.kept is None or not all(map(self.kept.is_wanted, parts)):
             return None
         return Layout.of(self.kept.scheme, inputs, list(parts.values()))
 
     def of(self, names: Iterable[str], inputs: int) -> str | None:
-        """The format of a matrix with parts of these names, fused; None: it is one of the model's dtype.
+        """The format of a fused matrix with parts of these names; None: it has the model's dtype.
 
-        Raises ModelError if the matrix can't have the format that was asked for.
+        Raises ModelError if the matrix can't have the requested format.
         """
         names = list(names)
         if names and all(name in self.stored for name in names):
@@ -97,11 +97,11 @@ class Formats:
 
 
 PLAIN = Formats()
-"""Nothing is quantised."""
+"""The formats of a model without quantisation."""
 
 
 def why_not_stored(quantization: str, stored: Stored | None) -> str | None:
-    """Why a checkpoint can't be what `--quantization` says that it is; None: it can."""
+    """The reason for which a checkpoint does not match `--quantization`; None: it does."""
     if quantization in INTEGERS:
         return None
     if stored is None:

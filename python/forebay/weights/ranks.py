@@ -12,7 +12,7 @@ __all__ = ["why_not_group", "why_not_ranks"]
 def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_parallel: bool) -> str | None:
     """The reason for which so many ranks can't compute a model together, as a sentence; None: they can.
 
-    `expert_parallel`: each rank has some of the experts, else a part of every expert.
+    With `expert_parallel` each rank has some of the experts. Otherwise each has a part of every expert.
     """
     if isinstance(model, EncoderConfig):
         return f"{model.architecture} is an encoder, which one rank computes: use replicas (--dp-size)"

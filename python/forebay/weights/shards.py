@@ -9,7 +9,7 @@ __all__ = ["ALONE", "WHOLE", "Cut", "Cuts", "Part", "Shard"]
 
 
 class Part(NamedTuple):
-    """Some rows, or columns, of so many in the checkpoint."""
+    """A range of the rows, or columns, of a checkpoint's weight."""
 
     whole: int
     first: int
@@ -39,18 +39,21 @@ class Shard:
     world: int
 
     def of(self, size: int) -> Part:
-        """The shard's part of a dimension: contiguous, in the order of ranks, of lengths that differ by one at most."""
+        """The shard's part of a dimension.
+
+        Parts are contiguous, in the order of ranks, and differ in length by at most one.
+        """
         each, over = divmod(size, self.world)
         first = self.rank * each + min(self.rank, over)
         return Part(size, first, first + each + (self.rank < over))
 
     def of_heads(self, heads: int) -> Shard:
-        """The shard of heads that may be fewer than ranks: then neighbouring ranks hold the same one."""
+        """The shard of heads, which may be fewer than ranks. Then neighbouring ranks have the same shard."""
         return self if heads >= self.world else Shard(self.rank * heads // self.world, heads)
 
 
 ALONE = Shard(0, 1)
-"""Of a rank without others: everything."""
+"""The shard of a single rank: everything."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Cut:
 
     rows: Part
     columns: Part | None = None
-    """None: all, or there are none."""
+    """The columns; None: all of them, or the weight has none."""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -73,7 +76,7 @@ class Cut:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Its first row and column."""
+        """The first row and column."""
         return self.rows.first, 0 if self.columns is None else self.columns.first
 
     @property
@@ -88,8 +91,8 @@ class Cuts:
 
     parts: dict[str, Cut] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
-    """Weights that belong to other ranks altogether: nothing of them is read."""
+    """Weights that belong to other ranks. Nothing of them is read."""
 
 
 WHOLE = Cuts()
-"""Everything is read."""
+"""The cuts of a single rank: everything is read."""

@@ -1,7 +1,8 @@
 """The storage of a checkpoint's quantised matrices: the `quantization_config` of a `config.json`.
 
-FP8: DeepSeek-V3 (2024), a scale a block; compressed-tensors, FBGEMM and AutoFP8, a scale a row or a matrix. 4 bits:
-GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), and compressed-tensors, which packs them in its own way.
+FP8 has a scale for each block in DeepSeek-V3 (2024). In compressed-tensors, FBGEMM and AutoFP8 each row or matrix has
+one. 4-bit formats are GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), and compressed-tensors, which has a packing of
+its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["COMPRESSED", "METHODS", "Fp8", "Int4", "Scheme", "Stored", "stored_o
 
 COMPRESSED = "compressed-tensors"
 METHODS = ("fp8", "fbgemm_fp8", "awq", "gptq", COMPRESSED)
-"""Values of `quant_method` that are read."""
+"""Supported values of `quant_method`."""
 _PATTERN = re.compile(r"(?:re:|-:)")
 
 
@@ -26,21 +27,21 @@ class Fp8:
     """8-bit floats."""
 
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None: a row has one, or the whole matrix."""
+    """Rows and columns that share a scale; None: each row has one, or the whole matrix."""
 
 
 @dataclass(frozen=True)
 class Int4:
-    """4-bit integers, of which several inputs of a row share a scale and a zero point."""
+    """4-bit integers. Several inputs of a row share a scale and a zero point."""
 
     packing: str
     """The format of words of eight codes: `gptq`, `awq` or `compressed-tensors`."""
     group: int | None
     """The number of inputs that share a scale; None: all of a row."""
     ordered: bool = False
-    """Groups are of inputs in an order of their own (GPTQ's `desc_act`)."""
+    """True if groups are of inputs in an order of their own (GPTQ's `desc_act`)."""
     less_one: bool = False
-    """Zero points are stored less 1."""
+    """True if zero points are stored less 1."""
 
 
 Scheme: TypeAlias = Fp8 | Int4
@@ -48,13 +49,13 @@ Scheme: TypeAlias = Fp8 | Int4
 
 @dataclass(frozen=True)
 class Stored:
-    """The configuration's statement about the matrices. The files know better which of them are quantised."""
+    """The configuration's statement about matrices. The files decide which matrices are quantised."""
 
     method: str
     """`quant_method`."""
     scheme: Scheme
     left_out: tuple[str, ...] = ()
-    """Names of modules that are not quantised, whole or parts of them, or regular expressions behind `re:` or `-:`."""
+    """Modules that are not quantised: names, parts of names, or regular expressions behind `re:` or `-:`."""
 
     def leaves_out(self, module: str) -> bool:
         """True if a module, such as `model.layers.0.self_attn.q_proj`, is not quantised."""
@@ -71,7 +72,7 @@ def _fits(pattern: str, module: str) -> bool:
 def stored_of(d: Mapping[str, Any]) -> Stored | None:
     """Reads the `quantization_config` of a `config.json`; None: nothing is quantised.
 
-    Raises UnsupportedModelError for what would be read wrongly.
+    Raises UnsupportedModelError for a configuration that would be read wrongly.
     """
     stored = d.get("quantization_config")
     if not stored:

@@ -1,4 +1,4 @@
-"""Models that see images: the shape of their vision tower, their rotary positions, and how pixels become its input."""
+"""Models with images: the shape of their vision tower, their rotary positions, and the input of the tower."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _QWEN3_VL = "Qwen3VLForConditionalGeneration"
 _QWEN25_VL = "Qwen2_5_VLForConditionalGeneration"
 
 DECODERS = {_QWEN3_VL: "Qwen3ForCausalLM", _QWEN25_VL: "Qwen2ForCausalLM"}
-"""Architectures with a vision tower, and the one whose decoder they have."""
+"""Architectures with a vision tower, and the architecture of their decoder."""
 TOWER = "visual"
 """The prefix of the names of a tower's weights."""
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files of a repository that `read_preprocessing` reads; transformers 5 writes the second."""
+"""Files that `read_preprocessing` reads. transformers 5 writes the second."""
 
 _CHANNELS = 3
 _ACTIVATIONS = {_QWEN3_VL: "gelu_pytorch_tanh", _QWEN25_VL: "silu"}
 _DEFAULT_SECTIONS = {_QWEN3_VL: (24, 20, 20), _QWEN25_VL: (16, 24, 24)}
-"""The sections that transformers takes if a config has no `mrope_section`."""
+"""The default sections of transformers for a config without `mrope_section`."""
 _DEFAULT_DEEPSTACK = (8, 16, 24)
 _DEFAULT_WHOLE = (7, 15, 23, 31)
 _ROPE_THETA = 10000.0
@@ -55,27 +55,27 @@ class Vision:
     intermediate_size: int
     heads: int
     patch: int
-    """Pixels of a patch's side."""
+    """Pixels of a side of a patch."""
     temporal: int
-    """Times that a patch of a still image is repeated."""
+    """The number of times that a patch of a still image is repeated."""
     merge: int
-    """Patches of a side of the square that becomes one position of the decoder."""
+    """Patches of a side of a square, which becomes one position of the decoder."""
     out_size: int
-    """Elements of such a position, as many as the decoder's states have."""
+    """Elements of a position for the decoder, as many as its states have."""
     theta: float
-    """Base of its rotary frequencies."""
+    """The base of its rotary frequencies."""
     deepstack: tuple[int, ...] = ()
-    """Layers whose states the decoder gets besides the last one's, behind its own first layers (DeepStack, 2024)."""
+    """Layers whose states the decoder also gets, behind its own first layers (DeepStack, 2024)."""
     table_side: int | None = None
     """Rows and columns of the learned table of positions; None: there is none."""
     window: int | None = None
-    """Decoder positions of a window's side; None: every layer attends to the whole image."""
+    """Decoder positions of a side of a window; None: every layer attends to the whole image."""
     whole: tuple[int, ...] = ()
     """The layers that attend to the whole image; the others attend within windows."""
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of a patch as it comes: three colours of each pixel, once."""
+        """Bytes of a patch: three colours of each pixel, once."""
         return _CHANNELS * self.patch**2
 
     @property
@@ -85,7 +85,7 @@ class Vision:
 
     @property
     def position_elements(self) -> int:
-        """Elements that an image page keeps of one position."""
+        """Elements of one position on an image page."""
         return self.out_size * (1 + len(self.deepstack))
 
 
@@ -96,10 +96,13 @@ class Sections:
     counts: tuple[int, int, int]
     """Frequencies of time, row and column."""
     interleaved: bool
-    """Rows and columns take every third of the first frequencies, and time the rest; else they follow one another."""
+    """True if rows and columns take every third of the first frequencies, and time the rest.
+
+    Otherwise they follow another.
+    """
 
     def axes(self, frequencies: int) -> list[int]:
-        """The number that each frequency turns by: 0 time, 1 row, 2 column."""
+        """The number that each frequency uses: 0 time, 1 row, 2 column."""
         if not self.interleaved:
             return [axis for axis, count in enumerate(self.counts) for _ in range(count)]
         axes = [0] * frequencies
@@ -111,7 +114,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The way from an image to patches and a tower's input. A decoder of images needs all of it."""
+    """The way from an image to a tower's input. A decoder of images needs all of it."""
 
     patch: int
     merge: int
@@ -119,7 +122,7 @@ class Preprocessing:
     min_pixels: int
     max_pixels: int
     mean: tuple[float, float, float]
-    """The number that is subtracted from each colour, once 0 .. 255 is 0 .. 1."""
+    """The mean of each colour, for colours in 0 .. 1. It is subtracted."""
     std: tuple[float, float, float]
     """The divisor of the differences."""
     rescale: float
@@ -132,7 +135,7 @@ class Preprocessing:
         return cls(**{**chosen, "mean": tuple(chosen["mean"]), "std": tuple(chosen["std"])})
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The preprocessing, in JSON's types."""
         return asdict(self)
 
     @property
@@ -142,13 +145,13 @@ class Preprocessing:
 
 
 def own_name(name: str) -> str:
-    """A tensor's name in models with a tower, which releases of transformers call by several."""
+    """A tensor's name here, in models with a tower. Releases of transformers have several names for it."""
     name = name.removeprefix("model.") if name.startswith(f"model.{TOWER}.") else name
     return name.replace("model.language_model.", "model.", 1)
 
 
 def decoder_config(d: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The `config.json` that the decoder of such a model would have; older checkpoints do not nest it."""
+    """The `config.json` of such a model's decoder. Older checkpoints do not nest it."""
     text = d.get("text_config") or {}
     flat = {key: value for key, value in d.items() if key not in ("text_config", "vision_config")}
     flat |= {key: value for key, value in text.items() if value is not None}
@@ -182,7 +185,7 @@ def sections_of(d: Mapping[str, Any], architecture: str, frequencies: int) -> Se
 def vision_of(d: Mapping[str, Any], architecture: str, hidden: int, layers: int) -> Vision | None:
     """The tower before a decoder of `layers` with states of `hidden` elements; None: there is none.
 
-    Raises UnsupportedModelError for one that would be computed wrongly.
+    Raises UnsupportedModelError for a tower that would be computed wrongly.
     """
     if architecture not in DECODERS:
         return None
@@ -230,7 +233,7 @@ def vision_of(d: Mapping[str, Any], architecture: str, hidden: int, layers: int)
 
 
 def read_preprocessing(directory: Path, vision: Vision) -> Preprocessing:
-    """The preprocessing of a repository for its tower. Raises ModelError, also for values that it would misuse."""
+    """The preprocessing of a repository for its tower. Raises ModelError, also for unsupported values."""
     found: dict[str, Any] = {}
     for name in PREPROCESSOR_FILES:
         values = read_json(directory / name, optional=True)
@@ -289,7 +292,7 @@ def _of_qwen25(v: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]
 
 
 def _layers(v: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of layers, those that transformers takes where a config leaves them out."""
+    """Numbers of layers. Absent ones are transformers' defaults."""
     found = v.get(key)
     return default if found is None else tuple(int(layer) for layer in found)
 

@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RefusedError(Exception):
-    """A configuration that can't be followed: one line for the user, and nothing of interest in the traceback."""
+    """A configuration can't be followed. The message is one line for the user, and a traceback adds nothing."""
 
     def __init__(self, reason: ValueError) -> None:
         super().__init__(str(reason))
@@ -46,7 +46,10 @@ class RefusedError(Exception):
 
 
 def main() -> int:
-    """Serves the brain on descriptor 3; returns the exit status: 0 when told to go or left alone, 1 after a failure."""
+    """Serves the brain on descriptor 3.
+
+    Gives the exit status: 0 after an order to exit or the brain's end, 1 after a failure.
+    """
     _die_with_parent()
     # A terminal sends ^C to the whole session, but it is the brain that decides when its hands go.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,7 +72,7 @@ def main() -> int:
 
 
 def serve(connection: Connection) -> None:
-    """Handshake, then the step loop; returns at the end of the stream or on `shutdown`."""
+    """Runs the handshake, then the step loop. It returns at the end of the stream or on `shutdown`."""
     connection.send(encode_json(Kind.HELLO, {"pid": os.getpid()}))
     frame = connection.recv()
     if frame is None:
@@ -144,7 +147,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
 
 
 class Progress:
-    """Sends `progress` frames: the first, the last, and in between at most one every `PROGRESS_INTERVAL_S`."""
+    """Sends `progress` frames: the first, the last, and at most one every `PROGRESS_INTERVAL_S` in between."""
 
     def __init__(self, connection: Connection, stage: str) -> None:
         self._connection = connection

@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from forebay.runner.launched import Launched
 
 IN_FLIGHT = 2
-"""Launched steps that wait for a reporter's thread; the brain has no more in flight."""
+"""The number of launched steps that may wait for a reporter's thread. The brain has no more in flight."""
 
 
 class Reporter(Protocol):
     """Sends the results of launched steps, in order."""
 
     def report(self, launched: Launched) -> None:
-        """Takes over a step."""
+        """Takes a launched step over."""
 
     def close(self) -> None:
-        """Returns when all steps were reported that were taken over; raises what went wrong with them."""
+        """Waits until all steps are reported. Raises their errors."""
 
 
 class DirectReporter:
-    """For a device that is done with a step when it is launched: a second thread would only cost turns."""
+    """A reporter for a device whose steps are done at the launch. A second thread would only cost time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -39,7 +39,10 @@ class DirectReporter:
 
 
 class ThreadReporter:
-    """For a device that computes beside the host: waits and sends on a thread of its own, so that launches go on."""
+    """A reporter for a device that computes beside the host.
+
+    It waits and sends on its own thread, so launches go on.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -32,7 +32,7 @@ pub struct GenerateRequest {
     /// Instead of `text`: token ids or a list of lists of token ids.
     #[schema(value_type = Option<Object>)]
     pub input_ids: Option<Prompts>,
-    /// One for all prompts, or one a prompt.
+    /// Parameters for all prompts, or a list with parameters for each prompt.
     #[schema(value_type = Option<GenerateSampling>)]
     pub sampling_params: Option<OneOrMany<GenerateSampling>>,
     /// Send the text so far as server-sent events.
@@ -44,17 +44,17 @@ pub struct GenerateRequest {
     pub top_logprobs_num: Option<i32>,
     /// Return the tokens' text with their log-probabilities.
     pub return_text_in_logprobs: Option<bool>,
-    /// Position of the first token of the prompt that is listed with its log-probability; -1: none
-    /// is. That of the first listed one is null.
+    /// The position of the first token of the prompt whose log-probability is listed; -1: none is
+    /// listed. The first listed one is null.
     pub logprob_start_len: Option<i32>,
-    /// The name of the request, or one a prompt; it comes back in `meta_info.id`.
+    /// The name of the request, or a name for each prompt; it comes back in `meta_info.id`.
     #[schema(value_type = Option<Vec<String>>)]
     pub rid: Option<Strings>,
-    /// Larger is sooner, under the priority policy.
+    /// The priority; larger is sooner, under the priority policy.
     pub priority: Option<i32>,
     /// Requests with the same key are computed by the same replica.
     pub routing_key: Option<String>,
-    /// The number of the replica that is to compute it; `data_parallel_rank` is its older name.
+    /// The number of the replica for the request; `data_parallel_rank` is its older name.
     #[serde(alias = "data_parallel_rank")]
     pub routed_dp_rank: Option<i64>,
     /// Blocks of the prompts are shared only with requests of the same salt, 1 to 256 bytes.
@@ -92,30 +92,30 @@ pub struct GenerateRequest {
 /// Sampling parameters of the native dialect.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
 pub struct GenerateSampling {
-    /// The largest number of tokens to generate; 128 where absent.
+    /// The largest number of tokens to generate; 128 if absent.
     pub max_new_tokens: Option<u32>,
     /// Tokens to generate before a stop string or stop token counts.
     pub min_new_tokens: Option<u32>,
     /// Choices to generate for each prompt.
     pub n: Option<u32>,
-    /// 0 is greedy.
+    /// The temperature; 0 is greedy.
     pub temperature: Option<f32>,
-    /// Nucleus mass.
+    /// The share of probability that is kept (nucleus sampling).
     pub top_p: Option<f32>,
     /// The number of candidates; -1 or 0 is off.
     pub top_k: Option<i32>,
     /// The share of the largest probability below which tokens are dropped.
     pub min_p: Option<f32>,
-    /// Makes sampling repeatable; `seed` is accepted too.
+    /// The seed, which makes sampling repeatable; `seed` is accepted too.
     #[serde(alias = "seed")]
     pub sampling_seed: Option<i64>,
-    /// Subtracted from the logits of generated tokens.
+    /// A number that is subtracted from the logits of generated tokens.
     pub presence_penalty: Option<f32>,
-    /// Subtracted from the logits of generated tokens, for each occurrence.
+    /// A number that is subtracted from the logits of generated tokens, for each occurrence.
     pub frequency_penalty: Option<f32>,
-    /// Divides (or multiplies) the logits of tokens seen before.
+    /// A number that divides positive logits of earlier tokens, and multiplies negative ones.
     pub repetition_penalty: Option<f32>,
-    /// Added to the logits, by token id.
+    /// Numbers that are added to the logits, by token id.
     pub logit_bias: Option<HashMap<String, f32>>,
     /// A string or a list of strings that end the text.
     #[schema(value_type = Option<Vec<String>>)]
@@ -128,10 +128,10 @@ pub struct GenerateSampling {
     pub ignore_eos: Option<bool>,
     /// Leave special tokens out of the text.
     pub skip_special_tokens: Option<bool>,
-    /// Accepted; tokenizers with fast detokenisation put no such spaces.
+    /// Accepted, without an effect: tokenizers with fast detokenisation have no such spaces.
     pub spaces_between_special_tokens: Option<bool>,
-    /// Tokens to gather for an event of the stream; the server's flag where absent. The first token
-    /// does not wait.
+    /// The number of tokens for an event of the stream; the server's flag if absent. The first
+    /// token does not wait.
     pub stream_interval: Option<u32>,
     /// The form of the answer: a JSON schema, as text or as an object.
     #[schema(value_type = Option<String>)]
@@ -156,31 +156,31 @@ pub struct GenerateSampling {
 pub struct GenerateItem {
     /// The prompt.
     pub prompt: Prompt,
-    /// The client's name for it.
+    /// The client's name for the prompt.
     pub rid: Option<String>,
-    /// The number of its parameters in [`ValidGenerate::generations`].
+    /// The index of its parameters in [`ValidGenerate::generations`].
     pub generation: usize,
     /// The images of the prompt, in order.
     pub images: Vec<ImagePart>,
 }
 
-/// A native request without anything left to check but the prompts' lengths.
+/// A native request that is checked, except for the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidGenerate {
     /// The prompts, at least one.
     pub items: Vec<GenerateItem>,
-    /// Everything else: one for all prompts, or one a prompt.
+    /// The other parameters: one entry for all prompts, or one for each prompt.
     pub generations: Vec<Generation>,
-    /// The response is a list.
+    /// True if the response is a list.
     pub batch: bool,
-    /// Server-sent events.
+    /// True if the response is server-sent events.
     pub stream: bool,
-    /// The tokens' text goes with their log-probabilities.
+    /// True if log-probabilities come with the tokens' text.
     pub text_in_logprobs: bool,
 }
 
 impl GenerateRequest {
-    /// The parameter that carries the prompts.
+    /// The name of the parameter with the prompts.
     pub fn prompt_param(&self) -> &'static str {
         if self.input_ids.is_some() { "input_ids" } else { "text" }
     }
@@ -188,7 +188,7 @@ impl GenerateRequest {
     /// Checks everything that can be checked before the prompts are tokenised.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         self,
         defaults: &GenerationDefaults,

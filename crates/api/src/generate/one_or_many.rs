@@ -1,4 +1,4 @@
-//! A parameter that a client gives once, or once a prompt.
+//! A parameter that a client gives once, or once for each prompt.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -5,7 +5,7 @@ use utoipa::ToSchema;
 
 use crate::response::StopReason;
 
-/// The answer to a native request, also as a chunk of a stream.
+/// The answer to a native request, or a chunk of its stream.
 #[derive(Debug, serde::Serialize, ToSchema)]
 pub struct GenerateOutput {
     /// The number of the prompt and choice in the batch; only in the chunks of a batch.
@@ -15,16 +15,16 @@ pub struct GenerateOutput {
     pub text: String,
     /// All of the generated tokens so far.
     pub output_ids: Vec<i32>,
-    /// About the request.
+    /// The facts about the request.
     pub meta_info: GenerateMeta,
 }
 
-/// About a native request.
+/// The facts about a native request.
 #[derive(Debug, serde::Serialize, ToSchema)]
 pub struct GenerateMeta {
-    /// The client's `rid`, or one made up.
+    /// The client's `rid`, or a random name.
     pub id: String,
-    /// Why it ended; null before the end.
+    /// The reason of the end; null before the end.
     pub finish_reason: Option<GenerateFinish>,
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
@@ -33,28 +33,28 @@ pub struct GenerateMeta {
     /// Prompt tokens found in the prefix cache.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cached_tokens: Option<u32>,
-    /// Seconds since the request arrived.
+    /// Seconds since the arrival of the request.
     pub e2e_latency: f64,
-    /// One (log-probability, id, text) a token of the prompt, from `logprob_start_len` on; the
-    /// first one's log-probability is null.
+    /// One (log-probability, id, text) for each token of the prompt, from `logprob_start_len` on.
+    /// The log-probability of the first one is null.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub input_token_logprobs: Option<Vec<LogprobTriple>>,
-    /// The most likely tokens for each of these; null for the first.
+    /// The most likely tokens for each of these entries; null for the first.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub input_top_logprobs: Option<Vec<Option<Vec<LogprobTriple>>>>,
-    /// One (log-probability, id, text) a generated token.
+    /// One (log-probability, id, text) for each generated token.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub output_token_logprobs: Option<Vec<LogprobTriple>>,
-    /// The most likely tokens for each generated one.
+    /// The most likely tokens for each generated token.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub output_top_logprobs: Option<Vec<Vec<LogprobTriple>>>,
 }
 
-/// Why a native request ended.
+/// The reason for the end of a native request.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "lowercase")]
 pub enum GenerateFinish {
@@ -63,7 +63,7 @@ pub enum GenerateFinish {
         /// The stop string or token that ended the output.
         matched: StopReason,
     },
-    /// The answer has as many tokens as were asked for.
+    /// The answer has the requested number of tokens.
     Length {
         /// The number of tokens in the output.
         length: u32,
@@ -73,11 +73,11 @@ pub enum GenerateFinish {
 /// A token as the native dialect writes it: `[log-probability, id, text or null]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogprobTriple {
-    /// Natural log-probability; null for a token without a token before it.
+    /// Natural log-probability; null for the first token of a prompt.
     pub logprob: Option<f32>,
     /// Token id.
     pub id: i32,
-    /// The token's text, where asked for.
+    /// The token's text, if requested.
     pub text: Option<String>,
 }
 

@@ -1,9 +1,9 @@
 //! The limits of a request: every parameter of every route, in one table.
 //!
-//! A body is walked along the table before anything is made of it ([`check`]). A value over its
-//! limit is refused with the parameter's name, and nothing was allocated for it. So a parsed
-//! request takes at most a few times its body's bytes. Validation afterwards checks limits that the
-//! model decides: the context and the vocabulary.
+//! A walk compares a body with the table before anything is made of it ([`check`]). A value over
+//! its limit is refused with the parameter's name, and nothing is allocated for it. So a parsed
+//! request takes at most a few times its body's bytes. Later validation checks limits of the model:
+//! the context and the vocabulary.
 //!
 //! Every parameter is in the table: a test compares it with the fields of the request types. The
 //! server's resource tests make their cases from it.
@@ -16,18 +16,18 @@ pub(crate) use walk::check;
 
 /// The largest number of stop strings.
 pub const STOPS: usize = 16;
-/// The largest number of bytes of all stop strings together: each choice's text is compared with
+/// The largest number of bytes of all stop strings together. Each choice's text is compared with
 /// them byte by byte.
 pub const STOP_BYTES: usize = 4096;
 /// The largest number of stop token ids.
 pub const STOP_IDS: usize = 1024;
-/// The largest number of token ids that a request may name as the only ones.
+/// The largest number of token ids in `allowed_token_ids`.
 pub const ALLOWED_IDS: usize = 16_384;
 /// The largest number of token ids with a bias.
 pub const BIASES: usize = 1024;
-/// The largest number of words that an answer does not have.
+/// The largest number of words in `bad_words`.
 pub const BAD_WORDS: usize = 256;
-/// The largest number of bytes of all of them together.
+/// The largest number of bytes of all bad words together.
 pub const BAD_WORD_BYTES: usize = 16_384;
 /// The largest number of choices a prompt.
 pub const CHOICES: u32 = 128;
@@ -37,16 +37,16 @@ pub const TOTAL_CHOICES: usize = 4096;
 pub const PROMPTS: usize = 1024;
 /// The largest number of inputs of a request that pools, as with OpenAI.
 pub const INPUTS: usize = 2048;
-/// The largest number of bytes of the texts of all pairs together; a query counts once a document,
-/// because it is tokenised once a document.
+/// The largest number of bytes of the texts of all pairs together. A query counts for each
+/// document, because it is tokenised for each.
 pub const PAIR_BYTES: usize = 16 << 20;
-/// The largest number of alternatives a token's log-probabilities have.
+/// The largest number of alternatives for a token's log-probability.
 pub const LOGPROBS: u8 = 20;
 /// The largest number of messages of a conversation.
 pub const MESSAGES: usize = 4096;
-/// Most JSON values that are kept as such: messages, their parts, and the elements of `tools`,
-/// `tool_calls` and `chat_template_kwargs`. The template sees a copy of each, so one costs some
-/// hundred bytes.
+/// The largest number of JSON values that are kept as such. These are messages, their parts, and
+/// the elements of `tools`, `tool_calls` and `chat_template_kwargs`. The template sees a copy of
+/// each, so one costs some hundred bytes.
 pub const VALUES: usize = 16_384;
 /// The deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`.
 pub const DEPTH: usize = 32;
@@ -60,10 +60,10 @@ pub const WORD_BYTES: usize = 256;
 pub const ROUTING_KEY_BYTES: usize = 512;
 /// The longest cache salt, in bytes.
 pub const CACHE_SALT_BYTES: usize = 256;
-/// The largest number of names of parameters that nothing reads: they are told to the client.
+/// The largest number of names of unread parameters that a client is told.
 pub const UNREAD: usize = 32;
-/// Parameters that ask nothing of a server of this kind: they are about the client's own accounts
-/// and stores. They are read over without a word.
+/// Parameters that a server of this kind ignores in silence: they are about the client's own
+/// accounts and stores.
 pub const INERT: &[&str] = &[
     "user",
     "metadata",
@@ -74,7 +74,7 @@ pub const INERT: &[&str] = &[
     "prompt_cache_retention",
 ];
 
-/// The values that a parameter may have. A value of another shape is left to the parser, which
+/// The permitted values of a parameter. A value of another shape is left to the parser, which
 /// refuses it without keeping it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bound {
@@ -89,15 +89,15 @@ pub enum Bound {
     },
     /// A string of at most this many bytes.
     Text(usize),
-    /// Text that becomes tokens, or a list of token ids: the context bounds it.
+    /// A text to tokenise, or a list of token ids. The context bounds it.
     Prompt,
     /// A string, or a list of strings.
     Strings {
         /// The largest number of strings.
         count: usize,
-        /// The largest number of bytes of one.
+        /// The largest number of bytes of each string.
         each: usize,
-        /// The largest number of bytes of all together.
+        /// The largest number of bytes of all strings together.
         total: usize,
     },
     /// A list of at most this many token ids.
@@ -120,17 +120,17 @@ pub enum Bound {
     Content(Params),
     /// An image: its URL, or an object with these parameters.
     Image(Params),
-    /// Such an image, or a list of them, or so many lists around each other.
+    /// Such an image, or a list of them. Lists may be nested to this depth.
     Images(u8, Params),
-    /// The URL of an image, which may be all of its file in base64.
+    /// The URL of an image, which may be a whole file in base64.
     Url,
-    /// Any JSON value, which is kept. Its elements count as [`VALUES`], and it is at most [`DEPTH`]
-    /// deep.
+    /// Any JSON value, which is kept. Its elements count towards [`VALUES`], and it is at most
+    /// [`DEPTH`] deep.
     Tree,
     /// A form of answers: a string of at most this many bytes, or any JSON value, which is kept as
     /// text.
     Form(usize),
-    /// Any JSON value. It is read over and not kept.
+    /// Any JSON value, which is skipped and not kept.
     Ignored,
 }
 
@@ -152,13 +152,13 @@ pub trait Limited {
     const PARAMS: Params;
 }
 
-/// True if one of these parameters carries embeddings, which may be larger than everything else.
+/// True if one of these parameters has embeddings, which may be larger than everything else.
 pub fn takes_embeds(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| matches!(param.bound, Bound::Embeds(_)))
 }
 
-/// True if one of these parameters, or one inside them, carries images, which may be as large.
+/// True if one of these parameters, or one inside them, has images, which may be large too.
 pub fn takes_images(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| match param.bound {

@@ -1,4 +1,4 @@
-//! A walk over a body along the table, which allocates nothing but names that nothing reads.
+//! A walk over a body along the table. It allocates nothing except names of unread parameters.
 
 use std::fmt;
 
@@ -8,23 +8,23 @@ use super::{Bound, DEPTH, INERT, Param, Params, SHOWN_BYTES, UNREAD, VALUES, cut
 use crate::error::ApiError;
 use crate::inert::Inert;
 
-/// The longest key of `logit_bias`, in bytes: the error shows it.
+/// The results of a walk through a body.
 const KEY_BYTES: usize = SHOWN_BYTES;
 
 /// The findings of a walk through a body.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Weight {
-    /// JSON values that will be kept as such, at most [`VALUES`].
+    /// JSON values that are kept as such, at most [`VALUES`].
     pub values: usize,
     /// Bytes of embeddings and images.
     pub embeds: usize,
 }
 
-/// Checks a body against `params`; gives what it weighs, and the names of what nothing reads. What
-/// is no JSON is left to the parser, up to which everything is within its limits.
+/// Checks a body against `params`. Gives its weight, and the names of unread parameters. Text that
+/// is not JSON is left to the parser. Everything before it is within its limits.
 ///
 /// # Errors
-/// [`ApiError::Invalid`] with the first parameter that is over its limit.
+/// A parameter is over its limit; [`ApiError::Invalid`] names the first.
 pub(crate) fn check(body: &str, params: Params) -> Result<(Weight, Vec<String>), ApiError> {
     let mut walk = Walk::default();
     let mut deserializer = serde_json::Deserializer::from_str(body);

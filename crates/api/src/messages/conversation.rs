@@ -35,7 +35,7 @@ impl InMessage {
     }
 }
 
-/// A block of a message: a type, and what blocks of that type have.
+/// A block of a message: a type, and the fields of that type.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Block {
     #[serde(rename = "type")]
@@ -81,7 +81,7 @@ fn required<T>(value: Option<T>, path: &str, field: &str) -> Result<T, ApiError>
     value.ok_or_else(|| invalid(&format!("{path}.{field}"), "required and missing"))
 }
 
-/// The system prompt, less what is not for the model.
+/// The system prompt, without lines that are not for the model.
 pub(super) fn system_text(
     system: TextOr<Block>,
     ignored: &mut Vec<String>,
@@ -211,7 +211,7 @@ fn asked(
     Ok(())
 }
 
-/// Adds what a tool answered.
+/// Adds the answer of a tool.
 fn result(
     turns: &mut Turns,
     path: &str,

@@ -23,7 +23,7 @@ use conversation::{Block, InMessage, add, invalid, system_text};
 /// A request of Anthropic's dialect. `/v1/messages/count_tokens` takes it too.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct MessagesRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// The conversation so far.
     #[schema(value_type = Vec<Object>)]
@@ -31,16 +31,16 @@ pub struct MessagesRequest {
     /// The system prompt: a string, or a list of blocks of text.
     #[schema(value_type = Option<String>)]
     system: Option<TextOr<Block>>,
-    /// The largest number of tokens to generate; the rest of the context where absent.
+    /// The largest number of tokens to generate; the rest of the context if absent.
     pub max_tokens: Option<u32>,
     /// Strings that end the text.
     #[schema(value_type = Option<Vec<String>>)]
     stop_sequences: Option<Strings>,
     /// Send typed events.
     pub stream: Option<bool>,
-    /// 0 is greedy.
+    /// The temperature; 0 is greedy.
     pub temperature: Option<f32>,
-    /// Nucleus mass.
+    /// The share of probability that is kept (nucleus sampling).
     pub top_p: Option<f32>,
     /// The number of candidates; -1 or 0 is off.
     pub top_k: Option<i32>,
@@ -51,7 +51,7 @@ pub struct MessagesRequest {
     tools: Option<Vec<Value>>,
     /// The demand for calls: none, any, or certain tools.
     tool_choice: Option<ToolChoice>,
-    /// The form of the answer, and how long to think.
+    /// The form of the answer, and the effort of the reasoning.
     output_config: Option<OutputConfig>,
     /// The form of the answer.
     output_format: Option<OutputFormat>,
@@ -112,7 +112,7 @@ impl MessagesRequest {
     /// parameters without effect are added to `ignored`.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         self,
         defaults: &GenerationDefaults,

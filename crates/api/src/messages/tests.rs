@@ -1,4 +1,4 @@
-//! Requests of Anthropic's dialect become those of the chat API.
+//! Requests of Anthropic's dialect become requests of the chat API.
 
 use super::*;
 use crate::sampling::MaxTokens;

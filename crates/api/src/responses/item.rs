@@ -43,7 +43,7 @@ pub struct Item {
 /// The beginning of sealed reasoning. It is no secret: clients keep it, and do not read it.
 const SEAL: &str = "forebay.1.";
 
-/// Reasoning in the form that clients send back without reading it.
+/// Reasoning in a form that clients send back without reading it.
 #[must_use]
 pub fn sealed(reasoning: &str) -> String {
     format!("{SEAL}{}", STANDARD.encode(reasoning))
@@ -91,7 +91,7 @@ impl Item {
         }
     }
 
-    /// About how many bytes it takes.
+    /// The approximate number of bytes of the part.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let texts = [
@@ -122,7 +122,7 @@ impl Item {
         }
     }
 
-    /// Adds the item, which is at `path`, to the conversation as the template sees it.
+    /// Adds the item at `path` to the conversation for the template.
     pub(super) fn add(
         &self,
         turns: &mut Turns,

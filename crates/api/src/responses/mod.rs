@@ -23,40 +23,40 @@ use tools::{Functions, functions, named};
 /// A request of the Responses API.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct ResponsesRequest {
-    /// The name of the model; the served one where absent.
+    /// The name of the model; the served one if absent.
     pub model: Option<String>,
     /// A string, or the items of the conversation that are new.
     #[schema(value_type = Option<String>)]
     input: Option<TextOr<Item>>,
     /// The instructions in front of the conversation, of this response only.
     pub instructions: Option<String>,
-    /// The response that this one goes on from.
+    /// The response that this one continues.
     pub previous_response_id: Option<String>,
-    /// Keep the response, so that others can go on from it; true where absent.
+    /// Keep the response, so that others can continue it; true if absent.
     pub store: Option<bool>,
-    /// Answer at once, and compute behind the answer.
+    /// Answer at once, and compute in the background.
     pub background: Option<bool>,
     /// Send typed events.
     pub stream: Option<bool>,
-    /// The largest number of tokens to generate; the rest of the context where absent.
+    /// The largest number of tokens to generate; the rest of the context if absent.
     pub max_output_tokens: Option<u32>,
-    /// 0 is greedy.
+    /// The temperature; 0 is greedy.
     pub temperature: Option<f32>,
-    /// Nucleus mass.
+    /// The share of probability that is kept (nucleus sampling).
     pub top_p: Option<f32>,
-    /// Functions, and tools with text for an input, that the model may call.
+    /// Functions that the model may call, and tools whose input is text.
     #[schema(value_type = Option<Vec<Object>>)]
     pub tools: Option<Vec<Value>>,
     /// `auto`, `none`, `required`, or an object that names a tool.
     #[schema(value_type = Option<String>)]
     pub tool_choice: Option<Value>,
-    /// True if an answer may have several calls; true where absent.
+    /// True if an answer may have several calls; true if absent.
     pub parallel_tool_calls: Option<bool>,
     /// The effort of the model's reasoning.
     reasoning: Option<ResponsesReasoning>,
     /// The form of the answer.
     text: Option<ResponsesText>,
-    /// Comes back with the response.
+    /// Data that comes back with the response.
     #[schema(value_type = Option<Object>)]
     pub metadata: Option<Value>,
     /// Further parts of the response: `reasoning.encrypted_content`.
@@ -104,20 +104,20 @@ pub(crate) struct TextFormat {
     strict: Option<bool>,
 }
 
-/// A request without anything left to check but the prompt's length.
+/// A request that is checked, except for the prompt's length.
 #[derive(Debug)]
 pub struct ValidResponses {
-    /// The conversation, and all that chats have too.
+    /// The conversation, and the parameters that chats have too.
     pub chat: ValidChat,
-    /// Tools that are no plain functions, by the names that the model knows.
+    /// Tools that are no plain functions, by the names in the prompt.
     pub kinds: Vec<(String, ToolKind)>,
-    /// The items that are new.
+    /// The new items.
     pub input: Vec<Item>,
-    /// Keep the response, so that others can go on from it.
+    /// True if the response is kept, so that others can continue it.
     pub store: bool,
-    /// Answer at once, and compute behind the answer.
+    /// True if the answer comes at once and is computed in the background.
     pub background: bool,
-    /// Reasoning comes in a form, too, that clients send back without reading it.
+    /// True if reasoning also comes in a form that clients send back without reading it.
     pub sealed: bool,
     /// The parts of the request that the response repeats.
     pub echo: Map<String, Value>,
@@ -131,7 +131,7 @@ impl ResponsesRequest {
     /// items of earlier responses. The names of fields without an effect are added to `ignored`.
     ///
     /// # Errors
-    /// The first parameter that is out of range or not served.
+    /// A parameter is out of range or not served; the error names the first.
     pub fn validate(
         self,
         before: &[&Item],
@@ -272,7 +272,7 @@ impl TextFormat {
     }
 }
 
-/// The conversation: what was said `before`, and behind that the `input`.
+/// The conversation: `before`, and behind it the `input`.
 fn conversation(
     instructions: Option<String>,
     before: &[&Item],
@@ -322,7 +322,7 @@ fn offered(
     Ok(Offered { tools, paths, kinds })
 }
 
-/// An error of what chats call otherwise, by the names of this API.
+/// An error with the parameter's name in this API, for an error with its name in the chat API.
 fn placed(error: ApiError, paths: &[String]) -> ApiError {
     match error {
         ApiError::Invalid { param, reason } => {

@@ -7,12 +7,12 @@ use super::invalid;
 use crate::error::ApiError;
 use crate::tools::TextForm;
 
-/// The kind of a tool, before it became a function that the model may call.
+/// The kind of a tool. The tool has become a function that the model may call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToolKind {
     /// The tool's input is text: its function has the text as its only argument, [`CUSTOM_INPUT`].
     Custom,
-    /// The tool is one of a namespace.
+    /// The tool belongs to a namespace.
     Of {
         /// The namespace.
         namespace: String,
@@ -21,7 +21,7 @@ pub enum ToolKind {
     },
 }
 
-/// The only argument of a function that stands for a tool with text for an input.
+/// The only argument of a function that stands for a tool whose input is text.
 pub const CUSTOM_INPUT: &str = "input";
 
 /// Tools as the chat API has them.

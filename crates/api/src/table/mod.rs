@@ -1,4 +1,4 @@
-//! The table of all limits: the parameters of each dialect are in a file of their own.
+//! The table of all limits. The parameters of each dialect have a file of their own.
 
 mod anthropic;
 mod native;

@@ -23,7 +23,7 @@ pub(super) const fn regex(name: &'static str) -> Param {
 pub(super) const fn grammar(name: &'static str) -> Param {
     param(name, Bound::Form(GRAMMAR_BYTES))
 }
-/// Texts of which an answer is one.
+/// Texts; the answer is one of them.
 pub(super) const fn choices(name: &'static str) -> Param {
     param(
         name,

@@ -5,7 +5,7 @@ use crate::limits::{
     BIASES, Bound, CHOICES, MESSAGES, Param, STOP_BYTES, STOP_IDS, STOPS, WORD_BYTES,
 };
 
-/// A conversation and how it is rendered.
+/// A conversation and the parameters of its rendering.
 pub(super) const CONVERSATION: &[Param] = &[
     param("messages", Bound::Messages(MESSAGES, &[MESSAGE])),
     flag("add_generation_prompt"),

@@ -50,7 +50,7 @@ pub(crate) enum Dialect {
 }
 
 impl Backend {
-    /// The name as it is typed.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Openai => "openai",
@@ -119,7 +119,7 @@ pub(crate) struct RequestOptions {
     pub(crate) ignore_eos: bool,
     /// Strings that end the answer.
     pub(crate) stop: Vec<String>,
-    /// Fields that are added to the body and take the place of what is there.
+    /// Fields that are added to the body. They replace fields with the same name.
     pub(crate) extra: Map<String, Value>,
 }
 

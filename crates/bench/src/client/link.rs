@@ -1,4 +1,4 @@
-//! Connections, and the answers that come over them.
+//! Connections, and the answers over them.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -45,7 +45,8 @@ impl Link {
         Ok(Self { stream, reads: 0 })
     }
 
-    /// True if the server has, as far as is known, neither closed it nor sent anything unasked.
+    /// True if the server has neither closed the connection nor sent unasked bytes, as far as is
+    /// known.
     pub(super) fn is_idle(&self) -> bool {
         matches!(self.stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }
@@ -54,7 +55,7 @@ impl Link {
     ///
     /// # Errors
     ///
-    /// The connection broke, or what came is no answer.
+    /// The connection broke, or the bytes are no answer.
     pub(super) async fn send(mut self, head: Bytes, body: Bytes) -> Result<Answer> {
         self.stream.write_all_buf(&mut head.chain(body)).await?;
         let mut bytes = Vec::new();

@@ -1,8 +1,8 @@
-//! Rest for a busy thread, which saves CPU time: after a rest it finds more news at once.
+//! A rest for a busy thread, which saves CPU time: after a rest it finds more data at once.
 //!
-//! A thread with news from many streams wakes for almost every piece, and then waking costs as much
-//! as reading. Under load the thread therefore sleeps for [`REST`] before it waits. Pieces are
-//! timed that much later at most, which is little beside the gaps of a server under such load. With
+//! A thread with data from many streams wakes for almost every piece. The wake-up then costs as
+//! much as the read. So under load the thread sleeps for [`REST`] before it waits. Pieces are timed
+//! later by at most that much, which is little beside the gaps of a server under such load. With
 //! `--precise` no thread ever rests.
 
 use std::cell::RefCell;
@@ -27,7 +27,7 @@ thread_local! {
 }
 
 impl Load {
-    /// Looks at the reads once a window is over, and says whether there were many.
+    /// Looks at the reads at the end of a window. True: there were many.
     fn look(&mut self, now: Instant) -> bool {
         let elapsed = now.saturating_duration_since(*self.since.get_or_insert(now));
         if elapsed >= WINDOW {
@@ -39,7 +39,7 @@ impl Load {
     }
 }
 
-/// Counts a read of this thread, and says whether the thread is busy.
+/// Counts a read of this thread. True: the thread is busy.
 pub(super) fn count_read() -> bool {
     LOAD.with_borrow_mut(|load| {
         load.reads = load.reads.saturating_add(1);

@@ -1,5 +1,5 @@
-//! A lean HTTP/1.1 client for streams: keep-alive connections, and an answer that is only looked at
-//! as far as its times need it.
+//! A lean HTTP/1.1 client for streams: keep-alive connections, and answers that are read only as
+//! far as their times need it.
 //!
 //! ```text
 //! let client = Client::new(Target::new(backend, &ServerFlags)?, timeout);       // one server and one route
@@ -8,7 +8,7 @@
 //! let (record, exact) = reply.into_record(intended_us, &asked);                 // after the run: decodes the text
 //! ```
 //!
-//! `run::drive` sends many requests by a schedule or at a concurrency and gives all replies.
+//! `run::drive` sends many requests by a schedule or at a concurrency, and gives all replies.
 
 mod backend;
 mod link;
@@ -55,7 +55,7 @@ impl Clock {
         u64::try_from(self.0.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// The moment at which it shows `elapsed`.
+    /// The moment at which the clock shows `elapsed`.
     pub(crate) fn at(self, elapsed: Duration) -> Instant {
         self.0 + elapsed
     }
@@ -153,7 +153,7 @@ impl Client {
         Ok(body)
     }
 
-    /// The first model that the server lists, and where the server says to have it from.
+    /// The first model in the server's list, and its source by the server's statement.
     ///
     /// # Errors
     ///

@@ -1,5 +1,5 @@
-//! The answer to one request, kept cheaply while the run goes on and turned into a [`Record`] after
-//! it.
+//! The answer to one request. It is kept in a cheap form during the run, and becomes a [`Record`]
+//! after it.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -21,10 +21,10 @@ pub(crate) struct Asked {
     pub(crate) images: bool,
 }
 
-/// An answer, as far as it was read.
+/// An answer, as far as it is read.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    /// The time at which the client began to send, connection set-up included. All times here are
+    /// The time of the first byte of the send, connection set-up included. All times here are
     /// microseconds from the start of the run.
     pub(crate) sent_us: u64,
     /// The time at which the last byte was read, or the request failed.
@@ -112,8 +112,8 @@ impl Reply {
         }
     }
 
-    /// Takes the text of an event that may be all of the text so far, and says how many bytes are
-    /// new.
+    /// Takes the text of an event, which may be all of the text so far. Gives the number of new
+    /// bytes.
     fn grow(&mut self, text: &[u8], finished: bool) -> usize {
         if let Some(new) = text.strip_prefix(&self.text[..]) {
             self.text.extend_from_slice(new);
@@ -227,8 +227,8 @@ impl Reply {
         self.error.get_or_insert(message);
     }
 
-    /// The record, and whether the tokens of its chunks are the server's. If not, they are 0 but
-    /// when there is one for each chunk.
+    /// The record, and true if the tokens of its chunks are the server's. If not, they are 0,
+    /// unless each chunk has one.
     pub(crate) fn into_record(self, intended_us: u64, asked: &Asked) -> (Record, bool) {
         let mut chunks = self.chunks;
         let output_tokens = self.completion_tokens.unwrap_or(match &self.error {
@@ -268,7 +268,7 @@ impl Reply {
     }
 }
 
-/// Gives each chunk its tokens if that needs no guess, and says whether it did.
+/// Gives each chunk its tokens if that needs no guess. True: it did.
 fn share_counts(chunks: &mut [Chunk], output_tokens: u32, counted: bool) -> bool {
     if counted {
         let told: u32 = chunks.iter().map(|chunk| chunk.tokens).sum();

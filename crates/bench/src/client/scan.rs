@@ -1,9 +1,9 @@
-//! Finds the few fields that matter in an event's JSON without building a document.
+//! A search for the few fields that matter in an event's JSON, without a document.
 //!
-//! Searching for a quoted key is sound in valid JSON. Within a string every quote has a backslash
-//! before it, so the bytes `"key"` followed by a colon are a key. The object that the key belongs
-//! to is not checked, but no route that is measured here has these keys elsewhere in its events.
-//! Events of another form are left to the reader of whole documents.
+//! A search for a quoted key is sound in valid JSON. In a string every quote has a backslash before
+//! it. So the bytes `"key"` and a colon are a key. The object of the key is not checked, but the
+//! events of the measured routes have these keys nowhere else. Events of another form are read as
+//! whole documents.
 
 use std::sync::LazyLock;
 
@@ -96,7 +96,7 @@ fn after_key<'a>(bytes: &'a [u8], key: &Finder<'_>) -> Option<&'a [u8]> {
     }
 }
 
-/// A string's bytes between its quotes, and what follows it.
+/// A string's bytes between its quotes, and the rest behind it.
 fn string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let body = bytes.strip_prefix(b"\"")?;
     let mut at = 0;

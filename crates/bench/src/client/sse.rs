@@ -1,4 +1,4 @@
-//! Finds the events of a stream in the bytes as they come.
+//! The events of a stream, found in its bytes as they come.
 
 use memchr::memchr;
 

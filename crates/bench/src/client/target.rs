@@ -1,4 +1,4 @@
-//! The server, and the way to reach it.
+//! The server and its address.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 
@@ -112,7 +112,7 @@ impl Target {
         Ok(target)
     }
 
-    /// A route of the server, with what stands in front of all its routes.
+    /// A route of the server, behind the prefix of all its routes.
     pub(super) fn path(&self, route: &str) -> String {
         format!("{}/{}", self.prefix, route.trim_start_matches('/'))
     }

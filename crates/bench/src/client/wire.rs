@@ -1,8 +1,8 @@
-//! HTTP/1.1 as far as the answers to our requests go: the head, and the end of the body.
+//! HTTP/1.1 for the answers to our requests: the head, and the end of the body.
 //!
-//! The module is written by hand and does not use hyper. The cause is the CPU time at the rate of a
-//! busy server. Hyper's channel between the connection and the reader, its buffers and their wakers
-//! took much of it. They took as much as everything else that this program does outside the kernel.
+//! This module does not use hyper, because of the CPU time at the rate of a busy server. Hyper's
+//! channel between the connection and the reader, its buffers and their wakers took as much as the
+//! rest of this program outside the kernel.
 
 use anyhow::{Context, Result, bail};
 use memchr::memchr;
@@ -24,11 +24,11 @@ pub(super) struct Head {
     pub(super) body: Body,
 }
 
-/// Reads the head of an answer, and says how many bytes it has; none if more bytes are needed.
+/// Reads the head of an answer. Gives its number of bytes; `None` if more bytes are needed.
 ///
 /// # Errors
 ///
-/// They are no answer of HTTP/1.
+/// The bytes are no answer of HTTP/1.
 pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut response = httparse::Response::new(&mut headers);

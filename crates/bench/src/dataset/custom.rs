@@ -1,5 +1,5 @@
-//! A JSONL file of prompts: `{"prompt": "..", "output_tokens": 100}` on each line, as `vllm bench
-//! serve` takes it.
+//! A JSONL file of prompts: `{"prompt": "..", "output_tokens": 100}` on each line, as in `vllm
+//! bench serve`.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use super::jsonl;
 use super::words::{Text, Words};
 use crate::WorkItem;
 
-/// Tokens to generate where nobody says how many.
+/// The default number of tokens to generate.
 const OUTPUT_TOKENS: u32 = 256;
 
 #[derive(Debug, Deserialize)]

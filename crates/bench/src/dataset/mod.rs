@@ -1,6 +1,6 @@
 //! Datasets: the sources of requests.
 //!
-//! Everything random comes from ChaCha12 generators keyed by the run's seed, so that the same seed
+//! All random numbers come from ChaCha12 generators with keys from the run's seed. So the same seed
 //! gives the same requests on every machine. Tokens are counted without a chat template and without
 //! special tokens.
 
@@ -34,11 +34,11 @@ use words::Words;
 /// Requests where the dataset has no end of its own.
 const REQUESTS: u32 = 1000;
 
-/// Makes the requests of a run. Their number is the length of what is returned: `--num-prompts` if
-/// it was given, except that a trace is never repeated.
+/// Makes the requests of a run. Their number is `--num-prompts` if that is given, except that a
+/// trace is never repeated.
 ///
 /// # Errors
-/// If there is no tokenizer, flags do not go together, or the file is missing or malformed.
+/// There is no tokenizer, flags contradict each other, or the file is missing or malformed.
 pub fn load(
     args: &DatasetArgs,
     seed: u64,
@@ -158,7 +158,7 @@ fn warn_if_fewer(found: usize, wanted: usize) {
     }
 }
 
-/// As many as wanted: the first ones, or all of them again and again.
+/// The wanted number of items: the first ones, or all of them repeated.
 fn repeat<T: Clone>(mut items: Vec<T>, wanted: usize) -> Vec<T> {
     let distinct = items.len();
     items.truncate(wanted);

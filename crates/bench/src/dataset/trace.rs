@@ -15,7 +15,7 @@ use super::seed::{Purpose, generator};
 use super::words::{Drawn, Words};
 use crate::WorkItem;
 
-/// Tokens that one hash id stands for; the last of a prompt may stand for fewer.
+/// Tokens of one hash id. The last hash id of a prompt may stand for fewer.
 pub const BLOCK_TOKENS: u32 = 512;
 
 /// One request of a trace.
@@ -28,12 +28,12 @@ pub struct TraceEntry {
     pub input_length: u32,
     /// Tokens that were generated.
     pub output_length: u32,
-    /// One name for each [`BLOCK_TOKENS`] of the prompt; equal names, equal tokens. Empty if it is
-    /// not known.
+    /// The names, one for each [`BLOCK_TOKENS`] of the prompt. Equal names mean equal tokens. Empty
+    /// if they are not known.
     #[serde(default)]
     pub hash_ids: Vec<u64>,
-    /// The images in the prompt, in the order of their positions. `forebay plan` alone reads them;
-    /// the format of others has none.
+    /// The images in the prompt, in the order of their positions. Only `forebay plan` reads them.
+    /// The original format has none.
     #[serde(default)]
     pub images: Vec<TraceImage>,
 }
@@ -43,7 +43,7 @@ pub struct TraceEntry {
 pub struct TraceImage {
     /// The name of the image; equal names mean equal images.
     pub id: u64,
-    /// The first of its positions.
+    /// The first position of the image.
     pub position: u32,
     /// Rows of positions.
     pub rows: u32,
@@ -51,12 +51,11 @@ pub struct TraceImage {
     pub columns: u32,
 }
 
-/// The requests of a trace, by time.
+/// The requests of a trace, sorted by time.
 ///
 /// # Errors
 /// The file cannot be read, is empty, or has a line that is no request. Such a line has no tokens,
-/// a time that is no time, or another number of hash ids than the prompt has blocks. The message
-/// names the line.
+/// an invalid time, or a wrong number of hash ids for its prompt. The message names the line.
 pub fn read(path: &Path) -> anyhow::Result<Vec<TraceEntry>> {
     let mut entries = Vec::new();
     for (line, entry) in jsonl::read::<TraceEntry>(path)? {

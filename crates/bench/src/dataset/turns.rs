@@ -1,4 +1,4 @@
-//! Turns of real conversations, cut or repeated to a wanted length.
+//! Turns of real conversations, cut or repeated to the wanted length.
 
 use anyhow::ensure;
 use rand::rngs::ChaCha12Rng;

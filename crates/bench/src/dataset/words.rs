@@ -1,4 +1,4 @@
-//! Text of a wanted number of tokens.
+//! Text of the wanted number of tokens.
 
 use anyhow::{Context as _, ensure};
 use forebay_text::Tokenizer;

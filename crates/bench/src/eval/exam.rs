@@ -1,4 +1,4 @@
-//! The questions, the prompts, and the reading of answers.
+//! The questions, the prompts, and the answers in the model's text.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -90,9 +90,9 @@ impl Exam {
     }
 }
 
-/// The last run of digits in a text, once its commas are removed. A sign is not looked at, and
-/// `3.50` ends with 50: that is how published results were read. A run with leading zeros is no
-/// number, and ends the search; one that is too large for any right answer is the largest.
+/// The last run of digits in a text without its commas. A sign is ignored, and `3.50` ends with 50,
+/// as in published results. A run with leading zeros is no number, and ends the search. A run that
+/// is too large for any right answer counts as the largest number.
 pub(super) fn last_integer(text: &str) -> Option<u64> {
     let text = text.replace(',', "");
     let last = text.rsplit(|c: char| !c.is_ascii_digit()).find(|run| !run.is_empty())?;

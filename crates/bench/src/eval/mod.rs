@@ -89,7 +89,7 @@ struct Summary<'a> {
 ///
 /// # Errors
 ///
-/// The questions are no fair exam, the server cannot be found, a file cannot be written, or a
+/// The question files cannot be used, the server cannot be found, a file cannot be written, or a
 /// request failed. After a failed request, the numbers of the others are printed and written all
 /// the same.
 pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
@@ -152,8 +152,7 @@ pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
     Ok(())
 }
 
-/// Finds out before the run, and without harm to what is there, what would else be found out after
-/// it.
+/// Checks before the run that the file can be written, without harm to its content.
 fn check_writable(path: &Path) -> Result<()> {
     let mut options = File::options();
     options.create(true).append(true).open(path).with_context(|| cannot_write(path))?;
@@ -166,7 +165,7 @@ fn cannot_write(path: &Path) -> String {
 
 /// The answers of a run.
 struct Run {
-    /// One a prompt, in their order.
+    /// The records, one for each prompt, in their order.
     records: Vec<Record>,
     retried: u64,
 }

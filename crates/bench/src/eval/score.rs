@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::exam::last_integer;
 use crate::record::{Outcome, Record};
 
-/// A question and what became of it: a line of the raw result file.
+/// A question with its answer and score: a line of the raw result file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Answer {
     /// The number of the question in its file, from 0.
@@ -27,7 +27,7 @@ pub(super) struct Answer {
     pub(super) tokens: u32,
     /// Seconds from the send to the end of the answer.
     pub(super) latency: f64,
-    /// Why the request failed, if it did.
+    /// The reason of a failure; `None`: the request succeeded.
     pub(super) error: Option<String>,
 }
 

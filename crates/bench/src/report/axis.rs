@@ -1,4 +1,4 @@
-//! Axes: where a value is drawn, which values are marked, and how numbers are written.
+//! Axes: the places of values, the marked values, and the form of numbers.
 
 /// A mapping of values to a coordinate, with marks at round values.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -169,7 +169,7 @@ pub(super) fn short(value: f64) -> String {
     format!("{}{suffix}", three_digits(scaled))
 }
 
-/// A time given in milliseconds, in the unit in which it reads best.
+/// A time in milliseconds, written in its best unit.
 pub(super) fn time(milliseconds: f64) -> String {
     match milliseconds.abs() {
         1000.0.. => format!("{} s", three_digits(milliseconds / 1e3)),

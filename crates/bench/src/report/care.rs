@@ -19,7 +19,7 @@ const LOAD: [(&str, &str); 9] = [
 
 /// Lengths that differ by more than this are other work.
 const SAME_LENGTH: f64 = 0.01;
-/// A schedule of which more was late was not kept.
+/// The share of late sends above which the schedule counts as missed.
 const KEPT: f64 = 0.01;
 /// A load generator that needs more than this part of the server's CPU may have slowed it down.
 const LIGHT: f64 = 1.0 / 3.0;
@@ -87,7 +87,7 @@ fn of_one(run: &Run) -> Vec<String> {
     what
 }
 
-/// The settings in which the runs differ. A setting that only some of them have is not compared.
+/// The settings that differ among the runs. A setting that only some runs have is not compared.
 fn differences(runs: &[Run]) -> Vec<String> {
     let mut differences = Vec::new();
     for (key, name) in LOAD {

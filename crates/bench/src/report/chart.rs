@@ -18,7 +18,7 @@ const COLOURS: usize = 8;
 /// The number of dash patterns in the style sheet.
 const DASHES: usize = 4;
 
-/// The classes of what is drawn for the run at `index`.
+/// The classes of the drawings of the run at `index`.
 pub(super) fn style(index: usize) -> String {
     format!("c{} d{}", index % COLOURS, index % DASHES)
 }
@@ -91,7 +91,7 @@ pub(super) fn strip(from: f64, to: f64, top: f64, bottom: f64, tells: &str) -> M
     }
 }
 
-/// A chart of a given height with its caption and a note; `summary` says in words what it shows.
+/// A chart of a given height with its caption and a note. `summary` describes it in words.
 pub(super) fn figure(
     (caption, note): (&str, &str),
     legend: &Markup,

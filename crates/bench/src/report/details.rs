@@ -1,5 +1,5 @@
-//! Distributions and timelines from the values of every request, for files that hold these and no
-//! histograms: those of other clients, written with their option for details.
+//! Distributions and timelines from the values of every request. They serve files without
+//! histograms, which other clients write with their option for details.
 
 use serde_json::Value;
 
@@ -7,7 +7,7 @@ use super::run::{MOST_SECONDS, Timeline, numbers};
 
 /// A request that succeeded; times in seconds.
 struct Request {
-    /// The time at which it was sent, on the client's clock.
+    /// The time of the send, on the client's clock.
     start: Option<f64>,
     ttft: f64,
     /// Times between chunks, in order.

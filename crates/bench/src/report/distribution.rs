@@ -1,4 +1,4 @@
-//! The chart of a latency: where its values lie, and the share that is below each value.
+//! The chart of a latency: the distribution of its values, and the share below each value.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! Distributions: how values spread over bins, and which share of them lies below a value.
+//! Distributions: the spread of values over bins, and the share below a value.
 
 /// A distribution: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`, in milliseconds.
 #[derive(Debug, Clone, PartialEq)]
@@ -9,7 +9,7 @@ pub(super) struct Histogram {
 }
 
 impl Histogram {
-    /// `None` for what is no histogram: too few edges, edges that do not rise, or no values.
+    /// A histogram; `None` for too few edges, edges that do not rise, or no values.
     pub(super) fn new(edges: Vec<f64>, counts: &[f64]) -> Option<Self> {
         let total: f64 = counts.iter().sum();
         let rising =

@@ -14,7 +14,7 @@ pub(super) enum Better {
     Neither,
 }
 
-/// One row: what it is called, the key in the result file, and which value is better.
+/// One row: its label, its key in the result file, and its better direction.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
     /// The label of the row, with its unit.
@@ -180,7 +180,7 @@ impl Verdict {
         }
     }
 
-    /// A sign and a word, so that nobody has to see colours; empty for none.
+    /// A sign and a word, so that colours are not needed; empty for none.
     pub(super) fn mark(self) -> &'static str {
         match self {
             Self::Better => "▲ better",

@@ -1,12 +1,12 @@
 //! One self-contained page about one or several result files: `forebay bench report`.
 //!
 //! `read` reads files, and `run` gives names to their values. `histogram` holds a distribution, and
-//! `details` makes up for values that files of other clients lack. `metrics` lists the rows, and
+//! `details` computes the values that other clients' files lack. `metrics` lists the rows, and
 //! `care` the warnings. `distribution`, `timeline` and `cpu` draw with the help of `axis` and
-//! `chart`; `page` joins it all.
+//! `chart`. `page` joins all of it.
 //!
-//! The charts are inline SVG whose colours come from the page's style sheet, so that they follow
-//! the reader's choice of light or dark. Charting crates write their colours into the drawing.
+//! The charts are inline SVG. Their colours come from the page's style sheet, so they follow the
+//! reader's choice of light or dark. Charting crates write their colours into the drawing.
 
 mod axis;
 mod care;
@@ -70,8 +70,7 @@ pub fn report_run(output: &Path, run: Value, compare: &[PathBuf]) -> anyhow::Res
     write(output, DEFAULT_TITLE, &runs)
 }
 
-/// The page about `runs`, as HTML that needs nothing else; the first run is what the others are
-/// compared with.
+/// The page about `runs`, as HTML in one file. The others are compared with the first run.
 fn render(title: &str, runs: &[Run]) -> String {
     page::page(title, runs)
 }

@@ -161,7 +161,7 @@ fn headlines(runs: &[Run]) -> Markup {
     }
 }
 
-/// A ratio to the first run with what it says; empty, but with its place, where there is none.
+/// A ratio to the first run with its verdict. Without a ratio the cell is empty.
 fn verdict(ratio: Option<f64>, better: Better) -> Markup {
     let (class, text) = match ratio {
         Some(ratio) => {

@@ -1,4 +1,4 @@
-//! Reading result files: ours, and those of `bench_serving` and `vllm bench serve`.
+//! The readers of result files: ours, and those of `bench_serving` and `vllm bench serve`.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};

@@ -14,7 +14,7 @@ pub(super) struct Run {
     value: Value,
 }
 
-/// Names that other clients use for what we know under the first.
+/// Names of other clients for our names, which come first.
 const ALIASES: [(&str, &str); 8] = [
     ("label", "tag"),
     ("model", "model_id"),
@@ -53,7 +53,7 @@ pub(super) struct Process {
 }
 
 impl Run {
-    /// A run whose result is `value`, and which is called `source` where the result has no label.
+    /// A run with the result `value`. Its name is `source` if the result has no label.
     pub(super) fn new(source: impl Into<String>, value: Value) -> Self {
         Self { source: source.into(), value }
     }
@@ -101,7 +101,7 @@ impl Run {
         self.number(key).filter(|&number| number > 0.0)
     }
 
-    /// A setting as text: null that is there is "none", what is not there at all is `None`.
+    /// A setting as text. A null is "none", and an absent setting is `None`.
     pub(super) fn setting(&self, key: &str) -> Option<String> {
         match self.get(key) {
             Some(Value::String(text)) => Some(text.clone()),
@@ -174,7 +174,7 @@ impl Run {
         Some(Process { name: "load generator".to_owned(), user, system: 0.0 })
     }
 
-    /// Errors and how often each came, the most frequent first.
+    /// Errors with their numbers, the most frequent first.
     pub(super) fn errors(&self) -> Vec<(String, u64)> {
         let mut errors: Vec<(String, u64)> = Vec::new();
         match self.value.get("errors") {
@@ -199,7 +199,7 @@ impl Run {
     }
 }
 
-/// Statistics that say which share of all values is at most as high.
+/// Percentiles, with the share of values that they bound.
 const SHARES: [(&str, f64); 5] =
     [("median", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99), ("max", 1.0)];
 

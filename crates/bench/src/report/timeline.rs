@@ -13,7 +13,7 @@ const HEIGHT: f64 = 198.0;
 /// Runs of more seconds are drawn in wider pieces.
 const PIECES: usize = 180;
 
-/// One chart: its caption, the unit of its values, and which series it shows.
+/// One chart: its caption, the unit of its values, and its series.
 type Kind = (&'static str, &'static str, fn(&Timeline) -> &[f64]);
 
 const KINDS: [Kind; 5] = [

@@ -31,7 +31,7 @@ pub(super) enum Step {
     Broken,
 }
 
-/// A call as far as it was read.
+/// A call, as far as it is read.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Call {
     pub(super) index: u32,
@@ -42,7 +42,7 @@ pub(super) struct Call {
     pub(super) raw: String,
 }
 
-/// The first of `marks` in `text`, if it is near enough; else what is to be done.
+/// The first of `marks` in `text`, if it is near enough. Otherwise the next action.
 pub(super) fn near(text: &str, marks: &[&str], most: usize) -> Result<(usize, usize), Step> {
     match find(text, marks.iter().copied()) {
         Found::Mark { at, mark } if at <= most => Ok((at, mark)),
@@ -60,7 +60,7 @@ impl Call {
         self.name.is_some()
     }
 
-    /// Takes `length` bytes from the front of what is to be read.
+    /// Takes `length` bytes from the front of the unread text.
     pub(super) fn take(&mut self, pending: &mut String, length: usize) {
         if self.name.is_none() {
             self.raw.push_str(&pending[..length]);

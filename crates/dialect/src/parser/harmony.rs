@@ -45,7 +45,7 @@ impl Harmony {
         matches!(self.body, Some(Body::Reasoning))
     }
 
-    /// Reads on, up to the end of a call; gives how many were completed.
+    /// Reads on, up to the end of a call. Gives the number of completed calls.
     pub(super) fn push(
         &mut self,
         pending: &mut String,
@@ -123,8 +123,8 @@ impl Harmony {
         }
     }
 
-    /// The answer has ended; `complete`: not because it became too long. Gives how many calls this
-    /// completes.
+    /// Ends the answer. `complete` is false if it became too long. Gives the number of calls that
+    /// this completes.
     pub(super) fn finish(&mut self, pending: &mut String, complete: bool, out: &mut Parts) -> u32 {
         let text = std::mem::take(pending);
         match self.body.take() {

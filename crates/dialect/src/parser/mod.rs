@@ -1,8 +1,8 @@
-//! From text as a model writes it to parts.
+//! The parser from a model's text to parts.
 //!
-//! One automaton reads reasoning, text and calls. It works on characters and holds back any that
+//! One automaton reads reasoning, text and calls. It works on characters, and holds back those that
 //! may become a mark. So the division of the text into tokens and deltas makes no difference. The
-//! text that it reads must have special tokens that are marks.
+//! text must contain special tokens that are marks.
 
 mod call;
 mod harmony;
@@ -30,38 +30,38 @@ use whole::{Syntax, Whole};
 /// Marks of fewer bytes, such as `>`, are in texts too.
 const SHORT: usize = 4;
 
-/// The settings by which an answer is read.
+/// The settings of a parser for one answer.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
     /// The dialect of the model.
     pub dialect: Dialect,
-    /// The tools that may be called. Without any, calls are text like other text.
+    /// The tools that may be called. Without tools, calls are ordinary text.
     pub tools: Arc<Tools>,
     /// True if at most one call is allowed.
     pub single: bool,
-    /// Reasoning is left out.
+    /// True if reasoning is left out.
     pub silent: bool,
-    /// A grammar sees to it that calls stand where they should: in reasoning, nothing is one.
+    /// True if a grammar keeps calls in their place. Then there are none in reasoning.
     pub bound: bool,
-    /// The client has named the tool that is called.
+    /// True if the client has named the tool.
     pub named: bool,
     /// The state in which the answer begins.
     pub start: Start,
 }
 
-/// The part of an answer at which a prompt leaves a model.
+/// The part of an answer in which a prompt leaves a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// In its reasoning.
     Reasoning,
-    /// Behind it.
+    /// Behind its reasoning.
     Answer,
-    /// It may begin with either.
+    /// Before the first part, which may be either.
     Either,
 }
 
 impl Reading {
-    /// True if reasoning is told from other text.
+    /// True if reasoning and other text are different parts.
     pub fn reasons(&self) -> bool {
         self.dialect.reasoning.is_some()
     }
@@ -84,8 +84,8 @@ enum Begin {
 }
 
 impl Start {
-    /// Behind `prompt`, as it was rendered; `continues`: it ends inside a message, which the model
-    /// goes on with.
+    /// The state behind the rendered `prompt`. `continues` is true if the prompt ends inside a
+    /// message that the model continues.
     pub fn of(dialect: Dialect, prompt: &str, continues: bool) -> Self {
         if dialect.is_harmony() {
             return Self(Begin::Harmony(Harmony::new(prompt)));
@@ -109,7 +109,7 @@ impl Start {
 }
 
 impl Start {
-    /// The same in short.
+    /// The part of the answer in this state.
     pub fn place(&self) -> Place {
         match self.0 {
             Begin::Reasoning | Begin::BareReasoning => Place::Reasoning,
@@ -119,7 +119,7 @@ impl Start {
     }
 }
 
-/// Reads one answer.
+/// A parser of one answer.
 #[derive(Debug)]
 pub struct Parser {
     reading: Reading,
@@ -165,7 +165,7 @@ enum State {
         raw: Option<String>,
     },
     Harmony(Harmony),
-    /// All that was asked for has been read.
+    /// All demanded parts are read.
     Over,
 }
 
@@ -178,7 +178,7 @@ enum Body {
 }
 
 impl Parser {
-    /// At the start of an answer.
+    /// A parser at the start of an answer.
     pub fn new(reading: Reading) -> Self {
         let Dialect { calls, reasoning } = reading.dialect;
         let calls = calls.filter(|_| !reading.tools.is_empty());
@@ -214,12 +214,12 @@ impl Parser {
         Self { reading, marks, state, pending, blank, said: false, strip, begun: 0, complete: 0 }
     }
 
-    /// True if the only call that was asked for is complete: nothing after it is read.
+    /// True if the only demanded call is complete. Nothing after it is read.
     pub fn is_over(&self) -> bool {
         matches!(self.state, State::Over)
     }
 
-    /// True if the answer is in reasoning.
+    /// True if the answer is inside reasoning.
     pub fn is_reasoning(&self) -> bool {
         match &self.state {
             State::Reasoning => true,
@@ -228,12 +228,12 @@ impl Parser {
         }
     }
 
-    /// True if the answer has a complete call that the model has chosen to make.
+    /// True if the answer has a complete call that was the model's own choice.
     pub fn has_chosen(&self) -> bool {
         self.complete > 0 && !self.reading.named
     }
 
-    /// Calls that are complete.
+    /// The number of complete calls.
     pub fn complete_calls(&self) -> u32 {
         self.complete
     }
@@ -245,15 +245,15 @@ impl Parser {
         self.hide(out);
     }
 
-    /// Takes reasoning out, where nobody wants it.
+    /// Removes reasoning if it is not wanted.
     fn hide(&self, out: &mut Parts) {
         if self.reading.silent {
             out.without_reasoning();
         }
     }
 
-    /// Reads the text that was held back, at the end of an answer. `complete`: the model ended the
-    /// answer; false if a limit of length did.
+    /// Reads the held text at the end of an answer. `complete` is true if the model ended the
+    /// answer, and false if a limit of length did.
     pub fn finish(&mut self, complete: bool, out: &mut Parts) {
         let mut rest = std::mem::take(&mut self.pending);
         if !complete

@@ -4,7 +4,7 @@ use super::call::{Call, Context, Step};
 use crate::parts::Parts;
 use crate::scan::{Read, Scan, is_object};
 
-/// A call as a JSON object. The order of its fields does not matter; what it has besides is left
+/// A call as a JSON object. The order of its fields makes no difference, and other fields are left
 /// out.
 #[derive(Debug, Default)]
 pub(super) struct Object {
@@ -13,7 +13,7 @@ pub(super) struct Object {
     arguments: Arguments,
     /// Arguments that came before the name.
     early: Option<String>,
-    /// A call of a tool that nobody offers is no call.
+    /// True if a call of an unknown tool is no call.
     known_only: bool,
 }
 
@@ -106,7 +106,7 @@ impl Arguments {
         step
     }
 
-    /// Passes on what was not passed on yet.
+    /// Passes on the rest.
     pub(super) fn end(&mut self, call: &mut Call, out: &mut Parts) {
         if !self.streams {
             let value = self.whole();

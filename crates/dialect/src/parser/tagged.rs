@@ -1,4 +1,4 @@
-//! Arguments in tags of their own, whose types the schema knows.
+//! Arguments in tags of their own, with types from the schema.
 
 use super::call::{Call, Context, LONGEST, Step, near};
 use crate::family;

@@ -1,4 +1,4 @@
-//! Outputs that models write and that no template shows.
+//! Outputs of models that no template shows.
 
 use serde_json::json;
 

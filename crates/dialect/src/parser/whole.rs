@@ -152,7 +152,7 @@ impl Whole {
         call.take(pending, length);
     }
 
-    /// The arguments as JSON. What is none in its own syntax stays what was written.
+    /// The arguments as JSON. A value that is not valid in its own syntax stays text.
     fn value(&self, call: &Call, context: Context<'_>) -> String {
         let tool = call.name.as_deref().unwrap_or_default();
         let value = match self.syntax {
@@ -164,7 +164,7 @@ impl Whole {
         value.map_or_else(|| self.text.clone(), |value| spaced(&value))
     }
 
-    /// The answer has ended in the middle of it: gives what was kept.
+    /// Gives the kept text, because the answer ended in the middle of a call.
     pub(super) fn abandon(&mut self, call: &mut Call, out: &mut Parts) {
         if call.has_begun() {
             call.arguments(&self.text, out);

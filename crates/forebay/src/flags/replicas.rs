@@ -17,9 +17,9 @@ use crate::affinity::AffinityFlag;
 #[value(rename_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum LoadBalance {
-    /// One after the other.
+    /// Each replica in turn.
     RoundRobin,
-    /// The fewest requests.
+    /// The replica with the fewest requests.
     #[value(alias = "total_requests")]
     ShortestQueue,
     /// The fewest tokens left to compute and to generate.

@@ -102,7 +102,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
 /// at hand.
 ///
 /// # Safety
-/// As of [`Pool::group`].
+/// See [`Pool::group`].
 #[inline(always)]
 unsafe fn groups_of<E: Element, K: Kernel<E>>(
     shape: &Shape,

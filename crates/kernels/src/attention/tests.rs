@@ -1,4 +1,5 @@
-//! Attention against the formula, however positions lie on pages and whoever computes which part.
+//! Attention compared with the formula, for any places of positions on pages and any division of
+//! the work.
 
 use std::fmt::Debug;
 

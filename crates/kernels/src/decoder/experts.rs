@@ -1,43 +1,58 @@
 //! The experts of a decoder for callers in Rust.
 
-use crate::decoder::{Bytes, Matrix, Packing, Sizes, Unfit, of_size, unfit};
+use crate::decoder::{Bytes, Gated, Matrix, Packing, Sizes, Unfit, of_size, unfit};
 use crate::experts::{ExpertsSpec, RoutingSpec};
 
-/// The sizes of a decoder's experts, and how a token's are chosen and weighed.
+/// The sizes of a decoder's experts, and the rule of their choice.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertSizes {
-    /// Experts of a layer.
+    /// The number of experts of a layer.
     pub count: usize,
-    /// Experts of a token.
+    /// The number of experts of a token.
     pub per_token: usize,
     /// Elements between the two products of an expert.
     pub intermediate: usize,
+    /// The same of the part that all tokens have beside their experts; 0: there is none.
+    pub shared: usize,
+    /// True for sigmoids whose choice is corrected, of routers in 32 bits (DeepSeek-V3, 2024).
+    /// False for the softmax over all experts (Shazeer et al. 2017).
+    pub corrected: bool,
+    /// Groups of experts of neighbouring ids; 1: there are none.
+    pub groups: usize,
+    /// Best groups, outside of which nothing is chosen.
+    pub kept_groups: usize,
+    /// The number of best scores whose sum is a group's score.
+    pub best_of_group: usize,
     /// True if a token's weights are divided by their sum.
     pub normalise: bool,
+    /// The factor of the weights, applied last.
+    pub scaling: f32,
 }
 
 impl ExpertSizes {
-    /// Softmax over all experts, of which the best are taken.
     pub(crate) fn spec(&self) -> RoutingSpec {
         RoutingSpec {
             count: self.count as u32,
             per_token: self.per_token as u32,
             intermediate: self.intermediate as u32,
-            shared: 0,
-            scores: 0,
-            in_float32: 0,
-            groups: 1,
-            kept_groups: 1,
-            best_of_group: 1,
+            shared: self.shared as u32,
+            scores: self.corrected.into(),
+            in_float32: self.corrected.into(),
+            groups: self.groups as u32,
+            kept_groups: self.kept_groups as u32,
+            best_of_group: self.best_of_group as u32,
             normalise: self.normalise.into(),
-            scaling: 1.0,
+            scaling: self.scaling,
         }
     }
 
     pub(crate) fn check(&self) -> Result<(), Unfit> {
-        let numbers = [self.count, self.per_token, self.intermediate];
-        let small = numbers.iter().all(|number| (1..=i32::MAX as usize).contains(number));
-        if !small || self.per_token > self.count || !self.intermediate.is_multiple_of(2) {
+        let &Self { count, per_token, intermediate, shared, groups, .. } = self;
+        let numbers = [count, per_token, intermediate, groups, self.kept_groups];
+        let small = numbers.iter().all(|number| (1..=i32::MAX as usize).contains(number))
+            && [shared, self.best_of_group].iter().all(|&number| number <= i32::MAX as usize);
+        let odd = [intermediate, shared].iter().any(|size| size % 2 > 0);
+        if !small || odd || !self.spec().is_possible() {
             return unfit(format!("no kernel computes experts of {self:?}"));
         }
         Ok(())
@@ -47,20 +62,26 @@ impl ExpertSizes {
 /// The experts of a layer.
 #[derive(Clone)]
 pub struct ExpertMatrices {
-    /// `[count, hidden]`, of the model's type and not packed.
+    /// The router, `[count, hidden]`, not packed: of the model's type, or float32 if choices are
+    /// corrected.
     pub router: Bytes,
-    /// Of each expert gates and then what they gate, `[2 * intermediate, hidden]`, interleaved.
-    /// Experts are packed one behind the other.
+    /// The term that is added to scores for the choice only, float32 `[count]`.
+    pub correction: Option<Bytes>,
+    /// The first product of each expert: gates, then their values, `[2 * intermediate, hidden]`,
+    /// interleaved. Experts are packed one behind the other.
     pub gate_up: Matrix,
-    /// Of each expert `[hidden, intermediate]`.
+    /// The second product of each expert, `[hidden, intermediate]`.
     pub down: Matrix,
+    /// The part that all tokens have beside their experts.
+    pub shared: Option<Gated>,
 }
 
 impl ExpertMatrices {
     pub(crate) fn spec(&self) -> ExpertsSpec {
+        let correction = self.correction.as_ref();
         ExpertsSpec {
             router: self.router.as_ptr().cast(),
-            correction: std::ptr::null(),
+            correction: correction.map_or(std::ptr::null(), |bytes| bytes.as_ptr().cast()),
             gate_up: self.gate_up.packed.as_ptr().cast(),
             down: self.down.packed.as_ptr().cast(),
             formats: [self.gate_up.storage.number(), self.down.storage.number()],
@@ -71,8 +92,18 @@ impl ExpertMatrices {
         let Some(of) = &sizes.experts else {
             return unfit("experts of a model that has none");
         };
+        if self.correction.is_some() != of.corrected || self.shared.is_some() != (of.shared > 0) {
+            return unfit(format!("a layer whose experts are not {of:?}"));
+        }
         let (dtype, hidden) = (sizes.dtype, sizes.hidden);
-        of_size(&self.router, of.count * hidden * dtype.bytes())?;
+        let of_router = if of.corrected { size_of::<f32>() } else { dtype.bytes() };
+        of_size(&self.router, of.count * hidden * of_router)?;
+        if let Some(correction) = &self.correction {
+            of_size(correction, of.count * size_of::<f32>())?;
+        }
+        if let Some(shared) = &self.shared {
+            shared.check(sizes, of.shared)?;
+        }
         let shapes = [
             (&self.gate_up, 2 * of.intermediate, hidden, true),
             (&self.down, hidden, of.intermediate, false),
@@ -82,5 +113,115 @@ impl ExpertMatrices {
             of_size(&matrix.packed, of.count * packing.bytes()?)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::memory::Room;
+    use crate::packing::{Dtype, Storage};
+
+    const EXPERTS: ExpertSizes = ExpertSizes {
+        count: 8,
+        per_token: 3,
+        intermediate: 24,
+        shared: 16,
+        corrected: true,
+        groups: 4,
+        kept_groups: 2,
+        best_of_group: 2,
+        normalise: true,
+        scaling: 2.5,
+    };
+    const SIZES: Sizes = Sizes {
+        dtype: Dtype::Bfloat16,
+        hidden: 32,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 16,
+        rotary_dim: 8,
+        intermediate: 48,
+        experts: Some(EXPERTS),
+        vocabulary: 50,
+        positions: 64,
+        page_size: 16,
+        page_count: 4,
+        eps: 1e-5,
+    };
+
+    fn room(bytes: usize) -> Bytes {
+        Arc::new(Room::new(bytes).expect("room"))
+    }
+
+    fn matrix(count: usize, outputs: usize, inputs: usize, interleaved: bool) -> Matrix {
+        let (dtype, storage) = (Dtype::Bfloat16, Storage::Plain);
+        let packing = Packing { outputs, inputs, interleaved, dtype, storage };
+        Matrix { storage, packed: room(count * packing.bytes().expect("a matrix")) }
+    }
+
+    fn layer() -> ExpertMatrices {
+        ExpertMatrices {
+            router: room(8 * 32 * 4),
+            correction: Some(room(8 * 4)),
+            gate_up: matrix(8, 48, 32, true),
+            down: matrix(8, 32, 24, false),
+            shared: Some(Gated {
+                gate_up: matrix(1, 32, 32, true),
+                gate_up_bias: None,
+                down: matrix(1, 32, 16, false),
+                down_bias: None,
+            }),
+        }
+    }
+
+    #[test]
+    fn experts_have_the_sizes_that_were_told() {
+        assert_eq!(layer().check(&SIZES), Ok(()));
+        let of = |experts| Sizes { experts, ..SIZES };
+        assert!(layer().check(&of(None)).is_err());
+        let plain = ExpertSizes { corrected: false, groups: 1, kept_groups: 1, ..EXPERTS };
+        assert!(layer().check(&of(Some(plain))).is_err());
+        assert!(layer().check(&of(Some(ExpertSizes { shared: 0, ..EXPERTS }))).is_err());
+        for wrong in [
+            ExpertMatrices { router: room(8 * 32 * 2), ..layer() },
+            ExpertMatrices { correction: None, ..layer() },
+            ExpertMatrices { correction: Some(room(8 * 2)), ..layer() },
+            ExpertMatrices { gate_up: matrix(7, 48, 32, true), ..layer() },
+            ExpertMatrices { down: matrix(8, 64, 24, false), ..layer() },
+            ExpertMatrices { shared: None, ..layer() },
+            ExpertMatrices {
+                shared: layer()
+                    .shared
+                    .map(|shared| Gated { down: matrix(1, 64, 16, false), ..shared }),
+                ..layer()
+            },
+        ] {
+            assert!(wrong.check(&SIZES).is_err());
+        }
+        let plain_layer = ExpertMatrices { router: room(8 * 32 * 2), correction: None, ..layer() };
+        assert_eq!(plain_layer.check(&of(Some(plain))), Ok(()));
+    }
+
+    #[test]
+    fn experts_that_no_kernel_chooses_are_refused() {
+        assert_eq!(EXPERTS.check(), Ok(()));
+        for wrong in [
+            ExpertSizes { count: 0, ..EXPERTS },
+            ExpertSizes { per_token: 5, ..EXPERTS },
+            ExpertSizes { intermediate: 23, ..EXPERTS },
+            ExpertSizes { shared: 15, ..EXPERTS },
+            ExpertSizes { groups: 3, ..EXPERTS },
+            ExpertSizes { kept_groups: 5, ..EXPERTS },
+            ExpertSizes { best_of_group: 3, ..EXPERTS },
+        ] {
+            assert!(wrong.check().is_err(), "{wrong:?}");
+        }
+        for rotary_dim in [0, 7, 18] {
+            assert!(Sizes { rotary_dim, ..SIZES }.check().is_err());
+        }
+        assert_eq!(SIZES.check(), Ok(()));
     }
 }

@@ -14,14 +14,14 @@ use crate::tile::tests::numbers;
 
 const FORMATS: [Format; 4] = [Format::Int8, Format::Q8_0, Format::Q4_0, Format::Q4_1];
 
-/// A quantised matrix, and what it stands for.
+/// A quantised matrix, and its values.
 struct Quantised {
     format: Format,
     inputs: usize,
     outputs: usize,
     packed: Vec<u8>,
     weights: Vec<f32>,
-    /// Of the weights' magnitudes.
+    /// The largest magnitude of the weights.
     largest: f32,
 }
 
@@ -75,7 +75,7 @@ impl Quantised {
         Self { format, inputs, outputs, packed, weights, largest }
     }
 
-    /// A row's product with an output, and the bound of what rounding may do to it.
+    /// A row's product with an output, and the bound of its rounding errors.
     fn exact(&self, row: &[f32], output: usize) -> (f64, f64) {
         let terms = || {
             row.iter()

@@ -50,7 +50,7 @@ pub(crate) struct Token<E> {
     pub(super) entry: usize,
 }
 
-/// A batch as its members see it: buffers that they share, each writing its own part between two
+/// A batch for its members. They share its buffers, and each writes its own part between two
 /// meetings.
 pub(crate) struct Pass<'a, E> {
     /// States `[tokens, hidden]`.
@@ -103,7 +103,7 @@ fn own<E: Element, K: Kernel<E>>(member: &Member<'_>, rows: Rows<E>) -> Range<us
     rows.of_tiles::<K>(member.share(rows.tiles::<K>()))
 }
 
-/// A batch and who takes a share of it.
+/// A batch and the members that take shares of it.
 impl<E: Element> Work<E> for (&Pass<'_, E>, &Member<'_>) {
     #[inline(always)]
     unsafe fn compute<K: Kernel<E>, D: Dots>(self) {

@@ -1,4 +1,6 @@
-//! An encoder against the formula, at every level, whatever is computed beside a prompt.
+//! An encoder compared with the formula, at every level, with any other prompts in the batch.
+
+mod front;
 
 use std::fmt::Debug;
 

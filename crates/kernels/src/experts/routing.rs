@@ -16,7 +16,7 @@ pub struct RoutingSpec {
     pub(crate) per_token: u32,
     /// Elements between the two products of an expert.
     pub(crate) intermediate: u32,
-    /// The same of what all tokens share beside their experts; 0: there is nothing.
+    /// The inner size of the shared expert, which all tokens have; 0: there is none.
     pub(crate) shared: u32,
     /// 0: softmax over all experts, 1: the sigmoid of each.
     pub(crate) scores: u32,
@@ -24,7 +24,7 @@ pub struct RoutingSpec {
     pub(crate) in_float32: u32,
     /// Groups of experts of neighbouring ids; 1: there are none.
     pub(crate) groups: u32,
-    /// Best groups, outside of which nothing is chosen.
+    /// The number of best groups. Experts of other groups are not chosen.
     pub(crate) kept_groups: u32,
     /// The number of best scores whose sum is a group's score.
     pub(crate) best_of_group: u32,
@@ -100,7 +100,7 @@ impl Chooser {
         weights.iter_mut().for_each(|weight| *weight *= routing.scaling);
     }
 
-    /// Makes what is wanted of all groups but the best ones minus infinity.
+    /// Sets the scores of all groups except the best ones to minus infinity.
     fn leave_best_groups(&mut self, routing: &RoutingSpec) {
         let size = self.wanted.len() / routing.groups as usize;
         self.group_scores.clear();

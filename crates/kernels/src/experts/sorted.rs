@@ -71,8 +71,8 @@ impl Sorted {
         }
     }
 
-    /// Counts the pieces of a product whose panels each take blocks of `block` rows; gives how many
-    /// there are.
+    /// Counts the pieces of a product whose panels each take blocks of `block` rows. Gives their
+    /// number.
     #[inline(always)]
     pub(crate) fn count_pieces(&mut self, panels: usize, block: impl Fn(usize) -> usize) -> usize {
         let mut end = 0;

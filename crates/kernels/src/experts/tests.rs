@@ -1,4 +1,5 @@
-//! Experts against the formula, at every level, and a token's bits whatever is computed beside it.
+//! Experts compared with the formula, at every level, and a token's bits with any other tokens in
+//! the step.
 
 use proptest::prelude::*;
 
@@ -29,7 +30,7 @@ fn number(format: Option<Format>) -> u32 {
     (0..5).find(|&number| Format::of(number) == format).unwrap_or(0)
 }
 
-/// One matrix, or the same of all experts: packed, and what it stands for.
+/// One matrix, or that of all experts: packed, and with its values.
 struct Matrices {
     format: Option<Format>,
     inputs: usize,
@@ -161,7 +162,7 @@ struct Tiny<E> {
     correction: Vec<f32>,
     gate_up: Matrices,
     down: Matrices,
-    /// Of the layer without experts, and of what is shared.
+    /// The matrices of the layer without experts, and of the shared expert.
     dense: [Matrices; 4],
     angles: Vec<f32>,
     pages: Vec<Vec<E>>,

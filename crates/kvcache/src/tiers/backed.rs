@@ -18,7 +18,7 @@ use super::copies::{Direction, PageCopy, Span};
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
 
-/// So many saves that fail one after the other make it unlikely that the next one is done.
+/// The number of failed saves in a row after which a success is unlikely.
 const MOST_FAILED: u32 = 8;
 
 /// The further state of backed tiers.
@@ -47,23 +47,23 @@ impl Backed {
     }
 }
 
-/// A block that was found, with the right to use it.
+/// A found block with its leases.
 #[derive(Debug)]
 pub struct BackedBlock {
     /// The block's page of the host tier.
     pub host: Lease<Host>,
-    /// The block's hot page, or the one that a copy brings it to.
+    /// The block's hot page, or the hot page to which a copy brings it.
     pub hot: Option<Lease<Hot>>,
-    /// The copy to wait for before the hot page is read.
+    /// The copy that has to end before the hot page is read.
     pub pending: Option<u32>,
-    /// The host's memory has its content.
+    /// True if the host's memory has the block's content.
     pub saved: bool,
     /// True if the block's index keys are on the device.
     pub indexed: bool,
 }
 
 impl Tiers {
-    /// Backed tiers of so many free pages each, of `page_size` positions.
+    /// Backed tiers of so many free pages each. A page has `page_size` positions.
     #[must_use]
     pub fn backed(hot_pages: u32, host_pages: u32, page_size: u32) -> Self {
         let backed = Backed {
@@ -83,14 +83,14 @@ impl Tiers {
         self.host.available()
     }
 
-    /// The number of leases of a host page that are out.
+    /// The number of current leases of a host page.
     #[must_use]
     pub fn host_leases(&self, page: u32) -> u32 {
         self.host.leases(page)
     }
 
-    /// Leases a hot page and the host page behind it, whose content is nobody's. `None`, and
-    /// nothing is leased: one of them is not to be had.
+    /// Leases a hot page and the host page behind it, both without content. `None`, and nothing is
+    /// leased: one tier has no page.
     #[must_use]
     pub fn allocate_backed(&mut self) -> Option<(Lease<Hot>, Lease<Host>)> {
         if self.hot.available() == 0 {
@@ -130,7 +130,7 @@ impl Tiers {
         Some(BackedBlock { host, hot, pending, saved: true, indexed })
     }
 
-    /// Gives back a block that was found.
+    /// Gives back the leases of a found block.
     pub fn release_backed(&mut self, block: BackedBlock) {
         let BackedBlock { host, hot, .. } = block;
         hot.into_iter().for_each(|hot| self.hot.release(hot));
@@ -147,8 +147,8 @@ impl Tiers {
         self.restore(name, host)
     }
 
-    /// The copy that brings a saved block's index keys back to the device: one that is under way,
-    /// or a new one.
+    /// The copy that brings a saved block's index keys back to the device. It is under way already,
+    /// or new.
     pub fn restore_index(&mut self, name: BlockHash, host: &Lease<Host>) -> u32 {
         if let Some(&ticket) = self.moving(Direction::RestoreIndex).get(&name) {
             return ticket;
@@ -159,9 +159,9 @@ impl Tiers {
         ticket
     }
 
-    /// Names the block of a hot page and of the host page behind it. False where other pages hold
-    /// that block already that somebody leases. Others lose the name: a page without one is never
-    /// saved, and so its request could not give it up.
+    /// Names the block of a hot page and of the host page behind it. False if other, leased pages
+    /// hold that block already. If their pages have no lease, they lose the name. A page without a
+    /// name is never saved, so its request could not give it up.
     pub fn name_backed(&mut self, hot: &Lease<Hot>, host: &Lease<Host>, name: BlockHash) -> bool {
         if self.hot.name_of(hot).is_none() && self.host.leases_of(name) == Some(0) {
             self.forget(name);
@@ -178,8 +178,8 @@ impl Tiers {
         true
     }
 
-    /// True if a hot page holds a block whose content the host's memory has, so that the page can
-    /// be given up.
+    /// True if the host's memory has the content of a hot page's block. The page can then be given
+    /// up.
     #[must_use]
     pub fn can_drop(&self, hot: &Lease<Hot>) -> bool {
         self.hot.is_page_saved(hot)
@@ -191,8 +191,8 @@ impl Tiers {
         self.hot.name_of(hot)
     }
 
-    /// Takes a hot page out of the cache that only one request leases and that can be dropped: its
-    /// content is nobody's from now on. False, and nothing is done, if others lease it.
+    /// Takes a hot page out of the cache, so that its content may be overwritten. Only one request
+    /// may lease it, and the host must have its content. Otherwise false, and nothing is done.
     pub fn take_over(&mut self, hot: &Lease<Hot>) -> bool {
         if self.hot.leases(hot.page()) > 1 || !self.can_drop(hot) {
             return false;
@@ -202,7 +202,8 @@ impl Tiers {
         true
     }
 
-    /// Starts to save rows of a page that is not full. When all of its rows are saved, the page is.
+    /// Starts to save rows of a page that is not full. When all of its rows are saved, the page is
+    /// saved.
     pub fn save_rows(
         &mut self,
         hot: &Lease<Hot>,
@@ -219,8 +220,8 @@ impl Tiers {
         self.send(ticket)
     }
 
-    /// True if blocks are saved before long: some are under way or asked for, and it is not true
-    /// that the last ones all failed.
+    /// True if blocks will be saved soon: some saves are under way or requested, and not all of the
+    /// last ones failed.
     #[must_use]
     pub fn expects_saves(&self) -> bool {
         let failed = self.backed.as_ref().map_or(0, |backed| backed.failed);

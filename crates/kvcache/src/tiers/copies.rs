@@ -1,5 +1,4 @@
-//! Copies between the tiers: what is asked for, what a plan names, and what becomes of a copy that
-//! has ended.
+//! Copies between the tiers: requested copies, copies in plans, and the results of copies.
 
 use std::collections::HashMap;
 
@@ -14,15 +13,15 @@ pub enum Direction {
     Save,
     /// The block goes from the host tier to the hot tier.
     Restore,
-    /// The block's index keys go from a page of the host tier to the index page of the same number,
-    /// in backed tiers.
+    /// The index keys of a block go from a page of the host tier to the index page of the same
+    /// number, in backed tiers.
     RestoreIndex,
 }
 
 /// Positions of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// The first, counted from the page's own.
+    /// The first position, counted from the beginning of the page.
     pub first: u32,
     /// The number of positions.
     pub count: u32,
@@ -35,7 +34,7 @@ pub struct PageCopy {
     pub ticket: u32,
     /// The direction of the copy.
     pub direction: Direction,
-    /// The page in the hot tier; `None` where only an index comes back.
+    /// The page in the hot tier; `None` if only index keys come back.
     pub hot: Option<u32>,
     /// The page in the host tier.
     pub host: u32,
@@ -59,8 +58,8 @@ pub(super) struct Copying {
 }
 
 impl Tiers {
-    /// Starts to bring a block back that was found in the host tier: the page it will be on, and
-    /// the ticket. `None`, and the lease is given back, if every hot page is held.
+    /// Starts to restore a block that was found in the host tier. Gives its new page, and the
+    /// ticket. `None`, and the lease is given back: every hot page is held.
     pub fn restore(&mut self, name: BlockHash, host: Lease<Host>) -> Option<(Lease<Hot>, u32)> {
         let Some(hot) = self.allocate() else {
             self.host.release(host);
@@ -72,7 +71,7 @@ impl Tiers {
         Some((waiter, ticket))
     }
 
-    /// Asks for a block of the hot tier to be saved when there is time.
+    /// Requests a save of a block of the hot tier, for a later time.
     pub fn want_saved(&mut self, name: BlockHash) {
         if self.host.size() == 0 || self.hot.is_saved(name) || !self.is_wanted.insert(name) {
             return;
@@ -85,13 +84,13 @@ impl Tiers {
         }
     }
 
-    /// The next restore to tell the hand of.
+    /// The next restore for a plan.
     pub fn next_restore(&mut self) -> Option<PageCopy> {
         let ticket = self.unsent.pop_front()?;
         self.send(ticket)
     }
 
-    /// Starts the next save that was asked for, unless `most` are under way.
+    /// Starts the next requested save, unless `most` saves are under way.
     pub fn next_save(&mut self, most: u32) -> Option<PageCopy> {
         while self.saving < most {
             let name = self.wanted.pop_front()?;
@@ -104,7 +103,8 @@ impl Tiers {
     }
 
     /// Starts to save the longest unused block that is in the hot tier only. Nothing is done if
-    /// `goal` hot pages can be given up without a loss, or `most` saves are under way.
+    /// `goal` hot pages can be given up without a loss. Nothing is done if `most` saves are under
+    /// way.
     pub fn sweep(&mut self, goal: u32, most: u32) -> Option<PageCopy> {
         let enough = self.hot.spare() + self.saving >= goal;
         if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
@@ -179,7 +179,7 @@ impl Tiers {
         }
     }
 
-    /// The hand has reported the end of a copy. False: there is no such copy.
+    /// Ends a copy that the hand has reported as ended. False: there is no such copy.
     pub fn ended(&mut self, ticket: u32, fine: bool) -> bool {
         let Some(copy) = self.copies.remove(&ticket) else { return false };
         let Copying { direction, name, hot, host, span, publish, .. } = copy;

@@ -4,9 +4,9 @@
 //! same names. A *save* copies a block from the hot tier to the host tier, a *restore* copies it
 //! back. Each copy has a number, its *ticket*, until the hand has reported its end.
 //!
-//! The rules: a copy leases its source and its target until its end is reported, even if the
-//! requests around it end. A block can be found in a tier only when its copy was reported done. A
-//! copy that ends does not publish a block that was forgotten meanwhile. Nothing here waits: if the
+//! These are the rules. A copy leases its source and its target until its end is reported, even if
+//! its request ends before. A block can be found in a tier only after its copy was reported as
+//! done. A copy does not publish a block that was forgotten meanwhile. Nothing here waits: if the
 //! host tier has no page, a block is not saved.
 //!
 //! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier
@@ -27,13 +27,13 @@ use crate::pool::{Counts, Host, Hot, Lease, PagePool};
 use backed::Backed;
 use copies::Copying;
 
-/// The tier in which a block was found, with the right to use it.
+/// The tier of a found block, with the lease of its page.
 #[derive(Debug)]
 pub enum Found {
     /// The block is on the device.
     Hot(Lease<Hot>),
-    /// The block is on its way to the device: the page that it will be on, and the copy to wait
-    /// for.
+    /// The block is on its way to the device. The lease is of its future page, and the number is
+    /// the ticket of the copy.
     Arriving(Lease<Hot>, u32),
     /// The block is in the host's memory.
     Host(Lease<Host>),
@@ -44,9 +44,9 @@ pub enum Found {
 pub struct Moves {
     /// Blocks that reached the host tier.
     pub saved: u64,
-    /// Blocks that came back from it.
+    /// Blocks that came back from the host tier.
     pub restored: u64,
-    /// Copies that the hand could not do.
+    /// Copies that failed in the hand.
     pub failed: u64,
     /// The number of blocks that the device dropped and no other tier had.
     pub dropped_unsaved: u64,
@@ -80,7 +80,7 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Tiers of so many free pages each. With 0 pages of the host there is no host tier.
+    /// Tiers of so many free pages each. With 0 host pages there is no host tier.
     #[must_use]
     pub fn new(hot_pages: u32, host_pages: u32) -> Self {
         Self {
@@ -101,7 +101,7 @@ impl Tiers {
         }
     }
 
-    /// The hot tier, to look at.
+    /// The hot tier, for reads.
     #[must_use]
     pub fn hot(&self) -> &PagePool<Hot> {
         &self.hot
@@ -119,7 +119,7 @@ impl Tiers {
         self.moves
     }
 
-    /// Copies under way: started, and not reported as ended.
+    /// Copies under way: started, and not reported as ended yet.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.copies.len()
@@ -131,19 +131,19 @@ impl Tiers {
         self.copies.contains_key(&ticket)
     }
 
-    /// True if a plan has named a copy whose end was not reported.
+    /// True if a plan has named a copy whose end is not reported yet.
     #[must_use]
     pub fn is_sent(&self, ticket: u32) -> bool {
         self.copies.get(&ticket).is_some_and(|copy| copy.sent)
     }
 
-    /// True if some page is held by a copy alone, and so is free when that copy ends.
+    /// True if a page is held by a copy alone. It becomes free when that copy ends.
     #[must_use]
     pub fn expects_pages(&self) -> bool {
         self.leased_by_copies().any(|page| self.hot.leases(page) == 1)
     }
 
-    /// Leases a hot page whose content is nobody's. Never waits for a save: an unsaved block may be
+    /// Leases a hot page without content. It never waits for a save, so an unsaved block may be
     /// dropped. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<Lease<Hot>> {
@@ -171,7 +171,7 @@ impl Tiers {
         self.host.share(name).map(Found::Host)
     }
 
-    /// True if a block is in the host tier only, and on no way back.
+    /// True if a block is in the host tier only, and no copy brings it back.
     #[must_use]
     pub fn only_on_host(&self, name: BlockHash) -> bool {
         !self.hot.contains(name) && !self.under_way.contains_key(&name) && self.host.contains(name)
@@ -183,8 +183,8 @@ impl Tiers {
         self.hot.contains(name) || self.under_way.contains_key(&name) || self.host.contains(name)
     }
 
-    /// Names the block of a hot page. False where another page holds that block already or the page
-    /// has a name.
+    /// Names the block of a hot page. False if another page holds that block already, or if the
+    /// page has a name.
     pub fn name(&mut self, lease: &Lease<Hot>, name: BlockHash) -> bool {
         let named = self.hot.name(lease, name);
         self.sweeping_fails &= !named;
@@ -199,7 +199,7 @@ impl Tiers {
         self.hot.release(lease);
     }
 
-    /// Gives back a lease of the host tier that was found and is not needed.
+    /// Gives back a lease of the host tier that [`Self::find`] gave and that is not needed.
     pub fn release_host(&mut self, lease: Lease<Host>) {
         self.host.release(lease);
     }
@@ -209,8 +209,8 @@ impl Tiers {
         self.hot.release_all(leases);
     }
 
-    /// Notes that a request with these leading blocks was here: its first block is the last one
-    /// that a tier evicts.
+    /// Notes that a request used these leading blocks. Their first block is then the last one that
+    /// a tier evicts.
     pub fn touch(&mut self, names: &[BlockHash]) {
         for &name in names.iter().rev() {
             self.hot.touch(name);
@@ -218,8 +218,8 @@ impl Tiers {
         }
     }
 
-    /// Forgets a block in every tier, because its content cannot be trusted. Copies of it that end
-    /// later publish nothing.
+    /// Forgets a block in every tier, because its content cannot be trusted. Later ends of its
+    /// copies publish nothing.
     pub fn forget(&mut self, name: BlockHash) {
         self.hot.forget(name);
         self.host.forget(name);
@@ -232,7 +232,8 @@ impl Tiers {
         }
     }
 
-    /// Forgets every block that nobody leases but copies, in all tiers. True: nothing is left.
+    /// Forgets every block without a lease, or with leases of copies only, in all tiers. True:
+    /// nothing is left.
     pub fn flush(&mut self) -> bool {
         if self.backed.is_some() {
             self.flush_backed();
@@ -259,9 +260,9 @@ impl Tiers {
         self.note_cleared()
     }
 
-    /// The hand died: the hot tier and all copies are gone with it. Every other lease of the hot
-    /// tier must be back. The host tier stays, except for blocks that were being restored if copies
-    /// are to `blame`. Another try would cost the next hand too.
+    /// Clears the hot tier and all copies, because the hand died. Every other lease of the hot tier
+    /// must be back. The host tier stays. If copies are to `blame`, blocks that were being restored
+    /// are forgotten, since another try would kill the next hand too.
     pub fn hand_died(&mut self, blame: bool) {
         self.index_is_gone();
         for (_, copy) in std::mem::take(&mut self.copies) {
@@ -294,7 +295,7 @@ impl Tiers {
         empty
     }
 
-    /// Has the tiers note from now on which blocks they get and lose. A caller of this must take
+    /// Lets the tiers note from now on the blocks that they get and lose. The caller has to take
     /// them.
     pub fn note_events(&mut self) {
         self.noting = true;
@@ -332,8 +333,8 @@ impl Tiers {
         self.copies.values().map(|copy| copy.host.page())
     }
 
-    /// Walks over everything: both pools, each copy's pages, and which blocks are in both tiers.
-    /// For idle moments and tests.
+    /// Walks over both pools, the pages of each copy, and the blocks that are in both tiers. For
+    /// idle moments and tests.
     ///
     /// # Errors
     /// The fault, in words.

@@ -1,4 +1,4 @@
-//! Images in a plan: layers of the vision tower to compute, and where images stand in slots.
+//! Images in a plan: layers of the vision tower to compute, and the places of images in slots.
 
 use super::{StepPlan, take};
 
@@ -7,7 +7,7 @@ pub const IMAGE_WORDS: usize = 7;
 /// Words of a record of the `image_spans` column.
 pub const IMAGE_SPAN_WORDS: usize = 6;
 
-/// Rows and columns of an image's positions, as the decoder sees them.
+/// Rows and columns of an image's positions in the decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Grid {
     /// Rows of positions.
@@ -34,7 +34,7 @@ impl Grid {
 /// Layers of the tower to compute for one image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TowerWork {
-    /// The number of the image, which no other image has while its layers are not all computed.
+    /// The number of the image. No other image has it until all layers are computed.
     pub image: u32,
     /// The first layer.
     pub first: u32,
@@ -42,12 +42,12 @@ pub struct TowerWork {
     pub end: u32,
     /// The image's positions.
     pub grid: Grid,
-    /// Byte offset of its patches in the arena, with the first layers; they may be gone once this
-    /// plan's result has come.
+    /// The byte offset of the image's patches in the arena, with the first layers. The patches may
+    /// be gone after this plan's result.
     pub patches: Option<u32>,
 }
 
-/// The positions of a slot at which an image stands.
+/// The positions of an image in a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageSpan {
     /// The first position of the image.
@@ -71,8 +71,8 @@ fn with_pages<'a, const WORDS: usize>(
 }
 
 impl StepPlan {
-    /// Computes layers for an image. The last of them write the output to `pages`, the others name
-    /// none.
+    /// Computes layers for an image. The last layers write the output to `pages`. Others name no
+    /// pages.
     pub fn push_image(&mut self, work: TowerWork, pages: impl ExactSizeIterator<Item = u32>) {
         let TowerWork { image, first, end, grid, patches } = work;
         let patches = patches.map_or(-1, u32::cast_signed);
@@ -83,13 +83,13 @@ impl StepPlan {
         self.image_pages.extend(pages.map(u32::cast_signed));
     }
 
-    /// Gives up an image some of whose layers are computed, and not all.
+    /// Gives up an image whose layers are not all computed.
     pub fn give_up_image(&mut self, image: u32) {
         self.images.extend_from_slice(&[image.cast_signed(), 0, 0, 0, 0, -1, 0]);
     }
 
-    /// The tower's work in this step, with the pages for each image's output. An image that was
-    /// given up is listed too, without layers.
+    /// The tower's work in this step, with the pages for each image's output. A given-up image is
+    /// listed too, without layers.
     pub fn images(&self) -> impl Iterator<Item = (TowerWork, &[i32])> {
         let records = with_pages::<IMAGE_WORDS>(&self.images, &self.image_pages);
         records.map(|([image, first, end, rows, columns, patches, _], pages)| {
@@ -104,8 +104,8 @@ impl StepPlan {
         !self.images.is_empty() || !self.image_spans.is_empty()
     }
 
-    /// Says that an image stands in a slot, and on which pages the tower's output is, all of it or
-    /// nothing.
+    /// Writes the place of an image in a slot, with the pages of the tower's output: all of them,
+    /// or none.
     pub fn write_image_span(
         &mut self,
         slot: u32,

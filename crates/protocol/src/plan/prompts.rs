@@ -1,11 +1,11 @@
-//! Requests of a plan about the tokens of prompts.
+//! Demands of a plan about the tokens of prompts.
 
 use super::StepPlan;
 
 /// Words of a record of the `prompt_logprobs` column.
 pub const PROMPT_LOGPROBS_WORDS: usize = 4;
 
-/// Log-probabilities of some of a prompt's tokens, each after the tokens before it.
+/// A demand for log-probabilities of some of a prompt's tokens, each after the tokens before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptLogprobsWant {
     /// Row of the device tables. A row of the plan computes the positions before those of the
@@ -13,9 +13,9 @@ pub struct PromptLogprobsWant {
     pub slot: u32,
     /// Position of the first token, at least 1.
     pub first: u32,
-    /// Tokens, at least one.
+    /// The number of tokens, at least one.
     pub count: u32,
-    /// The number of most likely tokens that come beside each token.
+    /// The number of most likely tokens that are reported beside each token.
     pub most: u32,
 }
 
@@ -25,8 +25,8 @@ impl PromptLogprobsWant {
         Self { slot, first, count, most }
     }
 
-    /// Words of a result that answers it: a rank a token, ids and values of the token and the most
-    /// likely ones.
+    /// Words of the answer in a result: for each token a rank, and ids and values of it and the
+    /// most likely ones.
     #[must_use]
     pub fn answer_words(count: u32, most: u32) -> usize {
         count as usize * (1 + 2 * (1 + most as usize))
@@ -34,14 +34,14 @@ impl PromptLogprobsWant {
 }
 
 impl StepPlan {
-    /// Asks for log-probabilities of a slot's tokens. The plan has a row of the slot, and wants
+    /// Demands log-probabilities of a slot's tokens. The plan has a row of the slot, and demands
     /// come in the order of rows.
     pub fn want_prompt_logprobs(&mut self, want: PromptLogprobsWant) {
         let PromptLogprobsWant { slot, first, count, most } = want;
         self.prompt_logprobs.extend([slot, first, count, most].map(u32::cast_signed));
     }
 
-    /// The tokens of prompts whose log-probabilities are asked for, in the order of rows.
+    /// The demands for log-probabilities of prompts, in the order of rows.
     pub fn prompt_logprobs(&self) -> impl ExactSizeIterator<Item = PromptLogprobsWant> + '_ {
         let (records, _) = self.prompt_logprobs.as_chunks();
         records.iter().map(PromptLogprobsWant::of)

@@ -17,19 +17,19 @@ impl StepPlan {
         self.page_writes.extend_from_slice(&[slot, index, page].map(u32::cast_signed));
     }
 
-    /// Takes the page at `page_table[slot, index]` away: these positions are read from the host's
+    /// Removes the page at `page_table[slot, index]`. Its positions are then read from the host's
     /// tier.
     pub fn drop_page(&mut self, slot: u32, index: u32) {
         self.page_writes.extend_from_slice(&[slot.cast_signed(), index.cast_signed(), NO_PAGE]);
     }
 
-    /// The page-table writes: slot, index, page; `None`: the page is taken away.
+    /// The page-table writes: slot, index, page; `None`: the page is removed.
     pub fn page_writes(&self) -> impl ExactSizeIterator<Item = (u32, u32, Option<u32>)> + '_ {
         writes(&self.page_writes).map(|(slot, index, page)| (slot, index, u32::try_from(page).ok()))
     }
 
-    /// Sets `host_table[slot, index] = page`: where these positions' index keys are, and their rows
-    /// when they are saved.
+    /// Sets `host_table[slot, index] = page`. That page is the place of these positions' index
+    /// keys, and of their rows after a save.
     pub fn write_host(&mut self, slot: u32, index: u32, page: u32) {
         self.host_writes.extend_from_slice(&[slot, index, page].map(u32::cast_signed));
     }
@@ -57,7 +57,7 @@ impl StepPlan {
             .any(|writes| !writes.is_empty())
     }
 
-    /// Takes back the writes into a slot's tables of pages. Its request has no row in the plan.
+    /// Removes the writes into a slot's tables of pages. Its request has no row in the plan.
     pub fn forget_slot(&mut self, slot: u32) {
         for column in [&mut self.page_writes, &mut self.host_writes, &mut self.hot_rows] {
             let (writes, _) = column.as_chunks::<PAGE_WRITE_WORDS>();
@@ -90,15 +90,15 @@ impl StepPlan {
         })
     }
 
-    /// Has a plan without rows answered when a copy has ended, when another plan has come, or after
-    /// so many microseconds ([`MAX_WAIT_US`] at most).
+    /// Has a plan without rows wait for the end of a copy, for another plan, or for so many
+    /// microseconds ([`MAX_WAIT_US`] at most).
     pub fn wait(&mut self, us: u32) {
         debug_assert!(self.rows.is_empty() && us <= MAX_WAIT_US);
         self.wait_us.clear();
         self.wait_us.push(us.cast_signed());
     }
 
-    /// The time that the plan's result may wait for copies, in microseconds; 0: not at all.
+    /// The longest wait of the plan's result for copies, in microseconds; 0: it does not wait.
     #[must_use]
     pub fn wait_us(&self) -> u32 {
         self.wait_us.first().map_or(0, |us| us.cast_unsigned())

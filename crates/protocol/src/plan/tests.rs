@@ -1,4 +1,4 @@
-//! Plans, written and read.
+//! Plans that are written, and read again.
 
 use crate::frame::{HEADER_BYTES, Header};
 use crate::slot::{Pooling, SamplingParams, SlotSpec};

@@ -38,10 +38,10 @@ impl fmt::Debug for ImageFile {
 }
 
 impl ImageFile {
-    /// Reads the header of a file that came in `param`, and names it.
+    /// Reads the header of a file from `param`, and names the file.
     ///
     /// # Errors
-    /// It is no image, or one that is not taken.
+    /// The file is no image, or is not supported.
     pub(crate) fn new(
         bytes: Bytes,
         model: &ImageModel,

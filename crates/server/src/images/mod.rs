@@ -1,9 +1,9 @@
-//! Images of requests: from their URLs to positions of the prompt, and, when the engine asks for
-//! it, to patches in the arena.
+//! Images of requests: from URLs to positions of the prompt, and to patches in the arena if the
+//! engine needs them.
 //!
 //! The intake threads do the long work: base64, hashes, pixels. A request is submitted when the
-//! headers of its images have been read. Their pixels are decoded when the scheduler says that
-//! nobody has them: an image that was seen before costs neither.
+//! headers of its images are read. Pixels are decoded only if the scheduler has the image nowhere.
+//! So an image that was seen before costs neither patches nor tower.
 
 mod file;
 pub(crate) mod model;
@@ -24,10 +24,10 @@ pub(crate) use prompt::{SeenPrompt, spread};
 use crate::budget::Charge;
 use crate::state::Shared;
 
-/// Reads the files of a conversation's images, and what their headers say.
+/// Reads the files of a conversation's images, and their headers.
 ///
 /// # Errors
-/// The first image that is none, is too large, or is not to be had: the error names its part.
+/// An image is invalid, too large, or not available. The error names the part of the first.
 pub(crate) async fn read(
     state: &Shared,
     parts: Vec<ImagePart>,

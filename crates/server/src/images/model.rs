@@ -1,4 +1,4 @@
-//! The sight of the served model.
+//! The image inputs of the served model.
 
 use forebay_vision::Processing;
 

@@ -1,5 +1,5 @@
-//! A prompt with images. The template's one token for an image takes as many positions as the model
-//! sees.
+//! A prompt with images. The template's one token for an image becomes as many positions as the
+//! image takes.
 
 use std::sync::Arc;
 
@@ -8,18 +8,18 @@ use forebay_engine::PromptImage;
 
 use super::file::ImageFile;
 
-/// A prompt, and where its images stand.
+/// A prompt with the places of its images.
 #[derive(Debug, Default)]
 pub(crate) struct SeenPrompt {
     pub(crate) ids: Vec<i32>,
     pub(crate) images: Arc<[PromptImage]>,
 }
 
-/// Gives each image in `ids`, which came in `param` and where `token` stands for one, all of its
-/// positions.
+/// Gives each image in `ids` all of its positions. `ids` are from `param`, and have one `token` for
+/// each image.
 ///
 /// # Errors
-/// There are more or fewer such tokens than images.
+/// The numbers of such tokens and images differ.
 pub(crate) fn spread(
     ids: Vec<i32>,
     token: i32,

@@ -1,4 +1,4 @@
-//! Bodies as they come in, and their limits.
+//! Request bodies, and their limits.
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
@@ -7,8 +7,8 @@ use forebay_api::ApiError;
 /// piece would have us keep much more.
 const SMALL_PIECE: usize = 4096;
 
-/// A body as it came in. Putting the pieces of a large one together takes a while, and is left to
-/// whoever parses it.
+/// A body in received pieces. To join those of a large one takes a while, so the parsing thread
+/// does it.
 #[derive(Debug, Default)]
 pub(crate) struct Pieces {
     whole: Vec<Bytes>,

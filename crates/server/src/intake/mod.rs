@@ -1,10 +1,10 @@
-//! Large requests, kept away from everything that a step or a stream waits for.
+//! The intake of large requests, away from the threads of steps and streams.
 //!
-//! A body above [`LARGE_BODY`] is parsed by the intake threads, and so is base64 decoded, which is
-//! part of parsing. Data that is then too big for a plan is put into the memory that the hand reads
-//! (`forebay_engine::Payloads`). First there must be room, for which requests wait in line
-//! (`room`). Then the intake threads convert the data and write it there, once. Only then is the
-//! request submitted. A client that goes away gives back its room, at any point of this way.
+//! The intake threads parse a body above [`LARGE_BODY`], and decode its base64. Data that is too
+//! big for a plan goes into memory that the hand reads (`forebay_engine::Payloads`). A request
+//! first waits in line for room there (`room`). Then the intake threads convert the data and write
+//! it there, once. Only then is the request submitted. If the client goes away, its room is given
+//! back, at any point of this way.
 
 pub(crate) mod body;
 mod room;
@@ -28,19 +28,18 @@ use room::Room;
 use turns::Turns;
 use workers::Workers;
 
-/// Bytes from which on parsing a body takes longer than giving it to another thread, many times
-/// over.
+/// Bytes from which on parsing takes many times as long as a change of thread.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
-/// The threads that do the work.
+/// The threads of the intake.
 pub enum IntakeMode {
     /// This many threads of its own.
     Threads(usize),
-    /// The engine's thread, between two steps, to be compared with the others.
+    /// The engine's thread, between two steps, for comparison.
     Engine(Arc<dyn Engine>),
 }
 
-/// Parses large bodies and puts payloads where the hand finds them.
+/// The intake: it parses large bodies and writes payloads into memory that the hand reads.
 pub struct Intake {
     workers: Workers,
     room: Room,
@@ -54,15 +53,15 @@ pub(crate) struct IntakeStats {
     pub(crate) unread: usize,
     /// Requests that wait for room in the arena.
     pub(crate) in_line: usize,
-    /// Bytes of the arena that somebody has.
+    /// Reserved bytes of the arena.
     pub(crate) arena_bytes: usize,
     /// Bytes that requests in flight are charged.
     pub(crate) request_bytes: usize,
 }
 
 impl Intake {
-    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most as
-    /// many requests for room in `payloads`.
+    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most
+    /// `queue` requests wait for room in `payloads`.
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -100,8 +99,7 @@ impl Intake {
         }
     }
 
-    /// Parses a body, where nobody waits for it if it is large; gives the names of what nothing
-    /// reads too.
+    /// Parses a body, on an intake thread if it is large. Gives the names of unread parameters too.
     pub(crate) async fn parse<T>(
         &self,
         body: Pieces,
@@ -119,8 +117,7 @@ impl Intake {
         self.workers.begin(move || parse_body(body, limit, &charge)).await
     }
 
-    /// Has `work` done where nobody waits for it: reading what came with a request, which takes a
-    /// while.
+    /// Runs `work` on an intake thread, for long reads of parts of a request.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
@@ -144,11 +141,11 @@ impl Intake {
         self.workers.go_on(work).await.map_err(failed)?
     }
 
-    /// Puts the embeddings of a request's prompts, which came in `param`, where the hand reads
-    /// them; gives the number of positions of each, and where it is.
+    /// Puts the embeddings of a request's prompts, from `param`, into the memory that the hand
+    /// reads. Gives the number of positions and the place of each.
     ///
     /// # Errors
-    /// There will never be room, too many wait for it, or an element is not finite.
+    /// There will never be room, too many requests wait for room, or an element is not finite.
     pub(crate) async fn place(
         &self,
         prompts: Vec<EmbeddedPrompt>,

@@ -1,4 +1,4 @@
-//! The line of those who wait for room in the arena.
+//! The line of requests that wait for room in the arena.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use forebay_api::ApiError;
 use forebay_engine::{Payload, Payloads};
 use tokio::sync::{Mutex, Notify, Semaphore};
 
-/// Room in the arena, given in the order in which it was asked for: a small request does not
-/// overtake a large one, which would never get any.
+/// Room in the arena, given in the order of the requests. A small request does not overtake a large
+/// one, which would never get any.
 pub(crate) struct Room {
     payloads: Arc<dyn Payloads>,
     freed: Arc<Notify>,
@@ -32,7 +32,7 @@ impl Room {
         self.limit - self.places.available_permits()
     }
 
-    /// Bytes of the arena that somebody has.
+    /// Reserved bytes of the arena.
     pub(crate) fn used(&self) -> usize {
         self.payloads.used()
     }

@@ -1,9 +1,8 @@
 //! Turns among clients that send large bodies.
 //!
-//! A body that arrives too slowly loses its turn. From then on it waits among the slow ones, whose
-//! turns are shorter. So a client that sends as fast as the server reads never waits for one that
-//! trickles. Clients take turns, not bodies: one with forty bodies waits for one turn of each other
-//! client between two of its own.
+//! A body that arrives too slowly loses its turn. Then it waits among the slow ones, whose turns
+//! are shorter. So a fast client never waits for a slow one. Turns go to clients, not to bodies. A
+//! client with forty bodies waits for one turn of each other client between two of its own.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -17,10 +16,10 @@ use crate::client::ClientId;
 
 /// Bytes a second that have to arrive during a turn.
 const RATE: u64 = 10_000_000;
-/// The time for which a client whose turn it is may send nothing.
+/// The time for which a client with a turn may send nothing.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(5);
 
-/// The speed at which a body has arrived so far.
+/// The speed of a body's arrival so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pace {
     /// The body arrived as fast as it was read.
@@ -85,7 +84,7 @@ pub(crate) struct Turns {
 /// The right to send, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Turn {
-    /// `None` for a turn that nobody took.
+    /// The lane of the turn; `None` for a turn that was not taken.
     lane: Option<Arc<Mutex<Lane>>>,
     pace: Pace,
     began: Instant,
@@ -139,7 +138,7 @@ impl Turns {
         self.steady.lock().given + self.slow.lock().given
     }
 
-    /// Steady turns that nobody has.
+    /// The number of free steady turns.
     #[cfg(test)]
     pub(crate) fn free(&self) -> usize {
         self.steady.lock().free
@@ -168,12 +167,12 @@ impl Turn {
         self
     }
 
-    /// The time at which the turn is lost unless bytes arrive before.
+    /// The time at which the turn is lost, unless bytes arrive before.
     pub(crate) fn deadline(&self) -> Instant {
         (Instant::now() + PATIENCE).min(self.window + self.pace.window())
     }
 
-    /// Counts what has arrived.
+    /// Counts arrived bytes.
     pub(crate) fn arrived(&mut self, bytes: usize) -> Verdict {
         let now = Instant::now();
         self.arrived += bytes;

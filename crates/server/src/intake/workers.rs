@@ -1,4 +1,4 @@
-//! The threads that do the work of large requests.
+//! The threads for the work of large requests.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};

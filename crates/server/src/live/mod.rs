@@ -1,5 +1,5 @@
-//! The data of the page's tab of the engine: steps, pages and requests as they are, four times a
-//! second, and only while somebody watches.
+//! The data of the page's tab of the engine: current steps, pages and requests. It is made four
+//! times a second, and only while a viewer is connected.
 
 mod requests;
 pub(crate) mod shown;
@@ -74,10 +74,10 @@ struct LifeEvent {
     replica: usize,
 }
 
-/// The life of a request, as far as it is known.
+/// The known moments in the life of a request.
 ///
 /// # Errors
-/// The request is unknown, or not known any more.
+/// The request is unknown, or its moments are no longer kept.
 pub(crate) fn life(state: &Shared, id: &str) -> Result<Life, ApiError> {
     let unknown = || ApiError::UnknownRequest { id: cut(id, SHOWN_BYTES).into_owned() };
     let number: u64 = id.parse().map_err(|_| unknown())?;

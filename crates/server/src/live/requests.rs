@@ -1,4 +1,4 @@
-//! The requests that have changed since a watcher was told last.
+//! The requests that have changed since the viewer's last event.
 
 use std::collections::{HashMap, HashSet};
 
@@ -35,8 +35,8 @@ impl Told {
         self.known.clear();
     }
 
-    /// The requests that have changed, and those that have ended. A request that has come and gone
-    /// in between is in both.
+    /// The requests that have changed, and those that have ended. A request that came and went in
+    /// between is in both.
     pub(super) fn changes(&mut self, snapshot: &Snapshot) -> (Vec<RequestTick>, Vec<u64>) {
         let mut news = Vec::with_capacity(snapshot.replicas.len());
         for (at, seen) in snapshot.replicas.iter().enumerate() {
@@ -120,7 +120,7 @@ impl Told {
         }
     }
 
-    /// Ends of requests are among the moments that are lost: whoever is not alive has ended.
+    /// Drops requests that are not alive. Their ends may be among the lost moments.
     fn drop_absent(&mut self, news: &[News<'_>], ended: &mut Vec<u64>) {
         self.unseen.clear();
         if news.iter().any(|news| news.views.len() >= MOST_VIEWS) {

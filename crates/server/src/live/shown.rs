@@ -1,4 +1,4 @@
-//! The replicas as whoever watches is shown them.
+//! The replicas, in the form for viewers.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use tokio::sync::watch;
 #[derive(Default)]
 pub(crate) struct Live {
     pub(super) watchers: Watchers,
-    /// `None`: nobody watches, and nobody asks the engines.
+    /// The shown state; `None`: there is no viewer, and the engines are not asked.
     pub(super) shown: Mutex<Option<watch::Receiver<Arc<Snapshot>>>>,
 }
 

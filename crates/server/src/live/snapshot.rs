@@ -1,4 +1,4 @@
-//! The state of the engines, asked by one task for all watchers.
+//! The state of the engines, which one task reads for all viewers.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -112,7 +112,7 @@ impl Watch {
         Self { steps: steps.collect(), told: Told::new(&engines), started: Vec::new() }
     }
 
-    /// The event that tells what there is, unless it was told already.
+    /// The event with the initial state, unless it was sent already.
     pub(super) fn start(&mut self, state: &Shared, snapshot: &Snapshot) -> Option<Start> {
         let replicas = snapshot.replicas.iter().enumerate();
         let replicas: Vec<_> = replicas.map(|(at, seen)| begin(at, &seen.engine)).collect();

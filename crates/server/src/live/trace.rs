@@ -1,4 +1,4 @@
-//! The steps that are kept as a trace of Chrome's format, which Perfetto opens.
+//! The kept steps as a trace in Chrome's format, which Perfetto opens.
 //!
 //! The format: <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>.
 

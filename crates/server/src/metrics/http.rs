@@ -1,5 +1,5 @@
-//! Answers by their status, under the names that FastAPI's instrumentation gives them, which vLLM's
-//! dashboards know.
+//! Answers by their status, under the names of FastAPI's instrumentation, which vLLM's dashboards
+//! use.
 
 use std::time::Duration;
 

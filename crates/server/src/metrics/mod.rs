@@ -1,6 +1,6 @@
-//! Prometheus metrics, with the names, labels and buckets that vLLM's dashboards know, and ours.
+//! Prometheus metrics, with the names, labels and buckets of vLLM's dashboards, and our own.
 //!
-//! Counts of the engine are read at scrape time; the egress thread observes requests.
+//! Counts of the engine are read at the scrape. The egress thread observes requests.
 
 mod http;
 mod sources;
@@ -46,7 +46,7 @@ fn one_two_five(most: u32) -> Vec<f64> {
     bounds.take_while(|&bound| bound <= f64::from(most.max(1))).collect()
 }
 
-/// A request's times, as far as they are known.
+/// The known times of a request.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     arrived: Instant,
@@ -83,7 +83,7 @@ impl Timeline {
     }
 }
 
-/// Everything that /metrics shows.
+/// All metrics of /metrics.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -190,16 +190,16 @@ pub(crate) struct Parts {
     pub(crate) grammars: GrammarStats,
     /// The counts of the way of large requests.
     pub(crate) intake: IntakeStats,
-    /// Log lines that nobody took in time.
+    /// Log lines that were dropped because the writer was behind.
     pub(crate) dropped: u64,
 }
 
 impl Metrics {
-    /// Metrics labelled with the served name of the model and the replica; token histograms reach
+    /// Metrics with the labels of the model's served name and the replica. Token histograms reach
     /// up to `context_length`.
     ///
     /// # Errors
-    /// A metric that prometheus does not accept.
+    /// Prometheus does not accept a metric.
     pub fn new(model: &str, context_length: u32, replicas: u32) -> prometheus::Result<Self> {
         let registrar = |registry: &Registry, engine: u32| Registrar {
             registry: registry.clone(),

@@ -1,4 +1,4 @@
-//! Metrics that are read from snapshots: names, helps and where the numbers are.
+//! Metrics that are read from snapshots: their names, helps and sources.
 
 use forebay_engine::Status;
 use forebay_grammar::GrammarStats;
@@ -9,7 +9,7 @@ use crate::intake::IntakeStats;
 
 /// Reads one number of a snapshot.
 pub(super) type Read<S> = fn(&S) -> f64;
-/// Name, help and source of what a snapshot tells.
+/// Name, help and source of a number in a snapshot.
 pub(super) type Source<S> = (&'static str, &'static str, Read<S>);
 
 pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
@@ -289,7 +289,7 @@ pub(super) const SPARSE_ROWS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
 const SPARSE: &str = "forebay:sparse_rows_total";
 const SPARSE_HELP: &str = "Positions that sparse requests chose, by where they were, over layers.";
 
-/// Prompt tokens by where they came from, with vLLM's words: metric, help, `source`, source.
+/// Prompt tokens by their source, in vLLM's words: metric, help, `source`, source.
 pub(super) const PROMPT_SOURCES: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (BY_SOURCE, BY_SOURCE_HELP, "local_compute", |r| r.stats.scheduler.prompt_tokens as f64),
     (BY_SOURCE, BY_SOURCE_HELP, "local_cache_hit", |r| r.stats.scheduler.prefix_hits as f64),
@@ -302,7 +302,7 @@ const BY_SOURCE_HELP: &str = "Prompt tokens by where their keys and values came 
 const CACHED: &str = "vllm:prompt_tokens_cached_by_source_total";
 const CACHED_HELP: &str = "Prompt tokens that were found, by the tier that had them.";
 
-/// Waiting requests by what they wait for, with vLLM's words: metric, help, `reason`, source.
+/// Waiting requests by their reason, in vLLM's words: metric, help, `reason`, source.
 pub(super) const WAITING: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (BY_REASON, BY_REASON_HELP, "capacity", |r| r.stats.scheduler.waiting as f64),
     (BY_REASON, BY_REASON_HELP, "deferred", |r| r.stats.scheduler.host.arriving as f64),

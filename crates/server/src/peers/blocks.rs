@@ -1,4 +1,4 @@
-//! The blocks of this brain's prefix caches, for routers that send prompts to the brain that has
+//! The blocks of this brain's prefix caches. Routers use them to send prompts to the brain that has
 //! their beginnings.
 
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub(super) fn names(state: &Shared, salt: u64, prompt: &[i32]) -> Vec<u64> {
     state.engine.block_names(salt, prompt).into_iter().map(short).collect()
 }
 
-/// The place from which to answer, and the time to wait.
+/// The place of the first wanted event, and the longest wait.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Since {
     #[serde(default)]
@@ -35,9 +35,9 @@ pub(crate) struct Since {
 
 /// Blocks that prefix caches have stored and dropped, for routers.
 ///
-/// Little-endian numbers of 64 bits: the number to ask for next, 1 if all that was told before is
-/// void, and names of blocks. The lowest two bits of a name say where the block is from now on: bit
-/// 0 in a device's memory, bit 1 in the host's, neither nowhere.
+/// The body is little-endian numbers of 64 bits. They are the next number to ask for, 1 if all
+/// earlier answers are void, and names of blocks. The lowest two bits of a name are the block's new
+/// tiers. Bit 0 is a device's memory, and bit 1 the host's. With neither bit the block is nowhere.
 #[utoipa::path(
     get,
     path = "/v1/blocks",

@@ -1,4 +1,4 @@
-//! Requests that routers have sent here, and reports of the load to them.
+//! Requests that came from routers, and reports of the load to these routers.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ struct Sender {
     above: BTreeSet<u64>,
     /// Calls of this router that are alive.
     own: u32,
-    /// The time at which a stream last carried a report, in microseconds since the start.
+    /// The time of the last report in a stream, in microseconds since the start.
     commented: Arc<AtomicU64>,
 }
 

@@ -12,12 +12,12 @@ use tokio::time::timeout;
 
 /// Events that are kept for routers that follow; who is further behind gets everything anew.
 const KEPT: usize = 1 << 16;
-/// The bits of an event that say which tiers hold a block: the device's memory, the host's.
-/// Neither: it was dropped.
+/// The bits of an event for the tiers that hold a block: the device's memory, the host's. Neither:
+/// it was dropped.
 const DEVICE: u64 = 1;
 const HOST: u64 = 2;
 
-/// The name of a block as routers know it: half of its hash, but for the bits that say where it is.
+/// The name of a block for routers: half of its hash, without the bits for tiers.
 pub(super) fn short(name: BlockHash) -> u64 {
     name.number() as u64 & !(DEVICE | HOST)
 }
@@ -52,7 +52,7 @@ impl Log {
         self.events.push_back(event);
     }
 
-    /// A replica that had a block in some tiers has it in others now.
+    /// Notes that a replica has a block in other tiers than before.
     fn moved(&mut self, name: u64, from: u64, to: u64) {
         let holders = self.holders.entry(name).or_default();
         let before = held(holders);
@@ -69,8 +69,8 @@ impl Log {
         }
     }
 
-    /// The answer to who has all events before number `after`: the number of the next, whether all
-    /// starts anew, and events.
+    /// The answer to a router that has all events before number `after`: the number of the next
+    /// event, 1 for a new start, and events.
     fn since(&self, after: u64) -> Vec<u8> {
         let mut out = self.next().to_le_bytes().to_vec();
         let known = after >= self.first && after <= self.next();
@@ -86,7 +86,7 @@ impl Log {
     }
 }
 
-/// The tiers in which somebody holds a block.
+/// The tiers in which some replica holds a block.
 fn held(&[device, host]: &[u32; 2]) -> u64 {
     DEVICE * u64::from(device > 0) + HOST * u64::from(host > 0)
 }
@@ -111,14 +111,14 @@ impl Default for BlockLog {
 }
 
 impl BlockLog {
-    /// The observer of one replica's changes.
+    /// The observer of a new replica's changes.
     #[must_use]
     pub fn replica(&self) -> ReplicaBlocks {
         ReplicaBlocks { log: self.clone(), blocks: HashMap::default() }
     }
 
-    /// Waits until there is an event behind number `after`, for at most `wait`; gives the answer to
-    /// who has all events before it.
+    /// Waits until there is an event behind number `after`, for at most `wait`. Gives the answer to
+    /// a router that has all events before it.
     pub(super) async fn follow(&self, after: u64, wait: Duration) -> Vec<u8> {
         let mut changed = self.changed.subscribe();
         if self.log.lock().next() == after {
@@ -129,11 +129,11 @@ impl BlockLog {
     }
 }
 
-/// Passes on the blocks that one replica stores and drops.
+/// An observer that passes on the blocks which one replica stores and drops.
 #[derive(Debug)]
 pub struct ReplicaBlocks {
     log: BlockLog,
-    /// And in which tiers they are.
+    /// The tiers of each block.
     blocks: HashMap<u64, u64, FxBuildHasher>,
 }
 

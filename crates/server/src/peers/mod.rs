@@ -1,9 +1,9 @@
 //! Routers in front of this brain: the sender of a request, the answers to a router, and streams
 //! that began at another brain.
 //!
-//! Nothing here happens to a request without the header [`ROUTER_HEADER`], and without the router's
-//! key where this brain has any key. See `docs/adr/0013` for the messages, and `docs/adr/0021` for
-//! the key.
+//! A request without the header [`ROUTER_HEADER`] is not affected. Neither is one without the
+//! router's key, if this brain has any key. See `docs/adr/0013` for the messages, and
+//! `docs/adr/0021` for the key.
 
 pub(crate) mod blocks;
 pub(crate) mod book;
@@ -99,8 +99,8 @@ impl Peer {
         self.exchange.as_ref().map(|exchange| &exchange.tag)
     }
 
-    /// The salt of a request whose client gave `cache_salt`: it shares cached blocks only with
-    /// those that have the same.
+    /// The salt of a request whose client gave `cache_salt`. It shares cached blocks only with
+    /// requests of the same salt.
     pub(crate) fn salt(&self, state: &Shared, cache_salt: Option<&str>) -> u64 {
         cache_salt.map_or(self.tenant, |salt| {
             state.config.sharing.namer.salt(&[&self.tenant.to_le_bytes(), salt.as_bytes()])
@@ -237,7 +237,7 @@ pub(crate) fn not_a_router() -> ApiError {
     ApiError::Forbidden { reason, code: "router_key_needed" }
 }
 
-/// Reads what a router says, and tells it what it wants to know.
+/// Reads a router's header, and answers with the wanted facts.
 pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Next) -> Response {
     if !request.headers().contains_key(ROUTER_HEADER) {
         return next.run(request).await;
@@ -279,7 +279,7 @@ fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
     }
 }
 
-/// Takes what a router says off a request.
+/// Takes a router's data off a request.
 async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), ApiError> {
     let (mut parts, body) = request.into_parts();
     let Ok(client) = ClientId::from_request_parts(&mut parts, state).await;

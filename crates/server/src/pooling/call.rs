@@ -1,4 +1,4 @@
-//! A client's request for vectors as one engine request an input.
+//! A client's request for vectors, as one engine request for each input.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,8 +18,8 @@ use crate::peers::Peer;
 use crate::state::Shared;
 use crate::terms::check_tokens;
 
-/// Engine requests of one client request. Dropping it aborts those that have not ended: this is how
-/// a client that has gone away frees what it held.
+/// Engine requests of one client request. To drop it aborts those that have not ended. So a client
+/// that has gone frees its slots and pages.
 pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,
     /// Empty once all have ended.
@@ -44,9 +44,9 @@ pub(crate) struct Place<'a> {
 }
 
 impl PooledCall {
-    /// Submits every input, at least one, or none; `place` says where from and where to. Of many it
-    /// submits some at a time, and others get the thread in between; dropping the future aborts
-    /// those it has submitted.
+    /// Submits every input, at least one, or none. `place` has the source and the target. Many
+    /// inputs are submitted some at a time, with other tasks in between. To drop the future aborts
+    /// the submitted ones.
     ///
     /// # Errors
     /// An input is too long or has an unknown token, there is no room for them, or the engine

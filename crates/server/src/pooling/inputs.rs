@@ -1,4 +1,4 @@
-//! Texts to prompts, cut where the client asks for it.
+//! The way from texts to prompts, cut if the client wants that.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ pub(crate) struct Input {
     pub(crate) segment: u32,
 }
 
-/// Tokenises what is text and cuts what is longer than `limit`; without a limit nothing may have
+/// Tokenises texts, and cuts inputs that are longer than `limit`. Without a limit no input may have
 /// more than `most` tokens.
 pub(crate) async fn encode_inputs(
     text: &TextPool,
@@ -54,8 +54,8 @@ pub(crate) async fn encode_inputs(
     }
 }
 
-/// Tokenises pairs, and cuts the second texts of those that are longer than asked; where nothing is
-/// cut none may have more than `most` tokens.
+/// Tokenises pairs, and cuts the second texts of pairs that are too long. Without cuts no pair may
+/// have more than `most` tokens.
 pub(crate) async fn encode_pairs(
     text: &TextPool,
     pairs: &Pairs,
@@ -95,8 +95,7 @@ pub(crate) async fn encode_pairs(
     Ok(inputs)
 }
 
-/// Cuts `tokens` to `limit`, but not below the first `kept` and what the end has in common with
-/// `frame`.
+/// Cuts `tokens` to `limit`, but keeps the first `kept` and the end that it shares with `frame`.
 fn cut(tokens: &mut Vec<i32>, frame: &[i32], limit: usize, kept: usize) {
     let excess = tokens.len().saturating_sub(limit);
     let equal = tokens.iter().rev().zip(frame.iter().rev()).take_while(|(a, b)| a == b);

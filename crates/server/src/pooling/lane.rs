@@ -1,7 +1,7 @@
-//! The way from the engine's outputs to the waiters for all of a request's vectors, on a thread of
-//! its own as with text.
+//! The way from the engine's outputs to the requests that wait for vectors, on a thread of its own
+//! as with text.
 //!
-//! One lane leads into the thread, so that a call, announced before its inputs are submitted, is
+//! One lane leads into the thread. A call is announced before its inputs are submitted, so it is
 //! always ahead of their outputs.
 
 use std::collections::HashMap;
@@ -41,8 +41,8 @@ enum Message {
     Panic,
 }
 
-/// The engines' side: give a clone to each engine when it is started. When the last sink is
-/// dropped, requests that have not ended never will.
+/// The engines' side. Each engine gets a clone when it is started. After the last sink is dropped,
+/// the remaining requests never end.
 #[derive(Debug, Clone)]
 pub struct PooledSink {
     lane: Sender<Message>,
@@ -66,7 +66,7 @@ impl Drop for Last {
     }
 }
 
-/// The server's side. The thread ends when every clone and the sink are gone.
+/// The server's side. The thread ends when all clones and the sink are dropped.
 #[derive(Debug, Clone)]
 pub struct Pooled {
     lane: Sender<Message>,
@@ -83,7 +83,7 @@ impl Pooled {
         let _ = self.lane.send(Message::Forget(ids));
     }
 
-    /// Ends every call; whoever waited aborts its inputs.
+    /// Ends every call. Its waiter aborts its inputs.
     pub(crate) fn abort_all(&self) {
         let _ = self.lane.send(Message::AbortAll);
     }

@@ -1,4 +1,4 @@
-//! Requests for vectors: submitted input by input, answered when the last one has come.
+//! Requests for vectors. They are submitted input by input, and answered with the last vector.
 //!
 //! A model that pools makes no text, so its outputs go past the egress thread. `lane` is their way
 //! from the engine, and routes wait for a `call`. `inputs` makes prompts of texts. `vectors` works

@@ -7,7 +7,7 @@ use super::lane::Pooled;
 pub enum PoolingTask {
     /// Vectors of texts.
     Embed,
-    /// One number, of how well the two texts of a pair go together.
+    /// One score of the two texts of a pair.
     Score,
 }
 
@@ -16,12 +16,12 @@ pub enum PoolingTask {
 pub struct PooledModel {
     /// The output of the model.
     pub task: PoolingTask,
-    /// Numbers of a vector.
+    /// The number of elements of a vector.
     pub size: usize,
     /// True if the model's authors divide vectors by their length.
     pub normalize: bool,
-    /// True if scores go through a sigmoid, which puts them between 0 and 1.
+    /// True if scores go through a sigmoid, which brings them between 0 and 1.
     pub sigmoid: bool,
-    /// The other end of the sink that the engine was started with.
+    /// The server's side of the engine's sink for vectors.
     pub outputs: Pooled,
 }

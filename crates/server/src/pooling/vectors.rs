@@ -4,7 +4,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forebay_api::{EncodingFormat, Vector};
 
-/// The form in which vectors are wanted.
+/// The wanted form of vectors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
     pub(crate) dimensions: Option<usize>,

@@ -1,4 +1,4 @@
-//! The front of every route that has the model compute: one order of checks for all of them.
+//! The front of every route whose requests the model computes: one order of checks for all of them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,13 +21,13 @@ pub(crate) trait Admissible: DeserializeOwned + Limited + Send + 'static {
     /// A body in which only the prompt's length can be wrong.
     type Valid: Send;
 
-    /// The model that is asked for, as the server may call it.
+    /// The requested model, by one of the served names.
     fn model(&self) -> Option<&str>;
 
-    /// Checks that the model does what the route is for.
+    /// Checks that the model fits the route.
     ///
     /// # Errors
-    /// It does something else.
+    /// The model does something else.
     fn suits(&self, _state: &Shared) -> Result<(), ApiError> {
         Ok(())
     }
@@ -43,7 +43,7 @@ pub(crate) trait Admissible: DeserializeOwned + Limited + Send + 'static {
 pub(crate) struct Door<'a> {
     pub(crate) state: &'a Shared,
     pub(crate) limits: Limits,
-    /// Headers that fill in what the body does not say.
+    /// Headers that complete the body.
     pub(crate) routing: &'a Routing,
     pub(crate) key: KeyId,
 }

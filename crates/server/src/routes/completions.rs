@@ -168,7 +168,7 @@ async fn embedded(
     submissions.collect()
 }
 
-/// The prompts that are text; `None` for those that are tokens.
+/// The prompts that are text; `None` for token ids.
 fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
     let CompletionPrompts::Prompts(prompts) = prompts else { return Vec::new() };
     let text = |prompt: &Prompt| match prompt {
@@ -178,8 +178,8 @@ fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
     prompts.iter().map(text).collect()
 }
 
-/// The text of each prompt, for all its choices; `None` where it is not wanted. `known` are those
-/// that came as text. The others fit the context by now, and are decoded where nobody waits for it.
+/// The text of each prompt, for all its choices; `None` if it is not wanted. `known` are prompts
+/// that came as text. The others fit the context by now, and are decoded on another thread.
 async fn echo_texts(
     state: &Shared,
     known: Vec<Option<Arc<str>>>,
@@ -228,7 +228,7 @@ struct ChoiceState {
     told: Arc<PromptLogprobs>,
     /// Characters of all tokens' text so far.
     offset: u32,
-    /// The tokenizer that writes log-probabilities, if they are asked for.
+    /// The tokenizer for log-probabilities, if requested.
     tokenizer: Option<Arc<Tokenizer>>,
     shown: Shown,
     /// The prompt's ids, where they are still to be sent.

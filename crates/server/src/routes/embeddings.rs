@@ -16,8 +16,8 @@ use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, 
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
 
-/// Numbers in a response from which on it is written beside the HTTP threads: others wait for
-/// those.
+/// The number of values from which on a response is written on another thread, since others wait
+/// for the HTTP threads.
 const LARGE: usize = 1 << 15;
 
 impl Admissible for EmbeddingRequest {
@@ -100,7 +100,7 @@ pub(crate) async fn embeddings(
 /// Vectors of texts.
 pub(super) struct Embedded {
     pub(super) vectors: Vec<Box<[f32]>>,
-    /// The form in which they are wanted.
+    /// The wanted form of vectors.
     pub(super) wanted: Form,
     pub(super) usage: PoolingUsage,
     /// True if writing the vectors takes long.

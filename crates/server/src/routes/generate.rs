@@ -117,7 +117,7 @@ pub(crate) async fn generate(
     }
 }
 
-/// The prompts of a request, and what their answers gather in.
+/// The prompts of a request, and the collected answers.
 struct Batch {
     prompts: Vec<Prompt>,
     terms: Vec<Arc<Terms>>,
@@ -194,7 +194,7 @@ struct Accumulated {
     id: String,
     arrived: Instant,
     with_logprobs: bool,
-    /// The tokenizer that writes the texts of log-probabilities, if they are asked for.
+    /// The tokenizer for the texts of log-probabilities, if requested.
     text: Option<Arc<Tokenizer>>,
     total: Delta,
     /// The first position of the list of the prompt's tokens; `None`: there is no list. `first` is

@@ -1,4 +1,4 @@
-//! Models, health, metrics and other facts about the server itself.
+//! Models, health, metrics and other facts about the server.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -125,8 +125,8 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
     }
 }
 
-/// Tells if the model computes. It does a step for others now, or else is asked for one token, or
-/// for the vector of one.
+/// Answers if the model computes. It takes a current step of another request as a sign. Otherwise
+/// it requests one token, or one vector.
 #[utoipa::path(
     get,
     path = "/health_generate",
@@ -141,8 +141,8 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     in_time(&state, computes(&state, limits, arrived)).await
 }
 
-/// Waits for a sign that the model computes. A step for somebody else is one: a server whose queue
-/// is full is not to be taken for dead, nor to be given more to do.
+/// Waits for a sign that the model computes. A step of another request is one: a server with a full
+/// queue is not dead, and must not get more work.
 async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
     let before = state.engine.stats().scheduler.steps;
     loop {

@@ -1,4 +1,4 @@
-//! The feed of the engine, and the page that draws it.
+//! The feed of the engine, and the page that shows it.
 
 use axum::body::Body;
 use axum::extract::{Path, State};

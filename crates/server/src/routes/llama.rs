@@ -93,7 +93,7 @@ pub(crate) async fn completion(
 struct Writer {
     arrived: Instant,
     model: String,
-    /// The tokenizer that writes log-probabilities, if they are asked for.
+    /// The tokenizer for log-probabilities, if requested.
     tokenizer: Option<Arc<Tokenizer>>,
     /// Ids of tokens are shown.
     tokens: bool,

@@ -15,7 +15,7 @@ use crate::peers::{Peer, report, wait};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// The time at which to answer.
+/// The time of the answer.
 #[derive(Debug, Deserialize)]
 pub(crate) struct When {
     /// Seconds to wait until the number of requests is another than `requests`.

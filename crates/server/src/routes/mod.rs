@@ -1,4 +1,4 @@
-//! The routes and the layers that all of them go through.
+//! The routes, and the layers around all of them.
 
 mod admitted;
 mod chat;
@@ -150,7 +150,7 @@ pub(crate) fn router(state: Shared) -> Router {
     Router::new().fallback_service(below)
 }
 
-/// The URI less what a proxy put before its path; `None` if it does not begin with that.
+/// The URI without the prefix of a proxy; `None` if it does not begin with the prefix.
 fn without_root(uri: &Uri, root: &str) -> Option<Uri> {
     let rest = uri.path_and_query()?.as_str().strip_prefix(root)?;
     let rest = match rest.as_bytes().first() {
@@ -231,8 +231,8 @@ async fn check_generator(State(state): State<Shared>, request: Request, next: Ne
     }
 }
 
-/// Answers a request that makes its handler panic; what the handler held is dropped by then, which
-/// aborts what it waited for.
+/// Answers a request whose handler panics. The handler's data are dropped by then, which aborts its
+/// engine requests.
 async fn contain(request: Request, next: Next) -> Response {
     guard::contained(next.run(request)).await.unwrap_or_else(|panic| {
         // What it says is about the server, and not for a client.
@@ -242,7 +242,7 @@ async fn contain(request: Request, next: Next) -> Response {
     })
 }
 
-/// Counts an answer. Routes and methods that nobody knows are counted together: clients may make up
+/// Counts an answer. Unknown routes and methods are counted together, since clients may make up
 /// any.
 async fn count(State(state): State<Shared>, request: Request, next: Next) -> Response {
     let began = Instant::now();

@@ -1,4 +1,4 @@
-//! Taking a replica out of the set and back.
+//! Replicas that are taken out of the set, and put back.
 
 use axum::extract::{Path, State};
 use axum::response::Response;
@@ -21,7 +21,7 @@ pub(crate) struct Drained {
     taking: usize,
 }
 
-/// Sends no new requests to a replica; those that it has are finished.
+/// Sends no new requests to a replica. Its own requests are finished.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/drain",

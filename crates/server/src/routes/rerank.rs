@@ -1,4 +1,4 @@
-//! `POST /rerank` and `POST /score`, under each of the paths that clients know.
+//! `POST /rerank` and `POST /score`, under each of their known paths.
 
 use axum::response::Response;
 use forebay_api::{
@@ -46,7 +46,7 @@ impl Admissible for ScoreRequest {
     }
 }
 
-/// Puts documents into the order of how well they answer a query.
+/// Sorts documents by their fit to a query.
 #[utoipa::path(
     post,
     path = "/rerank",
@@ -98,7 +98,7 @@ pub(crate) async fn score(
     Ok(reply::ok(&ScoreResponse { id, object: "list", created: now(), model, data, usage }))
 }
 
-/// A score for each pair: what a cross-encoder says, or the cosine of an embedder's vectors.
+/// A score for each pair: the output of a cross-encoder, or the cosine of an embedder's vectors.
 async fn score_pairs(
     admission: &Admission,
     pairs: &Pairs,

@@ -7,8 +7,8 @@ use crate::stream::prompt_logprobs::PromptLogprobs;
 
 /// Log-probabilities below this are written as this: JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
-/// About how many bytes of JSON a log-probability becomes: its token's text, the number, and its
-/// token's bytes one by one.
+/// The approximate number of bytes of JSON for a log-probability: its token's text, the number, and
+/// its token's bytes one by one.
 pub(crate) const LOGPROB_JSON: usize = 96;
 
 /// A token that could have been sampled, and the natural logarithm of its probability, which is
@@ -85,7 +85,7 @@ pub(crate) enum End {
     Text(String),
     /// The only call that it was to make is complete.
     Call,
-    /// The answer has as many tokens as were asked for.
+    /// The answer has the requested number of tokens.
     Length,
     /// The answer broke off with an error.
     Error(ApiError),
@@ -100,9 +100,9 @@ pub(crate) struct Delta {
     pub(crate) tokens: Vec<i32>,
     /// The number of tokens that are reasoning.
     pub(crate) reasoning_tokens: u32,
-    /// One a token of `tokens`, where asked for.
+    /// The log-probabilities of each of `tokens`, if requested.
     pub(crate) logprobs: Logprobs,
-    /// The log-probabilities of the prompt's tokens, if asked for; all have come with the first
+    /// The log-probabilities of the prompt's tokens, if requested. All have come with the first
     /// token.
     pub(crate) prompt: PromptLogprobs,
     /// The number of prompt tokens found in the prefix cache; it comes with the first token.
@@ -129,7 +129,7 @@ impl Delta {
         }
     }
 
-    /// Forgets what it holds and keeps its memory.
+    /// Removes the content and keeps the memory.
     pub(crate) fn clear(&mut self) {
         self.parts.clear();
         self.tokens.clear();
@@ -153,7 +153,7 @@ impl Delta {
         self.called |= std::mem::take(&mut newer.called);
     }
 
-    /// About how many bytes it becomes when it is written; never less than it takes now.
+    /// The approximate number of bytes after encoding, never less than the present size.
     pub(crate) fn weight(&self) -> usize {
         self.parts.weight()
             + self.tokens.len() * size_of::<i32>()

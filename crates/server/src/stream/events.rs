@@ -186,7 +186,7 @@ impl Chunks {
         }))
     }
 
-    /// Appends the chunk that has only the usage, if it was asked for.
+    /// Appends the chunk that has only the usage, if requested.
     pub(crate) fn usage(&self, usage: Usage, out: &mut Vec<u8>) -> serde_json::Result<()> {
         if !self.streaming.include_usage {
             return Ok(());

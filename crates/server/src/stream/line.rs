@@ -1,9 +1,9 @@
-//! A connection's socket, which the egress thread may write to as well.
+//! A connection's socket, to which the egress thread may write too.
 //!
-//! hyper owns the connection: it reads requests, writes heads and ends, and notices when the client
-//! has gone. Between the head and the end of a streamed answer there is nothing for it to decide.
-//! So the egress thread writes those chunks itself: no task is woken, and nothing is copied from
-//! thread to thread. The two never write at once. The response *asks* when it has nothing to give.
+//! hyper owns the connection. It reads requests, writes heads and ends, and notices that the client
+//! has gone. Between the head and the end of a streamed answer it has no decision to make. So the
+//! egress thread writes those chunks itself: no task is woken, and nothing is copied from thread to
+//! thread. The two never write at once. A response without anything to send *asks* for the line.
 //! The line *opens* once hyper has written all its bytes. It is *shut* before hyper gets anything
 //! more to write, or when the socket takes no more. Bytes that the socket did not take are kept
 //! here, ahead of all that hyper writes next.
@@ -38,7 +38,7 @@ pub(crate) struct Line {
 /// The fate of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Written {
-    /// The socket has it.
+    /// The socket has taken the chunk.
     Whole,
     /// The line is shut and holds the bytes: the connection's task must be woken to write the rest.
     Waiting,
@@ -49,14 +49,14 @@ impl Line {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
     }
 
-    /// Waits until the client writes no more, also where what it wrote has not been read: hyper
-    /// looks for the end only when it has nothing left to read.
+    /// Waits until the client has closed its side, also if earlier bytes are unread. hyper looks
+    /// for the end only if nothing is left to read.
     pub(crate) async fn closed(&self) {
         // A socket that cannot be watched is broken.
         let _ = self.socket.closed().await;
     }
 
-    /// Lets the line open as soon as hyper has written what it holds.
+    /// Lets the line open as soon as hyper has written its bytes.
     pub(crate) fn ask(&self) {
         let _ = self.gate.compare_exchange(SHUT, ASKED, Ordering::AcqRel, Ordering::Acquire);
     }
@@ -71,7 +71,7 @@ impl Line {
         self.gate.load(Ordering::Acquire) == OPEN
     }
 
-    /// Writes without waiting. The line must be open, and nobody may ask or shut meanwhile.
+    /// Writes without a wait. The line must be open, and nobody may ask or shut meanwhile.
     pub(crate) fn write(&self, chunk: &[u8]) -> Written {
         let taken = match self.socket.try_write(chunk) {
             Ok(taken) if taken == chunk.len() => return Written::Whole,

@@ -1,10 +1,9 @@
-//! The box in which the egress thread leaves a request's output for its HTTP response, or passes it
-//! by.
+//! The box in which the egress thread leaves a request's output for its HTTP response, unless it
+//! writes to the socket.
 //!
-//! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a
-//! reader that is slow finds more at once, and nothing is dropped. Unread deltas may grow to a
-//! limit. Beyond it the response ends with an error, its content is freed, and the writer is told
-//! to stop.
+//! A mailbox has one pending delta for each choice. A write merges into it, and a read takes it. So
+//! a slow reader finds more at once, and nothing is dropped. Unread deltas have a limit. Beyond it
+//! the response ends with an error, its content is freed, and the writer is told to stop.
 //!
 //! A streamed response lends the mailbox its encoder and its connection. As long as the
 //! connection's line is open and nothing is pending, a delta does not stop here. The thread that
@@ -52,7 +51,7 @@ struct Inner {
     limit: usize,
     /// True if more than the limit was unread.
     overflown: bool,
-    /// True if nobody will read any more.
+    /// True if the reader is gone.
     gone: bool,
     wake: Wake,
     waker: Option<Waker>,
@@ -132,7 +131,7 @@ impl Inner {
         if self.ready() { self.waker.take() } else { None }
     }
 
-    /// Drops what is pending.
+    /// Drops the pending delta.
     fn forget(&mut self) {
         self.deltas.fill(None);
         self.dirty.clear();
@@ -150,8 +149,8 @@ pub(crate) enum Sent {
     Ended,
 }
 
-/// Writes one choice of a mailbox. Dropped before the end, it ends the choice with an error: a
-/// reader always sees an end.
+/// A writer of one choice of a mailbox. To drop it before the end ends the choice with an error, so
+/// a reader always sees an end.
 pub(crate) struct Sender {
     inner: Arc<Mutex<Inner>>,
     choice: u32,
@@ -163,8 +162,8 @@ pub(crate) struct Receiver {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// A mailbox for the choices of `tally`, which holds deltas of about `limit` bytes
-/// ([`Delta::weight`]) in all that nobody has read.
+/// A mailbox for the choices of `tally`. It holds unread deltas of about `limit` bytes
+/// ([`Delta::weight`]).
 pub(crate) fn mailbox(tally: Tally, wake: Wake, limit: usize) -> (Vec<Sender>, Receiver) {
     let choices = tally.choices();
     let inner = Arc::new(Mutex::new(Inner {
@@ -188,7 +187,7 @@ pub(crate) fn mailbox(tally: Tally, wake: Wake, limit: usize) -> (Vec<Sender>, R
 }
 
 impl Sender {
-    /// Passes `delta` on, or merges it into what is pending, and leaves it empty. Nothing may
+    /// Passes `delta` on, or merges it into the pending one, and leaves it empty. Nothing may
     /// follow a delta with an end, nor [`Sent::Ended`].
     pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) -> Sent {
         debug_assert!(!self.ended, "a choice ends once");
@@ -230,7 +229,7 @@ impl Drop for Sender {
 }
 
 impl Receiver {
-    /// Lets deltas be written through `outlet` from here on, which writes pending ones too: see
+    /// Lets deltas be written through `outlet` from now on, pending ones too: see
     /// [`Receiver::encode`].
     pub(crate) fn lend(&self, outlet: Outlet) {
         self.inner.lock().outlet = Some(outlet);
@@ -249,8 +248,8 @@ impl Receiver {
         self.inner.lock().tally.clone()
     }
 
-    /// Takes what is pending into `out` (choice, delta); ready with nothing once all choices have
-    /// ended and been taken.
+    /// Takes pending deltas into `out` (choice, delta). It is ready without any once all choices
+    /// have ended and were taken.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,

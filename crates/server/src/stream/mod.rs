@@ -6,10 +6,10 @@
 //! - [`speller`]: from one choice's tokens to the text that may be sent.
 //! - [`tally`]: the tokens of a call, for its usage.
 //! - [`delta`]: the new text, log-probabilities and end of a choice.
-//! - [`mailbox`]: where the egress thread leaves a delta for its response.
+//! - [`mailbox`]: the place of a delta before its response takes it.
 //! - [`events`]: the bytes of server-sent events.
-//! - [`outlet`]: how a streamed response lets the egress thread write its events.
-//! - [`wire`]: the connection of a request, as far as its answer may use it.
+//! - [`outlet`]: the loan by which the egress thread writes a streamed response's events.
+//! - [`wire`]: the connection of a request, for its answer.
 //! - [`line`]: the socket of that connection, which the egress thread writes to as well.
 //! - [`sse`]: the frames of a response body, from the mailbox's content.
 

@@ -9,6 +9,6 @@ pub enum EgressMode {
     /// The connections' tasks write them: prepared events, one wake-up for all that is pending.
     Tasks,
     /// Every token costs a wake-up, a chunk object and a write, as in servers without batching.
-    /// This mode is here to be compared with the others.
+    /// This mode is for comparison.
     Naive,
 }

@@ -1,4 +1,4 @@
-//! The loan of a streamed response to its mailbox, so that others can write its events.
+//! The loan of a streamed response to its mailbox, so that other threads can write its events.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub(crate) trait Encoder: Send + 'static {
     fn is_said_done(&self) -> bool {
         true
     }
-    /// Appends an error, with which the stream ends.
+    /// Appends an error, which ends the stream.
     fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
         events::event(&error.body(), out)?;
         if self.is_said_done() {
@@ -68,8 +68,8 @@ impl Chunk {
         &mut self.0
     }
 
-    /// The chunk of what was appended; empty if nothing was, since an empty chunk would end the
-    /// body.
+    /// The chunk of all appended bytes. It is empty if there are none, since an empty chunk would
+    /// end the body.
     pub(crate) fn finish(&mut self) -> &[u8] {
         let mut size = self.0.len() - Self::HEAD;
         if size == 0 {

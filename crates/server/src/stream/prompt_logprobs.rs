@@ -13,12 +13,12 @@ use crate::stream::delta::{Candidate, Delta, LOGPROB_JSON, Logprobs};
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct PromptLogprobs {
     tokens: Logprobs,
-    /// One a token.
+    /// The rank of each token.
     ranks: Vec<i32>,
 }
 
 impl PromptLogprobs {
-    /// Appends what the engine tells.
+    /// Appends log-probabilities from the engine.
     pub(crate) fn push(&mut self, more: &engine::PromptLogprobs) {
         let entries = more.ids.len().checked_div(more.ranks.len()).unwrap_or(0).max(1);
         let mut candidates = Vec::with_capacity(entries);
@@ -76,7 +76,7 @@ impl PromptLogprobs {
 /// Choices of a stream that show log-probabilities of their prompts. What comes before those are
 /// complete is held back.
 pub(crate) struct Awaited {
-    /// The prompt of each choice, and whether it is the one that brings them.
+    /// The prompt of each choice, and true for the choice that brings them.
     choices: Vec<(usize, bool)>,
     prompts: Vec<Told>,
     /// The deltas that are held back, by choice.
@@ -128,8 +128,8 @@ impl Awaited {
     }
 }
 
-/// Takes what the first of each prompt's choices has brought, once all have ended; `choices` of
-/// each.
+/// Takes the log-probabilities of each prompt's first choice, once all have ended. `choices` is the
+/// number for each prompt.
 pub(crate) fn told(
     deltas: &mut [Delta],
     choices: impl Iterator<Item = u32>,

@@ -8,8 +8,8 @@ use forebay_text::{Detokenizer, StopStrings, Tokenizer};
 
 use crate::terms::Terms;
 
-/// Makes text of tokens and parts of text, holds back what may become a stop string, and finds
-/// those. Stop strings are looked for in what the reader is to see, and nowhere else.
+/// Makes text of tokens and parts of text. It holds back text that may become a stop string, and
+/// finds stop strings. It looks for them only in text for the reader.
 #[derive(Debug)]
 pub(crate) struct Speller {
     detokenizer: Detokenizer,
@@ -37,7 +37,7 @@ struct Reader {
 pub(crate) enum Found {
     /// The stop string with this number.
     Stop(usize),
-    /// The end of the only call that was asked for.
+    /// The end of the only demanded call.
     Call,
 }
 
@@ -61,8 +61,8 @@ impl Speller {
         }
     }
 
-    /// Appends what a token brings. `ends`: it is the stop token that ended the request. `fresh` is
-    /// a buffer.
+    /// Appends the text of a token. `ends` is true for the stop token that ended the request.
+    /// `fresh` is a buffer.
     pub(crate) fn push(
         &mut self,
         id: i32,
@@ -85,7 +85,7 @@ impl Speller {
         found
     }
 
-    /// Appends what was held back: the request has ended, `complete` or because it became too long.
+    /// Appends held text, because the request has ended. `complete` is false if it became too long.
     pub(crate) fn finish(
         &mut self,
         complete: bool,
@@ -110,7 +110,7 @@ impl Speller {
         found
     }
 
-    /// True if a call is complete, and not one that the client has named.
+    /// True if a call is complete that the client has not named.
     pub(crate) fn has_called(&self) -> bool {
         self.parser.as_ref().is_some_and(|reader| reader.parser.has_chosen())
     }
@@ -125,7 +125,7 @@ impl Speller {
         self.stops.text(index).to_owned()
     }
 
-    /// Passes on what was read.
+    /// Passes on the read parts.
     fn pass(&mut self, reader: &mut Reader, out: &mut Parts) -> Option<Found> {
         let mut found = None;
         for part in reader.fresh.iter() {

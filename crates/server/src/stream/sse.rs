@@ -1,7 +1,7 @@
 //! Server-sent events: a call's deltas as the frames of a response body.
 //!
-//! A frame carries everything that was pending when the connection could take more. Most chunks
-//! never come here: see `mailbox`.
+//! A frame has everything that was pending when the connection could take more. Most chunks never
+//! come here: see `mailbox`.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -25,7 +25,7 @@ use crate::stream::events::{DONE, event};
 use crate::stream::outlet::{Encoder, Outlet};
 use crate::stream::wire::Wire;
 
-/// The body of a streamed response. Dropping it drops the call, which aborts what has not ended.
+/// The body of a streamed response. To drop it drops the call, which aborts its engine requests.
 struct EventBody {
     /// `None` once the stream has ended.
     call: Option<Call>,
@@ -97,10 +97,10 @@ impl HttpBody for EventBody {
     }
 }
 
-/// A streamed response, named `name`, to what came by `wire` from `peer`.
+/// A streamed response with the name `name`, to a request by `wire` from `peer`.
 ///
 /// # Errors
-/// It should go on with another brain's stream, and cannot.
+/// It should continue another brain's stream, and cannot.
 pub(crate) fn stream(
     state: &Shared,
     mut call: Call,

@@ -1,4 +1,4 @@
-//! Tokens of a call, for its usage.
+//! The numbers of tokens of a call, for its usage.
 
 use forebay_api::Usage;
 
@@ -42,7 +42,7 @@ impl Tally {
         self.hidden = true;
     }
 
-    /// Has the usage say how many tokens are reasoning.
+    /// Adds the number of reasoning tokens to the usage.
     pub(crate) fn show_reasoning(&mut self) {
         self.reasons = true;
     }
@@ -91,7 +91,7 @@ impl Tally {
         self.told(usage, self.reasoning[choice as usize])
     }
 
-    /// Counts what a delta brings.
+    /// Counts the tokens of a delta.
     pub(crate) fn add(&mut self, choice: u32, delta: &Delta) {
         let prompt = self.prompt_of[choice as usize];
         self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);

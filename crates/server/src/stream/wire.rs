@@ -1,4 +1,4 @@
-//! The connection that a request came by, as far as its answer may use it.
+//! The connection of a request, for its answer.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use crate::state::Shared;
 use crate::stream::line::Line;
 use crate::stream::mode::EgressMode;
 
-/// The line to write chunks to past hyper; `None` where that is switched off, or where answers have
-/// no chunks (HTTP/1.0).
+/// The line for chunks past hyper; `None`: direct writes are switched off, or answers have no
+/// chunks (HTTP/1.0).
 pub(crate) struct Wire(pub(crate) Option<Arc<Line>>);
 
 impl FromRequestParts<Shared> for Wire {

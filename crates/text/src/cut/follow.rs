@@ -1,4 +1,4 @@
-//! The characters that a pattern can match next to each other.
+//! The pairs of characters that a pattern can match next to each other.
 
 use std::collections::BTreeSet;
 

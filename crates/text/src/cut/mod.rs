@@ -1,7 +1,7 @@
-//! The places at which a text may be cut so that its parts, encoded one by one, give the ids of the
-//! whole.
+//! The places at which a text may be cut. Its parts are then encoded one by one, and give the ids
+//! of the whole.
 //!
-//! A cut is made only where that follows from the tokenizer's own definition. There are two kinds:
+//! A cut is made only where the tokenizer's own definition allows it. There are two kinds:
 //!
 //! - before an added token ([`TokenCuts`]): an added token ends one section of the text and starts
 //!   another, and each section is normalised, split and encoded by itself;
@@ -71,7 +71,7 @@ impl Cuts {
     }
 }
 
-/// Normalisers of which it is known what they do to a text that is cut.
+/// Normalisers with a known effect on text that is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Normaliser {
     Identity,

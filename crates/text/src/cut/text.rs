@@ -10,8 +10,8 @@ use super::{Added, Normaliser};
 /// The pattern of the `ByteLevel` pre-tokenizer: that of GPT-2.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-/// Characters of which every Unicode table says the same, and which canonical composition neither
-/// changes nor joins with what stands before them.
+/// Characters that are the same in every Unicode table. Canonical composition neither changes them
+/// nor joins them with characters before them.
 const SETTLED: [(char, char); 9] = [
     ('\0', '\u{7f}'),
     ('\u{c0}', '\u{24f}'),
@@ -24,7 +24,7 @@ const SETTLED: [(char, char); 9] = [
     ('\u{ff01}', '\u{ff5e}'),
 ];
 
-/// Says between which two characters a text may be cut.
+/// Finds the pairs of characters between which a text may be cut.
 ///
 /// Between `a` and `b`, for a tokenizer whose pre-tokenizer is patterns one after the other:
 ///
@@ -58,7 +58,7 @@ enum Stage {
 }
 
 impl TextCuts {
-    /// `None` if there is something in the tokenizer that may see over a cut.
+    /// The cuts of a tokenizer; `None` if a part of it may look over a cut.
     pub(crate) fn new(file: &Value, normaliser: Normaliser, added: &[Added]) -> Option<Self> {
         if normaliser == Normaliser::Nfc {
             // What is looked for then is the composed token.

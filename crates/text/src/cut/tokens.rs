@@ -6,7 +6,7 @@ use aho_corasick::{AhoCorasick, Input};
 
 use super::Added;
 
-/// Finds added tokens of which every occurrence in a text is that token, whatever stands around it.
+/// Finds added tokens whose every occurrence in a text is that token, in any surroundings.
 ///
 /// The library finds added tokens from left to right, the longest of those that start first. Some
 /// tokens share no text with any other one: neither contains the other, and no end of one is a

@@ -1,5 +1,5 @@
-//! The least number of tokens that a text can have: a bound that costs a look at its bytes, so that
-//! no text is encoded that cannot fit.
+//! The least number of tokens that a text can have. This bound costs a look at the text's bytes. So
+//! a text that cannot fit is not encoded.
 
 #[cfg(test)]
 mod tests;
@@ -13,8 +13,8 @@ use crate::scheme::Scheme;
 /// A token of one byte counts as this much; a token counts at least as much as all of its bytes
 /// together.
 const WHOLE: u64 = 1 << 32;
-/// By how much canonical composition may shorten text: U+1FBE, a diaeresis and an acute are 7
-/// bytes, and U+0390 is 2.
+/// The factor by which canonical composition may shorten text: U+1FBE, a diaeresis and an acute are
+/// 7 bytes, and U+0390 is 2.
 const COMPOSED: u64 = 4;
 /// SentencePiece's character for a space. Its bytes in a text count nothing, for they may have been
 /// a space.
@@ -29,12 +29,13 @@ pub(crate) enum Measure {
     /// most 1 together.
     Bytes {
         weights: Box<[u64; 256]>,
-        /// Text is brought into composed form first, which may shorten what is not ASCII.
+        /// True if text is brought into composed form first, which may shorten characters outside
+        /// ASCII.
         composes: bool,
     },
-    /// These ASCII characters survive every normaliser and have tokens of their own, so each is in
-    /// a token, none of which has more than `longest` characters. What else a text has may be
-    /// dropped, or become one unknown token.
+    /// These ASCII characters survive every normaliser and have tokens of their own. So each is in
+    /// a token, of at most `longest` characters. Other characters may be dropped, or become one
+    /// unknown token.
     Known { characters: [bool; 128], longest: usize },
     /// Spaces separate tokens, and a word with an ASCII letter or digit is at least one token,
     /// however long it is.

@@ -1,5 +1,5 @@
-//! Encoding with some places of a text taken as ordinary text, with any spelling; and encoding that
-//! can be stopped.
+//! Encoding in which some places of a text are ordinary text, whatever their spelling; and encoding
+//! that can be stopped.
 
 #[cfg(test)]
 mod tests;
@@ -43,7 +43,7 @@ impl fmt::Debug for Matcher {
     }
 }
 
-/// The places at which the library finds added tokens.
+/// The places of added tokens, as the library finds them.
 type Found = Vec<(Option<u32>, Range<usize>)>;
 
 impl Plain {
@@ -112,10 +112,10 @@ impl Plain {
     /// The ids of `text` without what the post-processor adds. Special tokens that touch one of
     /// `plain` (sorted, not overlapping) are ordinary text.
     ///
-    /// `go_on` is asked before each word, with the number of ids so far.
+    /// `go_on` is called before each word, with the number of ids so far.
     ///
     /// # Errors
-    /// As the library's, and [`TextError::Closed`] where `go_on` says no.
+    /// The library's errors, and [`TextError::Closed`] if `go_on` gives false.
     pub(crate) fn encode(
         &self,
         inner: &tokenizers::Tokenizer,
@@ -205,7 +205,7 @@ fn split(
 }
 
 impl Matcher {
-    /// The tokens of `text` that are `taken`, with what is between them.
+    /// The tokens of `text` that are `taken`, with the text between them.
     fn find(&self, text: &str, taken: &dyn Fn(&AddedToken, &Range<usize>) -> bool) -> Found {
         let mut found = Vec::new();
         let mut from = 0;

@@ -14,7 +14,7 @@ const NAMES: [&str; 6] =
 struct Loaded {
     name: String,
     inner: tokenizers::Tokenizer,
-    /// The same, by which special tokens are ordinary text everywhere.
+    /// The same tokenizer, for which special tokens are ordinary text everywhere.
     without: tokenizers::Tokenizer,
     plain: Plain,
 }

@@ -1,11 +1,11 @@
-//! Threads that render and tokenise, so that a long prompt never holds up an HTTP thread.
+//! Threads that render and tokenise, so that a long prompt never blocks an HTTP thread.
 //!
-//! A thread that has nothing to do takes an input as soon as it comes: nothing waits for company.
-//! Batches form only from texts that have come while every thread was busy. A thread takes its
-//! share of them, bounded by an estimate of tokens, and encodes it without another look at the
-//! queue. Long inputs are cut, and their pieces take turns with the batches, over all threads: a
-//! short input waits for one piece at most. Long pieces that can't be cut have a thread of their
-//! own, one piece at a time. The threads are all there is: no library is asked to use more.
+//! An idle thread takes an input as soon as it comes. Batches form only from texts that came while
+//! every thread was busy. A thread takes its share of them, bounded by an estimate of tokens, and
+//! encodes it without another look at the queue. Long inputs are cut. Their pieces take turns with
+//! the batches, over all threads, so a short input waits for one piece at most. Long pieces that
+//! can't be cut have a thread of their own, one piece at a time. The libraries use no further
+//! threads.
 
 mod queue;
 #[cfg(test)]
@@ -31,39 +31,39 @@ use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
 use work::{Input, Job, Reply, Started, Tools};
 
-/// Room for a template's recursion and a deeply nested tool description; only what is used is ever
-/// real memory.
+/// Room for a template's recursion and a deeply nested tool description. Only used pages are real
+/// memory.
 const STACK_BYTES: usize = 8 << 20;
-/// Text of so few tokens is encoded by whoever asks: that takes about as long as waking a thread
-/// would.
+/// The number of tokens up to which the caller encodes a text itself, since to wake a thread takes
+/// as long.
 const WAKE_TOKENS: usize = 32;
-/// The time for which the end of a pool waits for its threads. Their later results are thrown away.
+/// The time for which the end of a pool waits for its threads. Later results are dropped.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Room for the history of some hundreds of long conversations.
 const CACHE_BYTES: usize = 64 << 20;
 
-/// The input that is to be turned into token ids.
+/// An input that is to become token ids.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TextInput {
     /// A text as it is.
     Text {
         /// The text. Special tokens written out in it are recognised.
         text: String,
-        /// Run the tokenizer's post-processor (a leading bos token, say).
+        /// True if the tokenizer's post-processor runs (it adds a leading bos token, for example).
         add_special_tokens: bool,
     },
-    /// A chat, to be rendered by the model's template. Nothing is added to what the template
-    /// writes, as with transformers' `apply_chat_template`.
+    /// A chat for the model's template. Nothing is added to the template's text, as with
+    /// transformers' `apply_chat_template`.
     Chat {
         /// A list of messages, each an object.
         messages: Value,
         /// A list of tool descriptions.
         tools: Option<Value>,
-        /// End with the beginning of the assistant's answer.
+        /// True if the prompt ends with the beginning of the assistant's answer.
         add_generation_prompt: bool,
-        /// End inside the last message, for the model to go on with it.
+        /// True if the prompt ends inside the last message, which the model continues.
         continue_final_message: bool,
-        /// More variables for the template; `documents` is one that transformers names.
+        /// More variables for the template, such as transformers' `documents`.
         kwargs: Map<String, Value>,
     },
 }
@@ -73,39 +73,38 @@ pub enum TextInput {
 pub struct Encoded {
     /// The token ids.
     pub ids: Vec<i32>,
-    /// The rendered prompt, where the input was a chat.
+    /// The rendered prompt, if the input was a chat.
     pub text: Option<String>,
     /// The position at which the second text begins, if the input was a pair.
     pub second: Option<u32>,
 }
 
-/// The place at which inputs are encoded.
+/// The threads that encode inputs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum TextMode {
-    /// On the pool's threads, but for what is so short that waking one costs as much as encoding
-    /// it.
+    /// The pool's threads. Inputs that are so short that a wake-up costs as much are encoded by the
+    /// caller.
     #[default]
     Auto,
-    /// On the thread that asks, which does nothing else meanwhile: what the pool is measured
-    /// against.
+    /// The caller's thread, which does nothing else meanwhile. For comparison.
     Inline,
 }
 
 /// The settings of a pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextConfig {
-    /// Threads, at least one.
+    /// The number of threads, at least one.
     pub threads: usize,
-    /// Inputs that may wait, at least one.
+    /// The number of inputs that may wait, at least one.
     pub queue: usize,
-    /// The place at which inputs are encoded.
+    /// The threads that encode inputs.
     pub mode: TextMode,
-    /// Bytes of encoded text that are kept for the next turn of a conversation; 0 keeps none.
+    /// The bytes of encoded text that are kept for the next turn of a conversation; 0 keeps none.
     pub cache_bytes: usize,
-    /// The most inputs that a thread takes at a time, whatever their size.
+    /// The largest number of inputs that a thread takes at a time; `None`: without a limit.
     pub batch_inputs: Option<NonZeroUsize>,
-    /// Special tokens in the strings of chats are special. Otherwise they are encoded as the text
-    /// that they look like.
+    /// True if special tokens in the strings of chats are special. Otherwise they are encoded as
+    /// ordinary text.
     pub special_tokens_in_content: bool,
 }
 
@@ -122,37 +121,37 @@ impl Default for TextConfig {
     }
 }
 
-/// The work that a pool has done so far, and its present content.
+/// Numbers of a pool: its work so far, and its present content.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TextStats {
     /// Inputs that wait for a thread.
     pub waiting: usize,
-    /// Inputs that were started.
+    /// Inputs whose encoding was begun.
     pub inputs: u64,
-    /// Times that a thread took waiting inputs.
+    /// The number of times that a thread took waiting inputs.
     pub batches: u64,
     /// Inputs that were cut into pieces for several threads.
     pub cut: u64,
-    /// Inputs whose caller had gone before they were encoded.
+    /// Inputs that were not encoded because their caller had gone.
     pub cancelled: u64,
-    /// Bytes of text given to the encoder, counted when encoding starts.
+    /// Bytes of text given to the encoder, counted when encoding begins.
     pub encoded_bytes: u64,
     /// Bytes of text that were looked up in the cache.
     pub cache_queries: u64,
-    /// Bytes of text that were found there.
+    /// Bytes of text that were found in the cache.
     pub cache_hits: u64,
     /// Bytes that the cache uses.
     pub cache_bytes: usize,
 }
 
-/// Starts a thread, which works until it is done or panics.
+/// A function that starts a thread. The thread works until it is done or panics.
 pub type StartThread<'a> =
     &'a dyn Fn(Builder, Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>>;
 
 /// Threads that render chats and tokenise, with one bounded queue.
 ///
-/// A caller that stops waiting (drops its future) cancels its input: what has not been started of
-/// it is skipped.
+/// A caller that stops waiting (drops its future) cancels its input. Parts of it that are not begun
+/// are skipped.
 #[derive(Debug)]
 pub struct TextPool {
     shared: Arc<Shared>,
@@ -164,7 +163,7 @@ pub struct TextPool {
 struct Shared {
     tools: Tools,
     queue: Queue,
-    /// Threads that have not ended, and whoever waits for that.
+    /// The number of threads that have not ended, and the waiters for zero.
     running: Mutex<usize>,
     ended: Condvar,
     inputs: AtomicU64,
@@ -177,7 +176,7 @@ impl TextPool {
     /// Starts `threads` threads, at least one, with room for `queue` waiting inputs, at least one.
     ///
     /// # Panics
-    /// If the system refuses a thread, as [`std::thread::spawn`] does.
+    /// The system refuses a thread, as with [`std::thread::spawn`].
     pub fn new(
         tokenizer: Arc<Tokenizer>,
         template: Option<Arc<ChatTemplate>>,
@@ -191,7 +190,7 @@ impl TextPool {
     /// Starts a pool.
     ///
     /// # Panics
-    /// If the system refuses a thread, as [`std::thread::spawn`] does.
+    /// The system refuses a thread, as with [`std::thread::spawn`].
     pub fn with_config(
         tokenizer: Arc<Tokenizer>,
         template: Option<Arc<ChatTemplate>>,
@@ -201,9 +200,9 @@ impl TextPool {
             .expect("the system has room for a thread at start")
     }
 
-    /// Starts a pool whose threads `start` starts, which may watch over them. A thread that panics
-    /// on an input goes on; if one ends in a panic all the same, nothing more is taken in and what
-    /// waits is answered [`TextError::Closed`].
+    /// Starts a pool with threads by `start`, which may watch over them. A thread that panics on an
+    /// input goes on. If a thread ends in a panic all the same, nothing more is taken in, and
+    /// waiting inputs get [`TextError::Closed`].
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -250,19 +249,19 @@ impl TextPool {
         Ok(Self { shared, mode: config.mode, patience: PATIENCE })
     }
 
-    /// The same pool for texts that may have so many tokens each, special tokens included; `None`:
-    /// as many as they have.
+    /// The same pool for texts of at most so many tokens each, special tokens included; `None`:
+    /// without a limit.
     ///
-    /// A text that can't be short enough is refused before it is encoded, and encoding ends once it
-    /// has more.
+    /// A text that can't be short enough is refused before it is encoded. Encoding ends at the
+    /// first token too many.
     pub fn within(&self, most: impl Into<Option<usize>>) -> Within<'_> {
         Within { pool: self, most: most.into(), keep: None }
     }
 
-    /// [`Within::encode`] without a limit.
+    /// Encodes an input like [`Within::encode`], without a limit.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Within::encode`].
     pub async fn encode(&self, input: TextInput) -> Result<Encoded, TextError> {
         self.within(None).encode(input).await
     }
@@ -270,7 +269,7 @@ impl TextPool {
     /// The text of token ids, special tokens included, exactly as Hugging Face's `decode` gives it.
     ///
     /// # Errors
-    /// As [`TextPool::encode`]; [`TextError::Decode`] if the decoder refuses the tokens.
+    /// The errors of [`TextPool::encode`]; [`TextError::Decode`] if the decoder refuses the tokens.
     pub async fn decode(&self, ids: Vec<i32>) -> Result<String, TextError> {
         let decoded = self.run(Input::Ids(ids), None, None).await?.pop();
         Ok(decoded.and_then(|decoded| decoded.text).unwrap_or_default())
@@ -322,10 +321,10 @@ impl TextPool {
     }
 }
 
-/// A value that is kept for as long as an input is in the pool.
+/// A value that lives as long as an input is in the pool.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
-/// A pool, and how long its inputs may be.
+/// A pool with a limit on the tokens of inputs.
 #[derive(Debug, Clone)]
 pub struct Within<'a> {
     pool: &'a TextPool,
@@ -334,8 +333,8 @@ pub struct Within<'a> {
 }
 
 impl Within<'_> {
-    /// With something that is kept for as long as what is given to the pool: also when nobody waits
-    /// for that any more.
+    /// Keeps a value for as long as the next input is in the pool, also if no caller waits for the
+    /// input any more.
     #[must_use]
     pub fn keeping(self, keep: Keep) -> Self {
         Self { keep: Some(keep), ..self }
@@ -357,7 +356,7 @@ impl Within<'_> {
     /// taken or none.
     ///
     /// # Errors
-    /// As [`Within::encode`].
+    /// The errors of [`Within::encode`].
     pub async fn encode_all(
         self,
         texts: Vec<String>,
@@ -368,11 +367,11 @@ impl Within<'_> {
         Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
     }
 
-    /// The token ids of pairs of texts and where the second of each begins, in order. They take one
-    /// place in the queue.
+    /// The token ids of pairs of texts, in order, each with the place at which its second text
+    /// begins. They take one place in the queue.
     ///
     /// # Errors
-    /// As [`Within::encode`].
+    /// The errors of [`Within::encode`].
     pub async fn encode_pairs(
         self,
         pairs: Vec<(Arc<str>, String)>,
@@ -408,7 +407,7 @@ impl Drop for Ended<'_> {
     }
 }
 
-/// Leaves nobody waiting for a thread that has panicked.
+/// Notes the end of a thread also after a panic, so that no waiter waits for it.
 struct Leave<'a>(&'a Queue);
 
 impl Drop for Leave<'_> {

@@ -89,7 +89,7 @@ impl Queue {
         }
     }
 
-    /// Drops the pieces of an input that nobody has taken.
+    /// Drops the pieces of an input that no thread has taken.
     pub(super) fn forget(&self, long: &Arc<Long>) {
         let mut lanes = self.lanes.lock();
         lanes.long.retain(|(other, _)| !Arc::ptr_eq(other, long));
@@ -164,7 +164,7 @@ impl Queue {
 }
 
 impl Lanes {
-    /// A thread's share of what waits, so that it leaves something to the others.
+    /// A thread's share of the waiting inputs. It leaves some to the others.
     fn batch(&mut self, threads: usize, inputs: Option<NonZeroUsize>) -> Option<Task> {
         let share = self.tokens.div_ceil(threads).min(BATCH_TOKENS);
         let most = inputs.map_or(usize::MAX, NonZeroUsize::get);

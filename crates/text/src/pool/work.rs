@@ -14,14 +14,14 @@ use crate::encoder::{Encoder, Texts, Work};
 use crate::error::TextError;
 use crate::template::{ChatRender, ChatTemplate, Guard, Rendered, text_bytes};
 
-/// About how many bytes make a token.
+/// An estimate of the bytes of a token.
 const BYTES_A_TOKEN: usize = 4;
 /// Pairs of about so many bytes are encoded at a time.
 const PAIRS_BYTES: usize = 8 << 10;
 /// A pair of so many bytes is not for the threads that others wait for.
 const LONG_PAIR_BYTES: usize = 64 << 10;
 
-/// The receiver of an input's answer; closed once nobody waits for it.
+/// The receiver of an input's answer. It is closed once there is no waiter.
 pub(super) type Reply = oneshot::Sender<Result<Vec<Encoded>, TextError>>;
 
 /// The tools that work on inputs.
@@ -31,7 +31,7 @@ pub(super) struct Tools {
     pub(super) template: Option<Arc<ChatTemplate>>,
     /// Makes ordinary text of the special tokens in chats; `None`: they are special.
     pub(super) guard: Option<Guard>,
-    /// The pool is closed: nobody waits for anything.
+    /// True if the pool is closed, and no caller waits.
     pub(super) closed: AtomicBool,
 }
 
@@ -128,7 +128,7 @@ impl From<TextInput> for Input {
 }
 
 impl Input {
-    /// About how many tokens this will be: at least one.
+    /// An estimate of the tokens of the input, at least one.
     pub(super) fn tokens(&self) -> usize {
         let bytes = match self {
             Self::Texts { texts, .. } => texts.iter().map(String::len).sum(),
@@ -342,7 +342,7 @@ impl Long {
         self.planned.is_long(piece)
     }
 
-    /// True if nobody waits for the answer any more, or it has been given.
+    /// True if the caller has gone, or has the answer.
     pub(super) fn is_over(&self) -> bool {
         self.reply.lock().as_ref().is_none_or(Reply::is_closed)
     }

@@ -1,4 +1,4 @@
-//! The two forms of a message's content, and which one a template reads.
+//! The two forms of a message's content, and the one that a template reads.
 
 use serde_json::{Value, json};
 
@@ -7,17 +7,17 @@ use super::{ChatRender, ChatTemplate};
 /// The form in which a template reads the content of a message: a string, or a list of parts such
 /// as `{"type": "text", "text": "..."}`.
 ///
-/// Clients may send either. The form is found by rendering the template, once, with a short chat in
-/// each form. The text must come out, and must come out without the part's other fields: a template
-/// that prints the whole list does not read parts. This looks at the template's effect and not at
-/// its text, so it sees through macros, variables and loops.
+/// Clients may send either. A short chat in each form is rendered once, to find the template's
+/// form. The text must come out, and without the part's other fields: a template that prints the
+/// whole list does not read parts. The template's effect counts and not its text, so macros,
+/// variables and loops make no difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentFormat {
     /// Reads strings only: a list of text parts is joined with line feeds.
     String,
     /// Reads lists of parts only: a string becomes one text part.
     Parts,
-    /// Reads both, or refused both probes: content stays as it is.
+    /// Reads both, or refused both short chats. Content stays as it is.
     Either,
 }
 

@@ -1,4 +1,4 @@
-//! `{% generation %}`: transformers' own tag around the assistant's words, for training masks.
+//! `{% generation %}`, transformers' own tag around the assistant's words for training masks.
 
 /// The source with `{% generation %}` and `{% endgeneration %}` replaced by a `with` block, which
 /// opens a scope as the tag does and else does nothing. Whitespace control marks stay; comments,

@@ -140,7 +140,7 @@ impl Dump<'_> {
     }
 }
 
-/// A key as `json.dumps` writes it: Python turns what is not a string into one.
+/// A key in the form of `json.dumps`. Python converts keys that are no strings.
 fn key_text(key: &Value) -> Result<String, Error> {
     match key.kind() {
         ValueKind::String => Ok(key.as_str().unwrap_or_default().to_owned()),

@@ -1,4 +1,4 @@
-//! Chat templates: Jinja, rendered as transformers renders it.
+//! Chat templates in Jinja, rendered like transformers renders them.
 
 mod content;
 mod generation;
@@ -34,8 +34,8 @@ const RECURSION: usize = 250;
 const OUTPUT: usize = 4 << 20;
 const OUTPUT_A_BYTE: usize = 16;
 
-/// The tag that transformers puts after the message to be continued, to find the place at which the
-/// rendered text has to be cut.
+/// The tag that transformers puts after the message to be continued. It marks the place at which
+/// the rendered text has to be cut.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// The names under which messages carry reasoning; templates read the first.
@@ -45,7 +45,7 @@ type Clock = Arc<dyn Fn() -> Zoned + Send + Sync>;
 
 /// A compiled chat template.
 ///
-/// It renders as `transformers.apply_chat_template` does, with the same filters, functions and
+/// It renders like `transformers.apply_chat_template`, with the same filters, functions and
 /// whitespace rules. Undefined names are empty, and Python's string and dictionary methods work.
 /// `{% generation %}` marks are accepted and mean nothing. The text is not tokenised here.
 pub struct ChatTemplate {
@@ -74,9 +74,9 @@ pub struct ChatRender<'a> {
     pub tools: Option<&'a serde_json::Value>,
     /// A list of documents to answer from.
     pub documents: Option<&'a serde_json::Value>,
-    /// End with the beginning of the assistant's answer.
+    /// True if the text ends with the beginning of the assistant's answer.
     pub add_generation_prompt: bool,
-    /// End inside the last message, for the model to go on with it. Not together with
+    /// True if the text ends inside the last message, which the model continues. Not together with
     /// `add_generation_prompt`.
     pub continue_final_message: bool,
     /// More variables for the template (`enable_thinking`, ...).
@@ -84,7 +84,7 @@ pub struct ChatRender<'a> {
 }
 
 impl<'a> ChatRender<'a> {
-    /// Renders these messages and nothing else.
+    /// A rendering of these messages and nothing else.
     pub fn new(messages: &'a serde_json::Value) -> Self {
         Self {
             messages,
@@ -111,7 +111,7 @@ impl ChatTemplate {
         Self::with_clock(source, bos_token, eos_token, special_tokens, Zoned::now)
     }
 
-    /// Makes a template as [`ChatTemplate::new`] does, with `clock` as the time of `strftime_now`.
+    /// Compiles a template like [`ChatTemplate::new`], with `clock` as the time of `strftime_now`.
     ///
     /// # Errors
     /// [`TextError::Template`] if the source is not a template.
@@ -155,24 +155,25 @@ impl ChatTemplate {
         self.content_format
     }
 
-    /// The template as it was written.
+    /// The template's source.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// True if descriptions of tools come out.
+    /// True if the template shows descriptions of tools.
     pub fn takes_tools(&self) -> bool {
         self.shape.tools()
     }
 
-    /// The changes to messages so that the template takes them, in words.
+    /// The changes to messages that the template needs, in words.
     pub fn adaptations(&self) -> Vec<&'static str> {
         self.shape.notes()
     }
 
     /// The text of a chat.
     ///
-    /// Message contents are brought into the form the template reads first, see [`ContentFormat`].
+    /// Message contents are first brought into the form that the template reads, see
+    /// [`ContentFormat`].
     ///
     /// # Errors
     /// [`TextError::Template`]: the template refuses the messages or fails on them, or the last
@@ -396,7 +397,7 @@ fn template_error(error: &Error) -> TextError {
     TextError::Template(text)
 }
 
-/// Text that a filter takes: a string, or what Python's `str` shows of something else.
+/// Text for a filter: a string, or Python's `str` of another value.
 pub(crate) fn soft_string(value: &Value) -> Cow<'_, str> {
     match value.as_str() {
         Some(text) => Cow::Borrowed(text),

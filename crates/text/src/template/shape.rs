@@ -1,5 +1,5 @@
-//! The features of messages that not every template takes. They are found out by rendering short
-//! chats, and messages are brought into the shape that the template takes.
+//! Features of messages that not every template takes. Short chats are rendered to find them, and
+//! messages are brought into the template's shape.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -29,7 +29,7 @@ pub(super) struct Shape {
     tools: bool,
 }
 
-/// The form in which a template takes the arguments of a call.
+/// The form of a call's arguments that a template takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Arguments {
     Object,
@@ -38,7 +38,7 @@ enum Arguments {
     Either,
 }
 
-/// The way in which a message with calls says that it has no content.
+/// The form in which a message with calls has no content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Nothing {
     Null,

@@ -11,7 +11,7 @@ const SHARED: usize = 32;
 const SUPER: usize = 256;
 const K_SCALES: usize = 12;
 
-/// Types of blocks that there are kernels for.
+/// Types of blocks that have kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockKind {
     /// 8 bits and a scale.
@@ -34,8 +34,7 @@ impl BlockKind {
     }
 }
 
-/// The type in which a matrix of GGUF's type `name` is computed; `None`: there are no kernels for
-/// it.
+/// The type of the products with a matrix of GGUF's type `name`; `None`: no kernel has one.
 #[must_use]
 pub fn computed_as(name: &str) -> Option<BlockKind> {
     Some(match name {

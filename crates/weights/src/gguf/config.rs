@@ -9,17 +9,14 @@ const DEFAULT_FREQ_BASE: f64 = 10000.0;
 /// The control tokens that end a turn if a file names none (llama.cpp goes by the same texts).
 const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>"];
 const CONTROL: i64 = 3;
-/// `gguf.ExpertGatingFuncType`
-const SOFTMAX: i64 = 1;
 /// Keys of families that share the names of those with experts, and compute something else.
-const CHANGES: [&str; 16] = [
+const CHANGES: [&str; 15] = [
     "attention.clamp_kqv",
     "attention.scale",
     "attention.temperature_scale",
     "attn_logit_softcapping",
     "embedding_scale",
     "expert_group_scale",
-    "expert_weights_scale",
     "final_logit_softcapping",
     "interleave_moe_layer_step",
     "logit_scale",
@@ -31,6 +28,8 @@ const CHANGES: [&str; 16] = [
     "swiglu_clamp_shexp",
 ];
 const HUGE: i64 = i32::MAX as i64;
+/// Scores and numbers of experts, and their groups, of which some are kept.
+const GROUPS: [(&str, i64, (i64, i64)); 2] = [("softmax", 160, (8, 3)), ("sigmoid", 256, (8, 4))];
 
 /// The `config.json` that the model would have.
 pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
@@ -42,10 +41,11 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         "qwen2" => ("Qwen2ForCausalLM", "qwen2"),
         "qwen3" => ("Qwen3ForCausalLM", "qwen3"),
         "qwen3moe" => ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        "glm4moe" => ("Glm4MoeForCausalLM", "glm4_moe"),
         other => return Err(ModelError::elsewhere(format!("the GGUF architecture '{other}'"))),
     };
-    let experts = if kind == "qwen3_moe" {
-        Some(experts(files)?)
+    let experts = if matches!(kind, "qwen3_moe" | "glm4_moe") {
+        Some(experts(files, kind)?)
     } else if whole(files, "expert_count")?.unwrap_or(0) > 0 {
         return Err(ModelError::elsewhere("experts of this family"));
     } else {
@@ -72,12 +72,16 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     };
     let hidden = required(files, "embedding_length")?;
     let heads = Heads::of(files, hidden)?;
+    let turned = (kind == "glm4_moe").then(|| heads.turned_part());
+    if turned.is_none() && heads.rotated != heads.dim {
+        return Err(ModelError::elsewhere("heads that are rotated in part"));
+    }
     let has = |name: &str| files.tensor(name).is_some();
     let config = json!({
         "vocab_size": embedding.shape.first().copied().unwrap_or(0),
         "hidden_size": hidden,
         "intermediate_size": required(files, "feed_forward_length")?,
-        "num_hidden_layers": required(files, "block_count")? - whole(files, "nextn_predict_layers")?.unwrap_or(0),
+        "num_hidden_layers": layer_count(files)?,
         "hidden_act": "silu",
         "rms_norm_eps": shortest(eps),
         "rope_theta": theta,
@@ -98,35 +102,96 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         "model_type": kind,
     });
     let Value::Object(mut config) = config else { unreachable!("an object") };
+    config.extend(turned.map(|part| ("partial_rotary_factor".to_owned(), json!(part))));
     config.extend(experts.into_iter().flatten());
     Ok(config)
 }
 
+/// Layers that are computed: those behind them predict further tokens, and nothing else.
+fn layer_count(files: &GgufFiles) -> Result<i64, ModelError> {
+    Ok(required(files, "block_count")? - whole(files, "nextn_predict_layers")?.unwrap_or(0))
+}
+
 /// The metadata of experts. Metadata of other kinds of files under the same name is refused.
-fn experts(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+fn experts(files: &GgufFiles, kind: &str) -> Result<Map<String, Value>, ModelError> {
     let changes = CHANGES.iter().find(|key| files.get(key).is_some_and(changes));
     if let Some(key) = changes {
         return Err(ModelError::elsewhere(format!("'{}.{key}'", files.architecture())));
     }
-    match whole(files, "expert_gating_func")? {
-        None | Some(0 | SOFTMAX) => {}
-        Some(other) => {
-            return Err(ModelError::elsewhere(format!("experts with scores of the kind {other}")));
-        }
+    let keys = if kind == "qwen3_moe" { of_qwen(files)? } else { of_glm(files)? };
+    if let Value::Object(keys) = keys { Ok(keys) } else { unreachable!("an object") }
+}
+
+fn of_qwen(files: &GgufFiles) -> Result<Value, ModelError> {
+    if files.get("expert_weights_scale").is_some_and(changes) {
+        return Err(ModelError::elsewhere("weights of experts with a scale"));
     }
     // No file says it, and llama.cpp does it for all of them.
     let normalise = files.get("expert_weights_norm").is_none_or(GgufValue::truthy);
-    let keys = json!({
+    Ok(json!({
         "num_experts": required(files, "expert_count")?,
         "num_experts_per_tok": required(files, "expert_used_count")?,
         "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
         "norm_topk_prob": normalise,
-        "scoring_func": "softmax",
-    });
-    if let Value::Object(keys) = keys { Ok(keys) } else { unreachable!("an object") }
+        "scoring_func": scores(files, "softmax")?,
+    }))
 }
 
-/// True if a value changes what is computed.
+/// Every key is there: none has its default. The groups that older converters left out of files are
+/// those of DeepSeek V3, by the number of experts.
+fn of_glm(files: &GgufFiles) -> Result<Value, ModelError> {
+    let positive = |key: &str| -> Result<Option<i64>, ModelError> {
+        Ok(whole(files, key)?.filter(|&number| number > 0))
+    };
+    let scores = scores(files, "sigmoid")?;
+    let count = whole(files, "expert_count")?.unwrap_or(0);
+    let (groups, kept) = GROUPS
+        .into_iter()
+        .find_map(|(kind, of, groups)| (kind == scores && of == count).then_some(groups))
+        .unwrap_or((1, 1));
+    let groups = positive("expert_group_count")?.unwrap_or(groups);
+    let kept = positive("expert_group_used_count")?.unwrap_or(kept.min(groups));
+    let (per_token, first) = match count {
+        0 => (0, layer_count(files)?),
+        _ => (
+            required(files, "expert_used_count")?,
+            whole(files, "leading_dense_block_count")?.unwrap_or(0),
+        ),
+    };
+    let scaling = files.get("expert_weights_scale").and_then(GgufValue::as_f64);
+    let norms = files.tensor("blk.0.attn_q_norm.weight").is_some();
+    let mut keys = json!({
+        "use_qk_norm": norms,
+        "n_routed_experts": count,
+        "n_shared_experts": whole(files, "expert_shared_count")?.unwrap_or(0),
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
+        "first_k_dense_replace": first,
+        "n_group": groups,
+        "topk_group": kept,
+        "scoring_func": scores,
+        "norm_topk_prob": files.get("expert_weights_norm").is_some_and(GgufValue::truthy),
+        "routed_scaling_factor": shortest(scaling.filter(|&it| it != 0.0).unwrap_or(1.0)),
+    });
+    if scores == "softmax" {
+        keys["topk_method"] = json!(if groups > 1 { "group_limited_greedy" } else { "greedy" });
+    }
+    Ok(keys)
+}
+
+/// The function of experts' scores (`gguf.ExpertGatingFuncType`).
+fn scores(files: &GgufFiles, usual: &'static str) -> Result<&'static str, ModelError> {
+    match whole(files, "expert_gating_func")? {
+        None | Some(0) => Ok(usual),
+        Some(1) => Ok("softmax"),
+        Some(2) => Ok("sigmoid"),
+        Some(other) => {
+            Err(ModelError::elsewhere(format!("experts with scores of the kind {other}")))
+        }
+    }
+}
+
+/// True if a value changes the computation.
 fn changes(value: &GgufValue) -> bool {
     match value {
         GgufValue::List(items) => items.iter().any(changes),
@@ -166,6 +231,8 @@ struct Heads {
     queries: i64,
     keys: i64,
     dim: i64,
+    /// Elements that positions rotate.
+    rotated: i64,
 }
 
 impl Heads {
@@ -182,10 +249,18 @@ impl Heads {
             return Err(ModelError::elsewhere("keys and values of different lengths"));
         }
         let rotated = whole(files, "rope.dimension_count")?.filter(|&length| length > 0);
-        if rotated.is_some_and(|length| length != dim) {
-            return Err(ModelError::elsewhere("heads that are rotated in part"));
+        let rotated = rotated.unwrap_or(dim);
+        if rotated > dim {
+            return Err(ModelError::elsewhere(format!("heads of {dim} with {rotated} to rotate")));
         }
-        Ok(Self { queries, keys, dim })
+        Ok(Self { queries, keys, dim, rotated })
+    }
+
+    /// The factor by which `dim` is multiplied, and rounded down, to get `rotated`.
+    fn turned_part(&self) -> f64 {
+        let factor = self.rotated as f64 / self.dim as f64;
+        let again = (self.dim as f64 * factor) as i64;
+        if again == self.rotated { factor } else { factor.next_up() }
     }
 }
 

@@ -1,4 +1,4 @@
-//! The header of a GGUF file. Opening it reads the header only, and bounds everything that it says.
+//! The header of a GGUF file. Opening reads the header alone, and bounds all its numbers.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -144,7 +144,7 @@ pub(crate) struct GgufTensor {
     pub(crate) kind: TensorType,
     /// The shape in elements, the outermost dimension first (GGUF writes it the other way round).
     pub(crate) shape: Vec<usize>,
-    /// Of each row; those of all outer dimensions lie one behind the other.
+    /// Bytes of each row. Rows of all outer dimensions lie one behind the other.
     pub(crate) row_bytes: usize,
     path: PathBuf,
     file: Arc<File>,
@@ -246,7 +246,7 @@ fn open(path: &Path) -> Result<Opened, ModelError> {
     })
 }
 
-/// Why a header can't be read.
+/// The reason for which a header can't be read.
 enum Fault {
     Model(ModelError),
     Damage(String),

@@ -1,5 +1,5 @@
-//! GGUF: metadata, the place of each tensor, and the `config.json` and `tokenizer.json` that follow
-//! for the model.
+//! GGUF: metadata, the place of each tensor, and the model's `config.json` and `tokenizer.json`,
+//! which are made of them.
 //!
 //! The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 

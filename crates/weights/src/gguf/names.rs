@@ -14,7 +14,7 @@ const ROPE_TENSOR: &str = "rope_freqs.weight";
 pub(crate) struct Stored<'a> {
     pub(crate) name: String,
     pub(crate) tensor: &'a GgufTensor,
-    /// Of the weight.
+    /// The shape of the weight.
     pub(crate) shape: Vec<usize>,
     /// Its first row, with the rows of all outer dimensions of the tensor together.
     pub(crate) first: usize,
@@ -61,8 +61,8 @@ pub(crate) fn stored_weights<'a>(
     Ok(found)
 }
 
-/// The layer of a tensor `[experts, rows, columns]`, and which matrices of an expert its rows are,
-/// one after the other.
+/// The layer of a tensor `[experts, rows, columns]`, and the matrices of an expert in its rows, one
+/// after the other.
 fn of_experts(name: &str) -> Option<(usize, &'static [&'static str])> {
     let (layer, part) = name.strip_prefix("blk.")?.split_once('.')?;
     let kinds: &[&str] = match part {
@@ -145,6 +145,13 @@ fn hf_name(name: &str) -> Option<String> {
         "ffn_up" => "mlp.up_proj",
         "ffn_down" => "mlp.down_proj",
         "ffn_gate_inp" => "mlp.gate",
+        "ffn_gate_shexp" => "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp" => "mlp.shared_experts.up_proj",
+        "ffn_down_shexp" => "mlp.shared_experts.down_proj",
+        // The one tensor that is called a bias and is none of a product.
+        "exp_probs_b" if kind == "bias" => {
+            return Some(format!("model.layers.{layer}.mlp.gate.e_score_correction_bias"));
+        }
         _ => return None,
     };
     Some(format!("model.layers.{layer}.{part}.{kind}"))
@@ -172,6 +179,11 @@ mod tests {
             hf_name("blk.3.ffn_gate_inp.weight").as_deref(),
             Some("model.layers.3.mlp.gate.weight")
         );
+        assert_eq!(
+            hf_name("blk.3.exp_probs_b.bias").as_deref(),
+            Some("model.layers.3.mlp.gate.e_score_correction_bias")
+        );
+        assert_eq!(hf_name("blk.3.exp_probs_b.weight"), None);
         assert_eq!(layer_of("model.layers.7.mlp.gate.weight"), Some(7));
         assert_eq!(layer_of("layers.7.mlp.gate.weight"), Some(7));
         assert_eq!(layer_of("model.norm.weight"), None);

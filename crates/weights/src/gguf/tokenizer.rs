@@ -1,4 +1,4 @@
-//! GGUF tokenizer metadata as the `tokenizer.json` that it was made from.
+//! GGUF tokenizer metadata, converted back to the original `tokenizer.json`.
 
 use std::collections::HashMap;
 
@@ -31,8 +31,8 @@ fn flag(metadata: &Metadata, key: &str, default: bool) -> bool {
 
 /// The content of `tokenizer.json`.
 ///
-/// What GGUF doesn't keep can't come back: whether an added token takes the spaces beside it, and
-/// whether a token that looks special was. Neither changes how ordinary text is encoded.
+/// Two facts are not in GGUF: if an added token takes the spaces beside it, and if a token that
+/// looks special was special. Neither changes the encoding of ordinary text.
 pub(crate) fn tokenizer_json(metadata: &Metadata) -> Result<Value, ModelError> {
     let tokens = texts(metadata, "tokenizer.ggml.tokens")?.filter(|tokens| !tokens.is_empty());
     let tokens = tokens.ok_or_else(|| ModelError::broken("the GGUF file has no tokenizer"))?;

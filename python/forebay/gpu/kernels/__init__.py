@@ -1,8 +1,8 @@
 """Triton kernels, one idea a file. Nothing else in the package imports Triton.
 
-A kernel runs in three ways: compiled on a GPU, compiled for one that is not there, and in Triton's interpreter on the
-CPU. The interpreter computes with the bit patterns of bfloat16. So every load is widened, or taken to the type of
-products that its launch chose (`dot_type`), before anything is computed with it.
+A kernel runs in three ways: compiled on a GPU, compiled for an absent GPU, and in Triton's interpreter on the CPU. The
+interpreter computes with the bit patterns of bfloat16. So every load is widened before any computation, or converted to
+the type that its launch chose for products (`dot_type`).
 """
 
 from forebay.gpu.kernels.apply import apply_slots, write_table

@@ -11,7 +11,10 @@ from forebay.gpu.tables import ERROR_RANGE, Received, Tables, column_id
 from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_FLOATS, SLOT_WORDS, SlotWord
 
 _PROGRAMS = 64
-"""Enough that a step's writes are one each; the grid is the same for all steps, and walks."""
+"""The number of programs, enough for one write each in a step.
+
+The grid is the same for all steps, and programs loop.
+"""
 
 _SLOTS = tl.constexpr(column_id("slots"))
 _FLOATS = tl.constexpr(column_id("slot_floats"))
@@ -27,13 +30,13 @@ _RANGE = tl.constexpr(ERROR_RANGE)
 
 @triton.jit
 def column(places, id_, RECORD: tl.constexpr):
-    """The first word of a column and how many records it has."""
+    """The first word of a column, and its number of records."""
     return tl.load(places + 2 * id_), tl.load(places + 2 * id_ + 1) // RECORD
 
 
 @triton.jit
 def table_kernel(body, places, table, errors, slots, width, least, most, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes triples (slot, index, value) of a column to a table; values that are not `least .. most` become -1."""
+    """Writes triples (slot, index, value) of a column to a table. Values outside of `least .. most` become -1."""
     at, count = column(places, COLUMN, _TRIPLE)
     for begin in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         i = begin + tl.arange(0, BLOCK)
@@ -105,7 +108,7 @@ def slots_kernel(
 def write_table(
     received: Received, name: str, table: torch.Tensor, least: int, most: int, errors: torch.Tensor
 ) -> None:
-    """As `interface.Plans` says."""
+    """See `interface.Plans`."""
     launch(
         table_kernel,
         (_PROGRAMS,),
@@ -117,7 +120,7 @@ def write_table(
 
 
 def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> None:
-    """As `interface.Plans` says."""
+    """See `interface.Plans`."""
     launch(
         slots_kernel,
         (_PROGRAMS,),

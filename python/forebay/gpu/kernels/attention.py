@@ -11,7 +11,10 @@ from forebay.gpu.kernels.shape import Shape
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
-    """As `interface.Attention` says. Both kinds of rows have a launch, which leaves early at those of the other."""
+    """See `interface.Attention`.
+
+    Each kind of rows has a launch, whose programs leave early at rows of the other kind.
+    """
     shape = Shape.of(q, keys, values)
     out = q.new_empty(len(q), shape.heads, shape.dim)
     if rows.decodes:

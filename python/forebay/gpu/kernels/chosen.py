@@ -1,4 +1,4 @@
-"""Attention to rows that were chosen for each query, by their numbers: as FlashMLA's sparse kernels take them."""
+"""Attention to the rows that each query chose, by their numbers, as in FlashMLA's sparse kernels."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def chosen_kernel(
 def attend_chosen(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     shape = Shape.of(q, keys, values)
     tiles = shape.decode_tiles()
     blocks = shape.blocks(tiles)

@@ -1,7 +1,7 @@
-"""Paged attention of rows of several tokens: prompts, and what is left of them behind cached positions.
+"""Paged attention of rows of several tokens: prompts, and their parts behind cached positions.
 
-A program takes a block of neighbouring tokens of a row, and all query heads of one key head. Which row a block belongs
-to is searched on the device, so the grid is an upper bound that depends on nothing but the number of tokens and rows.
+A program takes a block of neighbouring tokens of a row, and all query heads of one key head. The device searches for
+the row of a block. So the grid is an upper bound, which depends only on the numbers of tokens and rows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from forebay.gpu.kernels.walk import walk
 
 @triton.jit
 def row_of_block(block, first, rows, SIZE: tl.constexpr):
-    """The row that a block of SIZE tokens belongs to, and its number in it; `rows` for a block behind the last row.
+    """The row of a block of SIZE tokens, and its number in that row; `rows` for a block behind the last row.
 
-    Row i has blocks from `first[i] // SIZE + i` on. These are enough for its tokens, and need no sums over rows.
+    Row i has blocks from `first[i] // SIZE + i` on. They are enough for its tokens, and need no sums over rows.
     """
     low, high = 0, rows
     while low < high:
@@ -68,10 +68,10 @@ def chunks_kernel(
     TILE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """SIZE tokens of a row for BLOCK of the query heads of one key head; M is at least SIZE * BLOCK.
+    """SIZE tokens of a row, for BLOCK query heads of one key head. M is at least SIZE * BLOCK.
 
-    Grid: `tokens // SIZE + rows + 1`, key heads * blocks of heads. Blocks behind the last row have the tokens of
-    nobody, and write zeros.
+    The grid is `tokens // SIZE + rows + 1`, key heads * blocks of heads. Blocks behind the last row have tokens of no
+    row, and write zeros.
     """
     row, number = row_of_block(tl.program_id(0), first, rows, SIZE)
     blocks: tl.constexpr = (GROUP + BLOCK - 1) // BLOCK
@@ -139,7 +139,7 @@ def attend_chunks(
     shape: Shape,
     out: torch.Tensor,
 ) -> None:
-    """Writes `out` [n, heads, dim] for the tokens of rows that have several, and for those of nobody."""
+    """Writes `out` [n, heads, dim] for the tokens of rows with several tokens, and for tokens of no row."""
     count, tokens, tiles = len(rows.slots), len(q), shape.chunk_tiles()
     block = min(shape.group, tiles.m)
     size = tiles.m // block

@@ -1,7 +1,7 @@
-"""Paged attention of rows of one token: their positions are read in parts, which a second kernel joins.
+"""Paged attention of rows of one token. Their positions are read in parts, which a second kernel joins.
 
-With few rows there are more processors than key heads. All parts of a row are equally long, and how long they are is
-computed from its length on the device, so a graph fits every length.
+With few rows there are more processors than key heads. All parts of a row are equally long. The device computes their
+length from the row's, so a graph fits every length.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def attend_decodes(
     shape: Shape,
     out: torch.Tensor,
 ) -> None:
-    """Writes `out` [n, heads, dim] for the tokens of rows that have one."""
+    """Writes `out` [n, heads, dim] for the tokens of rows with one token."""
     count, tiles = len(rows.slots), shape.decode_tiles()
     blocks = shape.blocks(tiles)
     parts = Parts.make(count, shape, splits(count * blocks), out)

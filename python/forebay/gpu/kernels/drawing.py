@@ -1,10 +1,10 @@
-"""Tokens drawn from logits: one program a row, which sorts nothing.
+"""Tokens drawn from logits, with one program for each row, and without a sort.
 
-A token's *key* is the bits of its distance from the largest logit, divided by the temperature: as no distance is
-negative, keys order tokens as distances do. Its *mass* is its weight in fixed point, so that sums do not depend on
-their order. A filter is a largest key, and how many of the tokens that have this key are kept, lower ids first. Where
-it lies is found by bisection, mostly among a few thousand candidates: the tokens of the first bins of a histogram.
-Where these do not reach far enough, among all tokens, which takes long.
+A token's *key* is the bits of its distance from the largest logit, divided by the temperature. No distance is negative,
+so keys order tokens like distances do. A token's *mass* is its weight in fixed point, so that sums do not depend on
+their order. A filter is a largest key, and a number of kept tokens with this key, lower ids first. Bisection finds it,
+mostly among a few thousand candidates: the tokens of the first bins of a histogram. If these are not enough, it
+searches all tokens, which takes long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forebay.gpu.kernels.launch import launch, power_of_2
 from forebay.gpu.sampling import FIXED_POINT, Wishes
 
 CANDIDATES = 4096
-"""Tokens that a row's candidates have room for."""
+"""The number of candidates of a row."""
 _BLOCK = 2048
 
 _ONE = tl.constexpr(float(1 << FIXED_POINT))
@@ -96,7 +96,7 @@ def _goal(top_p, mass):
 def _filter(
     logits, candidates, count, top, temperature, top_k, top_p, limited, all_mass, FEW: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The largest key that `top_k` and then `top_p` keep, and how many tokens with this key; int32 and int64."""
+    """The largest key that `top_k` and then `top_p` keep, int32; and the number of kept tokens with it, int64."""
     key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(count, tl.int64)
     mass = all_mass
     if limited:
@@ -129,7 +129,7 @@ def _invert(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first token, in the order of ids, with which the mass of what is kept exceeds u * all of it."""
+    """The first token, in the order of ids, at which the mass of kept tokens exceeds u times their total."""
     i = tl.arange(0, BLOCK)
     kept, seen = tl.zeros([BLOCK], tl.int64), tl.cast(0, tl.int64)
     for begin in range(0, count, BLOCK):
@@ -155,7 +155,7 @@ def _invert(
 
 @triton.jit
 def _kept(found, key, equals, min_p, seen):
-    """The mass of the tokens that are kept, 0 of the others, and how many had the largest key so far."""
+    """The mass of kept tokens, 0 for the others, and the number of tokens with the largest key so far."""
     equal = found == key
     rank = seen + tl.cumsum(equal.to(tl.int64), 0)
     keep = (found < key) | (equal & (rank <= equals))
@@ -182,7 +182,7 @@ def draw_kernel(
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row; grid: rows. Rows without a temperature keep the token that they have."""
+    """One row; the grid is the rows. A row without a temperature keeps its token."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     if temperature <= 0:
@@ -249,7 +249,7 @@ def _bin(key):
 
 
 def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
-    """As `interface.Sampling` says."""
+    """See `interface.Sampling`."""
     rows, vocabulary = logits.shape
     tops, _, _ = scan(logits)
     chunks = tops.shape[1]

@@ -19,7 +19,7 @@ def silu(x):
 
 @triton.jit
 def gate_kernel(gate_up, out, stride, INNER: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of one token's elements; grid: tokens, blocks."""
+    """A block of one token's elements; the grid is tokens, blocks."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < INNER
@@ -30,7 +30,7 @@ def gate_kernel(gate_up, out, stride, INNER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     tokens, inner = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner)
     grid = tokens, cdiv(inner, _BLOCK)

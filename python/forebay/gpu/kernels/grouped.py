@@ -1,9 +1,9 @@
 """Mixtures of experts: one grouped product for all experts, whose groups only the device knows.
 
-A token's *copies*, one an expert, are put side by side by expert (a counting sort). A tile of the product is some
-copies of one expert; which expert a tile has follows from the counts, so the grid is an upper bound. Terms of a token
-are added one by one in the order of its experts' ids, in float32, as `layers.ops` wants it. Copies whose id is behind
-the last expert are behind all tiles.
+A token has one *copy* for each of its experts. A counting sort puts copies side by side by expert. A tile of the
+product is some copies of one expert. The counts determine the expert of a tile, so the grid is an upper bound. Terms of
+a token are added one by one, in the order of its experts' ids and in float32, as in `layers.ops`. Copies with an id
+behind the last expert are behind all tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["copies"])
 def sort_kernel(ids, order, first, copies, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The places of an expert's copies: counts those of lower experts, then numbers its own. Grid: experts + 1."""
+    """The places of an expert's copies. It counts those of lower experts, then numbers its own. Grid: experts + 1."""
     expert = tl.program_id(0)
     lower = 0
     for begin in range(0, copies, BLOCK):
@@ -37,7 +37,10 @@ def sort_kernel(ids, order, first, copies, EXPERTS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def tile_of(number, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr):
-    """The expert of a tile of M copies, its first copy and the one behind its last; nothing behind the last tile."""
+    """The expert of a tile of M copies, its first copy, and the end of its copies.
+
+    Behind the last tile there are none.
+    """
     e = tl.arange(0, BLOCK)
     inside = e < EXPERTS
     begin = tl.load(first + e, mask=inside, other=0)
@@ -69,7 +72,7 @@ def gate_up_kernel(
     K: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """`silu(gate) * up` of M copies of one expert, N elements; grid: tiles, blocks. EACH: experts a token."""
+    """`silu(gate) * up` of M copies of one expert, N elements; the grid is tiles, blocks. EACH: experts of a token."""
     expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
     if at >= end:
         return
@@ -110,7 +113,7 @@ def down_kernel(
     K: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The last product of M copies of one expert, written to the places of the copies; grid: tiles, blocks."""
+    """The last product of M copies of one expert, written to the copies' places; the grid is tiles, blocks."""
     expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
     if at >= end:
         return
@@ -132,7 +135,7 @@ def down_kernel(
 
 @triton.jit
 def sum_kernel(outputs, weights, out, HIDDEN: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """The weighted sum of a token's experts, a block of elements; grid: tokens, blocks."""
+    """The weighted sum of a token's experts, for a block of elements; the grid is tokens, blocks."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < HIDDEN
@@ -147,7 +150,7 @@ def sum_kernel(outputs, weights, out, HIDDEN: tl.constexpr, EACH: tl.constexpr, 
 
 
 def sort_copies(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies by expert, of ids [tokens, each]: int32 [copies], and where each of `count` begins, int32 [count + 1]."""
+    """Copies by expert, from ids [tokens, each]: int32 [copies], and the beginnings of experts [count + 1]."""
     copies = ids.numel()
     order = torch.empty(copies, dtype=torch.int32, device=ids.device)
     first = torch.empty(count + 1, dtype=torch.int32, device=ids.device)
@@ -158,7 +161,7 @@ def sort_copies(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
 def experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """As `interface.Experts` says."""
+    """See `interface.Experts`."""
     (tokens, each), (count, hidden, inner_size) = ids.shape, down.shape
     copies = tokens * each
     order, first = sort_copies(ids, count)

@@ -1,4 +1,4 @@
-"""Single rows from the host's memory to hot rows: the device reads pinned memory where it lies."""
+"""Single rows from the host's memory to hot rows. The device reads pinned memory in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forebay.gpu.hot import Found
 from forebay.gpu.kernels.launch import launch, power_of_2
 
 _PROGRAMS = 16
-"""A query; together they have enough reads under way to hide how far the host's memory is."""
+"""Programs for each query. Together they have enough reads under way to hide the distance of the host's memory."""
 _ROWS = 4
 
 
@@ -29,7 +29,7 @@ def gather_kernel(
     WIDTH_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Every so many of one query's missing rows; grid: queries, programs a query."""
+    """A part of one query's missing rows; the grid is queries, programs for each query."""
     query = tl.program_id(0).to(tl.int64)
     count = tl.load(missing + query)
     w = tl.arange(0, WIDTH_BLOCK)
@@ -45,7 +45,7 @@ def gather_kernel(
 
 
 def gather(found: Found, host: torch.Tensor, host_stride: int, page_size: int, pool: torch.Tensor) -> None:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     queries, top_k = found.rows.shape
     width = pool.shape[1]
     launch(

@@ -1,9 +1,9 @@
-"""Finds chosen positions on hot pages and in hot rows, and makes room for those that are in neither.
+"""The search for chosen positions on hot pages and in hot rows, and room for those that are in neither.
 
-One program a query; it alone writes the state of its slot, as a sparse slot has one query in a step. Shapes are fixed
-and there are no atomics, so that nothing but the state decides. The rows that make room are those that were used least
-recently: exactly up to 30 steps back, and in order of their numbers where that is equal. What it does is what
-`attention.hot_rows.find` does.
+Each query has one program, which alone writes the state of its slot, as a sparse slot has one query in a step. Shapes
+are fixed and there are no atomics, so the result depends on the state alone. The least recently used rows make room:
+exactly up to 30 steps back, and in order of their numbers among equals. The result is that of
+`attention.hot_rows.find`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOT_ROWS = tl.constexpr(column_id("hot_rows"))
 
 @triton.jit
 def clear_kernel(body, places, table, slots, width, WIDTH_BLOCK: tl.constexpr):
-    """Has new slots name no page in a table; a grid of any size walks over them."""
+    """Makes new slots name no page in a table. A grid of any size loops over them."""
     at, count = column(places, _SLOTS, _WORDS)
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
         slot = tl.load(body + at + number * _WORDS + _SLOT).to(tl.int64)
@@ -43,7 +43,7 @@ def clear_kernel(body, places, table, slots, width, WIDTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def open_kernel(body, places, owner, stamp, clock, slots, pages, line, PAGE: tl.constexpr, PAGE_BLOCK: tl.constexpr):
-    """Has the rows of pages that a plan gives to slots hold nothing; a grid of any size walks over the pages."""
+    """Empties the rows of pages that a plan gives to slots. A grid of any size loops over the pages."""
     at, count = column(places, _HOT_ROWS, _TRIPLE)
     i = tl.arange(0, PAGE_BLOCK)
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -169,7 +169,7 @@ def resolve_kernel(
 
 
 def clear_slots(received: Received, table: torch.Tensor, slots: int) -> None:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     width = table.shape[1]
     launch(
         clear_kernel,
@@ -181,7 +181,7 @@ def clear_slots(received: Received, table: torch.Tensor, slots: int) -> None:
 
 
 def open_hot_rows(received: Received, pages: SparsePages, group: HotRows, slots: int) -> None:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     launch(
         open_kernel,
         (_PROGRAMS,),
@@ -196,7 +196,7 @@ def open_hot_rows(received: Received, pages: SparsePages, group: HotRows, slots:
 def resolve(
     chosen: torch.Tensor, query_slots: torch.Tensor, pages: SparsePages, group: HotRows, errors: torch.Tensor
 ) -> Found:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     queries, top_k = chosen.shape
     found = Found(
         rows=torch.empty_like(chosen),

@@ -1,7 +1,7 @@
 """The choice of queries' positions: scores by an index (DeepSeek Sparse Attention, 2025), and the best of them.
 
-A query's score of a position is `sum over heads of weight * relu(query . key)`, in float32. The best are found by their
-digits, from the highest down; nothing is sorted, so they come in ascending order, and of equal scores the lower
+A query's score of a position is `sum over heads of weight * relu(query . key)`, in float32. The best are found digit by
+digit, from the highest digit down, without a sort. So they come in ascending order, and of equal scores the lower
 positions win.
 """
 
@@ -16,7 +16,7 @@ from forebay.gpu.kernels.chunks import row_of_block
 from forebay.gpu.kernels.launch import cdiv, dot_type, launch, power_of_2
 
 SCORE_BYTES = 64 << 20
-"""Most bytes of scores that are there at once, unless one block of queries needs more."""
+"""The largest number of bytes of scores at once. One block of queries may need more."""
 _BLOCK = 4096
 _LEAST_DOT = 16
 
@@ -56,10 +56,10 @@ def scores_kernel(
     SIZE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """SIZE neighbouring queries of a row on a tile of positions; grid: blocks of queries, tiles.
+    """SIZE neighbouring queries of a row on a tile of positions; the grid is blocks of queries, tiles.
 
-    Line `l` of `scores` is a query of the blocks from `begin` on: `target[l]` says which, -1: none, and `seen[l]` how
-    many positions it sees. Of these it has scores, unless it keeps all.
+    Line `l` of `scores` is a query of the blocks from `begin` on. `target[l]` is its number, or -1 for none, and
+    `seen[l]` is its number of visible positions. It has a score of each, unless it keeps all of them.
     """
     row, number = row_of_block(begin + tl.program_id(0), first, rows, SIZE)
     line = tl.program_id(0) * SIZE
@@ -109,7 +109,7 @@ def _descending(score):
 def best_kernel(
     scores, seen, target, chosen, width, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The best positions of one line of scores, as they ascend; grid: lines."""
+    """The best positions of one line of scores, ascending; the grid is lines."""
     line = tl.program_id(0).to(tl.int64)
     to = tl.load(target + line).to(tl.int64)
     if to < 0:
@@ -154,7 +154,7 @@ def best_kernel(
 
 
 def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Writes to lines `target` int32 [m] of `chosen` int32 [n, top_k] the best of `seen` int32 [m] scores [m, width].
+    """Writes the best of `seen` int32 [m] scores [m, width] to lines `target` int32 [m] of `chosen` int32 [n, top_k].
 
     A target of -1 is none.
     """
@@ -171,7 +171,7 @@ def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen:
 
 
 def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: PagedRows, top_k: int) -> torch.Tensor:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     queries, heads, dim = q.shape
     size = 8 if rows.chunks else 1
     tile = 16 if keys.dtype == torch.float32 else 128

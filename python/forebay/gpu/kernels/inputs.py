@@ -1,4 +1,4 @@
-"""The inputs and outputs of a step's rows: input tokens, positions, entries. The device reads the plan's own words."""
+"""The inputs and outputs of a step's rows: tokens, positions, entries. The device reads the plan's own words."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def tokens_kernel(
     BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """A block of tokens, or the pages that one row reads; grid: blocks + rows. `steps`: of a search among rows."""
+    """A block of tokens, or the pages of one row; the grid is blocks + rows. `steps`: those of a search among rows."""
     blocks = tl.cdiv(tokens, BLOCK)
     if tl.program_id(0) < blocks:
         t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -150,7 +150,7 @@ def tokens_kernel(
 def prepare(
     received: Received, tables: Tables, buffers: StepBuffers, errors: torch.Tensor, hot_rows: torch.Tensor | None
 ) -> None:
-    """As `interface.Plans` says."""
+    """See `interface.Plans`."""
     rows, tokens = len(buffers.slots), len(buffers.tokens)
     pool_stride, pages = tables.token_pool.shape[1], tables.page_table.shape[1]
     launch(

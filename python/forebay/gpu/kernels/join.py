@@ -1,4 +1,4 @@
-"""Joins what programs have found in the parts of one row's positions (flash decoding, Dao et al. 2023)."""
+"""The join of results that programs have found in parts of one row's positions (flash decoding, Dao et al. 2023)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forebay.gpu.kernels.shape import Shape
 
 @triton.jit
 def part_length(end, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """Positions of each part but the last of `end` positions: whole tiles."""
+    """The length of each part except the last, for `end` positions: whole tiles."""
     return tl.cdiv(tl.cdiv(end, SPLITS), TILE) * TILE
 
 
@@ -36,7 +36,7 @@ def keep_part(
     DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Stores what a walk has found of some heads [m]: the result where there is one part, else for the others to join.
+    """Stores a walk's results of some heads [m]: the final result for a single part, and otherwise data for the join.
 
     A part without positions has weight 0.
     """
@@ -64,7 +64,7 @@ def join_kernel(
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One row and head; grid: rows, HEADS. ROWS: rows are those of `first`, of which chunks are left out."""
+    """One row and head; the grid is rows, HEADS. ROWS: rows are those of `first`, without chunks."""
     row, head = tl.program_id(0), tl.program_id(1)
     token = row.to(tl.int64)
     if ROWS:
@@ -93,7 +93,7 @@ class Parts:
 
     @classmethod
     def make(cls, rows: int, shape: Shape, count: int, out: torch.Tensor) -> Parts:
-        """For `count` parts of each row; one part needs none."""
+        """Memory for `count` parts of each row. A single part needs none."""
         if count == 1:
             return cls(1, out, out)
 
@@ -103,7 +103,7 @@ class Parts:
         return cls(count, empty(shape.dim), empty(2))
 
     def join(self, out: torch.Tensor, first: torch.Tensor | None, shape: Shape) -> None:
-        """Writes `out` [n, heads, dim]; `first` as in `PagedRows`, None: each row is the token of its number."""
+        """Writes `out` [n, heads, dim]. `first` is as in `PagedRows`; None: row i is token i."""
         if self.count == 1:
             return
         launch(

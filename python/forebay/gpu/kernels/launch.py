@@ -1,7 +1,7 @@
-"""The only way to launch a kernel: options that all launches share, and a count of what was compiled.
+"""The only way to launch a kernel, with the common options of launches and a count of compilations.
 
 A launch with a new combination of types, constants and alignments compiles. That takes up to a second, in which the
-device has nothing to do; so a hand compiles everything before it serves, and then seals the count.
+device is idle. So a hand compiles everything before it serves, and then seals the count.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """True if kernels run in Triton's interpreter: the environment had `TRITON_INTERPRET=1` when Triton was imported."""
 
 ROOM = 227 << 10
-"""Bytes of shared memory that a program may have where it `is_roomy`."""
+"""Bytes of shared memory for a program on a GPU that `is_roomy`."""
 LITTLE_ROOM = 99 << 10
-"""The same on all other GPUs that are supported."""
+"""Bytes of shared memory for a program on all other supported GPUs."""
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class CompiledWhileServingError(RuntimeError):
-    """A launch that needs a kernel nobody has compiled, after the count was sealed."""
+    """A launch needs a kernel that is not compiled, after the count was sealed."""
 
 
 class Compilations:
@@ -35,11 +35,11 @@ class Compilations:
         self._sealed = False
 
     def seal(self, sealed: bool = True) -> None:
-        """From now on a launch that has to compile raises `CompiledWhileServingError`."""
+        """Makes later launches that have to compile raise `CompiledWhileServingError`."""
         self._sealed = sealed
 
     def note(self, **about: Any) -> None:
-        """Called by Triton before it compiles, with what it knows as keywords; `fn` has the kernel's name."""
+        """A hook that Triton calls before it compiles. Its keywords describe the kernel; `fn` has the name."""
         if self._sealed:
             kernel = about["fn"].name
             raise CompiledWhileServingError(f"the kernel {kernel} was not compiled before serving: {about['repr']}")
@@ -63,7 +63,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @cache
 def is_roomy(device: torch.device) -> bool:
-    """True if a program may have 227 KiB of shared memory, as on Hopper and the large Blackwells, and not 99 or 163."""
+    """True if a program may have 227 KiB of shared memory, as on Hopper and the large Blackwells.
+
+    Others have 99 or 163.
+    """
     if device.type != "cuda":
         return True
     limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -71,7 +74,7 @@ def is_roomy(device: torch.device) -> bool:
 
 
 def dot_type(tensor: torch.Tensor) -> tl.dtype:
-    """The type that products of such a tensor's elements are computed in."""
+    """The type for products of such a tensor's elements."""
     return tl.float32 if INTERPRETED else _DOT_TYPES[tensor.dtype]
 
 

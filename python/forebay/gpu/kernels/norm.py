@@ -41,7 +41,7 @@ def norm_kernel(
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     tokens, hidden = x.shape
     summed = x if residual is None else residual
     out = x.new_empty(tokens, hidden)

@@ -1,8 +1,8 @@
-"""Products with matrices of 8-bit floats and of 4-bit integers, read as they are stored.
+"""Products with matrices of 8-bit floats and of 4-bit integers, read in their stored form.
 
-Codes become numbers of the activations' type on their way into a product, in which they are exact. A product of inputs
-that share a scale is summed up first and multiplied by the scale then, in float32. Dense matrices and experts are one
-kernel: a tile is some tokens, or some copies of tokens for one expert (`grouped`).
+Codes are converted to the activations' type, which is exact, on their way into a product. A product of inputs that
+share a scale is summed up first, and then multiplied by the scale, in float32. Dense matrices and experts share one
+kernel. A tile is some tokens, or some copies of tokens for one expert (`grouped`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, launch, power_o
 
 _BLOCK = 1024
 _MOST_COLUMNS = 64
-"""Inputs of one step of a product."""
+"""The largest number of inputs of one step of a product."""
 _LARGEST = tl.constexpr(448.0)
 _LEAST_SCALE = tl.constexpr(1e-12)
 _UP = tl.constexpr(2.0**120)
 _DOWN = tl.constexpr(2.0**-120)
-"""Between the exponent of an 8-bit float, whose offset is 7, and that of float32, whose is 127."""
+"""The factor for the offsets of exponents: 7 in an 8-bit float, and 127 in float32."""
 
 
 @triton.jit
 def of_eight_bits(code):
-    """float32 of 8-bit floats (e4m3): bits are moved to where float32 has them. What is no number becomes 480."""
+    """float32 of 8-bit floats (e4m3). Bits are moved to their places in float32. NaN becomes 480."""
     code = code.to(tl.int32)
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
     return bits.to(tl.float32, bitcast=True) * _UP
@@ -38,7 +38,7 @@ def of_eight_bits(code):
 
 @triton.jit
 def to_eight_bits(x):
-    """8-bit floats (e4m3) as int32 of float32 up to 448, rounded to the nearest, of two to the even one."""
+    """8-bit floats (e4m3), as int32, of float32 up to 448. They are rounded to nearest, ties to even."""
     bits = (x * _DOWN).to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     return ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) | ((bits >> 24) & 0x80)
@@ -73,8 +73,8 @@ def product_kernel(
 ):
     """M tokens by N rows of a matrix; grid: tiles, blocks of rows. K: bytes of codes in a step.
 
-    EXPERTS 0: there are none. EACH: x has tokens, each for so many experts; 0: it has copies in their order. SCATTER:
-    what is given goes to the places of copies.
+    EXPERTS 0: there are none. EACH: x has tokens, each for so many experts; 0: x has copies in their order. SCATTER:
+    results go to the places of copies.
     """
     if EXPERTS:
         expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
@@ -136,7 +136,7 @@ def product_kernel(
 
 
 def product(x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.Tensor:
-    """As `interface.Quantised` says."""
+    """See `interface.Quantised`."""
     tokens, rows = len(x), len(matrix.codes)
     out = x.new_empty(tokens, rows)
     _product(x, matrix, bias, out, rows, tokens, 64 if tokens > 16 else 16)
@@ -146,7 +146,7 @@ def product(x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.
 def experts_of_codes(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Codes, down: Codes
 ) -> torch.Tensor:
-    """As `interface.Quantised` says."""
+    """See `interface.Quantised`."""
     (tokens, each), hidden = ids.shape, gate_up.inputs
     copies, count = tokens * each, len(down.codes) // hidden
     groups = sort_copies(ids, count)
@@ -230,7 +230,7 @@ def quantise_kernel(x, codes, scale, x_stride, INPUTS: tl.constexpr, BLOCK: tl.c
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `interface.Quantised` says."""
+    """See `interface.Quantised`."""
     tokens, inputs = x.shape
     codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=x.device)
     scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)

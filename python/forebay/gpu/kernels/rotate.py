@@ -1,6 +1,6 @@
-"""From a projection to heads: normalise, rotate (Su et al. 2021), and keep keys and values in their pages.
+"""The way from a projection to heads: normalise, rotate (Su et al. 2021), and keep keys and values in their pages.
 
-Everything happens where the projection lies: a program overwrites nothing but what it has read.
+Everything happens in the projection's memory. A program overwrites only what it has read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from forebay.gpu.kernels.launch import cdiv, launch, power_of_2
 
 _ELEMENTS = 2048
-"""Of the heads that a program takes."""
+"""Elements of the heads of one program."""
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def rotate_kernel(
     HEADS_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """A block of one token's heads; grid: tokens, blocks. A head is two halves that turn, and a rest that does not."""
+    """A block of one token's heads; the grid is tokens, blocks. A head is two halves that are rotated, and a rest."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     half: tl.constexpr = TURNED // 2
@@ -111,7 +111,7 @@ def rotate_and_keep(
     values: torch.Tensor,
     writes: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     count, dim, turned = keys.shape[1], keys.shape[2], cos.shape[-1]
     heads = queries + 2 * count
     q_weight, k_weight = (qkv, qkv) if norms is None else norms

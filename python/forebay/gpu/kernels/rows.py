@@ -1,4 +1,4 @@
-"""The data that latent attention keeps of a position: its latent row, and the key by which an index finds it.
+"""The data of a position that latent attention keeps: its latent row, and its key for an index.
 
 Both are normalised and rotated in part, and stored in their pages.
 """
@@ -41,7 +41,7 @@ def latent_kernel(
     HALF_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """One token: `[RANK | 2 HALF]`, of which the first part is normalised and the second rotated; grid: tokens."""
+    """One token: `[RANK | 2 HALF]`. The first part is normalised and the second rotated; the grid is tokens."""
     token = tl.program_id(0).to(tl.int64)
     at = made + token * made_stride
     k = tl.arange(0, RANK_BLOCK)
@@ -80,7 +80,10 @@ def index_key_kernel(
     HALF_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """One token's key of DIM elements, normalised with mean and bias; the first 2 HALF are rotated. Grid: tokens."""
+    """One token's key of DIM elements, normalised with mean and bias. The first 2 HALF are rotated.
+
+    The grid is tokens.
+    """
     token = tl.program_id(0).to(tl.int64)
     at = made + token * made_stride
     d = tl.arange(0, DIM_BLOCK)
@@ -122,7 +125,7 @@ def keep_latent(
     pool: torch.Tensor,
     writes: torch.Tensor,
 ) -> torch.Tensor:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     rank, half = len(weight), cos.shape[-1] // 2
     out = made.new_empty(made.shape)
     launch(
@@ -150,7 +153,7 @@ def keep_index_keys(
     pool: torch.Tensor,
     writes: torch.Tensor,
 ) -> None:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     dim, half = len(weight), cos.shape[-1] // 2
     launch(
         index_key_kernel,

@@ -1,4 +1,4 @@
-"""The size of a program's share of attention, by the shape of heads and the type of their elements."""
+"""The size of a program's share of attention, from the shape of heads and the type of their elements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, power_of_2
 
 LOG2_E = math.log2(math.e)
 LEAST_DOT = 16
-"""The least of each of the three sizes of a product."""
+"""The least value of each of the three sizes of a product."""
 _MOST_SPLITS = 32
 _PROGRAMS = 264
-"""Two for each processor of an H100."""
+"""The number of programs that fill an H100: two for each processor."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,27 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of heads: the number that share keys, and their width."""
+    """The shape of heads: the number of heads that share keys, and their width."""
 
     heads: int
     group: int
     dim: int
     extra: int
-    """Elements of a key behind those that are its value too."""
+    """Elements of a key behind those that are also its value."""
     dtype: torch.dtype
     roomy: bool
-    """As `launch.is_roomy`."""
+    """True if `launch.is_roomy`."""
 
     @classmethod
     def of(cls, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Shape:
-        """Of queries [n, heads, head_dim], and keys and values [entries, kv_heads, head_dim]."""
+        """The shape of queries [n, heads, head_dim], and of keys and values [entries, kv_heads, head_dim]."""
         dim = values.shape[2]
         group = q.shape[1] // keys.shape[1]
         return cls(q.shape[1], group, dim, keys.shape[2] - dim, keys.dtype, is_roomy(keys.device))
 
     @property
     def kv_heads(self) -> int:
-        """Key heads."""
+        """The number of key heads."""
         return self.heads // self.group
 
     def constants(self, keys: torch.Tensor) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Shape:
         }
 
     def decode_tiles(self) -> Tiles:
-        """For one token a row."""
+        """The tiles for rows of one token."""
         if self.dtype == torch.float32:
             return Tiles(LEAST_DOT, 16 if self.dim > 256 else 32, 8, 2)
         m = max(LEAST_DOT, min(power_of_2(self.group), 32))
@@ -80,7 +80,7 @@ class Shape:
         return Tiles(m, 64, 4, 3 if self.roomy else 2)
 
     def chunk_tiles(self) -> Tiles:
-        """For rows of several tokens: as much as registers hold."""
+        """The tiles for rows of several tokens, as large as registers allow."""
         if self.dtype == torch.float32:
             if self.dim > 128:
                 return Tiles(16, 16 if self.dim > 256 else 32, 8, 1)
@@ -92,11 +92,14 @@ class Shape:
         return Tiles(128, 128 if self.roomy else 32, 8, 2)
 
     def blocks(self, tiles: Tiles) -> int:
-        """Programs that all heads of a row of one token take."""
+        """The number of programs for all heads of a row of one token."""
         return self.kv_heads * cdiv(self.group, tiles.m)
 
 
 def splits(programs: int) -> int:
-    """Parts to read rows in, where `programs` would do without: a power of 2, so that few variants are compiled."""
+    """The number of parts of rows, for a launch that has `programs` without parts.
+
+    It is a power of 2, for few variants.
+    """
     most = max(1, min(_MOST_SPLITS, _PROGRAMS // programs))
     return 1 << (most.bit_length() - 1)

@@ -1,7 +1,7 @@
 """The inner loop of all attention: queries of one key head walk over positions, a tile at a time.
 
-Softmax is kept as FlashAttention does (Dao et al. 2022): the largest score so far, the sum of weights relative to it,
-and the weighted sum of values. Scores are in powers of 2.
+The softmax is FlashAttention's (Dao et al. 2022): the largest score so far, the sum of weights relative to it, and the
+weighted sum of values. Scores are in powers of 2.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def walk(
 ):
     """Sums of values [M, DIM_BLOCK], largest scores [M] and sums of weights [M], over positions `begin .. end`.
 
-    Query m sees positions up to `last[m]`. A head's key is `[DIM | EXTRA]` elements; `q` [M, DIM_BLOCK] and `q_extra`
+    Query m sees positions up to `last[m]`. A head's key is `[DIM | EXTRA]` elements. `q` [M, DIM_BLOCK] and `q_extra`
     [M, EXTRA_BLOCK] are the query's two parts. Values are DIM elements; SHARED: the first part of the keys. `keys` and
-    `values` are at the key head already. `lookup` is the row's line of the page table; PAGE 0: the entries themselves,
-    one a position, -1 for none.
+    `values` begin at the key head. `lookup` is the row's line of the page table. PAGE 0: it has the entries themselves,
+    one for each position, and -1 for none.
     """
     total = tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)

@@ -1,4 +1,4 @@
-"""The wishes of sampled rows, read on the device by their slots, and the places of their tokens."""
+"""The sampling parameters of rows, which the device reads by their slots, and the places of their tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def splitmix64(x):
 
 @triton.jit(do_not_specialize=["rows"])
 def ask_kernel(words, floats, slots, positions, temperature, top_k, top_p, min_p, bits, rows, BLOCK: tl.constexpr):
-    """The wishes of a block of rows; grid: blocks."""
+    """The sampling parameters of a block of rows; the grid is blocks."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     slot = tl.load(slots + row, mask=inside, other=0).to(tl.int64)
@@ -51,7 +51,7 @@ def ask_kernel(words, floats, slots, positions, temperature, top_k, top_p, min_p
 
 @triton.jit(do_not_specialize=["rows"])
 def keep_kernel(tokens, finite, sampling, ends, token_pool, kept, rows, stride, BLOCK: tl.constexpr):
-    """Stores the tokens of a block of rows where their slots will read them; grid: blocks."""
+    """Stores the tokens of a block of rows in their slots, for the next step; the grid is blocks."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     fine = tl.load(finite + row, mask=inside, other=0).to(tl.int32) > 0
@@ -62,7 +62,7 @@ def keep_kernel(tokens, finite, sampling, ends, token_pool, kept, rows, stride, 
 
 
 def ask(tables: Tables, buffers: StepBuffers) -> Wishes:
-    """As `interface.Sampling` says."""
+    """See `interface.Sampling`."""
     rows = len(buffers.sampling)
     wishes = Wishes.make(rows, buffers.sampling.device)
     launch(
@@ -77,7 +77,7 @@ def ask(tables: Tables, buffers: StepBuffers) -> Wishes:
 
 
 def keep(tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
-    """As `interface.Sampling` says."""
+    """See `interface.Sampling`."""
     rows = len(tokens)
     kept = torch.empty(rows, dtype=torch.int32, device=tokens.device)
     launch(

@@ -1,6 +1,6 @@
-"""The operators of `forebay.gpu` in PyTorch: what the kernels are held against, with the same arguments.
+"""The operators of `forebay.gpu` in PyTorch, with the same arguments. Kernels are compared with them.
 
-They run on every device, never wait for it, and have no result whose shape depends on values. Nobody made them fast.
+They run on every device, never wait for it, and have no result whose shape depends on values. They are not fast.
 """
 
 from forebay.gpu.reference.attention import attend

@@ -8,7 +8,7 @@ from forebay.gpu.interface import PagedRows
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
-    """As `interface.Attention` says."""
+    """See `interface.Attention`."""
     n, heads, _ = q.shape
     token = torch.arange(n, device=q.device)
     row = (torch.searchsorted(rows.first, token.int(), right=True) - 1).clamp_(max=len(rows.slots) - 1)

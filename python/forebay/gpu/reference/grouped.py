@@ -1,4 +1,4 @@
-"""Mixtures of experts in PyTorch's operators: every token through every expert, and most of that thrown away."""
+"""Mixtures of experts in PyTorch's operators: every token through every expert. Most results are dropped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 def experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """As `interface.Experts` says."""
+    """See `interface.Experts`."""
     gates, ups = torch.einsum("th,eih->tei", x.float(), gate_up.float()).chunk(2, dim=-1)
     inner = (F.silu(gates) * ups).to(x.dtype).float()
     outputs = torch.einsum("tei,ehi->teh", inner, down.float()).to(x.dtype)

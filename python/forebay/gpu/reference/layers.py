@@ -9,13 +9,13 @@ import torch.nn.functional as F
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     summed = x if residual is None else residual.add_(x)
     return F.rms_norm(summed, (x.shape[1],), weight, eps), summed
 
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     gates, ups = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gates) * ups).to(gate_up.dtype)
 
@@ -31,7 +31,7 @@ def rotate_and_keep(
     values: torch.Tensor,
     writes: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     count, dim, half = keys.shape[1], keys.shape[2], cos.shape[-1] // 2
     q, k, v = qkv.unflatten(1, (-1, dim)).split((queries, count, count), dim=1)
     for heads, weight in zip((q, k), norms or (None, None), strict=True):
@@ -53,7 +53,7 @@ def keep_latent(
     pool: torch.Tensor,
     writes: torch.Tensor,
 ) -> torch.Tensor:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     rank = len(weight)
     latent = F.rms_norm(made[:, :rank].float(), (rank,), weight.float(), eps)
     a, b = _halves(made[:, None, rank:], pairs)
@@ -74,7 +74,7 @@ def keep_index_keys(
     pool: torch.Tensor,
     writes: torch.Tensor,
 ) -> None:
-    """As `interface.Layers` says."""
+    """See `interface.Layers`."""
     turned = cos.shape[-1]
     normal = F.layer_norm(made, (len(weight),), weight, bias, eps)
     a, b = _halves(normal[:, None, :turned], pairs)

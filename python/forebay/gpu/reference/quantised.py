@@ -1,4 +1,4 @@
-"""Products with matrices of 8-bit floats and of 4-bit integers in PyTorch's operators: values first."""
+"""Products with matrices of 8-bit floats and of 4-bit integers in PyTorch's operators, which multiply out first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_SCALE = 1e-12
 
 
 def values(matrix: Codes) -> torch.Tensor:
-    """float32 [rows, inputs]."""
+    """The values, float32 [rows, inputs]."""
     scale = matrix.scale.repeat_interleave(matrix.block_rows, 0)[: len(matrix.codes)]
     spread = scale.repeat_interleave(matrix.group, 1)[:, : matrix.inputs]
     if matrix.zeros is None:
@@ -24,14 +24,14 @@ def values(matrix: Codes) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.Tensor:
-    """As `interface.Quantised` says."""
+    """See `interface.Quantised`."""
     return F.linear(x.float(), values(matrix), None if bias is None else bias.float()).to(x.dtype)
 
 
 def experts_of_codes(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Codes, down: Codes
 ) -> torch.Tensor:
-    """As `interface.Quantised` says."""
+    """See `interface.Quantised`."""
     hidden = gate_up.inputs
     count = len(down.codes) // hidden
     both = values(gate_up).unflatten(0, (count, -1))
@@ -39,6 +39,6 @@ def experts_of_codes(
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `interface.Quantised` says."""
+    """See `interface.Quantised`."""
     scale = (x.float().abs().amax(dim=1, keepdim=True) / _LARGEST).clamp(min=_LEAST_SCALE)
     return (x.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale

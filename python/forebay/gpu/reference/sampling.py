@@ -1,4 +1,4 @@
-"""From logits to tokens in PyTorch's operators: rows are sorted."""
+"""The way from logits to tokens in PyTorch's operators, with a sort of each row."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SECOND_FACTOR = 0x94D049BB133111EB - (1 << 64)
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `interface.Sampling` says."""
+    """See `interface.Sampling`."""
     known = logits.masked_fill(logits.isnan(), -torch.inf)
     return known.argmax(dim=-1), logits.isfinite().all(dim=-1)
 
 
 def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
-    """As `interface.Sampling` says."""
+    """See `interface.Sampling`."""
     vocabulary = logits.shape[1]
     drawn = wishes.temperature > 0
     logits = logits.masked_fill(logits.isnan(), -torch.inf).float()
@@ -56,7 +56,7 @@ def _share(bits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 def ask(tables: Tables, buffers: StepBuffers) -> Wishes:
-    """As `interface.Sampling` says."""
+    """See `interface.Sampling`."""
     words = tables.words.index_select(0, buffers.sampling)
     floats = tables.floats.index_select(0, buffers.sampling)
     low, high = words[:, SlotWord.SEED_LO].long() & 0xFFFFFFFF, words[:, SlotWord.SEED_HI].long()
@@ -83,7 +83,7 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def keep(tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
-    """As `interface.Sampling` says."""
+    """See `interface.Sampling`."""
     kept = tokens.masked_fill(~finite, 0).int()
     stride = tables.token_pool.shape[1]
     cells = buffers.sampling.long() * stride + buffers.ends

@@ -1,4 +1,4 @@
-"""Sparse attention in PyTorch's operators: choosing positions, finding and gathering their rows, attending to them."""
+"""Sparse attention in PyTorch's operators: choose positions, find and gather their rows, and attend to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_AGE = 31
 
 
 def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: PagedRows, top_k: int) -> torch.Tensor:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     n = len(q)
     token = torch.arange(n, device=q.device)
     row = (torch.searchsorted(rows.first, token.int(), right=True) - 1).clamp_(max=len(rows.slots) - 1)
@@ -33,7 +33,7 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: Pag
 
 
 def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Writes to lines `target` [m] of `chosen` int32 [n, top_k] the best of `seen` [m] scores [m, width]."""
+    """Writes the best of `seen` [m] scores [m, width] to lines `target` [m] of `chosen` int32 [n, top_k]."""
     top_k, width = chosen.shape[1], scores.shape[1]
     position = torch.arange(width, device=scores.device)
     there = position < seen[:, None]
@@ -49,7 +49,7 @@ def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen:
 
 
 def clear_slots(received: Received, table: torch.Tensor, slots: int) -> None:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     width = table.shape[1]
     new, there = records(received, "slots", SLOT_WORDS)
     slot = new[:, SlotWord.SLOT]
@@ -59,7 +59,7 @@ def clear_slots(received: Received, table: torch.Tensor, slots: int) -> None:
 
 
 def open_hot_rows(received: Received, pages: SparsePages, group: HotRows, slots: int) -> None:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     given, there = records(received, "hot_rows", PAGE_WRITE_WORDS)
     slot, index, _ = given.unbind(1)
     there = there & (slot >= 0) & (slot < slots) & (index >= 0) & (index < pages.hot_rows.shape[1])
@@ -75,7 +75,7 @@ def open_hot_rows(received: Received, pages: SparsePages, group: HotRows, slots:
 def resolve(
     chosen: torch.Tensor, query_slots: torch.Tensor, pages: SparsePages, group: HotRows, errors: torch.Tensor
 ) -> Found:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     size, top_k = pages.page_size, chosen.shape[1]
     slots = query_slots.long()
     wanted = chosen >= 0
@@ -139,7 +139,7 @@ def _compact(values: torch.Tensor, rank: torch.Tensor, there: torch.Tensor) -> t
 
 
 def gather(found: Found, host: torch.Tensor, host_stride: int, page_size: int, pool: torch.Tensor) -> None:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     top_k, width = found.rows.shape[1], pool.shape[1]
     there = (torch.arange(top_k, device=pool.device) < found.missing[:, None]).view(-1)
     source = found.source.view(-1).masked_fill(~there, 0)
@@ -153,7 +153,7 @@ def gather(found: Found, host: torch.Tensor, host_stride: int, page_size: int, p
 def attend_chosen(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """As `interface.Sparse` says."""
+    """See `interface.Sparse`."""
     n, heads, _ = q.shape
     there = rows >= 0
     # A row that is none may be no number, which gets through a weight of 0: it takes another's place.

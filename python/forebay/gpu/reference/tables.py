@@ -1,7 +1,7 @@
 """Plans applied and prepared in PyTorch's operators.
 
-How many records a column has only the device knows. So there are as many candidates as its body has room for, and those
-that are none write to a cell that is thrown away.
+Only the device knows the number of records of a column. So there are as many candidates as its body has room for.
+Candidates without a record write to a cell that is never read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forebay.protocol.plan import FLAG_SAMPLE, PAGE_WRITE_WORDS, ROW_WORDS, SLOT
 def write_table(
     received: Received, name: str, table: torch.Tensor, least: int, most: int, errors: torch.Tensor
 ) -> None:
-    """As `interface.Plans` says."""
+    """See `interface.Plans`."""
     triples, there = records(received, name, PAGE_WRITE_WORDS)
     slot, index, value = triples.unbind(1)
     slots, width = len(table) - 1, table.shape[1]
@@ -35,7 +35,7 @@ def write_table(
 
 
 def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> None:
-    """As `interface.Plans` says."""
+    """See `interface.Plans`."""
     new, there = records(received, "slots", SLOT_WORDS)
     floats, _ = records(received, "slot_floats", SLOT_FLOATS)
     floats = floats[: len(new)]
@@ -65,7 +65,7 @@ def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> Non
 def prepare(
     received: Received, tables: Tables, buffers: StepBuffers, errors: torch.Tensor, hot_rows: torch.Tensor | None
 ) -> None:
-    """As `interface.Plans` says."""
+    """See `interface.Plans`."""
     _prepare_rows(received, tables, buffers, errors)
     tokens, null_slot = len(buffers.tokens), tables.null_slot
     t = torch.arange(tokens, device=buffers.tokens.device)
@@ -117,7 +117,7 @@ def _prepare_rows(received: Received, tables: Tables, buffers: StepBuffers, erro
 
 
 def records(received: Received, name: str, words: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidates for the records of a column, int64 [c, words], and which of them are there."""
+    """Candidates for the records of a column, int64 [c, words]; and true for those that exist."""
     body = received.body
     first, size = received.places[column_id(name)].long().unbind(0)
     count = len(body) // words
@@ -132,7 +132,7 @@ def _wide(there: torch.Tensor, words: int) -> torch.Tensor:
 
 
 def scatter(table: torch.Tensor, cells: torch.Tensor, values: torch.Tensor, there: torch.Tensor) -> None:
-    """Writes values to cells of a whole table, where they are `there`."""
+    """Writes values to cells of a whole table, for records that exist."""
     flat = table.view(-1)
     extended = torch.cat((flat, flat[:1]))
     extended.index_copy_(0, cells.masked_fill(~there, len(flat)), values.to(table.dtype))
@@ -140,5 +140,5 @@ def scatter(table: torch.Tensor, cells: torch.Tensor, values: torch.Tensor, ther
 
 
 def tell(errors: torch.Tensor, wrong: torch.Tensor, bit: int) -> None:
-    """Sets a bit of the error word if anything is wrong."""
+    """Sets a bit of the error word if `wrong` has any true."""
     errors.bitwise_or_(wrong.any().int() * bit)

@@ -41,10 +41,10 @@ impl CallIds {
     }
 }
 
-/// The form in which tokens are shown.
+/// The form of tokens in an answer.
 #[derive(Clone)]
 pub(super) struct Tokens {
-    /// The tokenizer that writes log-probabilities, if they are asked for.
+    /// The tokenizer for log-probabilities, if requested.
     pub(super) tokenizer: Option<Arc<Tokenizer>>,
     pub(super) output: TokenOutput,
 }
@@ -103,7 +103,7 @@ fn message(choice: u32, delta: &Delta, ids: &CallIds) -> ResponseMessage {
 }
 
 impl Tokens {
-    /// Log-probabilities, where they are asked for.
+    /// Log-probabilities, if requested.
     fn logprobs(&self, all: &Logprobs) -> Option<ChatLogprobs> {
         let tokenizer = self.tokenizer.as_deref()?;
         let likely = |&(id, logprob): &Candidate| {

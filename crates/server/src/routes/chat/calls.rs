@@ -1,4 +1,4 @@
-//! Demands on calls, as the form of the answer.
+//! Demands on calls, as a form of the answer.
 
 use std::sync::Arc;
 
@@ -118,12 +118,12 @@ fn demand(
     })
 }
 
-/// True if all demands are forms of texts, the first of which came in `param`.
+/// True if all demands are forms of texts. `param` has the first of them.
 fn of_texts(tools: &OfferedTools, param: &str) -> bool {
     tools.functions.iter().any(|tool| tool.text.as_ref().is_some_and(|text| text.path == param))
 }
 
-/// The form of a tool's text, as a grammar has it.
+/// The form of a tool's text, for a grammar.
 fn call_text(text: &TextForm) -> CallText {
     let definition = text.definition.as_str().into();
     let form = if text.is_regex { Form::Regex(definition) } else { Form::Lark(definition) };

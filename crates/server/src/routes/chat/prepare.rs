@@ -1,4 +1,4 @@
-//! A conversation on its way to the engine, from any dialect.
+//! A conversation of any dialect, on its way to the engine.
 
 use std::sync::Arc;
 
@@ -47,10 +47,10 @@ pub(crate) async fn render(
     Ok(Rendered { seen, files, text: prompt.text })
 }
 
-/// Renders a conversation, which came in `param`, and says how its answer is bound and read.
+/// Renders a conversation from `param`. Gives the constraint and the parser of its answer.
 ///
 /// # Errors
-/// As [`render`]; or the form of the answer can't be kept.
+/// The errors of [`render`]; or the form of the answer can't be enforced.
 pub(crate) async fn prepare(
     state: &Shared,
     mut chat: ValidChat,
@@ -81,7 +81,7 @@ pub(crate) async fn prepare(
     Ok(submission)
 }
 
-/// The settings by which answers behind `prompt` are read; `None`: they are text.
+/// The settings of the parser for answers behind `prompt`; `None`: answers are text.
 fn reading(
     state: &Shared,
     tools: OfferedTools,

@@ -92,12 +92,13 @@ fn close_call(content: &mut [Value], arguments: &mut String) {
     }
 }
 
-/// Stands where Anthropic signs thinking. Clients send it back, and nobody here asks for it.
+/// A stand-in for Anthropic's signature of thinking. Clients send it back, and this server ignores
+/// it.
 fn signature(hash: u128) -> String {
     format!("{hash:032x}")
 }
 
-/// Why the message ended, and the stop sequence that ended it.
+/// The reason for which the message ended, and the stop sequence that ended it.
 fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
     let sequence = match &delta.end {
         Some(End::Text(text)) => Some(text.as_str()),

@@ -96,7 +96,7 @@ pub(crate) async fn count_tokens(
     Ok(reply::ok(&TokenCount { input_tokens }))
 }
 
-/// Checks a request, and tells what of it has no effect.
+/// Checks a request, and names its parameters without an effect.
 fn validate(
     state: &Shared,
     request: MessagesRequest,

@@ -1,4 +1,4 @@
-//! A model's answer as Ollama's objects: whole, and a line each of a stream.
+//! A model's answer as Ollama's objects: whole, and as the lines of a stream.
 
 use std::time::Instant;
 
@@ -26,7 +26,7 @@ pub(super) struct Writer {
     pub(super) model: String,
     pub(super) ids: CallIds,
     pub(super) arrived: Instant,
-    /// The time at which the first token came.
+    /// The time of the first token.
     first: Option<Instant>,
     /// A call whose arguments are not complete.
     call: Option<(String, u32, String, String)>,
@@ -54,7 +54,7 @@ impl Writer {
         answer
     }
 
-    /// Adds what is new; calls once they are complete.
+    /// Adds the news, and calls once they are complete.
     fn add(&mut self, delta: &Delta, said: &mut Said) {
         for part in delta.parts.iter() {
             if !matches!(part, Part::Arguments { .. }) {
@@ -115,7 +115,7 @@ impl Writer {
         object
     }
 
-    /// Adds what the last object has. Durations are nanoseconds.
+    /// Adds the fields of the last object. Durations are nanoseconds.
     fn finish(&self, object: &mut Value, reason: Option<&str>, tally: &Tally) {
         let nanoseconds = |time: std::time::Duration| u64::try_from(time.as_nanos()).unwrap_or(0);
         let (usage, total) = (tally.usage(), self.arrived.elapsed());

@@ -1,4 +1,4 @@
-//! Ollama's routes, so that its clients find this server: shapes over the parts that chats use.
+//! Ollama's routes for its clients: shapes over the parts that chats use.
 
 mod about;
 mod answer;
@@ -30,7 +30,7 @@ pub(crate) use about::{__path_ps, __path_show, __path_tags, __path_version};
 pub(crate) use about::{ps, show, tags, version};
 use answer::{Kind, Lines, Writer};
 
-/// Fills in from headers what the body does not say.
+/// Completes the body with headers.
 fn filled(mut ask: OllamaAsk, door: &Door<'_>) -> OllamaAsk {
     match &mut ask {
         OllamaAsk::Load { .. } => {}

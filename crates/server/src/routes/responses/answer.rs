@@ -1,4 +1,5 @@
-//! A model's answer as items: whole, and as the events of a stream. Both come from the same steps.
+//! A model's answer as items: whole, and as the events of a stream. Both are made by the same
+//! steps.
 
 use std::collections::HashMap;
 
@@ -50,7 +51,7 @@ pub(super) struct Answer {
     finish: Option<&'static str>,
 }
 
-/// The item at the end, to which the model adds.
+/// The last item, to which the model adds.
 struct Open {
     id: String,
     kind: Kind,
@@ -172,13 +173,13 @@ impl Answer {
         }
     }
 
-    /// The whole response; it is kept, where that is asked for.
+    /// The whole response. It is kept if the request wants that.
     pub(super) fn whole(mut self, delta: &Delta, tally: &Tally) -> serde_json::Result<Value> {
         self.add(delta, None)?;
         Ok(self.complete(&tally.usage()))
     }
 
-    /// The response in a state in which nothing was said.
+    /// The response in a state without output.
     pub(super) fn state(&self, status: &str) -> Value {
         let mut response = Value::Object(self.head.echo.clone());
         response["id"] = json!(self.head.id);
@@ -221,7 +222,7 @@ impl Answer {
         response
     }
 
-    /// Adds what the model said.
+    /// Adds the model's output.
     fn add(&mut self, delta: &Delta, mut out: Option<&mut Vec<u8>>) -> serde_json::Result<()> {
         for part in delta.parts.iter() {
             self.part(part, out.as_deref_mut())?;

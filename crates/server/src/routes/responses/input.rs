@@ -15,7 +15,7 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// Takes the next piece; gives what it adds to the text.
+    /// Takes the next piece. Gives the text that it adds.
     pub(super) fn push(&mut self, piece: &str) -> &str {
         self.arguments.push_str(piece);
         let before = self.text.len();
@@ -28,8 +28,8 @@ impl Input {
         &self.text[before..]
     }
 
-    /// The whole text, once the call has ended, and what of it [`Input::push`] has not given. A
-    /// model that nobody forces may write anything: then that is the text.
+    /// The whole text after the end of the call, and its part that [`Input::push`] has not given.
+    /// Without a grammar a model may write anything. Then that is the text.
     pub(super) fn finish(self) -> (String, String) {
         let whole = match serde_json::from_str(&self.arguments) {
             Ok(Value::Object(mut fields)) => match fields.remove(CUSTOM_INPUT) {
@@ -57,8 +57,8 @@ fn begin(arguments: &str) -> Option<usize> {
     Some(arguments.len() - rest.len())
 }
 
-/// Appends what a JSON string says, up to its end or to an escape that is not whole; gives how many
-/// bytes of it are read.
+/// Appends the content of a JSON string, up to its end or to an incomplete escape. Gives the number
+/// of read bytes.
 fn read(json: &str, text: &mut String) -> usize {
     let mut at = 0;
     while let Some(next) = json[at..].find(['"', '\\']) {

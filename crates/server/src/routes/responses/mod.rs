@@ -46,7 +46,7 @@ const EVICTED: HeaderName = HeaderName::from_static("x-forebay-responses-evicted
 /// Bytes of an item's copies in a prompt, for each of its own: the message, the rendered text, its
 /// token ids.
 const RENDERED: usize = 3;
-/// Copies of what a response repeats: its own, and those in what is written.
+/// The number of copies of repeated parts: the response's own, and those in the output.
 const REPEATED: usize = 3;
 
 /// A turn of a conversation.
@@ -88,8 +88,8 @@ impl Admissible for ResponsesRequest {
     }
 }
 
-/// Answers a conversation, or the next turn of one that is kept. With `stream`, typed events come;
-/// with `background`, the response comes at once and is computed behind that.
+/// Answers a conversation, or the next turn of a kept one. With `stream`, typed events come. With
+/// `background`, the response comes at once and is computed afterwards.
 #[utoipa::path(
     post,
     path = "/v1/responses",
@@ -196,7 +196,7 @@ async fn start(
     Ok(sent(queued))
 }
 
-/// Gives a response that is kept, in the state in which it is.
+/// Gives a kept response in its present state.
 #[utoipa::path(
     get,
     path = "/v1/responses/{id}",
@@ -330,7 +330,7 @@ fn find(
     state.store.get(owner, id).ok_or_else(|| unknown(id, param))
 }
 
-/// The conversation up to the response from which another one goes on.
+/// The conversation up to the response that another one continues.
 fn previous(state: &Shared, owner: Owner, id: &str) -> Result<Vec<Arc<Turn>>, ApiError> {
     const PARAM: &str = "previous_response_id";
     let kept = find(state, owner, id, Some(PARAM))?;

@@ -1,11 +1,11 @@
 //! The egress threads: from the engine's outputs to text, and to the sockets of streams.
 //!
-//! A request belongs to one of them by its name. One lane leads into each, so that a request's
-//! registration, sent before the request is submitted, is always ahead of its outputs. A thread
-//! waits for nothing but its lane (sockets are written without waiting). Writing is nine tenths of
+//! A request belongs to one thread, by its name. One lane leads into each thread. A request's
+//! registration is sent before the request is submitted, so it is always ahead of its outputs. A
+//! thread waits for its lane only, since writes to sockets do not block. Writes are nine tenths of
 //! a token's cost here. So a thread that is behind, with the next step already in its lane, gathers
-//! several steps' tokens for one chunk. The engine does not have to wait for it, and streams get
-//! fewer and longer chunks. Lanes are bounded all the same.
+//! several steps' tokens for one chunk. The engine does not wait for it, and streams get fewer and
+//! longer chunks. Lanes are bounded all the same.
 
 mod stream;
 
@@ -36,11 +36,11 @@ const GATHER: Duration = Duration::from_millis(5);
 /// The settings of the egress threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EgressConfig {
-    /// Threads, at least one.
+    /// The number of threads, at least one.
     pub threads: usize,
-    /// Steps and registrations that may wait for each.
+    /// The number of steps and registrations that may wait for each thread.
     pub capacity: usize,
-    /// The least time between two chunks of a stream: tokens that come sooner are merged. The first
+    /// The least time between two chunks of a stream. Tokens that come sooner are merged. The first
     /// token and the end do not wait.
     pub window: Duration,
 }
@@ -56,7 +56,7 @@ pub(crate) struct Registration {
     pub(crate) eos: Arc<[i32]>,
     pub(crate) prompt_tokens: u32,
     pub(crate) arrived: Instant,
-    /// Tokens to gather for a chunk; `None`: nobody reads before the end.
+    /// The number of tokens for a chunk; `None`: the answer comes in one piece.
     pub(crate) interval: Option<u32>,
 }
 
@@ -68,8 +68,8 @@ enum Message {
     EngineGone,
 }
 
-/// The engines' side of the egress threads: give a clone to each engine when it is started. When
-/// the last sink is dropped, requests that have not ended never will.
+/// The engines' side of the egress threads. Each engine gets a clone when it is started. After the
+/// last sink is dropped, the remaining requests never end.
 #[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,
@@ -105,7 +105,7 @@ impl Drop for Last {
     }
 }
 
-/// The server's side of the egress threads. They end when every clone and the sink are gone.
+/// The server's side of the egress threads. They end when all clones and the sink are dropped.
 #[derive(Debug, Clone)]
 pub struct Egress {
     lanes: Lanes,
@@ -265,7 +265,7 @@ impl Owner {
         }
     }
 
-    /// Sends what the window has held back long enough.
+    /// Sends text that the window has held back long enough.
     fn ring(&mut self, now: Instant, scratch: &mut Scratch) {
         while let Some(&Reverse((next, id))) = self.alarms.peek()
             && next <= now
@@ -328,7 +328,7 @@ impl Owner {
     }
 }
 
-/// Stops a request whose output nobody reads.
+/// Stops a request whose output is not read any more.
 fn give_up(streams: &mut Streams, metrics: &Metrics, id: RequestId, now: Instant) {
     if let Some(stream) = streams.remove(&id) {
         stream.engine.abort(id);

@@ -1,4 +1,4 @@
-//! One request on its way out: tokens to text, and when its chunks are due.
+//! One request on its way out: its tokens become text, and its chunks are sent in time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::stream::mailbox::{self, Sent};
 use crate::stream::outlet::Chunk;
 use crate::stream::speller::{Found, Speller};
 
-/// Bytes, about, that are gathered for a chunk, whatever interval was asked for.
+/// The approximate largest number of bytes that are gathered for a chunk, for any interval.
 const MOST_GATHERED: usize = 64 << 10;
 
 /// Buffers that are used again from token to token.
@@ -24,7 +24,7 @@ pub(super) struct Scratch {
     chunk: Chunk,
 }
 
-/// The time at which a stream's next chunk may be sent.
+/// The time of a stream's next chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Due {
     /// Now.
@@ -44,13 +44,13 @@ pub(super) struct Stream {
     pub(super) timeline: Timeline,
     /// The part that has not been sent.
     delta: Delta,
-    /// Tokens to gather for a chunk; `None`: nobody reads before the end.
+    /// The number of tokens for a chunk; `None`: the answer comes in one piece.
     interval: Option<u32>,
     /// The least time between two chunks.
     window: Duration,
-    /// The time at which the last chunk was sent.
+    /// The time of the last chunk.
     sent: Option<Instant>,
-    /// A time at which what is there will be sent has been noted.
+    /// True if the next send has a time already.
     pub(super) noted: bool,
 }
 
@@ -98,7 +98,7 @@ impl Stream {
         }
     }
 
-    /// Sends what has come.
+    /// Sends the gathered parts.
     pub(super) fn send(&mut self, now: Instant, scratch: &mut Scratch) -> Sent {
         self.sent = Some(now);
         self.sender.send(&mut self.delta, &mut scratch.chunk)
@@ -109,7 +109,7 @@ impl Stream {
         self.sender.fail(error);
     }
 
-    /// Adds what an output brings to what is to be sent.
+    /// Adds an output to the gathered parts.
     pub(super) fn apply(&mut self, output: Output, scratch: &mut Scratch) {
         if let Some(admission) = output.admission {
             self.delta.cached_tokens = Some(admission.cached_tokens);

@@ -1,11 +1,12 @@
-//! Special tokens in clients' text: found before the template runs, and found again in its output.
+//! Special tokens in clients' text. They are found before the template runs, and found again in its
+//! output.
 //!
-//! A chat whose strings can put no special token together renders as ever. Otherwise it renders
-//! twice: as it is, and with twins in place of some characters of those tokens, which no special
-//! token has and no client wrote. If the two texts differ by twins alone, the twins tell the
-//! client's part of the text. The text itself is the first one. So watching changes nothing that a
-//! template does with content (trimming, splitting, comparing, measuring). Where they differ
-//! otherwise the template has looked at such a token itself, and the chat is refused.
+//! A chat whose strings cannot make a special token renders once. Any other chat renders twice. The
+//! second time has *twins* in place of some characters of those tokens: characters that no special
+//! token has and no client wrote. If the two texts differ by twins alone, the twins mark the
+//! client's part of the text. The result is the first text. So nothing changes that a template does
+//! with content (trim, split, compare, measure). If the texts differ otherwise, the template has
+//! looked at such a token itself, and the chat is refused.
 
 #[cfg(test)]
 mod tests;
@@ -27,7 +28,7 @@ const TWINS: Range<u32> = 0x2_0000..0x2_a6d0;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Rendered {
     pub(crate) text: String,
-    /// Sorted ranges of bytes that clients wrote; of those that matter at least one byte is here.
+    /// Sorted ranges of bytes from clients. Each range that matters has at least one byte here.
     pub(crate) client: Vec<Range<usize>>,
 }
 
@@ -39,7 +40,7 @@ pub(crate) struct Guard {
     finder: AhoCorasick,
     /// First bytes of tokens that begin with no letter or digit.
     firsts: Box<[bool; 256]>,
-    /// The quoted strings in the template's source, at which it may cut content.
+    /// The quoted strings in the template's source. It may cut content at these.
     literals: Option<AhoCorasick>,
     /// Every character that gets a twin.
     alphabet: Vec<char>,
@@ -91,7 +92,7 @@ impl Guard {
         Some(guard)
     }
 
-    /// The tokens for which a short chat renders otherwise when they are watched.
+    /// The tokens that change the rendering of a short chat when they are watched.
     fn inspected_by(&self, template: &ChatTemplate) -> HashSet<String> {
         let differs = |token: &&String| {
             template.source.contains(token.as_str())
@@ -107,10 +108,10 @@ impl Guard {
         self.tokens.iter().filter(differs).cloned().collect()
     }
 
-    /// Renders a chat and says what of it clients wrote, as far as that matters for special tokens.
+    /// Renders a chat. Gives the parts from clients, as far as special tokens need that.
     ///
     /// # Errors
-    /// As [`ChatTemplate::render`], and [`TextError::Guarded`].
+    /// The errors of [`ChatTemplate::render`], and [`TextError::Guarded`].
     pub(crate) fn render(
         &self,
         template: &ChatTemplate,
@@ -183,7 +184,8 @@ impl Guard {
         }
     }
 
-    /// Of a name only whole tokens are replaced: templates know names.
+    /// Guards the fields of an object. In names only whole tokens are replaced, since templates
+    /// know names.
     fn fields(&self, fields: &Map<String, Value>, twins: &Twins) -> Map<String, Value> {
         let field = |(name, value): (&String, &Value)| {
             (twins.put(name, &self.whole(name)), self.replaced(value, twins))
@@ -217,8 +219,8 @@ impl Guard {
         found.filter(|found| !left(found.pattern().as_usize())).map(|found| found.range()).collect()
     }
 
-    /// The length of the longest beginning of a token that `text` starts with, less than a whole
-    /// one, behind which there may be a cut. `end` is where trimming ends the text.
+    /// The length of the longest proper beginning of a token at the start of `text` that may be
+    /// followed by a cut. `end` is the text up to a trim.
     fn beginning(&self, text: &str, end: usize) -> Option<usize> {
         if self.finder.find(Input::new(text).anchored(Anchored::Yes)).is_some() {
             // A whole token, which is found or left as such.
@@ -265,8 +267,8 @@ impl Twins {
         })
     }
 
-    /// The text with twins at some of these places: in place of signs, or of everything but spaces
-    /// where there is none. Quotes and what else is escaped in JSON stays.
+    /// The text with twins at some of these places. They replace signs, or everything except spaces
+    /// if there is no sign. Quotes and other characters that JSON escapes stay.
     fn put(&self, text: &str, places: &[Range<usize>]) -> String {
         if places.is_empty() {
             return text.to_owned();
@@ -321,7 +323,7 @@ fn note_used(value: &Value, used: &mut HashSet<char>) {
     }
 }
 
-/// Chats that show what a template does with a content.
+/// Chats that show a template's treatment of a content.
 fn probes(content: &str) -> Vec<Value> {
     let message = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
     let user = message("user", content);

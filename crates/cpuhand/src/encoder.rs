@@ -1,0 +1,176 @@
+//! An encoder behind the step protocol. Every row is a whole prompt, and nothing is kept from step
+//! to step but the slots' tokens.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use forebay_kernels::{Bert, BertActivation, BertSizes, Shared, Texts, Threads};
+use forebay_protocol::{HandConfig, ROW_NOT_FINITE, ROW_OK, Ready, StepPlan, StepResult};
+use forebay_weights::{BertShape, Checkpoint, ModelError};
+use serde_json::{Map, Value};
+
+use crate::columns::Columns;
+use crate::kept::files;
+use crate::load::{Formats, Plan, Source, load};
+use crate::pooled::kind;
+use crate::runner::{Executes, HandError, Loaded, Report, numbers, timed};
+use crate::step::MaskSource;
+use crate::tables::{PlanError, Tables};
+
+/// Weights, and the tokens of slots.
+pub(crate) struct EncoderRunner {
+    bert: Bert,
+    tables: Tables,
+    arena: Shared,
+    facts: Ready,
+    ended: Instant,
+}
+
+/// True if a kind of pooling is one of an encoder's.
+pub(crate) fn knows(kind: &str) -> bool {
+    matches!(kind, "mean" | "cls")
+}
+
+/// The number of scores that a hand is told to make of each vector; 0: the vector stays.
+fn scores(config: &HandConfig) -> usize {
+    let pooling = config.model.get("pooling");
+    let scoring = pooling.and_then(|it| it.get("task")).and_then(Value::as_str) == Some("score");
+    let size = pooling.and_then(|it| it.get("size")).and_then(Value::as_u64);
+    if scoring { size.map_or(0, |size| usize::try_from(size).unwrap_or(0)) } else { 0 }
+}
+
+impl EncoderRunner {
+    /// Loads an encoder and computes a first prompt.
+    pub(crate) fn load(
+        config: &HandConfig,
+        model: &Map<String, Value>,
+        arena: Shared,
+        threads: &Arc<Threads>,
+        report: Report<'_>,
+    ) -> Result<Loaded, HandError> {
+        let shape = BertShape::of(model)?;
+        let (number, dtype, told) = numbers(&config.dtype)?;
+        let int8 = config.quantization.as_deref() == Some("w8a8_int8");
+        let formats = Formats { int8, ..Formats::default() };
+        let scores = scores(config);
+        let plan = Plan::of_bert(&shape, scores, number, formats)?;
+        let weights = if config.load_format == "dummy" {
+            load(&plan, Source::Random(config.seed), threads, report)?
+        } else {
+            let checkpoint = Checkpoint::of_bert(&files(&config.model), scores > 0)?;
+            plan.check(&checkpoint)?;
+            load(&plan, Source::Checkpoint(&checkpoint), threads, report)?
+        };
+        let sizes = BertSizes {
+            dtype,
+            hidden: shape.hidden_size,
+            heads: shape.heads,
+            intermediate: shape.intermediate_size,
+            vocabulary: shape.vocab_size,
+            positions: shape.max_positions,
+            kinds: shape.kinds,
+            activation: match shape.activation.as_str() {
+                "gelu" => BertActivation::Gelu,
+                "relu" => BertActivation::Relu,
+                _ => BertActivation::GeluTanh,
+            },
+            first: kind(config) == Some("cls"),
+            scores,
+            eps: shape.layer_norm_eps as f32,
+        };
+        let bert = Bert::new(sizes, plan.assemble_bert(scores, &weights)?, threads)
+            .map_err(|error| ModelError::Broken(error.to_string()))?;
+        let facts = Ready {
+            page_count: 0,
+            vocab_size: shape.vocab_size as u32,
+            hidden_size: shape.hidden_size as u32,
+            dtype: told,
+            weight_bytes: plan.bytes(),
+            kv_bytes: 0,
+            device: "cpu".into(),
+            load_seconds: 0.0,
+            tokens_a_row: 1,
+            host_page_count: 0,
+            page_bytes: 0,
+            hot_row_tokens: 0,
+            tower_layers: 0,
+            image_page_count: 0,
+            image_page_tokens: 0,
+            graphs: 0,
+        };
+        let tables = Tables::new(
+            config.slots as usize,
+            config.context_length as usize,
+            config.page_size as usize,
+            shape.vocab_size,
+        );
+        let mut runner = Self { bert, tables, arena, facts, ended: Instant::now() };
+        let length = i64::from(config.context_length).min(2);
+        let first = runner.encode(&Columns::one(0, length))?;
+        if !first.iter().all(|number| number.is_finite()) {
+            let what = "the weights give results that are not finite";
+            return Err(HandError::NotFinite(what.into()));
+        }
+        runner.ended = Instant::now();
+        Ok(Loaded { runner: Box::new(runner), keep: Box::new(|| {}) })
+    }
+
+    /// The vectors, or scores, of rows that are whole prompts.
+    fn encode(&mut self, columns: &Columns) -> Result<Vec<f32>, HandError> {
+        if columns.start.iter().any(|&start| start > 0)
+            || columns.sampling.len() != columns.slot.len()
+        {
+            return Err(PlanError("an encoder was given a part of a prompt".into()).into());
+        }
+        let segment: Vec<i64> =
+            columns.slot.iter().map(|&slot| self.tables.slots[slot as usize].segment).collect();
+        let texts = Texts {
+            slot: &columns.slot,
+            length: &columns.length,
+            segment: &segment,
+            tokens: &self.tables.tokens,
+            token_stride: self.tables.token_stride,
+        };
+        let mut vectors = vec![0.0; columns.slot.len() * self.bert.width()];
+        self.bert.encode(&texts, &mut vectors)?;
+        Ok(vectors)
+    }
+
+    fn rows(&mut self, plan: &StepPlan, result: &mut StepResult) -> Result<(), HandError> {
+        self.tables.write(plan, &self.arena)?;
+        if plan.rows().len() == 0 {
+            return Ok(());
+        }
+        if plan.prompt_logprobs().next().is_some() {
+            return Err(PlanError("log-probabilities of a prompt that is pooled".into()).into());
+        }
+        let columns = Columns::of(plan, &self.tables, true)?;
+        result.pooled = self.encode(&columns)?;
+        let broken = |vector: &[f32]| !vector.iter().all(|number| number.is_finite());
+        let vectors = result.pooled.chunks_exact(self.bert.width());
+        result.row_errors =
+            vectors.map(|vector| if broken(vector) { ROW_NOT_FINITE } else { ROW_OK }).collect();
+        Ok(())
+    }
+}
+
+impl Executes for EncoderRunner {
+    fn facts(&self) -> &Ready {
+        &self.facts
+    }
+
+    fn step(
+        &mut self,
+        plan: &StepPlan,
+        _masks: &mut MaskSource<'_>,
+    ) -> Result<Option<StepResult>, HandError> {
+        let begun = Instant::now();
+        if plan.has_images() {
+            return Err(PlanError("images in a plan for a model of text".into()).into());
+        }
+        let mut result = StepResult { step: plan.step(), ..StepResult::default() };
+        self.rows(plan, &mut result)?;
+        timed(&mut result, begun, &mut self.ended, std::time::Duration::ZERO);
+        Ok(Some(result))
+    }
+}

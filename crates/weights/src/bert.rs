@@ -1,0 +1,149 @@
+//! The shape of a BERT (Devlin et al. 2019), read from its `config.json`.
+
+use serde_json::{Map, Value};
+
+use crate::config::{MOST_LAYERS, optional, size};
+use crate::error::ModelError;
+
+const ARCHITECTURES: [&str; 2] = ["BertModel", "BertForSequenceClassification"];
+/// The prefix of an encoder's weights in a checkpoint that has more than the encoder.
+const BODY: &str = "bert.";
+/// The numbers of positions, which some checkpoints carry.
+const POSITIONS: &str = "embeddings.position_ids";
+
+/// Everything that is needed to build an encoder. Sizes are numbers of elements, positions are
+/// tokens.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BertShape {
+    /// Tokens.
+    pub vocab_size: usize,
+    /// Elements of a state.
+    pub hidden_size: usize,
+    /// Elements between the products of a layer's second part.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub layers: usize,
+    /// Heads, all with keys and values of their own.
+    pub heads: usize,
+    /// The epsilon of the norms.
+    pub layer_norm_eps: f64,
+    /// Positions that the model was made for.
+    pub max_positions: usize,
+    /// Kinds of texts.
+    pub kinds: usize,
+    /// The function between those products, by its name in transformers.
+    pub activation: String,
+}
+
+/// True if a `config.json` is that of a BERT.
+#[must_use]
+pub fn is_bert(config: &Map<String, Value>) -> bool {
+    let names = config.get("architectures").and_then(Value::as_array).into_iter().flatten();
+    names.filter_map(Value::as_str).any(|name| ARCHITECTURES.contains(&name))
+}
+
+impl BertShape {
+    /// Reads a `config.json`.
+    ///
+    /// # Errors
+    /// The config describes an encoder that would be computed wrongly, or lacks a needed value.
+    pub fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
+        let text = |key: &str| config.get(key).and_then(Value::as_str).filter(|it| !it.is_empty());
+        match text("position_embedding_type") {
+            None | Some("absolute") => {}
+            Some(other) => {
+                return Err(ModelError::broken(format!(
+                    "position_embedding_type '{other}' is not supported; supported: absolute"
+                )));
+            }
+        }
+        let activation = text("hidden_act").unwrap_or("gelu").to_owned();
+        if !["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"].contains(&activation.as_str()) {
+            return Err(ModelError::broken(format!(
+                "hidden_act '{activation}' is not supported: use gelu, gelu_new, gelu_pytorch_tanh, relu"
+            )));
+        }
+        if config.get("is_decoder").and_then(Value::as_bool) == Some(true) {
+            return Err(ModelError::broken("a BERT that is a decoder is not supported"));
+        }
+        let layers = size(config, "num_hidden_layers")?;
+        if layers == 0 || layers as u64 > MOST_LAYERS {
+            return Err(ModelError::broken(format!("{layers} layers are not supported")));
+        }
+        let usual = |key, usual| -> Result<usize, ModelError> {
+            Ok(optional(config, key)?.unwrap_or(usual) as usize)
+        };
+        Ok(Self {
+            vocab_size: size(config, "vocab_size")?,
+            hidden_size: size(config, "hidden_size")?,
+            intermediate_size: size(config, "intermediate_size")?,
+            layers,
+            heads: size(config, "num_attention_heads")?,
+            layer_norm_eps: config.get("layer_norm_eps").and_then(Value::as_f64).unwrap_or(1e-12),
+            max_positions: usual("max_position_embeddings", 512)?,
+            kinds: usual("type_vocab_size", 2)?,
+            activation,
+        })
+    }
+
+    /// The name of a checkpoint's weight in the encoder; `None`: the encoder needs no such weight.
+    /// `scores`: there are layers that make scores of vectors.
+    #[must_use]
+    pub fn name_of(name: &str, scores: bool) -> Option<String> {
+        let name = name.strip_prefix(BODY).unwrap_or(name);
+        let spare = name == POSITIONS || !scores && name.starts_with("pooler.dense.");
+        (!spare).then(|| name.to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn of(changes: &Value) -> Result<BertShape, ModelError> {
+        let mut config = json!({
+            "architectures": ["BertModel"], "vocab_size": 131, "hidden_size": 48, "intermediate_size": 96,
+            "num_hidden_layers": 3, "num_attention_heads": 4,
+        });
+        for (key, value) in changes.as_object().expect("an object") {
+            config[key] = value.clone();
+        }
+        let config = config.as_object().expect("an object");
+        assert!(is_bert(config));
+        BertShape::of(config)
+    }
+
+    #[test]
+    fn a_config_says_little() {
+        let shape = of(&json!({"layer_norm_eps": 1e-5})).expect("a model");
+        assert_eq!((shape.max_positions, shape.kinds, shape.activation.as_str()), (512, 2, "gelu"));
+        assert!((shape.layer_norm_eps - 1e-5).abs() < 1e-12);
+    }
+
+    #[test]
+    fn whatever_would_be_computed_wrongly_is_refused() {
+        for (changes, why) in [
+            (json!({"hidden_act": "swish"}), "hidden_act 'swish'"),
+            (json!({"position_embedding_type": "relative_key"}), "relative_key"),
+            (json!({"is_decoder": true}), "decoder"),
+            (json!({"hidden_size": null}), "hidden_size"),
+        ] {
+            let found = of(&changes);
+            assert!(matches!(&found, Err(error) if error.to_string().contains(why)), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn weights_lose_the_name_of_the_body() {
+        let name = |name, scores| BertShape::name_of(name, scores);
+        assert_eq!(
+            name("bert.embeddings.LayerNorm.bias", true).as_deref(),
+            Some("embeddings.LayerNorm.bias")
+        );
+        assert_eq!(name("embeddings.position_ids", true), None);
+        assert_eq!(name("pooler.dense.weight", false), None);
+        assert_eq!(name("bert.pooler.dense.weight", true).as_deref(), Some("pooler.dense.weight"));
+    }
+}
