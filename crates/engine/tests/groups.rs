@@ -96,11 +96,13 @@ struct Seen {
 
 /// Runs on the engine thread after each batch.
 type Hook = Box<dyn FnMut(&Rig, Seen) + Send>;
+/// The hook of all members, and the counts that it is told.
+type Hooked = Arc<Mutex<(Seen, Option<(Rig, Hook)>)>>;
 
 struct Sink {
     member: usize,
     outputs: Sender<(usize, Vec<Output>)>,
-    hook: Arc<Mutex<(Seen, Option<(Rig, Hook)>)>>,
+    hook: Hooked,
 }
 
 impl OutputSink for Sink {
