@@ -1,4 +1,5 @@
-//! The front for callers in Rust: its results are those of the C interface, and it checks its input.
+//! The front for callers in Rust. Its results are those of the C interface, and it checks its
+//! input.
 
 use std::sync::Arc;
 
