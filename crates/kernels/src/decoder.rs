@@ -87,7 +87,7 @@ pub struct Sizes {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// The first elements of a head, those that positions rotate.
+    /// The number of first elements of a head that positions rotate.
     pub rotary_dim: usize,
     /// Elements between the two products of a dense feed-forward part; 0: no layer has one.
     pub intermediate: usize,

@@ -11,27 +11,27 @@ const BODY: &str = "bert.";
 /// The numbers of positions, which some checkpoints carry.
 const POSITIONS: &str = "embeddings.position_ids";
 
-/// Everything that is needed to build an encoder. Sizes are numbers of elements, positions are
+/// The data from which an encoder is built. Sizes are numbers of elements, and positions are
 /// tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BertShape {
-    /// Tokens.
+    /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Elements of a state.
     pub hidden_size: usize,
     /// Elements between the products of a layer's second part.
     pub intermediate_size: usize,
-    /// Layers.
+    /// The number of layers.
     pub layers: usize,
-    /// Heads, all with keys and values of their own.
+    /// The number of heads. Each has keys and values of its own.
     pub heads: usize,
     /// The epsilon of the norms.
     pub layer_norm_eps: f64,
-    /// Positions that the model was made for.
+    /// The largest number of positions that the model was trained for.
     pub max_positions: usize,
-    /// Kinds of texts.
+    /// The number of kinds of texts.
     pub kinds: usize,
-    /// The function between those products, by its name in transformers.
+    /// The function between the products of a layer's second part, by its name in transformers.
     pub activation: String,
 }
 
@@ -86,8 +86,8 @@ impl BertShape {
         })
     }
 
-    /// The name of a checkpoint's weight in the encoder; `None`: the encoder needs no such weight.
-    /// `scores`: there are layers that make scores of vectors.
+    /// The name of a checkpoint's weight in the encoder; `None`: the encoder does not need the
+    /// weight. `scores` is true if there are layers for scores.
     #[must_use]
     pub fn name_of(name: &str, scores: bool) -> Option<String> {
         let name = name.strip_prefix(BODY).unwrap_or(name);

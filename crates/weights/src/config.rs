@@ -52,7 +52,7 @@ pub struct Shape {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// The first elements of a head, those that positions rotate.
+    /// The number of first elements of a head that positions rotate.
     pub rotary_dim: usize,
     /// True if queries, keys and values have biases.
     pub qkv_bias: bool,

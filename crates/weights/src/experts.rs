@@ -9,38 +9,38 @@ use crate::error::ModelError;
 /// made for each, before a file is asked for them.
 const MOST_EXPERTS: usize = 1 << 18;
 
-/// A mixture of experts (Shazeer et al. 2017): each token has some gated feed-forward parts of
-/// many.
+/// A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token
+/// uses some.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Experts {
-    /// Experts of a layer.
+    /// The number of experts of a layer.
     pub count: usize,
-    /// Experts of a token.
+    /// The number of experts of a token.
     pub per_token: usize,
-    /// Elements between the products of one.
+    /// Elements between the two products of one expert.
     pub intermediate_size: usize,
-    /// Elements between the products of the part that every token has beside its experts; 0: there
-    /// is none.
+    /// Elements between the two products of the shared expert, which every token has; 0: there is
+    /// none.
     pub shared_size: usize,
-    /// The rule by which a token's experts are chosen.
+    /// The rule for the choice of a token's experts.
     pub routing: Routing,
-    /// A token's weights are divided by their sum.
+    /// True if a token's weights are divided by their sum.
     pub normalise: bool,
     /// The factor of a token's weights, applied last.
     pub scaling: f64,
 }
 
-/// The rule by which a token's experts are chosen.
+/// The rule for the choice of a token's experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Routing {
     /// The largest of the softmax over all experts.
     Softmax,
-    /// The largest of sigmoids, of routers in 32 bits (DeepSeek-V3, 2024). A bias is added for the
-    /// choice, and only for it.
+    /// The largest of sigmoids, of routers in 32 bits (DeepSeek-V3, 2024). A bias is added only for
+    /// the choice.
     Corrected {
-        /// Groups of experts of neighbouring ids; 1: there are none.
+        /// The number of groups of experts, which have neighbouring ids; 1: there are none.
         groups: usize,
-        /// The number of groups that are kept, those with the best sum of their two best scores.
+        /// The number of kept groups, which have the best sums of their two best scores.
         kept: usize,
     },
 }
@@ -49,7 +49,7 @@ impl Routing {
     /// The number of best scores whose sum is a group's score.
     pub const BEST_OF_GROUP: usize = 2;
 
-    /// All groups, and those that are kept.
+    /// The numbers of all groups and of kept ones.
     #[must_use]
     pub fn groups(self) -> (usize, usize) {
         match self {

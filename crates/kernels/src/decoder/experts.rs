@@ -12,14 +12,15 @@ pub struct ExpertSizes {
     pub per_token: usize,
     /// Elements between the two products of an expert.
     pub intermediate: usize,
-    /// The same of the part that all tokens have beside their experts; 0: there is none.
+    /// Elements between the two products of the shared expert, which all tokens have; 0: there is
+    /// none.
     pub shared: usize,
-    /// True for sigmoids whose choice is corrected, of routers in 32 bits (DeepSeek-V3, 2024).
+    /// True for sigmoids with a bias for the choice, of routers in 32 bits (DeepSeek-V3, 2024).
     /// False for the softmax over all experts (Shazeer et al. 2017).
     pub corrected: bool,
-    /// Groups of experts of neighbouring ids; 1: there are none.
+    /// The number of groups of experts, which have neighbouring ids; 1: there are none.
     pub groups: usize,
-    /// Best groups, outside of which nothing is chosen.
+    /// The number of best groups. Experts of other groups are not chosen.
     pub kept_groups: usize,
     /// The number of best scores whose sum is a group's score.
     pub best_of_group: usize,
@@ -62,17 +63,16 @@ impl ExpertSizes {
 /// The experts of a layer.
 #[derive(Clone)]
 pub struct ExpertMatrices {
-    /// The router, `[count, hidden]`, not packed: of the model's type, or float32 if choices are
-    /// corrected.
+    /// The router, `[count, hidden]`, not packed: of the model's type, or float32 if `corrected`.
     pub router: Bytes,
-    /// The term that is added to scores for the choice only, float32 `[count]`.
+    /// The bias of scores for the choice, float32 `[count]`.
     pub correction: Option<Bytes>,
     /// The first product of each expert: gates, then their values, `[2 * intermediate, hidden]`,
     /// interleaved. Experts are packed one behind the other.
     pub gate_up: Matrix,
     /// The second product of each expert, `[hidden, intermediate]`.
     pub down: Matrix,
-    /// The part that all tokens have beside their experts.
+    /// The shared expert, which all tokens have.
     pub shared: Option<Gated>,
 }
 

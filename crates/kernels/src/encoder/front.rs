@@ -1,4 +1,4 @@
-//! An encoder for callers in Rust: the C interface with its promises kept by types and checks.
+//! An encoder for callers in Rust. Types and checks keep the promises of the C interface.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -15,25 +15,25 @@ use crate::team::{Kind, Team};
 /// The sizes of an encoder, and its way to make a vector of a prompt's states.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BertSizes {
-    /// The type of weights, and of the rows that are multiplied with them.
+    /// The type of weights, and of the inputs of products.
     pub dtype: Dtype,
     /// Elements of a state.
     pub hidden: usize,
-    /// Heads, all with keys and values of their own.
+    /// The number of heads. Each has keys and values of its own.
     pub heads: usize,
     /// Elements between the two products of a layer's second part.
     pub intermediate: usize,
-    /// Tokens.
+    /// The number of tokens in the vocabulary.
     pub vocabulary: usize,
     /// The largest number of positions of a prompt.
     pub positions: usize,
-    /// Kinds of texts.
+    /// The number of kinds of texts.
     pub kinds: usize,
     /// The function between those two products.
     pub activation: BertActivation,
     /// True if a prompt's first state is its vector, and not the mean.
     pub first: bool,
-    /// The number of scores that are made of a vector; 0: the vector stays.
+    /// The number of scores of a prompt; 0: it has a vector.
     pub scores: usize,
     /// The epsilon of the norms.
     pub eps: f32,
@@ -53,33 +53,33 @@ pub enum BertActivation {
 /// A matrix, and the bias that is added to its product.
 #[derive(Clone)]
 pub struct BertLinear {
-    /// `[outputs, inputs]`.
+    /// The matrix, `[outputs, inputs]`.
     pub matrix: Matrix,
-    /// `[outputs]`.
+    /// The bias, `[outputs]`.
     pub bias: Bytes,
 }
 
 /// The factors and the terms of a normalisation.
 #[derive(Clone)]
 pub struct BertNorm {
-    /// `[hidden]`.
+    /// The factors, `[hidden]`.
     pub weight: Bytes,
-    /// `[hidden]`.
+    /// The terms, `[hidden]`.
     pub bias: Bytes,
 }
 
 /// One layer.
 #[derive(Clone)]
 pub struct BertLayer {
-    /// `[3 * hidden, hidden]`: queries, keys, values.
+    /// Queries, keys and values, `[3 * hidden, hidden]`.
     pub qkv: BertLinear,
-    /// `[hidden, hidden]`.
+    /// The attention's output, `[hidden, hidden]`.
     pub output: BertLinear,
     /// The normalisation behind the attention.
     pub attention_norm: BertNorm,
-    /// `[intermediate, hidden]`.
+    /// The first product of the second part, `[intermediate, hidden]`.
     pub up: BertLinear,
-    /// `[hidden, intermediate]`.
+    /// The second product of the second part, `[hidden, intermediate]`.
     pub down: BertLinear,
     /// The normalisation behind the second part.
     pub output_norm: BertNorm,
@@ -87,33 +87,33 @@ pub struct BertLayer {
 
 /// All weights of an encoder. Vectors and embeddings are of the model's type.
 pub struct BertWeights {
-    /// `[vocabulary, hidden]`.
+    /// The embedding of tokens, `[vocabulary, hidden]`.
     pub words: Bytes,
-    /// `[positions, hidden]`.
+    /// The embedding of positions, `[positions, hidden]`.
     pub places: Bytes,
-    /// `[kinds, hidden]`.
+    /// The embedding of kinds of texts, `[kinds, hidden]`.
     pub texts: Bytes,
     /// The normalisation of the sum of all three.
     pub norm: BertNorm,
-    /// One after the other.
+    /// The layers, in order.
     pub layers: Vec<BertLayer>,
-    /// The pooler `[hidden, hidden]` and the classifier `[scores, hidden]` of an encoder that makes
-    /// scores; neither is quantised.
+    /// The pooler `[hidden, hidden]` and the classifier `[scores, hidden]` of an encoder with
+    /// scores. Neither is quantised.
     pub score: Option<(BertLinear, BertLinear)>,
 }
 
-/// Prompts, and the table that they name.
+/// Prompts, and the table of their tokens.
 #[derive(Clone, Copy)]
 pub struct Texts<'a> {
-    /// One a prompt.
+    /// The slot of each prompt.
     pub slot: &'a [i64],
     /// The number of tokens of each prompt.
     pub length: &'a [i64],
-    /// The position at which the second text of a pair begins; 0: there is one text.
+    /// The position in each prompt at which the second text of a pair begins; 0: there is one text.
     pub segment: &'a [i64],
-    /// `[slots, token_stride]`.
+    /// The tokens of slots, `[slots, token_stride]`.
     pub tokens: &'a [i32],
-    /// Positions that a slot has room for.
+    /// The number of positions of a slot.
     pub token_stride: usize,
 }
 
@@ -132,7 +132,7 @@ impl Bert {
     /// An encoder that computes with `threads`.
     ///
     /// # Errors
-    /// A weight has another size, or the kernels can't compute such an encoder.
+    /// A weight has a wrong size, or the kernels can't compute such an encoder.
     pub fn new(
         sizes: BertSizes,
         weights: BertWeights,

@@ -1,4 +1,5 @@
-//! The front for callers in Rust: it gives what the C interface gives, and checks what it is given.
+//! The front for callers in Rust. Its results are those of the C interface, and it checks its
+//! input.
 
 use std::sync::Arc;
 
