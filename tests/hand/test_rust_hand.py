@@ -168,9 +168,13 @@ def requests(vocabulary: int = VOCABULARY, count: int = 20) -> list[Request]:
     ]
 
 
+def brain_of(runner: Any) -> MiniBrain:
+    return MiniBrain(runner, seed=2)
+
+
 def served(runner: Any, chunk: int, vocabulary: int = VOCABULARY) -> list[Request]:
     found = requests(vocabulary)
-    MiniBrain(runner, seed=2).serve(found, chunk)
+    brain_of(runner).serve(found, chunk)
     return found
 
 
@@ -233,7 +237,7 @@ def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, 
     found = []
     for threads, chunk, together in ((1, 1 << 10, 1), (2, 17, 20), (3, 5, 7)):
         with rust(tmp_path, settings(model, dtype=dtype, quantization=quantization, threads=threads)) as runner:
-            asked, brain = requests(), MiniBrain(runner, seed=2)
+            asked, brain = requests(), brain_of(runner)
             for first in range(0, len(asked), together):
                 brain.serve(asked[first : first + together], chunk)
         found.append(asked)
@@ -249,7 +253,7 @@ def test_log_probabilities_of_experts_are_those_of_transformers(tmp_path: Path, 
         expected = model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
     asked = Request(prompt, 1, Sampling(logprobs=5), prompt_logprobs=0)
     with rust(tmp_path, settings(in_safetensors(tmp_path, family))) as runner:
-        MiniBrain(runner, seed=1).serve([asked], 17)
+        brain_of(runner).serve([asked], 17)
     told = [float(values[0]) for _, _, values in asked.of_prompt]
     wanted = [float(expected[at, token]) for at, token in enumerate(prompt[1:])]
     np.testing.assert_allclose(told, wanted, atol=1e-4)
@@ -380,7 +384,7 @@ def test_both_hands_give_the_same_vectors_of_encoders(
 
     torch_ = torch_runner(values)
     with rust(tmp_path, values) as runner:
-        facts = torch_.facts()
+        facts: dict[str, Any] = torch_.facts()
         # Of an encoder Python counts the matrices as they are loaded, and Rust as they are packed.
         assert 0 < facts.pop("weight_bytes") <= 2 * runner.facts["weight_bytes"]
         assert {key: runner.facts[key] for key in facts} == facts
