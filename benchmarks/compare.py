@@ -114,15 +114,15 @@ def _measure_all(found: Results, server: Server, setting: Setting, workloads: Se
     try:
         running = start(server, setting)
     except ServerError as error:
-        _leave_out(found, server.name, error)
+        leave_out(found, server.name, error)
         return
     with running:
         for workload in workloads:
             _add(found, workload, server.name, number, partial(load, server, workload, running))
 
 
-def _leave_out(found: Results, where: str, error: ServerError) -> None:
-    # A peer that cannot take a load must not end the run of all others.
+def leave_out(found: Results, where: str, error: ServerError) -> None:
+    """Notes that there are no values, and why: a peer that cannot take a load must not end the run of all others."""
     found.skipped[where] = str(error).splitlines()[0]
     say(f"  {where} is left out: {error}")
 
@@ -135,7 +135,7 @@ def _add(found: Results, workload: Workload, server: str, number: int, once: Cal
     try:
         values = once()
     except ServerError as error:
-        _leave_out(found, where, error)
+        leave_out(found, where, error)
         return
     found.runs.append(Run(workload=workload.name, server=server, round=number, values=values))
     say(f"  round {number} {where}: {values['output_throughput']:.0f} tokens/s")

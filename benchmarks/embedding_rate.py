@@ -229,8 +229,7 @@ def main() -> None:
             else:
                 measure_server(found, way, turn, expected)
         except ServerError as error:
-            found.skipped[f"{name}, round {turn}"] = str(error).splitlines()[0]
-            compare.say(f"  {name} is left out from here on: {error}")
+            compare.leave_out(found, f"{name}, round {turn}", error)
     compare.finish(found, chosen.output)
 
 

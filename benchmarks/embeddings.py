@@ -118,8 +118,7 @@ def main() -> None:
         try:
             climb(found, server, rates, chosen.seconds, turn)
         except ServerError as error:
-            found.skipped[f"{name}, round {turn}"] = str(error).splitlines()[0]
-            compare.say(f"  {name} is left out from here on: {error}")
+            compare.leave_out(found, f"{name}, round {turn}", error)
     compare.finish(found, chosen.output)
 
 

@@ -9,7 +9,6 @@ sense, and every expert is chosen about as often as any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -79,7 +78,7 @@ def _write(target: Path) -> None:
     writer.add_expert_used_count(PER_TOKEN)
     writer.add_expert_feed_forward_length(INNER)
     writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
-    _add_tokenizer(writer, tokens)
+    models.add_tokenizer(writer, tokens)
     random = np.random.default_rng(SEED)
 
     def matrix(name: str, *shape: int) -> None:
@@ -110,18 +109,6 @@ def _write(target: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add_tokenizer(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
-    writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
-    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
-    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
-    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
-    writer.add_eos_token_id(metadata["tokenizer.ggml.eos_token_id"])
-    writer.add_bos_token_id(metadata["tokenizer.ggml.bos_token_id"])
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(metadata["tokenizer.chat_template"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import json
 import selectors
-import shutil
 import socket
 import threading
 import time
@@ -25,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks import compare, images, models, records
@@ -59,12 +57,7 @@ def build() -> None:
     folder = models.directory(MODEL)
     if folder.is_dir():
         return
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tokenizer = Tokenizer.from_file(str(models.tokenizer_file("smollm2")))
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    tokenizer.save(str(partial / "tokenizer.json"))
+    partial, tokenizer = images.begin_model(folder, MARKS)
     start_id, end_id, image_id, video_id = (int(tokenizer.token_to_id(mark) or 0) for mark in MARKS)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.token_to_id("<|im_end|>")}

@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from benchmarks.intake import (
     REQUESTS,
     STREAMS,
     Bursts,
+    Case,
     bursts,
     send_all,
     stand_back,
@@ -44,7 +44,7 @@ from benchmarks.intake import (
 from benchmarks.load import Workload, client_command, kept, run_client, start
 from benchmarks.processes import ServerError
 from benchmarks.records import Results
-from benchmarks.servers import STEPS_OF_5_MS, Forebay, Server, Setting
+from benchmarks.servers import STEPS_OF_5_MS, Server, Setting
 
 MODEL = "seeing"
 TOKENS = 3900
@@ -63,13 +63,6 @@ SETTING = Setting(model=MODEL, streams=STREAMS + REQUESTS, context=CONTEXT)
 WORKLOAD = Workload(f"{STREAMS} streams", SETTING, 10, TOKENS, requests=STREAMS, warmup=0)
 
 
-@dataclass(frozen=True)
-class Case(Forebay):
-    """Forebay, and what happens beside its streams."""
-
-    bursts: Bursts = Bursts.HERE
-
-
 CASES = [
     Case("no burst", "forebay-chat", profile=STEPS_OF_5_MS, bursts=Bursts.NOWHERE),
     Case("burst, to another server", "forebay-chat", profile=STEPS_OF_5_MS, bursts=Bursts.ELSEWHERE),
@@ -78,18 +71,24 @@ CASES = [
 ]
 
 
+def begin_model(folder: Path, marks: Sequence[str]) -> tuple[Path, Tokenizer]:
+    """A folder that becomes `folder`, and in it SmolLM2's tokenizer with these marks."""
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tokenizer = Tokenizer.from_file(str(models.tokenizer_file("smollm2")))
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokenizer.save(str(partial / "tokenizer.json"))
+    return partial, tokenizer
+
+
 def build() -> None:
     """Writes what a simulated Qwen3-VL-4B needs: its shapes and a tokenizer; no weights."""
     models.build(force=False)
     folder = models.directory(MODEL)
     if folder.is_dir():
         return
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tokenizer = Tokenizer.from_file(str(models.tokenizer_file("smollm2")))
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    tokenizer.save(str(partial / "tokenizer.json"))
+    partial, tokenizer = begin_model(folder, MARKS)
     start_id, end_id, image_id = (int(tokenizer.token_to_id(mark) or 0) for mark in MARKS)
     text = {
         "model_type": "qwen3_vl_text",

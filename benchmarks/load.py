@@ -84,15 +84,11 @@ def start(server: Server, setting: Setting) -> Running:
     """A server that is ready. Raises ServerError."""
     port = free_port()
     log = LOGS / f"{server.name.replace(' ', '-').replace(',', '')}.log"
-    running = Running(server.command(setting, port), server.environment(setting), port, log)
+    command, environment = server.command(setting, port), server.environment(setting)
     try:
-        running.wait_until_ready(server.health, server.start_seconds)
-    except BaseException as error:
-        running.stop()
-        if isinstance(error, ServerError):
-            raise ServerError(f"{server.name} {error}") from error
-        raise
-    return running
+        return Running.ready(command, environment, port, log, server.start_seconds, server.health)
+    except ServerError as error:
+        raise ServerError(f"{server.name} {error}") from error
 
 
 def load(server: Target, workload: Workload, running: Running) -> dict[str, Any]:

@@ -193,15 +193,7 @@ def write_gguf(model: Model, names: Iterable[tuple[str, str]], path: Path) -> No
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
-    writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
-    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
-    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
-    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
-    writer.add_eos_token_id(metadata["tokenizer.ggml.eos_token_id"])
-    writer.add_bos_token_id(metadata["tokenizer.ggml.bos_token_id"])
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(metadata["tokenizer.chat_template"])
+    add_tokenizer(writer, metadata)
     for name, hf_name in names:
         tensor = model.tensors[hf_name]
         if tensor.dim() == 1:
@@ -217,6 +209,19 @@ def write_gguf(model: Model, names: Iterable[tuple[str, str]], path: Path) -> No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_tokenizer(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Writes the tokenizer and the template of another file."""
+    writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
+    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
+    writer.add_eos_token_id(metadata["tokenizer.ggml.eos_token_id"])
+    writer.add_bos_token_id(metadata["tokenizer.ggml.bos_token_id"])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(metadata["tokenizer.chat_template"])
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:

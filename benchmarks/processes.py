@@ -99,6 +99,25 @@ class Running:
                 start_new_session=True,
             )
 
+    @classmethod
+    def ready(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        port: int,
+        log: Path,
+        seconds: float,
+        path: str = "/health",
+    ) -> Running:
+        """A server that answers GET `path` with 200 within `seconds`. Otherwise it is ended; raises ServerError."""
+        running = cls(command, environment, port, log)
+        try:
+            running.wait_until_ready(path, seconds)
+        except BaseException:
+            running.stop()
+            raise
+        return running
+
     @property
     def pid(self) -> int:
         """The process that was started; all others are below it."""

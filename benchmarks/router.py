@@ -149,13 +149,7 @@ http {{
 def _ready(command: Callable[[int], Sequence[str]], name: str) -> Running:
     port = free_port()
     log = LOGS / f"router-{name.replace(' ', '-').replace(',', '')}.log"
-    running = Running(list(command(port)), {}, port, log)
-    try:
-        running.wait_until_ready("/health", START_SECONDS)
-    except BaseException:
-        running.stop()
-        raise
-    return running
+    return Running.ready(command(port), {}, port, log, START_SECONDS)
 
 
 def _policy(name: str, *flags: str) -> ForebayRouter:

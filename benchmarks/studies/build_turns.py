@@ -62,13 +62,7 @@ def measure(side: Forebay, workload: Workload) -> dict[str, Any]:
 def _router(binary: Path, backend: Running) -> Running:
     port = free_port()
     command = [str(binary), "route", "--backends", backend.url, "--log-level", "warn", "--port", str(port)]
-    running = Running(command, {}, port, LOGS / "build-turns-router.log")
-    try:
-        running.wait_until_ready("/health", START_SECONDS)
-    except BaseException:
-        running.stop()
-        raise
-    return running
+    return Running.ready(command, {}, port, LOGS / "build-turns-router.log", START_SECONDS)
 
 
 def table(found: Results) -> str:

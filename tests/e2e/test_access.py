@@ -18,9 +18,9 @@ from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
 from tests.e2e.processes import descendants
 from tests.e2e.server import BINARY, ROOT, Server, free_port
+from tests.e2e.simulated import SIM, paced
 from tests.e2e.waiting import eventually
 
-SIM = ("--device", "sim")
 DATA = ROOT / "crates/server/tests/data"
 COMPLETION = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
 FILES = 300
@@ -38,10 +38,6 @@ def few_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES // 2, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def open_files(server: Server) -> int:
-    return len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
 
 
 def test_the_limit_of_open_files_is_raised(serve: Serve, tiny: Model, few_files: None) -> None:
@@ -160,6 +156,14 @@ def test_a_root_path(serve: Serve, tiny: Model) -> None:
     assert server.http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
 
 
+def healthy(client: httpx2.Client) -> bool:
+    """Whether a server that may not listen yet is ready."""
+    try:
+        return client.get("/health").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
 def test_tls(tiny: Model, tmp_path: Path) -> None:
     certificate, key = DATA / "certificate.pem", DATA / "key.pem"
     encrypted = ("--ssl-certfile", certificate, "--ssl-keyfile", DATA / "encrypted_key.pem")
@@ -173,14 +177,7 @@ def test_tls(tiny: Model, tmp_path: Path) -> None:
     url = f"https://localhost:{server.port}"
     try:
         with httpx2.Client(base_url=url, verify=context, timeout=60, trust_env=False) as client:
-
-            def healthy() -> bool:
-                try:
-                    return client.get("/health").status_code == 200
-                except httpx2.TransportError:
-                    return False
-
-            eventually(healthy, "the server is ready", 60)
+            eventually(lambda: healthy(client), "the server is ready", 60)
             body = {**COMPLETION, "max_tokens": 40}
             whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
             streamed = client.post("/v1/completions", json={**body, "stream": True}).text
@@ -202,14 +199,7 @@ def test_a_unix_socket(tiny: Model, tmp_path: Path) -> None:
     try:
         transport = httpx2.HTTPTransport(uds=str(path))
         with httpx2.Client(base_url="http://any", transport=transport, timeout=60) as client:
-
-            def healthy() -> bool:
-                try:
-                    return client.get("/health").status_code == 200
-                except httpx2.TransportError:
-                    return False
-
-            eventually(healthy, "the server is ready", 60)
+            eventually(lambda: healthy(client), "the server is ready", 60)
             answer = client.post("/v1/completions", json={**COMPLETION, "stream": True})
             assert answer.text.endswith("data: [DONE]\n\n")
         second = Server(tiny.path, *SIM, "--uds", path, log=tmp_path / "second")
@@ -223,10 +213,7 @@ def test_a_unix_socket(tiny: Model, tmp_path: Path) -> None:
 
 
 def test_a_client_that_sends_more_and_leaves_frees_its_request(serve: Serve, tiny: Model, tmp_path: Path) -> None:
-    profile = tmp_path / "slow.toml"
-    facts = 'origin = "a test"\ndevice = "slow"\nmodel = "any"\nkv_tokens = 4096\n'
-    profile.write_text(facts + "\n[time]\nstep_us = 100000.0\n")
-    server = serve(tiny, *SIM, "--sim-profile", str(profile))
+    server = serve(tiny, *SIM, *paced(tmp_path, step_us=100_000))
     body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true}'
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port)) as client:

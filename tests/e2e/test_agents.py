@@ -17,6 +17,7 @@ from tests.e2e import families
 from tests.e2e.conftest import server_factory
 from tests.e2e.families import ToolModel
 from tests.e2e.server import ROOT, Server
+from tests.e2e.simulated import SIM, scripted
 
 PROGRAMS = ROOT / ".venv/agents/node_modules/.bin"
 SECONDS = 120
@@ -147,12 +148,10 @@ def test_an_agent_finishes_a_task_with_three_tools(name: str, tmp_path: Path, mo
     work.mkdir()
     mail = work / "mail.txt"
     model = ToolModel("hermes", tmp_path / "model")
-    file = tmp_path / "script.jsonl"
-    file.write_text(script(model, program, str(mail)))
+    said = scripted(tmp_path, script(model, program, str(mail)))
     folders = {name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")}
     with ExitStack() as stack:
-        flags = ("--device", "sim", "--sim-script", str(file), "--served-model-name", "scripted")
-        server = server_factory(tmp_path, stack)(model, *flags)
+        server = server_factory(tmp_path, stack)(model, *SIM, *said, "--served-model-name", "scripted")
         done = subprocess.run(
             [PROGRAMS / (command := program.command(server.url))[0], *command[1:]],
             cwd=work,

@@ -32,6 +32,7 @@ from tests.e2e.processes import alive, descendants, shared_memory
 from tests.e2e.reference import prompts
 from tests.e2e.sampling import WIDE, narrowest
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM, paced
 from tests.e2e.waiting import eventually, eventually_async
 
 KILLS = int(os.environ.get("FOREBAY_KILLS", "6"))
@@ -317,21 +318,8 @@ def test_sigterm_while_loading(serve: Serve, models: Models) -> None:
     eventually(lambda: not any(alive(pid) for pid in below), "nothing is left")
 
 
-SLOW = """
-origin = "a test"
-device = "slow to load"
-model = "any"
-kv_tokens = 4096
-load_s = 2.0
-[time]
-step_us = 10.0
-"""
-
-
 def test_requests_wait_for_a_model_that_loads_if_they_are_let(serve: Serve, tiny: Model, tmp_path: Path) -> None:
-    profile = tmp_path / "slow.toml"
-    profile.write_text(SLOW)
-    flags = ("--device", "sim", "--sim-profile", str(profile))
+    flags = (*SIM, *paced(tmp_path, step_us=10, load_s=2))
     body = {"prompt": "a", "max_tokens": 2}
     server = serve(tiny, *flags, "--queue-while-loading", healthy=False)
     eventually(lambda: answers(server, "/livez"), "it listens")
@@ -349,9 +337,8 @@ def test_requests_wait_for_a_model_that_loads_if_they_are_let(serve: Serve, tiny
 
 
 def test_requests_that_wait_for_a_model_end_with_the_server(serve: Serve, tiny: Model, tmp_path: Path) -> None:
-    profile = tmp_path / "slow.toml"
-    profile.write_text(SLOW.replace("load_s = 2.0", "load_s = 600.0"))
-    server = serve(tiny, "--device", "sim", "--sim-profile", str(profile), "--queue-while-loading", healthy=False)
+    loading = paced(tmp_path, step_us=10, load_s=600)
+    server = serve(tiny, *SIM, *loading, "--queue-while-loading", healthy=False)
     eventually(lambda: answers(server, "/livez"), "it listens")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.http.post, "/v1/completions", json={"prompt": "a"})

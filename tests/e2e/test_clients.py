@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.conftest import server_factory
 from tests.e2e.families import ToolModel
 from tests.e2e.server import ROOT, Server
+from tests.e2e.simulated import SIM, scripted
 from tests.e2e.test_tools import ANSWER, MAIL, QUESTION, RESULTS, TOOLS, script
 
 PYTHON = ROOT / ".venv/clients/bin/python"
@@ -28,11 +29,9 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="`make setup-clients
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("logs")
     model = ToolModel(request.param, tmp_path_factory.mktemp("models") / "scripted")
-    file = folder / "script.jsonl"
-    file.write_text(script(model))
     with ExitStack() as stack:
-        flags = ("--device", "sim", "--sim-script", str(file), "--served-model-name", "scripted")
-        yield server_factory(folder, stack)(model, *flags)
+        said = scripted(folder, script(model))
+        yield server_factory(folder, stack)(model, *SIM, *said, "--served-model-name", "scripted")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -18,28 +18,18 @@ from tests.deploy.tools import DEPLOY, tool
 from tests.e2e.metrics import Metrics
 from tests.e2e.models import Model
 from tests.e2e.server import ROOT, Server, free_port
+from tests.e2e.simulated import SIM, paced
 from tests.e2e.waiting import eventually
 
 VLLM: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/deploy/vllm_dashboards.yaml").read_text(encoding="utf-8"))
-# Steps that take a time, so that the device is busy.
-PROFILE = """
-origin = "made up for a test"
-device = "a quick one"
-model = "any"
-kv_tokens = 4096
-
-[time]
-step_us = 500.0
-"""
 
 
 @pytest.fixture(scope="module")
 def router(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A router before a server with a simulated device and a host tier, after some requests."""
     folder = tmp_path_factory.mktemp("logs")
-    profile = folder / "profile.toml"
-    profile.write_text(PROFILE)
-    flags = ["--device", "sim", "--sim-profile", str(profile), "--enable-hierarchical-cache", "--log-interval", "0"]
+    # Steps that take a time, so that the device is busy.
+    flags = (*SIM, *paced(folder, step_us=500), "--enable-hierarchical-cache", "--log-interval", "0")
     with ExitStack() as stack:
         server = Server(tiny.path, *flags, log=folder / "server.log")
         stack.callback(server.kill)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.e2e.client import Json, events
-from tests.e2e.conftest import server_factory
+from tests.e2e.conftest import Serve
 from tests.e2e.families import ToolModel
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM, lines, scripted
 from tests.e2e.test_tools import TOOLS
 
 CALL = '<tool_call>\n{"name": "get_time", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -47,20 +46,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ToolModel:
 
 
 @pytest.fixture(scope="module")
-def server(model: ToolModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("logs")
-    lines: list[Json] = []
+def server(model: ToolModel, serve_for_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    turns: list[Json] = []
     for said, end in CASES:
         say: list[Any] = [SAID[said]]
         if end == "stop token":
             say.append(STOP_TOKEN)
         elif end == "stop string":
             say.append(" STOP here")
-        lines.append({"after": question(said, end), "say": say, "end": end in ("end of sequence", "stop string")})
-    file = folder / "script.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with ExitStack() as stack:
-        yield server_factory(folder, stack)(model, "--device", "sim", "--sim-script", str(file))
+        turns.append({"after": question(said, end), "say": say, "end": end in ("end of sequence", "stop string")})
+    return serve_for_module(model, *SIM, *scripted(tmp_path_factory.mktemp("script"), lines(turns)))
 
 
 @pytest.mark.parametrize(("said", "end"), CASES)

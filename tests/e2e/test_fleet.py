@@ -21,7 +21,8 @@ from tests.e2e.client import Json, async_client
 from tests.e2e.models import TINY_CONTEXT, VOCABULARY, Model
 from tests.e2e.processes import peak_memory
 from tests.e2e.server import Server
-from tests.e2e.test_router import PROFILE, Cluster, cluster
+from tests.e2e.simulated import SIM, paced
+from tests.e2e.test_router import KV_TOKENS, Cluster, cluster
 
 GENERATED = int(os.environ.get("FOREBAY_FLEET_REQUESTS", "300"))
 AT_ONCE = 16
@@ -38,10 +39,8 @@ CHAT: Json = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 @pytest.fixture
 def fleet(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
     """Brains with a simulated device."""
-    profile = tmp_path / "profile.toml"
-    profile.write_text(PROFILE)
     budget = ("--max-request-bytes-in-flight", str(BUDGET))
-    yield from cluster(tmp_path, tiny, "--device", "sim", "--sim-profile", str(profile), *budget)
+    yield from cluster(tmp_path, tiny, *SIM, *paced(tmp_path, 2000, KV_TOKENS), *budget)
 
 
 def started(fleet: Cluster) -> Server:

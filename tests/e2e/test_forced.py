@@ -6,18 +6,18 @@ A device says what a script has, as far as the masks let it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from tests.e2e.client import Json, events, openai_client
-from tests.e2e.conftest import Models, Serve, server_factory
+from tests.e2e.conftest import Models, Serve
 from tests.e2e.families import FAMILIES, ToolModel
 from tests.e2e.models import Model
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM, lines, scripted
 
 # Short strings: what the device makes up ends one by chance only.
 ORDER: Json = {
@@ -118,10 +118,9 @@ def check(call: Json) -> Json:
     return arguments
 
 
-def script(folder: Any) -> str:
-    file = folder / "script.jsonl"
-    file.write_text("".join(json.dumps({"after": f"Please {name}!", "say": say}) + "\n" for name, say in SAID.items()))
-    return str(file)
+def says(folder: Path, said: dict[str, str]) -> tuple[str, ...]:
+    """Flags of a device that says these things when it is asked to."""
+    return (*SIM, *scripted(folder, lines({"after": f"Please {name}!", "say": say} for name, say in said.items())))
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +129,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ToolModel:
 
 
 @pytest.fixture(scope="module")
-def server(model: ToolModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("logs")
-    with ExitStack() as stack:
-        yield server_factory(folder, stack)(model, "--device", "sim", "--sim-script", script(folder))
+def server(model: ToolModel, serve_for_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return serve_for_module(model, *says(tmp_path_factory.mktemp("script"), SAID))
 
 
 @pytest.fixture(scope="module")
-def opened(model: ToolModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def opened(model: ToolModel, serve_for_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """The same model, whose template begins the reasoning."""
     folder = tmp_path_factory.mktemp("opened")
     template = folder / "template.jinja"
@@ -147,11 +144,7 @@ def opened(model: ToolModel, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         )
     )
     said = {name: say.removeprefix("<think>\n") for name, say in SAID.items()}
-    file = folder / "script.jsonl"
-    file.write_text("".join(json.dumps({"after": f"Please {name}!", "say": say}) + "\n" for name, say in said.items()))
-    with ExitStack() as stack:
-        flags = ("--chat-template", str(template), "--sim-script", str(file))
-        yield server_factory(folder, stack)(model, "--device", "sim", *flags)
+    return serve_for_module(model, *says(folder, said), "--chat-template", str(template))
 
 
 DIALECTS = [

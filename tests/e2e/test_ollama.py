@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,12 @@ import numpy as np
 import pytest
 
 from tests.e2e.client import Json
-from tests.e2e.conftest import Serve, server_factory
+from tests.e2e.conftest import Serve
 from tests.e2e.embedders import MiniLM
 from tests.e2e.families import ToolModel
 from tests.e2e.models import Model
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM, scripted
 from tests.e2e.test_tools import QUESTION, TOOLS, script
 
 SCHEMA = {
@@ -29,14 +28,10 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("logs")
+def server(serve_for_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
     model = ToolModel("hermes", tmp_path_factory.mktemp("models") / "hermes")
-    file = folder / "script.jsonl"
-    file.write_text(script(model))
-    with ExitStack() as stack:
-        flags = ("--device", "sim", "--sim-script", str(file), "--served-model-name", "scripted")
-        yield server_factory(folder, stack)(model, *flags)
+    said = scripted(tmp_path_factory.mktemp("script"), script(model))
+    return serve_for_module(model, *SIM, *said, "--served-model-name", "scripted")
 
 
 def lines(server: Server, path: str, body: Json) -> list[Json]:

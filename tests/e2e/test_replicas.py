@@ -14,11 +14,11 @@ from tests.e2e.client import native_together
 from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM
 from tests.e2e.test_breakage import KILLS, STREAMS, Load, requests, undisturbed
 from tests.e2e.waiting import eventually, eventually_async
 
 REPLICAS = 4
-SIM = ("--device", "sim")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tests.e2e.client import Json, openai_client
 from tests.e2e.conftest import Serve, server_factory
 from tests.e2e.families import ToolModel
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM, lines, paced, scripted
 from tests.e2e.test_tools import ANSWER, MAIL, QUESTION, RESULTS, TOOLS, script
 
 FUNCTIONS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -38,7 +39,7 @@ def written(model: ToolModel) -> str:
     edit["say"] += model.family.calls(("apply_patch", {"input": PATCH}))
     named = {"after": "Which issues?", "say": model.family.calls(("github__list", {"state": "open"}))}
     slow = {"after": "Be slow.", "say": "One word after another. " * 40}
-    return script(model) + "".join(json.dumps(line) + "\n" for line in (edit, named, slow))
+    return script(model) + lines((edit, named, slow))
 
 
 @pytest.fixture(scope="module", params=FAMILY_NAMES)
@@ -49,12 +50,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def server(model: ToolModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("logs")
-    file = folder / "script.jsonl"
-    file.write_text(written(model))
     with ExitStack() as stack:
-        flags = ("--device", "sim", "--sim-script", str(file), "--sim-tokens-a-row", "3")
+        said = scripted(folder, written(model))
         keys = ("--api-key", "one", "--api-key", "two")
-        yield server_factory(folder, stack)(model, *flags, *keys, "--response-store-bytes", "400000")
+        flags = ("--sim-tokens-a-row", "3", "--response-store-bytes", "400000")
+        yield server_factory(folder, stack)(model, *SIM, *said, *keys, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +225,8 @@ def test_a_grammar_that_cannot_hold_is_said(client: OpenAI, model: ToolModel) ->
 
 def test_families_without_such_a_form_say_so(serve: Serve, tmp_path: Path) -> None:
     model = ToolModel("hermes", tmp_path / "hermes")
-    file = tmp_path / "script.jsonl"
-    file.write_text(json.dumps({"say": f"[apply_patch(input={PATCH!r})]"}))
-    parser = ("--tool-call-parser", "pythonic")
-    client = openai_client(serve(model, "--device", "sim", "--sim-script", str(file), *parser))
+    script = scripted(tmp_path, lines([{"say": f"[apply_patch(input={PATCH!r})]"}]))
+    client = openai_client(serve(model, *SIM, *script, "--tool-call-parser", "pythonic"))
     tool: Any = {**EDIT, "format": {"type": "grammar", "syntax": "lark", "definition": NOTES}}
     raw = client.responses.with_raw_response.create(model=model.name, input="Edit it.", tools=[tool])
     assert "tools[0].format.definition" in raw.headers["x-forebay-ignored"]
@@ -308,11 +306,8 @@ def test_a_response_in_the_background(client: OpenAI, model: ToolModel) -> None:
 
 
 def test_a_response_in_the_background_is_stopped(model: ToolModel, serve: Serve, tmp_path: Path) -> None:
-    file, profile = tmp_path / "script.jsonl", tmp_path / "slow.toml"
-    file.write_text(written(model))
-    facts = 'origin = "a test"\ndevice = "slow"\nmodel = "any"\nkv_tokens = 4096\n'
-    profile.write_text(facts + "\n[time]\nstep_us = 50000.0\n")
-    server = serve(model, "--device", "sim", "--sim-script", str(file), "--sim-profile", str(profile))
+    slow = paced(tmp_path, step_us=50_000)
+    server = serve(model, *SIM, *scripted(tmp_path, written(model)), *slow)
     client = openai_client(server)
     begun = ask(client, model, False, input="Be slow.", background=True)
     with pytest.raises(BadRequestError, match="not ended"):
@@ -365,11 +360,7 @@ def test_what_nobody_here_knows_is_skipped_and_named(client: OpenAI, model: Tool
 
 
 def test_what_a_response_repeats_is_within_the_budget(model: ToolModel, serve: Serve, tmp_path: Path) -> None:
-    file, profile = tmp_path / "script.jsonl", tmp_path / "slow.toml"
-    file.write_text(written(model))
-    facts = 'origin = "a test"\ndevice = "slow"\nmodel = "any"\nkv_tokens = 65536\n'
-    profile.write_text(facts + "\n[time]\nstep_us = 200000.0\n")
-    device = ("--device", "sim", "--sim-script", str(file), "--sim-profile", str(profile))
+    device = (*SIM, *scripted(tmp_path, written(model)), *paced(tmp_path, step_us=200_000, kv_tokens=1 << 16))
     server = serve(model, *device, "--max-request-bytes-in-flight", "8000000")
     body: Json = {"input": "Be slow.", "background": True, "max_output_tokens": 100}
     small = [server.http.post("/v1/responses", json=body).status_code for _ in range(20)]

@@ -22,21 +22,14 @@ from tests.e2e.conftest import FLAGS
 from tests.e2e.families import ToolModel
 from tests.e2e.models import Model
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM, paced, scripted
 from tests.e2e.test_breakage import KILLS
 from tests.e2e.test_tools import QUESTION, TOOLS, script
 from tests.e2e.waiting import eventually, eventually_async
 
 CLIENTS = 24
 TOKENS = 60
-PROFILE = """
-origin = "made up for a test"
-device = "a steady one"
-model = "any"
-kv_tokens = 65536
-
-[time]
-step_us = 2000.0
-"""
+KV_TOKENS = 1 << 16
 WORDS = "([a-z]{2,6} ){300,}"
 """A form that no answer here comes to the end of."""
 HEALTH = ("--health-check-interval-secs", "0.1", "--cb-failure-threshold", "100000", "--log-level", "warn")
@@ -104,9 +97,7 @@ def cluster(folder: Path, model: Model, *flags: str) -> Iterator[Cluster]:
 @pytest.fixture
 def simulated(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
     """Backends with a simulated device."""
-    profile = tmp_path / "profile.toml"
-    profile.write_text(PROFILE)
-    yield from cluster(tmp_path, tiny, "--device", "sim", "--sim-profile", str(profile))
+    yield from cluster(tmp_path, tiny, *SIM, *paced(tmp_path, 2000, KV_TOKENS))
 
 
 @pytest.fixture
@@ -486,11 +477,7 @@ def test_it_ends_at_once_when_it_is_told_twice(simulated: Cluster) -> None:
 def test_calls_of_tools_survive_their_brain(tmp_path: Path) -> None:
     """The brain that goes on reads what was said before, so that no call begins twice and no argument is lost."""
     model = ToolModel("kimi_k2", tmp_path / "kimi_k2")
-    profile = tmp_path / "profile.toml"
-    profile.write_text(PROFILE.replace("2000.0", "30000.0"))
-    file = tmp_path / "script.jsonl"
-    file.write_text(script(model))
-    flags = ("--device", "sim", "--sim-profile", str(profile), "--sim-script", str(file))
+    flags = (*SIM, *paced(tmp_path, 30_000, KV_TOKENS), *scripted(tmp_path, script(model)))
     with ExitStack() as stack:
         fleet = Cluster(tmp_path, stack, (model.path, *FLAGS, *flags))
         fleet.add(2)

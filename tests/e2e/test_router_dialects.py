@@ -15,8 +15,9 @@ from tests.e2e.client import Json, openai_client
 from tests.e2e.conftest import FLAGS
 from tests.e2e.families import ToolModel
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM, paced, scripted
 from tests.e2e.test_responses import FUNCTIONS, Read, bare
-from tests.e2e.test_router import PROFILE, Cluster, loads
+from tests.e2e.test_router import KV_TOKENS, Cluster, loads
 from tests.e2e.test_tools import ANSWER, QUESTION, RESULTS, TOOLS, script
 
 
@@ -24,10 +25,7 @@ from tests.e2e.test_tools import ANSWER, QUESTION, RESULTS, TOOLS, script
 def fleet(tmp_path: Path) -> Iterator[Cluster]:
     """Two brains that say what a script has, a token in 30 ms."""
     model = ToolModel("hermes", tmp_path / "hermes")
-    profile, file = tmp_path / "profile.toml", tmp_path / "script.jsonl"
-    profile.write_text(PROFILE.replace("2000.0", "30000.0"))
-    file.write_text(script(model))
-    flags = ("--device", "sim", "--sim-profile", str(profile), "--sim-script", str(file))
+    flags = (*SIM, *paced(tmp_path, 30_000, KV_TOKENS), *scripted(tmp_path, script(model)))
     with ExitStack() as stack:
         fleet = Cluster(tmp_path, stack, (model.path, *FLAGS, "--served-model-name", "scripted", *flags))
         fleet.add(2)

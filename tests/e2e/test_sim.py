@@ -16,19 +16,11 @@ from tests.e2e.client import native_together, openai_client
 from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
 from tests.e2e.server import BINARY, Server
+from tests.e2e.simulated import SIM, paced, profile
 
 STEP_SECONDS = 0.02
 MEAN_TOKENS = 20
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
-PROFILE = """
-origin = "made up for a test"
-device = "a slow one"
-model = "any"
-kv_tokens = 4096
-
-[time]
-step_us = 20000.0
-"""
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +89,8 @@ def test_nobody_takes_it_for_a_model(server: Server) -> None:
 
 
 def test_a_profile_paces_the_stream_and_sizes_the_pool(serve: Serve, tiny: Model, tmp_path: Path) -> None:
-    profile = tmp_path / "slow.toml"
-    profile.write_text(PROFILE)
     steps = tmp_path / "steps.jsonl"
-    server = serve(tiny, "--device", "sim", "--sim-profile", str(profile), "--record-steps", str(steps))
+    server = serve(tiny, *SIM, *paced(tmp_path, STEP_SECONDS * 1e6), "--record-steps", str(steps))
     assert server.http.get("/server_info").json()["facts"]["page_count"] == 4096 // 16
     tokens = 12
     started = time.monotonic()
@@ -142,10 +132,9 @@ def test_a_plan_says_how_many(tmp_path: Path) -> None:
         {"timestamp": 25 * i, "input_length": 600, "output_length": 40, "hash_ids": [i % 3, i]} for i in range(300)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    profile = tmp_path / "device.toml"
-    profile.write_text(PROFILE.replace("20000.0", "2000.0\ntoken_us = 300.0"))
+    device = profile(tmp_path, step_us=2000, token_us=300)
     goal = ("--slo", "ttft:400", "--slo", "tpot:100", "--output-file", str(result))
-    command: list[str | Path] = [BINARY, "plan", "--trace", trace, "--sim-profile", profile, *goal]
+    command: list[str | Path] = [BINARY, "plan", "--trace", trace, "--sim-profile", device, *goal]
     table = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     plan = json.loads(result.read_text())
     assert f"Enough: {plan['answer']} replica" in table

@@ -22,20 +22,13 @@ from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
 from tests.e2e.processes import alive, descendants
 from tests.e2e.server import BINARY, CACHE, Server, free_port
+from tests.e2e.simulated import SIM, paced
 from tests.e2e.waiting import eventually
 
 SECONDS = 60
 ENVIRONMENT = {"NO_COLOR": "1", "FOREBAY_CACHE": str(CACHE), "TERM": "xterm"}
 CTRL_C, CTRL_D = b"\x03", b"\x04"
-SLOW = """
-origin = "made up for a test"
-device = "a slow one"
-model = "any"
-kv_tokens = 4096
-
-[time]
-step_us = 20000.0
-"""
+SLOW_STEP_US = 20_000
 
 
 def chat(*arguments: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -109,9 +102,8 @@ def server(serve_for_module: Serve, tiny: Model) -> Server:
 
 @pytest.fixture(scope="module")
 def slow(serve_for_module: Serve, tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    profile = tmp_path_factory.mktemp("profile") / "slow.toml"
-    profile.write_text(SLOW)
-    return serve_for_module(tiny, "--device", "sim", "--sim-profile", str(profile), "--sim-output-tokens", "1000")
+    slow = paced(tmp_path_factory.mktemp("profile"), SLOW_STEP_US)
+    return serve_for_module(tiny, *SIM, *slow, "--sim-output-tokens", "1000")
 
 
 def answer(server: Server, *messages: str) -> str:
@@ -203,9 +195,7 @@ def test_what_goes_wrong_is_said(serve: Serve, tiny: Model, tmp_path: Path) -> N
 
 
 def test_a_server_that_dies_ends_the_answer_and_not_the_chat(serve: Serve, tiny: Model, tmp_path: Path) -> None:
-    profile = tmp_path / "slow.toml"
-    profile.write_text(SLOW)
-    server = serve(tiny, "--device", "sim", "--sim-profile", str(profile), "--sim-output-tokens", "1000")
+    server = serve(tiny, *SIM, *paced(tmp_path, SLOW_STEP_US), "--sim-output-tokens", "1000")
     with typing(server.url) as typed:
         typed.until("/help")
         typed.type("Say much.")

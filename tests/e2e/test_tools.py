@@ -16,6 +16,7 @@ from tests.e2e.client import Json, events, openai_client
 from tests.e2e.conftest import Serve, server_factory
 from tests.e2e.families import FAMILIES, ToolModel
 from tests.e2e.server import Server
+from tests.e2e.simulated import SIM, lines, scripted
 from tests.e2e.test_tokenizing import qwen
 
 
@@ -46,7 +47,7 @@ def script(model: ToolModel) -> str:
     think = "<think>\nI need both.\n</think>\n\n" if family.thinks else ""
     first = family.calls(("get_weather", {"city": "Zürich", "days": 2}), ("get_time", {"city": "Zürich"}))
     second = family.calls(("send_mail", {"to": "me@example.org", "text": MAIL, "urgent": None}))
-    lines = [
+    turns: list[Json] = [
         {"after": QUESTION, "say": think + first},
         {"after": RESULTS["get_time"], "say": ("I send it." if not family.around[0] else "") + second},
         {"after": RESULTS["send_mail"], "say": ANSWER},
@@ -54,7 +55,7 @@ def script(model: ToolModel) -> str:
         {"after": "Letter by letter.", "say": list(think + first) if not family.special else think + first},
         {"after": "Just talk.", "say": "One, two, STOP, three."},
     ]
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    return lines(turns)
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -65,12 +66,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def server(model: ToolModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("logs")
-    file = folder / "script.jsonl"
-    file.write_text(script(model))
     with ExitStack() as stack:
-        yield server_factory(folder, stack)(
-            model, "--device", "sim", "--sim-script", str(file), "--sim-tokens-a-row", "3"
-        )
+        said = scripted(folder, script(model))
+        yield server_factory(folder, stack)(model, *SIM, *said, "--sim-tokens-a-row", "3")
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +248,8 @@ def test_the_next_turn_is_found_in_the_prefix_cache(serve: Serve, tmp_path: Path
     call = model.family.calls(
         ("send_mail", {"to": "me", "text": MAIL, "urgent": True}), ("get_time", {"city": "Zürich"})
     )
-    file = tmp_path / "script.jsonl"
-    file.write_text(json.dumps({"after": QUESTION, "say": "I look.\n" + call}) + "\n")
-    client = openai_client(serve(model, "--device", "sim", "--sim-script", str(file)))
+    said = scripted(tmp_path, lines([{"after": QUESTION, "say": "I look.\n" + call}]))
+    client = openai_client(serve(model, *SIM, *said))
     messages: list[Json] = [{"role": "system", "content": "Be brief. " * 400}, {"role": "user", "content": QUESTION}]
     message, reason, first = ask(client, model, messages, stream=True)
     assert reason == "tool_calls"

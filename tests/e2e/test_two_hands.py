@@ -14,7 +14,6 @@ from tests.e2e.waiting import eventually
 PROMPTS = 200
 TOKENS = 8
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
-ALWAYS = {"max_new_tokens": TOKENS, "ignore_eos": True}
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "top_p": 0.9},

@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from forebay.device.watch import NoStrayCopies
 from forebay.runner.runner import ModelRunner
 from tests.hand.support import (
+    EVERYTHING,
     MiniBrain,
     PlanBuilder,
     Request,
@@ -27,18 +28,6 @@ FAMILIES = ("llama", "llama-yarn", "qwen2", "qwen3", "glm4-moe", "qwen3-moe", "d
 EXPERTS = ("glm4-moe", "qwen3-moe", "deepseek-v3", "glm-dsa")
 """Their grouped product has a kernel for bfloat16 alone: with float32 it waits."""
 PROMPTS = [[3, 14, 15, 92, 65], list(range(1, 40)), [7, 8, 9]]
-EVERYTHING = Sampling(
-    temperature=0.9,
-    top_p=0.8,
-    min_p=0.01,
-    repetition_penalty=1.2,
-    presence_penalty=0.3,
-    seed=1,
-    min_total=50,
-    logprobs=3,
-    stop_ids=(5,),
-    bias=((4, 2.0),),
-)
 SAMPLINGS = {
     "greedy": Sampling(),
     "everything": EVERYTHING,

@@ -247,6 +247,21 @@ class Sampling:
     """The only ids; none: all."""
 
 
+EVERYTHING = Sampling(
+    temperature=0.9,
+    top_p=0.8,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    seed=1,
+    min_total=50,
+    logprobs=3,
+    stop_ids=(5,),
+    bias=((4, 2.0),),
+)
+"""Sampling with every parameter."""
+
+
 @dataclass
 class PlanBuilder:
     """Collects a plan's columns."""
@@ -494,3 +509,16 @@ def greedy_reference(model: Any, prompt: list[int], count: int) -> tuple[list[in
             distributions.append(logits.log_softmax(-1))
             tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :], torch.stack(distributions)
+
+
+def products_of_floats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of each product of 8-bit floats from here on, as they are computed."""
+    called = []
+    product = torch._scaled_mm
+
+    def calling(*args: Any, **named: Any) -> torch.Tensor:
+        called.append(args)
+        return product(*args, **named)
+
+    monkeypatch.setattr(torch, "_scaled_mm", calling)
+    return called

@@ -24,6 +24,7 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.fake_cuda import FakeCuda, FakeEvent, fake_tensors, install
 from tests.hand.support import (
+    EVERYTHING,
     FAMILIES,
     MiniBrain,
     PlanBuilder,
@@ -287,18 +288,6 @@ def test_its_copies_give_the_tokens_of_the_reference(fake: FakeCuda, lookahead: 
     assert runner.facts()["device"] == "cuda (Fake GPU)"
 
 
-EVERYTHING = Sampling(
-    temperature=0.9,
-    top_p=0.8,
-    min_p=0.05,
-    repetition_penalty=1.2,
-    presence_penalty=0.3,
-    seed=1,
-    min_total=50,
-    logprobs=3,
-    stop_ids=(5,),
-    bias=((4, 2.0),),
-)
 ASKED = {
     "greedy": Sampling(),
     "everything": EVERYTHING,

@@ -15,7 +15,15 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.fake_cuda import fake_tensors, install
 from tests.hand.stored_models import Format, awq, fp8_blocks, fp8_channels, fp8_tensors, gptq, pack_quantized, quantised
-from tests.hand.support import FAMILIES, Sampling, greedy_reference, hf_config, reference_model, wire_config
+from tests.hand.support import (
+    FAMILIES,
+    Sampling,
+    greedy_reference,
+    hf_config,
+    products_of_floats,
+    reference_model,
+    wire_config,
+)
 from tests.hand.test_checkpoints import COUNT, PROMPT, loaded, saved, tokens
 from tests.hand.test_cuda import CPU, GPU, plans
 
@@ -71,14 +79,7 @@ def test_a_launch_mixes_no_devices_and_waits_for_nothing(
 ) -> None:
     """With tensors that have no content PyTorch checks what its product of 8-bit floats is called with."""
     install(monkeypatch, GPU).capability = capability
-    called = []
-    product = torch._scaled_mm
-
-    def calling(*args: Any, **named: Any) -> torch.Tensor:
-        called.append(args)
-        return product(*args, **named)
-
-    monkeypatch.setattr(torch, "_scaled_mm", calling)
+    called = products_of_floats(monkeypatch)
     kind, shape = FAMILIES[family]
     changes = {"quantization": "fp8"} if config is None else {}
     hub = hf_config(shape, kind.__name__) | {"quantization_config": config}

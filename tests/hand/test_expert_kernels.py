@@ -18,7 +18,7 @@ from forebay.runner.runner import ModelRunner
 from tests.hand.gguf_models import Form, write
 from tests.hand.support import random_model, runner_of
 from tests.hand.test_gguf_experts import QWEN3
-from tests.hand.test_quantised import check, fill, loaded, native, reference, rounded, rows
+from tests.hand.test_quantised import check, check_company, fill, loaded, native, reference, rounded, rows
 
 Q = gguf.GGMLQuantizationType
 KINDS = {"Q8_0": Q.Q8_0, "Q4_0": Q.Q4_0, "Q4_1": Q.Q4_1}
@@ -137,15 +137,7 @@ def test_a_row_gets_the_same_bits_in_any_company(tmp_path: Path, dtype: str, kin
             return of_file(tmp_path, kind, dtype)
         return int8(dtype, "w8a8_int8" if kind == "int8" else None, kind == "some-dense")
 
-    alone = native(runner(), threads=1)
-    wanted = [alone.logits(rows([(slot, 0, 80)]))[0] for slot in range(3)]
-    for threads in (1, 2, 3):
-        mixed = native(runner(), threads)
-        mixed.logits(rows([(0, 0, 33), (1, 0, 7), (2, 0, 79)]))
-        mixed.logits(rows([(1, 7, 60), (0, 33, 46)]))
-        found = mixed.logits(rows([(2, 79, 1), (0, 79, 1), (1, 67, 13)]))
-        for slot, row in ((2, 0), (0, 1), (1, 2)):
-            assert torch.equal(found[row], wanted[slot])
+    check_company(runner)
 
 
 def test_experts_take_the_memory_of_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

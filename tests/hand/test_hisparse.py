@@ -6,7 +6,6 @@ import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ from forebay.protocol.plan import COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, N
 from forebay.protocol.result import COPY_OK, StepResult
 from forebay.runner.launched import Launched
 from forebay.runner.runner import HostMemory, ModelRunner
+from tests.hand.greedy import model_of
 from tests.hand.support import (
     INDEXED,
     PlanBuilder,
-    reference_model,
     runner_of,
 )
 
@@ -36,11 +35,6 @@ HOST = {"host_ratio": 4.0, "hot_row_tokens": TOP_K, "page_size": SIZE, "kv_check
 SPARSE = pytest.mark.parametrize("family", ["deepseek-v32", "glm-dsa-shared"])
 DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred"])
 Logits = dict[int, list[torch.Tensor]]
-
-
-@cache
-def model_of(family: str) -> Any:
-    return reference_model(family)
 
 
 @pytest.fixture(scope="module")

@@ -12,22 +12,17 @@ import torch
 
 from forebay.runner.runner import ModelRunner
 from forebay.state.slots import PlanError
+from tests.hand.greedy import model_of
 from tests.hand.support import (
     MiniBrain,
     PlanBuilder,
     Request,
     greedy_reference,
-    reference_model,
     runner_of,
 )
 
 COUNT = 10
 KERNELS = pytest.mark.parametrize("kernels", ["native", "torch", "deferred"])
-
-
-@cache
-def model_of(family: str) -> Any:
-    return reference_model(family)
 
 
 def prompts(count: int) -> list[list[int]]:

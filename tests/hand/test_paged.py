@@ -20,7 +20,8 @@ from forebay.protocol.masks import INLINE, Masks
 from forebay.runner.launched import Launched
 from forebay.runner.runner import ModelRunner
 from forebay.state.slots import PlanError
-from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, reference_model, runner_of
+from tests.hand.greedy import model_of
+from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, runner_of
 
 FAMILIES_OF_GRAPHS = ["llama", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v3"]
 GRAPHS = pytest.mark.parametrize("graph_rows", [0, 6], ids=["eager", "graphs"])
@@ -38,11 +39,6 @@ COUNT = 8
 @pytest.fixture(autouse=True)
 def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "reference")
-
-
-@cache
-def model_of(family: str) -> Any:
-    return reference_model(family)
 
 
 def requests(kept: int = 0, tokens: list[list[int]] | None = None) -> list[Request]:

@@ -1,7 +1,6 @@
 """Tokens and log-probabilities against transformers, and the same tokens however a request is cut, mixed and placed."""
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from forebay.models import registry
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.errors import ModelError
+from tests.hand.greedy import COUNT, expected, model_of, prompts
 from tests.hand.support import (
     DEVICES,
     FAMILIES,
@@ -24,23 +24,6 @@ from tests.hand.support import (
     runner_of,
     wire_config,
 )
-
-COUNT = 12
-
-
-@cache
-def model_of(family: str) -> Any:
-    return reference_model(family)
-
-
-def prompts(count: int, longest: int = 60, seed: int = 3) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    return [random.integers(0, 131, random.integers(1, longest)).tolist() for _ in range(count)]
-
-
-@cache
-def expected(family: str) -> list[list[int]]:
-    return [greedy_reference(model_of(family), prompt, COUNT)[0] for prompt in prompts(10)]
 
 
 @DEVICES

@@ -17,17 +17,13 @@ from forebay.gpu.choose import VARIABLE
 from forebay.runner.measured import largest_plans
 from forebay.runner.runner import ModelRunner
 from forebay.state.slots import PlanError
-from tests.hand.support import DEVICES, FAMILIES, MiniBrain, PlanBuilder, Request, Sampling, reference_model, runner_of
+from tests.hand.greedy import model_of
+from tests.hand.support import DEVICES, FAMILIES, MiniBrain, PlanBuilder, Request, Sampling, runner_of
 
 VOCABULARY = 131
 TOP = 5
 SLICE = 7
 """Positions of a slice in these tests: small enough that prompts have several."""
-
-
-@cache
-def model_of(family: str) -> Any:
-    return reference_model(family)
 
 
 @pytest.fixture(autouse=True)

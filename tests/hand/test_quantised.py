@@ -161,14 +161,8 @@ def test_gguf_logits_are_those_of_torch_that_rounds(
     check(compute, reference(other))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["int8", "Q4_0", "Q4_1", "Q8_0"])
-def test_a_row_gets_the_same_bits_in_any_company(dtype: str, kind: str, instructions: str, tmp_path: Path) -> None:
-    def runner() -> ModelRunner:
-        if kind == "int8":
-            return int8(dtype=dtype)
-        return loaded(tiny(tmp_path / "model.gguf", {"": getattr(Q, kind)}), dtype)
-
+def check_company(runner: Callable[[], ModelRunner]) -> None:
+    """Last rows of three slots have the same bits alone on one thread and beside others on several."""
     alone = native(runner(), threads=1)
     wanted = [alone.logits(rows([(slot, 0, 80)]))[0] for slot in range(3)]
     for threads in (1, 2, 3):
@@ -178,6 +172,17 @@ def test_a_row_gets_the_same_bits_in_any_company(dtype: str, kind: str, instruct
         found = mixed.logits(rows([(2, 79, 1), (0, 79, 1), (1, 67, 13)]))
         for slot, row in ((2, 0), (0, 1), (1, 2)):
             assert torch.equal(found[row], wanted[slot])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "Q4_0", "Q4_1", "Q8_0"])
+def test_a_row_gets_the_same_bits_in_any_company(dtype: str, kind: str, instructions: str, tmp_path: Path) -> None:
+    def runner() -> ModelRunner:
+        if kind == "int8":
+            return int8(dtype=dtype)
+        return loaded(tiny(tmp_path / "model.gguf", {"": getattr(Q, kind)}), dtype)
+
+    check_company(runner)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

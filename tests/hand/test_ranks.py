@@ -265,7 +265,6 @@ def test_ranks_read_their_slices_and_no_more(groups: RankGroups, folder: Path) -
         assert of_rank["model.layers.0.self_attn.q_proj.weight"] == 2 * whole
 
 
-NINE = {"num_attention_heads": 9, "num_key_value_heads": 3}
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from forebay.compute.rows import Launch
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.errors import ModelError
+from tests.hand.greedy import COUNT, expected, model_of, prompts
 from tests.hand.support import (
     DEVICES,
     FAMILIES,
@@ -33,24 +33,8 @@ from tests.hand.support import (
 )
 from tests.index_margins import lower_positions, margins, margins_along, watched
 
-COUNT = 12
 TOP_K = INDEXED["index_topk"]
 SPARSE = [family for family in FAMILIES if family.startswith(("deepseek-v32", "glm-dsa"))]
-
-
-@cache
-def model_of(family: str) -> Any:
-    return reference_model(family)
-
-
-def prompts(count: int, longest: int = 60, seed: int = 3) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    return [random.integers(0, 131, random.integers(1, longest)).tolist() for _ in range(count)]
-
-
-@cache
-def expected(family: str) -> list[list[int]]:
-    return [greedy_reference(model_of(family), prompt, COUNT)[0] for prompt in prompts(10)]
 
 
 @pytest.mark.parametrize("family", SPARSE)

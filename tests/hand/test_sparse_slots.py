@@ -19,6 +19,7 @@ from forebay.state.hot_rows import HotRows
 from forebay.state.pages import page_bytes
 from forebay.state.sizes import Sizes
 from forebay.weights.config import ModelConfig
+from tests.hand.greedy import model_of
 from tests.hand.support import (
     FAMILIES,
     PlanBuilder,
@@ -29,7 +30,7 @@ from tests.hand.support import (
     runner_of,
     wire_config,
 )
-from tests.hand.test_hisparse import DEVICES, HOST, SIZE, SPARSE, TOP_K, model_of, sparse_runner
+from tests.hand.test_hisparse import DEVICES, HOST, SIZE, SPARSE, TOP_K, sparse_runner
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19, 71, 69, 39, 93, 75, 10]
 FULL = len(PROMPT) // SIZE

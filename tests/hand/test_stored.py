@@ -36,6 +36,7 @@ from tests.hand.support import (
     Request,
     greedy_reference,
     hf_config,
+    products_of_floats,
     random_model,
     reference_model,
     runner_of,
@@ -160,14 +161,7 @@ def test_activations_become_8_bit_floats(flag: str | None, tmp_path: Path, monke
     """Also of a checkpoint that is not quantised; and the result is near that of bfloat16."""
     model = reference_model("qwen2")
     checkpoint = quantised(tmp_path, model, fp8_channels()) if flag is None else saved(tmp_path, model)
-    called = []
-    product = torch._scaled_mm
-
-    def calling(*args: Any, **named: Any) -> torch.Tensor:
-        called.append(args)
-        return product(*args, **named)
-
-    monkeypatch.setattr(torch, "_scaled_mm", calling)
+    called = products_of_floats(monkeypatch)
     runner = hand(checkpoint, "deferred", dtype="bfloat16", quantization=flag)
     found = logits_of(runner)
     assert called

@@ -5,6 +5,7 @@ import re
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,15 +56,20 @@ UNSAFE = re.compile(r"\bunsafe(?:_code)?\b")
 
 
 @cache
-def dependencies() -> dict[str, set[str]]:
-    """Folder name of each crate to the names of its direct dependencies, those of its tests left out."""
+def manifests() -> dict[str, list[dict[str, Any]]]:
+    """Folder name of each crate to what cargo says of its direct dependencies."""
     command = ["cargo", "metadata", "--no-deps", "--offline", "--format-version", "1"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    packages = json.loads(output)["packages"]
+    return {Path(package["manifest_path"]).parent.name: package["dependencies"] for package in packages}
+
+
+@cache
+def dependencies() -> dict[str, set[str]]:
+    """Folder name of each crate to the names of its direct dependencies, those of its tests left out."""
     return {
-        Path(package["manifest_path"]).parent.name: {
-            dependency["name"] for dependency in package["dependencies"] if dependency["kind"] != "dev"
-        }
-        for package in json.loads(output)["packages"]
+        crate: {dependency["name"] for dependency in found if dependency["kind"] != "dev"}
+        for crate, found in manifests().items()
     }
 
 
@@ -120,6 +126,20 @@ def test_unsafe_is_in_few_places() -> None:
         path for path in sources("crates") if not inside(path, MAY_BE_UNSAFE) and UNSAFE.search(rust_code(read(path)))
     ]
     assert not sinners
+
+
+# Dependencies that no code of the crate names. The list only ever becomes shorter.
+UNNAMED = {("cpuhand", "tempfile"), ("engine", "proptest"), ("replicas", "forebay-protocol")}
+
+
+def test_every_dependency_is_named() -> None:
+    unnamed = set()
+    for crate, found in manifests().items():
+        code = "\n".join(rust_code(read(path)) for path in sources(f"crates/{crate}"))
+        words = set(re.findall(r"\w+", code))
+        names = {dependency["rename"] or dependency["name"] for dependency in found}
+        unnamed |= {(crate, name) for name in names if name.replace("-", "_") not in words}
+    assert unnamed == UNNAMED
 
 
 @pytest.mark.parametrize("crate", sorted(ALLOWED))

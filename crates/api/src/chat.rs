@@ -448,23 +448,11 @@ impl ChatRequest {
 mod tests {
     use super::*;
     use crate::sampling::MaxTokens;
-
-    const LIMITS: Limits = Limits {
-        context_length: 100,
-        prompt_length: 100,
-        vocab_size: 1000,
-        replicas: 2,
-        images: 0,
-    };
+    use crate::trial::{LIMITS, request, with};
 
     fn validate(more: Value) -> Result<ValidChat, ApiError> {
-        let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});
-        for (key, value) in more.as_object().unwrap() {
-            body[key] = value.clone();
-        }
-        let request =
-            crate::parse_request::<ChatRequest>(body.to_string().as_bytes(), |_| Ok(()))?.request;
-        request.validate(&GenerationDefaults::default(), LIMITS)
+        let body = with(json!({"messages": [{"role": "user", "content": "hi"}]}), &more);
+        request::<ChatRequest>(&body)?.validate(&GenerationDefaults::default(), LIMITS)
     }
 
     #[test]

@@ -157,25 +157,11 @@ mod tests {
 
     use super::*;
     use crate::sampling::MaxTokens;
+    use crate::trial::{LIMITS, request, with};
 
     fn validate(more: Value) -> Result<ValidCompletion, ApiError> {
-        let mut body = json!({"prompt": "once"});
-        for (key, value) in more.as_object().unwrap() {
-            body[key] = value.clone();
-        }
-        let request =
-            crate::parse_request::<CompletionRequest>(body.to_string().as_bytes(), |_| Ok(()))?
-                .request;
-        request.validate(
-            &GenerationDefaults::default(),
-            Limits {
-                context_length: 100,
-                prompt_length: 100,
-                vocab_size: 1000,
-                replicas: 2,
-                images: 0,
-            },
-        )
+        let request = request::<CompletionRequest>(&with(json!({"prompt": "once"}), &more))?;
+        request.validate(&GenerationDefaults::default(), LIMITS)
     }
 
     #[test]
@@ -255,11 +241,7 @@ mod tests {
             (json!({"prompt": "", "prompt_logprobs": 0}), "prompt_logprobs"),
             (json!({"prompt": "", "prompt_embeds": vec![embeds(); 33], "n": 128}), "prompt_embeds"),
         ] {
-            let mut body = json!({"prompt_embeds": embeds()});
-            for (key, value) in more.as_object().unwrap() {
-                body[key] = value.clone();
-            }
-            let error = validate(body).unwrap_err();
+            let error = validate(with(json!({"prompt_embeds": embeds()}), &more)).unwrap_err();
             assert_eq!(error.body().error.param.as_deref(), Some(expected), "{more}");
         }
     }

@@ -226,20 +226,10 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-
-    const LIMITS: Limits = Limits {
-        context_length: 100,
-        prompt_length: 100,
-        vocab_size: 1000,
-        replicas: 2,
-        images: 0,
-    };
+    use crate::trial::{LIMITS, request};
 
     fn validate(body: Value) -> Result<ValidEmbedding, ApiError> {
-        let request =
-            crate::parse_request::<EmbeddingRequest>(body.to_string().as_bytes(), |_| Ok(()))?
-                .request;
-        request.validate(LIMITS, 384, true)
+        request::<EmbeddingRequest>(&body)?.validate(LIMITS, 384, true)
     }
 
     #[test]

@@ -58,6 +58,8 @@ mod structure;
 mod table;
 mod tokenize;
 mod tools;
+#[cfg(test)]
+mod trial;
 mod turns;
 
 pub use access::{Access, is_from_own_page};

@@ -289,18 +289,10 @@ mod tests {
 
     use super::*;
     use crate::sampling::MaxTokens;
-
-    const LIMITS: Limits = Limits {
-        context_length: 100,
-        prompt_length: 100,
-        vocab_size: 1000,
-        replicas: 2,
-        images: 0,
-    };
+    use crate::trial::{LIMITS, request};
 
     fn validate(body: Value) -> Result<ValidLlama, ApiError> {
-        let parsed = crate::parse_request::<LlamaRequest>(body.to_string().as_bytes(), |_| Ok(()))?;
-        parsed.request.validate(&GenerationDefaults::default(), LIMITS)
+        request::<LlamaRequest>(&body)?.validate(&GenerationDefaults::default(), LIMITS)
     }
 
     #[test]

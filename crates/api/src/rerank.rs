@@ -327,25 +327,14 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-
-    const LIMITS: Limits = Limits {
-        context_length: 100,
-        prompt_length: 100,
-        vocab_size: 1000,
-        replicas: 2,
-        images: 0,
-    };
+    use crate::trial::{LIMITS, request};
 
     fn rerank(body: Value) -> Result<ValidRerank, ApiError> {
-        crate::parse_request::<RerankRequest>(body.to_string().as_bytes(), |_| Ok(()))?
-            .request
-            .validate(LIMITS)
+        request::<RerankRequest>(&body)?.validate(LIMITS)
     }
 
     fn score(body: Value) -> Result<Pairs, ApiError> {
-        crate::parse_request::<ScoreRequest>(body.to_string().as_bytes(), |_| Ok(()))?
-            .request
-            .validate(LIMITS)
+        request::<ScoreRequest>(&body)?.validate(LIMITS)
     }
 
     #[test]

@@ -355,14 +355,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-
-    const LIMITS: Limits = Limits {
-        context_length: 100,
-        prompt_length: 100,
-        vocab_size: 1000,
-        replicas: 2,
-        images: 0,
-    };
+    use crate::trial::LIMITS;
 
     fn validate(fields: Fields) -> Result<Generation, ApiError> {
         fields.validate(&GenerationDefaults::default(), LIMITS)

@@ -271,37 +271,25 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::trial::{LIMITS, request, with};
     use crate::{
-        ChatRequest, CompletionRequest, GenerateRequest, GenerationDefaults, Limits, parse_request,
-    };
-
-    const LIMITS: Limits = Limits {
-        context_length: 100,
-        prompt_length: 100,
-        vocab_size: 1000,
-        replicas: 2,
-        images: 0,
+        ChatRequest, CompletionRequest, GenerateRequest, GenerationDefaults, parse_request,
     };
 
     fn chat(more: Value) -> Result<Option<Structure>, ApiError> {
-        let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        let request =
-            parse_request::<ChatRequest>(body.to_string().as_bytes(), |_| Ok(()))?.request;
+        let body = with(json!({"messages": [{"role": "user", "content": "hi"}]}), &more);
+        let request = request::<ChatRequest>(&body)?;
         Ok(request.validate(&GenerationDefaults::default(), LIMITS)?.generation.structure)
     }
 
     fn completion(more: Value) -> Result<Option<Structure>, ApiError> {
-        let mut body = json!({"prompt": "once"});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        let request =
-            parse_request::<CompletionRequest>(body.to_string().as_bytes(), |_| Ok(()))?.request;
+        let request = request::<CompletionRequest>(&with(json!({"prompt": "once"}), &more))?;
         Ok(request.validate(&GenerationDefaults::default(), LIMITS)?.generation.structure)
     }
 
     fn generate(params: Value) -> Result<Option<Structure>, ApiError> {
-        let body = json!({"text": "once", "sampling_params": params}).to_string();
-        let request = parse_request::<GenerateRequest>(body.as_bytes(), |_| Ok(()))?.request;
+        let body = json!({"text": "once", "sampling_params": params});
+        let request = request::<GenerateRequest>(&body)?;
         let valid = request.validate(&GenerationDefaults::default(), LIMITS)?;
         Ok(valid.generations.into_iter().next().unwrap().structure)
     }

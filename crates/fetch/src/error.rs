@@ -72,10 +72,3 @@ pub enum FetchError {
     #[error("there is no such file in the folder that this server reads files from")]
     NoSuchFile,
 }
-
-impl FetchError {
-    /// True if a smaller file would have been accepted. HTTP has a status of its own for that.
-    pub fn is_too_large(&self) -> bool {
-        matches!(self, Self::TooLarge(_))
-    }
-}

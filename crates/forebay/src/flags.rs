@@ -13,6 +13,7 @@ mod responses;
 mod schedule;
 mod sharing;
 mod sparse;
+mod text;
 mod tiers;
 
 use std::path::PathBuf;
@@ -33,12 +34,10 @@ pub(crate) use self::replicas::{LoadBalance, Placement, ReplicaFlags};
 pub(crate) use self::responses::ResponseFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy, fraction};
 
-use crate::model::Source;
-use crate::text::TextFlags;
-
 pub(crate) use limits::LimitFlags;
 pub(crate) use sharing::SharingFlags;
 pub(crate) use sparse::SparseFlags;
+pub(crate) use text::{TextFlags, TokenizerBackend, TokenizerMode};
 pub(crate) use tiers::{Preemption, TierFlags};
 
 #[derive(Debug, Args)]
@@ -89,16 +88,6 @@ pub(crate) struct ServeFlags {
 }
 
 impl ServeFlags {
-    /// The source of the model.
-    pub(crate) fn source(&self) -> Source<'_> {
-        Source {
-            revision: self.loading.revision.as_deref(),
-            download_dir: self.loading.download_dir.as_deref(),
-            offline: self.loading.offline,
-            embedding: self.loading.is_embedding,
-        }
-    }
-
     /// Flags about arithmetic and memory that a simulated device does not have.
     pub(crate) fn without_effect_on_sim(&self) -> Vec<&'static str> {
         [

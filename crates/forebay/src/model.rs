@@ -11,7 +11,7 @@ use forebay_weights::ModelError;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::flags::Hand;
+use crate::flags::{Hand, ServeFlags};
 use crate::models;
 
 /// The output of `python -m forebay.weights.describe`.
@@ -134,6 +134,18 @@ pub(crate) struct Source<'a> {
     pub(crate) offline: bool,
     /// True if the model should pool, also one that could generate.
     pub(crate) embedding: bool,
+}
+
+impl ServeFlags {
+    /// The source of the model.
+    pub(crate) fn source(&self) -> Source<'_> {
+        Source {
+            revision: self.loading.revision.as_deref(),
+            download_dir: self.loading.download_dir.as_deref(),
+            offline: self.loading.offline,
+            embedding: self.loading.is_embedding,
+        }
+    }
 }
 
 /// Resolves `name`, and downloads missing files. Progress goes to stderr.

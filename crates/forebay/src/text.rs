@@ -1,74 +1,19 @@
-//! The flags about text, and the threads that turn it into tokens.
+//! The threads that turn text into tokens.
 
-use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Result, bail};
-use clap::{Args, ValueEnum};
 use forebay_server::Guard;
 use forebay_text::{Backend, ChatTemplate, TextConfig, TextMode, TextPool, Tokenizer};
-use serde::Serialize;
 use tracing::warn;
 
 use crate::config::Config;
-use crate::flags::seconds;
+use crate::flags::TextFlags;
+pub(crate) use crate::flags::{TokenizerBackend, TokenizerMode};
 
 /// Prompts that may wait for the text threads, beyond those that the engine queues. If the engine
 /// may queue more, this limit is as large: a large queue can then be filled at once.
 const QUEUE: usize = 1024;
-
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Text")]
-pub(crate) struct TextFlags {
-    /// The tokenizer library: Hugging Face's, or `fastokens`, which is many times faster but knows
-    /// byte-level BPE only.
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) tokenizer_backend: TokenizerBackend,
-    /// The threads that tokenise prompts: the text threads, or for comparison the thread that read
-    /// the request.
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) tokenizer_mode: TokenizerMode,
-    /// Bytes of tokenised text kept for the next turn of a conversation; 0 keeps none.
-    #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
-    pub(crate) text_cache_bytes: usize,
-    /// Let the strings of chats write special tokens: without this, their spelling in a message is
-    /// text like other text.
-    #[arg(long)]
-    pub(crate) allow_special_tokens_in_content: bool,
-    /// Tokens that /tokenize and /detokenize take at a time [default: four times the context, and
-    /// 65536 at least].
-    #[arg(long, value_name = "N")]
-    pub(crate) max_tokenize_tokens: Option<NonZeroUsize>,
-    /// For those used to SGLang, and always on: inputs that have come while the text threads were
-    /// busy are tokenised together.
-    #[arg(long)]
-    pub(crate) enable_dynamic_batch_tokenizer: bool,
-    /// The largest number of prompts that a text thread takes at a time [default: bounded by their
-    /// length only].
-    #[arg(long, value_name = "N")]
-    pub(crate) dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
-    /// For those used to SGLang, and answered with a warning: a prompt never waits for others to
-    /// come.
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
-    pub(crate) dynamic_batch_tokenizer_batch_timeout: Option<Duration>,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum TokenizerBackend {
-    #[default]
-    Hf,
-    Fastokens,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum TokenizerMode {
-    #[default]
-    Auto,
-    Inline,
-}
 
 impl From<TokenizerBackend> for Backend {
     fn from(backend: TokenizerBackend) -> Self {

@@ -94,29 +94,11 @@ impl Writer<'_> {
                 Err(GrammarError::at(path, why))
             }
             "sequence" => {
-                let elements = list(format, path, "elements")?;
-                let mut parts = Vec::new();
-                for (at, element) in elements.iter().enumerate() {
-                    let last = last && at + 1 == elements.len();
-                    parts.push(self.format(
-                        element,
-                        &format!("{path}.elements[{at}]"),
-                        last,
-                        depth + 1,
-                    )?);
-                }
+                let parts = self.elements(format, path, depth, |at_end| last && at_end)?;
                 Ok(format!("({})", parts.join(" ")))
             }
             "or" => {
-                let mut parts = Vec::new();
-                for (at, element) in list(format, path, "elements")?.iter().enumerate() {
-                    parts.push(self.format(
-                        element,
-                        &format!("{path}.elements[{at}]"),
-                        last,
-                        depth + 1,
-                    )?);
-                }
+                let parts = self.elements(format, path, depth, |_| last)?;
                 Ok(format!("({})", parts.join(" | ")))
             }
             "tag" => self.tag(format, path, None, last, depth + 1),
@@ -149,6 +131,23 @@ impl Writer<'_> {
                 Err(GrammarError::at(path, format!("the format {other} is not supported")))
             }
         }
+    }
+
+    /// The formats of `elements`. `last` is told whether an element is the final one. It returns
+    /// true if nothing follows that element.
+    fn elements(
+        &mut self,
+        format: &Value,
+        path: &str,
+        depth: usize,
+        last: impl Fn(bool) -> bool,
+    ) -> Result<Vec<String>, GrammarError> {
+        let elements = list(format, path, "elements")?;
+        let formats = elements.iter().enumerate().map(|(at, element)| {
+            let last = last(at + 1 == elements.len());
+            self.format(element, &format!("{path}.elements[{at}]"), last, depth + 1)
+        });
+        formats.collect()
     }
 
     /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are left out,

@@ -11,6 +11,8 @@
 //! engine thread ends, for any reason.
 
 mod arena;
+#[cfg(test)]
+mod damage;
 mod executor;
 mod frames;
 #[cfg(test)]

@@ -18,10 +18,11 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use url::Url;
 
 use crate::connector::{Connector, deepest};
-use crate::download::LINKED_ETAG;
 use crate::settings::Settings;
 
 const MAX_REDIRECTS: usize = 10;
+/// The name of a file's content, in answers that point to where the content is.
+pub(crate) const LINKED_ETAG: HeaderName = HeaderName::from_static("x-linked-etag");
 
 /// The reason for which a request has no usable answer.
 #[derive(Debug)]

@@ -13,11 +13,10 @@ use hyper::header::{CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderName};
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
 use crate::cache::{RepositoryFolder, is_name};
-use crate::client::{Client, Trouble, header};
+use crate::client::{Client, LINKED_ETAG, Trouble, header};
 use crate::error::{HubError, size};
 use crate::progress::{FileProgress, Progress};
 
-pub(crate) const LINKED_ETAG: HeaderName = HeaderName::from_static("x-linked-etag");
 const LINKED_SIZE: HeaderName = HeaderName::from_static("x-linked-size");
 /// Attempts in a row that bring next to nothing.
 const ATTEMPTS: u32 = 5;

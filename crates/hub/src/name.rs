@@ -1,9 +1,10 @@
 //! The forms of a model's name.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::embedded;
 use crate::error::HubError;
+use crate::settings::expand_home;
 
 /// A model's name on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -115,15 +116,6 @@ fn is_part(text: &str) -> bool {
         && text.len() <= 96
         && !text.contains("--")
         && !text.contains("..")
-}
-
-/// `~` at the beginning is the user's directory, as shells read it.
-pub(crate) fn expand_home(text: &str) -> PathBuf {
-    let rest = text.strip_prefix('~').filter(|rest| rest.is_empty() || rest.starts_with('/'));
-    match (rest, std::env::home_dir()) {
-        (Some(rest), Some(home)) => home.join(Path::new(rest.trim_start_matches('/'))),
-        _ => PathBuf::from(text),
-    }
 }
 
 #[cfg(test)]

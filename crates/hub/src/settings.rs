@@ -8,7 +8,6 @@ use std::time::Duration;
 use url::Url;
 
 use crate::error::HubError;
-use crate::name::expand_home;
 
 const ENDPOINT: &str = "https://huggingface.co";
 
@@ -80,6 +79,15 @@ fn home() -> PathBuf {
 fn user_cache() -> PathBuf {
     let home = || env::home_dir().unwrap_or_else(|| PathBuf::from("/")).join(".cache");
     set("XDG_CACHE_HOME").map_or_else(home, |path| absolute(&expand_home(&path)))
+}
+
+/// `~` at the beginning is the user's directory, as shells read it.
+pub(crate) fn expand_home(text: &str) -> PathBuf {
+    let rest = text.strip_prefix('~').filter(|rest| rest.is_empty() || rest.starts_with('/'));
+    match (rest, env::home_dir()) {
+        (Some(rest), Some(home)) => home.join(Path::new(rest.trim_start_matches('/'))),
+        _ => PathBuf::from(text),
+    }
 }
 
 fn absolute(path: &Path) -> PathBuf {

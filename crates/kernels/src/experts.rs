@@ -9,25 +9,19 @@ mod routing;
 mod sorted;
 
 use std::ffi::c_void;
-use std::mem::MaybeUninit;
 
-use crate::codes::{CodesRoom, Format, encode, widened};
-use crate::dots::Dots;
+use crate::codes::Format;
 use crate::element::Element;
-use crate::matmul::{
-    Arranged, BLOCK_ROWS, Matrix, Out, Rows, block_of, multiply_codes_piece, multiply_piece,
-};
-use crate::model::grow;
+use crate::matmul::Matrix;
+use crate::memory::grow;
 use crate::pack::{packed_len, padded_outputs};
 use crate::quantise::quantised_bytes;
-use crate::step::{FEW, Part, Step, Stream, Watch};
-use crate::team::{Member, Queue};
-use crate::tile::{Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, Tile, tile_height};
-use crate::vector::{LANES, Vector};
+use crate::team::FEW;
+use crate::tile::MAX_ROWS;
 
 use routing::Chooser;
 pub use routing::RoutingSpec;
-use sorted::{Active, RowTile, Sorted};
+pub(crate) use sorted::{Active, RowTile, Sorted};
 
 /// The experts of one layer, as the caller describes them; all null in a layer that has none.
 #[derive(Clone, Copy)]
@@ -63,11 +57,11 @@ impl ExpertsSpec {
 
 /// The same matrix of all experts, packed, one behind the other.
 #[derive(Clone, Copy)]
-struct Stack<E> {
+pub(crate) struct Stack<E> {
     panels: *const E,
-    format: Option<Format>,
-    outputs: usize,
-    inputs: usize,
+    pub(crate) format: Option<Format>,
+    pub(crate) outputs: usize,
+    pub(crate) inputs: usize,
     /// From one expert's to the next one's, in elements, or bytes of a quantised matrix.
     apart: usize,
 }
@@ -88,7 +82,7 @@ impl<E: Element> Stack<E> {
     }
 
     #[inline(always)]
-    fn of(&self, expert: usize) -> Matrix<'_, E> {
+    pub(crate) fn of(&self, expert: usize) -> Matrix<'_, E> {
         let &Self { panels, format, outputs, inputs, apart } = self;
         let panels = match format {
             None => panels.wrapping_add(expert * apart),
@@ -100,10 +94,10 @@ impl<E: Element> Stack<E> {
 
 /// The experts of one layer.
 pub(crate) struct Mixture<E> {
-    router: *const c_void,
-    correction: Vec<f32>,
-    gate_up: Stack<E>,
-    down: Stack<E>,
+    pub(crate) router: *const c_void,
+    pub(crate) correction: Vec<f32>,
+    pub(crate) gate_up: Stack<E>,
+    pub(crate) down: Stack<E>,
 }
 
 impl<E: Element> Mixture<E> {
@@ -146,21 +140,21 @@ pub(crate) struct Work<E> {
 
 /// Buffers of one member.
 #[derive(Default)]
-struct Own<E> {
-    sorted: Sorted,
-    chooser: Chooser,
+pub(crate) struct Own<E> {
+    pub(crate) sorted: Sorted,
+    pub(crate) chooser: Chooser,
     /// The rows of one tile.
-    gathered: Vec<E>,
+    pub(crate) gathered: Vec<E>,
 }
 
 /// The same, while a step is computed.
 #[derive(Clone, Copy)]
 pub(crate) struct Buffers<E> {
-    logits: *mut f32,
-    ids: *mut u32,
-    weights: *mut f32,
-    terms: *mut f32,
-    own: *mut Own<E>,
+    pub(crate) logits: *mut f32,
+    pub(crate) ids: *mut u32,
+    pub(crate) weights: *mut f32,
+    pub(crate) terms: *mut f32,
+    pub(crate) own: *mut Own<E>,
 }
 
 impl<E: Element> Work<E> {
@@ -190,262 +184,6 @@ impl<E: Element> Work<E> {
             terms: self.terms.as_mut_ptr(),
             own: self.own.as_mut_ptr(),
         }
-    }
-}
-
-/// The source of the rows of a product of experts.
-#[derive(Clone, Copy)]
-enum Origin<E> {
-    /// From the rows of their tokens.
-    Tokens(*const E),
-    /// They lie in order.
-    Rows(*const E),
-}
-
-impl<E: Element> Step<'_, E> {
-    /// Adds to the stream what the experts of each token give; `normed` is the stream, normalised.
-    /// Whoever comes back has met the others since they wrote.
-    ///
-    /// # Safety
-    /// As for [`Step::compute`]; `queues` are of this layer's experts.
-    #[inline(always)]
-    pub(crate) unsafe fn experts<K: Kernel<E>, D: Dots>(
-        &self,
-        mixture: &Mixture<E>,
-        (stream, normed): (Stream, Rows<E>),
-        (queues, member): (&[Queue], &Member<'_>),
-        watch: &mut Watch,
-    ) {
-        let buffers = self.experts;
-        let (count, per_token) = (self.routing.count as usize, self.routing.per_token as usize);
-        let few = stream.count <= FEW;
-        if !few {
-            // Each of them has normalised some of the tokens.
-            member.meet();
-        }
-        // SAFETY: between meetings members write only what is theirs by share or by queue; `own` is
-        // this member's.
-        unsafe {
-            self.score::<K>(mixture, normed, member);
-            member.meet();
-            let own = &mut *buffers.own.add(member.index);
-            // Few tokens are chosen for by every member, which is quicker than to meet.
-            let at = if few { member.index * FEW * per_token } else { 0 };
-            let (ids, weights) = (buffers.ids.add(at), buffers.weights.add(at));
-            for token in if few { 0..stream.count } else { member.share(stream.count) } {
-                let logits = std::slice::from_raw_parts(buffers.logits.add(token * count), count);
-                let at = token * per_token;
-                own.chooser.choose(
-                    &self.routing,
-                    (logits, &mixture.correction),
-                    (
-                        std::slice::from_raw_parts_mut(ids.add(at), per_token),
-                        std::slice::from_raw_parts_mut(weights.add(at), per_token),
-                    ),
-                );
-            }
-            if !few {
-                member.meet();
-            }
-            let all = std::slice::from_raw_parts(ids, stream.count * per_token);
-            own.sorted.sort(all, per_token, count, K::ROWS);
-            let (gated, terms) = (self.gated, buffers.terms);
-            let steps = [
-                (&mixture.gate_up, Origin::Tokens(normed.first), Out::Gate(gated), Part::GateUp),
-                (&mixture.down, Origin::Rows(gated.cast_const()), Out::Store(terms), Part::Down),
-            ];
-            // One loop, so that products are compiled once.
-            for (queue, (stack, from, out, part)) in queues.iter().zip(steps) {
-                self.prepare_rows::<K>(stack, from, own, member);
-                member.meet();
-                self.multiply_stack::<K, D>(stack, out, &mut own.sorted, (queue, member));
-                member.meet();
-                watch.lap(part);
-            }
-            for token in member.share(stream.count) {
-                self.add_terms::<K::Vector>(stream, token, (&own.sorted, weights));
-            }
-            member.meet();
-            watch.lap(Part::Down);
-        }
-    }
-
-    /// The logits of this member's part of all tokens and experts.
-    #[inline(always)]
-    unsafe fn score<K: Kernel<E>>(
-        &self,
-        mixture: &Mixture<E>,
-        normed: Rows<E>,
-        member: &Member<'_>,
-    ) {
-        let (hidden, count) = (self.hidden, self.routing.count as usize);
-        for pair in member.share(normed.count * count) {
-            let (token, expert) = (pair / count, pair % count);
-            // SAFETY: a row of what is normalised, an expert's row of the router, and its logit.
-            unsafe {
-                let x = normed.first.add(token * hidden);
-                let router = self.routing.in_float32 != 0;
-                let logit = if router {
-                    let row = mixture.router.cast::<f32>().add(expert * hidden);
-                    product::<E, f32, K::Vector>(x, row, hidden)
-                } else {
-                    let row = mixture.router.cast::<E>().add(expert * hidden);
-                    product::<E, E, K::Vector>(x, row, hidden)
-                };
-                *self.experts.logits.add(pair) = logit;
-            }
-        }
-    }
-
-    /// Makes of this member's share of all rows what the product is computed with: codes where the
-    /// stack is quantised, and otherwise numbers as tiles read them.
-    #[inline(always)]
-    unsafe fn prepare_rows<K: Kernel<E>>(
-        &self,
-        stack: &Stack<E>,
-        from: Origin<E>,
-        own: &mut Own<E>,
-        member: &Member<'_>,
-    ) {
-        let inputs = stack.inputs;
-        let Own { sorted, gathered, .. } = own;
-        // SAFETY: rows of this member's share; nobody reads what is made of them yet.
-        unsafe {
-            if let Some(format) = stack.format {
-                let shared = format.shared(inputs);
-                for row in member.share(sorted.tokens.len()) {
-                    let from = match from {
-                        Origin::Tokens(first) => first.add(sorted.tokens[row] as usize * inputs),
-                        Origin::Rows(first) => first.add(row * inputs),
-                    };
-                    let to = self.codes.from(row, inputs, shared);
-                    encode::<E, K::Vector>(from, inputs, shared, to);
-                }
-                return;
-            }
-            let numbers = self.arranged.cast::<K::Number>();
-            for tile in member.share(sorted.tiles.len()) {
-                let RowTile { first, count } = sorted.tiles[tile];
-                let rows = match from {
-                    Origin::Rows(rows) => rows.add(first * inputs),
-                    Origin::Tokens(tokens) => {
-                        for (place, row) in (first..first + count).enumerate() {
-                            let from = tokens.add(sorted.tokens[row] as usize * inputs);
-                            let to = gathered.as_mut_ptr().add(place * inputs);
-                            std::ptr::copy_nonoverlapping(from, to, inputs);
-                        }
-                        gathered.as_ptr()
-                    }
-                };
-                K::arrange(rows, count, inputs, numbers.add(first * inputs));
-            }
-        }
-    }
-
-    /// This member's share of the products of all experts that have any row.
-    #[inline(always)]
-    unsafe fn multiply_stack<K: Kernel<E>, D: Dots>(
-        &self,
-        stack: &Stack<E>,
-        out: Out<E>,
-        sorted: &mut Sorted,
-        (queue, member): (&Queue, &Member<'_>),
-    ) {
-        let inputs = stack.inputs;
-        let panels = padded_outputs(stack.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
-        let total = match stack.format {
-            Some(_) => sorted.count_pieces(panels, |_| BLOCK_ROWS),
-            None => {
-                sorted.count_pieces(panels, |count| block_of::<E, K>(tile_height(count, K::ROWS)))
-            }
-        };
-        let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; MAX_BLOCK_ROWS];
-        let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
-        loop {
-            let mine = queue.take(total, member.members);
-            if mine.is_empty() {
-                break;
-            }
-            let mut place = sorted.place_of(mine.start);
-            for piece in mine {
-                if piece >= sorted.active[place].end {
-                    place += 1;
-                }
-                let Active { expert, first, count, begin, .. } = sorted.active[place];
-                let which = ((piece - begin) / panels, (piece - begin) % panels);
-                let matrix = stack.of(expert);
-                // SAFETY: the rows of this expert, and what they give.
-                unsafe {
-                    let out = match out {
-                        Out::Gate(to) => Out::Gate(to.add(first * stack.outputs / 2)),
-                        Out::Store(to) => Out::Store(to.add(first * stack.outputs)),
-                        other => other,
-                    };
-                    if let Some(format) = stack.format {
-                        let room: CodesRoom = self.codes.from(first, inputs, format.shared(inputs));
-                        let (rows, of) = (room.filled(count), (&matrix, format));
-                        multiply_codes_piece::<E, K, D>(rows, which, of, out, &mut tile);
-                    } else {
-                        let numbers = self.arranged.cast::<K::Number>().add(first * inputs);
-                        let rows = Arranged::of::<E, K>(numbers.cast_const(), count);
-                        multiply_piece::<E, K>(rows, which, &matrix, out, &mut sums);
-                    }
-                }
-            }
-        }
-    }
-
-    /// Adds to a token's row of the stream what its experts gave, one by one in order of their ids.
-    #[inline(always)]
-    unsafe fn add_terms<V: Vector>(
-        &self,
-        stream: Stream,
-        token: usize,
-        (sorted, weights): (&Sorted, *const f32),
-    ) {
-        let (hidden, per_token) = (self.hidden, self.routing.per_token as usize);
-        let rows = &sorted.rows[token * per_token..][..per_token];
-        let whole = hidden / LANES * LANES;
-        // SAFETY: this member's row of the stream; rows of terms that nobody writes now.
-        unsafe {
-            let weights = std::slice::from_raw_parts(weights.add(token * per_token), per_token);
-            let x = stream.x.add(token * hidden);
-            for at in (0..whole).step_by(LANES) {
-                let mut sum = V::splat(0.0);
-                for (&row, &weight) in rows.iter().zip(weights) {
-                    let term = V::load(self.experts.terms.add(row as usize * hidden + at));
-                    sum = term.fused(V::splat(weight), sum);
-                }
-                V::load(x.add(at)).add(sum).store(x.add(at));
-            }
-            for at in whole..hidden {
-                let mut sum = 0.0;
-                for (&row, &weight) in rows.iter().zip(weights) {
-                    sum += *self.experts.terms.add(row as usize * hidden + at) * weight;
-                }
-                *x.add(at) += sum;
-            }
-        }
-    }
-}
-
-/// The product of two rows of `k` elements, added up in an order that is the same for all.
-///
-/// # Safety
-/// Both rows have so many.
-#[inline(always)]
-unsafe fn product<A: Element, B: Element, V: Vector>(a: *const A, b: *const B, k: usize) -> f32 {
-    // Four sums in turn: one would wait for its own last addition.
-    let mut sums = [V::splat(0.0); 4];
-    let whole = k / LANES * LANES;
-    // SAFETY: whole vectors, and single elements, of both.
-    unsafe {
-        for (index, at) in (0..whole).step_by(LANES).enumerate() {
-            let a: V = widened(a.add(at));
-            sums[index % 4] = a.fused(widened(b.add(at)), sums[index % 4]);
-        }
-        let rest: f32 = (whole..k).map(|at| (*a.add(at)).to_f32() * (*b.add(at)).to_f32()).sum();
-        sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum() + rest
     }
 }
 

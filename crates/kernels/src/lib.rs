@@ -19,8 +19,8 @@
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
 //!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
 //! - `matmul` and `attention`: products and attention, built of the loops;
-//! - `model`: the description of a decoder; `any_model`: one of either type; `step`: the list of
-//!   the parts of a step;
+//! - `layer` and `experts`: the parts of a decoder; `step`: the list of the parts of a step;
+//!   `model`: a decoder with its buffers; `any_model`: one of either type;
 //! - `team`: the threads.
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens
@@ -37,6 +37,7 @@ mod element;
 mod encoder;
 mod experts;
 mod isa;
+mod layer;
 mod math;
 mod matmul;
 mod memory;
@@ -68,8 +69,9 @@ pub use crate::encoder::{
     BertWeights, EncoderLayerSpec, EncoderSpec, Texts, fb_encode, fb_encoder_free, fb_encoder_new,
 };
 pub use crate::experts::{ExpertsSpec, RoutingSpec};
+pub use crate::layer::LayerSpec;
 pub use crate::memory::{Room, Shared};
-pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
+pub use crate::model::{ModelSpec, StepSpec};
 pub use crate::packing::{Dtype, Packing, Storage, Unfit};
 pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;

@@ -156,6 +156,13 @@ impl Shared {
     }
 }
 
+/// Makes a buffer that steps keep at least so long.
+pub(crate) fn grow<T: Clone>(buffer: &mut Vec<T>, length: usize, value: T) {
+    if buffer.len() < length {
+        buffer.resize(length, value);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;

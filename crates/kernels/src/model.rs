@@ -5,38 +5,13 @@ use std::ffi::c_void;
 use crate::attention::{self, Queries, Scratch};
 use crate::codes::{CodesRoom, Format, SHARED};
 use crate::element::Element;
-use crate::experts::{self, ExpertsSpec, Mixture, RoutingSpec};
-use crate::matmul::{Best, Matrix};
-use crate::pages::{Held, Pool, Shape};
-use crate::step::{FEW, QUEUES_A_LAYER, Step};
-use crate::team::{Queue, Team};
-
-/// One layer, as the caller describes it. Matrices are packed, vectors as in the checkpoint; a null
-/// pointer stands for a part that the layer lacks.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub struct LayerSpec {
-    pub(crate) input_norm: *const c_void,
-    pub(crate) qkv: *const c_void,
-    pub(crate) qkv_bias: *const c_void,
-    pub(crate) q_norm: *const c_void,
-    pub(crate) k_norm: *const c_void,
-    pub(crate) output: *const c_void,
-    pub(crate) output_bias: *const c_void,
-    pub(crate) post_norm: *const c_void,
-    pub(crate) gate_up: *const c_void,
-    pub(crate) gate_up_bias: *const c_void,
-    pub(crate) down: *const c_void,
-    pub(crate) down_bias: *const c_void,
-    /// `[entries, kv_heads, head_dim]`.
-    pub(crate) keys: *mut c_void,
-    pub(crate) values: *mut c_void,
-    /// The formats of the four matrices in the order above, see [`Format::of`].
-    pub(crate) formats: [u32; 4],
-    /// A layer that has them need not have `gate_up` and `down`, which are then what all tokens
-    /// share.
-    pub(crate) experts: ExpertsSpec,
-}
+use crate::experts::{self, RoutingSpec};
+use crate::layer::{Layer, LayerSpec, Owned, Widths, vector};
+use crate::matmul::Best;
+use crate::memory::grow;
+use crate::pages::{Held, Shape};
+use crate::step::{QUEUES_A_LAYER, Step, Token};
+use crate::team::{FEW, Queue, Team};
 
 /// A decoder, as the caller describes it. The memory that it points to lives as long as the model.
 #[repr(C)]
@@ -157,33 +132,6 @@ pub(crate) enum StepError {
     Token = 2,
 }
 
-pub(crate) struct Layer<E> {
-    pub(crate) input_norm: Vec<f32>,
-    pub(crate) qkv: Owned<E>,
-    pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    pub(crate) output: Owned<E>,
-    pub(crate) post_norm: Vec<f32>,
-    pub(crate) mixture: Option<Mixture<E>>,
-    /// The dense part for all tokens: beside experts, or in place of them.
-    pub(crate) feed: Option<[Owned<E>; 2]>,
-    pub(crate) pool: Pool<E>,
-}
-
-pub(crate) struct Owned<E> {
-    panels: *const E,
-    format: Option<Format>,
-    outputs: usize,
-    inputs: usize,
-    bias: Vec<f32>,
-}
-
-impl<E> Owned<E> {
-    pub(crate) fn matrix(&self) -> Matrix<'_, E> {
-        let Self { panels, format, outputs, inputs, ref bias } = *self;
-        Matrix { panels, format, outputs, inputs, bias }
-    }
-}
-
 /// A decoder with its buffers. Steps are computed one at a time.
 pub(crate) struct Model<E> {
     shape: Shape,
@@ -237,15 +185,6 @@ struct Work<E> {
     code_sums: Vec<i32>,
 }
 
-#[derive(Clone, Copy)]
-pub(crate) struct Token<E> {
-    /// The token's row of the embedding, or the input that was given in place of it.
-    pub(crate) input: *const E,
-    pub(crate) position: usize,
-    /// The place of its keys and values.
-    pub(crate) entry: usize,
-}
-
 impl<E: Element> Model<E> {
     /// # Safety
     /// `spec` describes what is there, and it stays there.
@@ -258,63 +197,26 @@ impl<E: Element> Model<E> {
             scale: spec.scale,
         };
         let hidden = spec.hidden as usize;
-        let (dim, queries) = (shape.head_dim, shape.heads * shape.head_dim);
-        let projected = queries + 2 * shape.kv_heads * dim;
-        // SAFETY: the caller's description.
-        let vector = |from: *const c_void, length: usize| -> Vec<f32> {
-            if from.is_null() {
-                return Vec::new();
-            }
-            let values = unsafe { std::slice::from_raw_parts(from.cast::<E>(), length) };
-            values.iter().map(|value| value.to_f32()).collect()
-        };
-        let owned = |(panels, format): (*const c_void, u32),
-                     (outputs, inputs): (usize, usize),
-                     bias: *const c_void| Owned {
-            panels: panels.cast(),
-            format: Format::of(format),
-            outputs,
-            inputs,
-            bias: vector(bias, outputs),
-        };
         // SAFETY: the caller's description.
         let layers = unsafe { std::slice::from_raw_parts(spec.layer, spec.layers as usize) };
-        let feed = |layer: &LayerSpec| {
-            let inner = spec.intermediate_of(layer) as usize;
-            let gate_up = (layer.gate_up, layer.formats[2]);
-            let down = (layer.down, layer.formats[3]);
-            [
-                owned(gate_up, (2 * inner, hidden), layer.gate_up_bias),
-                owned(down, (hidden, inner), layer.down_bias),
-            ]
+        let layers: Vec<Layer<E>> = layers
+            .iter()
+            .map(|layer| {
+                let inner = spec.intermediate_of(layer) as usize;
+                // SAFETY: the caller's description.
+                unsafe { Layer::new(layer, &spec.routing, &shape, Widths { hidden, inner }) }
+            })
+            .collect();
+        let head = (spec.head, spec.head_format);
+        let of_head = (spec.vocabulary as usize, hidden);
+        // SAFETY: the caller's description.
+        let (final_norm, head) = unsafe {
+            (vector::<E>(spec.final_norm, hidden), Owned::new(head, of_head, std::ptr::null()))
         };
-        let layer = |layer: &LayerSpec| Layer {
-            input_norm: vector(layer.input_norm, hidden),
-            qkv: owned((layer.qkv, layer.formats[0]), (projected, hidden), layer.qkv_bias),
-            qk_norm: (!layer.q_norm.is_null())
-                .then(|| (vector(layer.q_norm, dim), vector(layer.k_norm, dim))),
-            output: owned((layer.output, layer.formats[1]), (hidden, queries), layer.output_bias),
-            post_norm: vector(layer.post_norm, hidden),
-            // SAFETY: the caller's description.
-            mixture: layer
-                .experts
-                .is_there()
-                .then(|| unsafe { Mixture::new(&layer.experts, &spec.routing, hidden) }),
-            feed: (!layer.gate_up.is_null()).then(|| feed(layer)),
-            pool: Pool { keys: layer.keys.cast(), values: layer.values.cast() },
-        };
-        let layers_of_spec = layers;
-        let layers: Vec<Layer<E>> = layers_of_spec.iter().map(layer).collect();
-        let of_experts = layers.iter().filter_map(|layer| layer.mixture.as_ref());
-        let quantised = Format::of(spec.head_format).is_some()
-            || layers_of_spec
-                .iter()
-                .flat_map(|layer| layer.formats)
-                .any(|it| Format::of(it).is_some())
-            || of_experts.clone().any(Mixture::is_quantised);
-        let routing = match of_experts.count() {
-            0 => RoutingSpec::default(),
-            _ => spec.routing,
+        let quantised = head.is_quantised() || layers.iter().any(Layer::is_quantised);
+        let routing = match layers.iter().any(|layer| layer.mixture.is_some()) {
+            true => spec.routing,
+            false => RoutingSpec::default(),
         };
         let mut work = Work { scratch: Vec::new(), ..Work::default() };
         work.scratch.resize_with(team.threads, || Scratch::new(&shape));
@@ -329,12 +231,8 @@ impl<E: Element> Model<E> {
             page_count: spec.page_count as usize,
             eps: spec.eps,
             embedding: spec.embedding.cast(),
-            final_norm: vector(spec.final_norm, hidden),
-            head: owned(
-                (spec.head, spec.head_format),
-                (spec.vocabulary as usize, hidden),
-                std::ptr::null(),
-            ),
+            final_norm,
+            head,
             cos: spec.cos,
             sin: spec.sin,
             layers,
@@ -564,11 +462,5 @@ impl<E: Element> Model<E> {
         work.attention.arrange(&self.shape);
         work.last_attention.arrange(&self.shape);
         Ok(chosen)
-    }
-}
-
-pub(crate) fn grow<T: Clone>(buffer: &mut Vec<T>, length: usize, value: T) {
-    if buffer.len() < length {
-        buffer.resize(length, value);
     }
 }

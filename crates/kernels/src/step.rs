@@ -1,5 +1,6 @@
 //! One step of a decoder, as the members of a team compute it together.
 
+mod experts;
 mod vectors;
 
 use std::ops::Range;
@@ -10,21 +11,17 @@ use crate::codes::{CodesRoom, encode};
 use crate::dispatch::Work;
 use crate::dots::Dots;
 use crate::element::Element;
-use crate::experts::{self, RoutingSpec};
+use crate::experts::{Buffers, RoutingSpec};
+use crate::layer::Layer;
 use crate::math;
 use crate::matmul::{Best, Matrix, Out, Rows, arrange, multiply, multiply_codes};
-use crate::model::{Layer, Token};
 use crate::pages::{Shape, turn};
-use crate::team::{Member, Queue};
+use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 
 /// Pieces of work a layer takes from queues: four products, the attention, and two products of
 /// experts.
 pub(crate) const QUEUES_A_LAYER: usize = 7;
-
-/// The number of tokens up to which every member normalises all of them for itself, because that is
-/// quicker than a meeting.
-pub(crate) const FEW: usize = 16;
 
 /// The part of a step that time is spent on.
 #[derive(Clone, Copy)]
@@ -66,6 +63,15 @@ impl Watch {
     }
 }
 
+#[derive(Clone, Copy)]
+pub(crate) struct Token<E> {
+    /// The token's row of the embedding, or the input that was given in place of it.
+    pub(crate) input: *const E,
+    pub(crate) position: usize,
+    /// The place of its keys and values.
+    pub(crate) entry: usize,
+}
+
 /// A step for its members. They share its buffers, and each writes its own part between two
 /// meetings.
 pub(crate) struct Step<'a, E> {
@@ -75,7 +81,7 @@ pub(crate) struct Step<'a, E> {
     pub(crate) qkv: *mut f32,
     pub(crate) attended: *mut E,
     pub(crate) gated: *mut E,
-    pub(crate) experts: experts::Buffers<E>,
+    pub(crate) experts: Buffers<E>,
     pub(crate) routing: RoutingSpec,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,

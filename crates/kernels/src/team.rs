@@ -17,6 +17,9 @@ type Entry = unsafe extern "C" fn(*mut c_void);
 type Parallel = unsafe extern "C" fn(Entry, *mut c_void, c_uint, c_uint);
 type Number = unsafe extern "C" fn() -> c_int;
 
+/// Rows up to which every member prepares all of them for itself: that is quicker than to meet.
+pub(crate) const FEW: usize = 16;
+
 /// `GOMP_parallel`, `GOMP_barrier`, `omp_get_thread_num` and `omp_get_num_threads` of a running
 /// OpenMP; null where there is none.
 #[repr(C)]

@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::JoinToken;
 
+/// The name in the certificate, which is not checked.
+pub(crate) const NAME: &str = "forebay";
+
 /// A certificate with its key, and the token for outposts.
 #[derive(Debug, Clone)]
 pub struct Credentials {
@@ -32,8 +35,8 @@ impl Credentials {
     /// # Errors
     /// The system has no random numbers.
     pub fn make() -> io::Result<Self> {
-        let made = rcgen::generate_simple_self_signed([crate::tls::NAME.to_owned()])
-            .map_err(io::Error::other)?;
+        let made =
+            rcgen::generate_simple_self_signed([NAME.to_owned()]).map_err(io::Error::other)?;
         let certificate = made.cert.der().to_vec();
         let mut secret = [0; 32];
         SystemRandom::new().fill(&mut secret).map_err(|_| io::Error::other("no random numbers"))?;

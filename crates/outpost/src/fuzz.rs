@@ -6,68 +6,14 @@ use std::io::Cursor;
 use serde::de::DeserializeOwned;
 
 use crate::bulk::{HEAD_BYTES, Head, PIECE_BYTES};
+use crate::damage::{Damage, Peak, messages};
 use crate::messages::{
     Answer, Collectives, FromOutpost, HandOrder, KNOCK_BYTES, Knock, Purpose, ToOutpost, read,
     write,
 };
 
-/// Messages in the ordinary test; `make test-fuzz-outposts` has a million.
+/// Messages in the ordinary test.
 const MESSAGES: u64 = 20_000;
-/// The largest growth of memory by reads: some longest messages, on several threads.
-const MOST_GROWTH_KIB: u64 = 64 << 10;
-
-/// SplitMix64 (Steele, Lea and Flood 2014).
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, most: usize) -> usize {
-        (self.next() % most.max(1) as u64) as usize
-    }
-
-    /// Damages some bytes.
-    fn damage(&mut self, bytes: &mut Vec<u8>) {
-        for _ in 0..=self.below(4) {
-            let (at, from) = (self.below(bytes.len()), self.below(bytes.len()));
-            match self.below(6) {
-                0 if !bytes.is_empty() => bytes[at] ^= 1 << self.below(8),
-                1 if !bytes.is_empty() => bytes[at] = self.next() as u8,
-                2 => bytes.truncate(at),
-                3 => bytes.insert(at, b"{}[]\",:0-e\\u\xff"[self.below(13)]),
-                4 => {
-                    let part = bytes[from.min(at)..from.max(at)].to_vec();
-                    bytes.splice(at..at, part);
-                }
-                // The length, or an offset.
-                _ if bytes.len() >= 4 => {
-                    let extremes = [0, 1, bytes.len() as u32, 1 << 20, u32::MAX, 1 << 31];
-                    let value = extremes[self.below(extremes.len())];
-                    bytes[..4].copy_from_slice(&value.to_le_bytes());
-                }
-                _ => {}
-            }
-        }
-    }
-}
-
-fn messages() -> u64 {
-    let told = std::env::var("FOREBAY_FUZZED_MESSAGES").ok();
-    told.map_or(MESSAGES, |text| text.parse().expect("a number of messages"))
-}
-
-/// The most memory that this process had at a time, in KiB.
-fn peak() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").expect("it is there");
-    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("it is told");
-    line.split_whitespace().nth(1).expect("a number").parse().expect("a number")
-}
 
 /// Reads messages of one kind to the end. Gives their number.
 async fn all<T: DeserializeOwned>(bytes: &[u8]) -> usize {
@@ -106,11 +52,11 @@ fn damaged_messages_are_refused_by_both_ends() {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
         let seeds = seeds().await;
-        let (mut dice, before) = (Dice(1), peak());
+        let (mut damage, before) = (Damage::new(), Peak::now());
         let (mut taken, mut refused) = (0, 0);
-        for number in 0..messages() {
+        for number in 0..messages(MESSAGES) {
             let mut bytes = seeds[number as usize % seeds.len()].clone();
-            dice.damage(&mut bytes);
+            damage.apply(&mut bytes);
             let of = [
                 all::<Purpose>(&bytes).await,
                 all::<FromOutpost>(&bytes).await,
@@ -126,21 +72,20 @@ fn damaged_messages_are_refused_by_both_ends() {
         }
         println!("{taken} messages taken, {refused} refused");
         assert!(taken > 0 && refused > 0, "both happen, else nothing was tried");
-        let grown = peak().saturating_sub(before);
-        assert!(grown < MOST_GROWTH_KIB, "{grown} KiB more than before");
+        before.check();
     });
 }
 
 #[test]
 fn damaged_heads_never_lead_out_of_the_arena() {
-    let (mut dice, mut inside) = (Dice(2), 0);
-    for _ in 0..messages() {
-        let arena = (dice.next() >> (33 + dice.below(28))) as u32;
+    let (mut damage, mut inside) = (Damage::new(), 0);
+    for _ in 0..messages(MESSAGES) {
+        let arena = (damage.next() >> (33 + damage.below(28))) as u32;
         let mut bytes = [0; HEAD_BYTES];
-        let shift = dice.below(64);
-        bytes.copy_from_slice(&(dice.next() >> shift).to_le_bytes());
-        let length = 1 + dice.below(2 * PIECE_BYTES) as u32;
-        if dice.below(2) == 0 {
+        let shift = damage.below(64);
+        bytes.copy_from_slice(&(damage.next() >> shift).to_le_bytes());
+        let length = 1 + damage.below(2 * PIECE_BYTES) as u32;
+        if damage.below(2) == 0 {
             bytes[4..].copy_from_slice(&length.to_le_bytes());
         }
         if let Ok(Head { offset, length }) = Head::read(bytes, arena) {

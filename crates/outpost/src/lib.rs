@@ -23,6 +23,9 @@ mod bulk;
 mod claim;
 mod credentials;
 #[cfg(test)]
+#[path = "../../hand/src/damage.rs"]
+mod damage;
+#[cfg(test)]
 mod fuzz;
 mod messages;
 mod mirror;

@@ -18,10 +18,7 @@ use tokio_rustls::rustls::{
 };
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::credentials::Credentials;
-
-/// The name in the certificate, which is not checked.
-pub(crate) const NAME: &str = "forebay";
+use crate::credentials::{Credentials, NAME};
 
 pub(crate) fn acceptor(credentials: &Credentials) -> io::Result<TlsAcceptor> {
     let certificate = CertificateDer::from(credentials.certificate.clone());

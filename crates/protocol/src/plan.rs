@@ -1,5 +1,6 @@
 //! The step plan: the writes and computations of a hand in one step.
 
+mod checks;
 mod group;
 mod images;
 mod prompts;
@@ -10,7 +11,6 @@ pub use images::{Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, TowerWork};
 
 use std::borrow::Cow;
 
-use crate::copy::{COPY_WORDS, MAX_WAIT_US, PageCopy, SPAN_WORDS};
 use crate::frame::{ENTRY_WORDS, Frame, FrameError, Kind, as_words, encode, floats};
 use crate::slot::{NewSlot, PAIR_WORDS, SLOT_FLOATS, SlotRecord, SlotWrite};
 
@@ -389,33 +389,6 @@ impl StepPlan {
         let [allowed_counts, allowed_ids, copies, wait_us, host_writes, hot_rows, ..] = others;
         let [_, _, _, _, _, _, copy_spans, images, image_pages, ..] = others;
         let [.., image_spans, span_pages, _, prompt_logprobs, group] = others;
-        let whole = slots.len().is_multiple_of(SlotRecord::WORDS)
-            && [page_writes, host_writes, hot_rows]
-                .iter()
-                .all(|writes| writes.len().is_multiple_of(PAGE_WRITE_WORDS))
-            && rows.len().is_multiple_of(ROW_RECORD_WORDS)
-            && copies.len().is_multiple_of(COPY_WORDS)
-            && prompt_logprobs.len().is_multiple_of(PROMPT_LOGPROBS_WORDS);
-        if !whole {
-            return Err(FrameError::Malformed("plan record length"));
-        }
-        let (mut inline, mut stops, mut biases) = (0_u64, 0_u64, 0_u64);
-        let (mut segments_left, mut embeds_left, mut counts_left) =
-            (segments, embeds, allowed_counts);
-        let mut allowed = 0_u64;
-        for record in records(slots) {
-            let count = |count: i32| u64::try_from(count);
-            let counts = [record.token_count, record.stop_count, record.bias_count].map(count);
-            let [Ok(_), Ok(stop_count), Ok(bias_count)] = counts else {
-                return Err(FrameError::Malformed("negative count"));
-            };
-            inline += record.inline() as u64;
-            stops += stop_count;
-            biases += bias_count;
-            take_pair(&mut segments_left, record.slot);
-            take_pair(&mut embeds_left, record.slot);
-            allowed += u64::from(take_pair(&mut counts_left, record.slot).unwrap_or(0));
-        }
         let plan = Self {
             step: frame.header().step,
             slots: slots.to_vec(),
@@ -443,51 +416,9 @@ impl StepPlan {
             prompt_logprobs: prompt_logprobs.to_vec(),
             group: group.to_vec(),
         };
-        let agree = slot_floats.len() == slots.len() / SlotRecord::WORDS * SLOT_FLOATS
-            && tokens.len() as u64 == inline
-            && stop_ids.len() as u64 == stops
-            && bias_ids.len() as u64 == biases
-            && bias_values.len() == bias_ids.len()
-            && (row_tokens.is_empty() || row_tokens.len() == plan.sampling_rows())
-            && row_tokens.iter().all(|&most| most >= 1)
-            && segments_left.is_empty()
-            && embeds_left.is_empty()
-            && counts_left.is_empty()
-            && values(allowed_counts).all(|count| count >= 1)
-            && values(segments).chain(values(embeds)).all(|value| value >= 0)
-            && allowed_ids.len() as u64 == allowed
-            && copies.as_chunks().0.iter().all(|record| PageCopy::of(record, None).is_some())
-            && (copy_spans.is_empty()
-                || copy_spans.len() * COPY_WORDS == copies.len() * SPAN_WORDS)
-            && copy_spans.iter().all(|&number| number >= 0)
-            && host_writes.iter().chain(hot_rows).all(|&number| number >= 0)
-            && plan.images_agree()
-            && plan.group_agrees()
-            && plan.prompt_logprobs_agree();
-        if !agree {
-            return Err(FrameError::Malformed("plan columns disagree"));
-        }
-        let waits = match *wait_us {
-            [] => true,
-            [us] => rows.is_empty() && (0..=MAX_WAIT_US.cast_signed()).contains(&us),
-            _ => false,
-        };
-        if !waits {
-            return Err(FrameError::Malformed("wait_us beside rows or out of range"));
-        }
-        const KNOWN: [i32; 4] = [0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED];
-        let mut flags = rows.chunks_exact(ROW_RECORD_WORDS).map(|row| row[3]);
-        if flags.any(|flags| !KNOWN.contains(&flags)) {
-            return Err(FrameError::Malformed("unknown row flags"));
-        }
+        plan.check()?;
         Ok(plan)
     }
-}
-
-/// The values of a column of pairs.
-fn values(pairs: &[i32]) -> impl Iterator<Item = i32> + '_ {
-    let (pairs, _) = pairs.as_chunks::<PAIR_WORDS>();
-    pairs.iter().map(|&[_, value]| value)
 }
 
 fn records(slots: &[i32]) -> impl Iterator<Item = SlotRecord> + '_ {

@@ -19,7 +19,7 @@ use hyper::body::Incoming;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use crate::ask::{Ask, Resume, keep_end_to_end};
-use crate::backend::{Check, Sent};
+use crate::backend::{Backend, Check, Sent};
 use crate::flow::{Broken, Flow, Vigil};
 use crate::link::{Link, LinkError};
 use crate::payload::Payload;
@@ -141,39 +141,59 @@ pub(crate) async fn reach(
             Some(sent) => mourn(shared, ask, sent).await?,
             None => false,
         };
-        let url = backend.url.url();
-        last = Some(match trouble {
-            Trouble::Stale if !died => {
+        match verdict(shared, &backend, trouble, died) {
+            Verdict::Again => {
                 fresh = true;
                 continue;
             }
-            Trouble::Refused(response) => Failure::Refused(response),
-            Trouble::Unkept(response) => {
-                unkept = Some(Failure::Refused(response));
+            Verdict::Aside(failure) => {
+                unkept = Some(failure);
                 avoid.push(backend.id);
                 continue;
             }
-            Trouble::GivenUp(response) => return Err(Failure::Refused(response)),
-            Trouble::Broken(Broken::Deadline) => return Err(broken(&Broken::Deadline)),
-            Trouble::Broken(reason) => {
-                tracing::debug!(backend = url, %reason, died, "no response");
-                broken(&reason)
-            }
-            Trouble::Connect(reason) => {
-                tracing::debug!(backend = url, %reason, "no connection");
-                if reason.is_refused() {
-                    backend.checked(Check::Absent, &shared.config.health);
-                }
-                not_reached()
-            }
-            Trouble::Stale => not_reached(),
-        });
+            Verdict::Final(failure) => return Err(failure),
+            Verdict::Next(failure) => last = Some(failure),
+        }
         attempts += 1;
         if attempts > retry.retries {
             return Err(last.unwrap_or_else(no_backend));
         }
         shared.totals.retries.fetch_add(1, Ordering::Relaxed);
         avoid.push(backend.id);
+    }
+}
+
+/// The consequence of an attempt that came to nothing.
+enum Verdict {
+    /// The same backends are asked, on a new connection.
+    Again,
+    /// Another backend is asked, and this attempt does not count.
+    Aside(Failure),
+    /// Another backend is asked, if attempts are left.
+    Next(Failure),
+    /// No other backend is asked.
+    Final(Failure),
+}
+
+fn verdict(shared: &Shared, backend: &Backend, trouble: Trouble, died: bool) -> Verdict {
+    match trouble {
+        Trouble::Stale if !died => Verdict::Again,
+        Trouble::Stale => Verdict::Next(not_reached()),
+        Trouble::Refused(response) => Verdict::Next(Failure::Refused(response)),
+        Trouble::Unkept(response) => Verdict::Aside(Failure::Refused(response)),
+        Trouble::GivenUp(response) => Verdict::Final(Failure::Refused(response)),
+        Trouble::Broken(Broken::Deadline) => Verdict::Final(broken(&Broken::Deadline)),
+        Trouble::Broken(reason) => {
+            tracing::debug!(backend = backend.url.url(), %reason, died, "no response");
+            Verdict::Next(broken(&reason))
+        }
+        Trouble::Connect(reason) => {
+            tracing::debug!(backend = backend.url.url(), %reason, "no connection");
+            if reason.is_refused() {
+                backend.checked(Check::Absent, &shared.config.health);
+            }
+            Verdict::Next(not_reached())
+        }
     }
 }
 

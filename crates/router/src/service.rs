@@ -28,7 +28,7 @@ use crate::loads::{loads, metrics};
 use crate::reach::{Failure, Reached, reach};
 use crate::registry::Source;
 use crate::relay::{Cut, Relay};
-use crate::shared::Worker;
+use crate::shared::{Shared, Worker};
 
 /// The longest lease of a registration, which is also the default.
 const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
@@ -238,17 +238,7 @@ async fn own_answer(
         operator(request.headers(), &config.api_keys, config.admin_key.as_ref())?;
     }
     match own {
-        Own::Health => {
-            if shared.draining.load(Ordering::Acquire) {
-                return Err(ApiError::Draining);
-            }
-            let up = shared.registry.current().iter().filter(|backend| backend.is_up()).count();
-            if up == 0 {
-                let reason = "no backend takes requests now".to_owned();
-                return Err(ApiError::Unavailable { reason, code: "no_backend" });
-            }
-            Ok(ok(&json!({"status": "ready", "backends": up})))
-        }
+        Own::Health => health(shared),
         Own::Ping => Ok(ok(&json!({}))),
         Own::Live => live::watch(shared).map(|response| response.map(Answer::Fed)),
         Own::Page => {
@@ -272,34 +262,63 @@ async fn own_answer(
             let urls: Vec<String> = backends.iter().map(|backend| backend.url.url()).collect();
             Ok(ok(&json!({"backends": urls})))
         }
-        Own::Register | Own::Unregister => {
-            let Some(key) = &shared.config.sources.registration_key else {
-                return Err(unknown(&request));
-            };
-            client(request.headers(), std::slice::from_ref(key))?;
-            let time = shared.config.receive_timeout;
-            let (body, _held) =
-                collect(request.into_body(), REGISTRATION, &shared.budget, time).await?;
-            let registration: Registration = parse(&body)?;
-            let url = BackendUrl::parse(&registration.url)
-                .map_err(|error| ApiError::invalid("url", error.to_string()))?;
-            let source = Source::Lease(url.url());
-            if matches!(own, Own::Unregister) {
-                return Ok(ok(&json!({"removed": shared.registry.remove(&source)})));
-            }
-            let allowed = &shared.config.sources.allowed;
-            if !allowed.is_empty() && !allowed.iter().any(|pattern| pattern.allows(&url)) {
-                let reason = format!("{} is not one of --allowed-backends", url.url());
-                return Err(ApiError::Forbidden { reason, code: "backend_not_allowed" });
-            }
-            let ttl = lease(registration.ttl)?;
-            if !shared.registry.lease(source, url, ttl, MAX_LEASES) {
-                let reason = format!("{MAX_LEASES} backends are registered");
-                return Err(ApiError::Overloaded { reason });
-            }
-            Ok(ok(&json!({"registered": true, "ttl": ttl.as_secs_f64()})))
+        Own::Register => {
+            let (url, ttl) = registration(shared, request).await?;
+            register(shared, url, ttl)
+        }
+        Own::Unregister => {
+            let (url, _) = registration(shared, request).await?;
+            let removed = shared.registry.remove(&Source::Lease(url.url()));
+            Ok(ok(&json!({"removed": removed})))
         }
     }
+}
+
+fn health(shared: &Shared) -> Result<Response<Answer>, ApiError> {
+    if shared.draining.load(Ordering::Acquire) {
+        return Err(ApiError::Draining);
+    }
+    let up = shared.registry.current().iter().filter(|backend| backend.is_up()).count();
+    if up == 0 {
+        let reason = "no backend takes requests now".to_owned();
+        return Err(ApiError::Unavailable { reason, code: "no_backend" });
+    }
+    Ok(ok(&json!({"status": "ready", "backends": up})))
+}
+
+/// The backend that a request with the key of backends names, and the time for which it is known.
+async fn registration(
+    shared: &Shared,
+    request: Request<Incoming>,
+) -> Result<(BackendUrl, Option<f64>), ApiError> {
+    let Some(key) = &shared.config.sources.registration_key else {
+        return Err(unknown(&request));
+    };
+    client(request.headers(), std::slice::from_ref(key))?;
+    let time = shared.config.receive_timeout;
+    let (body, _held) = collect(request.into_body(), REGISTRATION, &shared.budget, time).await?;
+    let registration: Registration = parse(&body)?;
+    let url = BackendUrl::parse(&registration.url)
+        .map_err(|error| ApiError::invalid("url", error.to_string()))?;
+    Ok((url, registration.ttl))
+}
+
+fn register(
+    shared: &Shared,
+    url: BackendUrl,
+    ttl: Option<f64>,
+) -> Result<Response<Answer>, ApiError> {
+    let allowed = &shared.config.sources.allowed;
+    if !allowed.is_empty() && !allowed.iter().any(|pattern| pattern.allows(&url)) {
+        let reason = format!("{} is not one of --allowed-backends", url.url());
+        return Err(ApiError::Forbidden { reason, code: "backend_not_allowed" });
+    }
+    let ttl = lease(ttl)?;
+    if !shared.registry.lease(Source::Lease(url.url()), url, ttl, MAX_LEASES) {
+        let reason = format!("{MAX_LEASES} backends are registered");
+        return Err(ApiError::Overloaded { reason });
+    }
+    Ok(ok(&json!({"registered": true, "ttl": ttl.as_secs_f64()})))
 }
 
 fn unknown<B>(request: &Request<B>) -> ApiError {

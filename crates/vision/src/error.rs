@@ -80,14 +80,6 @@ pub enum ImageError {
 }
 
 impl ImageError {
-    /// True if a smaller image would have been accepted. HTTP has a status of its own for that.
-    pub fn is_too_large(&self) -> bool {
-        matches!(
-            self,
-            Self::TooManyBytes { .. } | Self::TooManyPixels { .. } | Self::TooMuchMemory(_)
-        )
-    }
-
     pub(crate) fn damaged(format: Format, reason: impl ToString) -> Self {
         let mut reason = reason.to_string();
         // A decoder may quote the file, which is the client's and has any length.

@@ -6,7 +6,7 @@ use crate::header::{Header, Source};
 use crate::orientation::Orientation;
 use crate::patches;
 use crate::processing::Processing;
-use crate::resize::Scaler;
+use crate::resize::{Scaler, room};
 
 /// Bytes of a buffer that is kept for the next image; a thread that met a very large one gives the
 /// memory back.
@@ -86,13 +86,4 @@ impl Preparer {
         }
         self.scaler.trim(KEPT);
     }
-}
-
-/// `bytes` of `buffer`, with any content.
-pub(crate) fn room(buffer: &mut Vec<u8>, bytes: usize) -> &mut [u8] {
-    if buffer.len() < bytes {
-        // Zeroed by the kernel where it is fresh, and never copied.
-        *buffer = vec![0; bytes];
-    }
-    &mut buffer[..bytes]
 }

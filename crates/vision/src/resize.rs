@@ -7,8 +7,6 @@
 use fast_image_resize::images::{Image, ImageRef};
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
 
-use crate::prepare::room;
-
 /// Pixels of a row, and rows.
 type Size = (u32, u32);
 
@@ -58,6 +56,15 @@ fn one_axis<'a>(
         source.ok().zip(target.ok()).expect("buffers of their images' sizes");
     resizer.resize(&source, &mut target, &options).expect("two images of one kind");
     out
+}
+
+/// `bytes` of `buffer`, with any content.
+pub(crate) fn room(buffer: &mut Vec<u8>, bytes: usize) -> &mut [u8] {
+    if buffer.len() < bytes {
+        // Zeroed by the kernel where it is fresh, and never copied.
+        *buffer = vec![0; bytes];
+    }
+    &mut buffer[..bytes]
 }
 
 #[cfg(test)]

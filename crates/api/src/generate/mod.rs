@@ -227,26 +227,16 @@ impl GenerateRequest {
             rank: self.routed_dp_rank,
             cache_salt: self.cache_salt,
         };
-        let generations = match self.sampling_params {
-            None => {
-                let params = GenerateSampling::default();
-                vec![params.validate(&outer, defaults, limits)?]
-            }
-            Some(OneOrMany::One(params)) => {
-                vec![params.validate(&outer, defaults, limits)?]
-            }
-            Some(OneOrMany::Many(list)) => {
-                one_each("sampling_params", list.len(), count)?;
-                let validate = |p: GenerateSampling| p.validate(&outer, defaults, limits);
-                list.into_iter().map(validate).collect::<Result<_, _>>()?
-            }
+        let params = match self.sampling_params {
+            None => vec![GenerateSampling::default()],
+            Some(OneOrMany::One(params)) => vec![params],
+            Some(OneOrMany::Many(list)) => one_each("sampling_params", list, count)?,
         };
+        let generations = params.into_iter().map(|it| it.validate(&outer, defaults, limits));
+        let generations: Vec<Generation> = generations.collect::<Result<_, _>>()?;
         let rids: Vec<Option<String>> = match self.rid {
             None => vec![None; count],
-            Some(Strings(rids)) => {
-                one_each("rid", rids.len(), count)?;
-                rids.into_iter().map(Some).collect()
-            }
+            Some(Strings(rids)) => one_each("rid", rids, count)?.into_iter().map(Some).collect(),
         };
         let one = generations.len() == 1;
         let n = |index: usize| generations[if one { 0 } else { index }].n as usize;
@@ -307,11 +297,11 @@ fn one_of(text: Option<Prompts>, ids: Option<Prompts>) -> Result<Prompts, ApiErr
 }
 
 /// Refuses a list that has not an entry for each prompt.
-fn one_each(param: &str, length: usize, count: usize) -> Result<(), ApiError> {
-    if length == count {
-        return Ok(());
+fn one_each<T>(param: &str, list: Vec<T>, count: usize) -> Result<Vec<T>, ApiError> {
+    if list.len() == count {
+        return Ok(list);
     }
-    let reason = format!("`{param}`: {length} entries for {count} prompts");
+    let reason = format!("`{param}`: {} entries for {count} prompts", list.len());
     Err(ApiError::invalid(param, reason))
 }
 
@@ -389,21 +379,10 @@ mod tests {
     use super::*;
     use crate::response::StopReason;
     use crate::sampling::MaxTokens;
+    use crate::trial::{LIMITS, request, with};
 
     fn validate(body: Value) -> Result<ValidGenerate, ApiError> {
-        let request =
-            crate::parse_request::<GenerateRequest>(body.to_string().as_bytes(), |_| Ok(()))?
-                .request;
-        request.validate(
-            &GenerationDefaults::default(),
-            Limits {
-                context_length: 100,
-                prompt_length: 100,
-                vocab_size: 1000,
-                replicas: 2,
-                images: 0,
-            },
-        )
+        request::<GenerateRequest>(&body)?.validate(&GenerationDefaults::default(), LIMITS)
     }
 
     #[test]
@@ -436,8 +415,7 @@ mod tests {
     #[test]
     fn the_first_token_that_is_listed_has_no_log_probability() {
         let first = |more: Value| {
-            let mut body = json!({"text": "a", "top_logprobs_num": 2});
-            more.as_object().unwrap().iter().for_each(|(key, value)| body[key] = value.clone());
+            let body = with(json!({"text": "a", "top_logprobs_num": 2}), &more);
             let tail = validate(body).unwrap().generations[0].prompt_logprobs;
             tail.map(|tail| (tail.first, tail.most))
         };

@@ -2,24 +2,19 @@
 
 use super::*;
 use crate::sampling::MaxTokens;
+use crate::trial;
 
-const LIMITS: Limits =
-    Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 1, images: 2 };
+const LIMITS: Limits = Limits { images: 2, ..trial::LIMITS };
 
 fn validate(body: &Value) -> Result<(ValidChat, Vec<String>), ApiError> {
-    let request =
-        crate::parse_request::<MessagesRequest>(body.to_string().as_bytes(), |_| Ok(()))?.request;
     let mut ignored = Vec::new();
+    let request = trial::request::<MessagesRequest>(body)?;
     let chat = request.validate(&GenerationDefaults::default(), LIMITS, &mut ignored)?;
     Ok((chat, ignored))
 }
 
 fn with(more: Value) -> Value {
-    let mut body = json!({"max_tokens": 7, "messages": [{"role": "user", "content": "hi"}]});
-    for (key, value) in more.as_object().unwrap() {
-        body[key] = value.clone();
-    }
-    body
+    trial::with(json!({"max_tokens": 7, "messages": [{"role": "user", "content": "hi"}]}), &more)
 }
 
 #[test]

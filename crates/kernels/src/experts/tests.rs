@@ -9,10 +9,12 @@ use crate::codes::tests::Encoded;
 use crate::dispatch::{Level, Number};
 use crate::element::Bf16;
 use crate::isa::plain::{Array, Plain};
+use crate::layer::LayerSpec;
 use crate::math;
-use crate::model::{LayerSpec, Model, ModelSpec, StepSpec};
+use crate::model::{Model, ModelSpec, StepSpec};
 use crate::pack::pack;
 use crate::quantise::{pack_blocks, quantise, stored_len, unpacked};
+use crate::step::Step;
 use crate::team::{Kind, Team};
 use crate::tile::tests::numbers;
 

@@ -12,7 +12,7 @@ use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
-use super::{matched_stop, stop_reason, token_name};
+use super::wording::{matched_stop, stop_reason, token_name};
 use crate::call::Call;
 use crate::reply::{self, Failure};
 use crate::state::Shared;

@@ -14,7 +14,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
-use super::matched_stop;
+use super::wording::matched_stop;
 use crate::call::Call;
 use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};

@@ -32,6 +32,15 @@ impl Pending {
         Some(String::from_utf8(frame.into_data().unwrap().to_vec()).unwrap())
     }
 
+    /// The events from here to the end of a stream.
+    pub(crate) async fn rest(&mut self) -> String {
+        let mut rest = String::new();
+        while let Some(frame) = self.frame().await {
+            rest.push_str(&frame);
+        }
+        rest
+    }
+
     pub(crate) async fn read(mut self) -> (u16, Vec<u8>) {
         let status = self.response.status().as_u16();
         let body = self.response.body_mut().collect().await.unwrap();

@@ -98,10 +98,7 @@ async fn a_stop_string_ends_the_stream_at_once_and_never_leaks() {
     for (index, id_of) in server.encode("hello world").into_iter().enumerate() {
         server.engine.token(id, id_of, index == 0, None);
     }
-    let mut stream = String::new();
-    while let Some(frame) = pending.frame().await {
-        stream.push_str(&frame);
-    }
+    let stream = pending.rest().await;
     let events = events(&stream);
     assert_eq!(content(&events, 0), "hello ");
     let last = &events.last().unwrap()["choices"][0];

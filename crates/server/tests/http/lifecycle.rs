@@ -49,9 +49,7 @@ async fn an_engine_that_ends_fails_every_request() {
     server.engine.token(id, token, true, None);
     let mut text = stream.frame().await.unwrap();
     server.engine.die();
-    while let Some(frame) = stream.frame().await {
-        text.push_str(&frame);
-    }
+    text.push_str(&stream.rest().await);
     let events = events(&text);
     let errors = events.iter().filter(|event| event.get("error").is_some());
     assert_eq!(errors.count(), 1);
@@ -139,10 +137,7 @@ async fn shutting_down_aborts_what_does_not_finish() {
     let whole = server.connect(CHAT, &hello(false));
     let other = server.submitted().await.id;
     server.shut_down();
-    let mut text = String::new();
-    while let Some(frame) = stream.frame().await {
-        text.push_str(&frame);
-    }
+    let text = stream.rest().await;
     assert_eq!(events(&text).last().unwrap()["error"]["code"], "aborted");
     let (status, answer) = whole.await.unwrap();
     assert_eq!((status, &answer["error"]["code"]), (503, &json!("aborted")));
@@ -163,10 +158,7 @@ async fn being_told_twice_to_stop_aborts_at_once() {
     server.shut_down();
     while server.get("/health").await.0 != 503 {}
     server.hurry();
-    let mut text = String::new();
-    while let Some(frame) = stream.frame().await {
-        text.push_str(&frame);
-    }
+    let text = stream.rest().await;
     assert_eq!(events(&text).last().unwrap()["error"]["code"], "aborted");
     let (status, answer) = whole.await.unwrap();
     assert_eq!((status, &answer["error"]["code"]), (503, &json!("aborted")));
@@ -185,10 +177,7 @@ async fn an_egress_thread_that_panics_ends_its_streams_and_turns_health_red() {
     for (index, token) in server.encode("the lazy dog").into_iter().enumerate() {
         server.engine.token(id, token, index == 0, None);
     }
-    let mut text = String::new();
-    while let Some(frame) = stream.frame().await {
-        text.push_str(&frame);
-    }
+    let text = stream.rest().await;
     let events = events(&text);
     let errors = events.iter().filter(|event| event.get("error").is_some());
     assert_eq!(errors.count(), 1);

@@ -66,9 +66,7 @@ async fn a_stream_is_the_same_whoever_writes_it() {
             }
         }
         server.engine.token(id, EOS, false, Some(FinishReason::Stop { token: EOS }));
-        while let Some(frame) = pending.frame().await {
-            stream.push_str(&frame);
-        }
+        stream.push_str(&pending.rest().await);
         let events = events(&stream);
         assert_eq!(pieces(&events).concat(), TEXT, "{mode:?}");
         let [.., last, usage] = &events[..] else { panic!("{events:?}") };
@@ -100,9 +98,7 @@ async fn a_slow_reader_gets_everything_in_order_and_in_fewer_pieces() {
         server.engine.token(id, token, false, None);
     }
     server.engine.token(id, EOS, false, Some(FinishReason::Stop { token: EOS }));
-    while let Some(frame) = pending.frame().await {
-        stream.push_str(&frame);
-    }
+    stream.push_str(&pending.rest().await);
     let events = events(&stream);
     assert_eq!(pieces(&events).concat(), server.tokenizer.decode(&tokens, true).unwrap());
     assert!(events.len() < tokens.len() / 2, "{} events", events.len());
@@ -208,9 +204,7 @@ async fn an_interval_gathers_tokens_but_not_the_first_and_not_the_last() {
                 }
             }
         }
-        while let Some(frame) = pending.frame().await {
-            stream.push_str(&frame);
-        }
+        stream.push_str(&pending.rest().await);
         assert_eq!(pieces(&events(&stream)), expected);
     }
 }
@@ -229,9 +223,7 @@ async fn a_window_holds_chunks_back_but_not_the_first_and_not_the_end() {
         server.engine.token(id, server.encode(word)[0], false, None);
     }
     server.engine.token(id, EOS, false, Some(FinishReason::Stop { token: EOS }));
-    while let Some(frame) = pending.frame().await {
-        stream.push_str(&frame);
-    }
+    stream.push_str(&pending.rest().await);
     assert_eq!(pieces(&events(&stream)), ["a", "bc"]);
 }
 
@@ -262,10 +254,7 @@ async fn a_thread_that_is_behind_writes_fewer_and_longer_chunks() {
         server.engine.token(id, token, index == 0, None);
     }
     server.engine.token(id, EOS, false, Some(FinishReason::Stop { token: EOS }));
-    let mut stream = String::new();
-    while let Some(frame) = pending.frame().await {
-        stream.push_str(&frame);
-    }
+    let stream = pending.rest().await;
     let events = events(&stream);
     assert_eq!(pieces(&events).concat(), server.tokenizer.decode(&tokens, true).unwrap());
     assert!(events.len() < tokens.len(), "{} events", events.len());

@@ -69,13 +69,11 @@ fn too_many_pixels_and_too_long() {
         error.to_string(),
         "the image has 10000 x 10000 pixels, and 50000000 are the limit (--max-image-pixels)"
     );
-    assert!(error.is_too_large());
     let error = refusal(&png(401, 2));
     assert_eq!(
         error.to_string(),
         "the image has 401 x 2 pixels: one side is more than 200 times the other"
     );
-    assert!(!error.is_too_large());
     assert!(prepare(&mut Preparer::new(), &png(400, 2), &Limits::default()).is_ok());
 }
 

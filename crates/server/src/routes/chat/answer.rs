@@ -11,7 +11,7 @@ use forebay_dialect::{Ids, Part};
 use forebay_text::Tokenizer;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::routes::{matched_stop, stop_reason, token_name};
+use crate::routes::wording::{matched_stop, stop_reason, token_name};
 use crate::stream::delta::{Candidate, Delta, Logprobs};
 use crate::stream::events::{Chunks, Cut};
 use crate::stream::outlet::Encoder;

@@ -96,6 +96,21 @@ impl Events<'_> {
         events::named(name, &event, out)
     }
 
+    /// Appends an event about the text of an item, if that is what it has.
+    fn part(&mut self, name: &str, open: &Open, index: usize) -> serde_json::Result<()> {
+        if !matches!(open.kind, Kind::Message { .. } | Kind::Reasoning { .. }) {
+            return Ok(());
+        }
+        self.send(name, || {
+            json!({
+                "item_id": open.id,
+                "output_index": index,
+                "content_index": 0,
+                "part": open.part(),
+            })
+        })
+    }
+
     /// Appends a piece of a text.
     fn piece(&mut self, kind: &str, place: (&str, usize), delta: &str) -> serde_json::Result<()> {
         let Some(out) = self.out.as_deref_mut().filter(|_| !delta.is_empty()) else {
@@ -302,16 +317,7 @@ impl Answer {
         let mut events = Events { out, sequence: &mut self.sequence };
         let item = || json!({"output_index": index, "item": open.announced()});
         events.send("response.output_item.added", item)?;
-        if matches!(open.kind, Kind::Message { .. } | Kind::Reasoning { .. }) {
-            events.send("response.content_part.added", || {
-                json!({
-                    "item_id": open.id,
-                    "output_index": index,
-                    "content_index": 0,
-                    "part": open.part(),
-                })
-            })?;
-        }
+        events.part("response.content_part.added", &open, index)?;
         self.open = Some(open);
         Ok(())
     }
@@ -356,16 +362,7 @@ impl Answer {
                 events.send("response.custom_tool_call_input.done", done)?;
             }
         }
-        if matches!(open.kind, Kind::Message { .. } | Kind::Reasoning { .. }) {
-            events.send("response.content_part.done", || {
-                json!({
-                    "item_id": open.id,
-                    "output_index": index,
-                    "content_index": 0,
-                    "part": open.part(),
-                })
-            })?;
-        }
+        events.part("response.content_part.done", &open, index)?;
         let mut item = open.item(status, &text_of_call);
         if let (Kind::Reasoning { text }, true) = (&open.kind, self.head.sealed) {
             item["encrypted_content"] = json!(sealed(text));

@@ -1,0 +1,24 @@
+//! Bodies and limits of the tests of all requests.
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::limits::Limited;
+use crate::{ApiError, Limits, parse_request};
+
+/// A small server.
+pub(crate) const LIMITS: Limits =
+    Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2, images: 0 };
+
+/// The request that a body is.
+pub(crate) fn request<T: DeserializeOwned + Limited>(body: &Value) -> Result<T, ApiError> {
+    Ok(parse_request(body.to_string().as_bytes(), |_| Ok(()))?.request)
+}
+
+/// A body with more keys, or with others in their place.
+pub(crate) fn with(mut body: Value, more: &Value) -> Value {
+    for (key, value) in more.as_object().expect("an object") {
+        body[key] = value.clone();
+    }
+    body
+}

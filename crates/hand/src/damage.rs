@@ -1,0 +1,87 @@
+//! Damage to messages, for the tests of their readers in this crate and in `outpost`.
+//!
+//! A message is words in little-endian order, of which the first may be a length, or JSON behind
+//! such a word.
+
+use proptest::prelude::Rng as _;
+use proptest::test_runner::{RngAlgorithm, TestRng};
+
+/// Most memory that reading may have taken at a time. A message that announces 256 MiB takes none
+/// before they come.
+const MOST_GROWTH_KIB: u64 = 64 << 10;
+/// The values of damaged words, beside the message's own length.
+const EXTREMES: [u32; 9] = [0, 1, 2, 1 << 16, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];
+/// Bytes that mean something in JSON, or are no text.
+const TELLING: &[u8] = b"{}[]\",:0-e\\u\xff";
+
+/// Messages of a test: so many, or as many as `make test-fuzz-outposts` wants.
+pub(crate) fn messages(ordinary: u64) -> u64 {
+    let told = std::env::var("FOREBAY_FUZZED_MESSAGES").ok();
+    told.map_or(ordinary, |text| text.parse().expect("a number of messages"))
+}
+
+/// The most memory that this process had at a time.
+pub(crate) struct Peak(u64);
+
+impl Peak {
+    pub(crate) fn now() -> Self {
+        let status = std::fs::read_to_string("/proc/self/status").expect("it is there");
+        let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("it is told");
+        let word = line.split_whitespace().nth(1).expect("a number");
+        Self(word.parse().expect("a number"))
+    }
+
+    /// Fails if it has grown by more than readers may take.
+    pub(crate) fn check(self) {
+        let grown = Self::now().0.saturating_sub(self.0);
+        assert!(grown < MOST_GROWTH_KIB, "{grown} KiB more than before");
+    }
+}
+
+/// The same damage in every run.
+pub(crate) struct Damage(TestRng);
+
+impl Damage {
+    pub(crate) fn new() -> Self {
+        Self(TestRng::deterministic_rng(RngAlgorithm::ChaCha))
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0.next_u64()
+    }
+
+    /// A number below `end`, or 0.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() % end.max(1) as u64) as usize
+    }
+
+    /// Damages up to four places.
+    pub(crate) fn apply(&mut self, bytes: &mut Vec<u8>) {
+        for _ in 0..=self.below(4) {
+            let (at, other) = (self.below(bytes.len()), self.below(bytes.len()));
+            match self.below(7) {
+                0 if !bytes.is_empty() => bytes[at] ^= 1 << self.below(8),
+                1 if !bytes.is_empty() => bytes[at] = self.next() as u8,
+                2 => bytes.truncate(at),
+                3 => bytes.insert(at, TELLING[self.below(TELLING.len())]),
+                4 => {
+                    let part = bytes[at.min(other)..at.max(other)].to_vec();
+                    bytes.splice(at..at, part);
+                }
+                5 if bytes.len() >= 8 => {
+                    // By whole words, so that those behind them keep their meaning.
+                    let (one, end) = (at.min(other) & !3, at.max(other) & !3);
+                    let part = bytes[one..end].to_vec();
+                    bytes.splice(one..one, part);
+                }
+                6 if bytes.len() >= 4 => {
+                    let word = [0, at & !3][self.below(2)].min(bytes.len() - 4);
+                    let own = bytes.len() as u32;
+                    let value = *EXTREMES.get(self.below(EXTREMES.len() + 1)).unwrap_or(&own);
+                    bytes[word..word + 4].copy_from_slice(&value.to_le_bytes());
+                }
+                _ => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! The layers that requests go through on their way to a route.
+
+use std::time::Instant;
+
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderValue, Method};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use forebay_api::ApiError;
+
+use crate::client::KeyId;
+use crate::guard;
+use crate::names::{REQUEST_ID, random_hex};
+use crate::peers::{is_router, not_a_router};
+use crate::reply::Failure;
+use crate::state::Shared;
+
+/// Longest `x-request-id` that is echoed, in bytes.
+const MAX_REQUEST_ID: usize = 256;
+
+/// Lets a request pass with a key of users or of administrators, or if none is needed.
+pub(super) async fn check_key(
+    State(state): State<Shared>,
+    key: KeyId,
+    request: Request,
+    next: Next,
+) -> Response {
+    let config = &state.config;
+    let accepted = config.api_keys.is_empty()
+        || key.0.is_some()
+        || config.admin_keys.shown(request.headers()).is_some();
+    if accepted { next.run(request).await } else { Failure(ApiError::Unauthorized).into_response() }
+}
+
+/// Lets a request pass with a key of administrators. If there are none, every client that may use
+/// the model may do this too.
+pub(super) async fn check_admin(
+    State(state): State<Shared>,
+    key: KeyId,
+    request: Request,
+    next: Next,
+) -> Response {
+    let keys = &state.config.admin_keys;
+    if keys.is_empty() {
+        return check_key(State(state), key, request, next).await;
+    }
+    match keys.shown(request.headers()) {
+        Some(_) => next.run(request).await,
+        None => Failure(ApiError::Unauthorized).into_response(),
+    }
+}
+
+/// Lets a request for the load pass from routers, and from administrators.
+pub(super) async fn check_loads(
+    State(state): State<Shared>,
+    key: KeyId,
+    request: Request,
+    next: Next,
+) -> Response {
+    match is_router(&state, request.headers()) {
+        true => next.run(request).await,
+        false => check_admin(State(state), key, request, next).await,
+    }
+}
+
+/// Names of blocks are for routers alone.
+pub(super) async fn check_router(
+    State(state): State<Shared>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match is_router(&state, request.headers()) {
+        true => next.run(request).await,
+        false => Failure(not_a_router()).into_response(),
+    }
+}
+
+/// A model that pools generates nothing.
+pub(super) async fn check_generator(
+    State(state): State<Shared>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match state.generator() {
+        Ok(()) => next.run(request).await,
+        Err(error) => Failure(error).into_response(),
+    }
+}
+
+/// Answers a request that makes its handler panic; what the handler held is dropped by then, which
+/// aborts what it waited for.
+pub(super) async fn contain(request: Request, next: Next) -> Response {
+    guard::contained(next.run(request)).await.unwrap_or_else(|panic| {
+        // What it says is about the server, and not for a client.
+        tracing::error!("a handler panicked: {}", guard::message(&*panic));
+        let reason = "the server failed on this request; its log says why".to_owned();
+        Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
+    })
+}
+
+/// Counts an answer. Routes and methods that nobody knows are counted together: clients may make up
+/// any.
+pub(super) async fn count(State(state): State<Shared>, request: Request, next: Next) -> Response {
+    let began = Instant::now();
+    let path = request.extensions().get::<MatchedPath>().cloned();
+    let handler = path.as_ref().map_or("none", MatchedPath::as_str);
+    let method = match *request.method() {
+        Method::GET => "GET",
+        Method::POST => "POST",
+        Method::DELETE => "DELETE",
+        Method::HEAD => "HEAD",
+        Method::OPTIONS => "OPTIONS",
+        _ => "other",
+    };
+    let response = next.run(request).await;
+    state.metrics.answered(handler, method, response.status().as_u16(), began.elapsed());
+    response
+}
+
+/// Echoes the client's name for the request, or makes one up.
+pub(super) async fn name_request(request: Request, next: Next) -> Response {
+    let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= MAX_REQUEST_ID).cloned();
+    let mut response = next.run(request).await;
+    let id = given.or_else(|| HeaderValue::from_str(&random_hex()).ok());
+    if let Some(id) = id {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    response
+}

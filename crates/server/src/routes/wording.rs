@@ -1,0 +1,28 @@
+//! The words for an end and a token that several APIs share.
+
+use forebay_api::{StopReason, TokenOutput};
+use forebay_text::Tokenizer;
+
+use crate::stream::delta::End;
+
+/// vLLM's `stop_reason`: what ended the text, unless it was end-of-sequence.
+pub(super) fn stop_reason(end: &End) -> Option<StopReason> {
+    match end {
+        End::Token(id) => Some(StopReason::Token(*id)),
+        End::Text(text) => Some(StopReason::Text(text.clone())),
+        End::Eos(_) | End::Length | End::Call | End::Error(_) => None,
+    }
+}
+
+/// SGLang's `matched_stop`: what ended the text, end-of-sequence too.
+pub(super) fn matched_stop(end: &End) -> Option<StopReason> {
+    match end {
+        End::Eos(id) => Some(StopReason::Token(*id)),
+        end => stop_reason(end),
+    }
+}
+
+/// The name of a token in log-probabilities.
+pub(super) fn token_name(tokenizer: &Tokenizer, id: i32, output: TokenOutput) -> String {
+    if output.as_ids { format!("token_id:{id}") } else { tokenizer.token_text(id) }
+}
