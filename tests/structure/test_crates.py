@@ -129,7 +129,7 @@ def test_unsafe_is_in_few_places() -> None:
 
 
 # Dependencies that no code of the crate names. The list only ever becomes shorter.
-UNNAMED = {("cpuhand", "tempfile"), ("engine", "proptest"), ("replicas", "forebay-protocol")}
+UNNAMED = {("cpuhand", "tempfile"), ("replicas", "forebay-protocol")}
 
 
 def test_every_dependency_is_named() -> None:
