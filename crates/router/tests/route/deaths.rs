@@ -1,12 +1,11 @@
 //! Backends that die, and requests that they may have died of.
 
 use std::thread::{JoinHandle, spawn};
-use std::time::Duration;
 
 use forebay_router::Policy;
 
 use crate::fake::{Act, Fake, Gate, POISON, TOKENS};
-use crate::http::{Message, get, post};
+use crate::http::{Message, PATIENCE, get, post};
 use crate::{Rig, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -140,7 +139,8 @@ fn a_backend_that_died_and_came_back_at_once_has_died() {
     let backend = Fake::brain();
     let rig = Rig::with(&[&backend], |config| {
         config.breaker.failures = 0;
-        config.retry.first_pause = Duration::from_millis(50);
+        // A late answer says that it is another process, too.
+        config.health.timeout = PATIENCE;
     });
     eventually("it is known as a brain", || {
         get(rig.address, "/v1/loads").json()["loads"][0]["forebay"] == true
@@ -148,8 +148,7 @@ fn a_backend_that_died_and_came_back_at_once_has_died() {
     backend.will([Act::Hang, Act::Die]);
     let asked = asked(&rig, "{}");
     eventually("it is there", || backend.seen().len() == 1);
-    backend.die();
-    backend.revive();
+    backend.restart();
     assert_eq!(code(&asked.join().unwrap()), (502, "backend_died_twice".into()));
 }
 

@@ -6,11 +6,10 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
 use forebay_api::peer::{LoadReport, RouterTag, read_ids, write_comment};
 
-use crate::http::{Message, PATIENCE, read_body, read_head};
+use crate::http::{Message, read_body, read_head};
 
 /// What becomes of one request.
 #[derive(Debug, Clone)]
@@ -106,14 +105,14 @@ impl Fake {
         let address = listener.local_addr().unwrap();
         let state = Arc::new(state);
         state.healthy.store(true, Ordering::SeqCst);
+        // 0 says nothing.
+        state.epoch.store(1, Ordering::SeqCst);
         let fake = Self { address, state };
         fake.listen(listener);
         fake
     }
 
     fn listen(&self, listener: TcpListener) {
-        self.state.epoch.fetch_add(1, Ordering::SeqCst);
-        self.state.dead.store(false, Ordering::SeqCst);
         let shared = Arc::clone(&self.state);
         std::thread::spawn(move || {
             for socket in listener.incoming() {
@@ -121,10 +120,7 @@ impl Fake {
                 if state.dead.load(Ordering::SeqCst) {
                     // From here on nobody listens, and whoever was connected hears of it.
                     drop(listener);
-                    for socket in state.sockets.lock().unwrap().drain(..) {
-                        let _ = socket.shutdown(Shutdown::Both);
-                    }
-                    return;
+                    return state.hang_up();
                 }
                 state.sockets.lock().unwrap().push(socket.try_clone().unwrap());
                 std::thread::spawn(move || state.serve(socket));
@@ -137,16 +133,11 @@ impl Fake {
         self.state.die(self.address);
     }
 
-    /// It is started again at the same address.
-    pub(crate) fn revive(&self) {
-        let start = Instant::now();
-        loop {
-            match TcpListener::bind(self.address) {
-                Ok(listener) => return self.listen(listener),
-                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
-            }
-            std::thread::yield_now();
-        }
+    /// Another process takes its place, with the socket that this one listened on: all connections
+    /// break, and there is no moment at which nobody listens.
+    pub(crate) fn restart(&self) {
+        self.state.epoch.fetch_add(1, Ordering::SeqCst);
+        self.state.hang_up();
     }
 
     pub(crate) fn is_dead(&self) -> bool {
@@ -199,6 +190,12 @@ impl State {
         if !self.dead.swap(true, Ordering::SeqCst) {
             // Wakes who listens.
             let _ = TcpStream::connect(address);
+        }
+    }
+
+    fn hang_up(&self) {
+        for socket in self.sockets.lock().unwrap().drain(..) {
+            let _ = socket.shutdown(Shutdown::Both);
         }
     }
 
