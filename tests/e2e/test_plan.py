@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,24 @@ def test_the_plan_of_a_traffic_finds_the_replicas_itself(tmp_path: Path) -> None
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 300, "output_length": 9, "hash_ids": [1]}\n')
     traffic = ("--trace", trace, "--sim-profile", "h100-llama-3.1-8b", "--slo", "ttft:500")
-    refused = plan(*traffic, "--dp-size", "2")
-    assert refused.returncode != 0
-    assert "the plan of a traffic finds the number of replicas" in refused.stderr
+    for flags, told in (
+        (("--dp-size", "2"), "the plan of a traffic finds the number of replicas"),
+        (("--tp-size", "2", "--enable-expert-parallel"), "--enable-expert-parallel is for --model"),
+        (("--device-memory", "80"), "cannot be used with"),
+        (("--dtype", "float32"), "cannot be used with"),
+    ):
+        refused = plan(*traffic, *flags)
+        assert refused.returncode != 0
+        assert told in refused.stderr
     assert plan(*traffic, "--tp-size", "2").returncode == 0
     assert "--trace" in plan("--slo", "ttft:500").stderr
     assert "cannot be used with" in plan(*traffic, "--model", tmp_path).stderr
+
+
+def test_an_interpreter_without_the_package_is_told(models: Models, tmp_path: Path) -> None:
+    # An empty environment, whose interpreter sees nothing that is installed here.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    given = plan("--model", models("llama").path, "--device-memory", "8", "--python", tmp_path / "bin" / "python")
+    assert given.returncode != 0
+    assert "has no forebay: run `pip install 'forebay[torch]'`" in given.stderr
+    assert "Traceback" not in given.stderr

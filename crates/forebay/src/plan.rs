@@ -33,24 +33,24 @@ pub(crate) struct PlanFlags {
 #[command(next_help_heading = "Memory of a model (--model)")]
 struct MemoryFlags {
     /// The kind of device. A CPU's ranks share its memory.
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     device: PlannedDevice,
     /// The memory that is free on a rank's device before it loads, in GB (10^9 bytes). Without it
     /// --max-total-tokens sets the pages.
-    #[arg(long, value_name = "GB", value_parser = gigabytes)]
+    #[arg(long, value_name = "GB", value_parser = gigabytes, conflicts_with = "trace")]
     device_memory: Option<u64>,
     /// The share of the device's free memory for weights and KV pages [default: 0.9 on CUDA, else
     /// 0.3, divided among the ranks].
-    #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
+    #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction, conflicts_with = "trace")]
     mem_fraction_static: Option<f64>,
     /// Arithmetic; `auto` is bfloat16 on CUDA and if the processor computes it natively.
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     dtype: Dtype,
     /// The longest prompt and answer together, in tokens [default: the model's].
-    #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
+    #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS", conflicts_with = "trace")]
     context_length: Option<u32>,
     /// The folder for downloads [default: the hub's own cache].
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with = "trace")]
     download_dir: Option<PathBuf>,
     /// The interpreter [default: the one beside this program, else the virtual environment's, else
     /// python3].
@@ -71,6 +71,9 @@ pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
     let Some(name) = &flags.plan.model else {
         if arrangement.replicas > 1 {
             bail!("--dp-size is for --model: the plan of a traffic finds the number of replicas");
+        }
+        if arrangement.expert_parallel {
+            bail!("--enable-expert-parallel is for --model: a profile has the times of its ranks");
         }
         return forebay_capacity::plan(&flags.plan, arrangement.ranks);
     };

@@ -11,6 +11,8 @@ use forebay_hand::without_keys;
 
 /// The code that the interpreter runs before the module.
 const ISOLATED: &str = include_str!("isolated.py");
+/// The exit status of an interpreter without our package.
+const NO_PACKAGE: i32 = 3;
 
 /// Arguments by which the interpreter runs one of our modules. They are like `-m`, but isolated
 /// (`-I`): a `json.py` in the current directory is not imported. The module's own arguments come
@@ -63,11 +65,13 @@ fn ask(python: &Path) -> Result<()> {
     let output = command
         .args(arguments("forebay.needs"))
         .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
         .output()
         .with_context(|| format!("cannot run {}", python.display()))?;
     let missing = String::from_utf8_lossy(&output.stdout);
-    let missing: Vec<&str> = missing.split_whitespace().collect();
+    let mut missing: Vec<&str> = missing.split_whitespace().collect();
+    if output.status.code() == Some(NO_PACKAGE) {
+        missing = vec!["forebay"];
+    }
     if missing.is_empty() {
         // Whatever else is wrong with the interpreter shows when it does its work.
         return Ok(());
@@ -129,6 +133,8 @@ mod tests {
             fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("a program");
             ask(&script)
         };
+        let error = run("; exit 3").unwrap_err().to_string();
+        assert!(error.contains("has no forebay: run `pip install 'forebay[torch]'`"), "{error}");
         assert!(run("").is_ok());
         assert!(check(&script).is_ok());
         let error = run("numpy torch").unwrap_err();
@@ -142,6 +148,6 @@ mod tests {
 
     #[test]
     fn a_relative_path_finds_nothing() {
-        assert!(!run(|_| "../package".to_owned()).status.success());
+        assert_eq!(run(|_| "../package".to_owned()).status.code(), Some(NO_PACKAGE));
     }
 }

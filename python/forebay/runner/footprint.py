@@ -53,23 +53,23 @@ class Unmet:
         self.world = world
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes nothing, as all of them do."""
+        """Raises `RuntimeError`."""
         self._refuse()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As of `all_reduce`."""
+        """Raises `RuntimeError`."""
         self._refuse()
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """As of `all_reduce`."""
+        """Raises `RuntimeError`."""
         self._refuse()
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """As of `all_reduce`."""
+        """Raises `RuntimeError`."""
         self._refuse()
 
     def least(self, number: int) -> int:
-        """As of `all_reduce`."""
+        """Raises `RuntimeError`."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
