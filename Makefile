@@ -7,15 +7,22 @@ PYTHON ?=
 PROFILE ?= release
 # The cargo profile of the tests and linters: fast checks debug assertions and overflows, and links quickly.
 TEST_PROFILE ?= fast
-# The cargo profile of the wheel. Continuous integration uses fast, so that nothing is compiled twice.
+# The cargo profile of the wheel and the tarball, and more of cargo's flags for them. Continuous integration takes the
+# profile of the tests and the one feature that their libraries have more, so that nothing is compiled twice.
 WHEEL_PROFILE ?= release
+WHEEL_FLAGS ?=
 # What `make serve` serves, and further flags for it.
 MODEL ?= smollm2
 ARGS ?=
 # Further arguments for pytest, for example PYTEST_ARGS='-k handshake'.
 PYTEST_ARGS ?=
-# Where tests start no servers, files of tests run beside each other.
+# Files of tests run beside each other: tests that wait for something leave a core to others. Where tests share
+# nothing that takes long to make, a file is no bound.
 PYTEST_BESIDE := --numprocesses 2 --dist loadfile
+PYTEST_SPREAD := --numprocesses 2 --dist worksteal
+# Without cases that take long and seldom say another thing than those beside them: `make test-slow` runs them.
+QUICK := $(PYTEST_BESIDE) -m 'not slow'
+SLOW := $(PYTEST_BESIDE) -m slow
 TEST_BINARY = FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay)
 
 VENV := .venv
@@ -23,6 +30,8 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 CARGO_FLAGS := --workspace --locked --profile $(TEST_PROFILE)
+# With the program among the packages, the kernels' dependencies have the features that they have in the program.
+KERNELS := --package forebay --package forebay-kernels --lib
 UV := UV_PYTHON_DOWNLOADS=never $(BIN)/uv
 # Bytecode is compiled here, once, so that the first start of a hand does not have to.
 UV_INSTALL := $(UV) pip install --python $(BIN)/python --require-hashes --compile-bytecode
@@ -31,7 +40,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-slow e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
 	clean distclean
 
 help: ## print this list
@@ -152,8 +161,7 @@ $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
 	@touch $@
 
 build: $(STAMPS)/package ## build the binary and the CPU kernels: leaves .venv/bin/forebay (some minutes the first time)
-	cargo build --workspace --locked --profile $(PROFILE) --bin forebay
-	cargo build --locked --profile $(PROFILE) --lib --package forebay-kernels
+	cargo build --locked --profile $(PROFILE) $(KERNELS) --bin forebay
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(PROFILE)
 	@test $(TARGET_DIR)/$(PROFILE)/forebay -ef $(BIN)/forebay || \
 		ln -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay 2>/dev/null || \
@@ -161,8 +169,7 @@ build: $(STAMPS)/package ## build the binary and the CPU kernels: leaves .venv/b
 
 # What the Python tests run. It stays where cargo leaves it: .venv/bin/forebay is for users.
 build-tests: setup-dev
-	cargo build $(CARGO_FLAGS) --bin forebay --example prepare --example describe
-	cargo build --locked --profile $(TEST_PROFILE) --lib --package forebay-kernels
+	cargo build $(CARGO_FLAGS) --lib --bin forebay --example prepare --example describe
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(TEST_PROFILE)
 
 # The page is built by Node.js 20 or newer, and its files are committed: cargo needs no Node.
@@ -192,19 +199,24 @@ test-asan: ## run the tests of the CPU kernels under the address sanitizer; need
 		--target $$(rustc -vV | sed -n 's/^host: //p') --target-dir $(TARGET_DIR)/asan
 
 test-python: build-tests ## run the Python tests, the end-to-end tests among them
-	$(TEST_BINARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_BESIDE) --ignore tests/e2e $(PYTEST_ARGS)
-	$(TEST_BINARY) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+	$(TEST_BINARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) --ignore tests/e2e $(PYTEST_ARGS)
+	$(TEST_BINARY) $(BIN)/python -m pytest $(QUICK) tests/e2e $(PYTEST_ARGS)
 
-test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's interpreter, and compiled (5 minutes)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_BESIDE) tests/gpu/interpreted $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(PYTEST_BESIDE) tests/gpu/compiled $(PYTEST_ARGS)
+test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's interpreter, and compiled (2 minutes)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/interpreted $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/compiled $(PYTEST_ARGS)
+
+test-slow: build-tests ## run the cases of the end-to-end tests that `make e2e` leaves out
+	$(TEST_BINARY) $(BIN)/python -m pytest $(SLOW) tests/e2e $(PYTEST_ARGS)
+	FOREBAY_SMOLLM2_TEXTS=24 FOREBAY_HANDS_PROMPTS=200 $(TEST_BINARY) $(BIN)/python -m pytest \
+		tests/e2e/test_evaluators.py tests/e2e/test_two_hands.py -k 'smollm2 or alike' $(PYTEST_ARGS)
 
 test-triton-old: setup-dev $(STAMPS)/triton-old ## compile the GPU's kernels with the Triton of PyTorch 2.11 (3 minutes)
 	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton.__version__'
-	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -m pytest $(PYTEST_BESIDE) tests/gpu/compiled $(PYTEST_ARGS)
+	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/compiled $(PYTEST_ARGS)
 
 e2e: build-tests ## run the end-to-end tests only
-	$(TEST_BINARY) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+	$(TEST_BINARY) $(BIN)/python -m pytest $(QUICK) tests/e2e $(PYTEST_ARGS)
 
 test-page: setup-page ## run the tests of the page in a browser (needs chromium; skipped with a line without it)
 	$(VENV)/page/bin/python -m pytest tests/page $(PYTEST_ARGS)
@@ -254,9 +266,9 @@ docs-cli: build-tests ## write docs/cli.md from what the commands say of themsel
 
 wheel: $(STAMPS)/build ## build the wheel into dist/ (needs no PyTorch)
 	rm -rf dist
-	cargo build --locked --profile $(WHEEL_PROFILE) --lib --package forebay-kernels
+	cargo build --locked --profile $(WHEEL_PROFILE) $(KERNELS)
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(WHEEL_PROFILE)
-	$(BIN)/maturin build --locked --profile $(WHEEL_PROFILE) --out dist
+	$(BIN)/maturin build --locked --profile $(WHEEL_PROFILE) $(WHEEL_FLAGS) --out dist
 
 wheel-test: wheel ## install the wheel in an empty virtual environment and serve one request from it
 	$(BIN)/python scripts/try_wheel.py dist
@@ -265,7 +277,7 @@ try-wheel: $(STAMPS)/uv ## the same with the wheel that lies in dist/ already
 	$(BIN)/python scripts/try_wheel.py dist
 
 tarball: $(STAMPS)/build ## pack the binary alone into dist/, for machines without Python
-	cargo build --workspace --locked --profile $(WHEEL_PROFILE) --bin forebay
+	cargo build --workspace --locked --profile $(WHEEL_PROFILE) $(WHEEL_FLAGS) --bin forebay
 	rm -f dist/*.tar.gz
 	$(BIN)/python scripts/make_tarball.py $(TARGET_DIR)/$(WHEEL_PROFILE)/forebay dist
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -78,9 +79,14 @@ async def _together(server: Server, requests: Sequence[Json]) -> list[Json]:
         return list(await asyncio.gather(*(native_stream(client, request) for request in requests)))
 
 
-def native_together(server: Server, requests: Sequence[Json]) -> list[Json]:
-    """The last chunks of concurrent native streams."""
-    return asyncio.run(_together(server, requests))
+def native_together(server: Server, requests: Sequence[Json], *, held: bool = False) -> list[Json]:
+    """The last chunks of concurrent native streams; `held`: none is computed before all are there."""
+    if not held:
+        return asyncio.run(_together(server, requests))
+    with ThreadPoolExecutor(1) as thread:
+        with server.held(len(requests)):
+            answers = thread.submit(asyncio.run, _together(server, requests))
+        return answers.result()
 
 
 def native_one_by_one(server: Server, requests: Sequence[Json]) -> list[Json]:

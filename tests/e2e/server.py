@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,20 @@ class Server:
         hands = self.hands()
         assert len(hands) <= 1
         return hands[0] if hands else None
+
+    @contextmanager
+    def held(self, count: int) -> Iterator[None]:
+        """No step is computed until `count` requests are there. The block sends them, and waits for none."""
+        hands = self.hands()
+        assert hands
+        for hand in hands:
+            os.kill(hand, signal.SIGSTOP)
+        try:
+            yield
+            self.wait_for_metric("forebay:replica_requests", lambda requests: requests == count, START_SECONDS)
+        finally:
+            for hand in hands:
+                os.kill(hand, signal.SIGCONT)
 
     def replicas(self) -> list[dict[str, Any]]:
         """What /server_info says of each replica."""

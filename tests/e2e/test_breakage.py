@@ -191,7 +191,7 @@ GRAPHS = [
     [
         (["--hand", "rust"], KILLS),
         (["--hand", "torch"], FEW_KILLS),
-        (["--device", "deferred", "--lookahead", "0"], FEW_KILLS),
+        pytest.param(["--device", "deferred", "--lookahead", "0"], FEW_KILLS, marks=pytest.mark.slow),
         (["--device", "deferred", "--lookahead", "1"], FEW_KILLS),
         ([*GRAPHS, "--chunked-prefill-size", "128"], FEW_KILLS),
     ],

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,10 @@ from tests.e2e.reference import prompts
 from tests.e2e.server import Server
 from tests.e2e.waiting import eventually
 
+TEXTS = 24
+"""Contexts and continuations of each model."""
+SMOLLM2_TEXTS = int(os.environ.get("FOREBAY_SMOLLM2_TEXTS", "6"))
+"""The same for the model of which each takes a second or two: `make test-slow` takes more."""
 SUM = 1e-3
 """What a sum of log-probabilities in float32 may be off by."""
 SMALL = ("--chunked-prefill-size", "32", "--page-size", "4", "--max-total-tokens", "1024")
@@ -53,17 +58,19 @@ def distributions(model: Model, tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def parts(model: Model, count: int = 24) -> list[tuple[list[int], list[int]]]:
+def parts(model: Model) -> list[tuple[list[int], list[int]]]:
     """Contexts and continuations, of 1 to about 90 tokens."""
+    count = SMOLLM2_TEXTS if model.name == "smollm2" else TEXTS
     texts = [text for text in prompts(model, 2 * count, 90, seed=8) if len(text) > 1][:count]
     return [(text[:cut], text[cut:]) for number, text in enumerate(texts) for cut in [1 + number % (len(text) - 1)]]
 
 
-def expected(model: Model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+@cache
+def expected(model: Model, context: tuple[int, ...], continuation: tuple[int, ...]) -> tuple[float, bool]:
     """How likely a continuation is, and whether it is what a greedy model says."""
-    of = distributions(model, context + continuation)[len(context) - 1 : -1]
+    of = distributions(model, [*context, *continuation])[len(context) - 1 : -1]
     chosen = of.gather(1, torch.tensor(continuation)[:, None])
-    return float(chosen.double().sum()), of.argmax(-1).tolist() == continuation
+    return float(chosen.double().sum()), tuple(of.argmax(-1).tolist()) == continuation
 
 
 def read(choice: Json, context: int, until: int | None) -> tuple[float, bool]:
@@ -91,7 +98,7 @@ def test_log_likelihoods_are_those_of_transformers(scene: tuple[Server, Model], 
     greedy = 0
     for (context, continuation), choice in zip(cases, found, strict=True):
         likelihood, is_greedy = read(choice, len(context), -max_tokens or None)
-        wanted, wanted_greedy = expected(model, context, continuation)
+        wanted, wanted_greedy = expected(model, tuple(context), tuple(continuation))
         assert abs(likelihood - wanted) < SUM
         assert is_greedy == wanted_greedy
         greedy += is_greedy
@@ -101,7 +108,7 @@ def test_log_likelihoods_are_those_of_transformers(scene: tuple[Server, Model], 
 
 def test_a_greedy_continuation_is_one(scene: tuple[Server, Model]) -> None:
     server, model = scene
-    context = parts(model, 1)[0][0]
+    context = parts(model)[0][0]
     body: Json = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     said = server.ask("/v1/completions", {"prompt": context, "max_tokens": 5, **body})["choices"][0]["token_ids"]
     whole = {"prompt": context + said, "max_tokens": 0, "logprobs": 1, "echo": True}
@@ -276,7 +283,9 @@ def test_cuts_company_and_lookahead_change_no_digit(serve: Serve, tiny: Model) -
     alone = [ask(other, prompt) for prompt in texts]
     before = server.metric("vllm:num_preemptions_total")
     with ThreadPoolExecutor(40) as threads:
-        together = list(threads.map(lambda prompt: ask(server, prompt), texts))
+        with server.held(len(texts)):
+            answers = [threads.submit(ask, server, prompt) for prompt in texts]
+        together = [answer.result() for answer in answers]
     assert together == alone
     assert server.metric("vllm:num_preemptions_total") > before, "some lost their pages"
 

@@ -39,7 +39,7 @@ def test_tokens_depend_on_neither_tiers_nor_deaths(serve: Serve, models: Models,
     for flags in (("--device", "cpu"), ("--device", "deferred", "--lookahead", "0")):
         server = serve(model, "--max-total-tokens", "400", *TIER, *flags)
         for _ in range(2):
-            answers = native_together(server, wanted)
+            answers = native_together(server, wanted, held=True)
             assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
         assert server.metric("vllm:num_preemptions_total") > 0
         assert server.metric("forebay:restores_total") > 0

@@ -219,7 +219,7 @@ def test_the_tokens_do_not_depend_on_what_runs_ahead_or_is_short(
     serve: Serve, tiny: Model, expected: list[list[int]], flags: tuple[str, ...]
 ) -> None:
     server = serve(tiny, *flags)
-    answers = native_together(server, requests(24))
+    answers = native_together(server, requests(24), held=True)
     assert ids(answers) == expected
     if "--max-total-tokens" in flags:
         assert server.metric("vllm:num_preemptions_total") > 0

@@ -49,7 +49,7 @@ def balanced(server: Server) -> None:
         ("--lookahead", "0", "--page-size", "4"),
         ("--hicache-write-policy", "write_through_selective"),
         ("--hicache-write-policy", "write_back", "--page-size", "4"),
-        ("--device", "deferred"),
+        pytest.param(("--device", "deferred"), marks=pytest.mark.slow),
         ("--device", "deferred", "--lookahead", "0", "--hicache-write-policy", "write_back"),
         ("--hicache-ratio", "0.5", "--hicache-prefetch-requests", "0", "--kv-copy-pages-per-step", "1"),
         ("--preemption", "recompute"),
@@ -63,7 +63,7 @@ def test_tokens_do_not_depend_on_the_tier(
     tier = TIER[:2] if "--hicache-ratio" in flags else TIER
     server = serve(tiny, *SMALL, *tier, *flags)
     for _ in range(2):
-        answers = native_together(server, [request for request, _ in expected])
+        answers = native_together(server, [request for request, _ in expected], held=True)
         assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
     for request, tokens in expected[:12]:
         assert native_together(server, [request])[0]["output_ids"] == tokens
@@ -158,7 +158,7 @@ def test_a_death_with_a_warm_tier_costs_hardly_any_prefill(serve: Serve, tiny: M
 
 def test_overload_computes_less_than_a_page_again_a_preemption(serve: Serve, tiny: Model, expected: Expected) -> None:
     server = serve(tiny, *SMALL, *TIER)
-    native_together(server, [request for request, _ in expected])
+    native_together(server, [request for request, _ in expected], held=True)
     preemptions = server.metric("vllm:num_preemptions_total")
     assert preemptions > 0
     assert server.metric("forebay:recomputed_tokens_total") < 16 * preemptions

@@ -290,12 +290,14 @@ async fn run(
         () = alone => Side::Far,
     };
     let by_itself = side == Side::Near;
+    // The brain reads it only if the brain has not closed the connection itself.
+    let ended = format!("outpost {}: the connection to the brain broke", door.settings.name);
     let buried = tokio::task::spawn_blocking(move || {
         if by_itself {
             return process.bury();
         }
         drop(process);
-        "it was ended".to_owned()
+        ended
     });
     buried.await.unwrap_or_else(|_| "nobody knows how".to_owned())
 }

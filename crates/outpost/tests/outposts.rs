@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -472,6 +472,8 @@ fn a_brain_that_goes_leaves_no_hand_behind() {
 
 const CUT: u8 = 1;
 const SILENT: u8 = 2;
+/// Only the connection that was made last breaks, which is a rank's.
+const LAST_CUT: u8 = 3;
 
 /// A network between an outpost and the brain.
 struct Network {
@@ -486,12 +488,15 @@ impl Network {
         let state = Arc::new(AtomicU8::new(0));
         let shared = Arc::clone(&state);
         thread::spawn(move || {
+            let newest = Arc::new(AtomicUsize::new(0));
             for near in listener.incoming().flatten() {
+                let number = newest.fetch_add(1, Ordering::SeqCst) + 1;
                 let Ok(far) = TcpStream::connect(brain) else { continue };
                 for (from, to) in [(near.try_clone(), far.try_clone()), (Ok(far), Ok(near))] {
-                    let (from, to, state) =
-                        (from.expect("it works"), to.expect("it works"), Arc::clone(&shared));
-                    thread::spawn(move || carry(from, to, &state));
+                    let (from, to) = (from.expect("it works"), to.expect("it works"));
+                    let (state, newest) = (Arc::clone(&shared), Arc::clone(&newest));
+                    let is_last = move || newest.load(Ordering::SeqCst) == number;
+                    thread::spawn(move || carry(from, to, &state, is_last));
                 }
             }
         });
@@ -499,11 +504,15 @@ impl Network {
     }
 }
 
-fn carry(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8) {
+fn carry(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8, is_last: impl Fn() -> bool) {
     from.set_read_timeout(Some(Duration::from_millis(5))).expect("it works");
     let mut buffer = [0; 4096];
     loop {
-        match state.load(Ordering::SeqCst) {
+        let state = match state.load(Ordering::SeqCst) {
+            LAST_CUT if is_last() => CUT,
+            state => state,
+        };
+        match state {
             CUT => {
                 let _ = to.shutdown(std::net::Shutdown::Both);
                 return;
@@ -529,9 +538,11 @@ fn carry(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8) {
 
 #[test]
 fn a_network_that_breaks_or_falls_silent_ends_the_hands_on_both_sides() {
-    for (state, behaviour, limit) in
-        [(CUT, "cut", Duration::from_secs(1)), (SILENT, "silent", Duration::from_secs(7))]
-    {
+    for (state, behaviour, limit) in [
+        (CUT, "cut", Duration::from_secs(1)),
+        (LAST_CUT, "last-cut", Duration::from_secs(1)),
+        (SILENT, "silent", Duration::from_secs(7)),
+    ] {
         let brain = Brain::start();
         let network = Network::to(brain.address);
         let settings = WorkSettings { brain: network.address.to_string(), ..brain.settings(1) };
