@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,8 @@ class Models(Protocol):
 @pytest.fixture(scope="session", autouse=True)
 def _set_up() -> None:
     assert BINARY.is_file(), "run `make build-tests` first"
+    # Programs inherit an ignored signal, and respect it: below `nohup` none would end by it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # One token at a time gains nothing from a second thread, and loses much to it when something else runs as well.
     torch.set_num_threads(1)
 

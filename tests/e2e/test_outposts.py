@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import statistics
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from tests.e2e.client import stream_events
 from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
+from tests.e2e.network import Network
 from tests.e2e.processes import alive, descendants, is_hand
 from tests.e2e.server import BINARY, CACHE, Server, free_port
 from tests.e2e.waiting import eventually
@@ -31,11 +34,11 @@ PROMPTS = [[5 + at, 9, 17, 33 + at, 65] for at in range(STREAMS)]
 class Worker:
     """A running `forebay worker`. Always `kill` it."""
 
-    def __init__(self, gate: Gate, *flags: str, number: int) -> None:
+    def __init__(self, gate: Gate, *flags: str, address: str, number: int) -> None:
         self._log = gate.folder / f"worker-{number}.log"
         with self._log.open("wb") as file:
             self.process = subprocess.Popen(
-                [BINARY, "worker", "--join", gate.address, "--token-file", gate.token, *flags],
+                [BINARY, "worker", "--join", address, "--token-file", gate.token, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -71,9 +74,10 @@ class Gate:
     def flags(self) -> tuple[str, ...]:
         return ("--listen-hands", self.address, "--join-token-file", str(self.token))
 
-    def worker(self, *flags: str) -> Worker:
+    def worker(self, *flags: str, address: str | None = None) -> Worker:
+        """One more worker, which joins at `address`: the gate's own unless given."""
         eventually(self.token.is_file, "the token is made", 60)
-        made = Worker(self, *flags, number=len(self.workers))
+        made = Worker(self, *flags, address=address or self.address, number=len(self.workers))
         self.workers.append(made)
         self._stack.callback(made.kill)
         return made
@@ -159,6 +163,38 @@ def test_a_hand_elsewhere_gives_the_same_tokens_and_may_be_killed(serve: Serve, 
     assert worker.process.poll() is None, "the worker waits for the next server"
     worker.kill(signal.SIGTERM)
     assert worker.process.returncode == 0
+
+
+@pytest.mark.parametrize(("fault", "at_most"), [("cut", 2), ("silence", 10)])
+def test_requests_survive_the_deaths_of_a_network(
+    serve: Serve, tiny: Model, gate: Gate, fault: str, at_most: float
+) -> None:
+    tokens = 1000
+    wanted = asyncio.run(streams(serve(tiny), tiny, tokens))
+    server = serve(tiny, *gate.flags(), "--hand-restarts", "100", healthy=False)
+    found: list[float] = []
+    with Network(int(gate.address.rpartition(":")[2])) as network:
+        worker = gate.worker(address=network.address)
+        for number in range(KILLS):
+            server.wait_for_health()
+            (hand,) = eventually(worker.hands, "the hand runs", 20)
+
+            async def broken(number: int = number) -> list[list[int]]:
+                running = asyncio.create_task(streams(server, tiny, tokens))
+                await asyncio.sleep(0.05 + 0.03 * (number % 10))
+                began = time.monotonic()
+                (network.cut if fault == "cut" else network.silence)()
+                deaths = "forebay:hand_deaths_total"
+                await asyncio.to_thread(server.wait_for_metric, deaths, lambda value: value > number)
+                found.append(time.monotonic() - began)
+                if fault == "silence":
+                    network.restore()
+                return await running
+
+            assert asyncio.run(broken()) == wanted
+            gone(hand)
+    print(f"{fault}: found after {statistics.median(found):.2f} s, at most {max(found):.2f} s")
+    assert max(found) < at_most
 
 
 def test_ranks_of_a_replica_run_on_one_worker(serve: Serve, tiny: Model, gate: Gate) -> None:
