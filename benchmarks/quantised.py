@@ -14,8 +14,9 @@ import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ FORMATS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 CONCURRENCY = (1, 8, 32)
 WINDOW = accuracy.WINDOW
 PERPLEXITY = "perplexity"
+EXACT = "multiplied out"
+"""The way that computes a file's weights in float32."""
 _ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)")
 
 
@@ -124,13 +127,13 @@ def measure(found: Results, file: File, concurrency: Sequence[int], number: int)
             compare.say(f"  {file.kind}: {server.name} is left out: {error}")
 
 
-def our_perplexity(file: File, text: str, threads: int) -> dict[str, Any]:
+def our_perplexity(way: accuracy.Way, file: File, text: str, threads: int) -> dict[str, Any]:
     """Of the kernels' own logits."""
     description = describe_path(file.path, cache_directory())
     ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][: accuracy.SLOTS]
     with torch.inference_mode():
-        model = accuracy.Model(accuracy.Way("gguf", "bfloat16", "gguf"), description, threads)
+        model = accuracy.Model(way, description, threads)
         found = accuracy.losses(model, windows)[:, WINDOW // 2 :]
     return {"perplexity": math.exp(float(found.mean())), "windows": len(windows)}
 
@@ -151,14 +154,25 @@ def their_perplexity(source: File, text: str, threads: int) -> dict[str, Any]:
 
 def perplexities(found: Results, file: File, text: str, threads: int) -> None:
     """Of both, into the results."""
-    for server, perplexity in ((FOREBAY_CPU, our_perplexity), (LLAMA, their_perplexity)):
+    asked: dict[str, Callable[[File, str, int], dict[str, Any]]] = {
+        FOREBAY_CPU.name: partial(our_perplexity, accuracy.Way("gguf", "bfloat16", "gguf")),
+        EXACT: partial(our_perplexity, accuracy.Way(EXACT, "float32", None)),
+        LLAMA.name: their_perplexity,
+    }
+    for name, perplexity in asked.items():
         try:
             values = perplexity(file, text, threads)
         except ServerError as error:
-            found.skipped[f"{file.kind}: {server.name}, perplexity"] = str(error)
+            found.skipped[f"{file.kind}: {name}, perplexity"] = str(error)
             continue
-        found.runs.append(Run(f"{file.kind}: {PERPLEXITY}", server.name, 1, values))
-        compare.say(f"  {file.kind}: {server.name}: perplexity {values['perplexity']:.3f}")
+        found.runs.append(Run(f"{file.kind}: {PERPLEXITY}", name, 1, values))
+        compare.say(f"  {file.kind}: {name}: perplexity {values['perplexity']:.4f}")
+
+
+def loss(found: Results, workload: str) -> str:
+    """The distance of our perplexity from that of the same weights in float32."""
+    ours, exact = (found.median(workload, name, PERPLEXITY) for name in (FOREBAY_CPU.name, EXACT))
+    return f"float32: {exact:.3f}, {ours / exact - 1:+.2%}" if ours and exact else "-"
 
 
 @table_of(*RESULTS.values())
@@ -171,7 +185,7 @@ def table(found: Results) -> str:
         kind, _, workload = name.partition(": ")
         if workload == "perplexity":
             cells = [f"{value:.3f}" if (value := found.median(name, who, workload)) else "-" for who in (ours, theirs)]
-            rows.append([kind, workload, *cells, "-"])
+            rows.append([kind, workload, *cells, loss(found, name)])
             continue
         key = "input_throughput" if workload.startswith("prefill") else "output_throughput"
         cells = [number(found.median(name, who, key)) for who in (ours, theirs)]

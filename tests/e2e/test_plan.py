@@ -40,6 +40,7 @@ ARRANGEMENTS: list[tuple[str, tuple[str, ...], int]] = [
     ("llama", ("--dp-size", "2"), 2),
     ("llama", ("--tp-size", "2"), 1),
     ("llama", ("--tp-size", "2", "--dp-size", "2"), 2),
+    ("smollm2", ("--dtype", "auto"), 1),
     ("qwen3-moe", ("--tp-size", "2", "--enable-expert-parallel"), 1),
     ("qwen3-moe", ("--dp-size", "2", "--enable-dp-attention"), 1),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.e2e.client import cut, native_one_by_one, native_together
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import Model
 from tests.e2e.reference import prompts
+from tests.e2e.waiting import eventually
 
 START_S = 60
 
@@ -32,12 +34,49 @@ def test_tokens_depend_on_the_request_alone(serve: Serve, models: Models, name: 
     assert server.http.get("/server_info").json()["config"]["quantization"] == quantization
 
 
+@pytest.mark.parametrize("hand", ["rust", "torch"])
+def test_a_file_is_served_in_its_own_blocks(serve: Serve, models: Models, hand: str) -> None:
+    model = models("smollm2")
+    asked = [
+        {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}}
+        for prompt in prompts(model, 4, 40, seed=5)
+    ]
+
+    def answers(*flags: str) -> tuple[list[list[int]], str, str]:
+        server = serve(model, "--hand", hand, "--dtype", "auto", *flags)
+        given = [answer["output_ids"] for answer in native_together(server, asked)]
+        blocks: str = server.http.get("/server_info").json()["facts"]["blocks"]
+        eventually(lambda: "Forebay serves" in server.log(), "the banner")
+        server.kill()
+        return given, blocks, server.log()
+
+    by_itself, insisted = answers(), answers("--quantization", "gguf")
+    assert by_itself[:2] == insisted[:2]
+    assert "Q4_1" in by_itself[1]
+    assert re.search(r"file's blocks \(--quantization none: in (bfloat16|float32)\): \d+ Q4_1", by_itself[2])
+    plain = answers("--quantization", "none")
+    assert plain[1] == ""
+    assert "file's blocks" not in plain[2]
+    assert plain[0] == answers("--dtype", plain_type(by_itself[2]))[0]
+
+
+def plain_type(log: str) -> str:
+    """The type that the banner names as the other choice."""
+    found = re.search(r"--quantization none: in (\w+)", log)
+    assert found
+    return found[1]
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
         ("llama", ["--quantization", "gguf"], "the model is in safetensors"),
         ("smollm2", ["--quantization", "gguf", "--load-format", "dummy"], "--load-format dummy loads none"),
-        ("llama", ["--quantization", "fp4"], "possible values: w8a8_int8, gguf, fp8, awq, gptq, compressed-tensors"),
+        (
+            "llama",
+            ["--quantization", "fp4"],
+            "possible values: auto, none, w8a8_int8, gguf, fp8, awq, gptq, compressed-tensors",
+        ),
         (
             "llama",
             ["--quantization", "awq_marlin"],

@@ -132,7 +132,7 @@ def test_a_second_start_computes_the_same(
         ({"": Q.Q4_0, **WITHOUT_KERNELS}, "llama", True),
     ],
 )
-@pytest.mark.parametrize("quantization", [None, "gguf"])
+@pytest.mark.parametrize("quantization", [None, "auto", "gguf"])
 def test_a_second_start_from_gguf_computes_the_same(
     types: dict[str, Any],
     architecture: str,

@@ -157,6 +157,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "page_bytes": 4 * 2 * 3 * 2 * 32 * 4,
             "hot_row_tokens": 0,
             "graphs": 0,
+            "blocks": "",
             # What others have not need not be said.
             **(
                 {"tokens_a_row": 1, "tower_layers": 0, "image_page_count": 0, "image_page_tokens": 0}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf.quants import quantize
 
+from forebay.compute import choose
 from forebay.compute.eager import TorchCompute
 from forebay.compute.native import NativeCompute
 from forebay.compute.rows import Launch, Rows
@@ -228,6 +229,37 @@ def test_blocks_take_less_memory_and_the_log_says_which_there_are(
     assert quantised < 0.6 * plain
     told = "computing with blocks of the file: 11 Q4_0, 2 Q5_0 as Q8_0; 2 matrices in float32"
     assert told in capfd.readouterr().err
+
+
+def test_a_file_is_computed_in_its_blocks_unless_asked_otherwise(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model.gguf", {"": Q.Q4_1, **MIXED})
+    given, automatic, plain = (loaded(path, quantization=wanted) for wanted in ("gguf", "auto", None))
+    logits = [native(runner).logits(rows(STEPS[0])) for runner in (given, automatic, plain)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    assert automatic.facts() == given.facts()
+    assert "Q4_1" in str(automatic.facts()["blocks"])
+    assert plain.facts()["blocks"] == ""
+
+
+def test_a_file_without_fitting_blocks_is_computed_in_the_models_type(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model.gguf", {"": Q.F16})
+    automatic, plain = (loaded(path, quantization=wanted) for wanted in ("auto", None))
+    assert automatic.facts() == plain.facts()
+    assert torch.equal(*(native(runner).logits(rows(STEPS[0])) for runner in (automatic, plain)))
+
+
+@pytest.mark.parametrize("without", ["the kernels", "products of bytes"])
+def test_blocks_are_multiplied_out_where_that_is_quicker(
+    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if without == "the kernels":
+        monkeypatch.setenv("FOREBAY_KERNELS", "torch")
+    else:
+        monkeypatch.setattr(choose, "level", lambda: "baseline")
+    runner = loaded(tiny(tmp_path / "model.gguf", {"": Q.Q4_1, **MIXED}), quantization="auto")
+    assert runner.facts()["blocks"] == ""
+    assert not runner.model.params.formats.for_integers
 
 
 def test_int8_takes_the_memory_that_it_says() -> None:

@@ -260,7 +260,7 @@ def test_log_probabilities_of_experts_are_those_of_transformers(tmp_path: Path, 
     assert asked.tokens == [int(expected[-1].argmax())]
 
 
-@pytest.mark.parametrize("quantization", [None, "gguf"])
+@pytest.mark.parametrize("quantization", [None, "auto", "gguf"])
 @pytest.mark.parametrize(
     ("types", "architecture", "tied"),
     [

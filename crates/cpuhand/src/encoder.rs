@@ -86,17 +86,9 @@ impl EncoderRunner {
             hidden_size: shape.hidden_size as u32,
             dtype: told,
             weight_bytes: plan.bytes(),
-            kv_bytes: 0,
             device: "cpu".into(),
-            load_seconds: 0.0,
             tokens_a_row: 1,
-            host_page_count: 0,
-            page_bytes: 0,
-            hot_row_tokens: 0,
-            tower_layers: 0,
-            image_page_count: 0,
-            image_page_tokens: 0,
-            graphs: 0,
+            ..Ready::default()
         };
         let tables = Tables::new(
             config.slots as usize,

@@ -10,6 +10,7 @@ use forebay_weights::{Entry, PackedFile, content_key, python_json};
 use rustix::process::nice;
 use serde_json::{Map, Value, json};
 
+use crate::blocks::quantization;
 use crate::load::{Loaded, Plan, rooms, shared};
 use crate::pooled::kind;
 
@@ -35,7 +36,7 @@ impl Kept {
         let facts = json!({
             "order": build(),
             "dtype": format!("torch.{}", config.dtype),
-            "quantization": config.quantization,
+            "quantization": quantization(config),
             "format": model.get("format"),
             "config": model.get("config"),
         });

@@ -27,8 +27,8 @@ const SHARED: usize = 32;
 pub(crate) struct Formats {
     /// True if matrices that are not in blocks are 8-bit integers, and not of the model's type.
     pub(crate) int8: bool,
-    /// True if the user wants blocks.
-    pub(crate) all_blocks: bool,
+    /// True if the user insists on blocks.
+    pub(crate) insists: bool,
     /// Matrices that stay in a file's blocks: checkpoint name to GGUF's name of its type.
     pub(crate) stored: BTreeMap<String, String>,
 }
@@ -321,8 +321,11 @@ impl Plan {
         Ok(())
     }
 
-    /// One line about what of a file is computed as it is stored; an error if that is nothing.
-    pub(crate) fn tell_formats(&self) -> Result<Option<String>, ModelError> {
+    /// The matrices that are computed in the blocks of a file, in words; empty: there are none.
+    ///
+    /// # Errors
+    /// There are none, and the user insists on them.
+    pub(crate) fn blocks(&self) -> Result<String, ModelError> {
         let stored = &self.formats.stored;
         let (mut kinds, mut others) = (BTreeMap::new(), 0);
         for matrix in &self.matrices {
@@ -337,8 +340,8 @@ impl Plan {
                 }
             }
         }
-        if kinds.is_empty() && !self.formats.all_blocks {
-            return Ok(None);
+        if kinds.is_empty() && !self.formats.insists {
+            return Ok(String::new());
         }
         if kinds.is_empty() {
             return Err(ModelError::Broken(
@@ -358,7 +361,7 @@ impl Plan {
         };
         let rest =
             if others > 0 { format!("; {others} matrices in {number}") } else { String::new() };
-        Ok(Some(format!("computing with blocks of the file: {}{rest}", named.join(", "))))
+        Ok(named.join(", ") + &rest)
     }
 }
 

@@ -13,6 +13,7 @@ use forebay_weights::{Checkpoint, Experts, ModelError, Routing, Shape, TorchNumb
 use serde_json::Value;
 use thiserror::Error;
 
+use crate::blocks::{is_of_file, quantization};
 use crate::columns::Columns;
 use crate::connection::ConnectionError;
 use crate::encoder::EncoderRunner;
@@ -129,8 +130,9 @@ impl Runner {
         let mut checkpoint = None;
         let formats = formats(config, &shape, kept.as_ref(), &mut checkpoint)?;
         let plan = Plan::new(&shape, number, formats)?;
-        if let Some(line) = plan.tell_formats()? {
-            eprintln!("{line}");
+        let blocks = plan.blocks()?;
+        if !blocks.is_empty() {
+            eprintln!("computing with blocks of the file: {blocks}");
         }
         let sizes = sizes(config, &shape, dtype, available, plan.bytes())?;
         let pool = sizes.pool_bytes();
@@ -167,15 +169,10 @@ impl Runner {
             weight_bytes: plan.bytes(),
             kv_bytes: page_bytes * sizes.page_count as u64,
             device: "cpu".into(),
-            load_seconds: 0.0,
             tokens_a_row: 1,
-            host_page_count: 0,
             page_bytes,
-            hot_row_tokens: 0,
-            tower_layers: 0,
-            image_page_count: 0,
-            image_page_tokens: 0,
-            graphs: 0,
+            blocks,
+            ..Ready::default()
         };
         let tables = Tables::new(
             config.slots as usize,
@@ -294,24 +291,23 @@ fn formats(
     kept: Option<&Kept>,
     checkpoint: &mut Option<Checkpoint>,
 ) -> Result<Formats, ModelError> {
-    let quantization = config.quantization.as_deref();
-    let all_blocks = quantization == Some("gguf");
-    let from_file = config.model.get("format").and_then(Value::as_str) == Some("gguf")
-        && config.load_format == "auto";
+    let quantization = quantization(config);
+    let everything = quantization == Some("gguf");
     // Experts stay in the blocks of their file, however the rest is computed with.
-    let stored = if all_blocks || from_file && shape.experts.is_some() {
+    let stored = if everything || is_of_file(config) && shape.experts.is_some() {
         match kept.and_then(Kept::stored) {
             Some(stored) => stored,
             None => {
                 let found = checkpoint.insert(open(config, shape)?).stored();
-                let wanted = found.into_iter().filter(|(name, _)| all_blocks || is_of_expert(name));
+                let wanted = found.into_iter().filter(|(name, _)| everything || is_of_expert(name));
                 wanted.map(|(name, kind)| (name, kind.to_owned())).collect()
             }
         }
     } else {
         BTreeMap::new()
     };
-    Ok(Formats { int8: quantization == Some("w8a8_int8"), all_blocks, stored })
+    let insists = config.quantization.as_deref() == Some("gguf");
+    Ok(Formats { int8: quantization == Some("w8a8_int8"), insists, stored })
 }
 
 /// True if a weight belongs to one of the experts among which tokens choose.

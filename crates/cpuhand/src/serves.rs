@@ -19,7 +19,7 @@ pub struct Asked<'a> {
     pub sees: bool,
     /// The kind of device.
     pub device: &'a str,
-    /// The number format of matrices, if it is not the stored one.
+    /// The number format of products; `auto`: a GGUF file's blocks where they are quicker.
     pub quantization: Option<&'a str>,
     /// The number of ranks of a group.
     pub ranks: u32,
@@ -86,7 +86,7 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
     }
     match asked.quantization {
-        None | Some("w8a8_int8" | "gguf") => {}
+        None | Some("auto" | "w8a8_int8" | "gguf") => {}
         Some(other) => return lacks(&format!("--quantization {other}")),
     }
     if encodes {

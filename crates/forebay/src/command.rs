@@ -55,6 +55,7 @@ pub(crate) enum Command {
     Hand,
     /// Compute the number of replicas that a recorded traffic needs, or the memory of a model's
     /// ranks.
+    #[command(args_override_self = true)]
     Plan(Box<PlanFlags>),
 }
 

@@ -237,7 +237,11 @@ impl Config {
             attention_backend: flags.run.attention_backend.map(AttentionBackend::name),
             graph_rows: graph_rows(&flags.run, device, running)?,
             dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype, cuda) },
-            quantization: if simulated.is_some() { None } else { quantization(flags, model)? },
+            quantization: if simulated.is_some() {
+                None
+            } else {
+                quantization(flags, model, device == Device::Cpu && ranks == 1)?
+            },
             load_format: match flags.loading.load_format {
                 LoadFormat::Auto => "auto",
                 LoadFormat::Dummy => "dummy",
@@ -399,16 +403,28 @@ fn egress_threads() -> u16 {
 
 /// The flag, where the model goes with it. What only the hand can know (its kernels, a file's
 /// formats), it says itself.
-fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization>> {
+fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option<Quantization>> {
     let wanted = flags.loading.quantization;
     let dummy = flags.loading.load_format == LoadFormat::Dummy;
-    if wanted == Some(Quantization::Gguf) && (model.format != "gguf" || dummy) {
+    if wanted == Quantization::Gguf && (model.format != "gguf" || dummy) {
         bail!(
             "--quantization gguf computes with the blocks of a GGUF file: {}",
             if dummy { "--load-format dummy loads none" } else { "the model is in safetensors" }
         );
     }
-    Ok(wanted)
+    Ok(match wanted {
+        Quantization::Auto => own_blocks(model, flags.loading.dtype, alone && !dummy),
+        Quantization::None => None,
+        named => Some(named),
+    })
+}
+
+/// `auto`, if a hand may choose the blocks of a GGUF file; `None`: it computes in the model's type.
+///
+/// `may`: the file is read, by one rank on a CPU.
+pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quantization> {
+    let may = may && model.format == "gguf" && model.pooling.is_none();
+    (may && dtype == Dtype::Auto).then_some(Quantization::Auto)
 }
 
 /// Refuses models and flags that a step group does not have yet. Its hands check that the model has

@@ -93,7 +93,7 @@ impl ServeFlags {
         [
             ("--dtype", self.loading.dtype != Dtype::Auto),
             ("--load-format", self.loading.load_format != LoadFormat::Auto),
-            ("--quantization", self.loading.quantization.is_some()),
+            ("--quantization", self.loading.quantization != Quantization::Auto),
             ("--weight-cache-gib", self.loading.weight_cache_gib.is_some()),
             ("--mem-fraction-static", self.schedule.mem_fraction_static.is_some()),
             ("--threads", self.run.threads.is_some()),
@@ -196,13 +196,15 @@ pub(crate) struct ModelFlags {
     /// Arithmetic; `auto` is bfloat16 if the processor computes it natively.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
-    /// The numbers of matrix products. `w8a8_int8` makes 8-bit integers of weights while it loads
-    /// them. `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1 blocks as they are. It brings Q4_K into
-    /// Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the file in DTYPE. Both need the compiled
-    /// kernels. `fp8` makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no
-    /// flag; `fp8`, `awq`, `gptq` and `compressed-tensors` insist on its kind.
-    #[arg(long, value_enum)]
-    pub(crate) quantization: Option<Quantization>,
+    /// The numbers of matrix products. `auto` is `gguf` for a GGUF file on a CPU, unless --dtype
+    /// names a type; otherwise it is `none`, which computes in DTYPE. `w8a8_int8` makes 8-bit
+    /// integers of weights while it loads them. `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1
+    /// blocks as they are. It brings Q4_K into Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the
+    /// file in DTYPE. Both need the compiled kernels. `fp8` makes 8-bit floats of a checkpoint on a
+    /// GPU. A quantised checkpoint needs no flag; `fp8`, `awq`, `gptq` and `compressed-tensors`
+    /// insist on its kind.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) quantization: Quantization,
     /// Gibibytes on disk for weights in the order in which the compiled kernels read them. The next
     /// start then does not order them again; 0: none [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
@@ -350,10 +352,15 @@ pub(crate) enum Dtype {
 }
 
 /// The number format of matrices, computed or stored. The names are vLLM's and SGLang's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[value(rename_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Quantization {
+    /// The quickest that loses next to nothing.
+    #[default]
+    Auto,
+    /// Products in DTYPE.
+    None,
     /// Weights with a scale an output, activations with a scale a token.
     #[value(name = "w8a8_int8")]
     #[serde(rename = "w8a8_int8")]

@@ -10,8 +10,8 @@ use forebay_capacity::{Memory, PlanArgs, RankMemory};
 use forebay_hand::{HandConfig, without_keys};
 use serde_json::Deserializer;
 
-use crate::config::{dtype, mem_fraction, slots};
-use crate::flags::{Arrangement, Dtype, Hand, RankFlags, fraction};
+use crate::config::{dtype, mem_fraction, own_blocks, slots};
+use crate::flags::{Arrangement, Dtype, Hand, Quantization, RankFlags, fraction};
 use crate::model::{Model, Source, fetch, find_python};
 use crate::python;
 
@@ -112,7 +112,10 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
     }
     Ok(HandConfig {
         model: model.told(),
-        load_format: "dummy".to_owned(),
+        // A file is here, and may keep its blocks. Of other models nothing is needed.
+        load_format: if model.format == "gguf" { "auto" } else { "dummy" }.to_owned(),
+        quantization: own_blocks(model, memory.dtype, !cuda && arrangement.ranks == 1)
+            .map(Quantization::name),
         device: if cuda { "cuda" } else { "cpu" }.to_owned(),
         dtype: dtype(memory.dtype, cuda).to_owned(),
         page_size: plan.page_size,

@@ -28,7 +28,9 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::Config;
-use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags, visible_keys};
+use crate::flags::{
+    Device, Egress, GenerationConfig, LoadFormat, Quantization, ServeFlags, visible_keys,
+};
 use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
@@ -357,7 +359,8 @@ async fn serve(
     let url = format!("{url}{}", flags.access.root_path);
     let (listener, _file) = bound.listener()?;
     let name = config.served_model_names[0].clone();
-    let hand = config.hand.line();
+    let (hand, automatic) = (config.hand.line(), config.quantization == Some(Quantization::Auto));
+    let dtype = config.dtype;
     let simulated = config.simulated.clone();
     let chat = config.chat.clone();
     let task = config.pooling.as_ref().map(|pooling| pooling.task);
@@ -366,6 +369,9 @@ async fn serve(
         let lines = logs.lines().clone();
         let work = async move {
             if watch::loading(&engine).await {
+                let facts = engine.facts();
+                let blocks = facts.map_or_else(String::new, |facts| facts.hand.blocks);
+                let hand = hand + &watch::blocks_line(&blocks, automatic.then_some(dtype));
                 let banner = watch::banner(
                     &url,
                     &curl,

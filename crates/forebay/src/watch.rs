@@ -49,6 +49,17 @@ pub(crate) async fn loading(engine: &Replicas) -> bool {
     }
 }
 
+/// The banner's line about matrices in the blocks of a file; empty: there are none.
+///
+/// `otherwise`: the type that `--quantization none` computes them in; `None`: that is no choice.
+pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
+    let hint = otherwise.map(|dtype| format!(" (--quantization none: in {dtype})"));
+    match blocks {
+        "" => String::new(),
+        _ => format!("  Computes in the file's blocks{}: {blocks}\n", hint.unwrap_or_default()),
+    }
+}
+
 /// Tells a newcomer what to do next.
 pub(crate) fn banner(
     url: &str,

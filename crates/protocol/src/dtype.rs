@@ -3,10 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 /// The type of a model's activations, and of prompts of embeddings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// IEEE single precision.
+    #[default]
     Float32,
     /// The upper half of single precision.
     Bfloat16,

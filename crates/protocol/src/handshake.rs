@@ -56,7 +56,8 @@ pub struct HandConfig {
     pub device: String,
     /// The name of a [`Dtype`].
     pub dtype: String,
-    /// The number format of matrices, if it is not the stored one.
+    /// The number format of products, if it is not `dtype`. `auto`: that of a GGUF file's blocks,
+    /// where a hand has quick products with them.
     pub quantization: Option<String>,
     /// Positions of a page.
     pub page_size: u32,
@@ -205,7 +206,7 @@ pub struct Progress {
 
 /// Hand to brain: the hand takes plans from now on. The message has the facts that only the device
 /// knows.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ready {
     /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be
     /// cut.
@@ -248,6 +249,10 @@ pub struct Ready {
     /// The number of captured CUDA graphs; 0: every step is launched operator by operator.
     #[serde(default)]
     pub graphs: u32,
+    /// The matrices that are computed in the blocks of a GGUF file, by type, and the number of
+    /// others; empty: there are none.
+    #[serde(default)]
+    pub blocks: String,
 }
 
 fn one() -> u32 {
@@ -317,10 +322,8 @@ mod tests {
             host_page_count: 4,
             page_bytes: 11,
             hot_row_tokens: 8,
-            tower_layers: 0,
-            image_page_count: 0,
-            image_page_tokens: 0,
-            graphs: 0,
+            blocks: "7 Q4_1".into(),
+            ..Ready::default()
         }
     }
 
@@ -353,6 +356,7 @@ mod tests {
             "image_page_count",
             "image_page_tokens",
             "graphs",
+            "blocks",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();

@@ -356,8 +356,6 @@ impl SimExecutor {
                     vocab_size: self.config.vocab_size,
                     hidden_size: self.config.hidden_size,
                     dtype: Dtype::Bfloat16,
-                    weight_bytes: 0,
-                    kv_bytes: 0,
                     device: self.config.device.clone(),
                     load_seconds: self.config.load_us as f64 / 1e6,
                     tokens_a_row: self.config.tokens_a_row,
@@ -367,7 +365,7 @@ impl SimExecutor {
                     tower_layers: self.config.tower.map_or(0, |tower| tower.layers),
                     image_page_count: self.config.tower.map_or(0, |tower| tower.pages),
                     image_page_tokens: self.config.tower.map_or(0, |_| SimTower::PAGE_TOKENS),
-                    graphs: 0,
+                    ..Ready::default()
                 })
             }
             What::Step(answers) => {

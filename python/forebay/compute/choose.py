@@ -231,9 +231,16 @@ class Choice:
 
     def keeps_experts(self, model: ModelConfig) -> bool:
         """True if experts stay in the blocks of a GGUF file, whatever the format of the other weights."""
+        return self._has_blocks(model) and any(isinstance(feed, Experts) for feed in model.feeds)
+
+    def prefers_blocks(self, model: ModelConfig) -> bool:
+        """True if all matrices stay in the blocks of a GGUF file unless the user wants another format."""
+        return self._has_blocks(model) and level() in WITH_BYTES
+
+    def _has_blocks(self, model: ModelConfig) -> bool:
         config = self._config
         from_file = config.model.get("format") == "gguf" and config.load_format == "auto" and config.pooling is None
-        return from_file and any(isinstance(feed, Experts) for feed in model.feeds) and self._packs(model)
+        return from_file and self._packs(model)
 
     def weight_order(self, config: ModelConfig) -> str | None:
         """A name for the order of packed matrices; None: matrices stay in the order of the checkpoint."""

@@ -21,12 +21,13 @@ from forebay.device import open_device
 from forebay.distributed.group import Group
 from forebay.layers.params import Parameters
 from forebay.models import registry
+from forebay.runner.formats import formats
 from forebay.runner.group import roles
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.pages import page_bytes
 from forebay.state.sizes import Sizes
 from forebay.weights.config import ModelConfig
-from forebay.weights.parts import Experts
+from forebay.weights.quantization import AUTO, PLAIN
 
 __all__ = ["Footprint", "footprints", "main"]
 
@@ -90,7 +91,7 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
     model, kept = config.model_config, config.kept_model
     if not isinstance(model, ModelConfig) or kept is None:
         raise ConfigError(f"{model.architecture} is an encoder, which keeps no pages: there is nothing to divide")
-    if config.pooling is not None or config.quantization is not None or model.vision is not None:
+    if config.pooling is not None or config.quantization not in (None, AUTO) or model.vision is not None:
         raise ConfigError("the memory of models that pool, see images or are quantised at the start is not planned")
     group = Unmet(config.rank, config.world_size) if config.world_size > 1 else None
     weight_bytes = _weight_bytes(config, model, group)
@@ -106,9 +107,10 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
 def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None) -> int:
     """Bytes of a rank's weights as they are computed with: those of the model that a hand would build."""
     ranks, exchange = roles(config, group)
-    params = Parameters(config.dtype, torch.device("meta"), ranks=ranks, exchange=exchange)
     # Whatever the device: operators and attention have no weights.
     choice = Choice(open_device("cpu", config.threads), config, group)
+    made = formats(config, model, choice, None) if config.device == "cpu" else PLAIN
+    params = Parameters(config.dtype, torch.device("meta"), made, ranks=ranks, exchange=exchange)
     decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)
     if group is not None:
         return params.nbytes
@@ -116,8 +118,6 @@ def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None)
         if model.stored is not None:
             raise ConfigError("the memory of quantised matrices that a GPU keeps in their bits is not planned")
         return params.nbytes
-    if config.model["format"] == "gguf" and any(isinstance(feed, Experts) for feed in model.feeds):
-        raise ConfigError("the memory of experts that stay in the blocks of a GGUF file is not planned")
     return choice.weight_bytes(decoder)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from forebay.compute.choose import Choice
 from forebay.layers.params import Parameters, Report
+from forebay.runner.formats import quantization
 from forebay.state.config import RunnerConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
@@ -43,7 +44,7 @@ class KeptWeights:
         facts = {
             "order": order,
             "dtype": str(config.dtype),
-            "quantization": config.quantization,
+            "quantization": quantization(config, choice),
             "format": config.model["format"],
             "config": config.model["config"],
         }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -31,6 +30,7 @@ from forebay.protocol.frames import Int32s
 from forebay.protocol.masks import Masks, UInt32s
 from forebay.protocol.plan import FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
+from forebay.runner import formats
 from forebay.runner.copier import Copier
 from forebay.runner.group import roles
 from forebay.runner.images import Images
@@ -48,12 +48,9 @@ from forebay.state.staging import StepInputs
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
-from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.gguf_tensors import stored_formats
-from forebay.weights.load import iter_kept, iter_weights, quantised_matrices, spare_biases, weight_shapes
-from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats, Kept, is_of_expert
-from forebay.weights.stored import Fp8
-from forebay.weights.vision import TOWER, own_name
+from forebay.weights.load import iter_kept, iter_weights, spare_biases, weight_shapes
+from forebay.weights.quantization import AUTO
+from forebay.weights.vision import own_name
 
 
 class NotFiniteError(ModelError):
@@ -123,13 +120,14 @@ class ModelRunner:
         self._group = group
         self._choice = Choice(self.device, config, group)
         self._choice.check_operators(self.model_config)
-        if config.quantization is not None:
+        if config.quantization not in (None, AUTO):
             self._choice.check_quantization(config.quantization, self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         self._ops = self._choice.ops()
         self._copier: Copier | None = None
+        self._blocks = ""
         self._summed: Summed | None = None
         with telling_of_memory(self.device):
             self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
@@ -174,7 +172,9 @@ class ModelRunner:
         kept = self.config.kept_model
         if kept is None:
             return Sizes(0, None)
-        self._tell_formats(self.model.params)
+        self._blocks = formats.blocks(self.model.params, self._dtype_name(), self.config.quantization == "gguf")
+        if self._blocks:
+            print(f"computing with blocks of the file: {self._blocks}", file=sys.stderr)
         taken = self.weight_bytes + self._image_bytes
         if self.config.max_total_tokens is None:
             taken += self.device.measure(self._do_largest_steps) or self._slice_bytes
@@ -235,8 +235,9 @@ class ModelRunner:
         """The model with allocated weights. Without `matrices` only the other weights are allocated."""
         config, model = self.config, self.model_config
         device = self.device
+        kept = None if self._kept is None else self._kept.stored
         params = Parameters(
-            *(config.dtype, device.torch_device, self._formats()),
+            *(config.dtype, device.torch_device, formats.formats(config, model, self._choice, kept)),
             matrices=matrices,
             fill=device.fill,
             ranks=self._ranks,
@@ -250,58 +251,6 @@ class ModelRunner:
     def _weight_bytes(self) -> int:
         """`weight_bytes` of the model that was built. Those of an encoder count as they are loaded."""
         return self.model.params.nbytes if isinstance(self.model, Bert) else self._choice.weight_bytes(self.model)
-
-    def _formats(self) -> Formats:
-        """The weights that the configuration wants quantised."""
-        config, model = self.config, self.model_config
-        if isinstance(model, EncoderConfig):
-            return Formats(int8=True) if config.quantization == "w8a8_int8" else PLAIN
-        stored = self._stored(model)
-        if config.quantization == "w8a8_int8":
-            return Formats(int8=True, stored=stored)
-        if config.quantization == "gguf" or stored:
-            return Formats(stored=stored)
-        return Formats(kept=self._matrices_kept(model))
-
-    def _stored(self, model: ModelConfig) -> Mapping[str, str]:
-        """The types in a GGUF file of those matrices that stay in its blocks, by name."""
-        everything = self.config.quantization == "gguf"
-        if not everything and not self._choice.keeps_experts(model):
-            return {}
-        if self._kept is not None and self._kept.stored is not None:
-            return self._kept.stored
-        stored = stored_formats(GgufFiles.open(self.config.model["files"]), model)
-        return stored if everything else {name: kind for name, kind in stored.items() if is_of_expert(name)}
-
-    def _matrices_kept(self, model: ModelConfig) -> Kept | None:
-        """The matrices that may be kept in their bits."""
-        if self._choice.products() is None:
-            return None
-        stored = model.stored
-        if stored is None:
-            # All that layers multiply by; heads and towers stay as they are.
-            made = self.config.quantization == "fp8"
-            return Kept(Fp8(), lambda name: not name.startswith(TOWER)) if made else None
-        if self.config.load_format == "dummy":
-            return Kept(stored.scheme, lambda name: not stored.leaves_out(name.removesuffix(".weight")))
-        return Kept(stored.scheme, quantised_matrices(dict(self.config.model), model).kept().__contains__)
-
-    def _tell_formats(self, params: Parameters) -> None:
-        """Says what of a file is computed as it is stored; raises `ModelError` if that is nothing."""
-        if not params.stored:
-            if self.config.quantization != "gguf":
-                return
-            raise ModelError(
-                f"quantization gguf knows {', '.join(COMPUTED_AS)}, and no matrix of the file is of these types"
-            )
-        kinds = Counter((params.formats.stored[name], kind) for name, kind in params.stored.items())
-        named = ", ".join(
-            f"{count} {kind}" if kind == stored else f"{count} {stored} as {kind}"
-            for (stored, kind), count in sorted(kinds.items())
-        )
-        others = params.matrices - kinds.total()
-        rest = f"; {others} matrices in {self._dtype_name()}" if others else ""
-        print(f"computing with blocks of the file: {named}{rest}", file=sys.stderr)
 
     @property
     def decoder(self) -> Decoder:
@@ -405,6 +354,7 @@ class ModelRunner:
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
+            "blocks": self._blocks,
             **({} if self.images is None else self.images.facts()),
         }
 

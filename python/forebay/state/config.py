@@ -11,7 +11,7 @@ import torch
 from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.pooling import Pooling
-from forebay.weights.quantization import QUANTIZATIONS
+from forebay.weights.quantization import AUTO, QUANTIZATIONS
 from forebay.weights.ranks import why_not_group, why_not_ranks
 from forebay.weights.vision import Preprocessing
 
@@ -98,7 +98,7 @@ class RunnerConfig:
             if self.expert_parallel:
                 raise ConfigError("experts of a single rank can't be split: leave --ep-size off, or use more ranks")
             return
-        if self.quantization is not None:
+        if self.quantization not in (None, AUTO):
             raise ConfigError(
                 f"quantization {self.quantization} needs the compiled kernels of one rank, and {world} ranks compute "
                 "with PyTorch's operators: leave it off"
@@ -117,7 +117,7 @@ class RunnerConfig:
 
     def _check_quantization(self) -> None:
         wanted = self.quantization
-        if wanted is None:
+        if wanted in (None, AUTO):
             return
         if wanted not in QUANTIZATIONS:
             raise ConfigError(f"quantization {wanted!r} is not supported: use {' or '.join(QUANTIZATIONS)}")

@@ -10,6 +10,7 @@ from forebay.weights.errors import ModelError
 from forebay.weights.stored import COMPRESSED, Fp8, Scheme, Stored
 
 __all__ = [
+    "AUTO",
     "BLOCK_BYTES",
     "COMPUTED_AS",
     "INT8",
@@ -25,8 +26,10 @@ __all__ = [
 
 INTEGERS = ("w8a8_int8", "gguf")
 """The values of `--quantization` for products of 8-bit integers, which the host's compiled kernels have."""
+AUTO = "auto"
+"""The format of a GGUF file's own blocks, where the host's compiled kernels have products of bytes."""
 QUANTIZATIONS = (*INTEGERS, "fp8", "awq", "gptq", COMPRESSED)
-"""The values of `--quantization`."""
+"""The values of `--quantization` that insist on a format."""
 SHARED = 32
 """The number of positions of a block. Inner dimensions of quantised matrices are multiples of it."""
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}

@@ -295,13 +295,7 @@ impl Engine for Fake {
                 device: "fake".into(),
                 load_seconds: 0.5,
                 tokens_a_row: 1,
-                host_page_count: 0,
-                page_bytes: 0,
-                hot_row_tokens: 0,
-                tower_layers: 0,
-                image_page_count: 0,
-                image_page_tokens: 0,
-                graphs: 0,
+                ..Ready::default()
             },
         })
     }

@@ -65,6 +65,7 @@ fn models(state: &Shared) -> Vec<Value> {
 
 fn details(state: &Shared) -> Value {
     let info = &state.config.info["model"];
+    let quantization = state.config.info["quantization"].as_str();
     let family = info["config"]["model_type"].as_str().unwrap_or_default();
     json!({
         "parent_model": "",
@@ -72,7 +73,7 @@ fn details(state: &Shared) -> Value {
         "family": family,
         "families": [family],
         "parameter_size": "",
-        "quantization_level": state.config.info["quantization"].as_str().unwrap_or_default(),
+        "quantization_level": quantization.filter(|&name| name != "auto").unwrap_or_default(),
     })
 }
 
