@@ -119,6 +119,17 @@ async def streams(server: Server, model: Model, tokens: int) -> list[list[int]]:
         return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS))
 
 
+async def found_after(server: Server, deaths: int, began: float) -> float:
+    """The seconds since `began` at which the server has counted so many deaths of hands."""
+    await asyncio.to_thread(server.wait_for_metric, "forebay:hand_deaths_total", lambda value: value >= deaths)
+    return time.monotonic() - began
+
+
+def report(what: str, found: list[float]) -> None:
+    """Prints the times after which deaths were found, for `pytest -rP`."""
+    print(f"{what}: found after {statistics.median(found):.2f} s, at most {max(found):.2f} s")
+
+
 def test_a_hand_elsewhere_gives_the_same_tokens_and_may_be_killed(serve: Serve, tiny: Model, gate: Gate) -> None:
     tokens = 1000
     wanted = asyncio.run(streams(serve(tiny), tiny, tokens))
@@ -136,6 +147,7 @@ def test_a_hand_elsewhere_gives_the_same_tokens_and_may_be_killed(serve: Serve, 
     assert server.hands() == []
     assert asyncio.run(streams(server, tiny, tokens)) == wanted
 
+    found: list[float] = []
     for number in range(KILLS):
         eventually(worker.hands, "the hand runs", 20)
         server.wait_for_health()
@@ -144,8 +156,10 @@ def test_a_hand_elsewhere_gives_the_same_tokens_and_may_be_killed(serve: Serve, 
         async def killed(hand: int = hand, worker: Worker = worker, number: int = number) -> list[list[int]]:
             running = asyncio.create_task(streams(server, tiny, tokens))
             await asyncio.sleep(0.05 + 0.03 * (number % 10))
+            began = time.monotonic()
             # The hand alone, or the machine.
             os.kill(hand if number % 2 else worker.process.pid, signal.SIGKILL)
+            found.append(await found_after(server, number + 1, began))
             if number % 2 == 0:
                 gate.worker("--name", f"again-{number}")
             return await running
@@ -154,6 +168,7 @@ def test_a_hand_elsewhere_gives_the_same_tokens_and_may_be_killed(serve: Serve, 
         assert server.metric("forebay:hand_deaths_total") == number + 1, "it was killed under load"
         gone(hand)
         worker = gate.workers[-1]
+    report("killed", found)
 
     eventually(worker.hands, "the hand runs", 20)
     (hand,) = worker.hands()
@@ -184,16 +199,14 @@ def test_requests_survive_the_deaths_of_a_network(
                 await asyncio.sleep(0.05 + 0.03 * (number % 10))
                 began = time.monotonic()
                 (network.cut if fault == "cut" else network.silence)()
-                deaths = "forebay:hand_deaths_total"
-                await asyncio.to_thread(server.wait_for_metric, deaths, lambda value: value > number)
-                found.append(time.monotonic() - began)
+                found.append(await found_after(server, number + 1, began))
                 if fault == "silence":
                     network.restore()
                 return await running
 
             assert asyncio.run(broken()) == wanted
             gone(hand)
-    print(f"{fault}: found after {statistics.median(found):.2f} s, at most {max(found):.2f} s")
+    report(fault, found)
     assert max(found) < at_most
 
 
