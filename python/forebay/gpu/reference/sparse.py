@@ -10,6 +10,7 @@ from forebay.gpu.reference.tables import records, scatter, tell
 from forebay.gpu.tables import ERROR_READ, Received
 from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, SlotWord
 
+READS_HOST = False
 _MOST_AGE = 31
 
 
