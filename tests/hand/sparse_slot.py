@@ -58,8 +58,13 @@ class Slot:
         builder = self.plan()
         self.write(builder, PROMPT, sampling)
         builder.row(1, 0, len(PROMPT))
-        builder.copies += [(index, COPY_SAVE, 10 + index, 100 + index) for index in range(FULL)]
+        self.save(builder)
         return self.take(builder)
+
+    @staticmethod
+    def save(builder: PlanBuilder) -> None:
+        """Starts to save the prompt's full pages."""
+        builder.copies += [(index, COPY_SAVE, 10 + index, 100 + index) for index in range(FULL)]
 
     def become_sparse(self, builder: PlanBuilder, dropped: int = FULL - 1) -> None:
         builder.page_writes += [(1, index, NO_PAGE) for index in range(dropped)]
