@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forebay.gpu import reference
+from forebay.gpu.hot import Found
 from forebay.protocol.plan import COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
 from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.checks import PlanError
@@ -192,3 +194,36 @@ def test_wrong_rows_show(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -
     if mistake is not None:
         monkeypatch.setattr(reference, "gather", MISTAKES[mistake])
     assert (distance() < 1e-4) == (mistake is None)
+
+
+class Restoring(TorchDispatchMode):
+    """Writes another number to a row of a pool before each operator, as a copy beside the steps may."""
+
+    def __init__(self, row: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._row = row
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        self._row.fill_(self.count)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_copies_beside_a_step_are_not_undone(missing: int) -> None:
+    """Once one of them was: all rows of a pool were written anew."""
+    host, pool = torch.randn(40), torch.zeros(9, 2)
+    pool[6] = 7.0
+    source, target = torch.tensor([[3, 1, 0]]), torch.tensor([[4, 2, 0]])
+    rows = torch.tensor([[4, 2, 6]], dtype=torch.int32)
+    found = Found(rows, source, target, torch.tensor([missing]).int(), torch.zeros(1, 3).int())
+    row = pool[0]
+    with torch.inference_mode(), Restoring(row) as restoring:
+        GATHER(found, host, 8, 4, pool)
+    assert row.tolist() == [restoring.count] * 2
+    expected = torch.zeros(8, 2)
+    expected[5] = 7.0
+    if missing:
+        expected[3], expected[1] = host[6:8], host[2:4]
+    assert pool[1:].equal(expected)
