@@ -31,7 +31,7 @@ from tests.hand.support import (
 )
 
 TOP_K = INDEXED["index_topk"]
-CLEAR = 1e-5
+CLEAR = 3e-6
 """A margin of scores that no order of additions changes."""
 SIZE = 4
 TAIL = 2
@@ -385,11 +385,11 @@ def watched() -> Iterator[list[torch.Tensor]]:
 def run_beside_cpu(
     logits: Logits, family: str, hand: Mapping[str, Any], lookahead: int = 1, most: float = 1e-4, **changes: Any
 ) -> None:
-    """Runs stories beside a CPU's hand with all pages, until in one of them no choice was a matter of rounding.
+    """Runs a story beside a CPU's hand with all pages. Another one is told if a choice was a matter of rounding.
 
     Other operators add in another order, so logits differ by up to `most`, and nearly equal scores change places.
     """
-    for seed in range(7, 17):
+    for seed in range(7, 12):
         both = Both(family, seed, lookahead, hand, HANDS["cpu"], **changes)
         with watched() as margins:
             failed: AssertionError | None = None
@@ -398,10 +398,9 @@ def run_beside_cpu(
             except AssertionError as error:
                 failed = error
         logits.clear()
-        if min(float(margin.min()) for margin in margins) < CLEAR:
-            continue
-        if failed is not None:
+        if failed is None:
+            assert both.found[3] > 0, "nothing was missed"
+            return
+        if min(float(margin.min()) for margin in margins) >= CLEAR:
             raise failed
-        assert both.found[3] > 0, "nothing was missed"
-        return
-    pytest.fail("ten stories in which rounding may have decided")
+    pytest.fail(f"five stories in which rounding may have decided: {failed}")

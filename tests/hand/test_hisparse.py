@@ -41,6 +41,5 @@ def test_every_kind_of_event_happens(
 
 
 @SPARSE
-@pytest.mark.parametrize("hand", [HANDS["deferred"], HANDS["kernels"]], ids=["deferred", "kernels"])
-def test_tokens_are_those_of_a_cpu_with_all_pages(logits: Logits, hand: dict[str, Any], family: str) -> None:
-    run_beside_cpu(logits, family, hand)
+def test_tokens_of_the_kernels_are_those_of_a_cpu_with_all_pages(logits: Logits, family: str) -> None:
+    run_beside_cpu(logits, family, HANDS["kernels"])
