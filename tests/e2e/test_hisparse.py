@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from forebay.gpu.choose import VARIABLE
 from tests.e2e.client import native_together
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.reference import prompts
@@ -62,6 +63,7 @@ def settled(server: Server) -> None:
         ("--hot-buffer-tokens", "16", "--page-size", "4", "--lookahead", "0"),
         ("--device", "deferred", "--hot-buffer-tokens", "16"),
         ("--device", "deferred", "--lookahead", "0"),
+        ("--device", "deferred", "--attention-backend", "triton", "--hot-buffer-tokens", "16"),
         ("--kv-save", "token", "--kv-save-order", "inline"),
         ("--kv-save", "token", "--kv-save-order", "fence", "--device", "deferred"),
         ("--kv-save", "token"),
@@ -69,8 +71,15 @@ def settled(server: Server) -> None:
     ids=" ".join,
 )
 def test_tokens_do_not_depend_on_where_rows_are(
-    serve: Serve, models: Models, family: str, expected: Expected, flags: tuple[str, ...]
+    serve: Serve,
+    models: Models,
+    family: str,
+    expected: Expected,
+    flags: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A GPU's operators, without a GPU.
+    monkeypatch.setenv(VARIABLE, "reference")
     server = serve(models(family), *SMALL, *SPARSE, *flags)
     for _ in range(2):
         same(server, expected)

@@ -88,7 +88,7 @@ class FakeCuda:
 
     def cudart(self) -> Any:
         def register(address: int, size: int, flags: int) -> str:
-            assert flags == 1
+            assert flags == 3
             if self.refuses_memory:
                 return "refused"
             self.registered.append((address, size))

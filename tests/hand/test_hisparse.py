@@ -2,322 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.compute.eager import TorchCompute
-from forebay.compute.rows import Launch
-from forebay.protocol.plan import COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
-from forebay.protocol.result import COPY_OK, StepResult
-from forebay.runner.launched import Launched
-from forebay.runner.runner import HostMemory, ModelRunner
-from tests.hand.greedy import model_of
-from tests.hand.support import (
-    INDEXED,
-    PlanBuilder,
-    runner_of,
-)
+from tests.hand.sparse_stories import EACH_HAND, HANDS, SPARSE, TOP_K, Both, Logits, logits, run, run_beside_cpu, twins
 
-TOP_K = INDEXED["index_topk"]
-SIZE = 4
-TAIL = 2
-"""Last pages of a request, which are never dropped."""
-HOST = {"host_ratio": 4.0, "hot_row_tokens": TOP_K, "page_size": SIZE, "kv_checksum": True}
-SPARSE = pytest.mark.parametrize("family", ["deepseek-v32", "glm-dsa-shared"])
-DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred"])
-Logits = dict[int, list[torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def logits() -> Iterator[Logits]:
-    """All logits that computes give, by the compute's id."""
-    found: Logits = {}
-    compute = TorchCompute.logits
-
-    def watch(self: TorchCompute, launch: Launch) -> torch.Tensor:
-        given = compute(self, launch)
-        found.setdefault(id(self), []).append(given)
-        return given
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchCompute, "logits", watch)
-        yield found
-
-
-def sparse_runner(family: str, **changes: Any) -> ModelRunner:
-    return runner_of(model_of(family), None, HostMemory(os.memfd_create("host"), 0), **{**HOST, **changes})
-
-
-@dataclass
-class Life:
-    """A request in both runners."""
-
-    slot: int
-    text: list[int]
-    """Tokens that are known: the prompt, and what was sampled and looked at."""
-    prompt_len: int
-    count: int = 0
-    """Tokens that there are or will be."""
-    computed: int = 0
-    plain: list[int] = field(default_factory=list)
-    """Its pages where all are on the device."""
-    hot: list[int] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
-    saved: set[int] = field(default_factory=set)
-    rows: list[int] = field(default_factory=list)
-    arriving: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By ticket: the index of a page that comes back, and where to."""
-
-    def droppable(self) -> list[int]:
-        return [index for index in range(len(self.hot) - TAIL) if index in self.saved and self.hot[index] >= 0]
-
-
-class Both:
-    """Two runners of one model that get the same rows in every step, one of them with all pages on the device."""
-
-    def __init__(self, family: str, seed: int, lookahead: int = 0, **changes: Any) -> None:
-        self.random = np.random.default_rng(seed)
-        device = {"device": changes["device"]} if "device" in changes else {}
-        self.whole = runner_of(model_of(family), page_size=SIZE, **device)
-        self.sparse = sparse_runner(family, **{"max_total_tokens": 90 * SIZE, **changes})
-        self.row_pages = self.sparse.config.row_pages
-        self.free_plain = list(range(self.whole.kv.page_count))
-        self.free = list(range(self.sparse.kv.page_count))
-        self.free_host = list(range(self.sparse.host_pages))
-        self.slots = list(range(self.whole.config.slots))
-        self.lives: list[Life] = []
-        self.lookahead = lookahead
-        self.flying: deque[tuple[list[Life], list[int], Launched, Launched]] = deque()
-        self.saves: dict[int, tuple[Life, int]] = {}
-        self.retired: list[int] = []
-        self.found = np.zeros(4, np.int64)
-        self.selected = 0
-        self.events = {"converted": 0, "restored": 0, "came back resident": 0, "came back sparse": 0}
-        self.outstanding = 0
-        """Copies that have not ended."""
-        self.done: set[int] = set()
-        self._step = self._ticket = 0
-
-    def ticket(self) -> int:
-        self._ticket += 1
-        return self._ticket
-
-    def builders(self) -> tuple[PlanBuilder, PlanBuilder]:
-        self._step += 1
-        return PlanBuilder(self._step), PlanBuilder(self._step)
-
-    def admit(self, prompt: list[int], whole: PlanBuilder, sparse: PlanBuilder) -> None:
-        life = Life(self.slots.pop(), prompt, len(prompt), len(prompt))
-        self.lives.append(life)
-        self.write(life, whole, sparse)
-        self.grow(life, whole, sparse)
-
-    def write(self, life: Life, whole: PlanBuilder, sparse: PlanBuilder) -> None:
-        """The slot anew, with the pages that it has."""
-        for builder in (whole, sparse):
-            builder.slot(life.slot, life.text, prompt_len=life.prompt_len)
-        whole.page_writes += [(life.slot, index, page) for index, page in enumerate(life.plain)]
-        sparse.page_writes += [(life.slot, index, page) for index, page in enumerate(life.hot)]
-        sparse.host_writes += [(life.slot, index, page) for index, page in enumerate(life.host)]
-        sparse.hot_rows += [(life.slot, index, page) for index, page in enumerate(life.rows)]
-
-    def grow(self, life: Life, whole: PlanBuilder, sparse: PlanBuilder) -> None:
-        while len(life.hot) * SIZE < life.count + 1:
-            index = len(life.hot)
-            life.plain.append(self.free_plain.pop())
-            life.hot.append(self.free.pop())
-            life.host.append(self.free_host.pop())
-            whole.page_writes.append((life.slot, index, life.plain[-1]))
-            sparse.page_writes.append((life.slot, index, life.hot[-1]))
-            sparse.host_writes.append((life.slot, index, life.host[-1]))
-
-    def drop(self, life: Life, indices: list[int], builder: PlanBuilder) -> list[int]:
-        """Gives pages up; those that nobody has any more."""
-        given = [life.hot[index] for index in indices]
-        for index in indices:
-            life.hot[index] = NO_PAGE
-            builder.page_writes.append((life.slot, index, NO_PAGE))
-        return given
-
-    def relieve(self, life: Life, builder: PlanBuilder) -> None:
-        """Drops some pages, or brings one back."""
-        random, can = self.random, life.droppable()
-        some = sorted(random.permutation(can)[: random.integers(1, len(can) + 1)].tolist()) if can else []
-        # Queries below the top-k are computed without an index where nobody is sparse: equal, but not bit by bit.
-        if not life.rows and some and life.computed >= TOP_K:
-            given = self.drop(life, some, builder)
-            while len(given) < self.row_pages:
-                given.append(self.free.pop())
-            random.shuffle(given)
-            life.rows = given[: self.row_pages]
-            self.retired += given[self.row_pages :]
-            builder.hot_rows += [(life.slot, index, page) for index, page in enumerate(life.rows)]
-            self.events["converted"] += 1
-        elif life.rows and some and random.random() < 0.5:
-            self.retired += self.drop(life, some, builder)
-        elif life.rows and not life.arriving:
-            away = [index for index, page in enumerate(life.hot) if page < 0]
-            if away:
-                self.restore(life, int(random.choice(away)), builder)
-                self.events["restored"] += 1
-
-    def restore(self, life: Life, index: int, builder: PlanBuilder) -> None:
-        ticket, page = self.ticket(), self.free.pop(0)
-        life.arriving[ticket] = index, page
-        builder.copies.append((ticket, COPY_RESTORE, page, life.host[index]))
-
-    def preempt(self, life: Life) -> None:
-        """The request loses what is not saved, and comes back in another slot."""
-        self.rest_of_all()
-        keep = 0
-        while keep in life.saved and (keep + 1) * SIZE < len(life.text):
-            keep += 1
-        self.slots.insert(0, life.slot)
-        life.slot = self.slots.pop()
-        self.retired += [page for page in life.hot + life.rows if page >= 0]
-        self.free_plain += life.plain[keep:]
-        self.free_host = life.host[keep:] + self.free_host
-        life.plain, life.host, life.hot = life.plain[:keep], life.host[:keep], [NO_PAGE] * keep
-        life.saved &= set(range(keep))
-        life.rows, life.computed, life.count = [], keep * SIZE, len(life.text)
-        _, builder = self.builders()
-        if self.random.random() < 0.5:
-            # As if the device had been lost. Nobody computes meanwhile.
-            for keys in self.sparse.kv.index_keys:
-                stride, layer = self.sparse.kv.index.page_stride, SIZE  # type: ignore[union-attr]
-                for page in life.host:
-                    keys[page * stride : page * stride + layer] = torch.nan
-            builder.copies += [(self.ticket(), COPY_RESTORE_INDEX, NO_PAGE, page) for page in life.host]
-        as_sparse = keep * SIZE > TOP_K and self.random.random() < 0.6
-        if not as_sparse:
-            for index in range(keep):
-                self.restore(life, index, builder)
-        self.outstanding += len(builder.copies)
-        self.take(self.sparse.step(builder.build()))
-        self.rest_of_all()
-        whole, sparse = self.builders()
-        if as_sparse:
-            life.rows = [self.free.pop() for _ in range(self.row_pages)]
-        self.write(life, whole, sparse)
-        self.grow(life, whole, sparse)
-        self.whole.step(whole.build())
-        self.take(self.sparse.step(sparse.build()))
-        self.events["came back sparse" if as_sparse else "came back resident"] += 1
-
-    def rest_of_all(self) -> None:
-        """Waits until no step and no copy is under way."""
-        while self.flying:
-            self.collect()
-        while self.outstanding or any(life.arriving for life in self.lives):
-            _, builder = self.builders()
-            builder.wait_us = [1000]
-            for life in self.lives:
-                self.settle(life, builder)
-            self.take(self.sparse.step(builder.build()))
-
-    def settle(self, life: Life, builder: PlanBuilder) -> bool:
-        """Writes pages to the table that have come back; whether there are any."""
-        ended = [ticket for ticket in life.arriving if ticket in self.done]
-        for ticket in ended:
-            index, page = life.arriving.pop(ticket)
-            life.hot[index] = page
-            builder.page_writes.append((life.slot, index, page))
-        return bool(ended)
-
-    def advance(self, life: Life, whole: PlanBuilder, sparse: PlanBuilder) -> bool:
-        """One row, and the saves of the pages that it fills."""
-        left = life.count - life.computed
-        length = 1 if life.rows else min(left, int(self.random.choice([1, 3, 16])))
-        sample = length == left
-        for builder in (whole, sparse):
-            builder.row(life.slot, life.computed, length, sample)
-        before, life.computed = life.computed, life.computed + length
-        life.count += sample
-        for index in range(before // SIZE, life.computed // SIZE):
-            ticket = self.ticket()
-            self.saves[ticket] = life, index
-            sparse.copies.append((ticket, COPY_SAVE, life.hot[index], life.host[index]))
-        self.selected += bool(life.rows) * min(TOP_K, life.computed)
-        return sample
-
-    def step(self) -> None:
-        whole, sparse = self.builders()
-        random = self.random
-        if len(self.lives) < 4 and random.random() < 0.5:
-            prompt = random.integers(0, 131, random.integers(1, 40)).tolist()
-            self.admit(prompt, whole, sparse)
-        for life in self.lives:
-            if not self.settle(life, sparse) and random.random() < 0.25:
-                self.relieve(life, sparse)
-            self.grow(life, whole, sparse)
-        random.shuffle(self.lives)
-        sampling = [life for life in self.lives if self.advance(life, whole, sparse)]
-        self.outstanding += len(sparse.copies)
-        both = self.whole.launch(whole.build()), self.sparse.launch(sparse.build())
-        self.flying.append((sampling, self.retired, *both))
-        self.retired = []
-        while len(self.flying) > self.lookahead:
-            self.collect()
-        for life in [life for life in self.lives if life.count > 80]:
-            self.finish(life)
-        if self.lives and random.random() < 0.1:
-            self.preempt(self.lives[int(random.integers(len(self.lives)))])
-
-    def finish(self, life: Life) -> None:
-        self.rest_of_all()
-        self.lives.remove(life)
-        self.slots.insert(0, life.slot)
-        self.free_plain += life.plain
-        self.free += [page for page in life.hot + life.rows if page >= 0]
-        self.free_host += life.host
-
-    def collect(self) -> None:
-        sampling, retired, whole, sparse = self.flying.popleft()
-        expected, result = whole.collect(), sparse.collect()
-        assert result.tokens.tolist() == expected.tokens.tolist()
-        assert not result.row_errors.any()
-        for life, token in zip(sampling, result.tokens.tolist(), strict=True):
-            life.text.append(token)
-        self.take(result)
-        self.free += retired
-
-    def take(self, result: StepResult) -> None:
-        assert result.copied[:, 1].tolist() == [COPY_OK] * len(result.copied)
-        assert not result.copy_wait_us.size, "nobody waits for a save"
-        self.outstanding -= len(result.copied)
-        self.done.update(result.copied[:, 0].tolist())
-        for ticket in result.copied[:, 0].tolist():
-            life, index = self.saves.pop(ticket, (None, 0))
-            if life is not None:
-                life.saved.add(index)
-        if result.sparse_rows.size:
-            self.found += result.sparse_rows
-
-    def computes(self) -> tuple[int, int]:
-        return id(self.whole._compute), id(self.sparse._compute)
-
-
-def run(both: Both, steps: int, logits: Logits) -> None:
-    for _ in range(steps):
-        both.step()
-    while both.flying:
-        both.collect()
-    whole, sparse = (logits.pop(number) for number in both.computes())
-    assert len(whole) == len(sparse) > 0
-    differences = [number for number, pair in enumerate(zip(whole, sparse, strict=True)) if not torch.equal(*pair)]
-    assert not differences, f"of {len(whole)} steps"
-    layers = both.whole.decoder.config.num_hidden_layers
-    assert both.found[0] == both.selected * layers
-    assert both.found[0] == both.found[1:].sum()
+__all__ = ["logits", "twins"]
 
 
 @settings(max_examples=5, deadline=None)
@@ -329,15 +24,22 @@ def test_logits_are_those_of_pages_that_all_are_there(logits: Logits, seed: int,
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("factor", [1, 2])
 @SPARSE
-@DEVICES
-def test_every_kind_of_event_happens(logits: Logits, device: str, family: str, factor: int, lookahead: int) -> None:
+@EACH_HAND
+def test_every_kind_of_event_happens(
+    logits: Logits, hand: dict[str, Any], family: str, factor: int, lookahead: int
+) -> None:
     # When a copy ends is a matter of chance, and with it what happens next: a story or two may lack a kind.
     events, found = Counter[str](), np.zeros(4, np.int64)
     for seed in range(5, 15):
-        both = Both(family, seed, lookahead, device=device, hot_row_tokens=factor * TOP_K)
+        both = Both(family, seed, lookahead, hand, hot_row_tokens=factor * TOP_K)
         run(both, 100, logits)
         events += Counter(both.events)
         found = found + both.found
         if len(+events) == len(both.events) and found.min() > 0:
             return
     pytest.fail(f"after ten stories: {events}, {found}")
+
+
+@SPARSE
+def test_tokens_of_the_kernels_are_those_of_a_cpu_with_all_pages(logits: Logits, family: str) -> None:
+    run_beside_cpu(logits, family, HANDS["kernels"])

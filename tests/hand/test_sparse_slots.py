@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.protocol.plan import COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
-from forebay.protocol.result import COPY_FAILED, COPY_OK, StepResult
+from forebay.protocol.result import COPY_FAILED, COPY_OK
 from forebay.runner.copier import Copier
 from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.checks import PlanError
@@ -20,6 +20,8 @@ from forebay.state.pages import page_bytes
 from forebay.state.sizes import Sizes
 from forebay.weights.config import ModelConfig
 from tests.hand.greedy import model_of
+from tests.hand.sparse_slot import FULL, PROMPT, Slot, compare, says_what_transformers_says
+from tests.hand.sparse_stories import EACH_HAND, HOST, SIZE, SPARSE, sparse_runner, twins
 from tests.hand.support import (
     FAMILIES,
     PlanBuilder,
@@ -30,94 +32,21 @@ from tests.hand.support import (
     runner_of,
     wire_config,
 )
-from tests.hand.test_hisparse import DEVICES, HOST, SIZE, SPARSE, TOP_K, sparse_runner
 
-PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19, 71, 69, 39, 93, 75, 10]
-FULL = len(PROMPT) // SIZE
-GREEDY = Sampling()
-ROWS = [60, 61]
-"""Pages of the hot rows of slot 1, whose other pages are 10, 11, ... and whose pages of the host are 100, 101, ..."""
+__all__ = ["twins"]
 
 
-class Slot:
-    """A hand with one request, step by step."""
-
-    def __init__(self, family: str = "deepseek-v32", **changes: Any) -> None:
-        self.runner = sparse_runner(family, **changes)
-        self._step = 0
-        self.ended: list[list[int]] = []
-
-    def plan(self) -> PlanBuilder:
-        self._step += 1
-        return PlanBuilder(self._step)
-
-    def take(self, builder: PlanBuilder) -> StepResult:
-        result = self.runner.step(builder.build())
-        self.ended += result.copied.tolist()
-        return result
-
-    def until_ended(self, count: int) -> list[list[int]]:
-        while len(self.ended) < count:
-            builder = self.plan()
-            builder.wait_us = [1000]
-            self.take(builder)
-        ended, self.ended = self.ended, []
-        return sorted(ended)
-
-    @staticmethod
-    def write(builder: PlanBuilder, tokens: list[int], sampling: Sampling = GREEDY, count: int = 12) -> None:
-        builder.slot(1, tokens, sampling, prompt_len=len(PROMPT))
-        builder.page_writes += [(1, index, 10 + index) for index in range(count)]
-        builder.host_writes += [(1, index, 100 + index) for index in range(count)]
-
-    def prefill(self, sampling: Sampling = GREEDY) -> StepResult:
-        """Computes the prompt, and starts to save its pages."""
-        builder = self.plan()
-        self.write(builder, PROMPT, sampling)
-        builder.row(1, 0, len(PROMPT))
-        builder.copies += [(index, COPY_SAVE, 10 + index, 100 + index) for index in range(FULL)]
-        return self.take(builder)
-
-    def become_sparse(self, builder: PlanBuilder, dropped: int = FULL - 1) -> None:
-        builder.page_writes += [(1, index, NO_PAGE) for index in range(dropped)]
-        builder.hot_rows += [(1, index, page) for index, page in enumerate(ROWS)]
-
-
-def compare(results: list[StepResult], family: str) -> None:
-    """Tokens are those of transformers, and so are log-probabilities."""
-    tokens, logprobs = greedy_reference(model_of(family), PROMPT, len(results))
-    assert [int(result.tokens[0]) for result in results] == tokens
-    for result, distribution in zip(results, logprobs, strict=True):
-        expected = distribution[torch.from_numpy(result.logprob_ids).long()]
-        np.testing.assert_allclose(result.logprob_values, expected, atol=1e-4)
-
-
-@DEVICES
+@EACH_HAND
 @SPARSE
-def test_a_sparse_slot_says_what_transformers_says(family: str, device: str) -> None:
-    slot = Slot(family, device=device)
-    results = [slot.prefill(Sampling(logprobs=5))]
-    slot.until_ended(FULL)
-    found = np.zeros(4, np.int64)
-    for number in range(16):
-        builder = slot.plan()
-        if number == 1:
-            slot.become_sparse(builder)
-        builder.row(1, len(PROMPT) + number, 1)
-        results.append(slot.take(builder))
-        assert (results[-1].sparse_rows.size == 4) == (number >= 1)
-        found += results[-1].sparse_rows if number else 0
-    compare(results, family)
-    layers = slot.runner.decoder.config.num_hidden_layers
-    assert found[0] == 15 * TOP_K * layers == found[1:].sum()
-    assert found.min() > 0
+def test_a_sparse_slot_says_what_transformers_says(family: str, hand: dict[str, Any]) -> None:
+    says_what_transformers_says(family, hand)
 
 
-@DEVICES
+@EACH_HAND
 @SPARSE
-def test_a_slot_may_be_sparse_from_its_first_position(family: str, device: str) -> None:
+def test_a_slot_may_be_sparse_from_its_first_position(family: str, hand: dict[str, Any]) -> None:
     """As one that comes back and is larger than the device: also queries that see less than they may keep."""
-    slot = Slot(family, device=device)
+    slot = Slot(family, **hand)
     results = []
     for position in range(len(PROMPT) + 6):
         builder = slot.plan()
@@ -138,13 +67,13 @@ def test_a_slot_may_be_sparse_from_its_first_position(family: str, device: str) 
     compare(results, family)
 
 
-@DEVICES
-def test_rows_that_do_not_wait_for_a_save_are_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@EACH_HAND
+def test_rows_that_do_not_wait_for_a_save_are_seen(hand: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is dropped before its save was reported: with a fence that is right, and without one it shows."""
     expected = greedy_reference(model_of("deepseek-v32"), PROMPT, 2)[1][1]
 
     def difference(order: str) -> tuple[float, int]:
-        slot = Slot(device=device, kv_save_order=order, copy_gbps=1e-4)
+        slot = Slot(kv_save_order=order, copy_gbps=1e-4, **hand)
         first = slot.plan()
         slot.write(first, PROMPT, Sampling(logprobs=130))
         first.row(1, 0, len(PROMPT))

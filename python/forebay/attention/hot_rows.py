@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -52,9 +52,16 @@ class Found(NamedTuple):
     counts: torch.Tensor  # int64 [4]: selected, found on pages, found in hot rows, missed
 
 
+class Missing(Protocol):
+    """The rows that a group's layers copy from the host before they attend."""
+
+    def copy(self, layer: int, pool: torch.Tensor) -> None:
+        """Brings a layer's rows to its pool [entries, width]."""
+
+
 @dataclass(frozen=True)
-class Missing:
-    """The rows that a group's layers copy from the host before they attend; `m` rows, with and without misses."""
+class IndexedMissing:
+    """Implements `Missing` where the host's memory is the device's; `m` rows, with and without misses."""
 
     targets: torch.Tensor  # int64 [m]: row numbers of a layer; a row that nobody reads where nothing is missed
     pages: torch.Tensor  # int64 [m]: pages of the host's tier
@@ -62,7 +69,6 @@ class Missing:
     host: Sequence[torch.Tensor]  # one a layer: [host pages, page_size, width]
 
     def copy(self, layer: int, pool: torch.Tensor) -> None:
-        """Brings a layer's rows to its pool [entries, width]."""
         pool.index_copy_(0, self.targets, self.host[layer][self.pages, self.offsets])
 
 
@@ -106,7 +112,7 @@ def missing(
     page_size: int,
     nowhere: int,
     host: Sequence[torch.Tensor],
-) -> Missing:
+) -> IndexedMissing:
     """The rows to copy for positions [u, top_k] of slots [u], by the host's pages int32 [slots, pages a slot].
 
     `nowhere` is the number of a row that is never read.
@@ -115,7 +121,7 @@ def missing(
     pages = _entries(host_table, slots, at // page_size).long()
     # A page that nobody wrote to the table is an error: as an index -1 is the last page.
     pages = pages.masked_fill(pages < 0, len(host[0]))
-    return Missing(
+    return IndexedMissing(
         found.rows.masked_fill(~found.missed, nowhere).flatten(),
         pages.masked_fill(~found.missed, 0).flatten(),
         (at % page_size).flatten(),

@@ -64,7 +64,7 @@ class Choice:
         if self._backend != "torch":
             self._kernels = _kernels()
         if config.hot_rows and device.torch_device.type != "cpu":
-            raise DeviceError(f"sparse decoding from host memory is not there for {device.name} yet: leave it off")
+            self._check_sparse()
 
     def _settle(self, config: RunnerConfig) -> str:
         """The implementation of attention: the requested one, or the device's best."""
@@ -93,6 +93,19 @@ class Choice:
         missing = why_not_fa3(self._device.torch_device, self._config.dtype)
         if missing is not None:
             raise DeviceError(f"attention backend fa3 can't be used: {missing}; use triton")
+
+    def _check_sparse(self) -> None:
+        name = self._device.name
+        if self._kernels is None or not self._kernels.READS_HOST:
+            raise DeviceError(
+                f"sparse decoding from host memory on {name} needs Triton's kernels, which read that memory in place: "
+                "leave --attention-backend and FOREBAY_GPU_KERNELS off"
+            )
+        if self._config.kv_save_order == "fence":
+            raise DeviceError(
+                f"--kv-save-order fence is for rows that wait on the device, and on {name} the host would wait: "
+                "use inline, which means that, or behind"
+            )
 
     def check_operators(self, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ModelError` if PyTorch lacks an operator of this model on this device."""
@@ -209,7 +222,7 @@ class Choice:
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
         if model.params.formats.for_integers:
             raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
-        return TorchCompute(model, tables, kv, prompts, self._device, images)
+        return TorchCompute(model, tables, kv, prompts, self._device, images, self._kernels)
 
     def pooler(self, model: Decoder | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Pooler:
         """The way to pool the rows of a loaded model."""

@@ -10,6 +10,7 @@ from forebay.compute.finding import InRows, OnPages, sharing
 from forebay.compute.pieces import Pieces, pieces
 from forebay.compute.rows import Launch
 from forebay.device import Device
+from forebay.gpu.interface import Kernels
 from forebay.layers.decoder import Decoder, Forward, ImageRows
 from forebay.layers.step import Index
 from forebay.protocol.plan import ROW_WORDS
@@ -30,9 +31,14 @@ class TorchCompute:
         prompts: PromptRows,
         device: Device,
         images: ImagePool | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        """Makes the compute. `images` are outputs of towers; None: the model takes none."""
+        """Makes the compute. `images` are outputs of towers; None: the model takes none.
+
+        `kernels` find the positions of sparse slots; None: PyTorch's operators do, where the host's memory is theirs.
+        """
         self._model = model
+        self._kernels = kernels
         self._images = images
         self._tables = tables
         self._kv = kv
@@ -63,7 +69,7 @@ class TorchCompute:
         if launch.found is not None:
             assert forward.index is not None
             assert isinstance(forward.index.find, InRows)
-            self._device.copy_out(forward.index.find.counts, launch.found)
+            launch.found.fill(forward.index.find.told)
 
     def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
         return self._model.states(self._forward(launch, tokens)).float()
@@ -166,7 +172,7 @@ class TorchCompute:
         find: OnPages | InRows = OnPages(tables, kv, choosing)
         if len(sparse):
             assert tables.hot is not None
-            find = InRows(tables, tables.hot, kv, choosing, sparse, self._sharing)
+            find = InRows(tables, tables.hot, kv, choosing, sparse, self._sharing, self._kernels)
         return Index(kv.index_keys, writes, first, prepared, find)
 
 

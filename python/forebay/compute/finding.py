@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
-from forebay.attention.hot_rows import Chosen, Places, find, missing
+from forebay.attention.hot_rows import Chosen, Missing, Places, find, missing
 from forebay.attention.sparse import resolve
+from forebay.gpu.hot import Found, SparsePages
+from forebay.gpu.hot import HotRows as GroupRows
+from forebay.gpu.interface import Kernels
 from forebay.state.hot_rows import HotRows
 from forebay.state.pages import KvPool
 from forebay.state.slots import SlotTables
@@ -28,6 +33,85 @@ class OnPages:
         return Chosen(resolve(positions, self._slots, self._table, *self._page))
 
 
+class Sought(NamedTuple):
+    """The places of positions of sparse slots, `u` queries."""
+
+    rows: torch.Tensor  # int64 [u, top_k]: row numbers of a layer
+    missing: Missing
+    counts: torch.Tensor  # integers [4]: selected, found on pages, found in hot rows, missed
+
+
+class Search(Protocol):
+    """A search on pages and in hot rows. It serves one step."""
+
+    @property
+    def errors(self) -> torch.Tensor:
+        """The error word so far, int32 [1]."""
+
+    def __call__(self, number: int, positions: torch.Tensor) -> Sought:
+        """The places of positions int64 [u, top_k] that an indexed layer has chosen. Missed ones get a hot row."""
+
+
+class OperatorSearch:
+    """A `Search` in PyTorch's operators. A position that is nowhere makes a number that no gather accepts."""
+
+    def __init__(self, tables: SlotTables, hot: HotRows, kv: KvPool, slots: torch.Tensor) -> None:
+        """`slots` int64 [u]: of the queries, all sparse."""
+        self._hot, self._kv = hot, kv
+        now = hot.clock.index_select(0, slots)
+        self._places = Places(slots, now, tables.page_table, hot.table, kv.page_size, kv.main.page_stride)
+        self.errors = torch.zeros(1, dtype=torch.int32, device=slots.device)
+
+    def __call__(self, number: int, positions: torch.Tensor) -> Sought:
+        hot, kv, slots = self._hot, self._kv, self._places.slots
+        found = find(positions, self._places, hot.group(number))
+        to_copy = missing(positions, found, slots, hot.host_table, kv.page_size, kv.nowhere, hot.host)
+        return Sought(found.rows, to_copy, found.counts)
+
+
+@dataclass(frozen=True)
+class GatheredMissing:
+    """Implements `Missing`: the device reads the host's memory in place."""
+
+    kernels: Kernels
+    found: Found
+    host: Sequence[torch.Tensor]
+    """The layers' rows of all host pages, each as in `HotRows.host`."""
+
+    def copy(self, layer: int, pool: torch.Tensor) -> None:
+        rows = self.host[layer]
+        stride, size = rows.stride(0), rows.shape[1]
+        # The last page ends with this layer's rows, which may not be its end.
+        elements = stride * (len(rows) - 1) + size * rows.shape[2]
+        self.kernels.gather(self.found, rows.as_strided((elements,), (1,)), stride, size, pool)
+
+
+class KernelSearch:
+    """A `Search` with the operators of `forebay.gpu`. A position that is nowhere is a bit of the error word."""
+
+    def __init__(self, kernels: Kernels, tables: SlotTables, hot: HotRows, kv: KvPool, slots: torch.Tensor) -> None:
+        """`slots` int64 [u]: of the queries, all sparse."""
+        self._kernels, self._hot = kernels, hot
+        self._slots = slots.int()
+        self._pages = SparsePages(
+            page_table=tables.page_table,
+            host_table=hot.host_table,
+            hot_rows=hot.table,
+            clock=hot.clock,
+            page_size=kv.page_size,
+            page_stride=kv.main.page_stride,
+            null_page=kv.page_count,
+        )
+        self.errors = torch.zeros(1, dtype=torch.int32, device=slots.device)
+
+    def __call__(self, number: int, positions: torch.Tensor) -> Sought:
+        group = GroupRows(*self._hot.group(number), self._hot.count)
+        found = self._kernels.resolve(positions.int(), self._slots, self._pages, group, self.errors)
+        counts = found.counts.sum(0)
+        whole = torch.cat((counts.sum(0, keepdim=True), counts))
+        return Sought(found.rows.long(), GatheredMissing(self._kernels, found, self._hot.host), whole)
+
+
 class InRows:
     """Positions of sparse slots, which are also found in hot rows, or copied there. It serves one step."""
 
@@ -39,38 +123,36 @@ class InRows:
         slots: torch.Tensor,
         sparse: torch.Tensor,
         layers: Sequence[int],
+        kernels: Kernels | None,
     ) -> None:
         """`slots` int64 [queries]; `sparse` int64 [u]: which queries are of sparse slots, of each slot one.
 
-        `layers`: so many share the choice of each indexed layer.
+        `layers`: so many share the choice of each indexed layer. `kernels` None: PyTorch's operators search.
         """
         self._pages = OnPages(tables, kv, slots)
-        self._hot, self._kv = hot, kv
         self._sparse = sparse
         self._layers = layers
         own = slots.index_select(0, sparse)
         hot.clock.index_add_(0, own, torch.ones_like(own, dtype=torch.int32))
-        now = hot.clock.index_select(0, own)
-        self._places = Places(own, now, tables.page_table, hot.table, kv.page_size, kv.main.page_stride)
-        self.counts = torch.zeros(4, dtype=torch.int64, device=slots.device)
-        """Rows that were selected, found on pages, found in hot rows, and missed, over all layers so far."""
+        self._search: Search = (
+            OperatorSearch(tables, hot, kv, own) if kernels is None else KernelSearch(kernels, tables, hot, kv, own)
+        )
+        self._counts = torch.zeros(4, dtype=torch.int32, device=slots.device)
+
+    @property
+    def told(self) -> torch.Tensor:
+        """Rows that were selected, found on pages, found in hot rows, and missed so far, and the error word: int32 [5].
+
+        The counts are over all layers.
+        """
+        return torch.cat((self._counts, self._search.errors))
 
     def __call__(self, number: int, positions: torch.Tensor) -> Chosen:
         """The places of positions [queries, top_k] that an indexed layer has chosen."""
         rows = self._pages(number, positions).rows
-        own = positions.index_select(0, self._sparse)
-        found = find(own, self._places, self._hot.group(number))
-        self.counts += found.counts * self._layers[number]
-        to_copy = missing(
-            own,
-            found,
-            self._places.slots,
-            self._hot.host_table,
-            self._kv.page_size,
-            self._kv.nowhere,
-            self._hot.host,
-        )
-        return Chosen(rows.index_copy(0, self._sparse, found.rows), to_copy)
+        sought = self._search(number, positions.index_select(0, self._sparse))
+        self._counts += sought.counts * self._layers[number]
+        return Chosen(rows.index_copy(0, self._sparse, sought.rows), sought.missing)
 
 
 def sharing(indexer: Indexer, layers: int) -> list[int]:

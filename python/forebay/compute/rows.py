@@ -10,12 +10,13 @@ import numpy.typing as npt
 import torch
 
 from forebay.compute.prompts import PromptColumns, PromptTokens
-from forebay.device import Device
+from forebay.device import Device, host_array
+from forebay.gpu.tables import describe
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.state.images import RowImages
 from forebay.state.inputs import Given
-from forebay.state.slots import Int64s
+from forebay.state.slots import Int64s, PlanError
 from forebay.state.staging import StepInputs
 
 
@@ -49,14 +50,33 @@ class Rows:
         return before
 
 
+class FoundColumns:
+    """Host memory for where a step's sparse slots found their positions. It is complete at the step's last event."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._told: Int32s = host_array(device, (5,), np.int32)
+
+    def fill(self, told: torch.Tensor) -> None:
+        """Copies counts in the result's order and the error word, int32 [5], to the host. Called as work."""
+        self._device.copy_out(told, self._told)
+
+    @property
+    def counts(self) -> Int32s:
+        """The result's column [4]. Raises `PlanError` if a position was nowhere."""
+        if self._told[4]:
+            raise PlanError(f"a plan that the tables contradict: {describe(int(self._told[4]))}")
+        return self._told[:4]
+
+
 @dataclass(frozen=True)
 class Launch:
     """The data of a step's work: its rows, and the plan's columns on the device with the same rows."""
 
     rows: Rows
     inputs: StepInputs
-    found: Int32s | None = None
-    """Host memory [4] for the counts of places of chosen rows, in the result's order; None: no slot is sparse."""
+    found: FoundColumns | None = None
+    """The memory for the counts of places of chosen rows; None: no slot is sparse."""
     prompts: PromptColumns | None = None
     """The memory for the log-probabilities of `rows.prompts`; None: none are requested."""
 

@@ -9,8 +9,8 @@ import torch
 
 from forebay.device.interface import Bytes, DeviceError
 
-_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for all users of the memory in this process."""
+_PORTABLE_AND_MAPPED = 3
+"""cudaHostRegisterPortable and cudaHostRegisterMapped: pinned for all users in this process, and read by kernels."""
 
 
 def pinned(size: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ class PageCopies:
     def register(self, memory: Bytes) -> None:
         """Pins host memory, all of it, for the life of the process. Raises `DeviceError`."""
         cudart = torch.cuda.cudart()
-        status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
+        status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE_AND_MAPPED)
         if status != cudart.cudaError.success:
             raise DeviceError(
                 f"the host tier of {memory.nbytes / 1e9:.1f} GB can't be pinned for the GPU: "

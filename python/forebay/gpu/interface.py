@@ -239,6 +239,9 @@ class Quantised(Protocol):
 class Sparse(Protocol):
     """Attention to chosen positions, some of which are in the host's memory only."""
 
+    READS_HOST: bool
+    """True if `gather` on a GPU reads pinned memory of the host."""
+
     def choose(
         self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: PagedRows, top_k: int
     ) -> torch.Tensor:

@@ -56,7 +56,7 @@ class TokenColumns:
         self._sampled.check()
         result.tokens = self._sampled.tokens
         if self._found is not None:
-            result.sparse_rows = self._found
+            result.sparse_rows = self._found.counts
         _not_finite(result.row_errors, self._sampling, self._sampled.finite)
         logprobs = self._sampled.logprobs()
         if logprobs is not None:

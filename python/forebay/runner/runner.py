@@ -18,9 +18,9 @@ from forebay.compute.causal import Summed
 from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
-from forebay.compute.rows import Compute, Launch, Pooler, Rows
+from forebay.compute.rows import Compute, FoundColumns, Launch, Pooler, Rows
 from forebay.compute.sampler import Sampler
-from forebay.device import Event, host_array, open_device
+from forebay.device import Event, open_device
 from forebay.distributed.group import Group
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
@@ -28,7 +28,7 @@ from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
 from forebay.protocol.masks import Masks, UInt32s
-from forebay.protocol.plan import FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.plan import FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, NO_PAGE, Plan
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner import formats
 from forebay.runner.copier import Copier
@@ -37,6 +37,7 @@ from forebay.runner.images import Images
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
 from forebay.runner.measured import largest_plans, telling_of_memory
+from forebay.runner.warm import sparse_plan, warm_plans
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
 from forebay.state.host import HostPool, host_page_count
 from forebay.state.hot_rows import HotRows
@@ -288,30 +289,24 @@ class ModelRunner:
         return None if self._kept is None else self._kept.save(self.model.params)
 
     def warm_up(self) -> None:
-        """Runs a tiny prompt and, if the model generates, a decode row.
+        """Runs a tiny prompt and, if the model generates, a decode row, and a sparse one where slots may be sparse.
 
         So no request waits for the set-up of libraries.
 
-        The tables are unchanged afterwards. The content of the first page is undefined. Raises `NotFiniteError`; if the
-        weights are those of an earlier start, their files are removed.
+        The tables are unchanged afterwards. The content of the first pages is undefined. Raises `NotFiniteError`; if
+        the weights are those of an earlier start, their files are removed.
         """
-        length = min(2, self.config.context_length, self.config.page_size)
-        slots = np.zeros((1, SLOT_WORDS), np.int32)
-        slots[0, [SlotWord.TOKEN_COUNT, SlotWord.PROMPT_LEN]] = length
-        slots[0, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
-        plan = Plan(
-            slots=slots,
-            slot_floats=np.array([[0, 1, 0, 1, 0, 0]], np.float32),
-            tokens=np.zeros(length, np.int32),
-            page_writes=np.zeros((1, 3), np.int32),
-            rows=np.array([[0, 0, length, self._flag]], np.int32),
-            host_writes=np.zeros((0 if self.tables.hot is None else 1, 3), np.int32),
-        )
-        self._warm(plan)
+        hot = self.tables.hot
+        for plan in warm_plans(self.config, self._flag, backed=hot is not None):
+            self._warm(plan)
         if self.images is not None:
             self.images.warm_up()
-        if self._flag == FLAG_SAMPLE:
-            self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
+        if hot is not None:
+            sparse = sparse_plan(self.config, self.host_pages)
+            if sparse is not None:
+                # What it reads may be no numbers.
+                self.step(sparse.staged())
+            hot.sparse.fill(False)
         began = time.monotonic()
         self._capture()
         graphs = self._steps.graphs
@@ -470,7 +465,7 @@ class ModelRunner:
             return self._queue_pooled(Rows(slot, start, length, np.flatnonzero(flags), given), inputs)
         hot = self.tables.hot
         sparse = None if hot is None else hot.check_rows(slot, length)
-        found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
+        found = None if sparse is None else FoundColumns(self.device)
         images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
         rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse, images=images, prompts=wanted)
         prompts = None if wanted is None else PromptColumns(wanted, slot, self.tables, self._ops, self.device)

@@ -11,7 +11,7 @@ from forebay.gpu.kernels.chosen import attend_chosen
 from forebay.gpu.kernels.drawing import draw
 from forebay.gpu.kernels.gating import gate
 from forebay.gpu.kernels.grouped import experts
-from forebay.gpu.kernels.host_rows import gather
+from forebay.gpu.kernels.host_rows import READS_HOST, gather
 from forebay.gpu.kernels.hot_rows import clear_slots, open_hot_rows, resolve
 from forebay.gpu.kernels.index import choose
 from forebay.gpu.kernels.inputs import prepare
@@ -23,6 +23,7 @@ from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
 from forebay.gpu.kernels.wishes import ask, keep
 
 __all__ = [
+    "READS_HOST",
     "add_norm",
     "apply_slots",
     "ask",

@@ -9,6 +9,7 @@ import triton.language as tl
 from forebay.gpu.hot import Found
 from forebay.gpu.kernels.launch import launch, power_of_2
 
+READS_HOST = True
 _PROGRAMS = 16
 """Programs for each query. Together they have enough reads under way to hide the distance of the host's memory."""
 _ROWS = 4

@@ -8,10 +8,11 @@ from forebay.gpu.reference.grouped import experts
 from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, rotate_and_keep
 from forebay.gpu.reference.quantised import experts_of_codes, product, quantise
 from forebay.gpu.reference.sampling import ask, draw, greedy, keep
-from forebay.gpu.reference.sparse import attend_chosen, choose, clear_slots, gather, open_hot_rows, resolve
+from forebay.gpu.reference.sparse import READS_HOST, attend_chosen, choose, clear_slots, gather, open_hot_rows, resolve
 from forebay.gpu.reference.tables import apply_slots, prepare, write_table
 
 __all__ = [
+    "READS_HOST",
     "add_norm",
     "apply_slots",
     "ask",

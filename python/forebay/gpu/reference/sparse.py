@@ -10,6 +10,7 @@ from forebay.gpu.reference.tables import records, scatter, tell
 from forebay.gpu.tables import ERROR_READ, Received
 from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, SlotWord
 
+READS_HOST = False
 _MOST_AGE = 31
 
 
@@ -141,13 +142,17 @@ def _compact(values: torch.Tensor, rank: torch.Tensor, there: torch.Tensor) -> t
 def gather(found: Found, host: torch.Tensor, host_stride: int, page_size: int, pool: torch.Tensor) -> None:
     """See `interface.Sparse`."""
     top_k, width = found.rows.shape[1], pool.shape[1]
-    there = (torch.arange(top_k, device=pool.device) < found.missing[:, None]).view(-1)
-    source = found.source.view(-1).masked_fill(~there, 0)
-    at = source // page_size * host_stride + source % page_size * width
-    rows = host.index_select(0, (at[:, None] + torch.arange(width, device=pool.device)).view(-1)).view(-1, width)
-    extended = torch.cat((pool, pool[:1]))
-    extended.index_copy_(0, found.target.view(-1).masked_fill(~there, len(pool)), rows)
-    pool.copy_(extended[:-1])
+    there = torch.arange(top_k, device=pool.device) < found.missing[:, None]
+    source = found.source.masked_fill(~there, 0)
+    at = (source // page_size * host_stride + source % page_size * width).view(-1, 1)
+    rows = host.index_select(0, (at + torch.arange(width, device=pool.device)).view(-1)).view(-1, top_k, width)
+    # What is not missing writes a row of its query's own again. Rows of others may be restored at this moment.
+    own = found.rows.amax(dim=-1, keepdim=True).clamp(min=0).long()
+    any_ = found.missing[:, None] > 0
+    spare = torch.where(any_, found.target[:, :1], own)
+    value = torch.where(any_, rows[:, 0], pool.index_select(0, own[:, 0]))
+    target = torch.where(there, found.target, spare)
+    pool.index_copy_(0, target.view(-1), torch.where(there[..., None], rows, value[:, None]).view(-1, width))
 
 
 def attend_chosen(

@@ -1,0 +1,50 @@
+"""The plans of a warm-up, so that no request waits for the set-up of libraries and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from forebay.protocol.plan import FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
+from forebay.state.config import RunnerConfig
+
+
+def warm_plans(config: RunnerConfig, flag: int, backed: bool) -> Iterator[Plan]:
+    """A tiny prompt in slot 0 and, if the model generates, a decode row. `flag` is the flag of the rows.
+
+    `backed`: pages have host pages behind them.
+    """
+    length = min(2, config.context_length, config.page_size)
+    pages = np.zeros((1, 3), np.int32)
+    row = np.array([[0, 0, length, flag]], np.int32)
+    yield replace(_slot(length), rows=row, page_writes=pages, host_writes=pages if backed else pages[:0])
+    if flag == FLAG_SAMPLE:
+        yield Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32))
+
+
+def sparse_plan(config: RunnerConfig, host_pages: int) -> Plan | None:
+    """A row of slot 0 that is sparse and reads host page 0, whatever that holds; None: there is no room for it.
+
+    A device that can't read the host's memory fails here, and not when pages run short.
+    """
+    size = config.page_size
+    if config.context_length <= size or host_pages < 2:
+        return None
+    return replace(
+        _slot(size + 1),
+        rows=np.array([[0, size, 1, FLAG_SAMPLE]], np.int32),
+        page_writes=np.array([(0, 0, NO_PAGE), (0, 1, 1)], np.int32),
+        host_writes=np.array([(0, 0, 0), (0, 1, 1)], np.int32),
+        hot_rows=np.array([(0, index, 2 + index) for index in range(config.row_pages)], np.int32),
+    )
+
+
+def _slot(tokens: int) -> Plan:
+    """A plan that writes slot 0 anew, with so many tokens."""
+    slots = np.zeros((1, SLOT_WORDS), np.int32)
+    slots[0, [SlotWord.TOKEN_COUNT, SlotWord.PROMPT_LEN]] = tokens
+    slots[0, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
+    floats = np.array([[0, 1, 0, 1, 0, 0]], np.float32)
+    return Plan(slots=slots, slot_floats=floats, tokens=np.zeros(tokens, np.int32))
