@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -120,14 +120,23 @@ def as_text(questions: Sequence[dict[str, str]]) -> str:
     return "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in questions)
 
 
-def losses(model: Model, windows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Negative log-likelihoods [windows, WINDOW - 1] of each token after those before it, one decode row at a time."""
-    slots = range(len(windows))
+class Computes(Protocol):
+    """A model with slots."""
+
+    compute: NativeCompute
+
+    def put(self, slot: int, tokens: Sequence[int]) -> None:
+        """Writes a slot's first tokens."""
+
+
+def losses(model: Computes, windows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Negative log-likelihoods [windows, length - 1] of each token after those before it, one decode row at a time."""
+    slots, length = range(len(windows)), len(windows[0])
     for slot, window in enumerate(windows):
         model.put(slot, window)
     wanted = torch.tensor(windows)
-    found = torch.empty(len(windows), WINDOW - 1)
-    for position in range(WINDOW - 1):
+    found = torch.empty(len(windows), length - 1)
+    for position in range(length - 1):
         logits = model.compute.logits(step(slots, position, 1))
         found[:, position] = torch.nn.functional.cross_entropy(logits, wanted[:, position + 1], reduction="none")
     return found

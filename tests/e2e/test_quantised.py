@@ -67,9 +67,40 @@ def plain_type(log: str) -> str:
     return found[1]
 
 
+def test_keys_and_values_of_8_bits_are_the_same_to_all(serve: Serve, models: Models) -> None:
+    model = models("qwen3")
+    asked = [
+        {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}}
+        for prompt in prompts(model, 12, 90, seed=6)
+    ]
+    codes = ("--kv-cache-dtype", "int8", "--chunked-prefill-size", "32")
+    server = serve(model, *codes)
+    info = server.http.get("/server_info").json()
+    assert info["config"]["kv_cache_dtype"] == "int8"
+    assert info["config"]["hand"] == "rust"
+    wanted = [answer["output_ids"] for answer in native_one_by_one(server, asked)]
+    # Once more, on pages of the first time.
+    assert [answer["output_ids"] for answer in native_together(server, asked)] == wanted
+    server.kill()
+    # The other hand, with too few pages for all: they go to the host, and come back.
+    tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "256")
+    server = serve(model, *codes, *tier)
+    for _ in range(2):
+        assert [answer["output_ids"] for answer in native_together(server, asked, held=True)] == wanted
+    assert server.metric("forebay:restores_total") > 0
+    assert server.metric("forebay:copies_failed_total") == 0
+    plain = serve(model)
+    bytes_of = [one.http.get("/server_info").json()["facts"]["page_bytes"] for one in (server, plain)]
+    assert bytes_of[0] * 64 == bytes_of[1] * 17
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
+        ("llama", ["--kv-cache-dtype", "int8"], "heads of a multiple of 32: there are 16 and 16"),
+        ("qwen3", ["--kv-cache-dtype", "q8_0", "--page-size", "8"], "pages of a multiple of 16 tokens"),
+        ("qwen3", ["--kv-cache-dtype", "int8", "--tp-size", "2"], "compiled kernels of one rank on a CPU"),
+        ("qwen3", ["--kv-cache-dtype", "fp8"], "possible values: auto, int8"),
         ("llama", ["--quantization", "gguf"], "the model is in safetensors"),
         ("smollm2", ["--quantization", "gguf", "--load-format", "dummy"], "--load-format dummy loads none"),
         (

@@ -186,6 +186,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "device": "cpu",
         "dtype": "float32",
         "quantization": None,
+        "kv_cache_dtype": None,
         "page_size": 4,
         "slots": 8,
         "context_length": 96,

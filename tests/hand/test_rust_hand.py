@@ -225,6 +225,16 @@ def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_hands_keep_the_same_codes(tmp_path: Path, dtype: str) -> None:
+    values = settings(in_safetensors(tmp_path, "qwen3"), dtype=dtype, kv_cache_dtype="int8")
+    with rust(tmp_path, values) as runner:
+        found, page_bytes = served(runner, 17), runner.facts["page_bytes"]
+    torch_ = torch_runner(values)
+    check(found, served(torch_, 17))
+    assert page_bytes == torch_.kv.page_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
 @pytest.mark.parametrize("kind", ["plain", "int8", "Q4_0"])
 def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, family: str, dtype: str) -> None:

@@ -270,6 +270,11 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
             config.load_format
         )));
     }
+    if let Some(other) = config.kv_cache_dtype.as_deref().filter(|&name| name != "int8") {
+        return Err(HandError::Config(format!(
+            "kv cache dtype {other:?} is not supported: use auto or int8"
+        )));
+    }
     let gguf = config.model.get("format").and_then(Value::as_str) == Some("gguf");
     if config.quantization.as_deref() == Some("gguf") && (!gguf || config.load_format == "dummy") {
         return Err(HandError::Config(
@@ -343,6 +348,7 @@ fn sizes(
     let page_size = config.page_size as usize;
     let mut sizes = Sizes {
         dtype,
+        kv_codes: config.kv_cache_dtype.is_some(),
         hidden: shape.hidden_size,
         heads: shape.heads,
         kv_heads: shape.kv_heads,

@@ -1,6 +1,7 @@
 //! The models and settings that this hand serves, and the reasons against the others. This is the
 //! one list of features that it lacks.
 
+use forebay_kernels::Sizes;
 use forebay_protocol::HandConfig;
 use forebay_weights::{BertShape, ModelError, Shape, is_bert};
 use serde_json::{Map, Value};
@@ -21,6 +22,10 @@ pub struct Asked<'a> {
     pub device: &'a str,
     /// The number format of products; `auto`: a GGUF file's blocks where they are quicker.
     pub quantization: Option<&'a str>,
+    /// True if pages have 8-bit codes of keys and values.
+    pub kv_codes: bool,
+    /// The number of positions of a page.
+    pub page_size: u32,
     /// The number of ranks of a group.
     pub ranks: u32,
     /// True if pages are kept in the host's tier.
@@ -43,6 +48,8 @@ impl<'a> Asked<'a> {
             sees: there("images"),
             device: &config.device,
             quantization: config.quantization.as_deref(),
+            kv_codes: config.kv_cache_dtype.is_some(),
+            page_size: config.page_size,
             ranks: config.world_size,
             host_tier: config.host_bytes.is_some()
                 || config.host_ratio.is_some()
@@ -98,6 +105,12 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if sizes.iter().chain(of_experts.iter().flatten()).any(|size| size % 2 > 0) {
         return lacks("inner dimensions that are odd");
     }
+    if asked.kv_codes && !Sizes::takes_codes(asked.page_size as usize, shape.head_dim) {
+        return lacks(&format!(
+            "8-bit keys and values in pages of {} tokens for heads of {}",
+            asked.page_size, shape.head_dim
+        ));
+    }
     if shape.heads % shape.kv_heads > 0 {
         return lacks("heads that no key heads divide");
     }
@@ -112,6 +125,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
 }
 
 fn serves_encoder(asked: &Asked<'_>) -> Result<(), ModelError> {
+    if asked.kv_codes {
+        return Err(ModelError::Elsewhere("keys and values of an encoder in pages".into()));
+    }
     let shape = BertShape::of(asked.config)?;
     if asked.pooling.is_none() {
         return Err(ModelError::Broken("an encoder generates nothing".into()));
@@ -143,6 +159,8 @@ mod tests {
             sees: false,
             device: "cpu",
             quantization: None,
+            kv_codes: false,
+            page_size: 16,
             ranks: 1,
             host_tier: false,
             attention_backend: false,
@@ -159,6 +177,10 @@ mod tests {
             (Asked { quantization: Some("fp8"), ..good }, "--quantization fp8"),
             (Asked { ranks: 2, ..good }, "several ranks"),
             (Asked { host_tier: true, ..good }, "a host tier"),
+            (
+                Asked { kv_codes: true, ..good },
+                "8-bit keys and values in pages of 16 tokens for heads of 16",
+            ),
             (Asked { attention_backend: true, ..good }, "backends of attention"),
         ] {
             assert_eq!(serves(&asked), Err(ModelError::Elsewhere(why.into())));
@@ -180,6 +202,8 @@ mod tests {
             sees: false,
             device: "cpu",
             quantization: None,
+            kv_codes: false,
+            page_size: 16,
             ranks: 1,
             host_tier: false,
             attention_backend: false,

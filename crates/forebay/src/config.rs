@@ -13,8 +13,8 @@ use serde::Serialize;
 use crate::affinity::{Affinity, threads_each};
 use crate::dialect::ChatFacts;
 use crate::flags::{
-    Arrangement, AttentionBackend, Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization,
-    RunFlags, SchedulePolicy, ServeFlags, SimFlags,
+    Arrangement, AttentionBackend, Device, Dtype, Egress, KvCacheDtype, LoadBalance, LoadFormat,
+    Quantization, RunFlags, SchedulePolicy, ServeFlags, SimFlags,
 };
 use crate::gpus::Gpus;
 use crate::hands::Chosen;
@@ -60,6 +60,7 @@ pub(crate) struct Config {
     pub(crate) graph_rows: u32,
     pub(crate) dtype: &'static str,
     pub(crate) quantization: Option<Quantization>,
+    pub(crate) kv_cache_dtype: KvCacheDtype,
     pub(crate) load_format: &'static str,
     pub(crate) weight_cache_bytes: u64,
     pub(crate) context_length: u32,
@@ -242,6 +243,7 @@ impl Config {
             } else {
                 quantization(flags, model, device == Device::Cpu && ranks == 1)?
             },
+            kv_cache_dtype: kv_cache_dtype(flags.loading.kv_cache_dtype, !cuda && ranks == 1)?,
             load_format: match flags.loading.load_format {
                 LoadFormat::Auto => "auto",
                 LoadFormat::Dummy => "dummy",
@@ -363,6 +365,7 @@ impl Config {
             device: self.device.to_owned(),
             dtype: self.dtype.to_owned(),
             quantization: self.quantization.map(Quantization::name),
+            kv_cache_dtype: self.kv_cache_dtype.told(),
             page_size: self.page_size,
             slots: self.slots,
             context_length: self.context_length,
@@ -425,6 +428,14 @@ fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option
 pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quantization> {
     let may = may && model.format == "gguf" && model.pooling.is_none();
     (may && dtype == Dtype::Auto).then_some(Quantization::Auto)
+}
+
+/// The flag, if a hand can follow it. `may`: one rank computes on a CPU.
+pub(crate) fn kv_cache_dtype(flag: KvCacheDtype, may: bool) -> Result<KvCacheDtype> {
+    if flag == KvCacheDtype::Int8 && !may {
+        bail!("--kv-cache-dtype int8 is for the compiled kernels of one rank on a CPU: leave it off");
+    }
+    Ok(flag)
 }
 
 /// Refuses models and flags that a step group does not have yet. Its hands check that the model has

@@ -94,6 +94,7 @@ impl ServeFlags {
             ("--dtype", self.loading.dtype != Dtype::Auto),
             ("--load-format", self.loading.load_format != LoadFormat::Auto),
             ("--quantization", self.loading.quantization != Quantization::Auto),
+            ("--kv-cache-dtype", self.loading.kv_cache_dtype != KvCacheDtype::Auto),
             ("--weight-cache-gib", self.loading.weight_cache_gib.is_some()),
             ("--mem-fraction-static", self.schedule.mem_fraction_static.is_some()),
             ("--threads", self.run.threads.is_some()),
@@ -205,6 +206,11 @@ pub(crate) struct ModelFlags {
     /// insist on its kind.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) quantization: Quantization,
+    /// The numbers of keys and values in KV pages. `auto` is DTYPE. `int8` has 8 bits, and a scale
+    /// for 32 of them: 17 bytes in place of 32 of bfloat16. It needs the compiled kernels of a CPU,
+    /// heads of a multiple of 32, and pages of a multiple of 16 tokens.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) kv_cache_dtype: KvCacheDtype,
     /// Gibibytes on disk for weights in the order in which the compiled kernels read them. The next
     /// start then does not order them again; 0: none [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
@@ -386,6 +392,28 @@ impl Quantization {
     /// The name on the command line.
     pub(crate) fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+/// The numbers of keys and values in pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum KvCacheDtype {
+    /// Those of the model's type.
+    #[default]
+    Auto,
+    /// 8-bit integers with a scale every 32 of them.
+    #[value(alias = "q8_0")]
+    Int8,
+}
+
+impl KvCacheDtype {
+    /// The name for a hand; `None`: the model's type.
+    pub(crate) fn told(self) -> Option<String> {
+        match self {
+            Self::Auto => None,
+            Self::Int8 => Some("int8".into()),
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use forebay_weights::ModelError;
 use serde::Serialize;
 
 use crate::config::Config;
-use crate::flags::Hand;
+use crate::flags::{Hand, KvCacheDtype};
 use crate::model::Model;
 use crate::python;
 
@@ -43,6 +43,8 @@ impl Chosen {
             sees: model.images.is_some(),
             device: config.device,
             quantization: quantization.as_deref(),
+            kv_codes: config.kv_cache_dtype != KvCacheDtype::Auto,
+            page_size: config.page_size,
             ranks: config.arrangement.ranks,
             host_tier: config.host_tier.is_some(),
             attention_backend: config.attention_backend.is_some(),

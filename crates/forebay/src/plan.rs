@@ -10,8 +10,10 @@ use forebay_capacity::{Memory, PlanArgs, RankMemory};
 use forebay_hand::{HandConfig, without_keys};
 use serde_json::Deserializer;
 
-use crate::config::{dtype, mem_fraction, own_blocks, slots};
-use crate::flags::{Arrangement, Dtype, Hand, Quantization, RankFlags, fraction};
+use crate::config::{dtype, kv_cache_dtype, mem_fraction, own_blocks, slots};
+use crate::flags::{
+    Arrangement, Dtype, Hand, KvCacheDtype, Quantization, RankFlags, fraction,
+};
 use crate::model::{Model, Source, fetch, find_python};
 use crate::python;
 
@@ -46,6 +48,9 @@ struct MemoryFlags {
     /// Arithmetic; `auto` is bfloat16 on CUDA and if the processor computes it natively.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     dtype: Dtype,
+    /// The numbers of keys and values in KV pages: DTYPE, or 8 bits with scales on a CPU.
+    #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
+    kv_cache_dtype: KvCacheDtype,
     /// The longest prompt and answer together, in tokens [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS", conflicts_with = "trace")]
     context_length: Option<u32>,
@@ -118,6 +123,7 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
             .map(Quantization::name),
         device: if cuda { "cuda" } else { "cpu" }.to_owned(),
         dtype: dtype(memory.dtype, cuda).to_owned(),
+        kv_cache_dtype: kv_cache_dtype(memory.kv_cache_dtype, !cuda && arrangement.ranks == 1)?.told(),
         page_size: plan.page_size,
         slots: slots(plan.max_running_requests),
         context_length,

@@ -101,6 +101,23 @@ impl CodesRoom {
     }
 }
 
+/// The largest magnitude of some numbers. It is NaN if one of them is not finite.
+///
+/// # Safety
+/// `from` has `count` elements, a multiple of [`LANES`].
+#[inline(always)]
+pub(crate) unsafe fn largest_of<E: Element, V: Vector>(from: *const E, count: usize) -> f32 {
+    let mut largest = V::splat(0.0);
+    let mut finite = true;
+    for at in (0..count).step_by(LANES) {
+        // SAFETY: a whole vector, by the contract.
+        let x: V = unsafe { widened(from.add(at)) };
+        finite &= x.is_finite();
+        largest = largest.larger(x).larger(V::splat(0.0).sub(x));
+    }
+    if finite { largest.largest() } else { f32::NAN }
+}
+
 /// Makes codes of one row of activations, `shared` to a scale: symmetric, the largest of them
 /// exact, to the nearest. What has a number that is not finite gets a scale that is none.
 ///
@@ -118,18 +135,11 @@ pub(crate) unsafe fn encode<E: Element, V: Vector>(
     unsafe {
         for index in 0..inputs / shared {
             let (from, codes) = (from.add(index * shared), to.codes.add(index * shared));
-            let mut largest = V::splat(0.0);
-            let mut finite = true;
-            for at in (0..shared).step_by(LANES) {
-                let x: V = widened(from.add(at));
-                finite &= x.is_finite();
-                largest = largest.larger(x).larger(V::splat(0.0).sub(x));
-            }
-            let largest = if finite { largest.largest() } else { f32::NAN };
+            let largest = largest_of::<E, V>(from, shared);
             let inverse = inverse_of(largest);
             let mut sum = V::splat(0.0);
             for at in (0..shared).step_by(LANES) {
-                let x: V = if finite { widened(from.add(at)) } else { V::splat(0.0) };
+                let x: V = if largest.is_nan() { V::splat(0.0) } else { widened(from.add(at)) };
                 let x = x.mul(V::splat(inverse)).at_least(-LARGEST).at_most(LARGEST).round();
                 x.store_codes(codes.add(at));
                 sum = sum.add(x);

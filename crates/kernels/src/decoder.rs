@@ -9,14 +9,17 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use crate::any_model::AnyModel;
+use crate::codes::SHARED;
 use crate::dispatch::Level;
 use crate::experts::{ExpertsSpec, RoutingSpec};
 use crate::layer::LayerSpec;
 use crate::memory::Room;
 use crate::model::{ModelSpec, StepError, StepSpec};
 use crate::packing::{Dtype, Packing, Storage, Unfit, aligned, unfit};
+use crate::pages::{group_bytes, takes_codes};
 use crate::pool::Threads;
 use crate::team::{Kind, Team};
+use crate::tile::GROUP;
 
 pub use experts::{ExpertMatrices, ExpertSizes};
 
@@ -78,8 +81,10 @@ pub struct Gated {
 /// The sizes of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sizes {
-    /// The type of weights, activations and pages.
+    /// The type of weights, activations and pages without codes.
     pub dtype: Dtype,
+    /// True if pages have 8-bit codes of keys and values.
+    pub kv_codes: bool,
     /// Elements of the residual stream.
     pub hidden: usize,
     /// The number of query heads.
@@ -110,7 +115,17 @@ impl Sizes {
     /// Bytes of a layer's keys, or of its values, on all pages.
     #[must_use]
     pub fn pool_bytes(&self) -> usize {
-        self.page_count * self.page_size * self.kv_heads * self.head_dim * self.dtype.bytes()
+        let heads = self.page_count * self.page_size * self.kv_heads;
+        match self.kv_codes {
+            true => heads / GROUP * group_bytes(self.head_dim),
+            false => heads * self.head_dim * self.dtype.bytes(),
+        }
+    }
+
+    /// True if pages of so many positions can have 8-bit codes of heads of this size.
+    #[must_use]
+    pub fn takes_codes(page_size: usize, head_dim: usize) -> bool {
+        takes_codes(page_size, head_dim)
     }
 
     fn check(&self) -> Result<(), Unfit> {
@@ -141,6 +156,12 @@ impl Sizes {
         }
         if self.rotary_dim > self.head_dim {
             return unfit(format!("heads of {} have no {}", self.head_dim, self.rotary_dim));
+        }
+        if self.kv_codes && !Self::takes_codes(self.page_size, self.head_dim) {
+            return unfit(format!(
+                "8-bit keys and values need pages of a multiple of {GROUP} positions and heads of a multiple of {SHARED} elements: there are {} and {}",
+                self.page_size, self.head_dim
+            ));
         }
         self.experts.iter().try_for_each(ExpertSizes::check)
     }
@@ -296,6 +317,7 @@ impl Decoder {
             layer: layers.as_ptr(),
             rotary_dim: sizes.rotary_dim as u32,
             routing: sizes.experts.map_or_else(RoutingSpec::default, |experts| experts.spec()),
+            kv_codes: u32::from(sizes.kv_codes),
         };
         // SAFETY: the description was checked, and what it points to lives in the decoder.
         if unsafe { !spec.is_possible() } {

@@ -239,7 +239,8 @@ impl<E: Element> Encoder<E> {
             return None;
         }
         let scale = (head_dim as f64).powf(-0.5) as f32;
-        let shape = Shape { heads, kv_heads: heads, head_dim, page_size: GROUP, scale };
+        let shape =
+            Shape { heads, kv_heads: heads, head_dim, page_size: GROUP, scale, coded: false };
         let vector = |from: *const c_void, length: usize| -> Vec<f32> {
             // SAFETY: the caller's description.
             let values = unsafe { std::slice::from_raw_parts(from.cast::<E>(), length) };

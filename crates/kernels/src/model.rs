@@ -9,14 +9,14 @@ use crate::experts::{self, RoutingSpec};
 use crate::layer::{Layer, LayerSpec, Owned, Widths, vector};
 use crate::matmul::Best;
 use crate::memory::grow;
-use crate::pages::{Held, Shape};
+use crate::pages::{Held, Shape, takes_codes};
 use crate::step::{QUEUES_A_LAYER, Step, Token};
 use crate::team::{FEW, Queue, Team};
 
 /// A decoder, as the caller describes it. The memory that it points to lives as long as the model.
 #[repr(C)]
 pub struct ModelSpec {
-    /// 0: float32, 1: bfloat16; of weights, activations and pages.
+    /// 0: float32, 1: bfloat16; of weights, activations and pages without codes.
     pub(crate) dtype: u32,
     pub(crate) layers: u32,
     pub(crate) hidden: u32,
@@ -48,11 +48,13 @@ pub struct ModelSpec {
     pub(crate) rotary_dim: u32,
     /// The routing of the layers with experts.
     pub(crate) routing: RoutingSpec,
+    /// 1: pages have 8-bit codes of keys and values. 0: they have elements.
+    pub(crate) kv_codes: u32,
 }
 
 impl ModelSpec {
-    /// True if all inner dimensions are even, as pairs need them, and those of quantised matrices
-    /// multiples of [`SHARED`].
+    /// True if all inner dimensions are even, as pairs need them, those of quantised matrices
+    /// multiples of [`SHARED`], and pages fit to what they have.
     ///
     /// # Safety
     /// The description is true.
@@ -75,9 +77,22 @@ impl ModelSpec {
             .chain([&routing.intermediate, &routing.shared])
             .all(|size| size % 2 == 0)
             && self.rotary_dim <= self.head_dim
+            && (self.kv_codes == 0
+                || takes_codes(self.page_size as usize, self.head_dim as usize))
             && routing.is_possible()
             && fits((self.head_format, self.hidden))
             && layers.iter().all(layer_fits)
+    }
+
+    fn shape(&self) -> Shape {
+        Shape {
+            heads: self.heads as usize,
+            kv_heads: self.kv_heads as usize,
+            head_dim: self.head_dim as usize,
+            page_size: self.page_size as usize,
+            scale: self.scale,
+            coded: self.kv_codes == 1,
+        }
     }
 
     /// Elements between the two products that all tokens of a layer have.
@@ -189,13 +204,7 @@ impl<E: Element> Model<E> {
     /// # Safety
     /// `spec` describes what is there, and it stays there.
     pub(crate) unsafe fn new(spec: &ModelSpec, team: Team) -> Self {
-        let shape = Shape {
-            heads: spec.heads as usize,
-            kv_heads: spec.kv_heads as usize,
-            head_dim: spec.head_dim as usize,
-            page_size: spec.page_size as usize,
-            scale: spec.scale,
-        };
+        let shape = spec.shape();
         let hidden = spec.hidden as usize;
         // SAFETY: the caller's description.
         let layers = unsafe { std::slice::from_raw_parts(spec.layer, spec.layers as usize) };

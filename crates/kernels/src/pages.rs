@@ -5,12 +5,19 @@
 //! `[GROUP / PAIR, dim, PAIR]`. Of both there are `[entries / GROUP, kv_heads]` one after the
 //! other. A page is the same bytes at the same place as in any other order, so a copy of whole
 //! pages need not know. Otherwise entries lie `[entries, kv_heads, dim]`, and groups are put in
-//! order whenever they are read.
+//! order whenever they are read. Where pages have codes, groups lie in the same order.
+
+pub(crate) mod codes;
 
 use crate::element::Element;
 use crate::math;
 use crate::tile::{GROUP, GROUPS, Kernel};
 use crate::vector::Vector;
+
+pub(crate) use codes::{group_bytes, takes_codes};
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// Heads and their pages.
 #[derive(Clone, Copy)]
@@ -21,6 +28,8 @@ pub(crate) struct Shape {
     pub(crate) page_size: usize,
     /// The factor of attention scores.
     pub(crate) scale: f32,
+    /// True if pages have codes in place of elements. Then groups lie in order.
+    pub(crate) coded: bool,
 }
 
 impl Shape {
@@ -36,6 +45,12 @@ impl Shape {
 
     fn in_order(&self) -> bool {
         self.page_size.is_multiple_of(GROUP) && self.head_dim.is_multiple_of(GROUP)
+    }
+
+    /// The place of the group with an entry of a head, in elements, or in bytes where it has codes.
+    fn group_of(&self, entry: usize, kv_head: usize) -> usize {
+        let group = entry / GROUP * self.kv_heads + kv_head;
+        group * if self.coded { group_bytes(self.head_dim) } else { GROUP * self.head_dim }
     }
 }
 
@@ -74,6 +89,26 @@ impl<E: Element> Ordered<E> {
 }
 
 impl<E: Element> Pool<E> {
+    /// Writes an entry of a head as codes.
+    ///
+    /// # Safety
+    /// As of [`Self::keep`], and pages have codes.
+    #[inline(always)]
+    pub(crate) unsafe fn keep_codes<V: Vector>(
+        &self,
+        shape: &Shape,
+        (entry, kv_head): (usize, usize),
+        key: &[f32],
+        value: &[f32],
+    ) {
+        let (at, lane) = (shape.group_of(entry, kv_head), entry % GROUP);
+        // SAFETY: the entry's group, by the contract.
+        unsafe {
+            codes::keep_key::<E, V>(key, lane, self.keys.cast::<u8>().add(at));
+            codes::keep_value::<E, V>(value, lane, self.values.cast::<u8>().add(at));
+        }
+    }
+
     /// Writes an entry of a head.
     ///
     /// # Safety
@@ -91,7 +126,7 @@ impl<E: Element> Pool<E> {
         unsafe {
             if shape.in_order() {
                 let lane = entry % GROUP;
-                let group = ((entry - lane) * shape.kv_heads + kv_head * GROUP) * dim;
+                let group = shape.group_of(entry, kv_head);
                 let keys = self.keys.add(group + lane * E::PAIR);
                 for (pair, key) in key.chunks_exact(E::PAIR).enumerate() {
                     let to = keys.add(pair * GROUP * E::PAIR);
@@ -119,9 +154,15 @@ impl<E: Element> Pool<E> {
         (entry, kv_head): (usize, usize),
         (part, parts): (usize, usize),
     ) {
-        if shape.in_order() {
+        let group = shape.group_of(entry, kv_head);
+        if shape.coded {
+            let (keys, values) = (self.keys.cast::<u8>(), self.values.cast::<u8>());
+            for line in (part * LINE..group_bytes(shape.head_dim)).step_by(parts * LINE) {
+                K::prefetch(keys.wrapping_add(group + line).cast());
+                K::prefetch(values.wrapping_add(group + line).cast());
+            }
+        } else if shape.in_order() {
             let (lane, dim) = (entry % GROUP, shape.head_dim);
-            let group = ((entry - lane) * shape.kv_heads + kv_head * GROUP) * dim;
             let line = GROUP * E::PAIR;
             for pair in (part..dim / E::PAIR).step_by(parts) {
                 K::prefetch(self.keys.wrapping_add(group + pair * line));
@@ -135,30 +176,10 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// The keys of the group of positions that begins at `first`; `None` if they have to be put in
-    /// order first.
-    ///
-    /// # Safety
-    /// There is a page for `first`.
-    #[inline(always)]
-    pub(crate) unsafe fn keys_at(
-        &self,
-        shape: &Shape,
-        held: &Held,
-        first: usize,
-    ) -> Option<*const E> {
-        if !shape.in_order() {
-            return None;
-        }
-        // SAFETY: the contract.
-        let entry = unsafe { held.entry(shape, first) };
-        let at = (entry * shape.kv_heads + held.kv_head * GROUP) * shape.head_dim;
-        Some(self.keys.wrapping_add(at))
-    }
-
     /// Keys and values of the group of positions that begins at `first`, of which the first `seen`
-    /// count: the others' keys may be anything, their values are zero. What has to be put in order
-    /// is put into `ordered`, at `slot`.
+    /// count: the others' keys may be anything, their values are zero. What has to be put in order,
+    /// or to be made of codes, is put into `ordered`, at `slot`. Then codes of the group at `next`
+    /// begin to be loaded.
     ///
     /// # Safety
     /// There are pages for the positions that are seen, and nobody writes them now.
@@ -168,8 +189,8 @@ impl<E: Element> Pool<E> {
         shape: &Shape,
         held: &Held,
         (first, seen): (usize, usize),
-        ordered: &mut Ordered<E>,
-        slot: usize,
+        next: usize,
+        (ordered, slot): (&mut Ordered<E>, usize),
     ) -> (*const E, *const E) {
         let (dim, padded) = (shape.head_dim, shape.padded());
         let size = GROUP * padded;
@@ -177,9 +198,18 @@ impl<E: Element> Pool<E> {
         let ordered_values = &mut ordered.values[slot * size..][..size];
         // SAFETY: entries on pages that are there; rows and groups of the sizes that are used.
         unsafe {
+            if shape.coded {
+                let group = shape.group_of(held.entry(shape, first), held.kv_head);
+                let (keys, values) = (self.keys.cast::<u8>(), self.values.cast::<u8>());
+                let to = (ordered_keys.as_mut_ptr(), ordered_values.as_mut_ptr());
+                let (from, then) = (keys.add(group), keys.wrapping_add(next));
+                codes::keys::<E, K>(from, then, dim, to.0);
+                let (from, then) = (values.add(group), values.wrapping_add(next));
+                codes::values::<E, K>(from, then, dim, seen, to.1);
+                return (to.0, to.1);
+            }
             if shape.in_order() {
-                let group =
-                    (held.entry(shape, first) * shape.kv_heads + held.kv_head * GROUP) * dim;
+                let group = shape.group_of(held.entry(shape, first), held.kv_head);
                 let (keys, values) = (self.keys.add(group), self.values.add(group));
                 if seen == GROUP {
                     return (keys, values);
@@ -225,6 +255,17 @@ impl<E: Element> Pool<E> {
 }
 
 impl Held {
+    /// The place of the group of positions that begins at `first`, as of [`Shape::group_of`];
+    /// `None` if groups have to be put in order first.
+    ///
+    /// # Safety
+    /// There is a page for `first`.
+    #[inline(always)]
+    pub(crate) unsafe fn group(&self, shape: &Shape, first: usize) -> Option<usize> {
+        // SAFETY: the contract.
+        shape.in_order().then(|| shape.group_of(unsafe { self.entry(shape, first) }, self.kv_head))
+    }
+
     /// # Safety
     /// There is a page for the position.
     #[inline(always)]

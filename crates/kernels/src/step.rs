@@ -379,6 +379,10 @@ impl<E: Element> Step<'_, E> {
             let value = std::slice::from_raw_parts(value, dim);
             let norm = layer.qk_norm.as_ref().map(|(_, norm)| norm.as_slice());
             turn::<K::Vector>(key, norm, self.eps, self.angles(position));
+            if self.shape.coded {
+                layer.pool.keep_codes::<K::Vector>(&self.shape, (entry, kv_head), key, value);
+                return;
+            }
             // Where the unit's queries will be: there is room for more than two heads.
             let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
             math::narrow::<E, K>(key, narrow_key);

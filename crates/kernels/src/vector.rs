@@ -42,6 +42,11 @@ pub(crate) trait Vector: Copy {
     /// # Safety
     /// `to` can be written for [`LANES`] bytes.
     unsafe fn store_codes(self, to: *mut i8);
+    /// The numbers of bytes.
+    ///
+    /// # Safety
+    /// `from` can be read for [`LANES`] bytes.
+    unsafe fn load_codes(from: *const i8) -> Self;
 
     /// The lanes.
     #[inline(always)]

@@ -59,6 +59,8 @@ pub struct HandConfig {
     /// The number format of products, if it is not `dtype`. `auto`: that of a GGUF file's blocks,
     /// where a hand has quick products with them.
     pub quantization: Option<String>,
+    /// The numbers of keys and values in pages (`int8`), if they are not of `dtype`.
+    pub kv_cache_dtype: Option<String>,
     /// Positions of a page.
     pub page_size: u32,
     /// Rows of the device tables.

@@ -143,6 +143,17 @@ class Choice:
                 file=sys.stderr,
             )
 
+    def check_kv_codes(self, model: ModelConfig | EncoderConfig) -> None:
+        """Raises `ValueError` if pages of such a model can't have 8-bit codes."""
+        wanted = f"kv cache dtype {self._config.kv_cache_dtype}"
+        if not self._device.runs_native:
+            raise DeviceError(f"{wanted} is for the CPU's compiled kernels, and the device is {self._device.name}")
+        if not self._native or isinstance(model, EncoderConfig) or not NativeCompute.supports(model):
+            raise ModelError(
+                f"{wanted} needs the compiled kernels, and {model.architecture} is computed by PyTorch's operators: "
+                "leave it off"
+            )
+
     def _check_stored(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
         stored = None if isinstance(model, EncoderConfig) else model.stored
         missing = why_not_stored(quantization, stored)

@@ -160,6 +160,7 @@ class NativeCompute:
             layer=layers,
             rotary_dim=heads.rotary_dim,
             routing=_routing(_experts(config)),
+            kv_codes=kv.codes,
         )
         self._model = self._library.fb_model_new(ctypes.byref(spec), ctypes.byref(open_mp()))
         weakref.finalize(self, self._library.fb_model_free, self._model)

@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 9
+VERSION = 10
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """The timed parts of a step."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
@@ -123,6 +123,7 @@ class ModelSpec(Structure):
         ("head_format", c_uint32),
         ("rotary_dim", c_uint32),
         ("routing", RoutingSpec),
+        ("kv_codes", c_uint32),
     ]
 
 

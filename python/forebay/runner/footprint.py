@@ -100,7 +100,7 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
     if config.max_total_tokens is None:
         taken += slice_bytes(model.vocab_size, config.chunked_prefill_size)
     pages = Sizes.of(config, kept, available_bytes, taken).pages
-    a_page = page_bytes(kept, config.page_size, config.dtype)
+    a_page = page_bytes(kept, config.page_size, config.dtype, config.kv_codes)
     return Footprint(weight_bytes, a_page, pages, pages * a_page)
 
 

@@ -11,7 +11,8 @@ import torch
 from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.pooling import Pooling
-from forebay.weights.quantization import AUTO, QUANTIZATIONS
+from forebay.weights.parts import GroupedQuery
+from forebay.weights.quantization import AUTO, QUANTIZATIONS, SHARED
 from forebay.weights.ranks import why_not_group, why_not_ranks
 from forebay.weights.vision import Preprocessing
 
@@ -19,6 +20,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("triton", "torch", "fa3")
 SAVE_ORDERS = ("behind", "fence", "inline")
+GROUP = 16
+"""Positions whose keys the compiled kernels read together."""
 MOST_HOT_ROWS = 32767
 """The largest number of hot rows, since their numbers have 16 bits."""
 
@@ -36,6 +39,7 @@ class RunnerConfig:
     device: str
     dtype: torch.dtype
     quantization: str | None
+    kv_cache_dtype: str | None
     page_size: int
     slots: int
     context_length: int
@@ -78,6 +82,7 @@ class RunnerConfig:
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
         config._check_quantization()
+        config._check_kv_cache()
         if config.attention_backend not in (None, *ATTENTION_BACKENDS):
             known = " or ".join(ATTENTION_BACKENDS)
             raise ConfigError(f"attention backend {config.attention_backend!r} is not supported: use {known}")
@@ -123,6 +128,34 @@ class RunnerConfig:
             raise ConfigError(f"quantization {wanted!r} is not supported: use {' or '.join(QUANTIZATIONS)}")
         if wanted == "gguf" and (self.model["format"] != "gguf" or self.load_format == "dummy"):
             raise ConfigError("quantization gguf computes with the blocks of a GGUF file, and none is loaded")
+
+    @property
+    def kv_codes(self) -> bool:
+        """True if pages have 8-bit codes of keys and values."""
+        return self.kv_cache_dtype is not None
+
+    def _check_kv_cache(self) -> None:
+        if not self.kv_codes:
+            return
+        wanted = f"kv cache dtype {self.kv_cache_dtype}"
+        if self.kv_cache_dtype != "int8":
+            raise ConfigError(f"{wanted} is not supported: use auto or int8")
+        model = self.kept_model
+        if model is None:
+            raise ConfigError(f"{wanted} is for keys and values, and the model keeps none: leave it off")
+        heads = model.attention
+        if not isinstance(heads, GroupedQuery):
+            raise ConfigError(f"{wanted} is for keys and values, and {model.architecture} has latent rows: leave it off")
+        if self.page_size % GROUP or heads.head_dim % SHARED:
+            raise ConfigError(
+                f"{wanted} needs pages of a multiple of {GROUP} tokens and heads of a multiple of {SHARED}: "
+                f"there are {self.page_size} and {heads.head_dim}; leave it off"
+            )
+        if self.world_size > 1:
+            raise ConfigError(
+                f"{wanted} needs the compiled kernels of one rank, and {self.world_size} ranks compute with PyTorch's "
+                "operators: leave it off"
+            )
 
     def _check_sparse(self) -> None:
         if self.kv_save_order not in SAVE_ORDERS:

@@ -42,10 +42,12 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
         let groups = (end - first).div_ceil(GROUP).min(GROUPS);
         // SAFETY: pages are there for what is seen, by the contract of `attend`.
         let ((keys, values), mut next) = unsafe {
-            (
-                groups_of::<E, K>(shape, pool, held, first..end, &mut scratch.ordered),
-                next_keys(shape, pool, (unit, then), (first, head)),
-            )
+            let next = next_groups(shape, (unit, then), (first, head));
+            let codes = next.filter(|_| shape.coded).unwrap_or_default();
+            let read = groups_of::<E, K>(shape, pool, held, first..end, codes, &mut scratch.ordered);
+            let keys = |next: [usize; GROUPS]| next.map(|at| pool.keys.wrapping_add(at).cast_const());
+            // Codes of the next block are on their way already.
+            (read, next.filter(|_| !shape.coded).map(keys))
         };
         for row in (0..rows).step_by(height) {
             let count = height.min(rows - row);
@@ -99,7 +101,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
 
 /// The keys and values of a block of these positions, of which no more than [`BLOCK`] count. In
 /// place of groups that are not there stand others: scores that nobody uses are computed of what is
-/// at hand.
+/// at hand. `next`: the groups whose codes begin to be loaded, if pages have codes.
 ///
 /// # Safety
 /// See [`Pool::group`].
@@ -109,6 +111,7 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
     pool: Pool<E>,
     held: &Held,
     positions: std::ops::Range<usize>,
+    next: [usize; GROUPS],
     ordered: &mut Ordered<E>,
 ) -> (Groups<E>, Groups<E>) {
     let end = positions.end;
@@ -119,8 +122,9 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
         let seen = (end - first).min(GROUP);
         // SAFETY: the contract.
         unsafe {
+            let slot = (&mut *ordered, groups);
             (keys[groups], values[groups]) =
-                pool.group::<K>(shape, held, (first, seen), ordered, groups);
+                pool.group::<K>(shape, held, (first, seen), next[groups], slot);
         }
         groups += 1;
     }
@@ -130,16 +134,15 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
     (keys, values)
 }
 
-/// The keys that are read after those of a unit's block and head: the next head's, the next
-/// block's, or the next unit's first. The last unit has its own again. `None` if they have to be
-/// put in order first.
+/// The places of the groups that are read after those of a unit's block and head: the next head's,
+/// the next block's, or the next unit's first. The last unit has its own again. `None` if they have
+/// to be put in order first.
 #[inline(always)]
-unsafe fn next_keys<E: Element>(
+unsafe fn next_groups(
     shape: &Shape,
-    pool: Pool<E>,
     (unit, then): (&Unit, Option<&Unit>),
     (first, head): (usize, usize),
-) -> Option<Groups<E>> {
+) -> Option<[usize; GROUPS]> {
     let held = unit.queries.held;
     let (held, positions) = if head + 1 < unit.heads {
         (Held { kv_head: held.kv_head + head + 1, ..held }, first..unit.until)
@@ -151,10 +154,10 @@ unsafe fn next_keys<E: Element>(
     };
     // SAFETY: the contract.
     unsafe {
-        let any = pool.keys_at(shape, &held, positions.start)?;
+        let any = held.group(shape, positions.start)?;
         let mut next = [any; GROUPS];
         for (next, at) in next.iter_mut().zip(positions.step_by(GROUP)) {
-            *next = pool.keys_at(shape, &held, at)?;
+            *next = held.group(shape, at)?;
         }
         Some(next)
     }

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::isa::tests::{Check, kernels};
+use crate::pages::codes::tests::rounded;
 use crate::tile::tests::numbers;
 
 struct Sizes {
@@ -22,9 +23,9 @@ struct Sizes {
 
 fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     let Sizes { shape, length, start, together, whole, seed } = *sizes;
-    let Shape { heads, kv_heads, head_dim: dim, page_size, scale } = shape;
+    let Shape { heads, kv_heads, head_dim: dim, page_size, scale, coded } = shape;
     let tokens = length - start;
-    let (q, k, v): (Vec<E>, Vec<E>, Vec<E>) = (
+    let (q, mut k, mut v): (Vec<E>, Vec<E>, Vec<E>) = (
         numbers(tokens * heads * dim, seed),
         numbers(length * kv_heads * dim, !seed),
         numbers(length * kv_heads * dim, seed ^ 99),
@@ -39,9 +40,19 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     for position in 0..length {
         let entry = pages[position / page_size] as usize * page_size + position % page_size;
         for head in 0..kv_heads {
-            let at = (position * kv_heads + head) * dim;
+            let head_of = (position * kv_heads + head) * dim..(position * kv_heads + head + 1) * dim;
             // SAFETY: an entry of the pool.
-            unsafe { pool.keep(&shape, (entry, head), &k[at..at + dim], &v[at..at + dim]) };
+            unsafe {
+                if coded {
+                    let wide = |of: &[E]| of.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
+                    let (key, value) = (wide(&k[head_of.clone()]), wide(&v[head_of.clone()]));
+                    pool.keep_codes::<K::Vector>(&shape, (entry, head), &key, &value);
+                    k[head_of.clone()].copy_from_slice(&elements(&rounded(&key)));
+                    v[head_of].copy_from_slice(&elements(&rounded(&value)));
+                } else {
+                    pool.keep(&shape, (entry, head), &k[head_of.clone()], &v[head_of]);
+                }
+            }
         }
     }
 
@@ -99,6 +110,10 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     }
 }
 
+fn elements<E: Element>(numbers: &[f32]) -> Vec<E> {
+    numbers.iter().map(|&number| E::from_f32(number)).collect()
+}
+
 /// Every page is another one.
 fn all_differ(pages: &[i32]) {
     let mut sorted = pages.to_vec();
@@ -126,7 +141,25 @@ proptest! {
     ) {
         // The pages' order needs a number of them that 7 does not divide.
         let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
-        let shape = Shape { heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7 };
+        let shape = Shape {
+            heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7, coded: false,
+        };
+        kernels(&Sizes { shape, length, start: length.saturating_sub(asked), together, whole, seed });
+    }
+
+    #[test]
+    fn attention_to_codes_is_the_formula(
+        (group, kv_heads) in (1usize..5, 1usize..4),
+        dim in prop::sample::select(vec![32usize, 64, 96, 128]),
+        page_size in prop::sample::select(vec![16usize, 32]),
+        (length, asked) in (1usize..150, 1usize..40),
+        (together, whole) in any::<(bool, bool)>(),
+        seed: u32,
+    ) {
+        let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
+        let shape = Shape {
+            heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.2, coded: true,
+        };
         kernels(&Sizes { shape, length, start: length.saturating_sub(asked), together, whole, seed });
     }
 }
@@ -134,8 +167,15 @@ proptest! {
 #[test]
 fn spans_are_put_together() {
     for (length, asked) in [(SPAN * 2 + 70, 1), (SPAN + 1, 1), (SPAN + 9, 30), (SPAN, 1)] {
-        for (together, whole) in [(false, false), (true, false), (false, true)] {
-            let shape = Shape { heads: 6, kv_heads: 2, head_dim: 32, page_size: 16, scale: 0.5 };
+        for (together, whole, coded) in [
+            (false, false, false),
+            (true, false, false),
+            (false, true, false),
+            (false, false, true),
+            (true, false, true),
+        ] {
+            let shape =
+                Shape { heads: 6, kv_heads: 2, head_dim: 32, page_size: 16, scale: 0.5, coded };
             let start = length - asked;
             kernels(&Sizes { shape, length, start, together, whole, seed: 5 });
         }

@@ -284,6 +284,7 @@ impl<E: Number> Tiny<E> {
             head_format: 0,
             rotary_dim: HEAD_DIM as u32,
             routing: self.routing,
+            kv_codes: 0,
         };
         let pages: Vec<i32> = (0..VOCABULARY as i32).collect();
         let (zero, length) = ([0_i64], [tokens.len() as i64]);

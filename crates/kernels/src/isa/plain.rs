@@ -110,6 +110,11 @@ impl Vector for Array {
         // SAFETY: the contract.
         unsafe { to.cast::<[i8; LANES]>().write_unaligned(self.0.map(|x| x as i32 as i8)) };
     }
+    #[inline(always)]
+    unsafe fn load_codes(from: *const i8) -> Self {
+        // SAFETY: the contract.
+        Self(unsafe { from.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from))
+    }
 }
 
 /// Elements one by one.

@@ -125,6 +125,17 @@ impl Vector for Ymms {
             _mm_storeu_si128(to.cast(), _mm_packs_epi16(first, others));
         }
     }
+    #[inline(always)]
+    unsafe fn load_codes(from: *const i8) -> Self {
+        unsafe {
+            let codes = _mm_loadu_si128(from.cast());
+            let (low, high) = (
+                _mm256_cvtepi8_epi32(codes),
+                _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(codes, codes)),
+            );
+            Self([_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)])
+        }
+    }
 }
 
 /// [`Vector::times_power`] of a half: what would be less than the least normal power is 0.

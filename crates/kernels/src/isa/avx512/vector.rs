@@ -103,4 +103,8 @@ impl Vector for Zmm {
             _mm_storeu_si128(to.cast(), codes);
         }
     }
+    #[inline(always)]
+    unsafe fn load_codes(from: *const i8) -> Self {
+        Self(unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) })
+    }
 }

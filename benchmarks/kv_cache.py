@@ -1,0 +1,165 @@
+"""Keys and values of 8 bits (`--kv-cache-dtype int8`) beside bfloat16: the time of steps, memory, and perplexity.
+
+    python -m benchmarks.kv_cache --text GSM8K_TEST.jsonl
+
+One process, no server: weights in the blocks of their file, and pages with keys and values in each type in turn. Steps
+are decode rows and pieces of prompts behind contexts of rising length, on pages in no order. Perplexity is of GSM8K's
+text in windows of 2048 tokens, each token as a decode row, so every token before it is read from pages.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks import accuracy, coder, compare, in_process, models, records
+from benchmarks.cells import markdown, number, spread, table_of
+from benchmarks.in_process import PAGE
+from benchmarks.records import Results, Run
+from forebay.compute.native import NativeCompute
+from forebay.weights.cache import cache_directory
+from forebay.weights.describe import describe_path
+
+KINDS = {"bfloat16": None, "int8": "int8"}
+BASE = "bfloat16"
+SLOTS = 32
+CONTEXTS = (256, 2048, 7680)
+ROWS = (1, 8, 32)
+PIECE = 512
+"""Tokens of a prompt's timed piece."""
+WINDOW = 2048
+WINDOWS = 4
+PERPLEXITY = "perplexity"
+
+
+class Model:
+    """The model with pages of one kind, and a context in each slot."""
+
+    def __init__(self, kind: str, description: dict[str, Any], threads: int) -> None:
+        positions = CONTEXTS[-1] + PIECE
+        runner = in_process.runner(
+            description,
+            slots=SLOTS,
+            context=positions,
+            tokens=SLOTS * positions,
+            threads=threads,
+            quantization="gguf",
+            kv_cache_dtype=KINDS[kind],
+        )
+        self.tables = runner.tables
+        pages = positions // PAGE
+        order = torch.randperm(SLOTS * pages, generator=torch.Generator().manual_seed(0)).int()
+        self.tables.page_table[:SLOTS, :pages] = order.view(SLOTS, pages)
+        self.kv = runner.kv
+        self.compute = NativeCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, threads)
+
+    def fill(self) -> None:
+        """Puts numbers into all pages: memory that nobody wrote is read from caches."""
+        for layer in self.kv.layers:
+            for pages in layer:
+                # As codes, scales are 0.0115.
+                pages.fill_(0x3C) if pages.dtype == torch.uint8 else pages.normal_()
+        self.tables.token_pool.random_(0, 4096, generator=torch.Generator().manual_seed(1))
+
+    def put(self, slot: int, tokens: Sequence[int]) -> None:
+        """Writes a slot's first tokens."""
+        self.tables.token_pool[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+
+
+def cases() -> dict[str, Any]:
+    """The steps that are timed."""
+    decodes = {
+        f"{rows} rows behind {context}": accuracy.step(range(rows), context, 1) for context in CONTEXTS for rows in ROWS
+    }
+    pieces = {f"{PIECE} tokens of a prompt behind {at}": accuracy.step([0], at, PIECE) for at in (0, CONTEXTS[-1])}
+    return {**decodes, **pieces}
+
+
+def speed(found: Results, name: str, ways: dict[str, Model]) -> None:
+    """Steps of both kinds in turn, into the results."""
+    for model in ways.values():
+        model.fill()
+    for case, launch in cases().items():
+        for model in ways.values():
+            model.compute.greedy(launch)
+        for round_ in range(1, found.rounds + 1):
+            for kind, model in ways.items():
+                times = [accuracy.timed(partial(model.compute.greedy, launch)) for _ in range(3)]
+                found.runs.append(Run(f"{name}: {case}", kind, round_, {"step_ms": statistics.median(times)}))
+        compare.say(f"  {case}: " + ", ".join(f"{kind} {shown(found, f'{name}: {case}', kind)}" for kind in ways))
+
+
+def shown(found: Results, workload: str, kind: str) -> str:
+    """A median in milliseconds."""
+    return number(found.median(workload, kind, "step_ms"))
+
+
+def perplexities(found: Results, name: str, ways: dict[str, Model], ids: Sequence[int]) -> None:
+    """Of both kinds, with the bytes of a token, into the results."""
+    windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:WINDOWS]
+    for kind, model in ways.items():
+        values: dict[str, Any] = {"token_bytes": model.kv.page_bytes // PAGE, "windows": len(windows)}
+        if windows:
+            values[PERPLEXITY] = math.exp(float(accuracy.losses(model, windows).mean()))
+        found.runs.append(Run(f"{name}: {PERPLEXITY}", kind, 1, values))
+        compare.say(f"  {kind}: {values}")
+
+
+@table_of("kv_cache")
+def table(found: Results) -> str:
+    """A row for each step: milliseconds in both types. Then perplexities."""
+    rows, kept = [], []
+    for workload in found.workloads():
+        name, _, case = workload.partition(": ")
+        if case == PERPLEXITY:
+            of = [(found.median(workload, kind, PERPLEXITY), found.median(workload, kind, "token_bytes")) for kind in KINDS]
+            (base, base_bytes), (ours, our_bytes) = of
+            loss = f"{ours / base - 1:+.2%}" if base and ours else "-"
+            cells = [f"{value:.4f}" if value else "-" for value in (base, ours)]
+            kept.append([name, *cells, loss, number(base_bytes), number(our_bytes)])
+            continue
+        times = [shown(found, workload, kind) for kind in KINDS]
+        rows.append([name, case, *times, spread(found.ratio(workload, BASE, "int8", "step_ms"))])
+    steps = markdown(["model", "step", "bfloat16, ms", "int8, ms", "bfloat16 / int8"], rows)
+    head = ["model", "perplexity, bfloat16", "int8", "loss", "bytes a token, bfloat16", "int8"]
+    return f"{steps}\n\n{markdown(head, kept)}"
+
+
+def main() -> None:
+    """The command."""
+    flags = compare.parser("Keys and values of 8 bits beside bfloat16.", rounds=5)
+    flags.add_argument("--models", default=f"smollm2 {coder.NAME}", help="default: %(default)s")
+    flags.add_argument("--text", type=Path, default=accuracy.EXCERPT, help="GSM8K's test.jsonl, for perplexities")
+    flags.add_argument("--threads", type=int, default=2)
+    asked = flags.parse_args()
+    found = records.new("kv_cache", asked.rounds)
+    text = accuracy.as_text(accuracy.read(asked.text))
+    for name in asked.models.split():
+        file = models.default_model()
+        if name == coder.NAME:
+            if reason := coder.missing():
+                found.skipped[name] = reason
+                continue
+            coder.build()
+            file = coder.original()
+        description = describe_path(file, cache_directory())
+        ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
+        compare.say(name)
+        with torch.inference_mode():
+            ways = {kind: Model(kind, description, asked.threads) for kind in KINDS}
+            perplexities(found, name, ways, ids)
+            speed(found, name, ways)
+        records.save(found, asked.output)
+    compare.finish(found, asked.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+//! Keys and values as 8-bit codes, in little more than half the bytes of bfloat16.
+//!
+//! A group has the codes of its elements, in the order in which [`crate::pages`] puts elements. Its
+//! scales follow, of each position one for [`SHARED`] elements of the head, as bfloat16:
+//! `[dim / SHARED, GROUP]`. So outliers of a few dimensions, which keys of some models have, cost
+//! their own block its precision and no other. Attention computes with elements that are made of
+//! the codes, a group at a time, in the first cache.
+
+use crate::codes::{LARGEST, SHARED, largest_of};
+use crate::element::{Bf16, Element};
+use crate::tile::{GROUP, Kernel};
+use crate::vector::{LANES, Vector};
+
+/// Codes of [`SHARED`] elements of all positions of a group.
+const BLOCK: usize = SHARED * GROUP;
+/// Codes of a cache line.
+const LINE: usize = 64;
+
+/// Bytes of a group's keys, or of its values.
+pub(crate) const fn group_bytes(dim: usize) -> usize {
+    GROUP * dim + dim / SHARED * GROUP * size_of::<Bf16>()
+}
+
+/// True if pages of so many positions can have codes of heads of this size.
+pub(crate) const fn takes_codes(page_size: usize, head_dim: usize) -> bool {
+    page_size.is_multiple_of(GROUP) && head_dim.is_multiple_of(SHARED)
+}
+
+/// Where codes of one position go.
+struct Place {
+    first: usize,
+    /// Elements that lie together, and the distance to the next ones.
+    run: usize,
+    step: usize,
+}
+
+/// Writes one position's key to its group, `E::PAIR` elements side by side.
+///
+/// # Safety
+/// `group` is a group's keys, of which nobody else reads or writes this position now.
+#[inline(always)]
+pub(super) unsafe fn keep_key<E: Element, V: Vector>(key: &[f32], lane: usize, group: *mut u8) {
+    let place = Place { first: lane * E::PAIR, run: E::PAIR, step: GROUP * E::PAIR };
+    // SAFETY: the contract.
+    unsafe { keep::<V>(key, lane, &place, group) }
+}
+
+/// [`keep_key`] of a value.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn keep_value<E: Element, V: Vector>(value: &[f32], lane: usize, group: *mut u8) {
+    let first = lane / E::PAIR * value.len() * E::PAIR + lane % E::PAIR;
+    let place = Place { first, run: 1, step: E::PAIR };
+    // SAFETY: the contract.
+    unsafe { keep::<V>(value, lane, &place, group) }
+}
+
+#[inline(always)]
+unsafe fn keep<V: Vector>(head: &[f32], lane: usize, place: &Place, group: *mut u8) {
+    // SAFETY: the group's own codes and scales.
+    unsafe {
+        let scales = group.add(GROUP * head.len()).cast::<Bf16>().add(lane);
+        for (index, block) in head.chunks_exact(SHARED).enumerate() {
+            let mut codes = [0_i8; SHARED];
+            scales.add(index * GROUP).write_unaligned(encode::<V>(block, &mut codes));
+            let first = group.add(place.first + index * SHARED / place.run * place.step);
+            for (run, codes) in codes.chunks_exact(place.run).enumerate() {
+                let to = first.add(run * place.step).cast();
+                std::ptr::copy_nonoverlapping(codes.as_ptr(), to, place.run);
+            }
+        }
+    }
+}
+
+/// Makes codes of [`SHARED`] numbers and gives their scale. Numbers that are not all finite get a
+/// scale that is none.
+#[inline(always)]
+fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
+    // SAFETY: `SHARED` numbers and as many codes, which are whole vectors.
+    let largest = unsafe { largest_of::<f32, V>(numbers.as_ptr(), SHARED) };
+    if largest.is_nan() {
+        return Bf16::from_f32(largest);
+    }
+    // Rounded up, so that the largest number has a code. What a bfloat16 can't invert is zero.
+    let bits = (largest / LARGEST).to_bits().wrapping_add(0xffff) >> 16;
+    let scale = Bf16(bits as u16);
+    if largest < 1e-34 {
+        return Bf16::default();
+    }
+    let inverse = V::splat(1.0 / scale.to_f32());
+    for (numbers, codes) in numbers.chunks_exact(LANES).zip(codes.chunks_exact_mut(LANES)) {
+        // SAFETY: whole vectors.
+        unsafe {
+            let x = V::load(numbers.as_ptr()).mul(inverse);
+            x.at_least(-LARGEST).at_most(LARGEST).round().store_codes(codes.as_mut_ptr());
+        }
+    }
+    scale
+}
+
+/// Makes elements of a group's keys. Those of `next` begin to be loaded, from an address that need
+/// not be valid.
+///
+/// # Safety
+/// `from` is a group's keys, `to` has room for them, and `dim` is a multiple of [`SHARED`].
+#[inline(always)]
+pub(super) unsafe fn keys<E: Element, K: Kernel<E>>(
+    from: *const u8,
+    next: *const u8,
+    dim: usize,
+    to: *mut E,
+) {
+    for index in 0..dim / SHARED {
+        load_block::<E, K>(next, index, dim);
+        // SAFETY: the block's codes and scales.
+        unsafe {
+            let scales = scales_of(from, index, dim);
+            let mut factors = [[0.0; LANES]; 2];
+            for (half, factors) in factors.iter_mut().enumerate().take(E::PAIR) {
+                for (at, factor) in factors.iter_mut().enumerate() {
+                    *factor = scales[(half * LANES + at) / E::PAIR];
+                }
+            }
+            for vector in 0..BLOCK / LANES {
+                let at = index * BLOCK + vector * LANES;
+                let factor = K::Vector::load(factors[vector % E::PAIR].as_ptr());
+                K::narrow(K::Vector::load_codes(from.add(at).cast()).mul(factor), to.add(at));
+            }
+        }
+    }
+}
+
+/// Makes elements of a group's values. Those of positions from `seen` on are zeros, and those of
+/// `next` begin to be loaded.
+///
+/// # Safety
+/// As of [`keys`].
+#[inline(always)]
+pub(super) unsafe fn values<E: Element, K: Kernel<E>>(
+    from: *const u8,
+    next: *const u8,
+    dim: usize,
+    seen: usize,
+    to: *mut E,
+) {
+    for index in 0..dim / SHARED {
+        load_block::<E, K>(next, index, dim);
+        // SAFETY: the block's codes and scales.
+        unsafe {
+            let mut scales = scales_of(from, index, dim);
+            // Whoever had the page before may have left a scale that is no number.
+            scales[seen.min(GROUP)..].fill(0.0);
+            for pair in 0..GROUP / E::PAIR {
+                let mut factors = [0.0; LANES];
+                for (at, factor) in factors.iter_mut().enumerate() {
+                    *factor = scales[pair * E::PAIR + at % E::PAIR];
+                }
+                let factor = K::Vector::load(factors.as_ptr());
+                for vector in 0..SHARED * E::PAIR / LANES {
+                    let at = (pair * dim + index * SHARED) * E::PAIR + vector * LANES;
+                    K::narrow(K::Vector::load_codes(from.add(at).cast()).mul(factor), to.add(at));
+                }
+            }
+        }
+    }
+}
+
+/// The scales of the group's positions for a block of elements.
+///
+/// # Safety
+/// `group` is a group that has the block.
+#[inline(always)]
+unsafe fn scales_of(group: *const u8, index: usize, dim: usize) -> [f32; GROUP] {
+    // SAFETY: the contract.
+    let scales = unsafe {
+        group.add(GROUP * dim).cast::<[Bf16; GROUP]>().add(index).read_unaligned()
+    };
+    scales.map(Bf16::to_f32)
+}
+
+/// Begins to load a block's share of a group.
+#[inline(always)]
+fn load_block<E: Element, K: Kernel<E>>(group: *const u8, index: usize, dim: usize) {
+    for line in (0..BLOCK).step_by(LINE) {
+        K::prefetch(group.wrapping_add(index * BLOCK + line).cast());
+    }
+    if index == 0 {
+        for line in (GROUP * dim..group_bytes(dim)).step_by(LINE) {
+            K::prefetch(group.wrapping_add(line).cast());
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::isa::plain::Array;
+
+    /// The numbers that codes of a head stand for.
+    pub(crate) fn rounded(head: &[f32]) -> Vec<f32> {
+        let block = |block: &[f32]| {
+            let largest = block.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+            let exact = largest / LARGEST;
+            let mut scale = Bf16::from_f32(exact);
+            if scale.to_f32() < exact {
+                scale.0 += 1;
+            }
+            let scale = scale.to_f32();
+            let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+            let code = |x: &f32| (x * inverse).round_ties_even();
+            block.iter().map(|x| code(x) * scale).collect::<Vec<_>>()
+        };
+        head.chunks(SHARED).flat_map(block).collect()
+    }
+
+    #[test]
+    fn codes_are_near_and_keep_specials() {
+        let numbers: [f32; SHARED] = std::array::from_fn(|at| (at as f32 - 11.0) * 0.37);
+        let mut codes = [0; SHARED];
+        let scale = encode::<Array>(&numbers, &mut codes).to_f32();
+        assert_eq!(codes.iter().map(|code| code.unsigned_abs()).max(), Some(127));
+        for (x, code) in numbers.iter().zip(codes) {
+            assert!((x - f32::from(code) * scale).abs() <= scale * 0.5001, "{x} {code}");
+        }
+        for small in [0.0, 1e-38, -1e-45] {
+            let scale = encode::<Array>(&[small; SHARED], &mut codes).to_f32();
+            assert_eq!(scale, 0.0, "{small}");
+        }
+        for other in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut numbers = numbers;
+            numbers[17] = other;
+            assert!(encode::<Array>(&numbers, &mut codes).to_f32().is_nan(), "{other}");
+        }
+    }
+}
