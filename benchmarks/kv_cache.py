@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -120,11 +119,11 @@ def table(found: Results) -> str:
     for workload in found.workloads():
         name, _, case = workload.partition(": ")
         if case == PERPLEXITY:
-            of = [(found.median(workload, kind, PERPLEXITY), found.median(workload, kind, "token_bytes")) for kind in KINDS]
-            (base, base_bytes), (ours, our_bytes) = of
+            base, ours = (found.median(workload, kind, PERPLEXITY) for kind in KINDS)
+            taken = [number(found.median(workload, kind, "token_bytes")) for kind in KINDS]
             loss = f"{ours / base - 1:+.2%}" if base and ours else "-"
             cells = [f"{value:.4f}" if value else "-" for value in (base, ours)]
-            kept.append([name, *cells, loss, number(base_bytes), number(our_bytes)])
+            kept.append([name, *cells, loss, *taken])
             continue
         times = [shown(found, workload, kind) for kind in KINDS]
         rows.append([name, case, *times, spread(found.ratio(workload, BASE, "int8", "step_ms"))])

@@ -124,7 +124,11 @@ def test_a_restored_page_is_the_one_that_was_saved() -> None:
     ("family", "changes", "message"),
     [
         (FAMILY, {"kv_cache_dtype": "fp8"}, "kv cache dtype fp8 is not supported: use auto or int8"),
-        (FAMILY, {"page_size": 8}, "pages of a multiple of 16 tokens and heads of a multiple of 32: there are 8 and 32"),
+        (
+            FAMILY,
+            {"page_size": 8},
+            "multiple of 16 tokens and heads of a multiple of 32: there are 8 and 32",
+        ),
         ("llama-head-dim", {}, "there are 16 and 24"),
         ("deepseek-v3", {}, "has latent rows"),
         (FAMILY, {"world_size": 2}, "needs the compiled kernels of one rank"),
@@ -142,4 +146,3 @@ def test_torchs_operators_can_not_read_codes(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FOREBAY_KERNELS", "torch")
     with pytest.raises(ValueError, match="needs the compiled kernels, and Qwen3ForCausalLM is computed by PyTorch"):
         runner()
-

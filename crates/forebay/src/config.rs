@@ -433,7 +433,9 @@ pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quant
 /// The flag, if a hand can follow it. `may`: one rank computes on a CPU.
 pub(crate) fn kv_cache_dtype(flag: KvCacheDtype, may: bool) -> Result<KvCacheDtype> {
     if flag == KvCacheDtype::Int8 && !may {
-        bail!("--kv-cache-dtype int8 is for the compiled kernels of one rank on a CPU: leave it off");
+        bail!(
+            "--kv-cache-dtype int8 is for the compiled kernels of one rank on a CPU: leave it off"
+        );
     }
     Ok(flag)
 }

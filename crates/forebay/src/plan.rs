@@ -11,9 +11,7 @@ use forebay_hand::{HandConfig, without_keys};
 use serde_json::Deserializer;
 
 use crate::config::{dtype, kv_cache_dtype, mem_fraction, own_blocks, slots};
-use crate::flags::{
-    Arrangement, Dtype, Hand, KvCacheDtype, Quantization, RankFlags, fraction,
-};
+use crate::flags::{Arrangement, Dtype, Hand, KvCacheDtype, Quantization, RankFlags, fraction};
 use crate::model::{Model, Source, fetch, find_python};
 use crate::python;
 
@@ -123,7 +121,8 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
             .map(Quantization::name),
         device: if cuda { "cuda" } else { "cpu" }.to_owned(),
         dtype: dtype(memory.dtype, cuda).to_owned(),
-        kv_cache_dtype: kv_cache_dtype(memory.kv_cache_dtype, !cuda && arrangement.ranks == 1)?.told(),
+        kv_cache_dtype: kv_cache_dtype(memory.kv_cache_dtype, !cuda && arrangement.ranks == 1)?
+            .told(),
         page_size: plan.page_size,
         slots: slots(plan.max_running_requests),
         context_length,

@@ -77,8 +77,7 @@ impl ModelSpec {
             .chain([&routing.intermediate, &routing.shared])
             .all(|size| size % 2 == 0)
             && self.rotary_dim <= self.head_dim
-            && (self.kv_codes == 0
-                || takes_codes(self.page_size as usize, self.head_dim as usize))
+            && (self.kv_codes == 0 || takes_codes(self.page_size as usize, self.head_dim as usize))
             && routing.is_possible()
             && fits((self.head_format, self.hidden))
             && layers.iter().all(layer_fits)

@@ -10,8 +10,8 @@ import torch
 
 from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
-from forebay.weights.pooling import Pooling
 from forebay.weights.parts import GroupedQuery
+from forebay.weights.pooling import Pooling
 from forebay.weights.quantization import AUTO, QUANTIZATIONS, SHARED
 from forebay.weights.ranks import why_not_group, why_not_ranks
 from forebay.weights.vision import Preprocessing
@@ -145,7 +145,9 @@ class RunnerConfig:
             raise ConfigError(f"{wanted} is for keys and values, and the model keeps none: leave it off")
         heads = model.attention
         if not isinstance(heads, GroupedQuery):
-            raise ConfigError(f"{wanted} is for keys and values, and {model.architecture} has latent rows: leave it off")
+            raise ConfigError(
+                f"{wanted} is for keys and values, and {model.architecture} has latent rows: leave it off"
+            )
         if self.page_size % GROUP or heads.head_dim % SHARED:
             raise ConfigError(
                 f"{wanted} needs pages of a multiple of {GROUP} tokens and heads of a multiple of {SHARED}: "

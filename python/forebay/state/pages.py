@@ -78,9 +78,9 @@ class KvPool:
     """The keys and values of positions in all layers, zero at first.
 
     The main part is keys and values, or latent rows, and the null page is behind its pages. Keys and values are a pool
-    each, two for a layer, `[page_count + 1, page_size, kv_heads, head_dim]`, or as many codes with scales. Latent rows of all layers are one pool,
-    `[page_count + 1, layers, page_size, row]`, so a page is one contiguous piece. The keys of an index, `[page_count,
-    indexed layers, page_size, head_dim]`, are the index part of a page.
+    each, two for a layer, `[page_count + 1, page_size, kv_heads, head_dim]`, or as many codes with scales. Latent rows
+    of all layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one contiguous piece. The keys
+    of an index, `[page_count, indexed layers, page_size, head_dim]`, are the index part of a page.
     """
 
     def __init__(

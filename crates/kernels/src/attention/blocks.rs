@@ -44,8 +44,10 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
         let ((keys, values), mut next) = unsafe {
             let next = next_groups(shape, (unit, then), (first, head));
             let codes = next.filter(|_| shape.coded).unwrap_or_default();
-            let read = groups_of::<E, K>(shape, pool, held, first..end, codes, &mut scratch.ordered);
-            let keys = |next: [usize; GROUPS]| next.map(|at| pool.keys.wrapping_add(at).cast_const());
+            let read =
+                groups_of::<E, K>(shape, pool, held, first..end, codes, &mut scratch.ordered);
+            let keys =
+                |next: [usize; GROUPS]| next.map(|at| pool.keys.wrapping_add(at).cast_const());
             // Codes of the next block are on their way already.
             (read, next.filter(|_| !shape.coded).map(keys))
         };

@@ -40,7 +40,8 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     for position in 0..length {
         let entry = pages[position / page_size] as usize * page_size + position % page_size;
         for head in 0..kv_heads {
-            let head_of = (position * kv_heads + head) * dim..(position * kv_heads + head + 1) * dim;
+            let head_of =
+                (position * kv_heads + head) * dim..(position * kv_heads + head + 1) * dim;
             // SAFETY: an entry of the pool.
             unsafe {
                 if coded {

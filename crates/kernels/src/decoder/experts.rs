@@ -137,6 +137,7 @@ mod tests {
         scaling: 2.5,
     };
     const SIZES: Sizes = Sizes {
+        kv_codes: false,
         dtype: Dtype::Bfloat16,
         hidden: 32,
         heads: 2,

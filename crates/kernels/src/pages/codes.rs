@@ -174,9 +174,8 @@ pub(super) unsafe fn values<E: Element, K: Kernel<E>>(
 #[inline(always)]
 unsafe fn scales_of(group: *const u8, index: usize, dim: usize) -> [f32; GROUP] {
     // SAFETY: the contract.
-    let scales = unsafe {
-        group.add(GROUP * dim).cast::<[Bf16; GROUP]>().add(index).read_unaligned()
-    };
+    let scales =
+        unsafe { group.add(GROUP * dim).cast::<[Bf16; GROUP]>().add(index).read_unaligned() };
     scales.map(Bf16::to_f32)
 }
 
