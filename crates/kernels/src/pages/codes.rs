@@ -117,16 +117,13 @@ pub(super) unsafe fn keys<E: Element, K: Kernel<E>>(
         // SAFETY: the block's codes and scales.
         unsafe {
             let scales = scales_of(from, index, dim);
-            let mut factors = [[0.0; LANES]; 2];
-            for (half, factors) in factors.iter_mut().enumerate().take(E::PAIR) {
-                for (at, factor) in factors.iter_mut().enumerate() {
-                    *factor = scales[(half * LANES + at) / E::PAIR];
+            let (first, second) = (repeated::<E>(&scales, 0), repeated::<E>(&scales, 1));
+            let factors = [K::Vector::load(first.as_ptr()), K::Vector::load(second.as_ptr())];
+            for vectors in (0..BLOCK).step_by(E::PAIR * LANES) {
+                for (half, &factor) in factors.iter().enumerate().take(E::PAIR) {
+                    let at = index * BLOCK + vectors + half * LANES;
+                    K::narrow(K::Vector::load_codes(from.add(at).cast()).mul(factor), to.add(at));
                 }
-            }
-            for vector in 0..BLOCK / LANES {
-                let at = index * BLOCK + vector * LANES;
-                let factor = K::Vector::load(factors[vector % E::PAIR].as_ptr());
-                K::narrow(K::Vector::load_codes(from.add(at).cast()).mul(factor), to.add(at));
             }
         }
     }
@@ -153,10 +150,7 @@ pub(super) unsafe fn values<E: Element, K: Kernel<E>>(
             // Whoever had the page before may have left a scale that is no number.
             scales[seen.min(GROUP)..].fill(0.0);
             for pair in 0..GROUP / E::PAIR {
-                let mut factors = [0.0; LANES];
-                for (at, factor) in factors.iter_mut().enumerate() {
-                    *factor = scales[pair * E::PAIR + at % E::PAIR];
-                }
+                let factors = alternating::<E>(&scales, pair);
                 let factor = K::Vector::load(factors.as_ptr());
                 for vector in 0..SHARED * E::PAIR / LANES {
                     let at = (pair * dim + index * SHARED) * E::PAIR + vector * LANES;
@@ -177,6 +171,33 @@ unsafe fn scales_of(group: *const u8, index: usize, dim: usize) -> [f32; GROUP] 
     let scales =
         unsafe { group.add(GROUP * dim).cast::<[Bf16; GROUP]>().add(index).read_unaligned() };
     scales.map(Bf16::to_f32)
+}
+
+/// Each of the scales of a vector's positions `E::PAIR` times. `half` is the vector of a group's
+/// positions, of which there are `E::PAIR`.
+#[inline(always)]
+fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
+    if E::PAIR == 1 {
+        return *scales;
+    }
+    // Whole words: compilers make vectors of that.
+    let mut pairs = [0_u64; LANES / 2];
+    for (pair, scale) in pairs.iter_mut().zip(&scales[half * LANES / 2..]) {
+        *pair = u64::from(scale.to_bits()) * 0x1_0000_0001;
+    }
+    // SAFETY: as many bytes, and any of them are floats.
+    unsafe { std::mem::transmute::<[u64; LANES / 2], [f32; LANES]>(pairs) }
+}
+
+/// The scales of a pair of positions in turn, or that of one position where pairs have one.
+#[inline(always)]
+fn alternating<E: Element>(scales: &[f32; GROUP], pair: usize) -> [f32; LANES] {
+    if E::PAIR == 1 {
+        return [scales[pair]; LANES];
+    }
+    let [low, high] = [scales[2 * pair], scales[2 * pair + 1]].map(|x| u64::from(x.to_bits()));
+    // SAFETY: as many bytes, and any of them are floats.
+    unsafe { std::mem::transmute::<[u64; LANES / 2], [f32; LANES]>([low | high << 32; LANES / 2]) }
 }
 
 /// Begins to load a block's share of a group.
