@@ -43,3 +43,13 @@ def test_the_table_has_rates_and_perplexities_together() -> None:
         "| Q4_0 | prefill 1024/1, 1 at a time | 3000 | 1500 | 2.00 |",
         "| Q8_0 | perplexity | 9.000 | 18.000 | - |",
     ]
+
+
+def test_the_table_of_keys_and_values_has_steps_and_then_perplexities() -> None:
+    machine = {"cpu": "c", "cores": 2, "memory_gib": 1, "kernel": "6", "python": "3", "torch": "2", "forebay": "0"}
+    found = Results(benchmark="kv_cache", machine={**machine, "commit": "abc"}, rounds=1)
+    for kind, factor in (("bfloat16", 1.0), ("int8", 0.5)):
+        found.runs.append(Run("m: perplexity", kind, 1, {"perplexity": 3.0 / factor, "token_bytes": 512 * factor}))
+        found.runs.append(Run("m: 8 rows behind 256", kind, 1, {"step_ms": 20.0 * factor}))
+    rows = [line for line in tables.render(found).splitlines() if line.startswith("| m |")]
+    assert rows == ["| m | 8 rows behind 256 | 20.0 | 10.0 | 2.00 |", "| m | 3.0000 | 6.0000 | +100.00% | 512 | 256 |"]

@@ -25,7 +25,7 @@ pub struct LayerSpec {
     pub(crate) gate_up_bias: *const c_void,
     pub(crate) down: *const c_void,
     pub(crate) down_bias: *const c_void,
-    /// `[entries, kv_heads, head_dim]`, or codes of them with scales, see [`ModelSpec`](crate::ModelSpec).
+    /// `[entries, kv_heads, head_dim]`, or codes of as many numbers with their scales.
     pub(crate) keys: *mut c_void,
     pub(crate) values: *mut c_void,
     /// The formats of the four matrices in the order above, see [`Format::of`].

@@ -26,7 +26,7 @@ pub(crate) const fn takes_codes(page_size: usize, head_dim: usize) -> bool {
     page_size.is_multiple_of(GROUP) && head_dim.is_multiple_of(SHARED)
 }
 
-/// Where codes of one position go.
+/// The place of one position's codes in a group.
 struct Place {
     first: usize,
     /// Elements that lie together, and the distance to the next ones.
