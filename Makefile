@@ -11,6 +11,8 @@ TEST_PROFILE ?= fast
 # profile of the tests and the one feature that their libraries have more, so that nothing is compiled twice.
 WHEEL_PROFILE ?= release
 WHEEL_FLAGS ?=
+# More of cargo's flags for the tests below the sanitizer, for example --no-run.
+ASAN_FLAGS ?=
 # What `make serve` serves, and further flags for it.
 MODEL ?= smollm2
 ARGS ?=
@@ -196,7 +198,7 @@ test-rust: ## run the Rust tests
 
 test-asan: ## run the tests of the CPU kernels under the address sanitizer; needs a nightly Rust toolchain
 	RUSTFLAGS='-Zsanitizer=address' cargo +nightly test --locked --package forebay-kernels --lib \
-		--target $$(rustc -vV | sed -n 's/^host: //p') --target-dir $(TARGET_DIR)/asan
+		--target $$(rustc -vV | sed -n 's/^host: //p') --target-dir $(TARGET_DIR)/asan $(ASAN_FLAGS)
 
 test-python: build-tests ## run the Python tests, the end-to-end tests among them
 	$(TEST_BINARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) --ignore tests/e2e $(PYTEST_ARGS)

@@ -29,7 +29,15 @@ def clear(model: Model, expected: Expected) -> Expected:
     return kept
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3", "deepseek-v32", "glm-dsa"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3-moe",
+        pytest.param("deepseek-v3", marks=pytest.mark.slow),
+        "deepseek-v32",
+        pytest.param("glm-dsa", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_depend_on_neither_tiers_nor_deaths(serve: Serve, models: Models, family: str) -> None:
     model = models(family)
     server = serve(model)

@@ -62,10 +62,12 @@ def settled(server: Server) -> None:
         ("--hot-buffer-tokens", "16"),
         ("--hot-buffer-tokens", "16", "--page-size", "4", "--lookahead", "0"),
         ("--device", "deferred", "--hot-buffer-tokens", "16"),
-        ("--device", "deferred", "--lookahead", "0"),
+        pytest.param(("--device", "deferred", "--lookahead", "0"), marks=pytest.mark.slow),
         ("--device", "deferred", "--attention-backend", "triton", "--hot-buffer-tokens", "16"),
         ("--kv-save", "token", "--kv-save-order", "inline"),
-        ("--kv-save", "token", "--kv-save-order", "fence", "--device", "deferred"),
+        pytest.param(
+            ("--kv-save", "token", "--kv-save-order", "fence", "--device", "deferred"), marks=pytest.mark.slow
+        ),
         ("--kv-save", "token"),
     ],
     ids=" ".join,

@@ -230,7 +230,8 @@ def test_both_hands_keep_the_same_codes(tmp_path: Path, dtype: str) -> None:
     with rust(tmp_path, values) as runner:
         found, page_bytes = served(runner, 17), runner.facts["page_bytes"]
     torch_ = torch_runner(values)
-    check(found, served(torch_, 17))
+    # Angles differ in their last bits, and so a number that is halfway between two codes gets another one.
+    check(found, served(torch_, 17), atol=2e-3)
     assert page_bytes == torch_.kv.page_bytes
 
 
