@@ -125,7 +125,9 @@ def test_what_does_not_go_together_is_said_at_start(
 
 
 def test_a_simulated_device_has_no_use_for_it(serve: Serve, tiny: Model) -> None:
-    server = serve(tiny, "--device", "sim", "--quantization", "w8a8_int8")
+    server = serve(tiny, "--device", "sim", "--quantization", "w8a8_int8", "--kv-cache-dtype", "int8")
     assert "without effect on a simulated device: " in server.log()
     assert "--quantization" in server.log()
-    assert server.http.get("/server_info").json()["config"]["quantization"] is None
+    assert "--kv-cache-dtype" in server.log()
+    config = server.http.get("/server_info").json()["config"]
+    assert (config["quantization"], config["kv_cache_dtype"]) == (None, "auto")

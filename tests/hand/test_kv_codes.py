@@ -123,7 +123,7 @@ def test_a_restored_page_is_the_one_that_was_saved() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        (FAMILY, {"kv_cache_dtype": "fp8"}, "kv cache dtype fp8 is not supported: use auto or int8"),
+        (FAMILY, {"kv_cache_dtype": "fp8"}, "kv cache dtype fp8 is not supported: use null or int8"),
         (
             FAMILY,
             {"page_size": 8},

@@ -26,6 +26,8 @@ pub struct Memory {
     pub device: String,
     /// The model's arithmetic.
     pub dtype: String,
+    /// The numbers of keys and values; `None`: those of `dtype`.
+    pub kv_cache_dtype: Option<String>,
     /// Tokens of a page.
     pub page_size: u32,
     /// Replicas in all.
@@ -61,9 +63,11 @@ impl Memory {
     /// The memory as a table for people.
     #[must_use]
     pub fn text(&self) -> String {
-        let Self { model, device, dtype, page_size, replicas, groups, ranks } = self;
+        let Self { model, device, dtype, page_size, replicas, groups, ranks, .. } = self;
+        let kept =
+            self.kv_cache_dtype.as_ref().map_or_else(String::new, |kept| format!(" in {kept}"));
         let mut text =
-            format!("Model     {model}: {dtype} on {device}, pages of {page_size} tokens\n");
+            format!("Model     {model}: {dtype} on {device}, pages of {page_size} tokens{kept}\n");
         let hands = *groups as usize * ranks.len();
         let arranged = match (*replicas, *groups, ranks.len()) {
             (1, _, 1) => "one rank".to_owned(),
@@ -119,6 +123,7 @@ mod tests {
             model: "tiny".into(),
             device: "cuda".into(),
             dtype: "bfloat16".into(),
+            kv_cache_dtype: None,
             page_size: 16,
             replicas,
             groups,

@@ -106,10 +106,10 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         return lacks("inner dimensions that are odd");
     }
     if asked.kv_codes && !Sizes::takes_codes(asked.page_size as usize, shape.head_dim) {
-        return lacks(&format!(
-            "8-bit keys and values in pages of {} tokens for heads of {}",
+        return Err(ModelError::Broken(format!(
+            "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and heads of a multiple of 32: there are {} and {}",
             asked.page_size, shape.head_dim
-        ));
+        )));
     }
     if shape.heads % shape.kv_heads > 0 {
         return lacks("heads that no key heads divide");
@@ -126,7 +126,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
 
 fn serves_encoder(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.kv_codes {
-        return Err(ModelError::Elsewhere("keys and values of an encoder in pages".into()));
+        return Err(ModelError::Broken(
+            "--kv-cache-dtype is for keys and values in pages, and an encoder keeps none".into(),
+        ));
     }
     let shape = BertShape::of(asked.config)?;
     if asked.pooling.is_none() {
@@ -177,14 +179,14 @@ mod tests {
             (Asked { quantization: Some("fp8"), ..good }, "--quantization fp8"),
             (Asked { ranks: 2, ..good }, "several ranks"),
             (Asked { host_tier: true, ..good }, "a host tier"),
-            (
-                Asked { kv_codes: true, ..good },
-                "8-bit keys and values in pages of 16 tokens for heads of 16",
-            ),
             (Asked { attention_backend: true, ..good }, "backends of attention"),
         ] {
             assert_eq!(serves(&asked), Err(ModelError::Elsewhere(why.into())));
         }
+        let Err(ModelError::Broken(why)) = serves(&Asked { kv_codes: true, ..good }) else {
+            panic!("heads of 16 have no codes");
+        };
+        assert!(why.ends_with("heads of a multiple of 32: there are 16 and 16"), "{why}");
     }
 
     #[test]

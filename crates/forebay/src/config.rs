@@ -243,7 +243,11 @@ impl Config {
             } else {
                 quantization(flags, model, device == Device::Cpu && ranks == 1)?
             },
-            kv_cache_dtype: kv_cache_dtype(flags.loading.kv_cache_dtype, !cuda && ranks == 1)?,
+            kv_cache_dtype: if simulated.is_some() {
+                KvCacheDtype::Auto
+            } else {
+                kv_cache_dtype(flags.loading.kv_cache_dtype, !cuda && ranks == 1)?
+            },
             load_format: match flags.loading.load_format {
                 LoadFormat::Auto => "auto",
                 LoadFormat::Dummy => "dummy",
@@ -434,7 +438,7 @@ pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quant
 pub(crate) fn kv_cache_dtype(flag: KvCacheDtype, may: bool) -> Result<KvCacheDtype> {
     if flag == KvCacheDtype::Int8 && !may {
         bail!(
-            "--kv-cache-dtype int8 is for the compiled kernels of one rank on a CPU: leave it off"
+            "--kv-cache-dtype int8 is for the compiled kernels of one rank on a CPU: leave it off, or use --device cpu"
         );
     }
     Ok(flag)

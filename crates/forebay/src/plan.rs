@@ -89,6 +89,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
         model: model.name.clone(),
         device: config.device.clone(),
         dtype: config.dtype.clone(),
+        kv_cache_dtype: config.kv_cache_dtype.clone(),
         page_size: config.page_size,
         replicas: arrangement.replicas,
         groups: arrangement.groups,

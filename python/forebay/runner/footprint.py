@@ -109,6 +109,8 @@ def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None)
     ranks, exchange = roles(config, group)
     # Whatever the device: operators and attention have no weights.
     choice = Choice(open_device("cpu", config.threads), config, group)
+    if config.kv_codes:
+        choice.check_kv_codes(model)
     made = formats(config, model, choice, None) if config.device == "cpu" else PLAIN
     params = Parameters(config.dtype, torch.device("meta"), made, ranks=ranks, exchange=exchange)
     decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)

@@ -139,7 +139,7 @@ class RunnerConfig:
             return
         wanted = f"kv cache dtype {self.kv_cache_dtype}"
         if self.kv_cache_dtype != "int8":
-            raise ConfigError(f"{wanted} is not supported: use auto or int8")
+            raise ConfigError(f"{wanted} is not supported: use null or int8")
         model = self.kept_model
         if model is None:
             raise ConfigError(f"{wanted} is for keys and values, and the model keeps none: leave it off")
