@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from benchmarks.records import Results
 from forebay.compute.native import NativeCompute
 from forebay.compute.rows import Launch, Rows
 from forebay.device import open_device
+from forebay.runner.runner import ModelRunner
 from forebay.weights.cache import cache_directory
 from forebay.weights.describe import describe_path
 
@@ -71,7 +72,21 @@ WAYS = (
 HOST = open_device("cpu", None)
 
 
-class Model:
+class Slots:
+    """The first slots of a runner, each with pages in no order, and the model that computes them."""
+
+    def __init__(self, runner: ModelRunner, slots: int, pages: int, threads: int) -> None:
+        self.tables, self.kv = runner.tables, runner.kv
+        order = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(0)).int()
+        self.tables.page_table[:slots, :pages] = order.view(slots, pages)
+        self.compute = NativeCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, threads)
+
+    def put(self, slot: int, tokens: Sequence[int]) -> None:
+        """Writes a slot's first tokens."""
+        self.tables.token_pool[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+
+
+class Model(Slots):
     """The model computed one way, with room for a window in each slot and a long prompt in one more."""
 
     def __init__(self, way: Way, description: dict[str, Any], threads: int) -> None:
@@ -85,17 +100,10 @@ class Model:
             dtype=way.dtype,
             quantization=way.quantization,
         )
-        self.tables = runner.tables
-        order = torch.randperm(SLOTS * pages, generator=torch.Generator().manual_seed(0)).int()
-        self.tables.page_table[:SLOTS, :pages] = order.view(SLOTS, pages)
-        self.tables.page_table[PROMPT_SLOT, :long] = torch.arange(SLOTS * pages, SLOTS * pages + long).int()
         if way.plain_head:
             runner.decoder.head_format = None
-        self.compute = NativeCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, threads)
-
-    def put(self, slot: int, tokens: Sequence[int]) -> None:
-        """Writes a slot's first tokens."""
-        self.tables.token_pool[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        super().__init__(runner, SLOTS, pages, threads)
+        self.tables.page_table[PROMPT_SLOT, :long] = torch.arange(SLOTS * pages, SLOTS * pages + long).int()
 
 
 def step(slots: Sequence[int], start: int | Sequence[int], length: int | Sequence[int]) -> Launch:
@@ -120,16 +128,7 @@ def as_text(questions: Sequence[dict[str, str]]) -> str:
     return "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in questions)
 
 
-class Computes(Protocol):
-    """A model with slots."""
-
-    compute: NativeCompute
-
-    def put(self, slot: int, tokens: Sequence[int]) -> None:
-        """Writes a slot's first tokens."""
-
-
-def losses(model: Computes, windows: Sequence[Sequence[int]]) -> torch.Tensor:
+def losses(model: Slots, windows: Sequence[Sequence[int]]) -> torch.Tensor:
     """Negative log-likelihoods [windows, length - 1] of each token after those before it, one decode row at a time."""
     slots, length = range(len(windows)), len(windows[0])
     for slot, window in enumerate(windows):

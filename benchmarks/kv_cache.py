@@ -23,7 +23,6 @@ from benchmarks import accuracy, coder, compare, in_process, models, records
 from benchmarks.cells import markdown, number, spread, table_of
 from benchmarks.in_process import PAGE
 from benchmarks.records import Results, Run
-from forebay.compute.native import NativeCompute
 from forebay.weights.cache import cache_directory
 from forebay.weights.describe import describe_path
 
@@ -39,7 +38,7 @@ WINDOWS = 4
 PERPLEXITY = "perplexity"
 
 
-class Model:
+class Model(accuracy.Slots):
     """The model with pages of one kind, and a context in each slot."""
 
     def __init__(self, kind: str, description: dict[str, Any], threads: int) -> None:
@@ -53,12 +52,7 @@ class Model:
             quantization="gguf",
             kv_cache_dtype=KINDS[kind],
         )
-        self.tables = runner.tables
-        pages = positions // PAGE
-        order = torch.randperm(SLOTS * pages, generator=torch.Generator().manual_seed(0)).int()
-        self.tables.page_table[:SLOTS, :pages] = order.view(SLOTS, pages)
-        self.kv = runner.kv
-        self.compute = NativeCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, threads)
+        super().__init__(runner, SLOTS, positions // PAGE, threads)
 
     def fill(self) -> None:
         """Puts numbers into all pages: memory that nobody wrote is read from caches."""
@@ -67,10 +61,6 @@ class Model:
                 # As codes, scales are 0.0115.
                 pages.fill_(0x3C) if pages.dtype == torch.uint8 else pages.normal_()
         self.tables.token_pool.random_(0, 4096, generator=torch.Generator().manual_seed(1))
-
-    def put(self, slot: int, tokens: Sequence[int]) -> None:
-        """Writes a slot's first tokens."""
-        self.tables.token_pool[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
 
 
 def cases() -> dict[str, Any]:

@@ -42,7 +42,7 @@ pub(crate) trait Vector: Copy {
     /// # Safety
     /// `to` can be written for [`LANES`] bytes.
     unsafe fn store_codes(self, to: *mut i8);
-    /// The numbers of bytes.
+    /// The numbers that signed bytes stand for.
     ///
     /// # Safety
     /// `from` can be read for [`LANES`] bytes.

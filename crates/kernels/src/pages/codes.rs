@@ -1,11 +1,12 @@
 //! Keys and values as 8-bit codes, in little more than half the bytes of bfloat16.
 //!
-//! A group has the codes of its elements, in the order in which [`crate::pages`] puts elements. Its
-//! scales follow, of each position one for [`SHARED`] elements of the head, as bfloat16:
-//! `[dim / SHARED, GROUP]`. So outliers of a few dimensions, which keys of some models have, cost
-//! their own block its precision and no other. Attention computes with elements that are made of
-//! the codes, a group at a time, in the first cache.
+//! A group has the codes of its elements first, in the order in which [`crate::pages`] puts
+//! elements. Its scales follow, in bfloat16, `[dim / SHARED, GROUP]`. A scale is for [`SHARED`]
+//! elements of one position. Keys of some models have a few large dimensions, which then take
+//! precision from their own block alone. Attention makes elements of the codes, a group at a time,
+//! and computes with those.
 
+use super::LINE;
 use crate::codes::{LARGEST, SHARED, largest_of};
 use crate::element::{Bf16, Element};
 use crate::tile::{GROUP, Kernel};
@@ -13,9 +14,6 @@ use crate::vector::{LANES, Vector};
 
 /// Codes of [`SHARED`] elements of all positions of a group.
 const BLOCK: usize = SHARED * GROUP;
-/// Codes of a cache line.
-const LINE: usize = 64;
-
 /// Bytes of a group's keys, or of its values.
 pub(crate) const fn group_bytes(dim: usize) -> usize {
     GROUP * dim + dim / SHARED * GROUP * size_of::<Bf16>()
@@ -74,8 +72,8 @@ unsafe fn keep<V: Vector>(head: &[f32], lane: usize, place: &Place, group: *mut 
     }
 }
 
-/// Makes codes of [`SHARED`] numbers and gives their scale. Numbers that are not all finite get a
-/// scale that is none.
+/// Makes codes of [`SHARED`] numbers and gives their scale. The scale is NaN if a number is not
+/// finite.
 #[inline(always)]
 fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
     // SAFETY: `SHARED` numbers and as many codes, which are whole vectors.
@@ -100,8 +98,8 @@ fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
     scale
 }
 
-/// Makes elements of a group's keys. Those of `next` begin to be loaded, from an address that need
-/// not be valid.
+/// Makes elements of a group's keys. The codes at `next` begin to load. That address need not be
+/// valid.
 ///
 /// # Safety
 /// `from` is a group's keys, `to` has room for them, and `dim` is a multiple of [`SHARED`].
@@ -129,8 +127,8 @@ pub(super) unsafe fn keys<E: Element, K: Kernel<E>>(
     }
 }
 
-/// Makes elements of a group's values. Those of positions from `seen` on are zeros, and those of
-/// `next` begin to be loaded.
+/// Makes elements of a group's values. Positions from `seen` on get zeros. The codes at `next` begin
+/// to load.
 ///
 /// # Safety
 /// As of [`keys`].
@@ -173,8 +171,8 @@ unsafe fn scales_of(group: *const u8, index: usize, dim: usize) -> [f32; GROUP] 
     scales.map(Bf16::to_f32)
 }
 
-/// Each of the scales of a vector's positions `E::PAIR` times. `half` is the vector of a group's
-/// positions, of which there are `E::PAIR`.
+/// The scales of a vector of keys, which has `E::PAIR` elements of each of its positions. `half`:
+/// the number of the vector, among the `E::PAIR` vectors that share a group's positions.
 #[inline(always)]
 fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
     if E::PAIR == 1 {
@@ -189,7 +187,7 @@ fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
     unsafe { std::mem::transmute::<[u64; LANES / 2], [f32; LANES]>(pairs) }
 }
 
-/// The scales of a pair of positions in turn, or that of one position where pairs have one.
+/// The scales of a vector of values, which has the `E::PAIR` positions of a pair in turn.
 #[inline(always)]
 fn alternating<E: Element>(scales: &[f32; GROUP], pair: usize) -> [f32; LANES] {
     if E::PAIR == 1 {
