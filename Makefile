@@ -197,7 +197,7 @@ test-rust: ## run the Rust tests
 	cargo test $(CARGO_FLAGS)
 
 test-asan: ## run the tests of the CPU kernels under the address sanitizer; needs a nightly Rust toolchain
-	RUSTFLAGS='-Zsanitizer=address' cargo +nightly test --locked --package forebay-kernels --lib \
+	RUSTFLAGS='-Zsanitizer=address' cargo +nightly test --locked --profile $(TEST_PROFILE) --package forebay-kernels --lib \
 		--target $$(rustc -vV | sed -n 's/^host: //p') --target-dir $(TARGET_DIR)/asan $(ASAN_FLAGS)
 
 test-python: build-tests ## run the Python tests, the end-to-end tests among them
