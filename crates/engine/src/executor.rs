@@ -60,8 +60,12 @@ pub trait Executor: Send {
     }
     /// Waits for the next signal, at most `timeout_us` microseconds (`None`: without a limit).
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal;
-    /// Ends the group as quickly as it allows, and waits for its end. Idempotent.
+    /// Asks the group to end, and waits for its end. Idempotent.
     fn stop(&mut self);
+    /// Ends a group that hangs or errs, without asking it, and waits for its end. Idempotent.
+    fn kill(&mut self) {
+        self.stop();
+    }
     /// The waker of [`wait`](Self::wait).
     fn waker(&self) -> Arc<dyn Wake>;
 }

@@ -184,7 +184,7 @@ impl Owner {
         let rested = self.rested_step == Some(step);
         for (member, result) in self.members.iter_mut().zip(results) {
             if let Err(error) = member.apply(result, rested) {
-                self.executor.stop();
+                self.executor.kill();
                 return self.died(&format!("it broke the protocol: {error}"));
             }
         }
@@ -195,7 +195,7 @@ impl Owner {
         let silent =
             members.filter_map(|(member, result)| member.watch_copies(!result.copied.is_empty()));
         if let Some(silent) = silent.max() {
-            self.executor.stop();
+            self.executor.kill();
             self.copies_hang = true;
             self.died(&format!("no copy has ended for {silent} s"));
         }

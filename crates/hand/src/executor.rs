@@ -522,6 +522,12 @@ impl Executor for HandExecutor {
         self.regions.clear();
     }
 
+    fn kill(&mut self) {
+        // A process that is stopped would take no order, and keep the others waiting for it.
+        self.ranks.iter().for_each(|rank| rank.process.doom());
+        self.stop();
+    }
+
     fn waker(&self) -> Arc<dyn Wake> {
         self.waker.clone()
     }

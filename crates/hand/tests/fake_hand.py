@@ -113,6 +113,9 @@ send_json(READY, facts)
 while True:
     kind, step, columns = read_frame()
     if kind == SHUTDOWN:
+        if behaviour == "last words":
+            with open(os.environ["FAKE_PID_FILE"], "w") as file:
+                file.write("told")
         if behaviour == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)

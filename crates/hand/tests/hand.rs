@@ -353,6 +353,20 @@ fn the_whole_process_group_goes() {
 }
 
 #[test]
+fn a_killed_hand_is_not_asked() {
+    let file = std::env::temp_dir().join(format!("forebay-told-{}", std::process::id()));
+    let mut spec = spec("last words");
+    spec.env.push(("FAKE_PID_FILE".into(), file.clone().into()));
+    let mut executor = executor(spec);
+    ready(&mut executor);
+    executor.kill();
+    assert!(!file.exists());
+    ready(&mut executor);
+    executor.stop();
+    std::fs::remove_file(&file).expect("a stopped hand is asked");
+}
+
+#[test]
 fn a_hand_that_ignores_its_orders_is_killed() {
     let mut executor = executor(spec("stubborn"));
     ready(&mut executor);

@@ -126,6 +126,10 @@ impl Executor for Recorder {
         self.inner.stop();
     }
 
+    fn kill(&mut self) {
+        self.inner.kill();
+    }
+
     fn waker(&self) -> Arc<dyn Wake> {
         self.inner.waker()
     }

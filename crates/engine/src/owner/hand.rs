@@ -40,7 +40,7 @@ impl Owner {
             let limit = self.config.load_timeout_us;
             let silent = self.clock.now_us().saturating_sub(since);
             if limit > 0 && silent >= limit {
-                self.executor.stop();
+                self.executor.kill();
                 self.died(&format!(
                     "no sign of life for {} s while it started",
                     silent / 1_000_000
@@ -62,7 +62,7 @@ impl Owner {
         }
         let silent = self.clock.now_us().saturating_sub(self.progress_us);
         if silent >= self.config.watchdog_us {
-            self.executor.stop();
+            self.executor.kill();
             self.died(&format!("no result for {} s", silent / 1_000_000));
         }
     }
