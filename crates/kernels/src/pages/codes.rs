@@ -127,8 +127,8 @@ pub(super) unsafe fn keys<E: Element, K: Kernel<E>>(
     }
 }
 
-/// Makes elements of a group's values. Positions from `seen` on get zeros. The codes at `next` begin
-/// to load.
+/// Makes elements of a group's values. Positions from `seen` on get zeros. The codes at `next`
+/// begin to load.
 ///
 /// # Safety
 /// As of [`keys`].
