@@ -26,4 +26,4 @@ mod step;
 mod tables;
 
 pub use process::main;
-pub use serves::{Asked, serves};
+pub use serves::{Asked, serves, why_no_codes};

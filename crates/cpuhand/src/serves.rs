@@ -92,6 +92,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.kernels == Some("torch") {
         return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
     }
+    if let Some(why) = why_no_codes(asked) {
+        return Err(ModelError::Broken(why));
+    }
     match asked.quantization {
         None | Some("auto" | "w8a8_int8" | "gguf") => {}
         Some(other) => return lacks(&format!("--quantization {other}")),
@@ -104,12 +107,6 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     let sizes = [shape.hidden_size, shape.intermediate_size, shape.head_dim, shape.rotary_dim];
     if sizes.iter().chain(of_experts.iter().flatten()).any(|size| size % 2 > 0) {
         return lacks("inner dimensions that are odd");
-    }
-    if asked.kv_codes && !Sizes::takes_codes(asked.page_size as usize, shape.head_dim) {
-        return Err(ModelError::Broken(format!(
-            "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and heads of a multiple of 32: there are {} and {}",
-            asked.page_size, shape.head_dim
-        )));
     }
     if shape.heads % shape.kv_heads > 0 {
         return lacks("heads that no key heads divide");
@@ -124,12 +121,26 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     }
 }
 
-fn serves_encoder(asked: &Asked<'_>) -> Result<(), ModelError> {
-    if asked.kv_codes {
-        return Err(ModelError::Broken(
-            "--kv-cache-dtype is for keys and values in pages, and an encoder keeps none".into(),
-        ));
+/// The reason for which pages can't have the 8-bit codes that are asked for; `None`: they can, or
+/// only another hand knows the model.
+#[must_use]
+pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
+    if !asked.kv_codes {
+        return None;
     }
+    if is_bert(asked.config) {
+        return Some("--kv-cache-dtype is for keys and values, and an encoder keeps none".into());
+    }
+    let head_dim = Shape::of(asked.config).ok()?.head_dim;
+    (!Sizes::takes_codes(asked.page_size as usize, head_dim)).then(|| {
+        format!(
+            "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and heads of a multiple of 32: there are {} and {head_dim}",
+            asked.page_size
+        )
+    })
+}
+
+fn serves_encoder(asked: &Asked<'_>) -> Result<(), ModelError> {
     let shape = BertShape::of(asked.config)?;
     if asked.pooling.is_none() {
         return Err(ModelError::Broken("an encoder generates nothing".into()));

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use forebay_cpuhand::{Asked, serves};
+use forebay_cpuhand::{Asked, serves, why_no_codes};
 use forebay_weights::ModelError;
 use serde::Serialize;
 
@@ -32,9 +32,6 @@ impl Chosen {
         if config.simulated.is_some() {
             return Ok(Self { hand: "none", hand_reason: Some("the device is simulated".into()) });
         }
-        if flag == Hand::Torch {
-            return Ok(Self::torch("--hand torch"));
-        }
         let kernels = std::env::var("FOREBAY_KERNELS").ok();
         let quantization = config.quantization.map(crate::flags::Quantization::name);
         let asked = Asked {
@@ -51,6 +48,13 @@ impl Chosen {
             context_length: config.context_length.into(),
             kernels: kernels.as_deref(),
         };
+        // PyTorch's hand refuses it too, and need not be installed for that.
+        if let Some(why) = why_no_codes(&asked) {
+            bail!("{why}");
+        }
+        if flag == Hand::Torch {
+            return Ok(Self::torch("--hand torch"));
+        }
         match serves(&asked) {
             Ok(()) => Ok(Self { hand: "rust", hand_reason: None }),
             Err(ModelError::Elsewhere(what)) if flag == Hand::Rust => {
