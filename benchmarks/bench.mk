@@ -28,7 +28,7 @@ LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 .PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
-	bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
+	bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-hand-host bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -107,6 +107,9 @@ bench-outposts: setup-dev ## time what an outpost adds to a step's round trip (1
 
 bench-outpost-bursts: bench-build ## measure what a burst of large requests does to streams behind an outpost (3 minutes)
 	$(BIN)/python -m benchmarks.outpost_bursts $(BENCH_ROUNDS)
+
+bench-hand-host: setup-dev ## time the host side of a hand whose steps a GPU would compute, without a GPU (1 minute)
+	$(BIN)/python -m benchmarks.hand_host $(BENCH_ROUNDS)
 
 bench-fan-out: setup-dev ## time how plans go to ranks and their results come back (1 minute)
 	cargo build --locked --release --package forebay-hand --example fan_out

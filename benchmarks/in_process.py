@@ -22,6 +22,7 @@ def runner(
     quantization: str | None = None,
     kv_cache_dtype: str | None = None,
     device: str = "cpu",
+    attention_backend: str | None = None,
     step_tokens: int = 1024,
     dummy: bool = False,
 ) -> ModelRunner:
@@ -41,7 +42,7 @@ def runner(
         "context_length": context,
         "chunked_prefill_size": step_tokens,
         "max_running_requests": slots,
-        "attention_backend": None,
+        "attention_backend": attention_backend,
         "graph_rows": slots if device == "cuda" else 0,
         "mem_fraction_static": 0.5,
         "max_total_tokens": tokens,

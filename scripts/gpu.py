@@ -1,7 +1,7 @@
 """Tests and measures the hand on an NVIDIA GPU, on a host without a network and without this project's environment.
 
 usage: gpu.py test [PYTEST ARGUMENTS]   the tests of tests/gpu_device
-       gpu.py bench [ARGUMENTS]         benchmarks/gpu_hand.py
+       gpu.py bench [ARGUMENTS]         benchmarks/gpu/steps.py
        gpu.py pack [--binary FILE]      makes .gpu: packages that such a host lacks, and the server's binary
 
 Where there is no GPU, `test` and `bench` say why, and end with status 0. They run with the interpreter
@@ -51,7 +51,7 @@ def test(arguments: list[str]) -> int:
 def bench(arguments: list[str]) -> int:
     """The measurements."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
-        module = [sys.executable, "-m", "benchmarks.gpu_hand"]
+        module = [sys.executable, "-m", "benchmarks.gpu.steps"]
         return subprocess.run([*module, *arguments], cwd=ROOT, env=environment(Path(folder)), check=False).returncode
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu_hand import SHAPES
+from benchmarks.gpu.shapes import SHAPES
 from forebay.device import Device, open_device
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig

@@ -54,7 +54,8 @@ class Graphs:
     def __init__(self, device: Device, most_rows: int, step_tokens: int) -> None:
         """`most_rows` of a graph; 0: no graph at all. `step_tokens`: most of a step."""
         self._device = device
-        self._decodes = [Size(rows, rows, mixed=False) for rows in decode_rows(most_rows)]
+        self._decode_rows = decode_rows(most_rows)
+        self._decodes = [Size(rows, rows, mixed=False) for rows in self._decode_rows]
         self._mixed = mixed_sizes(most_rows, step_tokens)
         self._models: dict[Size, Work] = {}
         self._samplers: dict[tuple[int, bool], Work] = {}
@@ -85,7 +86,7 @@ class Graphs:
         if not self._models:
             return None
         if tokens == rows:
-            at = bisect_left(self._decodes, Size(rows, rows, mixed=False))
+            at = bisect_left(self._decode_rows, rows)
             return self._decodes[at] if at < len(self._decodes) else None
         return next((size for size in self._mixed if size.tokens >= tokens and size.rows >= rows), None)
 

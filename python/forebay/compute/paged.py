@@ -115,6 +115,8 @@ class BlockAnswers:
 class PagedSteps:
     """Implements `Steps`."""
 
+    by_slot = True
+
     def __init__(
         self,
         model: Callable[[], Decoder],
@@ -151,6 +153,9 @@ class PagedSteps:
         words = tables.slots * (SLOT_WORDS + SLOT_FLOATS + tables.stride + 4 * (1 + tables.pages_per_slot))
         self._input = torch.zeros(_PLACES + min(words, MOST_WORDS), dtype=torch.int32, device=place)
         self._no_tokens = torch.zeros(1, dtype=torch.int32, device=place)
+        self._at_its_place = Received(self._input[_PLACES:], self._input[:_PLACES].view(-1, 2), self._no_tokens)
+        """A plan where graphs read it."""
+        self._room = len(self._input) - _PLACES
         self.graphs = Graphs(device, min(limits.graph_rows, limits.rows), limits.tokens)
 
     def answers(self, launch: Launch, ask: Ask) -> Answers:
@@ -172,11 +177,14 @@ class PagedSteps:
             self._counts.write(writes.recount, self._tables.token_pool)
 
     def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        self.compute(launch)
+        assert isinstance(answers, BlockAnswers)
+        self._compute_step(launch, answers.size, answers.captured)
         self.choose(launch, ask, answers)
 
     def compute(self, launch: Launch) -> None:
-        size, captured = self._size(launch)
+        self._compute_step(launch, *self._size(launch))
+
+    def _compute_step(self, launch: Launch, size: Size, captured: bool) -> None:
         received = self._receive(launch.inputs)
         self._computed = self._memory
         if captured:
@@ -211,20 +219,15 @@ class PagedSteps:
     def _size(self, launch: Launch) -> tuple[Size, bool]:
         """The size for a step, and true if a graph computes it."""
         rows = launch.rows
-        count, tokens = len(rows.slot), int(rows.length.sum())
+        count, tokens = len(rows.slot), launch.inputs.tokens
         if rows.given is None and rows.prompts is None and self._fits(launch.inputs):
             size = self.graphs.fit(count, tokens)
             if size is not None:
                 return size, True
         return Size(tokens, count, tokens > count), False
 
-    @property
-    def _at_its_place(self) -> Received:
-        places_ = self._input[:_PLACES].view(-1, 2)
-        return Received(self._input[_PLACES:], places_, self._no_tokens)
-
     def _fits(self, inputs: StepInputs) -> bool:
-        return len(inputs.plan.body) <= len(self._input) - _PLACES
+        return len(inputs.plan.body) <= self._room
 
     def _receive(self, inputs: StepInputs) -> Received:
         """The plan on the device: where graphs read it, if there is room. Called as work."""

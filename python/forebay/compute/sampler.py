@@ -29,8 +29,6 @@ from forebay.weights.shards import Part
 NO_MASKS: Mapping[int, UInt32s] = MappingProxyType({})
 _PENALTIES = (SlotFloat.REPETITION_PENALTY, SlotFloat.PRESENCE_PENALTY, SlotFloat.FREQUENCY_PENALTY)
 
-_SIMPLE = {"entries", "drawn", "temperature", "u", "limited", "top_k", "top_p", "nucleus", "nucleus_p", "min_p"}
-
 
 @dataclass
 class Ask:
@@ -39,16 +37,12 @@ class Ask:
     slots: Int64s  # [s]
     positions: Int64s  # [s]
     plain: bool  # the largest logit, and nothing else
+    simple: bool = False  # the largest logit or a draw after the filters, and nothing else
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     """The parameters for the device, by name. A parameter that no row uses is absent."""
     all_drawn: bool = False
     width: int = 0
     logprobs: AskedLogprobs | None = None
-
-    @property
-    def simple(self) -> bool:
-        """True if rows need only the largest logit, or a draw after the filters."""
-        return self.logprobs is None and self.columns.keys() <= _SIMPLE
 
 
 @dataclass(frozen=True)
@@ -116,15 +110,24 @@ class Sampler:
         self._ops = ops
         self._device = device
 
-    def ask(self, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s] = NO_MASKS) -> Ask:
-        """The parameters of `positions` [s] of `slots` [s]. `masks` are by row. Called by the host."""
+    def ask(
+        self, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s] = NO_MASKS, by_slot: bool = False
+    ) -> Ask:
+        """The parameters of `positions` [s] of `slots` [s]. `masks` are by row. Called by the host.
+
+        `by_slot`: where all rows are simple, the device reads the parameters of draws by itself.
+        """
         tables = self._tables
-        ask = Ask(slots, positions, plain=not masks and bool(tables.plain[slots].all()))
+        plain = not masks and bool(tables.plain[slots].all())
+        untouched = plain or (not masks and bool(tables.untouched[slots].all()))
+        ask = Ask(slots, positions, plain, untouched)
         ask.columns["entries"] = slots * tables.stride + positions
-        if not ask.plain:
+        if not untouched:
             self._ask_adjusted(ask, masks)
-            self._ask_drawn(ask)
             self._ask_logprobs(ask)
+            ask.simple = len(ask.columns) == 1
+        if not (plain or (by_slot and ask.simple)):
+            self._ask_drawn(ask)
         return ask
 
     def greedy(self, best: torch.Tensor, finite: torch.Tensor, ask: Ask) -> Sampled:

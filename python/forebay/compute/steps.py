@@ -43,6 +43,10 @@ class Steps(Protocol):
     def graphs(self) -> Graphs | None:
         """The graphs of `capture`; None: there are none."""
 
+    @property
+    def by_slot(self) -> bool:
+        """True if simple rows are drawn with parameters that the device keeps by slot."""
+
     def answers(self, launch: Launch, ask: Ask) -> Answers:
         """Memory for the results of a step, and the host's decisions about it. Called by the host."""
 
@@ -66,6 +70,7 @@ class OperatorSteps:
     """`Steps` of a `Compute` and the sampler. The reference for every other way."""
 
     graphs = None
+    by_slot = False
 
     def __init__(self, compute: Callable[[], Compute], tables: SlotTables, sampler: Sampler, device: Device) -> None:
         """`compute` is called as work."""

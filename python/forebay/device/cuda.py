@@ -150,7 +150,7 @@ class CudaDevice:
         bytes_, end = source.numpy(), 0
         for array in arrays:
             begin, end = end, end + array.nbytes
-            bytes_[begin:end].view(array.dtype).reshape(array.shape)[...] = array
+            bytes_[begin:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target.view(torch.uint8)[:end].copy_(source, non_blocking=True)
 
     def capture(self, work: Work) -> Work:

@@ -42,9 +42,8 @@ def column_id(name: str) -> int:
 def places(plan: Plan) -> Int32s:
     """The place of each column in a plan's body, int32 [columns, 2]: first word and words; for the device."""
     found = np.zeros((len(COLUMNS), 2), np.int32)
-    for id_, name in enumerate(COLUMNS):
-        place = plan.place(name)
-        found[id_] = place.start, place.stop - place.start
+    for id_, place in plan.places.items():
+        found[id_ - 1] = place.start, place.stop - place.start
     return found
 
 

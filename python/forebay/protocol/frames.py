@@ -74,13 +74,15 @@ class Header:
                 f"protocol version {version}, but this hand speaks {VERSION}: "
                 "brain and hand are from different releases"
             )
-        if kind not in Kind.__members__.values():
-            raise WireError(f"unknown frame kind {kind}")
+        try:
+            known = Kind(kind)
+        except ValueError:
+            raise WireError(f"unknown frame kind {kind}") from None
         if words > MAX_WORDS:
             raise WireError(f"frame of {words} words is over the limit")
         if ENTRY_WORDS * columns > words:
             raise WireError("malformed frame: more columns than words")
-        return cls(Kind(kind), step, columns, words)
+        return cls(known, step, columns, words)
 
 
 def nothing() -> None:
@@ -144,16 +146,27 @@ class Frame:
         Raises `WireError` for other columns.
         """
         columns = [self.body[:0]] * count
-        for id_, place in self.places.items():
-            if id_ > count:
-                raise WireError(f"malformed frame: unknown column {id_}")
-            columns[id_ - 1] = self.body[place]
+        for id_, column in self.present(count).items():
+            columns[id_ - 1] = column
         return columns
+
+    def present(self, count: int) -> dict[int, Int32s]:
+        """The columns that the frame has, by id, as views of the body. Raises `WireError` for ids over `count`."""
+        columns = {id_: self.body[place] for id_, place in self.places.items()}
+        # Ids ascend.
+        last = next(reversed(columns), 0)
+        if last > count:
+            raise WireError(f"malformed frame: unknown column {last}")
+        return columns
+
+    def check_kind(self, kind: Kind) -> None:
+        """Raises `WireError` if it is of another kind."""
+        if self.kind != kind:
+            raise WireError(f"malformed frame: not a {kind.name.lower()}")
 
     def expect(self, kind: Kind, count: int) -> list[Int32s]:
         """The columns of a frame, as in `known`. Raises `WireError` if it is of another kind."""
-        if self.kind != kind:
-            raise WireError(f"malformed frame: not a {kind.name.lower()}")
+        self.check_kind(kind)
         return self.known(count)
 
 
@@ -183,9 +196,15 @@ def encode_text(kind: Kind, text: str) -> bytes:
 
 def ints(*shape: int) -> Any:
     """A dataclass field: int32 zeros of this shape."""
-    return field(default_factory=lambda: np.zeros(shape, np.int32))
+    return _zeros(shape, np.int32)
 
 
 def floats(*shape: int) -> Any:
     """A dataclass field: float32 zeros of this shape."""
-    return field(default_factory=lambda: np.zeros(shape, np.float32))
+    return _zeros(shape, np.float32)
+
+
+def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
+    empty = np.zeros(shape, dtype)
+    # Nobody can write to what has no elements, so one serves all: a result has a dozen.
+    return field(default_factory=lambda: empty if not empty.size else np.zeros(shape, dtype))

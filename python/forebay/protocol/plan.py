@@ -128,6 +128,14 @@ _RECORDS = {
     "image_spans": IMAGE_SPAN_WORDS,
     "prompt_logprobs": PROMPT_LOGPROBS_WORDS,
 }
+_FLOATS = ("slot_floats", "bias_values")
+_EMPTY: dict[str, Any] = {
+    name: np.zeros((0, _RECORDS[name]) if name in _RECORDS else 0, np.float32 if name in _FLOATS else np.int32)
+    for name in COLUMNS
+}
+"""The columns of a plan that has none."""
+_USUAL = {_IDS[name] for name in COLUMNS[: COLUMNS.index("rows") + 1]}
+"""The columns that plans of plain requests have."""
 _NOWHERE = slice(0, 0)
 _KNOWN_FLAGS = np.isin(np.arange(8), (0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED))
 """The combinations of flags that a row may have."""
@@ -174,13 +182,16 @@ class Plan:
     @classmethod
     def decode(cls, frame: Frame) -> Plan:
         """Reads a plan's frame in place. Raises `WireError` if the columns' lengths contradict each other."""
-        columns: dict[str, Any] = dict(zip(COLUMNS, frame.expect(Kind.PLAN, len(COLUMNS)), strict=True))
-        for name, words in _RECORDS.items():
-            if columns[name].size % words:
-                raise WireError("malformed frame: plan record length")
-            columns[name] = columns[name].reshape(-1, words)
-        for name in ("slot_floats", "bias_values"):
-            columns[name] = columns[name].view(np.float32)
+        frame.check_kind(Kind.PLAN)
+        columns = _EMPTY.copy()
+        for id_, column in frame.present(len(COLUMNS)).items():
+            name = COLUMNS[id_ - 1]
+            words = _RECORDS.get(name)
+            if words is not None:
+                if column.size % words:
+                    raise WireError("malformed frame: plan record length")
+                column = column.reshape(-1, words)
+            columns[name] = column.view(np.float32) if name in _FLOATS else column
         plan = cls(frame.step, **columns, body=frame.body, places=frame.places, release=frame.release)
         plan._check()
         return plan
@@ -203,16 +214,22 @@ class Plan:
         )
         if not agree or not self._rare_columns_agree():
             raise WireError("malformed frame: plan columns disagree")
-        flags = self.rows[:, 3]
-        if len(flags) and (
-            np.minimum.reduce(flags) < 0
-            or np.maximum.reduce(flags) >= len(_KNOWN_FLAGS)
-            or not _KNOWN_FLAGS[flags].all()
-        ):
+        if not self._flags_are_known():
             raise WireError("malformed frame: unknown row flags")
+
+    def _flags_are_known(self) -> bool:
+        """True if each row's flags are a known combination."""
+        flags = self.rows[:, 3]
+        bits = int(np.bitwise_or.reduce(flags))
+        # One flag alone, in the rows that have it.
+        if bits in (0, FLAG_SAMPLE, FLAG_POOL):
+            return True
+        return 0 <= bits < len(_KNOWN_FLAGS) and bool(_KNOWN_FLAGS[flags].all())
 
     def _rare_columns_agree(self) -> bool:
         """True if columns that most plans lack fit the others."""
+        if self.places.keys() <= _USUAL:
+            return True
         if self.row_tokens.size:
             sampling = np.count_nonzero(self.rows[:, 3] & FLAG_SAMPLE)
             if self.row_tokens.size != sampling or self.row_tokens.min() < 1:

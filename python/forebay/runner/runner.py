@@ -28,7 +28,7 @@ from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
 from forebay.protocol.masks import Masks, UInt32s
-from forebay.protocol.plan import FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, NO_PAGE, Plan
+from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, Plan
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner import formats
 from forebay.runner.copier import Copier
@@ -37,6 +37,7 @@ from forebay.runner.images import Images
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
 from forebay.runner.measured import largest_plans, telling_of_memory
+from forebay.runner.planned import PlannedRows
 from forebay.runner.warm import sparse_plan, warm_plans
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
 from forebay.state.host import HostPool, host_page_count
@@ -454,32 +455,30 @@ class ModelRunner:
         plan.release()
 
     def _queue_rows(self, plan: Plan, inputs: StepInputs, masks: Waited) -> Columns:
-        slot, start, length, flags = plan.rows.T.astype(np.int64)
-        ends = start + length
-        self._check_rows(slot, start, length, ends)
-        known = self._flag | FLAG_MASKED if self._flag == FLAG_SAMPLE else self._flag
-        if (flags & ~known).any():
-            raise PlanError(f"rows with the flags {flags.tolist()}, of which the model knows {known}")
+        planned = PlannedRows.read(plan, self.config.slots, self.config.context_length, self._flag)
+        slot, start, length, sampling = planned.slot, planned.start, planned.length, planned.sampling
         given = self.prompts.given(slot, start)
         wanted = PromptTokens.read(plan.prompt_logprobs, slot)
         if self._flag == FLAG_POOL:
             if wanted is not None:
                 raise PlanError("log-probabilities of a prompt that is pooled")
-            return self._queue_pooled(Rows(slot, start, length, np.flatnonzero(flags), given), inputs)
+            return self._queue_pooled(Rows(slot, start, length, sampling, given), inputs)
         hot = self.tables.hot
         sparse = None if hot is None else hot.check_rows(slot, length)
         found = None if sparse is None else FoundColumns(self.device)
         images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
-        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse, images=images, prompts=wanted)
+        rows = Rows(slot, start, length, sampling, given, sparse, images=images, prompts=wanted)
         prompts = None if wanted is None else PromptColumns(wanted, slot, self.tables, self._ops, self.device)
         launch, steps = Launch(rows, inputs, found, prompts), self._steps
-        slots, positions = slot[rows.sampling], ends[rows.sampling]
-        masked = np.flatnonzero(flags[rows.sampling] & FLAG_MASKED)
-        if len(masked):
+        slots, positions = slot[sampling], planned.ends[sampling]
+        if len(planned.masked):
             self.device.queue(partial(steps.compute, launch))
-            ask, work = self._sampler.ask(slots, positions, self._receive(masked, masks)), steps.choose
+            ask, work = (
+                self._sampler.ask(slots, positions, self._receive(planned.masked, masks), steps.by_slot),
+                steps.choose,
+            )
         else:
-            ask, work = self._sampler.ask(slots, positions), steps.sample
+            ask, work = self._sampler.ask(slots, positions, by_slot=steps.by_slot), steps.sample
         answers = steps.answers(launch, ask)
         self.device.queue(partial(work, launch, ask, answers))
         return TokenColumns(answers, launch)
@@ -521,13 +520,3 @@ class ModelRunner:
     @cached_property
     def _pooler(self) -> Pooler:
         return self._choice.pooler(self.model, self.tables, self.kv, self.prompts)
-
-    def _check_rows(self, slot: Int64s, start: Int64s, length: Int64s, ends: Int64s) -> None:
-        """Raises `PlanError` for rows outside the tables, which would read or write another slot's memory."""
-        least, most = np.minimum.reduce, np.maximum.reduce
-        within = least(slot) >= 0 and most(slot) < self.config.slots and least(start) >= 0 and least(length) >= 1
-        if not within or most(ends) > self.config.context_length:
-            raise PlanError(
-                f"a row outside of {self.config.slots} slots of {self.config.context_length} positions: "
-                f"slots {slot.tolist()}, starts {start.tolist()}, lengths {length.tolist()}"
-            )

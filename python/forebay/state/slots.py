@@ -11,7 +11,7 @@ import torch
 from forebay.device import Device
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, Plan, SlotFloat, SlotWord
-from forebay.state.checks import PlanError, within
+from forebay.state.checks import PlanError, columns_within, within
 from forebay.state.config import RunnerConfig
 from forebay.state.counts import Int64s, Recount, TokenCounts, ragged
 from forebay.state.hot_rows import HotRows
@@ -50,6 +50,7 @@ class SlotTables:
         self.vocabulary = vocabulary
         self.context_length = config.context_length
         self.pages_per_slot = config.pages_per_slot
+        self._page_limits = {"page write: slot": self.slots, "page write: index": self.pages_per_slot}
         self.stride = config.context_length + 1
         lines, place = config.slots + 1, device.torch_device
         # One more than the context: the token sampled at its very end is stored too.
@@ -70,7 +71,9 @@ class SlotTables:
         self.logprobs = np.full(config.slots, -1, np.int32)
         self.seed = np.zeros(config.slots, np.uint64)
         self.floats = np.zeros((config.slots, len(SlotFloat)), np.float32)  # by SlotFloat
-        # Greedy and nothing else: what most rows of most servers ask for takes one comparison to recognise.
+        # What most rows of most servers ask for takes one comparison to recognise: logits that nothing changes and
+        # that nobody wants to see, and of these the greedy ones.
+        self.untouched = np.zeros(config.slots, np.bool_)
         self.plain = np.zeros(config.slots, np.bool_)
         self.stop_ids: dict[int, Int32s] = {}
         self.biases: dict[int, tuple[Int32s, Float32s]] = {}
@@ -89,8 +92,7 @@ class SlotTables:
         if not slots and not pages and not backing:
             return None
         if pages:
-            within(plan.page_writes[:, 0], self.slots, "page write: slot")
-            within(plan.page_writes[:, 1], self.pages_per_slot, "page write: index")
+            columns_within(plan.page_writes, self._page_limits)
         if not slots:
             self._read_backing(plan)
             return Writes(0, None, pages, None, backing=backing)
@@ -158,13 +160,14 @@ class SlotTables:
         halves = records[:, [SlotWord.SEED_LO, SlotWord.SEED_HI]].view(np.uint32).astype(np.uint64)
         self.seed[slot] = halves[:, 0] | halves[:, 1] << np.uint64(32)
         self.floats[slot] = floats
-        self.plain[slot] = (
-            (floats[:, SlotFloat.TEMPERATURE] == 0)
-            & ~penalised(floats)
+        untouched = (
+            ~penalised(floats)
             & (records[:, SlotWord.LOGPROBS] < 0)
             & (records[:, SlotWord.STOP_COUNT] == 0)
             & (records[:, SlotWord.BIAS_COUNT] == 0)
         )
+        self.untouched[slot] = untouched
+        self.plain[slot] = untouched & (floats[:, SlotFloat.TEMPERATURE] == 0)
 
     def _read_ragged(self, plan: Plan, slot: Int64s) -> None:
         stops, biases = plan.slots[:, SlotWord.STOP_COUNT], plan.slots[:, SlotWord.BIAS_COUNT]
@@ -189,7 +192,7 @@ class SlotTables:
                 self.allowed[number] = ids.copy()
                 if np.isin(ids, self.stop_ids.get(number, _NO_IDS)).all():
                     self.only_stops.add(number)
-                self.plain[number] = False
+                self.untouched[number] = self.plain[number] = False
 
     def _from_arena(
         self, records: Int32s, slot: Int64s, counts: Int64s, arena: npt.NDArray[np.uint8]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from forebay.device import Device
@@ -18,6 +20,11 @@ class StepInputs:
         """The plan for kernels, once it is on the device."""
         self._device = device
         self._body: torch.Tensor | None = None
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.plan.token_count
 
     def column(self, name: str) -> torch.Tensor:
         """The words of a column, one after the other."""

@@ -1,0 +1,297 @@
+"""Where the microseconds of a hand's host side go, for steps that a GPU would compute from graphs. Without a GPU.
+
+    python -m benchmarks.hand_host --rounds 5
+
+A plan's frame goes through a socket, as the brain sends it, and the result comes back. All of the hand's own code runs,
+`CudaDevice` too. Its memory is the host's: a copy is one of a few hundred bytes here, the replay of a graph does
+nothing, and an event is a look at the clock. So what the driver takes for two copies, two graphs and two events is not
+in these numbers. Launches that no graph holds are counted.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import compare, in_process, records
+from benchmarks.cells import markdown, number, table_of
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.records import Results, Run
+from forebay.device import Event, Work
+from forebay.device.cuda import CudaDevice
+from forebay.gpu.choose import VARIABLE
+from forebay.protocol.connection import Connection, Ring
+from forebay.protocol.plan import FLAG_SAMPLE, ROW_WORDS, SLOT_WORDS, Plan, SlotFloat, SlotWord
+from forebay.runner.runner import ModelRunner
+
+PARTS = {
+    "receive": "the frame, out of the socket into pinned memory",
+    "decode": "the table of its columns",
+    "check": "rows, slots and pages against the host's tables; the choice of a graph; memory for the results",
+    "queue": "one copy in, two replays, one copy out, without the driver's time",
+    "collect": "tokens out of the block, the error word, times",
+    "send": "the result's frame, into the socket",
+}
+SLOTS, CONTEXT, CHUNK = 513, 1024, 512
+WARM, STEPS = 200, 1000
+HAND = "the hand"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Decode rows, a chunk of a prompt beside them or none, and what the rows ask for."""
+
+    name: str
+    rows: int
+    chunk: int = 0
+    temperature: float = 0.0
+    penalty: float = 1.0
+
+    def floats(self) -> list[float]:
+        """A slot's sampling parameters."""
+        found = [0.0] * len(SlotFloat)
+        found[SlotFloat.TEMPERATURE], found[SlotFloat.TOP_P] = self.temperature, 1.0
+        found[SlotFloat.REPETITION_PENALTY] = self.penalty
+        return found
+
+    @property
+    def slots(self) -> int:
+        """Slots in use."""
+        return self.rows + bool(self.chunk)
+
+
+CASES = [
+    *(Case(f"{rows} decode rows", rows) for rows in (1, 8, 64, 256, 512)),
+    Case("64 decode rows that draw", 64, temperature=0.7),
+    Case(f"64 decode rows and {CHUNK} tokens of a prompt", 64, chunk=CHUNK),
+    Case("64 decode rows with penalties", 64, penalty=1.1),
+]
+
+
+class Clock:
+    """An event that is reached at once."""
+
+    def __init__(self) -> None:
+        self.ns = time.perf_counter_ns()
+
+    def wait(self) -> None:
+        """Nothing is to be waited for."""
+
+    def since(self, earlier: Event) -> int:
+        """Microseconds."""
+        assert isinstance(earlier, Clock)
+        return (self.ns - earlier.ns) // 1000
+
+
+class AbsentGpu(CudaDevice):
+    """CUDA's device with the host's memory. Work that a graph has recorded is not repeated."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.name = "absent GPU"
+        self._launching = nullcontext()
+        self.queued_ns = 0
+        """The time in `queue` since somebody set it to 0."""
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        pass
+
+    def available_bytes(self) -> int:
+        return 8 << 30
+
+    def measure(self, run: Callable[[], object]) -> int:
+        return 0
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def queue(self, work: Work) -> None:
+        begun = time.perf_counter_ns()
+        work()
+        self.queued_ns += time.perf_counter_ns() - begun
+
+    def event(self) -> Event:
+        return Clock()
+
+    def capture(self, work: Work) -> Work:
+        # On the host's processors the largest would take minutes.
+        return lambda: None
+
+
+def host_memory(size: int) -> torch.Tensor:
+    """In place of pinned memory."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+@contextmanager
+def absent_gpu() -> Iterator[AbsentGpu]:
+    """Hands that are made meanwhile have this device."""
+    device = AbsentGpu()
+    with (
+        patch("forebay.device.cuda.pinned", host_memory),
+        patch("forebay.runner.runner.open_device", lambda *_: device),
+        patch.dict(os.environ, {VARIABLE: "reference"}),
+    ):
+        yield device
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that do more than make a tensor or a view: on a GPU each is a launch or a copy, or several."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As for the other modes of this project.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        returns = func._schema.returns
+        alias = returns[0].alias_info if returns else None
+        self.count += (alias is None or alias.is_write) and not func._schema.name.startswith("aten::empty")
+        return func(*args, **kwargs or {})
+
+
+@dataclass
+class Times:
+    """Nanoseconds of each part, a number a step."""
+
+    parts: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PARTS})
+
+    def add(self, marks: Sequence[int], queued: int) -> None:
+        """The times of a step: before it, and behind each part but `queue`, which lies in the third."""
+        receive, decode, launch, collect, send = (after - before for before, after in pairwise(marks))
+        taken = receive, decode, launch - queued, queued, collect, send
+        for name, ns in zip(PARTS, taken, strict=True):
+            self.parts[name].append(ns)
+
+    def values(self) -> dict[str, float]:
+        """Medians of the parts, and of their sum, in microseconds; the sum's 99th percentile too."""
+        found = {name: float(np.median(ns)) / 1000 for name, ns in self.parts.items()}
+        whole = np.sum(list(self.parts.values()), axis=0) / 1000
+        return {**found, "all": float(np.median(whole)), "all_p99": float(np.percentile(whole, 99))}
+
+
+class Hand:
+    """A hand's loop, a step at a time, and the brain's end of its socket."""
+
+    def __init__(self, runner: ModelRunner, device: AbsentGpu) -> None:
+        self.runner, self._device = runner, device
+        self._brain, ours = socket.socketpair()
+        self._connection = Connection(ours)
+        self._connection.receive_into(Ring(device.host_memory))
+
+    def step(self, frame: bytes, times: Times | None) -> None:
+        """Sends a plan's frame, does the step, and takes the result off the socket."""
+        self._brain.sendall(frame)
+        self._device.queued_ns, clock = 0, time.perf_counter_ns
+        begun = clock()
+        received = self._connection.recv()
+        arrived = clock()
+        assert received is not None
+        plan = Plan.decode(received)
+        decoded = clock()
+        launched = self.runner.launch(plan)
+        launched_at = clock()
+        result = launched.collect()
+        collected = clock()
+        self._connection.send(result.encode())
+        sent = clock()
+        self._brain.recv(1 << 20)
+        if times is not None:
+            times.add((begun, arrived, decoded, launched_at, collected, sent), self._device.queued_ns)
+
+
+def first_plan(case: Case, page_size: int) -> Plan:
+    """New slots, with the pages of their whole contexts."""
+    numbers, each = np.arange(case.slots), CONTEXT // page_size
+    slots = np.zeros((case.slots, SLOT_WORDS), np.int32)
+    slots[:, SlotWord.SLOT] = numbers
+    slots[:, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
+    pages = np.arange(case.slots * each)
+    writes = np.stack((np.repeat(numbers, each), np.tile(np.arange(each), case.slots), pages), axis=1)
+    floats = np.tile(np.array(case.floats(), np.float32), (case.slots, 1))
+    return Plan(slots=slots, slot_floats=floats, page_writes=writes.astype(np.int32))
+
+
+def step_plan(case: Case, position: int) -> Plan:
+    """Rows at this position. A few of them write a page, as each of them does every sixteenth step."""
+    rows = np.zeros((case.slots, ROW_WORDS), np.int32)
+    rows[:, 0] = np.arange(case.slots)
+    rows[:, 1:] = position, 1, FLAG_SAMPLE
+    if case.chunk:
+        rows[-1, 1:] = 0, case.chunk, 0
+    writes = [(slot, CONTEXT // in_process.PAGE - 1, slot) for slot in range(position % 16, case.rows, 16)]
+    return Plan(position, rows=rows, page_writes=np.array(writes, np.int32).reshape(-1, 3))
+
+
+def measure(hand: Hand, case: Case) -> dict[str, float]:
+    """One case, warm."""
+    # More than a socket's buffer holds.
+    hand.runner.launch(first_plan(case, in_process.PAGE).staged()).collect()
+    frames = [step_plan(case, position).encode() for position in range(1, 65)]
+    with Launches() as launches:
+        hand.step(frames[0], None)
+    times = Times()
+    for at in range(WARM + STEPS):
+        hand.step(frames[at % len(frames)], None if at < WARM else times)
+    return {**times.values(), "launches": launches.count}
+
+
+@table_of("hand_host")
+def table(found: Results) -> str:
+    """A row for each case: microseconds of the parts."""
+    rows = [
+        [
+            case,
+            *(number(found.median(case, HAND, name)) for name in (*PARTS, "all", "all_p99")),
+            f"{found.median(case, HAND, 'launches') or 0:.0f}",
+        ]
+        for case in found.workloads()
+    ]
+    parts = "\n".join(f"- *{name}*: {what}." for name, what in PARTS.items())
+    return f"{markdown(['step, microseconds', *PARTS, 'all, p50', 'p99', 'copies and launches'], rows)}\n\n{parts}"
+
+
+def main() -> None:
+    """The command."""
+    asked = compare.parser("Where the microseconds of a hand's host side go.", rounds=5).parse_args()
+    found = records.new("hand_host", asked.rounds)
+    with absent_gpu() as device:
+        model = {"format": "safetensors", "directory": "", "files": [], "config": SHAPES["tiny"]}
+        runner = in_process.runner(
+            model,
+            slots=SLOTS,
+            context=CONTEXT,
+            tokens=SLOTS * CONTEXT,
+            threads=1,
+            device="cuda",
+            attention_backend="triton",
+            dummy=True,
+        )
+        runner.warm_up()
+        hand = Hand(runner, device)
+        for round_ in range(1, asked.rounds + 1):
+            for case in CASES:
+                found.runs.append(Run(case.name, HAND, round_, measure(hand, case)))
+    compare.finish(found, asked.output)
+
+
+if __name__ == "__main__":
+    main()

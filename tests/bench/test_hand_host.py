@@ -1,0 +1,63 @@
+"""The benchmark of a hand's host side: its parts are those of a whole step, and steps of graphs launch nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import hand_host, in_process, records
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.hand_host import CASES, HAND, PARTS, Case, Hand, Times
+from benchmarks.records import Results, Run
+
+
+@pytest.fixture(scope="module")
+def hand() -> Iterator[Hand]:
+    with hand_host.absent_gpu() as device:
+        runner = in_process.runner(
+            {"format": "safetensors", "directory": "", "files": [], "config": SHAPES["tiny"]},
+            slots=66,
+            context=hand_host.CONTEXT,
+            tokens=66 * hand_host.CONTEXT,
+            threads=1,
+            device="cuda",
+            attention_backend="triton",
+            dummy=True,
+        )
+        runner.warm_up()
+        yield Hand(runner, device)
+
+
+def steps(hand: Hand, case: Case, count: int) -> tuple[Times, int]:
+    """Times of some steps, and the launches of the last."""
+    hand.runner.launch(hand_host.first_plan(case, in_process.PAGE).staged()).collect()
+    times = Times()
+    for position in range(1, count):
+        hand.step(hand_host.step_plan(case, position).encode(), times)
+    with hand_host.Launches() as launches:
+        hand.step(hand_host.step_plan(case, count).encode(), None)
+    return times, launches.count
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.rows <= 64], ids=lambda case: case.name)
+def test_a_step_of_graphs_is_two_copies(hand: Hand, case: Case) -> None:
+    """The plan to the device and the results back; nothing else is launched one by one, whatever rows draw."""
+    times, launches = steps(hand, case, 20)
+    values = times.values()
+    assert all(values[name] > 0 for name in PARTS)
+    assert values["all_p99"] >= values["all"] > max(values[name] for name in PARTS)
+    if case.penalty == 1:
+        assert launches == 2
+    else:
+        assert launches > 20
+
+
+def test_the_table_has_a_row_for_each_case() -> None:
+    found = Results("hand_host", rounds=1)
+    values = dict.fromkeys([*PARTS, "all", "all_p99"], 1.0)
+    found.runs = [Run(case.name, HAND, 1, {**values, "launches": 2}) for case in CASES]
+    table = hand_host.table(records.from_json(records.to_json(found)))
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2 : 2 + len(CASES)]] == [
+        case.name for case in CASES
+    ]
