@@ -42,7 +42,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-slow e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-slow e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu bench-gpu-peers gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
 	clean distclean
 
 help: ## print this list
@@ -303,8 +303,11 @@ lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the ne
 test-gpu: ## run the tests that need an NVIDIA GPU (200 seconds; skipped with the reason elsewhere)
 	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py test $(PYTEST_ARGS)
 
-bench-gpu: ## measure a hand on an NVIDIA GPU: steps, host time, gaps (6 minutes; skipped with the reason elsewhere)
-	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py bench
+bench-gpu: ## measure an NVIDIA GPU: limits, operators, steps, a server (6 minutes; skipped with the reason elsewhere)
+	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py bench $(ARGS)
+
+bench-gpu-peers: ## measure transformers, and vLLM where it is installed, on the same GPU (9 minutes; skipped elsewhere)
+	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py peers $(ARGS)
 
 gpu-pack: setup-dev ## make .gpu, what an offline GPU host lacks: packages, and the binary if `make build` has made one
 	$(BIN)/python scripts/gpu.py pack --binary $(or $(wildcard $(TARGET_DIR)/release/forebay),$(TARGET_DIR)/$(TEST_PROFILE)/forebay)

@@ -72,7 +72,8 @@ class Case:
 
 
 CASES = [
-    *(Case(f"{rows} decode rows", rows) for rows in (1, 8, 64, 256, 512)),
+    Case("1 decode row", 1),
+    *(Case(f"{rows} decode rows", rows) for rows in (8, 64, 256, 512)),
     Case("64 decode rows that draw", 64, temperature=0.7),
     Case(f"64 decode rows and {CHUNK} tokens of a prompt", 64, chunk=CHUNK),
     Case("64 decode rows with penalties", 64, penalty=1.1),

@@ -23,12 +23,13 @@ def runner(
     kv_cache_dtype: str | None = None,
     device: str = "cpu",
     attention_backend: str | None = None,
+    memory: float = 0.5,
     step_tokens: int = 1024,
     dummy: bool = False,
 ) -> ModelRunner:
     """A model with its weights, and room for `tokens` positions; `model` is its description.
 
-    `tokens` None: as many as fit half of the memory. `dummy`: weights are made up.
+    `tokens` None: as many as fit this share of the `memory`. `dummy`: weights are made up.
     """
     config = {
         "model": model,
@@ -44,7 +45,7 @@ def runner(
         "max_running_requests": slots,
         "attention_backend": attention_backend,
         "graph_rows": slots if device == "cuda" else 0,
-        "mem_fraction_static": 0.5,
+        "mem_fraction_static": memory,
         "max_total_tokens": tokens,
         "arena_bytes": 0,
         "rank": 0,

@@ -21,7 +21,7 @@ from benchmarks.records import Results
 from benchmarks.servers import ROOT
 
 PAGES = ROOT / "docs/performance"
-FOLDERS = ("benchmarks", "benchmarks/studies")
+FOLDERS = ("benchmarks", "benchmarks/gpu", "benchmarks/studies")
 """The folders of modules with tables."""
 _SECTION = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
@@ -43,7 +43,8 @@ def table(found: Results) -> str:
 def render(found: Results) -> str:
     """The table of a benchmark, and under it what it is of."""
     about = found.machine
-    processor = about["cpu"] + (" with AMX" if "amx_bf16" in about.get("features", ()) else "")
+    card = f"{about['gpu']}, " if "gpu" in about else ""
+    processor = card + about["cpu"] + (" with AMX" if "amx_bf16" in about.get("features", ()) else "")
     lines = [table(found), ""]
     lines.append(
         f"{found.date}, {processor}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "

@@ -1,10 +1,11 @@
 """Tests and measures the hand on an NVIDIA GPU, on a host without a network and without this project's environment.
 
 usage: gpu.py test [PYTEST ARGUMENTS]   the tests of tests/gpu_device
-       gpu.py bench [ARGUMENTS]         benchmarks/gpu/steps.py
+       gpu.py bench [ARGUMENTS]         benchmarks/gpu
+       gpu.py peers [ARGUMENTS]         benchmarks/gpu/peers.py
        gpu.py pack [--binary FILE]      makes .gpu: packages that such a host lacks, and the server's binary
 
-Where there is no GPU, `test` and `bench` say why, and end with status 0. They run with the interpreter
+Where there is no GPU, the first three say why, and end with status 0. They run with the interpreter
 that runs this file, which needs PyTorch, and pytest for `test`.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACK = ROOT / ".gpu"
-SITE, BINARY = PACK / "site.tar.xz", PACK / "forebay.xz"
+SITE, BINARY, COMMIT = PACK / "site.tar.xz", PACK / "forebay.xz", PACK / "commit"
 MOST_BYTES = 56 << 20
 """Of the package: what can be copied at once, with the sources beside it."""
 PACKAGES = ("gguf", "transformers")
@@ -34,7 +35,7 @@ PACKAGES = ("gguf", "transformers")
 def main() -> int:
     """Runs a command; gives the exit status."""
     command, *arguments = sys.argv[1:] or [""]
-    commands = {"test": test, "bench": bench, "pack": pack}
+    commands = {"test": test, "bench": bench, "peers": peers, "pack": pack}
     if command not in commands:
         print(__doc__)
         return 2
@@ -50,15 +51,27 @@ def test(arguments: list[str]) -> int:
 
 def bench(arguments: list[str]) -> int:
     """The measurements."""
+    return module("benchmarks.gpu", arguments)
+
+
+def peers(arguments: list[str]) -> int:
+    """Others on the same GPU."""
+    return module("benchmarks.gpu.peers", arguments)
+
+
+def module(name: str, arguments: list[str]) -> int:
+    """Runs a module with the sources and what was packed."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
-        module = [sys.executable, "-m", "benchmarks.gpu.steps"]
-        return subprocess.run([*module, *arguments], cwd=ROOT, env=environment(Path(folder)), check=False).returncode
+        command = [sys.executable, "-m", name, *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment(Path(folder)), check=False).returncode
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Variables with which the sources and what was packed are found; unpacks that into `folder`."""
     paths = [str(ROOT / "python"), str(ROOT)]
     variables = dict(os.environ)
+    if COMMIT.is_file() and "FOREBAY_COMMIT" not in variables:
+        variables["FOREBAY_COMMIT"] = COMMIT.read_text().strip()
     if SITE.is_file():
         with tarfile.open(SITE) as archive:
             archive.extractall(folder / "site", filter="data")
@@ -80,6 +93,7 @@ def pack(arguments: list[str]) -> int:
     shutil.rmtree(PACK, ignore_errors=True)
     PACK.mkdir()
     pack_site()
+    pack_commit()
     if options.binary is not None and options.binary.is_file():
         pack_binary(options.binary)
     else:
@@ -115,6 +129,13 @@ def locked(lock: str) -> list[str]:
     """The lines of a lock that pin `PACKAGES`."""
     entries = re.findall(r"^\S.*(?:\n[ ].*)*", lock, flags=re.MULTILINE)
     return [entry for entry in entries if re.split(r"[=\[ ]", entry)[0] in PACKAGES]
+
+
+def pack_commit() -> None:
+    """The commit that is packed, for results on a host that gets no repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
+    COMMIT.write_text(f"{found or 'unknown'}\n")
 
 
 def pack_binary(binary: Path) -> None:

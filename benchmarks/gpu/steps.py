@@ -1,36 +1,27 @@
-"""A hand on a GPU without a server: what steps take, what the host does for them, and whether the GPU waits.
+"""A hand without a server: what steps take, what the host does for them, and whether the device waits.
 
-    python3 scripts/gpu.py bench --out gpu.json
-
-Weights are made up on the device, in the shapes of Qwen3-0.6B and Qwen3-8B. Two steps are in flight, as in a server.
-Host time is that of `launch`. The gap is what CUDA's events say between two steps; waits inside of a step show in the
-share of time in which kernels run, which the profiler tells. It stops at its deadline and says what it left out.
+Two steps are in flight, as in a server. Host time is that of `launch`. The gap is what the device's events say between
+two steps; waits inside of a step show in the share of time in which kernels run, which the profiler tells.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks import in_process
 from benchmarks.gpu.shapes import SHAPES
-from forebay.device import DeviceError, open_device
 from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
 from forebay.runner.launched import Launched
 from forebay.runner.runner import ModelRunner
 
+MEMORY = 0.9
+"""The share of a GPU's memory for weights, pages and steps, as in a server."""
 PROFILED = 10
 WARM = 5
 
@@ -50,11 +41,17 @@ class Case:
         return f"prefill {self.length}" if self.length > 1 else f"decode {self.rows} x {self.start}"
 
 
-CASES = [
+CASES = (
     *(Case(rows, start, 1, 60) for start in (512, 4096) for rows in (1, 8, 64, 256)),
+    Case(256, 1500, 1, 60),
     *(Case(1, 0, length, 20) for length in (512, 2048)),
-]
-TINY_CASES = [Case(1, 20, 1, 4), Case(4, 20, 1, 4), Case(1, 0, 16, 2)]
+)
+TINY_CASES = (Case(1, 20, 1, 4), Case(4, 20, 1, 4), Case(1, 0, 16, 2))
+
+
+def cases_of(shape: str) -> Sequence[Case]:
+    """The steps of a shape."""
+    return TINY_CASES if shape == "tiny" else CASES
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,22 @@ class Measured:
     """Of the time of steps in which a kernel or a copy runs; None: no profiler for this device."""
 
 
-def runner_of(shape: str, device: str, cases: list[Case]) -> ModelRunner:
-    """A hand with room for every case; seconds of loading are those of made-up weights."""
+def runner_of(shape: str, device: str, cases: Sequence[Case]) -> ModelRunner:
+    """A hand with room for every case, if the device has it. Weights are made up."""
     longest = max(case.start + case.length + case.steps + PROFILED + WARM for case in cases)
     rows = max(case.rows for case in cases)
     model = {"format": "safetensors", "directory": "", "files": [], "config": SHAPES[shape]}
     step = max(case.length for case in cases)
     return in_process.runner(
-        model, slots=rows, context=longest, tokens=None, threads=1, device=device, step_tokens=step, dummy=True
+        model,
+        slots=rows,
+        context=longest,
+        tokens=None,
+        threads=1,
+        device=device,
+        memory=MEMORY if device == "cuda" else 0.1,
+        step_tokens=step,
+        dummy=True,
     )
 
 
@@ -166,85 +171,34 @@ def busy_percent(runner: ModelRunner, planned: Iterator[Plan]) -> float:
     return float(100 * busy / sum(device for device, _ in timing))
 
 
-def shape_results(shape: str, device: str, cases: list[Case], deadline: float) -> dict[str, Any]:
+@dataclass
+class Shape:
+    """What was measured of a shape."""
+
+    start: dict[str, Any]
+    steps: list[Measured]
+    left_out: dict[str, str]
+
+
+def measure_shape(shape: str, device: str, cases: Sequence[Case], deadline: float) -> Shape:
     """All cases of a shape for which there is time and memory."""
     begun = time.monotonic()
     runner = runner_of(shape, device, cases)
+    loaded = time.monotonic()
     runner.warm_up()
-    found: dict[str, Any] = {
-        "load_seconds": round(time.monotonic() - begun, 2),
+    start = {
+        "load_seconds": loaded - begun,
+        "warm_up_seconds": time.monotonic() - loaded,
+        "graphs": runner.facts()["graphs"],
         "pages": runner.kv.page_count,
         "weight_bytes": runner.weight_bytes,
-        "steps": [],
-        "left_out": [],
     }
+    found = Shape(start, [], {})
     for case in cases:
         if time.monotonic() > deadline:
-            found["left_out"].append(f"{case.name}: no time")
+            found.left_out[case.name] = "no time"
         elif not fits(runner, case):
-            found["left_out"].append(f"{case.name}: no memory for its pages")
+            found.left_out[case.name] = "no memory for its pages"
         else:
-            found["steps"].append(asdict(measure(runner, case)))
+            found.steps.append(measure(runner, case))
     return found
-
-
-def commit() -> str:
-    """The commit that was measured."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def table(results: dict[str, Any]) -> str:
-    """For people."""
-    head = f"{'':24}{'step us':>10}{'tokens/s':>11}{'host p50':>10}{'p99':>8}{'gap p50':>9}{'idle %':>8}{'busy %':>8}"
-    lines = [f"{results['device']}, torch {results['torch']}, {results['commit']}; microseconds", head]
-    for shape, found in results["shapes"].items():
-        lines.append(f"{shape}: ready after {found['load_seconds']} s")
-        for step in found["steps"]:
-            busy = "-" if step["busy_percent"] is None else f"{step['busy_percent']:.1f}"
-            lines.append(
-                f"  {step['case']:22}{step['step_p50']:10.0f}{step['tokens_a_second']:11.0f}{step['host_p50']:10.0f}"
-                f"{step['host_p99']:8.0f}{step['gap_p50']:9.0f}{step['idle_percent']:8.2f}{busy:>8}"
-            )
-        lines += [f"  left out: {reason}" for reason in found["left_out"]]
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Measures, prints a table, and writes JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "deferred"))
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["Qwen3-0.6B", "Qwen3-8B"])
-    parser.add_argument("--seconds", type=float, default=130, help="no case is begun later than this")
-    parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
-    options = parser.parse_args()
-    if options.device == "cuda":
-        try:
-            name = open_device("cuda", None).name
-        except DeviceError as error:
-            print(f"skipped: {error}")
-            return 0
-    else:
-        name = options.device
-    deadline = time.monotonic() + options.seconds
-    results: dict[str, Any] = {"commit": commit(), "device": name, "torch": torch.__version__, "shapes": {}}
-    for shape in options.shapes:
-        cases = TINY_CASES if shape == "tiny" else CASES
-        if time.monotonic() > deadline:
-            results["shapes"][shape] = {"load_seconds": 0, "steps": [], "left_out": ["all of it: no time"]}
-            continue
-        results["shapes"][shape] = shape_results(shape, options.device, cases, deadline)
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-    print(table(results))
-    if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=2) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

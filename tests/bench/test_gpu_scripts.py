@@ -1,9 +1,9 @@
-"""scripts/gpu.py and its benchmark where there is no GPU: they say why, and what they measure can be measured here."""
+"""scripts/gpu.py and its benchmarks where there is no GPU: they say why, and what they measure can be measured here."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +12,14 @@ from types import ModuleType
 import pytest
 import torch
 
+from benchmarks import tables
+from benchmarks.gpu import made_up, operators, peers, report, server
+from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.goals import GOALS, LARGE, SMALL, Goal
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.steps import CASES
+from benchmarks.records import RESULTS, Results, Run, from_json, read
+from tests.binary import binary
 from tests.structure.repository import ROOT
 
 SCRIPT = ROOT / "scripts/gpu.py"
@@ -28,10 +36,12 @@ def gpu() -> ModuleType:
     return module
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, **variables: str) -> str:
     """As on a host without this project's environment: nothing says where the sources are."""
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, cwd="/", check=True, capture_output=True, text=True, timeout=300).stdout
+    environment = {**os.environ, "FOREBAY_GPU_KERNELS": "reference", **variables}
+    done = subprocess.run(command, cwd="/", env=environment, check=True, capture_output=True, text=True, timeout=300)
+    return done.stdout
 
 
 @WITHOUT_GPU
@@ -43,24 +53,112 @@ def test_every_test_is_skipped_with_the_reason() -> None:
 
 
 @WITHOUT_GPU
-def test_the_benchmark_is_skipped_with_the_reason() -> None:
-    assert run("bench").startswith("skipped: ")
+@pytest.mark.parametrize("what", ["bench", "peers"])
+def test_what_measures_is_skipped_with_the_reason(what: str) -> None:
+    assert run(what).startswith("skipped: ")
 
 
-@pytest.mark.parametrize("device", ["cpu", "deferred"])
-def test_the_benchmark_measures(tmp_path: Path, device: str) -> None:
-    out = tmp_path / "out.json"
-    output = run("bench", "--device", device, "--shapes", "tiny", "--out", str(out))
-    found = json.loads(out.read_text())["shapes"]["tiny"]
-    assert [step["case"] for step in found["steps"]] == ["decode 1 x 20", "decode 4 x 20", "prefill 16"]
-    assert all(step["host_p50"] > 0 and step["step_p50"] > 0 for step in found["steps"])
-    assert "decode 4 x 20" in output
+def test_the_benchmark_measures(tmp_path: Path) -> None:
+    out, profiles = tmp_path / "out.json", tmp_path / "profiles"
+    flags = ("--device", "cpu", "--shapes", "tiny", "--out", str(out), "--profiles", str(profiles))
+    output = run("bench", *flags, FOREBAY_TEST_BINARY=str(binary()), FOREBAY_COMMIT="abc")
+    found = from_json(out.read_text())
+    assert not found.skipped
+    assert found.machine["commit"] == "abc"
+    by_part = {part: [case for case, _ in report.runs_of(found, part)] for part in PARTS}
+    assert by_part["steps"] == ["decode 1 x 20", "decode 4 x 20", "prefill 16", "start"]
+    assert by_part["server"] == ["2 streams, 16/8", "4 streams, 16/8", "recorded steps"]
+    assert "attention, 4 rows of 20" in by_part["operators"]
+    assert "draw, 4 rows" in by_part["operators"]
+    steps = [run.values for case, run in report.runs_of(found, "steps") if case != "start"]
+    assert all(step["host_p50"] > 0 and step["step_p50"] > 0 for step in steps)
+    loads = [run.values for case, run in report.runs_of(found, "server")]
+    assert [load["completed"] for load in loads[:-1]] == [4, 8]
+    assert loads[-1]["steps"] > 16
+    assert loads[-1]["idle_1"] is not None
+    assert "kv_tokens = " in (profiles / "tiny.toml").read_text()
+    for case in [*by_part["operators"], "decode 4 x 20", "4 streams, 16/8"]:
+        assert f"| {case} |" in output
+
+
+def test_steps_beside_the_host_are_measured() -> None:
+    """Two of them are in flight."""
+    assert "| decode 4 x 20 |" in run("bench", "--device", "deferred", "--shapes", "tiny", "--parts", "steps")
 
 
 def test_the_benchmark_ends_at_its_deadline(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    run("bench", "--device", "cpu", "--shapes", "tiny", "--seconds", "0", "--out", str(out))
-    assert json.loads(out.read_text())["shapes"]["tiny"]["left_out"] == ["all of it: no time"]
+    run("bench", "--device", "cpu", "--shapes", "tiny", "--seconds", "0", "--parts", "steps", "--out", str(out))
+    assert from_json(out.read_text()).skipped == {"steps of tiny": "no time"}
+
+
+def test_a_missing_binary_is_said(tmp_path: Path) -> None:
+    flags = ("--device", "cpu", "--shapes", "tiny", "--parts", "server")
+    assert "Left out: server (there is no binary" in run("bench", *flags, FOREBAY_TEST_BINARY="/none")
+
+
+def test_peers_are_measured_in_turns(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ("--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--out", str(out))
+    output = run("peers", *flags, FOREBAY_TEST_BINARY=str(binary()))
+    found = from_json(out.read_text())
+    assert [name for name in found.servers("tiny: 4 streams, 16/8") if name != "vllm"] == [
+        peer.name for peer in peers.PEERS if peer.name != "vllm"
+    ]
+    assert all(run.values["output_throughput"] > 0 for run in found.runs)
+    assert "transformers, continuous" in output
+
+
+@pytest.mark.parametrize("size", [512, 151936])
+def test_made_up_tokenizers_have_each_token_and_lose_no_text(size: int) -> None:
+    made = made_up.tokenizer(size)
+    assert made.get_vocab_size() == size
+    text = "hello there, w\u00f6rld: 42"
+    assert made.decode(made.encode(text).ids) == text
+    assert len(made.encode("hello there").ids) < len("hello there")
+
+
+def test_goals_are_of_what_is_measured() -> None:
+    """A goal whose case nobody measures would be missed without a word."""
+    sizes, names = operators.Sizes(), {f"steps: {case.name}" for case in CASES}
+    names |= {f"operators: {kind}, {rows} rows" for kind in ("draw", "largest logit") for rows in sizes.rows}
+    names |= {f"server: {load.name}" for shape in (SMALL, LARGE) for load in server.LOADS[shape]}
+    assert {goal.case[0] for goal in GOALS} <= names
+    assert {goal.case[1] for goal in GOALS} <= SHAPES.keys()
+
+
+@pytest.mark.parametrize(
+    ("value", "more", "reached"),
+    [(1.0, False, "aim"), (1.5, False, "must"), (2.1, False, "missed"), (2.5, True, "aim"), (0.9, True, "missed")],
+)
+def test_goals_say_what_is_reached(value: float, more: bool, reached: str) -> None:
+    must, aim = (1.0, 2.0) if more else (2.0, 1.0)
+    goal = Goal("name", ("steps: a", "shape", "key"), "ms", must, aim, more=more)
+    found = Results("gpu", rounds=1, runs=[Run("steps: a", "shape", 1, {"key": value})])
+    assert goal.measured(found) == value
+    assert goal.reached(value) == reached
+
+
+def test_idle_time_is_of_decode_steps_without_pauses() -> None:
+    def step(rows: int, prefill: int, gap: int) -> dict[str, int]:
+        return {"rows": rows, "prefill_tokens": prefill, "device_us": 900, "gap_us": gap}
+
+    found = server.idle([step(1, 0, 100), step(1, 0, 10**6), step(1, 16, 900), step(64, 0, 0)])
+    assert found == {"idle_1": 10.0, "idle_64": 0.0, "idle_256": None}
+
+
+def test_the_page_says_whether_a_gpu_was_measured() -> None:
+    page = (ROOT / "docs/performance/gpu.md").read_text()
+    results = RESULTS / "gpu.json"
+    if results.is_file():
+        assert read(results).machine["commit"] in page
+    else:
+        assert "no run on a GPU exists" in page.splitlines()[0]
+        # The table of goals is the benchmark's own, with nothing measured.
+        assert report.goals(Results("gpu")) in page
+    assert "<!-- bench:gpu -->" in page
+    assert "<!-- bench:gpu_peers -->" in page
+    assert {"gpu", "gpu_peers", "hand_host"} <= set(tables.registered())
 
 
 def test_the_lock_has_pins_of_what_is_packed(gpu: ModuleType) -> None:

@@ -1,0 +1,199 @@
+"""What a GPU does with a hand: its limits, operators, steps, and a server, in this order and within six minutes.
+
+    python3 scripts/gpu.py bench --out gpu.json
+
+Weights are made up on the device, in the shapes of Qwen3-0.6B and Qwen3-8B. Each part ends at its deadline and says
+what it left out. The results are written after each part, so that what ends the run costs no more than one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from benchmarks import records, tables
+from benchmarks.gpu import ceilings, operators, server, steps
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.processes import ServerError
+from benchmarks.records import Results, Run
+from forebay.device import DeviceError, open_device
+
+SECONDS = 340.0
+SHARES = {"ceilings": 15, "operators": 45, "steps": 130, "server": 150}
+"""Seconds of each part, of `SECONDS`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is measured, and until when."""
+
+    device: str
+    shapes: list[str]
+    deadline: float
+    profiles: Path | None
+
+    def late(self) -> bool:
+        """True if nothing more is begun."""
+        return time.monotonic() > self.deadline
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors are."""
+        return torch.device("cuda" if self.device == "cuda" else "cpu")
+
+    @property
+    def tiny(self) -> bool:
+        """True for what only tests ask for."""
+        return self.shapes == ["tiny"]
+
+
+def of_ceilings(asked: Asked, found: Results) -> None:
+    """The card's limits, and the host's way to it."""
+    for name, values in ceilings.measure(asked.torch_device, 1 / 64 if asked.tiny else 1).items():
+        found.runs.append(Run(f"ceilings: {name}", "device", 1, values))
+
+
+def of_operators(asked: Asked, found: Results) -> None:
+    """Operators, shape by shape."""
+    small = operators.Sizes(((1, 20), (4, 20)), ((0, 16), (20, 8)), (1, 4), (1, 4))
+    for shape in asked.shapes:
+        sizes = small if shape == "tiny" else operators.Sizes()
+        for name, values in operators.measure(SHAPES[shape], asked.torch_device, sizes, asked.late).items():
+            found.runs.append(Run(f"operators: {name}", shape, 1, values))
+        if asked.late():
+            found.skipped[f"operators of {shape}"] = "no time for all"
+
+
+def of_steps(asked: Asked, found: Results) -> None:
+    """A hand alone."""
+    for shape in asked.shapes:
+        cases = steps.cases_of(shape)
+        if asked.late():
+            found.skipped[f"steps of {shape}"] = "no time"
+            continue
+        measured = steps.measure_shape(shape, asked.device, cases, asked.deadline)
+        found.runs += [Run(f"steps: {step.case}", shape, 1, asdict(step)) for step in measured.steps]
+        found.runs.append(Run("steps: start", shape, 1, measured.start))
+        found.skipped.update({f"{shape}, {name}": reason for name, reason in measured.left_out.items()})
+        release(asked)
+
+
+def of_server(asked: Asked, found: Results) -> None:
+    """A server under load, with made-up weights too."""
+    binary = server.binary()
+    if binary is None:
+        found.skipped["server"] = "there is no binary: make gpu-pack packs one"
+        return
+    for shape in asked.shapes:
+        if asked.late():
+            found.skipped[f"server of {shape}"] = "no time"
+            continue
+        with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
+            place = server.Place(binary, asked.device, Path(folder))
+            try:
+                loads = server.measure(place, shape, asked.late, asked.profiles)
+            except (ServerError, OSError, subprocess.SubprocessError) as error:
+                found.skipped[f"server of {shape}"] = str(error)[-2000:]
+                continue
+        found.runs += [Run(f"server: {name}", shape, 1, values) for name, values in loads.items()]
+
+
+PARTS: dict[str, Callable[[Asked, Results], None]] = {
+    "ceilings": of_ceilings,
+    "operators": of_operators,
+    "steps": of_steps,
+    "server": of_server,
+}
+
+
+def release(asked: Asked) -> None:
+    """Gives the device's memory back, for others in this process and for servers."""
+    gc.collect()
+    if asked.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def commit() -> str:
+    """The commit that is measured: git's, or that of the package on a host without git."""
+    if "FOREBAY_COMMIT" in os.environ:
+        return os.environ["FOREBAY_COMMIT"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def new(name: str, benchmark: str = "gpu") -> Results:
+    """Results of a device, with nothing in them yet."""
+    packages = {"torch": version("torch"), "triton": _triton(), "forebay": forebay(), "commit": commit(), "gpu": name}
+    machine = records.machine(Path("/proc/cpuinfo").read_text(), Path("/proc/meminfo").read_text(), packages)
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return Results(benchmark, today, {**machine, "python": platform.python_version()}, rounds=1)
+
+
+def forebay() -> str:
+    """The server's version; empty: there is no server."""
+    binary = server.binary()
+    if binary is None:
+        return ""
+    said = subprocess.run([str(binary), "--version"], check=True, capture_output=True, text=True).stdout
+    return said.strip().removeprefix("forebay ")
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except ImportError:
+        return "none"
+
+
+def device_name(device: str) -> str:
+    """A device's name. Raises `DeviceError` if there is no such device here."""
+    return open_device(device, None).name if device == "cuda" else device
+
+
+def main() -> int:
+    """Measures, prints tables, and writes JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "deferred"))
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["Qwen3-0.6B", "Qwen3-8B"])
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="nothing is begun later [%(default)s]")
+    parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
+    parser.add_argument("--profiles", type=Path, help="a folder for profiles of the device, for `forebay sim`")
+    options = parser.parse_args()
+    try:
+        name = device_name(options.device)
+    except DeviceError as error:
+        print(f"skipped: {error}")
+        return 0
+    begun, found = time.monotonic(), new(name)
+    share = options.seconds / sum(SHARES[part] for part in options.parts)
+    asked = Asked(options.device, options.shapes, begun, options.profiles)
+    for part in options.parts:
+        # What a part does not use is left to the next.
+        asked = replace(asked, deadline=asked.deadline + share * SHARES[part])
+        PARTS[part](asked, found)
+        release(asked)
+        if options.out is not None:
+            records.save(found, options.out)
+    print(tables.render(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The limits of a card, and of the host's way to it: what every other number is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.clock import captured, host_seconds, seconds
+
+SIDE = 8192
+"""Of the square matrices of the product."""
+COPIED = 2 << 30
+CROSSING = 256 << 20
+EVENTS = "a launch, a replay and an event"
+
+
+def measure(device: torch.device, scale: float = 1.0) -> dict[str, dict[str, Any]]:
+    """Bandwidths in GB/s, arithmetic in TFLOP/s, and the host's microseconds. `scale` below 1 is for tests."""
+    side = max(16, int(SIDE * scale))
+    found = {
+        "copy on the device": {"gbps": _copy(device, max(1024, int(COPIED * scale**2)))},
+        f"product of {side} x {side} in bfloat16": {"tflops": _product(device, side)},
+    }
+    if device.type == "cuda":
+        found |= _crossing(device, int(CROSSING * scale))
+    return found | {EVENTS: _host(device)}
+
+
+def _copy(device: torch.device, size: int) -> float:
+    """Bytes read and written by a copy on the device, 10^9 a second."""
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / seconds(lambda: target.copy_(source), device) / 1e9
+
+
+def _product(device: torch.device, side: int) -> float:
+    # Of zeros it would be faster than of anything real: less switches.
+    left, right = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * side**3 / seconds(lambda: torch.mm(left, right, out=out), device) / 1e12
+
+
+def _crossing(device: torch.device, size: int) -> dict[str, dict[str, Any]]:
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    ways = {
+        "copy to the device": lambda: there.copy_(here, non_blocking=True),
+        "copy to the host": lambda: here.copy_(there, non_blocking=True),
+    }
+    return {name: {"gbps": size / seconds(way, device) / 1e9} for name, way in ways.items()}
+
+
+def _host(device: torch.device) -> dict[str, Any]:
+    """What the host takes for a kernel, for a graph of one kernel, and, on a GPU, for an event and a small copy in."""
+    x = torch.zeros(64, device=device)
+    graph = captured(lambda: x.add_(1), device)
+    found: dict[str, Any] = {
+        "launch_us": 1e6 * host_seconds(lambda: x.add_(1), device),
+        "replay_us": 1e6 * host_seconds(graph, device),
+    }
+    if device.type == "cuda":
+        event, plan = torch.cuda.Event(enable_timing=True), torch.empty(4096, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(4096, dtype=torch.uint8, device=device)
+        found["event_us"] = 1e6 * host_seconds(event.record, device)
+        found["copy_us"] = 1e6 * host_seconds(lambda: there.copy_(plan, non_blocking=True), device)
+    return found

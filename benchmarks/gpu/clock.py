@@ -1,0 +1,57 @@
+"""The time of work on a device, without the time that the host takes to launch it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+Work = Callable[[], object]
+
+
+def captured(work: Work, device: torch.device) -> Work:
+    """Work as a graph, so that the host's time for its launches is gone; elsewhere than on a GPU the work itself."""
+    if device.type != "cuda":
+        return work
+    # Libraries set themselves up, and kernels are compiled, outside of the capture.
+    work()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def seconds(work: Work, device: torch.device, repeats: int = 10, warm: int = 2) -> float:
+    """Seconds of one call, the median of `repeats`."""
+    for _ in range(warm):
+        work()
+    if device.type != "cuda":
+        return statistics.median(_by_the_host(work) for _ in range(repeats))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize(device)
+    taken: list[float] = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    return statistics.median(taken) / 1e3
+
+
+def host_seconds(work: Work, device: torch.device, repeats: int = 100) -> float:
+    """Seconds that the host takes to launch work, the median of `repeats`; the device has done it before the next."""
+    times = []
+    for _ in range(repeats):
+        times.append(_by_the_host(work))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return statistics.median(times)
+
+
+def _by_the_host(work: Work) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
