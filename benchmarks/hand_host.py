@@ -1,11 +1,11 @@
-"""Where the microseconds of a hand's host side go, for steps that a GPU would compute from graphs. Without a GPU.
+"""The microseconds of a hand's host side, for steps that a GPU would compute from graphs. It needs no GPU.
 
     python -m benchmarks.hand_host --rounds 5
 
 A plan's frame goes through a socket, as the brain sends it, and the result comes back. All of the hand's own code runs,
-`CudaDevice` too. Its memory is the host's: a copy is one of a few hundred bytes here, the replay of a graph does
-nothing, and an event is a look at the clock. So what the driver takes for two copies, two graphs and two events is not
-in these numbers. Launches that no graph holds are counted.
+`CudaDevice` too. Its memory is the host's, so a copy is one of a few hundred bytes. The replay of a graph does nothing,
+and an event is a look at the clock. What the driver takes for two copies, two graphs and two events is not in these
+numbers. Launches that no graph holds are counted.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is measured on a GPU: limits of the card, operators, a hand's steps, a server, and peers beside it."""
+"""Measurements on a GPU: limits of the card, operators, a hand's steps, a server, and peers beside it."""

@@ -1,4 +1,4 @@
-"""What a GPU does with a hand: its limits, operators, steps, and a server, in this order and within six minutes.
+"""Measures a hand on a GPU in six minutes: the card's limits, operators, steps and a server, in this order.
 
     python3 scripts/gpu.py bench --out gpu.json
 
@@ -38,7 +38,7 @@ SHARES = {"ceilings": 15, "operators": 45, "steps": 130, "server": 150}
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured, and until when."""
+    """The flags, and the time of the end."""
 
     device: str
     shapes: list[str]
@@ -51,7 +51,7 @@ class Asked:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors are."""
+        """The place of tensors."""
         return torch.device("cuda" if self.device == "cuda" else "cpu")
 
     @property

@@ -51,7 +51,7 @@ def _crossing(device: torch.device, size: int) -> dict[str, dict[str, Any]]:
 
 
 def _host(device: torch.device) -> dict[str, Any]:
-    """What the host takes for a kernel, for a graph of one kernel, and, on a GPU, for an event and a small copy in."""
+    """The host's time for a kernel and for a graph of one kernel. On a GPU also for an event and a small copy in."""
     x = torch.zeros(64, device=device)
     graph = captured(lambda: x.add_(1), device)
     found: dict[str, Any] = {

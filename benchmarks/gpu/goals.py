@@ -1,4 +1,4 @@
-"""What a hand on an H200 has to reach, and what it should. Floors are bytes by the speed of a copy on the device."""
+"""Goals of a hand on an H200. Floors are bytes by the speed of a copy on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Goal:
         return None if value is None else value * self.scale
 
     def reached(self, value: float) -> str:
-        """Which of both a value reaches."""
+        """The better one of both that a value reaches."""
         for name, bound in (("aim", self.aim), ("must", self.must)):
             if value >= bound if self.more else value <= bound:
                 return name

@@ -29,7 +29,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Operator:
-    """What is measured: `run` number i uses the i-th copy of its inputs."""
+    """An operator to measure: `run` number i uses the i-th copy of its inputs."""
 
     name: str
     run: Callable[[int], object]
@@ -63,7 +63,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured of a shape; tests measure less."""
+    """The measured cases of a shape. Tests have fewer."""
 
     decodes: tuple[tuple[int, int], ...] = ((1, 512), (1, 4096), (1, 32768), (64, 512), (64, 4096), (256, 1536))
     """Rows, and positions of each."""

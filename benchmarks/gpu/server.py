@@ -61,7 +61,7 @@ LOADS: dict[str, tuple[Load, ...]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server runs."""
+    """The place of a server."""
 
     binary: Path
     device: str
@@ -69,7 +69,7 @@ class Place:
     """For the model's folder, logs and recordings."""
 
     def flags(self) -> list[str]:
-        """What a device asks for besides."""
+        """The flags of this device."""
         return ["--device", self.device, *(["--max-total-tokens", "16384"] if self.device != "cuda" else [])]
 
 

@@ -173,7 +173,7 @@ def busy_percent(runner: ModelRunner, planned: Iterator[Plan]) -> float:
 
 @dataclass
 class Shape:
-    """What was measured of a shape."""
+    """The measurements of a shape."""
 
     start: dict[str, Any]
     steps: list[Measured]
