@@ -309,8 +309,10 @@ bench-gpu: ## measure an NVIDIA GPU: limits, operators, steps, a server (6 minut
 bench-gpu-peers: ## measure transformers, and vLLM where it is installed, on the same GPU (9 minutes; skipped elsewhere)
 	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py peers $(ARGS)
 
+# Of several profiles the one that was built last: an older binary may speak another protocol.
+BUILT = $(wildcard $(foreach profile,release $(TEST_PROFILE),$(TARGET_DIR)/$(profile)/forebay))
 gpu-pack: setup-dev ## make .gpu, what an offline GPU host lacks: packages, and the binary if `make build` has made one
-	$(BIN)/python scripts/gpu.py pack --binary $(or $(wildcard $(TARGET_DIR)/release/forebay),$(TARGET_DIR)/$(TEST_PROFILE)/forebay)
+	$(BIN)/python scripts/gpu.py pack $(if $(BUILT),--binary $(firstword $(shell ls -t $(BUILT))))
 
 include benchmarks/bench.mk
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import records, tables
-from benchmarks.gpu import ceilings, operators, server, steps
+from benchmarks import records
+from benchmarks.gpu import ceilings, operators, report, server, steps
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.processes import ServerError
 from benchmarks.records import Results, Run
@@ -191,7 +191,7 @@ def main() -> int:
         release(asked)
         if options.out is not None:
             records.save(found, options.out)
-    print(tables.render(found))
+    print(report.text(found))
     return 0
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import tables
 from benchmarks.cells import markdown, number, table_of
 from benchmarks.gpu.goals import GOALS
 from benchmarks.records import Results, Run
 
 COPY = "copy on the device"
+
+
+def text(found: Results) -> str:
+    """The tables, and under them the machine that they are of."""
+    # It finds the table below: a GPU's host has not all that others import.
+    return tables.render(found)
 
 
 @table_of("gpu")
