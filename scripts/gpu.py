@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACK = ROOT / ".gpu"
 SITE, BINARY, COMMIT = PACK / "site.tar.xz", PACK / "forebay.xz", PACK / "commit"
+TESTS = ("kernels", "steps", "graphs", "stored", "sparse", "memory", "server", "ranks", "sanitizer")
+"""The files of tests, those first that say most about the others."""
 MOST_BYTES = 56 << 20
 """Of the package: what can be copied at once, with the sources beside it."""
 PACKAGES = ("gguf", "transformers")
@@ -44,9 +46,11 @@ def main() -> int:
 
 def test(arguments: list[str]) -> int:
     """The tests; those that the GPU's absence skips are no failure."""
+    files = [f"tests/gpu_device/test_{name}.py" for name in TESTS]
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
-        pytest = [sys.executable, "-m", "pytest", "tests/gpu_device", "-v", "--maxfail=5", "-p", "no:cacheprovider"]
-        return subprocess.run([*pytest, *arguments], cwd=ROOT, env=environment(Path(folder)), check=False).returncode
+        pytest = [sys.executable, "-m", "pytest", "-v", "--maxfail=5", "--durations=15", "-p", "no:cacheprovider"]
+        command = [*pytest, *(arguments if any("tests/" in word for word in arguments) else [*files, *arguments])]
+        return subprocess.run(command, cwd=ROOT, env=environment(Path(folder)), check=False).returncode
 
 
 def bench(arguments: list[str]) -> int:

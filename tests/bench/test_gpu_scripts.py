@@ -52,6 +52,11 @@ def test_every_test_is_skipped_with_the_reason() -> None:
     assert "serve with --device cpu" in output
 
 
+def test_every_file_of_tests_is_run(gpu: ModuleType) -> None:
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu_device").glob("test_*.py")}
+    assert set(gpu.TESTS) == files
+
+
 @WITHOUT_GPU
 @pytest.mark.parametrize("what", ["bench", "peers"])
 def test_what_measures_is_skipped_with_the_reason(what: str) -> None:
