@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from forebay.gpu import reference
 from forebay.gpu.interface import Kernels
+from forebay.gpu.products import GpuProducts
 from tests.gpu import cases
 from tests.gpu.shapes import MODELS, QWEN3_0_6B
 
@@ -35,6 +37,24 @@ def test_the_twins_pass(make: cases.Made, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for case in make(small(dtype)):
         cases.compare(case, reference, reference, dtype)
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks", "4 bits"])
+def test_only_a_scale_a_row_goes_to_pytorchs_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block may be as wide as its matrix, and is of many rows still."""
+    place = small(torch.bfloat16)
+    made, x, called = cases.matrix(place, 256, 128, kind), place.random(5, 128), []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: called.append(kind))
+    order: Any = as_layers_have_it(made)
+    given = GpuProducts(reference, floats=True).product(x, order, None)
+    assert bool(called) == (kind == "rows")
+    if not called:
+        torch.testing.assert_close(given, reference.product(x, made, None), atol=0, rtol=0)
+
+
+def as_layers_have_it(made: cases.Matrix) -> SimpleNamespace:
+    """The matrix as layers have it: no column has another place."""
+    return SimpleNamespace(**vars(made), order=None)
 
 
 class Wrong:

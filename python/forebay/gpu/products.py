@@ -49,7 +49,8 @@ class GpuProducts:
 def _is_plain(matrix: Matrix) -> bool:
     """True if a matrix has 8-bit floats with a scale a row, and sizes that PyTorch's product takes."""
     rows, inputs = matrix.codes.shape
-    return matrix.zeros is None and matrix.group >= inputs and rows % _ALIGNED == inputs % _ALIGNED == 0
+    a_scale_a_row = matrix.group >= inputs and matrix.block_rows == 1
+    return matrix.zeros is None and a_scale_a_row and rows % _ALIGNED == inputs % _ALIGNED == 0
 
 
 def multiplies_floats(device: torch.device) -> bool:
