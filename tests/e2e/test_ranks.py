@@ -6,9 +6,12 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from tests.e2e import lying_rank
 from tests.e2e.client import native_together
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import Model
@@ -55,8 +58,8 @@ def deaths(server: Server) -> float:
     return server.metric("forebay:hand_deaths_total")
 
 
-async def end_ranks(server: Server, load: Load, number: signal.Signals, seconds: float, replicas: int = 1) -> None:
-    """Sends a signal to one rank after the other; each time all ranks are gone soon after.
+async def end_ranks(server: Server, load: Load, numbers: Sequence[int], seconds: float, replicas: int = 1) -> None:
+    """Sends signals in turn to one rank after the other; each time all ranks are gone soon after.
 
     They compute so many replicas, each of which counts the death.
     """
@@ -72,7 +75,7 @@ async def end_ranks(server: Server, load: Load, number: signal.Signals, seconds:
             group = server.hands()
             assert len(group) == 2
             sent = time.monotonic()
-            os.kill(group[count % 2], number)
+            os.kill(group[count % 2], numbers[count % len(numbers)])
             await eventually_async(lambda pids=group: not any(map(alive, pids)), "all ranks are gone")  # type: ignore[misc]
             assert time.monotonic() - sent < seconds
             await eventually_async(lambda n=count: deaths(server) == n * replicas, "the death is noticed")  # type: ignore[misc]
@@ -83,20 +86,30 @@ async def end_ranks(server: Server, load: Load, number: signal.Signals, seconds:
 
 
 @pytest.mark.parametrize(
-    ("number", "watchdog"), [(signal.SIGKILL, 300), (signal.SIGSTOP, 2)], ids=["killed", "stopped"]
+    ("numbers", "watchdog"),
+    [([signal.SIGKILL], 300), ([signal.SIGSTOP], 2), (lying_rank.SIGNALS, 300)],
+    ids=["killed", "stopped", "lying deaths"],
 )
 def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
-    serve: Serve, tiny: Model, number: signal.Signals, watchdog: int
+    serve: Serve, tiny: Model, numbers: Sequence[int], watchdog: int, tmp_path: Path
 ) -> None:
-    flags = ("--tp-size", "2", "--dtype", "float32", "--watchdog-timeout", str(watchdog))
+    flags = ["--tp-size", "2", "--dtype", "float32", "--watchdog-timeout", str(watchdog)]
+    lies = numbers is lying_rank.SIGNALS
+    if lies:
+        flags += ["--python", str(lying_rank.program(tmp_path))]
     server = serve(tiny, *flags)
     expected = undisturbed(server, requests(tiny, 32))
     load = Load(server, tiny, expected)
     # Far more than the second that it takes, for machines that have other things to do.
-    asyncio.run(end_ranks(server, load, number, 20.0))
+    asyncio.run(end_ranks(server, load, numbers, 20.0))
     assert load.finished >= STREAMS
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0
     server.wait_until_idle()
+    if lies:
+        # The end of the log has the last ones.
+        told = [line for line in server.log().splitlines() if "the hand died" in line]
+        assert told
+        assert all("ranks 0 and 1 disagree in step" in line or "malformed frame" in line for line in told)
     pids = server.hands()
     server.kill()
     eventually(lambda: not any(map(alive, pids)), "no rank outlives the brain")

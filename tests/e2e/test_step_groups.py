@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from tests.e2e import lying_rank
 from tests.e2e.client import Json, native_together
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import Model
@@ -57,17 +59,22 @@ def test_vllm_s_spelling_means_the_same(serve: Serve, models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "watchdog"), [(signal.SIGKILL, 300), (signal.SIGSTOP, 2)], ids=["killed", "stopped"]
+    ("numbers", "watchdog"),
+    [([signal.SIGKILL], 300), ([signal.SIGSTOP], 2), (lying_rank.CONTRADICTING, 300)],
+    ids=["killed", "stopped", "lying deaths"],
 )
 def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
-    serve: Serve, models: Models, number: signal.Signals, watchdog: int
+    serve: Serve, models: Models, numbers: Sequence[int], watchdog: int, tmp_path: Path
 ) -> None:
     model = models("qwen3-moe")
-    server = serve(model, *FLAGS, "--watchdog-timeout", str(watchdog))
+    flags = [*FLAGS, "--watchdog-timeout", str(watchdog)]
+    if numbers is lying_rank.CONTRADICTING:
+        flags += ["--python", str(lying_rank.program(tmp_path))]
+    server = serve(model, *flags)
     expected = undisturbed(server, requests(model, 32))
     load = Load(server, model, expected)
     # Far more than the second that it takes, for machines that have other things to do.
-    asyncio.run(end_ranks(server, load, number, 20.0, replicas=2))
+    asyncio.run(end_ranks(server, load, numbers, 20.0, replicas=2))
     assert load.finished >= STREAMS
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0
     server.wait_until_idle()
