@@ -208,8 +208,8 @@ test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's inter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/interpreted $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/compiled $(PYTEST_ARGS)
 
-test-slow: build-tests ## run the cases of the end-to-end tests that `make e2e` leaves out
-	$(TEST_BINARY) $(BIN)/python -m pytest $(SLOW) tests/e2e $(PYTEST_ARGS)
+test-slow: build-tests ## run the cases of tests that `make test` and `make e2e` leave out
+	$(TEST_BINARY) $(BIN)/python -m pytest $(SLOW) tests/e2e tests/bench $(PYTEST_ARGS)
 	FOREBAY_SMOLLM2_TEXTS=24 FOREBAY_HANDS_PROMPTS=200 $(TEST_BINARY) $(BIN)/python -m pytest \
 		tests/e2e/test_evaluators.py tests/e2e/test_two_hands.py -k 'smollm2 or alike' $(PYTEST_ARGS)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 Work = Callable[[], object]
+CACHE = 256 << 20
+"""More bytes than a card's caches hold."""
+MOST_COPIES = 32
 
 
 def captured(work: Work, device: torch.device) -> Work:
@@ -55,3 +60,29 @@ def _by_the_host(work: Work) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator to measure: `run` number i uses the i-th copy of its inputs."""
+
+    name: str
+    run: Callable[[int], object]
+    copies: int
+    bytes: float
+    """Bytes that one run has to read and write."""
+    flops: float = 0.0
+
+    def seconds(self, device: torch.device) -> float:
+        """Seconds of one run, with inputs that no cache holds."""
+
+        def all_copies() -> None:
+            for number in range(self.copies):
+                self.run(number)
+
+        return seconds(captured(all_copies, device), device, repeats=5) / self.copies
+
+
+def copies_of(bytes_: float) -> int:
+    """Copies of inputs, so that one is out of the caches when it is used again."""
+    return max(1, min(MOST_COPIES, math.ceil(CACHE / max(bytes_, 1))))

@@ -5,7 +5,6 @@ An operator runs as often as it takes to touch more memory than the caches hold,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,29 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.clock import captured, seconds
+from benchmarks.gpu import coded
+from benchmarks.gpu.clock import Operator, copies_of
 from forebay.attention.flash import FlashAttention, why_not_fa3
 from forebay.gpu.choose import kernels
 from forebay.gpu.interface import Kernels, PagedRows
 from forebay.gpu.sampling import Wishes
 
 PAGE = 16
-CACHE = 256 << 20
-"""More bytes than a card's caches hold."""
-MOST_COPIES = 32
 EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Operator:
-    """An operator to measure: `run` number i uses the i-th copy of its inputs."""
-
-    name: str
-    run: Callable[[int], object]
-    copies: int
-    bytes: float
-    """Bytes that one run has to read and write."""
-    flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,14 +64,14 @@ def measure(
     """Microseconds of every operator, with GB/s and TFLOP/s. `late()` ends it early."""
     heads = Heads.of(config)
     found: dict[str, dict[str, Any]] = {}
-    for make in _operators(heads, config["vocab_size"], device, sizes):
+    for make in _operators(heads, config, device, sizes):
         if late():
             break
         with torch.inference_mode():
             operator = make()
             if operator is None:
                 continue
-            us = 1e6 * _of_one(operator, device)
+            us = 1e6 * operator.seconds(device)
         found[operator.name] = {
             "us": us,
             "gbps": operator.bytes / us / 1e3,
@@ -96,24 +81,11 @@ def measure(
     return found
 
 
-def _of_one(operator: Operator, device: torch.device) -> float:
-    def all_copies() -> None:
-        for number in range(operator.copies):
-            operator.run(number)
-
-    return seconds(captured(all_copies, device), device, repeats=5) / operator.copies
-
-
-def copies_of(bytes_: float) -> int:
-    """Copies of inputs, so that one is out of the caches when it is used again."""
-    return max(1, min(MOST_COPIES, math.ceil(CACHE / max(bytes_, 1))))
-
-
 def _operators(
-    heads: Heads, vocabulary: int, device: torch.device, sizes: Sizes
+    heads: Heads, config: dict[str, Any], device: torch.device, sizes: Sizes
 ) -> Iterator[Callable[[], Operator | None]]:
     """Makers of operators: each holds its memory only while it is measured."""
-    ops = kernels()
+    ops, vocabulary = kernels(), config["vocab_size"]
     cases = [[(positions - 1, 1)] * rows for rows, positions in sizes.decodes]
     for case in [*cases, *([chunk] for chunk in sizes.chunks)]:
         yield partial(attention, ops, heads, device, case)
@@ -123,6 +95,8 @@ def _operators(
             yield partial(layer, ops, heads, device, tokens)
         for name, rows, inputs in matrices(heads):
             yield partial(_linear, name, rows, inputs, device, tokens)
+        yield from coded.products(ops, device, 2 * heads.inner, heads.hidden, tokens)
+        yield partial(coded.experts, ops, config, device, tokens)
     for rows in sizes.rows:
         yield partial(_greedy, ops, vocabulary, device, rows)
         yield partial(_draw, ops, vocabulary, device, rows)

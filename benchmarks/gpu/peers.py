@@ -42,6 +42,7 @@ GENERATE = Path(__file__).resolve().parents[1] / "peers/transformers/generate.py
 LOADS: dict[str, tuple[Load, ...]] = {
     "Qwen3-0.6B": (Load(1, 8), Load(64, 192)),
     "Qwen3-8B": (Load(1, 4), Load(64, 128)),
+    "Qwen3-30B-A3B": (Load(1, 4), Load(64, 128)),
     "tiny": (Load(1, 2, 16, 8), Load(4, 8, 16, 8)),
 }
 

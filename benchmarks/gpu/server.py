@@ -55,6 +55,7 @@ class Load:
 LOADS: dict[str, tuple[Load, ...]] = {
     "Qwen3-0.6B": (Load(1, 12), Load(64, 256), Load(256, 768), Load(500, 500)),
     "Qwen3-8B": (Load(1, 4), Load(64, 192)),
+    "Qwen3-30B-A3B": (Load(1, 4), Load(64, 192)),
     "tiny": (Load(2, 4, 16, 8), Load(4, 8, 16, 8)),
 }
 

@@ -102,6 +102,7 @@ def test_a_missing_binary_is_said(tmp_path: Path) -> None:
     assert "Left out: server (there is no binary" in run("bench", *flags, FOREBAY_TEST_BINARY="/none")
 
 
+@pytest.mark.slow
 def test_peers_are_measured_in_turns(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ("--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--out", str(out))
