@@ -15,6 +15,7 @@ import torch
 from benchmarks import tables
 from benchmarks.gpu import made_up, operators, peers, report, server
 from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.__main__ import main as gpu_main
 from benchmarks.gpu.goals import GOALS, LARGE, SMALL, Goal
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.steps import CASES
@@ -91,15 +92,25 @@ def test_steps_beside_the_host_are_measured() -> None:
     assert "| decode 4 x 20 |" in run("bench", "--device", "deferred", "--shapes", "tiny", "--parts", "steps")
 
 
-def test_the_benchmark_ends_at_its_deadline(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    run("bench", "--device", "cpu", "--shapes", "tiny", "--seconds", "0", "--parts", "steps", "--out", str(out))
-    assert from_json(out.read_text()).skipped == {"steps of tiny": "no time"}
+def measured(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> Results:
+    """The benchmark in this process, which has imported everything."""
+    flags = ["--device", "cpu", "--shapes", "tiny", "--out", str(out), *arguments]
+    monkeypatch.setattr(sys, "argv", ["gpu", *flags])
+    assert gpu_main() == 0
+    return from_json(out.read_text())
 
 
-def test_a_missing_binary_is_said(tmp_path: Path) -> None:
-    flags = ("--device", "cpu", "--shapes", "tiny", "--parts", "server")
-    assert "Left out: server (there is no binary" in run("bench", *flags, FOREBAY_TEST_BINARY="/none")
+def test_the_benchmark_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(monkeypatch, tmp_path / "out.json", "--seconds", "0", "--parts", "steps")
+    assert found.skipped == {"steps of tiny": "no time"}
+
+
+def test_a_missing_binary_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOREBAY_TEST_BINARY", "/none")
+    measured(monkeypatch, tmp_path / "out.json", "--parts", "server")
+    assert "Left out: server (there is no binary" in capsys.readouterr().out
 
 
 @pytest.mark.slow

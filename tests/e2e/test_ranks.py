@@ -87,8 +87,11 @@ async def end_ranks(server: Server, load: Load, numbers: Sequence[int], seconds:
 
 @pytest.mark.parametrize(
     ("numbers", "watchdog"),
-    [([signal.SIGKILL], 300), ([signal.SIGSTOP], 2), (lying_rank.SIGNALS, 300)],
-    ids=["killed", "stopped", "lying deaths"],
+    [
+        pytest.param([signal.SIGKILL], 300, id="killed"),
+        pytest.param([signal.SIGSTOP], 2, id="stopped", marks=pytest.mark.slow),
+        pytest.param(lying_rank.SIGNALS, 300, id="lying deaths"),
+    ],
 )
 def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     serve: Serve, tiny: Model, numbers: Sequence[int], watchdog: int, tmp_path: Path

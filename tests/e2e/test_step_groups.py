@@ -60,8 +60,11 @@ def test_vllm_s_spelling_means_the_same(serve: Serve, models: Models) -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "watchdog"),
-    [([signal.SIGKILL], 300), ([signal.SIGSTOP], 2), (lying_rank.CONTRADICTING, 300)],
-    ids=["killed", "stopped", "lying deaths"],
+    [
+        pytest.param([signal.SIGKILL], 300, id="killed", marks=pytest.mark.slow),
+        pytest.param([signal.SIGSTOP], 2, id="stopped"),
+        pytest.param(lying_rank.CONTRADICTING, 300, id="lying deaths", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
     serve: Serve, models: Models, numbers: Sequence[int], watchdog: int, tmp_path: Path
