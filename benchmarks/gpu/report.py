@@ -87,7 +87,8 @@ def of_steps(found: Results) -> str:
         if start is not None:
             tables.append(
                 f"{shape}: weights and memory after {start['load_seconds']:.1f} s, {start['graphs']} graphs after "
-                f"{start['warm_up_seconds']:.1f} s more, {start['pages']} pages."
+                f"{start['warm_up_seconds']:.1f} s more and {max(0, start['warm_up_bytes']) >> 20} MiB, "
+                f"{start['pages']} pages."
             )
     return "\n\n".join(tables)
 

@@ -184,12 +184,13 @@ def measure_shape(shape: str, device: str, cases: Sequence[Case], deadline: floa
     """All cases of a shape for which there is time and memory."""
     begun = time.monotonic()
     runner = runner_of(shape, device, cases)
-    loaded = time.monotonic()
+    loaded, free = time.monotonic(), runner.device.available_bytes()
     runner.warm_up()
     start = {
         "load_seconds": loaded - begun,
         "warm_up_seconds": time.monotonic() - loaded,
         "graphs": runner.facts()["graphs"],
+        "warm_up_bytes": free - runner.device.available_bytes(),
         "pages": runner.kv.page_count,
         "weight_bytes": runner.weight_bytes,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.hand.support import (
     hf_config,
     hub_weights,
     reference_model,
+    runner_of,
     wire_config,
 )
 from tests.hand.test_pooling import pooling
@@ -434,3 +436,15 @@ def test_no_memory_is_told_in_one_line(fake: FakeCuda, monkeypatch: pytest.Monke
     monkeypatch.setattr("forebay.runner.runner.KvPool", refuse)
     with pytest.raises(DeviceError, match=r"too little memory: Tried to allocate 20\.00 MiB\. GPU 0 .*; end what"):
         runner_on_it("llama", load=False)
+
+
+@pytest.mark.parametrize("named", [None, "/elsewhere"])
+def test_compiled_kernels_are_kept_in_the_cache(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_CACHE", "/a/volume")
+    monkeypatch.setenv(VARIABLE, "reference")
+    # What is set below is taken back.
+    monkeypatch.setenv("TRITON_CACHE_DIR", named or "")
+    if named is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    runner_of(reference_model("llama"), device="deferred", attention_backend="triton")
+    assert os.environ["TRITON_CACHE_DIR"] == (named or "/a/volume/triton")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -39,6 +40,7 @@ from forebay.state.images import ImagePool
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
 from forebay.state.slots import SlotTables
+from forebay.weights.cache import cache_directory
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
@@ -289,6 +291,8 @@ def _needs_host(model: ModelConfig) -> bool:
 
 def _kernels() -> Kernels:
     """Raises `DeviceError` where Triton is missing."""
+    # Compiled kernels are worth the volume of the cache. Triton's own folder is in a home that may not be written to.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
     try:
         return kernels()
     except ImportError as error:
