@@ -42,6 +42,7 @@ class Shape:
     extra: int
     """Elements of a key behind those that are also its value."""
     dtype: torch.dtype
+    """The type of queries and of products."""
     roomy: bool
     """True if `launch.is_roomy`."""
 
@@ -50,14 +51,14 @@ class Shape:
         """The shape of queries [n, heads, head_dim], and of keys and values [entries, kv_heads, head_dim]."""
         dim = values.shape[2]
         group = q.shape[1] // keys.shape[1]
-        return cls(q.shape[1], group, dim, keys.shape[2] - dim, keys.dtype, is_roomy(keys.device))
+        return cls(q.shape[1], group, dim, keys.shape[2] - dim, q.dtype, is_roomy(keys.device))
 
     @property
     def kv_heads(self) -> int:
         """The number of key heads."""
         return self.heads // self.group
 
-    def constants(self, keys: torch.Tensor) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         """The constants of kernels that walk over positions."""
         return {
             "HEADS": self.heads,
@@ -67,7 +68,7 @@ class Shape:
             "EXTRA": self.extra,
             "EXTRA_BLOCK": max(power_of_2(self.extra), LEAST_DOT),
             "SHARED": self.extra > 0,
-            "DOT": dot_type(keys),
+            "DOT": dot_type(self.dtype),
         }
 
     def decode_tiles(self) -> Tiles:
