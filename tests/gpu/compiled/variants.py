@@ -36,6 +36,13 @@ class Model:
     """How many, how many a token, and how wide."""
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 16
+    eight_bits: bool = False
+    """Pages have 8-bit floats."""
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """Keys or values of a layer."""
+        return meta(4000, self.kv_heads, self.dim, dtype=torch.uint8 if self.eight_bits else self.dtype)
 
 
 QWEN3_0_6B = Model("Qwen3-0.6B", 1024, 3072, 16, 8, 128, 151936, 28, 128, norms=True)
@@ -67,7 +74,7 @@ def rows_of(count: int, page_size: int, page_stride: int, *, decodes: bool, chun
 def attention(model: Model) -> Iterator[tuple[str, Operators]]:
     """Rows of one token in as many parts as there are, and chunks."""
     stride = model.layers * 2 * model.page_size
-    pool = meta(4000, model.kv_heads, model.dim, dtype=model.dtype)
+    pool = model.pool
 
     def attend(count: int, chunks: bool) -> object:
         # As heads lie in a projection that is fused.
@@ -92,7 +99,7 @@ def layer(model: Model) -> Iterator[tuple[str, Operators]]:
         kernels.add_norm(x, None, small(model.hidden), 1e-5)
         kernels.add_norm(x, x, small(model.hidden), 1e-5)
         norms = (small(model.dim), small(model.dim)) if model.norms else None
-        angles, pool = small(64, 1, model.turned), small(4000, model.kv_heads, model.dim)
+        angles, pool = small(64, 1, model.turned), model.pool
         qkv, writes = small(64, heads * model.dim), meta(64, dtype=torch.int64)
         kernels.rotate_and_keep(qkv, model.heads, norms, 1e-5, angles, angles, pool, pool, writes)
         kernels.gate(small(64, 2 * model.inner))
@@ -288,6 +295,11 @@ def all_variants() -> dict[str, Operators]:
     for hot in (TOP_K, 2 * TOP_K, 32704):
         found |= dict(hot_rows(hot))
     wide = Model("heads of 256", 3072, 8192, 16, 8, 256, 256000, 28, 256)
-    for model in (wide, replace(wide, name="heads of 256 in float32", dtype=torch.float32)):
+    wide_ones = [wide, replace(wide, name="heads of 256 in float32", dtype=torch.float32)]
+    of_bytes = [replace(model, name=f"8-bit KV of {model.name}", eight_bits=True) for model in (*MODELS, *wide_ones)]
+    # Of models of one width and type the first says it.
+    of_bytes = [model for model in of_bytes if not model.name.endswith(("8B", "A3B", "Air"))]
+    for model in (*wide_ones, *of_bytes):
         found |= {f"{model.name}: {name}": operators for name, operators in attention(model)}
+    found |= {f"{of_bytes[0].name}: {name}": operators for name, operators in layer(of_bytes[0])}
     return found
