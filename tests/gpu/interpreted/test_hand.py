@@ -33,11 +33,11 @@ def one_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return reference_model("one-layer")
 
 
-def tokens_of(model: Any) -> list[list[int]]:
+def tokens_of(model: Any, **changes: Any) -> list[list[int]]:
     """A long prompt cut in two and a short one, four tokens each, of which those of the second are drawn."""
     requests = [Request(list(range(20, 33)), 4), Request([7, 99, 3], 4, LATER, arrival=2)]
     # Steps of two kinds at once: chunks beside rows of one token.
-    MiniBrain(runner_of(model, device="deferred", slots=2), lookahead=1).serve(requests, chunk=9)
+    MiniBrain(runner_of(model, device="deferred", slots=2, **changes), lookahead=1).serve(requests, chunk=9)
     return [request.tokens for request in requests]
 
 
@@ -59,6 +59,15 @@ def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatc
     assert all(len(tokens) == 4 for tokens in expected)
     use(operators, monkeypatch)
     assert tokens_of(model) == expected
+
+
+def test_a_hand_with_keys_and_values_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one_layer("qwen3", monkeypatch)
+    found = {}
+    for kernels_of in ("triton", "reference"):
+        monkeypatch.setenv(VARIABLE, kernels_of)
+        found[kernels_of] = tokens_of(model, attention_backend="triton", kv_cache_dtype="fp8_e4m3")
+    assert found["triton"] == found["reference"]
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,9 @@ class Shape:
         """The shape of queries [n, heads, head_dim], and of keys and values [entries, kv_heads, head_dim]."""
         dim = values.shape[2]
         group = q.shape[1] // keys.shape[1]
-        return cls(q.shape[1], group, dim, keys.shape[2] - dim, q.dtype, keys.dtype == torch.uint8, is_roomy(keys.device))
+        return cls(
+            q.shape[1], group, dim, keys.shape[2] - dim, q.dtype, keys.dtype == torch.uint8, is_roomy(keys.device)
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -94,7 +96,7 @@ class Shape:
             return Tiles(32, 32, 8, 2)
         if self.dim > 256:
             return Tiles(32, 64 if self.roomy else 32, 8, 2)
-        if self.dim > 128 or self.eight_bits and not self.roomy:
+        if self.dim > 128 or (self.eight_bits and not self.roomy):
             return Tiles(64, 64 if self.roomy else 32, 8, 2)
         return Tiles(128, 128 if self.roomy else 32, 8, 2)
 
