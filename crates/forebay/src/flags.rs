@@ -208,9 +208,9 @@ pub(crate) struct ModelFlags {
     pub(crate) quantization: Quantization,
     /// The numbers of keys and values in KV pages. `auto` is DTYPE. `int8` has 8 bits, and a scale
     /// for 32 of them: 17 bytes in place of 32 of bfloat16. It needs the compiled kernels of a CPU,
-    /// heads of a multiple of 32, and pages of a multiple of 16 tokens. `fp8_e4m3` (`fp8`) has 8-bit
-    /// floats without scales, half the bytes of bfloat16. It needs a GPU's Triton kernels, and a
-    /// model with keys and values that generates.
+    /// heads of a multiple of 32, and pages of a multiple of 16 tokens. `fp8_e4m3` (`fp8`) has
+    /// 8-bit floats without scales, half the bytes of bfloat16. It needs a GPU's Triton kernels,
+    /// and a model with keys and values that generates.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) kv_cache_dtype: KvCacheDtype,
     /// Gibibytes on disk for weights in the order in which the compiled kernels read them. The next
