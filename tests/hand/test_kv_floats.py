@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forebay.device import DeviceError
 from forebay.gpu.choose import VARIABLE
@@ -18,7 +16,7 @@ from forebay.protocol.plan import COPY_RESTORE, COPY_SAVE
 from forebay.protocol.result import COPY_OK, ROW_NOT_FINITE, ROW_OK
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
-from tests.hand.greedy import model_of, prompts
+from tests.hand.greedy import greedy_of_8_bits, model_of, prompts
 from tests.hand.rank_process import RankGroups
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference
 from tests.hand.test_copier import Hand, page
@@ -40,25 +38,11 @@ def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "reference")
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """What an 8-bit float leaves."""
-    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
-
-
 @cache
 def stories(family: str, rounds: bool = True) -> list[tuple[list[int], torch.Tensor]]:
-    """Greedy tokens of transformers behind four prompts, and log-probabilities [count, vocabulary].
-
-    `rounds`: each query sees keys and values of 8 bits, its own ones too.
-    """
-
-    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **named: Any) -> Any:
-        return sdpa_attention_forward(module, q, rounded(k), rounded(v), mask, **named)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if rounds:
-            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
-        return [greedy_reference(model_of(family), prompt, COUNT) for prompt in prompts(4)]
+    """Greedy tokens of transformers behind four prompts, and log-probabilities [count, vocabulary]."""
+    way = greedy_of_8_bits if rounds else greedy_reference
+    return [way(model_of(family), prompt, COUNT) for prompt in prompts(4)]
 
 
 def distributions(request: Request) -> torch.Tensor:
