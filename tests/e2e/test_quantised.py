@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from forebay.gpu.choose import VARIABLE
 from tests.e2e.client import cut, native_one_by_one, native_together
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import Model
@@ -14,6 +15,7 @@ from tests.e2e.reference import prompts
 from tests.e2e.waiting import eventually
 
 START_S = 60
+FP8 = ["--kv-cache-dtype", "fp8", "--device", "deferred"]
 
 
 @pytest.mark.parametrize(("name", "quantization"), [("llama", "w8a8_int8"), ("smollm2", "gguf")])
@@ -94,13 +96,42 @@ def test_keys_and_values_of_8_bits_are_the_same_to_all(serve: Serve, models: Mod
     assert bytes_of[0] * 64 == bytes_of[1] * 17
 
 
+def test_keys_and_values_as_8_bit_floats_are_the_same_to_all(
+    serve: Serve, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A GPU's operators, without a GPU.
+    monkeypatch.setenv(VARIABLE, "reference")
+    model = models("qwen3")
+    asked = [
+        {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}}
+        for prompt in prompts(model, 8, 60, seed=6)
+    ]
+    twins = ("--device", "deferred", "--attention-backend", "triton", "--chunked-prefill-size", "32")
+    tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "256")
+    server = serve(model, *twins, "--kv-cache-dtype", "fp8", *tier)
+    wanted = [answer["output_ids"] for answer in native_one_by_one(server, asked)]
+    # Once more, with too few pages for all: they go to the host, and come back.
+    for _ in range(2):
+        assert [answer["output_ids"] for answer in native_together(server, asked, held=True)] == wanted
+    assert server.metric("forebay:restores_total") > 0
+    assert server.metric("forebay:copies_failed_total") == 0
+    info = server.http.get("/server_info").json()
+    assert info["config"]["kv_cache_dtype"] == "fp8_e4m3"
+    plain = serve(model, *twins).http.get("/server_info").json()
+    assert plain["config"]["dtype"] == "float32"
+    assert plain["facts"]["page_bytes"] == 4 * info["facts"]["page_bytes"]
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
         ("llama", ["--kv-cache-dtype", "int8"], "heads of a multiple of 32: there are 16 and 16"),
         ("qwen3", ["--kv-cache-dtype", "q8_0", "--page-size", "8"], "pages of a multiple of 16 tokens"),
         ("qwen3", ["--kv-cache-dtype", "int8", "--tp-size", "2"], "compiled kernels of one rank on a CPU"),
-        ("qwen3", ["--kv-cache-dtype", "fp8"], "possible values: auto, int8"),
+        ("qwen3", ["--kv-cache-dtype", "fp8_e5m2"], "possible values: auto, int8, fp8_e4m3"),
+        ("qwen3", ["--kv-cache-dtype", "fp8", "--device", "cpu"], "for a GPU's kernels: leave it off, or use int8"),
+        ("qwen3", [*FP8, "--attention-backend", "torch"], "is for --attention-backend triton, not torch"),
+        ("deepseek-v3", FP8, "has latent rows: leave it off"),
         ("llama", ["--quantization", "gguf"], "the model is in safetensors"),
         ("smollm2", ["--quantization", "gguf", "--load-format", "dummy"], "--load-format dummy loads none"),
         (

@@ -25,6 +25,13 @@ class Model:
     """How many, how many a token, and how wide."""
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 16
+    eight_bits: bool = False
+    """Pages have 8-bit floats."""
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of pages' elements."""
+        return torch.uint8 if self.eight_bits else self.dtype
 
 
 QWEN3_0_6B = Model("Qwen3-0.6B", 1024, 3072, 16, 8, 128, 151936, 28, 128, norms=True)
@@ -36,4 +43,5 @@ MODELS = [
     Model("Qwen3-30B-A3B", 2048, 6144, 32, 4, 128, 151936, 48, 128, norms=True, experts=(128, 8, 768)),
     Model("GLM-4.5-Air", 4096, 10944, 96, 8, 128, 151552, 46, 64, norms=True, experts=(128, 8, 1408)),
 ]
+IN_8_BITS = replace(QWEN3_0_6B, name="Qwen3-0.6B with 8-bit KV", eight_bits=True)
 RANK, ROTARY, INDEX_HEADS, INDEX_DIM, TOP_K = 512, 64, 64, 128, 2048

@@ -7,7 +7,7 @@ import torch
 
 from forebay.gpu import kernels, reference
 from tests.gpu import cases
-from tests.gpu.shapes import MODELS, Model
+from tests.gpu.shapes import IN_8_BITS, MODELS, Model
 
 NAMES = ("Qwen3-0.6B", "Qwen3-0.6B in float32", "Llama-3.1-8B", "SmolLM2-135M", "GLM-4.5-Air")
 """Each takes half a minute of a compiler's time. Qwen3-8B's heads are those of Llama."""
@@ -28,6 +28,11 @@ def check(made: cases.Made, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("make", cases.OF_MODELS, ids=lambda make: make.__name__)
 def test_operators_of_models(make: cases.OfModel, model: Model) -> None:
     check(lambda place: make(place, model), model.dtype)
+
+
+@pytest.mark.parametrize("make", [cases.attention, cases.layers], ids=lambda make: make.__name__)
+def test_operators_of_8_bit_pages(make: cases.OfModel) -> None:
+    check(lambda place: make(place, IN_8_BITS), IN_8_BITS.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])

@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forebay.device.watch import NoStrayCopies
 from forebay.runner.runner import ModelRunner
+from tests.hand.greedy import greedy_of_8_bits
 from tests.hand.support import (
     EVERYTHING,
     MiniBrain,
@@ -70,6 +71,14 @@ def test_float32_tokens_are_those_of_transformers(family: str, lookahead: int, g
     runner = runner_of(model, device="cuda", graph_rows=graph_rows, chunked_prefill_size=64)
     tokens = served(runner, lookahead, Sampling())
     assert tokens == [greedy_reference(model, prompt, 8)[0] for prompt in PROMPTS]
+
+
+@GRAPHS
+def test_keys_and_values_of_8_bits_are_those_of_a_model_that_rounds(graph_rows: int) -> None:
+    model = reference_model("qwen3")
+    changes: dict[str, Any] = {"graph_rows": graph_rows, "chunked_prefill_size": 64, "kv_cache_dtype": "fp8_e4m3"}
+    tokens = served(runner_of(model, device="cuda", **changes), 1, Sampling())
+    assert tokens == [greedy_of_8_bits(model, prompt, 8)[0] for prompt in PROMPTS]
 
 
 @GRAPHS

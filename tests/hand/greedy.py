@@ -6,6 +6,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.hand.support import TINY, greedy_reference, reference_model
 
@@ -29,3 +33,17 @@ def prompts(count: int, longest: int = 60, seed: int = 3) -> list[list[int]]:
 def expected(family: str) -> list[list[int]]:
     """The greedy tokens of ten prompts."""
     return [greedy_reference(model_of(family), prompt, COUNT)[0] for prompt in prompts(10)]
+
+
+def greedy_of_8_bits(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """`greedy_reference` of a model whose queries see keys and values as 8-bit floats, their own ones too."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **named: Any) -> Any:
+        return sdpa_attention_forward(module, q, rounded(k), rounded(v), mask, **named)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+        return greedy_reference(model, prompt, count)

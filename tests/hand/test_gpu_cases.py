@@ -13,7 +13,7 @@ from forebay.gpu import reference
 from forebay.gpu.interface import Kernels
 from forebay.gpu.products import GpuProducts
 from tests.gpu import cases
-from tests.gpu.shapes import MODELS, QWEN3_0_6B
+from tests.gpu.shapes import IN_8_BITS, MODELS, QWEN3_0_6B
 
 SMOLLM2 = next(model for model in MODELS if model.name.startswith("SmolLM2"))
 MAKE: dict[str, cases.Made] = {
@@ -21,6 +21,10 @@ MAKE: dict[str, cases.Made] = {
         f"{make.__name__} of {model.name}": lambda place, make=make, model=model: make(place, model)  # type: ignore[misc]
         for make in cases.OF_MODELS
         for model in (QWEN3_0_6B, SMOLLM2)
+    },
+    **{
+        f"{make.__name__} of 8-bit pages": lambda place, make=make: make(place, IN_8_BITS)  # type: ignore[misc]
+        for make in (cases.attention, cases.layers)
     },
     **{make.__name__: make for make in cases.OF_FAMILIES},
 }

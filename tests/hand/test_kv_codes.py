@@ -123,7 +123,8 @@ def test_a_restored_page_is_the_one_that_was_saved() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        (FAMILY, {"kv_cache_dtype": "fp8"}, "kv cache dtype fp8 is not supported: use null or int8"),
+        (FAMILY, {"kv_cache_dtype": "fp8"}, "kv cache dtype 'fp8' is not supported: use null or int8 or fp8_e4m3"),
+        (FAMILY, {"kv_cache_dtype": "fp8_e4m3"}, "is for a GPU's kernels, and the device is cpu: use int8"),
         (
             FAMILY,
             {"page_size": 8},
@@ -132,7 +133,7 @@ def test_a_restored_page_is_the_one_that_was_saved() -> None:
         ("llama-head-dim", {}, "there are 16 and 24"),
         ("deepseek-v3", {}, "has latent rows"),
         (FAMILY, {"world_size": 2}, "needs the compiled kernels of one rank"),
-        (FAMILY, {"device": "deferred"}, "is for the CPU's compiled kernels"),
+        (FAMILY, {"device": "deferred"}, "the device is deferred: use fp8_e4m3, or leave it off"),
     ],
 )
 def test_what_can_not_have_codes_says_so(family: str, changes: dict[str, Any], message: str) -> None:

@@ -272,7 +272,7 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
     }
     if let Some(other) = config.kv_cache_dtype.as_deref().filter(|&name| name != "int8") {
         return Err(HandError::Config(format!(
-            "kv cache dtype {other:?} is not supported: use null or int8"
+            "kv cache dtype {other:?} is not supported on a CPU: use null or int8"
         )));
     }
     let gguf = config.model.get("format").and_then(Value::as_str) == Some("gguf");

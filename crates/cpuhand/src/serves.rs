@@ -22,8 +22,8 @@ pub struct Asked<'a> {
     pub device: &'a str,
     /// The number format of products; `auto`: a GGUF file's blocks where they are quicker.
     pub quantization: Option<&'a str>,
-    /// True if pages have 8-bit codes of keys and values.
-    pub kv_codes: bool,
+    /// The numbers of keys and values in pages; `None`: those of the model's type.
+    pub kv_cache_dtype: Option<&'a str>,
     /// The number of positions of a page.
     pub page_size: u32,
     /// The number of ranks of a group.
@@ -48,7 +48,7 @@ impl<'a> Asked<'a> {
             sees: there("images"),
             device: &config.device,
             quantization: config.quantization.as_deref(),
-            kv_codes: config.kv_cache_dtype.is_some(),
+            kv_cache_dtype: config.kv_cache_dtype.as_deref(),
             page_size: config.page_size,
             ranks: config.world_size,
             host_tier: config.host_bytes.is_some()
@@ -121,15 +121,18 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     }
 }
 
-/// The reason for which pages can't have the 8-bit codes that are asked for; `None`: they can, or
-/// only another hand knows the model.
+/// The reason for which pages can't have the numbers of 8 bits that are asked for; `None`: they
+/// can, or only another hand knows.
 #[must_use]
 pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
-    if !asked.kv_codes {
-        return None;
-    }
+    let kept = asked.kv_cache_dtype?;
     if is_bert(asked.config) {
         return Some("--kv-cache-dtype is for keys and values, and an encoder keeps none".into());
+    }
+    if kept != "int8" {
+        return (asked.device == "cpu").then(|| {
+            format!("--kv-cache-dtype {kept} is for a GPU's kernels: leave it off, or use int8")
+        });
     }
     let head_dim = Shape::of(asked.config).ok()?.head_dim;
     (!Sizes::takes_codes(asked.page_size as usize, head_dim)).then(|| {
@@ -172,7 +175,7 @@ mod tests {
             sees: false,
             device: "cpu",
             quantization: None,
-            kv_codes: false,
+            kv_cache_dtype: None,
             page_size: 16,
             ranks: 1,
             host_tier: false,
@@ -194,10 +197,14 @@ mod tests {
         ] {
             assert_eq!(serves(&asked), Err(ModelError::Elsewhere(why.into())));
         }
-        let Err(ModelError::Broken(why)) = serves(&Asked { kv_codes: true, ..good }) else {
+        let Err(ModelError::Broken(why)) = serves(&Asked { kv_cache_dtype: Some("int8"), ..good })
+        else {
             panic!("heads of 16 have no codes");
         };
         assert!(why.ends_with("heads of a multiple of 32: there are 16 and 16"), "{why}");
+        let floats = Asked { kv_cache_dtype: Some("fp8_e4m3"), ..good };
+        assert!(why_no_codes(&floats).is_some_and(|why| why.ends_with("or use int8")));
+        assert_eq!(why_no_codes(&Asked { device: "cuda", ..floats }), None);
     }
 
     #[test]
@@ -215,7 +222,7 @@ mod tests {
             sees: false,
             device: "cpu",
             quantization: None,
-            kv_codes: false,
+            kv_cache_dtype: None,
             page_size: 16,
             ranks: 1,
             host_tier: false,

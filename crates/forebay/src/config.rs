@@ -19,6 +19,7 @@ use crate::flags::{
 use crate::gpus::Gpus;
 use crate::hands::Chosen;
 use crate::images::ImageConfig;
+use crate::kv_cache::{check_floats, kv_cache_dtype};
 use crate::model::{Model, Pooling};
 use crate::text::{TokenizerBackend, TokenizerMode};
 use crate::tiers::{HostSize, HostTier};
@@ -177,7 +178,7 @@ impl Config {
         let schedule = &flags.schedule;
         let usual_step = if cuda { CUDA_STEP_TOKENS } else { STEP_TOKENS };
         let step = schedule.chunked_prefill_size.unwrap_or(usual_step);
-        let usual_page = if cuda && is_latent(model) { CUDA_LATENT_PAGE_SIZE } else { PAGE_SIZE };
+        let usual_page = if cuda && model.is_latent() { CUDA_LATENT_PAGE_SIZE } else { PAGE_SIZE };
         let page_size = schedule.page_size.unwrap_or(usual_page);
         let host_tier = HostTier::resolve(flags, model, step, page_size)?;
         if arrangement.step_group() {
@@ -224,18 +225,20 @@ impl Config {
             names
                 .extend(flags.model_name().filter(|&typed| typed != model.name).map(str::to_owned));
         }
+        let device_name = match device {
+            Device::Auto | Device::Cpu => "cpu",
+            Device::Cuda => "cuda",
+            Device::Sim => "sim",
+            Device::Deferred => "deferred",
+        };
+        let attention_backend = flags.run.attention_backend.map(AttentionBackend::name);
         let mut config = Self {
             model: model.name.clone(),
             served_model_names: names,
             hand: Chosen { hand: "none", hand_reason: None },
-            device: match device {
-                Device::Auto | Device::Cpu => "cpu",
-                Device::Cuda => "cuda",
-                Device::Sim => "sim",
-                Device::Deferred => "deferred",
-            },
+            device: device_name,
             gpus,
-            attention_backend: flags.run.attention_backend.map(AttentionBackend::name),
+            attention_backend,
             graph_rows: graph_rows(&flags.run, device, running)?,
             dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype, cuda) },
             quantization: if simulated.is_some() {
@@ -246,7 +249,9 @@ impl Config {
             kv_cache_dtype: if simulated.is_some() {
                 KvCacheDtype::Auto
             } else {
-                kv_cache_dtype(flags.loading.kv_cache_dtype, !cuda && ranks == 1)?
+                let wanted = flags.loading.kv_cache_dtype;
+                check_floats(wanted, model, attention_backend)?;
+                kv_cache_dtype(wanted, device_name, ranks)?
             },
             load_format: match flags.loading.load_format {
                 LoadFormat::Auto => "auto",
@@ -434,16 +439,6 @@ pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quant
     (may && dtype == Dtype::Auto).then_some(Quantization::Auto)
 }
 
-/// The flag, if a hand can follow it. `may`: one rank computes on a CPU.
-pub(crate) fn kv_cache_dtype(flag: KvCacheDtype, may: bool) -> Result<KvCacheDtype> {
-    if flag == KvCacheDtype::Int8 && !may {
-        bail!(
-            "--kv-cache-dtype int8 is for the compiled kernels of one rank on a CPU: leave it off, or use --device cpu"
-        );
-    }
-    Ok(flag)
-}
-
 /// Refuses models and flags that a step group does not have yet. Its hands check that the model has
 /// experts, in a number that can be divided.
 fn check_step_group(model: &Model, host_tier: bool) -> Result<()> {
@@ -509,12 +504,6 @@ pub(crate) fn mem_fraction(given: Option<f64>, cuda: bool, together: u32) -> f64
         return given.unwrap_or(CUDA_MEM_FRACTION);
     }
     given.unwrap_or(CPU_MEM_FRACTION) / f64::from(together)
-}
-
-/// True if the model keeps one row a position in place of keys and values.
-fn is_latent(model: &Model) -> bool {
-    let rank = model.config.get("kv_lora_rank").and_then(serde_json::Value::as_u64);
-    rank.is_some_and(|rank| rank > 0)
 }
 
 pub(crate) fn dtype(flag: Dtype, cuda: bool) -> &'static str {

@@ -208,7 +208,9 @@ pub(crate) struct ModelFlags {
     pub(crate) quantization: Quantization,
     /// The numbers of keys and values in KV pages. `auto` is DTYPE. `int8` has 8 bits, and a scale
     /// for 32 of them: 17 bytes in place of 32 of bfloat16. It needs the compiled kernels of a CPU,
-    /// heads of a multiple of 32, and pages of a multiple of 16 tokens.
+    /// heads of a multiple of 32, and pages of a multiple of 16 tokens. `fp8_e4m3` (`fp8`) has
+    /// 8-bit floats without scales, half the bytes of bfloat16. It needs a GPU's Triton kernels,
+    /// and a model with keys and values that generates.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) kv_cache_dtype: KvCacheDtype,
     /// Gibibytes on disk for weights in the order in which the compiled kernels read them. The next
@@ -405,6 +407,10 @@ pub(crate) enum KvCacheDtype {
     /// 8-bit integers with a scale every 32 of them.
     #[value(alias = "q8_0")]
     Int8,
+    /// 8-bit floats without scales.
+    #[value(name = "fp8_e4m3", alias = "fp8")]
+    #[serde(rename = "fp8_e4m3")]
+    Fp8E4m3,
 }
 
 impl KvCacheDtype {
@@ -413,6 +419,7 @@ impl KvCacheDtype {
         match self {
             Self::Auto => None,
             Self::Int8 => Some("int8".into()),
+            Self::Fp8E4m3 => Some("fp8_e4m3".into()),
         }
     }
 }

@@ -9,7 +9,7 @@ use forebay_weights::ModelError;
 use serde::Serialize;
 
 use crate::config::Config;
-use crate::flags::{Hand, KvCacheDtype};
+use crate::flags::Hand;
 use crate::model::Model;
 use crate::python;
 
@@ -34,13 +34,14 @@ impl Chosen {
         }
         let kernels = std::env::var("FOREBAY_KERNELS").ok();
         let quantization = config.quantization.map(crate::flags::Quantization::name);
+        let kv_cache_dtype = config.kv_cache_dtype.told();
         let asked = Asked {
             config: &model.config,
             pooling: model.pooling.as_ref().map(|pooling| pooling.kind.as_str()),
             sees: model.images.is_some(),
             device: config.device,
             quantization: quantization.as_deref(),
-            kv_codes: config.kv_cache_dtype != KvCacheDtype::Auto,
+            kv_cache_dtype: kv_cache_dtype.as_deref(),
             page_size: config.page_size,
             ranks: config.arrangement.ranks,
             host_tier: config.host_tier.is_some(),

@@ -13,6 +13,7 @@ mod gpus;
 mod grammar;
 mod hands;
 mod images;
+mod kv_cache;
 mod lines;
 mod listening;
 mod logs;

@@ -90,6 +90,12 @@ impl Pooling {
 }
 
 impl Model {
+    /// True if the model keeps one row a position in place of keys and values.
+    pub(crate) fn is_latent(&self) -> bool {
+        let rank = self.config.get("kv_lora_rank").and_then(Value::as_u64);
+        rank.is_some_and(|rank| rank > 0)
+    }
+
     /// The part that a hand is told.
     pub(crate) fn told(&self) -> Value {
         json!({

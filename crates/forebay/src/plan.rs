@@ -10,8 +10,9 @@ use forebay_capacity::{Memory, PlanArgs, RankMemory};
 use forebay_hand::{HandConfig, without_keys};
 use serde_json::Deserializer;
 
-use crate::config::{dtype, kv_cache_dtype, mem_fraction, own_blocks, slots};
+use crate::config::{dtype, mem_fraction, own_blocks, slots};
 use crate::flags::{Arrangement, Dtype, Hand, KvCacheDtype, Quantization, RankFlags, fraction};
+use crate::kv_cache::kv_cache_dtype;
 use crate::model::{Model, Source, fetch, find_python};
 use crate::python;
 
@@ -46,7 +47,8 @@ struct MemoryFlags {
     /// Arithmetic; `auto` is bfloat16 on CUDA and if the processor computes it natively.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     dtype: Dtype,
-    /// The numbers of keys and values in KV pages: DTYPE, or 8 bits with scales on a CPU.
+    /// The numbers of keys and values in KV pages: DTYPE, 8-bit floats on CUDA, or 8-bit integers
+    /// with scales on a CPU.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     kv_cache_dtype: KvCacheDtype,
     /// The longest prompt and answer together, in tokens [default: the model's].
@@ -110,6 +112,7 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
         bail!("--model needs --device-memory, or --max-total-tokens for the pages");
     }
     let cuda = memory.device == PlannedDevice::Cuda;
+    let device = if cuda { "cuda" } else { "cpu" };
     let context_length = memory.context_length.unwrap_or(model.context_length);
     if !(2..=model.context_length).contains(&context_length) {
         bail!("--context-length {context_length}: 2 to {}, the model's", model.context_length);
@@ -120,10 +123,9 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
         load_format: if model.format == "gguf" { "auto" } else { "dummy" }.to_owned(),
         quantization: own_blocks(model, memory.dtype, !cuda && arrangement.ranks == 1)
             .map(Quantization::name),
-        device: if cuda { "cuda" } else { "cpu" }.to_owned(),
+        device: device.to_owned(),
         dtype: dtype(memory.dtype, cuda).to_owned(),
-        kv_cache_dtype: kv_cache_dtype(memory.kv_cache_dtype, !cuda && arrangement.ranks == 1)?
-            .told(),
+        kv_cache_dtype: kv_cache_dtype(memory.kv_cache_dtype, device, arrangement.ranks)?.told(),
         page_size: plan.page_size,
         slots: slots(plan.max_running_requests),
         context_length,

@@ -59,7 +59,7 @@ pub struct HandConfig {
     /// The number format of products, if it is not `dtype`. `auto`: that of a GGUF file's blocks,
     /// where a hand has quick products with them.
     pub quantization: Option<String>,
-    /// The numbers of keys and values in pages (`int8`), if they are not of `dtype`.
+    /// The numbers of keys and values in pages (`int8`, `fp8_e4m3`), if they are not of `dtype`.
     pub kv_cache_dtype: Option<String>,
     /// Positions of a page.
     pub page_size: u32,

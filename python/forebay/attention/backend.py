@@ -19,7 +19,8 @@ NO_ROW = -1
 class LayerKV(NamedTuple):
     """One layer's pages as flat token positions: page p holds `page_size` entries from p * page_stride on.
 
-    Latent rows are keys of one head, and their values are a view: the first elements of the keys.
+    Latent rows are keys of one head, and their values are a view: the first elements of the keys. Pages of uint8 have
+    8-bit floats for the operators of `forebay.gpu`.
     """
 
     keys: torch.Tensor  # [entries, kv_heads, head_dim]

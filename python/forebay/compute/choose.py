@@ -38,6 +38,7 @@ from forebay.models.bert import Bert
 from forebay.state.config import RunnerConfig
 from forebay.state.images import ImagePool
 from forebay.state.inputs import PromptRows
+from forebay.state.kv_format import KvFormat
 from forebay.state.pages import KvPool
 from forebay.state.slots import SlotTables
 from forebay.weights.cache import cache_directory
@@ -145,11 +146,19 @@ class Choice:
                 file=sys.stderr,
             )
 
-    def check_kv_codes(self, model: ModelConfig | EncoderConfig) -> None:
-        """Raises `ValueError` if pages of such a model can't have 8-bit codes."""
-        wanted = f"kv cache dtype {self._config.kv_cache_dtype}"
-        if not self._device.runs_native:
-            raise DeviceError(f"{wanted} is for the CPU's compiled kernels, and the device is {self._device.name}")
+    def check_kv_format(self, model: ModelConfig | EncoderConfig) -> None:
+        """Raises `ValueError` if nothing here reads pages of such a model in the form that is wanted."""
+        form = self._config.kv_cache_dtype
+        if form is KvFormat.PLAIN:
+            return
+        wanted = f"kv cache dtype {form.value}"
+        if form is KvFormat.FP8:
+            if self._backend != "triton":
+                raise DeviceError(
+                    f"{wanted} needs the attention backend triton, and {self._backend} is in use: "
+                    "leave --attention-backend off"
+                )
+            return
         if not self._native or isinstance(model, EncoderConfig) or not NativeCompute.supports(model):
             raise ModelError(
                 f"{wanted} needs the compiled kernels, and {model.architecture} is computed by PyTorch's operators: "

@@ -37,6 +37,7 @@ from forebay.layers.linear import Linear
 from forebay.layers.moe import MixtureOfExperts, Stack
 from forebay.layers.norm import RMSNorm
 from forebay.state.inputs import PromptRows
+from forebay.state.kv_format import KvFormat
 from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.weights.config import ModelConfig
@@ -160,7 +161,7 @@ class NativeCompute:
             layer=layers,
             rotary_dim=heads.rotary_dim,
             routing=_routing(_experts(config)),
-            kv_codes=kv.codes,
+            kv_codes=kv.form is KvFormat.INT8,
         )
         self._model = self._library.fb_model_new(ctypes.byref(spec), ctypes.byref(open_mp()))
         weakref.finalize(self, self._library.fb_model_free, self._model)

@@ -44,7 +44,8 @@ class Attention(Protocol):
         """Attention [n, heads, value_dim] of q [n, heads, head_dim], the last dimensions dense.
 
         `keys` [entries, kv_heads, head_dim] and `values` [entries, kv_heads, value_dim] hold the rows' own tokens too.
-        Values of latent rows begin where keys do, and are their first elements. Tokens of no row get 0.
+        They are of q's type, or uint8: 8-bit floats (e4m3). Values of latent rows begin where keys do, and are their
+        first elements. Tokens of no row get 0.
         """
 
 
@@ -78,7 +79,9 @@ class Layers(Protocol):
 
         Query and key heads are normalised by the weights `norms` [dim] each, unless these are None. Then as many first
         elements are rotated as there are angles: `cos` and `signed_sin` [n, 1, turned], as in `layers.rotary.Rotation`.
-        Keys and values go to the entries `writes` int64 [n] of `keys` and `values` [entries, heads, dim].
+        Keys and values go to the entries `writes` int64 [n] of `keys` and `values` [entries, heads, dim]. These are of
+        qkv's type, or uint8: 8-bit floats (e4m3), rounded to nearest from float32, ties to even. There the largest
+        number is 448, and NaN stays NaN.
         """
 
     def keep_latent(

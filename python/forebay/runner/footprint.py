@@ -100,7 +100,7 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
     if config.max_total_tokens is None:
         taken += slice_bytes(model.vocab_size, config.chunked_prefill_size)
     pages = Sizes.of(config, kept, available_bytes, taken).pages
-    a_page = page_bytes(kept, config.page_size, config.dtype, config.kv_codes)
+    a_page = page_bytes(kept, config.page_size, config.dtype, config.kv_cache_dtype)
     return Footprint(weight_bytes, a_page, pages, pages * a_page)
 
 
@@ -109,8 +109,8 @@ def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None)
     ranks, exchange = roles(config, group)
     # Whatever the device: operators and attention have no weights.
     choice = Choice(open_device("cpu", config.threads), config, group)
-    if config.kv_codes:
-        choice.check_kv_codes(model)
+    if config.device == "cpu":
+        choice.check_kv_format(model)
     made = formats(config, model, choice, None) if config.device == "cpu" else PLAIN
     params = Parameters(config.dtype, torch.device("meta"), made, ranks=ranks, exchange=exchange)
     decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)

@@ -124,8 +124,7 @@ class ModelRunner:
         self._choice.check_operators(self.model_config)
         if config.quantization not in (None, AUTO):
             self._choice.check_quantization(config.quantization, self.model_config)
-        if config.kv_codes:
-            self._choice.check_kv_codes(self.model_config)
+        self._choice.check_kv_format(self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
@@ -158,7 +157,7 @@ class ModelRunner:
     def _make_pages(self, sizes: Sizes) -> None:
         config, kept = self.config, self.config.kept_model
         shape = (sizes.pages, config.page_size, config.dtype)
-        self.kv = KvPool(kept, *shape, self.device, sizes.index_pages, config.kv_codes)
+        self.kv = KvPool(kept, *shape, self.device, sizes.index_pages, config.kv_cache_dtype)
 
     def _make_tables(self, hot: HotRows | None) -> None:
         """Makes the slots' tables, and the objects that compute with them and the pages."""

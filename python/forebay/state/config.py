@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from forebay.state.kv_format import KvFormat
 from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.parts import GroupedQuery
@@ -39,7 +40,7 @@ class RunnerConfig:
     device: str
     dtype: torch.dtype
     quantization: str | None
-    kv_cache_dtype: str | None
+    kv_cache_dtype: KvFormat
     page_size: int
     slots: int
     context_length: int
@@ -78,7 +79,12 @@ class RunnerConfig:
         if values["dtype"] not in DTYPES:
             raise ConfigError(f"dtype {values['dtype']!r} is not supported: use {' or '.join(DTYPES)}")
         chosen = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        config = cls(**{**chosen, "dtype": DTYPES[values["dtype"]]})
+        forms = {form.value: form for form in KvFormat}
+        if values["kv_cache_dtype"] not in forms:
+            known = " or ".join(name or "null" for name in forms)
+            raise ConfigError(f"kv cache dtype {values['kv_cache_dtype']!r} is not supported: use {known}")
+        resolved = {"dtype": DTYPES[values["dtype"]], "kv_cache_dtype": forms[values["kv_cache_dtype"]]}
+        config = cls(**{**chosen, **resolved})
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
         config._check_quantization()
@@ -129,17 +135,18 @@ class RunnerConfig:
         if wanted == "gguf" and (self.model["format"] != "gguf" or self.load_format == "dummy"):
             raise ConfigError("quantization gguf computes with the blocks of a GGUF file, and none is loaded")
 
-    @property
-    def kv_codes(self) -> bool:
-        """True if pages have 8-bit codes of keys and values."""
-        return self.kv_cache_dtype is not None
-
     def _check_kv_cache(self) -> None:
-        if not self.kv_codes:
+        form = self.kv_cache_dtype
+        if form is KvFormat.PLAIN:
             return
-        wanted = f"kv cache dtype {self.kv_cache_dtype}"
-        if self.kv_cache_dtype != "int8":
-            raise ConfigError(f"{wanted} is not supported: use null or int8")
+        wanted = f"kv cache dtype {form.value}"
+        if form is KvFormat.FP8 and self.device == "cpu":
+            raise ConfigError(f"{wanted} is for a GPU's kernels, and the device is cpu: use int8, or leave it off")
+        if form is KvFormat.INT8 and self.device != "cpu":
+            raise ConfigError(
+                f"{wanted} is for the CPU's compiled kernels, and the device is {self.device}: use fp8_e4m3, "
+                "or leave it off"
+            )
         model = self.kept_model
         if model is None:
             raise ConfigError(f"{wanted} is for keys and values, and the model keeps none: leave it off")
@@ -148,6 +155,10 @@ class RunnerConfig:
             raise ConfigError(
                 f"{wanted} is for keys and values, and {model.architecture} has latent rows: leave it off"
             )
+        if form is KvFormat.FP8:
+            if self.pooling is not None:
+                raise ConfigError(f"{wanted} is for models that generate, and this one pools: leave it off")
+            return
         if self.page_size % GROUP or heads.head_dim % SHARED:
             raise ConfigError(
                 f"{wanted} needs pages of a multiple of {GROUP} tokens and heads of a multiple of {SHARED}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,26 +10,17 @@ import torch
 from forebay.attention.backend import LayerKV
 from forebay.device import Device
 from forebay.state.config import ConfigError, RunnerConfig
+from forebay.state.kv_format import KvFormat
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import GroupedQuery, Latent
-from forebay.weights.quantization import SHARED
-
-SCALE_BYTES = 2
 
 
-def coded_bytes(page_size: int, heads: GroupedQuery) -> int:
-    """Bytes of the keys, or of the values, of a page and layer as 8-bit codes.
-
-    There is a byte for each number, and a bfloat16 scale for `SHARED` of them (`crates/kernels/src/pages/codes.rs`).
-    """
-    return page_size * heads.kv_heads * (heads.head_dim + heads.head_dim // SHARED * SCALE_BYTES)
-
-
-def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, codes: bool = False) -> int:
-    """Bytes of one page over all layers and both parts. `codes`: keys and values are 8-bit codes."""
-    if codes:
+def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvFormat = KvFormat.PLAIN) -> int:
+    """Bytes of one page over all layers and both parts. `form`: of keys and values."""
+    if form is not KvFormat.PLAIN:
         assert isinstance(model.attention, GroupedQuery)
-        return 2 * model.num_hidden_layers * coded_bytes(page_size, model.attention)
+        shape, kept = form.entry(model.attention, dtype)
+        return 2 * model.num_hidden_layers * page_size * math.prod(shape) * kept.itemsize
     elements = model.num_hidden_layers * model.attention.position_elements
     if model.indexer is not None:
         elements += model.indexer.position_elements
@@ -46,7 +38,7 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
         count = config.max_total_tokens // config.page_size
     else:
         budget = int(config.mem_fraction_static * available_bytes) - weight_bytes
-        fitting = budget // page_bytes(model, config.page_size, config.dtype, config.kv_codes)
+        fitting = budget // page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype)
         count = min(fitting, config.slots * config.pages_per_slot)
     if count < 1:
         raise ConfigError(
@@ -78,7 +70,7 @@ class KvPool:
     """The keys and values of positions in all layers, zero at first.
 
     The main part is keys and values, or latent rows, and the null page is behind its pages. Keys and values are a pool
-    each, two for a layer, `[page_count + 1, page_size, kv_heads, head_dim]`, or as many codes with scales. Latent rows
+    each, two for a layer, `[page_count + 1, page_size, *entry]`, where `KvFormat` has the entry. Latent rows
     of all layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one contiguous piece. The keys
     of an index, `[page_count, indexed layers, page_size, head_dim]`, are the index part of a page.
     """
@@ -91,17 +83,17 @@ class KvPool:
         dtype: torch.dtype,
         device: Device,
         index_pages: int | None = None,
-        codes: bool = False,
+        form: KvFormat = KvFormat.PLAIN,
     ) -> None:
         """`model` None: a pool of nothing, for a model that keeps nothing.
 
         `index_pages`: pages of the index part that have numbers of their own. Behind the pages of the main part there
-        is the *null page*, for what is written and never read: it begins at entry `nowhere`. `codes`: only the
-        compiled kernels know what is in the pages.
+        is the *null page*, for what is written and never read: it begins at entry `nowhere`. `form`: of keys and
+        values; `dtype` is the model's type.
         """
         self.page_size = page_size
         self.dtype = dtype
-        self.codes = codes
+        self.form = form
         self.layers: list[LayerKV] = []
         self.index_keys: list[torch.Tensor] = []
         """The index keys of each indexed layer, [entries, head_dim]; none without an index."""
@@ -119,10 +111,9 @@ class KvPool:
             keys = [of_layer[:, None] for of_layer in rows]
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
-            shape: tuple[int, ...] = ((pages + 1) * page_size, attention.kv_heads, attention.head_dim)
-            if codes:
-                shape, dtype = ((pages + 1) * page_size, coded_bytes(1, attention)), torch.uint8
-            self.layers = [LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(layers)]
+            entry, kept = form.entry(attention, dtype)
+            shape = ((pages + 1) * page_size, *entry)
+            self.layers = [LayerKV(device.zeros(shape, kept), device.zeros(shape, kept)) for _ in range(layers)]
             pools = tuple(tensor[: pages * page_size] for layer in self.layers for tensor in layer)
             self.main = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, page_size)
         if model.indexer is not None:

@@ -18,6 +18,7 @@ FEW = [
     *(f"DeepSeek-V3.2: {name}" for name in ("latent decode", "latent chunks", "latent rows", "index", "chosen rows")),
     "hot rows 4096",
     *(f"codes: {kind}" for kind in ("blocks", "4 bits")),
+    *(f"8-bit KV of Qwen3-0.6B: {name}" for name in ("decode", "chunks", "layer")),
 ]
 # On Hopper these products take 64 rows and more, which only its own instruction multiplies fast.
 LARGE_PRODUCTS = {"chunks_kernel", "gate_up_kernel", "down_kernel", "scores_kernel", "product_kernel"}
@@ -36,7 +37,11 @@ def test_hopper(name: str, compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Llama-3.1-8B: chunks", "Qwen3-30B-A3B: experts", "DeepSeek-V3.2: index", "codes: blocks"]
+    "name",
+    [
+        *("Llama-3.1-8B: chunks", "8-bit KV of Qwen3-0.6B: chunks", "Qwen3-30B-A3B: experts"),
+        *("DeepSeek-V3.2: index", "codes: blocks"),
+    ],
 )
 def test_large_products_use_the_large_instruction(name: str, compiler: Compiler) -> None:
     found = compiler.compile(90, VARIANTS[name])
@@ -55,6 +60,12 @@ def test_gpus_with_little_room(name: str, arch: int, compiler: Compiler, monkeyp
     for user in ("shape", "grouped", "quantised"):
         monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "is_roomy", lambda device: False)
     check(compiler.compile(arch, VARIANTS[name]), LITTLE_ROOM)
+
+
+@pytest.mark.parametrize(("arch", "cast"), [(86, False), (89, True)])
+def test_8_bit_floats_are_read_by_an_instruction_where_there_is_one(arch: int, cast: bool, compiler: Compiler) -> None:
+    found = compiler.compile(arch, VARIANTS["8-bit KV of SmolLM2-135M: decode"])
+    assert {"e4m3x2" in kernel.ptx for kernel in found if kernel.name == "decodes_kernel"} == {cast}
 
 
 def test_other_lengths_compile_nothing_more(compiler: Compiler) -> None:

@@ -33,10 +33,15 @@ def rows_of(count: int, page_size: int, page_stride: int, *, decodes: bool, chun
     )
 
 
+def pool_of(model: Model) -> torch.Tensor:
+    """Keys or values of a layer."""
+    return meta(4000, model.kv_heads, model.dim, dtype=model.kv_dtype)
+
+
 def attention(model: Model) -> Iterator[tuple[str, Operators]]:
     """Rows of one token in as many parts as there are, and chunks."""
     stride = model.layers * 2 * model.page_size
-    pool = meta(4000, model.kv_heads, model.dim, dtype=model.dtype)
+    pool = pool_of(model)
 
     def attend(count: int, chunks: bool) -> object:
         # As heads lie in a projection that is fused.
@@ -61,7 +66,7 @@ def layer(model: Model) -> Iterator[tuple[str, Operators]]:
         kernels.add_norm(x, None, small(model.hidden), 1e-5)
         kernels.add_norm(x, x, small(model.hidden), 1e-5)
         norms = (small(model.dim), small(model.dim)) if model.norms else None
-        angles, pool = small(64, 1, model.turned), small(4000, model.kv_heads, model.dim)
+        angles, pool = small(64, 1, model.turned), pool_of(model)
         qkv, writes = small(64, heads * model.dim), meta(64, dtype=torch.int64)
         kernels.rotate_and_keep(qkv, model.heads, norms, 1e-5, angles, angles, pool, pool, writes)
         kernels.gate(small(64, 2 * model.inner))
@@ -257,6 +262,11 @@ def all_variants() -> dict[str, Operators]:
     for hot in (TOP_K, 2 * TOP_K, 32704):
         found |= dict(hot_rows(hot))
     wide = Model("heads of 256", 3072, 8192, 16, 8, 256, 256000, 28, 256)
-    for model in (wide, replace(wide, name="heads of 256 in float32", dtype=torch.float32)):
+    wide_ones = [wide, replace(wide, name="heads of 256 in float32", dtype=torch.float32)]
+    of_bytes = [replace(model, name=f"8-bit KV of {model.name}", eight_bits=True) for model in (*MODELS, *wide_ones)]
+    # Of models of one width and type the first says it.
+    of_bytes = [model for model in of_bytes if not model.name.endswith(("8B", "A3B", "Air"))]
+    for model in (*wide_ones, *of_bytes):
         found |= {f"{model.name}: {name}": operators for name, operators in attention(model)}
+    found |= {f"{of_bytes[0].name}: {name}": operators for name, operators in layer(of_bytes[0])}
     return found

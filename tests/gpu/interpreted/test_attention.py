@@ -35,10 +35,14 @@ def check(
     padding: tuple[int, int] = (0, 0),
     parts: int = 2,
     dtype: torch.dtype = torch.float32,
+    eight_bits: bool = False,
     tolerance: float = 2e-5,
     seed: int = 0,
 ) -> None:
-    """Rows are (start, length), read in `parts`; `padding` are rows and tokens of nobody; `widths` of a key's parts."""
+    """Rows are (start, length), read in `parts`; `padding` are rows and tokens of nobody; `widths` of a key's parts.
+
+    `eight_bits`: pages have 8-bit floats, and where they have none the code of NaN.
+    """
     (queries, kv_heads), (dim, extra) = heads, widths
     ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
     paged = Paged.make(ends, kv_heads, dim + extra, page_size, seed, dtype)
@@ -47,6 +51,9 @@ def check(
         other = replace(paged, pool=nan(*keys.shape, dtype=dtype))
         values = other.pool
         values.copy_(-keys)
+    if eight_bits:
+        keys, values = (pool.to(torch.float8_e4m3fn).view(torch.uint8) for pool in (keys, values))
+        histories = [history.to(torch.float8_e4m3fn).float() for history in histories]
     generator = torch.Generator().manual_seed(seed + 1)
     count = sum(lengths)
     q = torch.randn(count + padding[1], queries, dim + extra, generator=generator).to(dtype)
@@ -106,6 +113,52 @@ def test_bfloat16(operators: Kernels) -> None:
 
 
 @BOTH
+@settings(max_examples=4, deadline=None)
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=3),
+    heads=st.sampled_from([(2, 2), (6, 2)]),
+    page_size=st.sampled_from([4, 7]),
+    parts=st.sampled_from([1, 4]),
+    seed=st.integers(0, 1000),
+)
+def test_keys_and_values_of_8_bits(
+    operators: Kernels, rows: list[tuple[int, int]], heads: tuple[int, int], page_size: int, parts: int, seed: int
+) -> None:
+    check(operators, rows, heads=heads, page_size=page_size, padding=(1, 3), parts=parts, eight_bits=True, seed=seed)
+
+
+@BOTH
+def test_queries_in_bfloat16_of_keys_of_8_bits(operators: Kernels) -> None:
+    rows = [(0, 30), (70, 1), (20, 33)]
+    check(operators, rows, page_size=16, dtype=torch.bfloat16, eight_bits=True, tolerance=0.03)
+
+
+@BOTH
+def test_every_8_bit_float_is_read(operators: Kernels) -> None:
+    """A single position's value is the result, and its key decides between two."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    paged = Paged.make([1, 1], 1, 256, 4, 0, torch.float32)
+    pool = torch.full((len(paged.pool), 1, 256), 0x7F, dtype=torch.uint8)
+    for row in range(2):
+        pool[int(paged.page_table[1 - row, 0]) * paged.page_stride] = codes
+    out = operators.attend(torch.randn(3, 1, 256), torch.zeros_like(pool), pool, paged.rows([1, 1]), SCALE)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(out[0, 0], expected, atol=0, rtol=0, equal_nan=True)
+    # Of two positions one has a key of zeros, and the other has one code: the score is its number.
+    numbers = codes[codes & 0x7F < 0x7F]
+    paged = Paged.make([2] * len(numbers), 1, 16, 2, 0, torch.float32)
+    keys, values = torch.zeros(2, len(paged.pool), 1, 16, dtype=torch.uint8)
+    first = paged.page_table.flip(0)[1:, 0].long() * paged.page_stride
+    keys[first + 1, 0, 3] = numbers
+    values[first + 1] = torch.tensor(1.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    q = torch.zeros(len(numbers), 1, 16)
+    q[:, 0, 3] = 1
+    out = operators.attend(q, keys, values, paged.rows([1] * len(numbers)), 0.01)
+    expected = numbers.view(torch.float8_e4m3fn).double().mul(0.01).sigmoid()
+    torch.testing.assert_close(out[:, 0, 0].double(), expected, atol=1e-6, rtol=0)
+
+
+@BOTH
 def test_a_page_that_is_not_there_is_the_null_page(operators: Kernels) -> None:
     paged = Paged.make([9, 9], 2, 16, 4, 0, torch.float32)
     paged.page_table[1, 1] = -1
@@ -138,6 +191,21 @@ MUTANTS = {
     "end of a row": ("walk", "inside = position < end", "inside = position < end + 1"),
     "page size": ("walk", "page * page_stride + position % PAGE", "page * page_stride + position % (PAGE + 1)"),
 }
+
+
+OF_CODES = {
+    "signs": ("(code & 0x80) << 24", "(code & 0x80) << 23"),
+    "exponents": ("(code & 0x7F) << 20", "(code & 0x7F) << 19"),
+    "NaN": ('float("nan"), of_eight', "480.0, of_eight"),
+    "bytes": ("if at.dtype.element_ty == tl.uint8", "if at.dtype.element_ty == tl.int8"),
+}
+
+
+@pytest.mark.parametrize("name", OF_CODES)
+def test_a_wrong_8_bit_float_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
+    mutate("eight_bits", *OF_CODES[name], "load_kept", ("walk",))
+    with pytest.raises(AssertionError):
+        test_every_8_bit_float_is_read(kernels)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

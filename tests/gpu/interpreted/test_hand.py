@@ -14,7 +14,7 @@ from forebay.gpu.choose import VARIABLE
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
 from forebay.layers.ops import Ops
-from tests.gpu.support import BOTH
+from tests.gpu.support import BOTH, WATCHED
 from tests.hand.support import FAMILIES, MiniBrain, Request, Sampling, reference_model, runner_of
 
 # Grouped queries; half a head that turns, norms of heads, experts; latent rows; rows that are chosen.
@@ -33,11 +33,11 @@ def one_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return reference_model("one-layer")
 
 
-def tokens_of(model: Any) -> list[list[int]]:
+def tokens_of(model: Any, **changes: Any) -> list[list[int]]:
     """A long prompt cut in two and a short one, four tokens each, of which those of the second are drawn."""
     requests = [Request(list(range(20, 33)), 4), Request([7, 99, 3], 4, LATER, arrival=2)]
     # Steps of two kinds at once: chunks beside rows of one token.
-    MiniBrain(runner_of(model, device="deferred", slots=2), lookahead=1).serve(requests, chunk=9)
+    MiniBrain(runner_of(model, device="deferred", slots=2, **changes), lookahead=1).serve(requests, chunk=9)
     return [request.tokens for request in requests]
 
 
@@ -59,6 +59,17 @@ def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatc
     assert all(len(tokens) == 4 for tokens in expected)
     use(operators, monkeypatch)
     assert tokens_of(model) == expected
+
+
+def test_a_hand_with_keys_and_values_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one_layer("qwen3", monkeypatch)
+    # Operator by operator, which takes fewer programs than steps whose plans the device reads.
+    monkeypatch.setattr(Choice, "check_kv_format", lambda choice, model: None)
+    found = []
+    for operators in (kernels, WATCHED):
+        use(operators, monkeypatch)
+        found.append(tokens_of(model, kv_cache_dtype="fp8_e4m3"))
+    assert found[0] == found[1]
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

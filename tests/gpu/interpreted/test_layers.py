@@ -121,6 +121,97 @@ def test_rotate_and_keep(
     check_rotate(operators, tokens, heads, int(heads.dim * share), normed, dtype)
 
 
+ONES = torch.tensor([[0.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, -(2.0**-9), 447.9]])
+"""17 and 19 lie between 16, 18 and 20, and two of the small ones between others."""
+AS_8_BITS = [0, 16, 20, -16, 0, 2.0**-8, -(2.0**-9), 448]
+
+
+def check_8_bits(
+    operators: Kernels, tokens: int, heads: Heads, turned: int, normed: bool, dtype: torch.dtype, size: float = 1.0
+) -> None:
+    """Each key and value is the nearest of all 8-bit floats to that of the layers' operators."""
+    norms = (norm_of(heads.dim, dtype), norm_of(heads.dim, dtype)) if normed else None
+    qkv = random(tokens, (heads.queries + 2 * heads.keys) * heads.dim, dtype=dtype) * size
+    rotation, writes = angles(tokens, turned, dtype), torch.randperm(40)[:tokens]
+    exact = LayerKV(*(nan(40, heads.keys, heads.dim) for _ in range(2)))
+    # In float32: the only rounding is that to 8 bits.
+    wide = Rotation(rotation.cos.float(), rotation.signed_sin.float())
+    norm_32 = None
+    if norms is not None:
+        norm_32 = tuple(norm_of(heads.dim, torch.float32) for _ in norms)
+        for narrow, norm in zip(norms, norm_32, strict=True):
+            norm.weight.copy_(narrow.weight)
+    TorchOps().rotate_and_keep(qkv.float(), heads, norm_32, wide, exact, writes)  # type: ignore[arg-type]
+    weights = None if norms is None else (norms[0].weight, norms[1].weight)
+    kv = LayerKV(*(torch.full((40, 3, heads.keys, heads.dim), 0x7F, dtype=torch.uint8)[:, 1] for _ in range(2)))
+    operators.rotate_and_keep(
+        spaced(qkv), heads.queries, weights, EPS, rotation.cos, rotation.signed_sin, kv.keys, kv.values, writes
+    )
+    floats = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    floats = floats[floats.isfinite()]
+    written = torch.zeros(40, dtype=torch.bool).index_fill_(0, writes, True)
+    for pool, wanted in zip(kv, exact, strict=True):
+        found, number = pool[written].view(torch.float8_e4m3fn).float(), wanted[written].clamp(-448, 448)
+        least = (number[..., None] - floats).abs().amin(-1)
+        # A norm in bfloat16 is rounded before keys turn.
+        slack = number.abs() * 2.0**-6 + 0.02 if normed and dtype == torch.bfloat16 else 1e-5 * number.abs() + 1e-6
+        assert ((found - number).abs() <= least + slack).all()
+        assert (pool[~written] == 0x7F).all(), "nobody else's entry"
+
+
+@BOTH
+@settings(max_examples=10, deadline=None)
+@given(
+    tokens=st.integers(1, 3),
+    heads=st.builds(Heads, st.sampled_from([1, 4]), st.sampled_from([1, 3]), st.sampled_from([24, 64])),
+    share=st.sampled_from([1.0, 0.5]),
+    normed=st.booleans(),
+    dtype=DTYPE,
+    size=st.sampled_from([0.01, 1.0, 300.0]),
+    seed=st.integers(0, 99),
+)
+def test_keys_and_values_of_8_bits(
+    operators: Kernels,
+    tokens: int,
+    heads: Heads,
+    share: float,
+    normed: bool,
+    dtype: torch.dtype,
+    size: float,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    check_8_bits(operators, tokens, heads, int(heads.dim * share), normed, dtype, size)
+
+
+def kept_as_it_is(operators: Kernels, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 8-bit floats that are kept of keys and values [n, dim] of one head, which do not turn."""
+    n, dim = k.shape
+    kept_keys, kept_values = torch.zeros(2, n, 1, dim, dtype=torch.uint8)
+    cos, sin = torch.ones(n, 1, dim), torch.zeros(n, 1, dim)
+    qkv, writes = torch.cat((k, k, v), dim=1), torch.arange(n)
+    operators.rotate_and_keep(qkv, 1, None, EPS, cos, sin, kept_keys, kept_values, writes)
+    return kept_keys[:, 0].view(torch.float8_e4m3fn), kept_values[:, 0].view(torch.float8_e4m3fn)
+
+
+@BOTH
+def test_ties_large_numbers_and_nan_in_8_bits(operators: Kernels) -> None:
+    check_kept(operators)
+
+
+def check_kept(operators: Kernels) -> None:
+    """Ties go to even ones, large numbers become 448, and NaN stays NaN."""
+    for kept in kept_as_it_is(operators, ONES, ONES):
+        assert kept.float().tolist() == [AS_8_BITS]
+
+    large = torch.tensor([[449.0, 1e30, torch.inf, torch.nan, -449.0, -1e30, -torch.inf, -torch.nan]])
+    _, values = kept_as_it_is(operators, torch.zeros_like(large), large)
+    expected = torch.tensor([[448.0, 448, 448, torch.nan, -448, -448, -448, torch.nan]])
+    torch.testing.assert_close(values.float(), expected, atol=0, rtol=0, equal_nan=True)
+    keys, _ = kept_as_it_is(operators, large.nan_to_num(nan=torch.nan, posinf=1e38, neginf=-1e38), large)
+    torch.testing.assert_close(keys.float(), expected, atol=0, rtol=0, equal_nan=True)
+
+
 def test_more_heads_than_a_program_takes() -> None:
     check_rotate(kernels, 2, Heads(40, 8, 128), 128, True, torch.float32)
 
@@ -188,3 +279,18 @@ def test_a_wrong_rotation_is_seen(name: str, mutate: Callable[..., ModuleType]) 
     mutated = mutate("rotate", *MUTANTS[name])
     with pytest.raises(AssertionError):
         check_rotate(mutated, 3, Heads(4, 2, 16), 16, True, torch.float32)
+
+
+OF_8_BITS = {
+    "ties": ("+ 0x7FFFF + ((size >> 20) & 1)", "+ 0x80000"),
+    "signs": ("((bits >> 24) & 0x80)", "((bits >> 24) & 0)"),
+    "largest": ("tl.minimum(tl.maximum(x, -LARGEST), LARGEST)", "tl.minimum(x, LARGEST)"),
+    "NaN": ("tl.where(x == x, code, _NO_NUMBER)", "code"),
+}
+
+
+@pytest.mark.parametrize("name", OF_8_BITS)
+def test_a_wrong_8_bit_float_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
+    mutate("eight_bits", *OF_8_BITS[name], "kept", ("rotate",))
+    with pytest.raises(AssertionError):
+        check_kept(kernels)

@@ -102,7 +102,7 @@ def attend_chosen(
         *(q, keys, values, out, parts.sums, parts.weights, rows),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         scale * LOG2_E,
-        **shape.constants(keys),
+        **shape.constants(),
         **tiles.options(),
         BLOCK=tiles.m,
         TOP_K=top_k,

@@ -149,7 +149,7 @@ def attend_chunks(
         *(q, keys, values, out, rows.slots, rows.ends, rows.first, rows.page_table, count, tokens),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scale * LOG2_E),
-        **shape.constants(keys),
+        **shape.constants(),
         **tiles.options(),
         SIZE=size,
         BLOCK=block,

@@ -123,7 +123,7 @@ def attend_decodes(
         *(q, keys, values, out, parts.sums, parts.weights, rows.slots, rows.ends, rows.first, rows.page_table),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scale * LOG2_E),
-        **shape.constants(keys),
+        **shape.constants(),
         **tiles.options(),
         BLOCK=tiles.m,
         PAGE=rows.page_size,

@@ -172,7 +172,7 @@ def experts(
     # Each expert may have one tile that is not full.
     tiles = min(copies, cdiv(copies, m) + count)
     shared = {"EXPERTS": count, "EXPERTS_BLOCK": power_of_2(count), "HIDDEN": hidden, "INNER": inner_size}
-    sizes = {"M": m, "N": n, "K": k, "DOT": dot_type(x), "num_warps": 8 if m == 64 else 4}
+    sizes = {"M": m, "N": n, "K": k, "DOT": dot_type(x.dtype), "num_warps": 8 if m == 64 else 4}
     sizes["num_stages"] = 3 if is_roomy(x.device) else 2
     inner = x.new_empty(copies, inner_size)
     grid = tiles, cdiv(inner_size, n)

@@ -196,7 +196,7 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: Pag
             PAGE=rows.page_size,
             TILE=tile,
             SIZE=size,
-            DOT=dot_type(keys),
+            DOT=dot_type(keys.dtype),
             num_warps=8,
             num_stages=2,
         )

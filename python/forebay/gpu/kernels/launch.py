@@ -73,9 +73,9 @@ def is_roomy(device: torch.device) -> bool:
     return limit >= ROOM
 
 
-def dot_type(tensor: torch.Tensor) -> tl.dtype:
-    """The type for products of such a tensor's elements."""
-    return tl.float32 if INTERPRETED else _DOT_TYPES[tensor.dtype]
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """The type for products of such elements."""
+    return tl.float32 if INTERPRETED else _DOT_TYPES[dtype]
 
 
 def power_of_2(n: int) -> int:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from forebay.gpu.interface import Codes
+from forebay.gpu.kernels.eight_bits import LARGEST, of_eight_bits, to_eight_bits
 from forebay.gpu.kernels.gating import gate
 from forebay.gpu.kernels.grouped import sort_copies, sum_kernel, tile_of
 from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, launch, power_of_2
@@ -21,27 +22,7 @@ from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, launch, power_o
 _BLOCK = 1024
 _MOST_COLUMNS = 64
 """The largest number of inputs of one step of a product."""
-_LARGEST = tl.constexpr(448.0)
 _LEAST_SCALE = tl.constexpr(1e-12)
-_UP = tl.constexpr(2.0**120)
-_DOWN = tl.constexpr(2.0**-120)
-"""The factor for the offsets of exponents: 7 in an 8-bit float, and 127 in float32."""
-
-
-@triton.jit
-def of_eight_bits(code):
-    """float32 of 8-bit floats (e4m3). Bits are moved to their places in float32. NaN becomes 480."""
-    code = code.to(tl.int32)
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * _UP
-
-
-@triton.jit
-def to_eight_bits(x):
-    """8-bit floats (e4m3), as int32, of float32 up to 448. They are rounded to nearest, ties to even."""
-    bits = (x * _DOWN).to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    return ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) | ((bits >> 24) & 0x80)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -178,7 +159,7 @@ def _product(
     tiles = cdiv(copies, m) if groups is None else min(copies, cdiv(copies, m) + count)
     narrow = x.dtype == torch.float32
     n, k = (32, 32) if narrow else (128 if m == 64 else 64, _MOST_COLUMNS)
-    sizes: dict[str, Any] = {"M": min(m, 32) if narrow else m, "N": n, "DOT": dot_type(x)}
+    sizes: dict[str, Any] = {"M": min(m, 32) if narrow else m, "N": n, "DOT": dot_type(x.dtype)}
     sizes |= {"num_warps": 8 if m == 64 else 4, "num_stages": 3 if is_roomy(x.device) else 2}
     if narrow:
         tiles = cdiv(copies, sizes["M"]) if groups is None else min(copies, cdiv(copies, sizes["M"]) + count)
@@ -220,12 +201,12 @@ def quantise_kernel(x, codes, scale, x_stride, INPUTS: tl.constexpr, BLOCK: tl.c
     for begin in range(0, INPUTS, BLOCK):
         part = tl.load(x + token * x_stride + begin + k, mask=begin + k < INPUTS, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(part))
-    of_token = tl.maximum(tl.max(most, 0) / _LARGEST, _LEAST_SCALE)
+    of_token = tl.maximum(tl.max(most, 0) / LARGEST, _LEAST_SCALE)
     tl.store(scale + token, of_token)
     for begin in range(0, INPUTS, BLOCK):
         inside = begin + k < INPUTS
         part = tl.load(x + token * x_stride + begin + k, mask=inside, other=0.0).to(tl.float32) / of_token
-        part = tl.minimum(tl.maximum(part, -_LARGEST), _LARGEST)
+        part = tl.minimum(tl.maximum(part, -LARGEST), LARGEST)
         tl.store(codes + token * INPUTS + begin + k, to_eight_bits(part).to(tl.uint8), mask=inside)
 
 

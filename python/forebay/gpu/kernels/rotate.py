@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from forebay.gpu.kernels.eight_bits import kept
 from forebay.gpu.kernels.launch import cdiv, launch, power_of_2
 
 _ELEMENTS = 2048
@@ -82,14 +83,14 @@ def rotate_kernel(
     entry = tl.load(writes + token).to(tl.int64)
     is_key = (turns & (head >= QUERIES))[:, None]
     key_at = keys + entry * key_stride + (head - QUERIES)[:, None] * key_head_stride
-    tl.store(key_at + i[None, :], x, mask=in_half & is_key)
-    tl.store(key_at + half + i[None, :], y, mask=in_half & is_key)
-    tl.store(key_at + TURNED + j[None, :], c, mask=in_rest & is_key)
+    tl.store(key_at + i[None, :], kept(x, keys), mask=in_half & is_key)
+    tl.store(key_at + half + i[None, :], kept(y, keys), mask=in_half & is_key)
+    tl.store(key_at + TURNED + j[None, :], kept(c, keys), mask=in_rest & is_key)
     is_value = (alive & (head >= QUERIES + KEYS))[:, None]
     value_at = values + entry * value_stride + (head - QUERIES - KEYS)[:, None] * value_head_stride
-    tl.store(value_at + i[None, :], x, mask=in_half & is_value)
-    tl.store(value_at + half + i[None, :], y, mask=in_half & is_value)
-    tl.store(value_at + TURNED + j[None, :], c, mask=in_rest & is_value)
+    tl.store(value_at + i[None, :], kept(x, values), mask=in_half & is_value)
+    tl.store(value_at + half + i[None, :], kept(y, values), mask=in_half & is_value)
+    tl.store(value_at + TURNED + j[None, :], kept(c, values), mask=in_rest & is_value)
 
 
 @triton.jit

@@ -42,6 +42,9 @@ class Shape:
     extra: int
     """Elements of a key behind those that are also its value."""
     dtype: torch.dtype
+    """The type of queries and of products."""
+    eight_bits: bool
+    """True if keys and values are 8-bit floats, whose conversion takes registers."""
     roomy: bool
     """True if `launch.is_roomy`."""
 
@@ -50,14 +53,16 @@ class Shape:
         """The shape of queries [n, heads, head_dim], and of keys and values [entries, kv_heads, head_dim]."""
         dim = values.shape[2]
         group = q.shape[1] // keys.shape[1]
-        return cls(q.shape[1], group, dim, keys.shape[2] - dim, keys.dtype, is_roomy(keys.device))
+        return cls(
+            q.shape[1], group, dim, keys.shape[2] - dim, q.dtype, keys.dtype == torch.uint8, is_roomy(keys.device)
+        )
 
     @property
     def kv_heads(self) -> int:
         """The number of key heads."""
         return self.heads // self.group
 
-    def constants(self, keys: torch.Tensor) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         """The constants of kernels that walk over positions."""
         return {
             "HEADS": self.heads,
@@ -67,27 +72,31 @@ class Shape:
             "EXTRA": self.extra,
             "EXTRA_BLOCK": max(power_of_2(self.extra), LEAST_DOT),
             "SHARED": self.extra > 0,
-            "DOT": dot_type(keys),
+            "DOT": dot_type(self.dtype),
         }
 
     def decode_tiles(self) -> Tiles:
         """The tiles for rows of one token."""
         if self.dtype == torch.float32:
+            if self.eight_bits:
+                return Tiles(LEAST_DOT, 16, 8, 1)
             return Tiles(LEAST_DOT, 16 if self.dim > 256 else 32, 8, 2)
         m = max(LEAST_DOT, min(power_of_2(self.group), 32))
         if self.dim > 256:
             return Tiles(m, 64 if self.roomy else 32, 8, 2)
-        return Tiles(m, 64, 4, 3 if self.roomy else 2)
+        return Tiles(m, 64, 8 if self.eight_bits else 4, 3 if self.roomy else 2)
 
     def chunk_tiles(self) -> Tiles:
         """The tiles for rows of several tokens, as large as registers allow."""
         if self.dtype == torch.float32:
+            if self.eight_bits:
+                return Tiles(16, 16, 4, 1) if self.dim > 128 else Tiles(32, 16, 8, 1)
             if self.dim > 128:
                 return Tiles(16, 16 if self.dim > 256 else 32, 8, 1)
             return Tiles(32, 32, 8, 2)
         if self.dim > 256:
             return Tiles(32, 64 if self.roomy else 32, 8, 2)
-        if self.dim > 128:
+        if self.dim > 128 or (self.eight_bits and not self.roomy):
             return Tiles(64, 64 if self.roomy else 32, 8, 2)
         return Tiles(128, 128 if self.roomy else 32, 8, 2)
 

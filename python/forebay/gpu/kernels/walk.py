@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from forebay.gpu.kernels.eight_bits import load_kept
+
 
 @triton.jit
 def walk(
@@ -61,10 +63,10 @@ def walk(
             entry = page * page_stride + position % PAGE
         there = inside[:, None] & (d < DIM)[None, :]
         key_at = keys + entry[:, None] * key_stride
-        key = tl.load(key_at + d[None, :], mask=there, other=0.0).to(DOT)
+        key = load_kept(key_at + d[None, :], there, DOT)
         score = tl.dot(q, tl.trans(key), input_precision="ieee")
         if EXTRA > 0:
-            more = tl.load(key_at + DIM + e[None, :], mask=inside[:, None] & (e < EXTRA)[None, :], other=0.0).to(DOT)
+            more = load_kept(key_at + DIM + e[None, :], inside[:, None] & (e < EXTRA)[None, :], DOT)
             score += tl.dot(q_extra, tl.trans(more), input_precision="ieee")
         seen = inside[None, :] & (position[None, :] <= last[:, None])
         score = tl.where(seen, score * scale, float("-inf"))
@@ -77,7 +79,7 @@ def walk(
         if SHARED:
             value = key
         else:
-            value = tl.load(values + entry[:, None] * value_stride + d[None, :], mask=there, other=0.0).to(DOT)
+            value = load_kept(values + entry[:, None] * value_stride + d[None, :], there, DOT)
         sums = sums * faded[:, None] + tl.dot(weight.to(DOT), value, input_precision="ieee")
         top = higher
     return sums, top, total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forebay.gpu.interface import PagedRows
+from forebay.gpu.reference.eight_bits import numbers
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
@@ -24,7 +25,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Page
     # What a query does not see may be no number, which gets through a weight of 0.
     entries = torch.where(seen, entries, entries.gather(1, last[:, None].long()))
     k, v = (
-        pool.index_select(0, entries.view(-1)).unflatten(0, tuple(entries.shape)).float() for pool in (keys, values)
+        numbers(pool.index_select(0, entries.view(-1))).unflatten(0, tuple(entries.shape)) for pool in (keys, values)
     )
     grouped = q.float().unflatten(1, (keys.shape[1], -1))
     scores = torch.einsum("nkgd,nskd->nkgs", grouped, k) * scale

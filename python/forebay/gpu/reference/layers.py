@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from forebay.gpu.reference.eight_bits import kept
+
 
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -34,12 +36,15 @@ def rotate_and_keep(
     """See `interface.Layers`."""
     count, dim, half = keys.shape[1], keys.shape[2], cos.shape[-1] // 2
     q, k, v = qkv.unflatten(1, (-1, dim)).split((queries, count, count), dim=1)
+    made = []
     for heads, weight in zip((q, k), norms or (None, None), strict=True):
         normal = heads if weight is None else F.rms_norm(heads, (dim,), weight, eps)
         turned = _turned(normal[..., :half], normal[..., half : 2 * half], cos, signed_sin)
-        heads.copy_(torch.cat((*turned, normal[..., 2 * half :].float()), dim=-1))
-    keys.index_copy_(0, writes.long(), k)
-    values.index_copy_(0, writes.long(), v)
+        made.append(torch.cat((*turned, normal[..., 2 * half :].float()), dim=-1))
+        heads.copy_(made[-1])
+    # Keys are rounded from float32, once.
+    keys.index_copy_(0, writes.long(), kept(made[1], keys))
+    values.index_copy_(0, writes.long(), kept(v, values))
     return q, k, v
 
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from forebay.gpu.interface import Codes
+from forebay.gpu.reference.eight_bits import LARGEST, numbers
 from forebay.gpu.reference.grouped import experts
 
-_LARGEST = 448.0
 _LEAST_SCALE = 1e-12
 
 
@@ -17,7 +17,7 @@ def values(matrix: Codes) -> torch.Tensor:
     scale = matrix.scale.repeat_interleave(matrix.block_rows, 0)[: len(matrix.codes)]
     spread = scale.repeat_interleave(matrix.group, 1)[:, : matrix.inputs]
     if matrix.zeros is None:
-        return matrix.codes.view(torch.float8_e4m3fn).float() * spread
+        return numbers(matrix.codes) * spread
     halves = matrix.codes.unflatten(1, (-1, matrix.fold // 2))
     codes = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
     return (codes.float() - matrix.zeros.float().repeat_interleave(matrix.group, 1)) * spread
@@ -40,5 +40,5 @@ def experts_of_codes(
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `interface.Quantised`."""
-    scale = (x.float().abs().amax(dim=1, keepdim=True) / _LARGEST).clamp(min=_LEAST_SCALE)
-    return (x.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale
+    scale = (x.float().abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=_LEAST_SCALE)
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
