@@ -61,7 +61,7 @@ def settled(server: Server) -> None:
     [
         ("--hot-buffer-tokens", "16"),
         ("--hot-buffer-tokens", "16", "--page-size", "4", "--lookahead", "0"),
-        ("--device", "deferred", "--hot-buffer-tokens", "16"),
+        pytest.param(("--device", "deferred", "--hot-buffer-tokens", "16"), marks=pytest.mark.slow),
         pytest.param(("--device", "deferred", "--lookahead", "0"), marks=pytest.mark.slow),
         ("--device", "deferred", "--attention-backend", "triton", "--hot-buffer-tokens", "16"),
         ("--kv-save", "token", "--kv-save-order", "inline"),
