@@ -32,7 +32,9 @@ def test_a_hand_keeps_to_its_memory(family: str, check: str) -> None:
         pytest.skip("compute-sanitizer of CUDA's toolkit is not installed")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     program = [sys.executable, "-m", "tests.gpu_device.sanitized", "cuda", family]
-    command = [sanitizer, "--tool", check, "--error-exitcode", str(ERROR), *program]
+    # Libraries ask CUDA about pointers of the host, and get an error for an answer.
+    quiet = ["--report-api-errors", "no"] if check == "memcheck" else []
+    command = [sanitizer, "--tool", check, *quiet, "--error-exitcode", str(ERROR), *program]
     try:
         found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS)
     except subprocess.TimeoutExpired:
