@@ -1,4 +1,4 @@
-"""Norms, rotations, gates and stores of rows against the layers' own operators."""
+"""Norms, rotations, gates and stores of rows against float64."""
 
 from __future__ import annotations
 
@@ -7,101 +7,31 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.attention.backend import LayerKV
 from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
-from forebay.layers.norm import RMSNorm
-from forebay.layers.ops import Heads, TorchOps
-from forebay.layers.params import Parameters
-from forebay.layers.rotary import Rotary, Rotation, rotate, rotate_pairs
-from tests.gpu.support import BOTH, nan
+from forebay.layers.ops import Heads
+from tests.gpu.checks.layers import check_gate, check_index_keys, check_latent, check_norm, check_rotate
+from tests.gpu.checks.memory import CPU
+from tests.gpu.support import BOTH
 
 DTYPE = st.sampled_from([torch.float32, torch.bfloat16])
-EPS = 1e-5
-
-
-def close(given: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal to rounding. In bfloat16 operators round more or less often, and the interpreter cuts off instead."""
-    narrow = given.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        given.float(), expected.float(), atol=0.06 if narrow else 1e-5, rtol=2e-2 if narrow else 1e-5
-    )
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(dtype)
-
-
-def norm_of(size: int, dtype: torch.dtype) -> RMSNorm:
-    norm = RMSNorm(Parameters(dtype, torch.device("cpu")), "norm", size, EPS)
-    norm.weight.copy_(random(size) * 0.3 + 1)
-    return norm
-
-
-def angles(tokens: int, turned: int, dtype: torch.dtype) -> Rotation:
-    rotary = Rotary(turned, 100.0, None, 4096, dtype, torch.device("cpu"))
-    return rotary(torch.randint(0, 4000, (tokens,)))
-
-
-def spaced(x: torch.Tensor) -> torch.Tensor:
-    """The same lines, with others' elements between them."""
-    return torch.cat((x, nan(*x.shape, dtype=x.dtype)), dim=1)[:, : x.shape[1]]
 
 
 @BOTH
 @settings(max_examples=12, deadline=None)
 @given(tokens=st.integers(1, 5), hidden=st.integers(1, 300), added=st.booleans(), dtype=DTYPE, seed=st.integers(0, 99))
 def test_norm(operators: Kernels, tokens: int, hidden: int, added: bool, dtype: torch.dtype, seed: int) -> None:
-    torch.manual_seed(seed)
-    norm = norm_of(hidden, dtype)
-    x = random(tokens, hidden, dtype=dtype)
-    residual = random(tokens, hidden, dtype=dtype) * 30 if added else None
-    expected, expected_sum = TorchOps().norm(norm, x, None if residual is None else residual.clone())
-    out, summed = operators.add_norm(spaced(x), residual, norm.weight, EPS)
-    close(out, expected)
-    close(summed, expected_sum)
-    assert residual is None or summed is residual
+    check_norm(operators, tokens, hidden, added, dtype, CPU, seed)
 
 
 @BOTH
 @settings(max_examples=8, deadline=None)
 @given(tokens=st.integers(1, 4), inner=st.integers(1, 1500), dtype=DTYPE, seed=st.integers(0, 99))
 def test_gate(operators: Kernels, tokens: int, inner: int, dtype: torch.dtype, seed: int) -> None:
-    torch.manual_seed(seed)
-    gate_up = random(tokens, 2 * inner, dtype=dtype) * 3
-    close(operators.gate(spaced(gate_up)), TorchOps().gate(gate_up.clone()))
-
-
-def check_rotate(
-    operators: Kernels,
-    tokens: int,
-    heads: Heads,
-    turned: int,
-    normed: bool,
-    dtype: torch.dtype,
-) -> None:
-    norms = (norm_of(heads.dim, dtype), norm_of(heads.dim, dtype)) if normed else None
-    width = (heads.queries + 2 * heads.keys) * heads.dim
-    qkv, rotation = random(tokens, width, dtype=dtype), angles(tokens, turned, dtype)
-    pages = [LayerKV(*(nan(40, heads.keys, heads.dim, dtype=dtype) for _ in range(2))) for _ in range(2)]
-    writes = torch.randperm(40)[:tokens]
-    expected = TorchOps().rotate_and_keep(qkv.clone(), heads, norms, rotation, pages[0], writes)
-    weights = None if norms is None else (norms[0].weight, norms[1].weight)
-    # Entries of one layer, between those of others.
-    kv = LayerKV(*(nan(40, 3, heads.keys, heads.dim, dtype=dtype)[:, 1] for _ in range(2)))
-    given = operators.rotate_and_keep(
-        spaced(qkv), heads.queries, weights, EPS, rotation.cos, rotation.signed_sin, kv.keys, kv.values, writes
-    )
-    for part, expected_part in zip(given, expected, strict=True):
-        close(part, expected_part)
-    for pool, expected_pool in zip(kv, pages[0], strict=True):
-        written = torch.zeros(40, dtype=torch.bool).index_fill_(0, writes, True)
-        close(pool[written], expected_pool[written])
-        assert pool[~written].isnan().all(), "nobody else's entry"
+    check_gate(operators, tokens, inner, dtype, CPU, seed)
 
 
 @BOTH
@@ -117,8 +47,7 @@ def check_rotate(
 def test_rotate_and_keep(
     operators: Kernels, tokens: int, heads: Heads, share: float, normed: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    torch.manual_seed(seed)
-    check_rotate(operators, tokens, heads, int(heads.dim * share), normed, dtype)
+    check_rotate(operators, tokens, heads, int(heads.dim * share), normed, dtype, CPU, seed)
 
 
 def test_more_heads_than_a_program_takes() -> None:
@@ -138,16 +67,7 @@ def test_more_heads_than_a_program_takes() -> None:
 def test_latent_rows(
     operators: Kernels, tokens: int, rank: int, turned: int, pairs: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    torch.manual_seed(seed)
-    norm, rotation = norm_of(rank, dtype), angles(tokens, turned, dtype)
-    made = random(tokens, rank + turned, dtype=dtype)
-    turn = rotate_pairs if pairs else rotate
-    expected = torch.cat((norm(made[:, :rank]), turn(made[:, None, rank:], rotation)[:, 0]), dim=1)
-    pool, writes = nan(20, 3, rank + turned, dtype=dtype)[:, 2], torch.randperm(20)[:tokens]
-    rows = operators.keep_latent(spaced(made), norm.weight, EPS, rotation.cos, rotation.signed_sin, pairs, pool, writes)
-    close(rows, expected)
-    assert pool[writes].equal(rows)
-    assert int(pool.isnan().sum()) == (20 - tokens) * (rank + turned)
+    check_latent(operators, tokens, rank, turned, pairs, dtype, CPU, seed)
 
 
 @BOTH
@@ -162,17 +82,7 @@ def test_latent_rows(
 def test_index_keys(
     operators: Kernels, tokens: int, sizes: tuple[int, int], pairs: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    torch.manual_seed(seed)
-    dim, turned = sizes
-    weight, bias, rotation = random(dim, dtype=dtype), random(dim, dtype=dtype), angles(tokens, turned, dtype)
-    made = random(tokens, dim, dtype=dtype) * 4 + 1
-    normal = F.layer_norm(made, (dim,), weight, bias, EPS)[:, None]
-    turn = rotate_pairs if pairs else rotate
-    expected = torch.cat((turn(normal[..., :turned], rotation), normal[..., turned:]), dim=-1)[:, 0]
-    pool, writes = nan(20, 3, dim, dtype=dtype)[:, 2], torch.randperm(20)[:tokens]
-    operators.keep_index_keys(spaced(made), weight, bias, EPS, rotation.cos, rotation.signed_sin, pairs, pool, writes)
-    close(pool[writes], expected)
-    assert int(pool.isnan().sum()) == (20 - tokens) * dim
+    check_index_keys(operators, tokens, *sizes, pairs, dtype, CPU, seed)
 
 
 MUTANTS = {
@@ -184,7 +94,6 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_rotation_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
-    torch.manual_seed(0)
     mutated = mutate("rotate", *MUTANTS[name])
     with pytest.raises(AssertionError):
         check_rotate(mutated, 3, Heads(4, 2, 16), 16, True, torch.float32)
