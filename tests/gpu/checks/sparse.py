@@ -49,8 +49,8 @@ def check_choose(
     at = 0
     for history, length in zip(paged.histories, lengths, strict=True):
         # Of keys that are equal there is one score.
-        keys, which = history[:, 0].unique(dim=0, return_inverse=True)
-        products = torch.einsum("nhd,sd->nhs", q[at : at + length].double(), keys.double()).relu()
+        keys, which = history[:, 0].double().unique(dim=0, return_inverse=True)
+        products = torch.einsum("nhd,sd->nhs", q[at : at + length].double(), keys).relu()
         scores = torch.einsum("nhs,nh->ns", products, weights[at : at + length].double())[:, which]
         sizes = torch.einsum("nhs,nh->ns", products, weights[at : at + length].double().abs())[:, which]
         for i in range(length):
@@ -125,8 +125,10 @@ class Rig:
         host_table[:slots] = torch.randperm(self.host_pages, generator=generator).view(slots, -1)
         page_table[slots] = total - 1
         clock = torch.zeros(slots + 1, dtype=torch.int32)
-        tables = (table.to(device) for table in (page_table, host_table, hot_rows, clock))
-        self.pages = SparsePages(*tables, page, sizes.stride, total - 1)
+        page_table, host_table, hot_rows = (table.to(device) for table in (page_table, host_table, hot_rows))
+        self.pages = SparsePages(
+            page_table, host_table, hot_rows, clock.to(device), page, sizes.stride, null_page=total - 1
+        )
         # Lines with one element more than anybody reads.
         line = torch.full((slots + 1, hot + 1), -1, dtype=torch.int32, device=device)
         # What no owner confirms may be anything.
