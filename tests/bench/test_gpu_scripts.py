@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.gpu_device.conftest import ORDER
 from tests.structure.repository import ROOT
 
 SCRIPT = ROOT / "scripts/gpu.py"
@@ -40,6 +41,14 @@ def test_every_test_is_skipped_with_the_reason() -> None:
     assert " passed" not in output
     assert " failed" not in output
     assert "serve with --device cpu" in output
+
+
+def test_the_most_telling_tests_come_first() -> None:
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu_device").glob("test_*.py")}
+    assert files == set(ORDER)
+    output = run("test", "--collect-only", "-q", "-q")
+    listed = [line.split("::")[0].split(":")[0] for line in output.splitlines() if line.startswith("tests/gpu_device/")]
+    assert list(dict.fromkeys(listed)) == [f"tests/gpu_device/test_{name}.py" for name in ORDER]
 
 
 @WITHOUT_GPU

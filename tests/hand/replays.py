@@ -12,7 +12,7 @@ import torch
 from forebay.compute.graphs import Graphs, Size
 from forebay.compute.paged import PagedSteps
 from forebay.runner.runner import ModelRunner
-from tests.hand.support import PlanBuilder, Sampling
+from tests.hand.support import EVERYTHING, MiniBrain, PlanBuilder, Request, Sampling
 
 DRAWN = [
     Sampling(temperature=0.8, top_p=0.9, top_k=20, seed=3),
@@ -149,3 +149,17 @@ def check_replays(runner: ModelRunner, steps: int, seed: int, done: Callable[[Si
                 own.graphs = graphs
         found[0].check(found[1], f"step {number} of {size}{', drawn' if drawn else ''}")
         done(size)
+
+
+def serve_everything(runner: ModelRunner) -> int:
+    """Serves chunks within graphs and larger ones, decode rows, and every way to sample; gives how many tokens."""
+    ways = [Sampling(), DRAWN[0], EVERYTHING, Sampling(logprobs=3)]
+    tokens = 0
+    for chunk in (7, 1000):
+        requests = [
+            Request(list(range(1, 4 + 5 * at)), 6, ways[at % 4], arrival=at // 2, prompt_logprobs=at % 3 - 1)
+            for at in range(16)
+        ]
+        MiniBrain(runner, lookahead=1).serve(requests, chunk)
+        tokens += sum(len(request.tokens) for request in requests)
+    return tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,11 @@ from forebay.gpu.choose import VARIABLE
 from forebay.runner.runner import ModelRunner
 from forebay.state.slots import PlanError
 from tests.hand.greedy import model_of
-from tests.hand.replays import check_replays, steps_of
+from tests.hand.replays import check_replays, serve_everything, steps_of
 from tests.hand.support import runner_of
 
 STEPS = 40
+CHUNKS: dict[str, Any] = {"attention_backend": "triton", "chunked_prefill_size": 100}
 SHOWN = (AssertionError, PlanError, LostMemoryError)
 
 
@@ -26,8 +28,13 @@ def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cold(family: str = "qwen3") -> ModelRunner:
-    sizes = {"max_running_requests": 70, "slots": 70, "max_total_tokens": 70 * 96, "chunked_prefill_size": 100}
-    return runner_of(model_of(family), device="deferred", attention_backend="triton", graph_rows=6, **sizes)
+    sizes: dict[str, Any] = {
+        "max_running_requests": 70,
+        "slots": 70,
+        "max_total_tokens": 70 * 96,
+        "chunked_prefill_size": 100,
+    }
+    return runner_of(model_of(family), device="deferred", graph_rows=6, **sizes, **CHUNKS)
 
 
 def warm(family: str = "qwen3") -> ModelRunner:
@@ -41,6 +48,11 @@ def test_a_replay_is_equal_to_its_kernels(family: str) -> None:
     runner, done = warm(family), set[Size]()
     check_replays(runner, STEPS if family == "qwen3" else 12, 0, done.add)
     assert done == set(steps_of(runner).graphs.sizes)
+
+
+def test_steps_of_every_kind_are_served() -> None:
+    """On a GPU they show that nothing is compiled meanwhile."""
+    assert serve_everything(warm("deepseek-v3")) == 2 * 16 * 6
 
 
 def test_a_plan_that_a_graph_reads_elsewhere_shows() -> None:

@@ -1,0 +1,44 @@
+"""Graphs on a GPU: they give what their kernels give, and behind the warm-up nothing is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forebay.compute.graphs import Size
+from forebay.gpu.kernels.launch import COMPILATIONS
+from tests.hand.greedy import model_of
+from tests.hand.replays import check_replays, serve_everything, steps_of
+from tests.hand.support import runner_of
+
+STEPS = [
+    ("qwen3", "float32", 200),
+    ("qwen3", "bfloat16", 150),
+    ("qwen3-moe", "bfloat16", 100),
+    ("deepseek-v3", "bfloat16", 50),
+]
+SIZES: dict[str, Any] = {"device": "cuda", "slots": 64, "max_running_requests": 64, "max_total_tokens": 64 * 96}
+
+
+@pytest.mark.parametrize(("family", "dtype", "steps"), STEPS)
+def test_a_replay_is_equal_to_its_kernels(family: str, dtype: str, steps: int) -> None:
+    runner = runner_of(model_of(family), dtype=dtype, graph_rows=64, chunked_prefill_size=256, **SIZES)
+    runner.warm_up()
+    done = set[Size]()
+    check_replays(runner, steps, steps, done.add)
+    assert done == set(steps_of(runner).graphs.sizes)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_steps_behind_the_warm_up_compile_nothing(family: str) -> None:
+    runner = runner_of(model_of(family), dtype="bfloat16", graph_rows=64, chunked_prefill_size=128, **SIZES)
+    runner.warm_up()
+    before = COMPILATIONS.count
+    # A launch that has to compile fails, with the kernel's name.
+    COMPILATIONS.seal()
+    try:
+        serve_everything(runner)
+    finally:
+        COMPILATIONS.seal(False)
+    assert COMPILATIONS.count == before
