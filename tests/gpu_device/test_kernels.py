@@ -15,7 +15,7 @@ SEED = int(os.environ.get("FOREBAY_TEST_SEED", random.randrange(1 << 31)))
 CASES = cases()
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case: Case) -> None:
     # Shown with a failure, which the variable brings back.
     print(f"FOREBAY_TEST_SEED={SEED}")

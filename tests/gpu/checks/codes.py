@@ -14,6 +14,8 @@ Shape = tuple[int, int, int, int]
 """Inputs, group, block_rows and fold of a matrix."""
 _LARGEST = 448.0
 _LEAST_EXPONENT = -6
+_DIVISION = 2.0**-21
+"""The error of a quotient in float32: a GPU divides with an error of up to two units in the last place."""
 
 
 @dataclass
@@ -122,9 +124,8 @@ def check_quantise(
     with poisoned():
         codes, scale = operators.quantise(spaced(x))
     largest = x.double().abs().amax(1, keepdim=True)
-    within(scale, (largest / _LARGEST).clamp(min=1e-12), largest * 2.0**-22 / _LARGEST + 1e-18)
+    within(scale, (largest / _LARGEST).clamp(min=1e-12), largest * _DIVISION / _LARGEST + 1e-18)
     quotient = x.double() / scale.double()
     exponent = quotient.abs().clamp(min=2.0**-100).log2().floor().clamp(min=_LEAST_EXPONENT)
     # Of four bits the last is half a step. A quotient in float32 may lie on the other side of a tie.
-    half_step = 2.0 ** (exponent - 4)
-    within(codes.float(), quotient, half_step * (1 + 2.0**-18))
+    within(codes.float(), quotient, 2.0 ** (exponent - 4) + quotient.abs() * _DIVISION)

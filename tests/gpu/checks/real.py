@@ -34,6 +34,9 @@ class Case:
     small: bool
     """True if a CPU's twin takes less than a second."""
 
+    def __str__(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True)
 class Model:

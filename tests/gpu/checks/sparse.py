@@ -32,7 +32,7 @@ def check_choose(
 ) -> None:
     """Rows are (start, length). With `distinct` keys many scores are equal, and the lower positions have to win.
 
-    Without, scores that float32 can't tell from the last of the best may be chosen or not.
+    Scores that float32 can't tell from the last of the best may be chosen or not.
     """
     ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
     paged = Paged.make(ends, 1, dim, page_size, seed, dtype, device, distinct)
@@ -55,27 +55,31 @@ def check_choose(
         sizes = torch.einsum("nhs,nh->ns", products, weights[at : at + length].double().abs())[:, which]
         for i in range(length):
             seen = len(history) - length + i + 1
-            _check_best(chosen[at + i], scores[i, :seen], sizes[i, :seen] * SINGLE, top_k, exact=bool(distinct))
+            _check_best(chosen[at + i], scores[i, :seen], sizes[i, :seen] * SINGLE, which[:seen], top_k)
         at += length
     assert chosen[at:].eq(-1).all()
 
 
-def _check_best(chosen: torch.Tensor, scores: torch.Tensor, error: torch.Tensor, top_k: int, *, exact: bool) -> None:
+def _check_best(
+    chosen: torch.Tensor, scores: torch.Tensor, error: torch.Tensor, which: torch.Tensor, top_k: int
+) -> None:
+    """`which` key each of the positions has; `error` of the scores."""
     kept = min(top_k, len(scores))
     assert chosen[kept:].eq(-1).all()
     best = chosen[:kept].long()
     assert bool((best[1:] > best[:-1]).all()), "ascending, each once"
     assert bool((best >= 0).all())
     assert bool((best < len(scores)).all())
-    if exact:
-        order = scores.sort(descending=True, stable=True).indices[:kept]
-        assert best.equal(order.sort().values)
-        return
     among = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
     among[best] = True
     least = scores.topk(kept).values[-1]
     assert not (among & (scores < least - 2 * error)).any()
     assert not (~among & (scores > least + 2 * error)).any()
+    # Of each key the first position that is left out: behind it none is kept.
+    position = torch.arange(len(scores), device=scores.device)
+    left_out = torch.full((int(which.max()) + 1,), len(scores), device=scores.device)
+    left_out.scatter_reduce_(0, which[~among], position[~among], "amin")
+    assert not (among & (position > left_out[which])).any()
 
 
 @dataclass(frozen=True)
