@@ -18,7 +18,6 @@ from tests.hand.replays import check_replays, serve_everything, steps_of
 from tests.hand.support import runner_of
 
 STEPS = 40
-CHUNKS: dict[str, Any] = {"attention_backend": "triton", "chunked_prefill_size": 100}
 SHOWN = (AssertionError, PlanError, LostMemoryError)
 
 
@@ -33,8 +32,9 @@ def cold(family: str = "qwen3") -> ModelRunner:
         "slots": 70,
         "max_total_tokens": 70 * 96,
         "chunked_prefill_size": 100,
+        "attention_backend": "triton",
     }
-    return runner_of(model_of(family), device="deferred", graph_rows=6, **sizes, **CHUNKS)
+    return runner_of(model_of(family), device="deferred", graph_rows=6, **sizes)
 
 
 def warm(family: str = "qwen3") -> ModelRunner:
