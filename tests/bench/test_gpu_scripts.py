@@ -21,6 +21,7 @@ from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.steps import CASES
 from benchmarks.records import RESULTS, Results, Run, from_json, read
 from tests.binary import binary
+from tests.gpu_device.conftest import ORDER
 from tests.structure.repository import ROOT
 
 SCRIPT = ROOT / "scripts/gpu.py"
@@ -53,9 +54,12 @@ def test_every_test_is_skipped_with_the_reason() -> None:
     assert "serve with --device cpu" in output
 
 
-def test_every_file_of_tests_is_run(gpu: ModuleType) -> None:
+def test_the_most_telling_tests_come_first() -> None:
     files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu_device").glob("test_*.py")}
-    assert set(gpu.TESTS) == files
+    assert files == set(ORDER)
+    output = run("test", "--collect-only", "-q", "-q")
+    listed = [line.split("::")[0].split(":")[0] for line in output.splitlines() if line.startswith("tests/gpu_device/")]
+    assert list(dict.fromkeys(listed)) == [f"tests/gpu_device/test_{name}.py" for name in ORDER]
 
 
 @WITHOUT_GPU

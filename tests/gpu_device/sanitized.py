@@ -1,37 +1,57 @@
-"""A hand's life in twenty steps, for a sanitizer: prompts in chunks, decode rows, draws, penalties, a slot used again.
+"""Steps of two tiny hands, kernel by kernel, for a sanitizer to look at: every operator of a step has its turn.
 
-    compute-sanitizer --tool memcheck python -m tests.gpu_device.sanitized cuda qwen3
-
-Nothing is captured, so that each kernel is reported by its own name.
+python3 -m tests.gpu_device.sanitized --device cuda
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
-from tests.hand.support import MiniBrain, Request, Sampling, reference_model, runner_of
+from tests.hand.greedy import model_of
+from tests.hand.sparse_slot import FULL, PROMPT, Slot
+from tests.hand.support import EVERYTHING, MiniBrain, Request, Sampling, runner_of
 
-SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=0.8, top_p=0.9, top_k=20, seed=3),
-    Sampling(temperature=0.7, repetition_penalty=1.3, seed=9, logprobs=2),
-]
+DRAWN = Sampling(temperature=0.8, top_p=0.9, top_k=20, seed=3)
+LAST_WORDS = "all steps were computed:"
 
 
-def main(device: str, family: str) -> None:
-    """Serves six requests, of which at most four run at a time."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    runner = runner_of(reference_model(family), device=device, dtype=dtype, graph_rows=0, attention_backend="triton")
+def dense(device: str, dtype: str) -> int:
+    """Chunks beside decode rows, greedy and drawn; gives the number of steps."""
+    runner = runner_of(model_of("qwen3-moe"), device=device, dtype=dtype, attention_backend="triton")
     runner.warm_up()
-    # The lengths are on both sides of a page's end.
-    lengths = (1, 7, 8, 9, 30, 3)
+    brain = MiniBrain(runner, lookahead=1)
     requests = [
-        Request(list(range(1, 1 + length)), 5, SAMPLINGS[number % 3], 2 * number)
-        for number, length in enumerate(lengths)
+        Request(list(range(1, 30)), 5),
+        Request([3, 14, 15], 6, DRAWN, arrival=2),
+        Request(list(range(40, 60)), 4, EVERYTHING, arrival=3),
     ]
-    MiniBrain(runner, lookahead=1).serve(requests, chunk=7)
-    print("tokens", sum(len(request.tokens) for request in requests))
+    brain.serve(requests, chunk=8)
+    return brain._step
+
+
+def sparse(device: str, dtype: str) -> int:
+    """A slot that becomes sparse: choices of an index, hot rows, and rows of the host's memory."""
+    slot = Slot("glm-dsa-shared", device=device, dtype=dtype, attention_backend="triton")
+    slot.runner.warm_up()
+    slot.prefill()
+    slot.until_ended(FULL)
+    for number in range(10):
+        builder = slot.plan()
+        if number == 1:
+            slot.become_sparse(builder)
+        builder.row(1, len(PROMPT) + number, 1)
+        slot.take(builder)
+    return slot._step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="sanitized")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    steps = dense(options.device, options.dtype) + sparse(options.device, options.dtype)
+    print(LAST_WORDS, steps)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

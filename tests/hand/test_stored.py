@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.compute.paged import PagedSteps
 from forebay.device import DeviceError
+from forebay.gpu import reference
 from forebay.gpu.choose import VARIABLE
+from forebay.gpu.products import GpuProducts
 from forebay.layers.attention import Attention
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.moe import MixtureOfExperts
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.errors import ModelError
+from tests.gpu.checks.codes import Codes, Shape
 from tests.hand.stored_models import (
     Format,
     Weights,
@@ -277,3 +281,17 @@ def test_biases_that_only_tools_have_written(device: str, tmp_path: Path) -> Non
 
     with pytest.raises(ModelError, match=f"the checkpoint has {names[0]}, which the model does not have"):
         hand(quantised(tmp_path / "others", model, gptq(32), change=others), device)
+
+
+@pytest.mark.parametrize("shape", [(128, 128, 1, 0), (128, 128, 128, 0), (128, 128, 1, 128)])
+def test_only_a_scale_a_row_goes_to_pytorchs_product(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block may be as wide as its matrix, and is of many rows still."""
+    codes, called = Codes.random(256, shape, 0), list[Shape]()
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: called.append(shape))
+    # As layers have it: no column has another place.
+    matrix: Any = SimpleNamespace(**vars(codes), order=None)
+    x = torch.randn(5, 128).bfloat16()
+    given = GpuProducts(reference, floats=True).product(x, matrix, None)
+    assert bool(called) == (shape == (128, 128, 1, 0))
+    if not called:
+        torch.testing.assert_close(given, reference.product(x, codes, None), atol=0, rtol=0)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from forebay.compute.graphs import Size, decode_rows, mixed_sizes
 from forebay.gpu.kernels.launch import COMPILATIONS, LITTLE_ROOM, ROOM, CompiledWhileServingError
 from tests.gpu.compiled.compiling import Compiled, Compiler
-from tests.gpu.compiled.variants import all_variants, mixed_step
+from tests.gpu.compiled.variants import all_variants, attend_step, mixed_step
+from tests.gpu.shapes import QWEN3_0_6B
 
 VARIANTS = all_variants()
 # One a kernel: models of other sizes are other constants.
@@ -75,6 +79,28 @@ def test_other_lengths_compile_nothing_more(compiler: Compiler) -> None:
     for tokens, rows in ((33, 3), (17, 16), (2, 1), (1, 1)):
         compiler.compile(90, lambda tokens=tokens, rows=rows: mixed_step(tokens, rows))  # type: ignore[misc]
     assert COMPILATIONS.count == before
+
+
+@pytest.mark.parametrize("most", [6, 200])
+def test_graphs_have_every_variant_of_steps_beside_them(most: int, compiler: Compiler) -> None:
+    """Rows of one token are read in parts, whose number is a constant. Steps beside graphs have as few rows."""
+    # Heads of no other test: their variants are not known yet.
+    model = replace(QWEN3_0_6B, heads=8 * {6: 3, 200: 5}[most])
+    for size in (*(Size(rows, rows, mixed=False) for rows in decode_rows(most)), *mixed_sizes(most, 8192)):
+        compiler.compile(90, partial(attend_step, model, size.tokens, size.rows, size.mixed))
+    before = COMPILATIONS.count
+    for rows in range(1, most + 1):
+        compiler.compile(90, partial(attend_step, model, 8000 + rows, rows, True))
+    assert COMPILATIONS.count == before
+
+
+def test_rows_that_no_graph_has_compile(compiler: Compiler) -> None:
+    """The test above would see it: a hand without graphs compiles when it first has so many rows."""
+    model = replace(QWEN3_0_6B, kv_heads=4)
+    compiler.compile(90, partial(attend_step, model, 1, 1, False))
+    before = COMPILATIONS.count
+    compiler.compile(90, partial(attend_step, model, 8, 8, False))
+    assert COMPILATIONS.count > before
 
 
 def test_a_compilation_while_serving_is_an_error(compiler: Compiler) -> None:

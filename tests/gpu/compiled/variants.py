@@ -55,6 +55,13 @@ def attention(model: Model) -> Iterator[tuple[str, Operators]]:
     yield "chunks", lambda: attend(2048, True)
 
 
+def attend_step(model: Model, tokens: int, rows: int, chunks: bool) -> None:
+    """The attention of a step of so many tokens and rows; `chunks`: rows may have several tokens."""
+    pool = meta(4000, model.kv_heads, model.dim, dtype=model.dtype)
+    paged = rows_of(rows, model.page_size, model.layers * 2 * model.page_size, decodes=True, chunks=chunks)
+    kernels.attend(meta(tokens, model.heads, model.dim, dtype=model.dtype), pool, pool, paged, 0.1)
+
+
 def layer(model: Model) -> Iterator[tuple[str, Operators]]:
     dtype, heads = model.dtype, model.heads + 2 * model.kv_heads
 

@@ -1,4 +1,4 @@
-"""Paged attention of random mixed steps against dense attention in float64, a query at a time."""
+"""Paged attention of random mixed steps against dense attention in float64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
-from tests.gpu.support import BOTH, Paged, dense, nan
+from tests.gpu.checks.attention import SCALE, check_attend, check_dense, check_missing_page
+from tests.gpu.checks.memory import CPU, Numbers, Paged
+from tests.gpu.support import BOTH
 
-SCALE = 0.3
 ROW = st.one_of(
     st.tuples(st.integers(0, 150), st.just(1)),
     st.tuples(st.just(0), st.integers(2, 30)),
@@ -25,52 +27,10 @@ ROW = st.one_of(
 )
 
 
-def check(
-    operators: Kernels,
-    rows: list[tuple[int, int]],
-    *,
-    heads: tuple[int, int] = (4, 2),
-    widths: tuple[int, int] = (24, 0),
-    page_size: int = 4,
-    padding: tuple[int, int] = (0, 0),
-    parts: int = 2,
-    dtype: torch.dtype = torch.float32,
-    eight_bits: bool = False,
-    tolerance: float = 2e-5,
-    seed: int = 0,
-) -> None:
-    """Rows are (start, length), read in `parts`; `padding` are rows and tokens of nobody; `widths` of a key's parts.
-
-    `eight_bits`: pages have 8-bit floats, and where they have none the code of NaN.
-    """
-    (queries, kv_heads), (dim, extra) = heads, widths
-    ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
-    paged = Paged.make(ends, kv_heads, dim + extra, page_size, seed, dtype)
-    keys, values, histories = paged.pool, paged.pool[..., :dim], paged.histories
-    if not extra:
-        other = replace(paged, pool=nan(*keys.shape, dtype=dtype))
-        values = other.pool
-        values.copy_(-keys)
-    if eight_bits:
-        keys, values = (pool.to(torch.float8_e4m3fn).view(torch.uint8) for pool in (keys, values))
-        histories = [history.to(torch.float8_e4m3fn).float() for history in histories]
-    generator = torch.Generator().manual_seed(seed + 1)
-    count = sum(lengths)
-    q = torch.randn(count + padding[1], queries, dim + extra, generator=generator).to(dtype)
-    # As the heads of a fused projection lie: the next token's are not behind those of the last.
-    q = torch.cat((q, nan(*q.shape, dtype=dtype)), dim=1)[:, :queries]
+def check(operators: Kernels, rows: list[tuple[int, int]], *, parts: int = 2, **changes: Any) -> None:
+    """Rows of one token are read in `parts`."""
     with patch.object(sys.modules["forebay.gpu.kernels.decodes"], "splits", lambda programs: parts):
-        out = operators.attend(q, keys, values, paged.rows(lengths, padding[0]), SCALE)
-    assert out.shape == (len(q), queries, dim)
-    at = 0
-    for history, length in zip(histories, lengths, strict=True):
-        of_values = history[..., :dim] if extra else -history
-        for i in range(length):
-            seen = len(history) - length + i + 1
-            expected = dense(q[at], history[:seen], of_values[:seen], SCALE)
-            torch.testing.assert_close(out[at].double(), expected, atol=tolerance, rtol=0)
-            at += 1
-    assert out[at:].eq(0).all()
+        check_attend(operators, rows, **changes)
 
 
 @BOTH
@@ -109,7 +69,7 @@ def test_latent_rows(operators: Kernels) -> None:
 @BOTH
 def test_bfloat16(operators: Kernels) -> None:
     rows = [(0, 30), (70, 1), (3, 1), (20, 33), (149, 1)]
-    check(operators, rows, page_size=16, dtype=torch.bfloat16, tolerance=0.03)
+    check(operators, rows, page_size=16, dtype=torch.bfloat16)
 
 
 @BOTH
@@ -130,7 +90,7 @@ def test_keys_and_values_of_8_bits(
 @BOTH
 def test_queries_in_bfloat16_of_keys_of_8_bits(operators: Kernels) -> None:
     rows = [(0, 30), (70, 1), (20, 33)]
-    check(operators, rows, page_size=16, dtype=torch.bfloat16, eight_bits=True, tolerance=0.03)
+    check(operators, rows, page_size=16, dtype=torch.bfloat16, eight_bits=True)
 
 
 @BOTH
@@ -160,14 +120,7 @@ def test_every_8_bit_float_is_read(operators: Kernels) -> None:
 
 @BOTH
 def test_a_page_that_is_not_there_is_the_null_page(operators: Kernels) -> None:
-    paged = Paged.make([9, 9], 2, 16, 4, 0, torch.float32)
-    paged.page_table[1, 1] = -1
-    q = torch.randn(2, 4, 16)
-    out = operators.attend(q, paged.pool, paged.pool.clone(), paged.rows([1, 1]), SCALE)
-    history = paged.histories[0].clone()
-    history[4:8] = 7.0
-    torch.testing.assert_close(out[0].double(), dense(q[0], history, history, SCALE), atol=1e-5, rtol=0)
-    assert out[1].isfinite().all()
+    check_missing_page(operators, CPU)
 
 
 def test_entries_beyond_2_to_the_31_elements_are_reached() -> None:
@@ -181,9 +134,9 @@ def test_entries_beyond_2_to_the_31_elements_are_reached() -> None:
     pool[(last + 1) * 4] = history[4]
     table = torch.tensor([[last, last + 1]], dtype=torch.int32)
     rows = replace(paged.rows([1]), page_table=table, page_stride=4)
-    q = torch.randn(1, 1, 16).bfloat16()
+    q = Numbers(CPU, 0).normal(1, 1, 16, dtype=torch.bfloat16)
     out = kernels.attend(q, pool, pool, rows, SCALE)
-    torch.testing.assert_close(out[0].double(), dense(q[0], history, history, SCALE), atol=0.02, rtol=0)
+    check_dense(out, q, history, history, SCALE)
 
 
 MUTANTS = {

@@ -1,4 +1,4 @@
-"""Grouped products of experts against the layers' own operators."""
+"""Grouped products of experts against float64."""
 
 from __future__ import annotations
 
@@ -12,43 +12,8 @@ from hypothesis import strategies as st
 
 from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
-from forebay.layers.ops import HostOps
-from tests.gpu.support import BOTH, nan
-
-
-def check(
-    operators: Kernels,
-    tokens: int,
-    each: int,
-    count: int,
-    sizes: tuple[int, int],
-    dtype: torch.dtype,
-    seed: int,
-    first: int = 0,
-) -> None:
-    """`first`: the experts below it are another rank's."""
-    hidden, inner = sizes
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    x = torch.cat((random(tokens, hidden), nan(tokens, 3)), dim=1).to(dtype)[:, :hidden]
-    ids = torch.stack([torch.randperm(count, generator=generator)[:each] for _ in range(tokens)]).sort(-1).values
-    weights = random(tokens, each).abs()
-    gate_up, down = (random(count, *shape).to(dtype) * 0.3 for shape in ((2 * inner, hidden), (hidden, inner)))
-    elsewhere = ids < first
-    ids, weights = (ids - first).masked_fill(elsewhere, count - first), weights.masked_fill(elsewhere, 0)
-    gate_up, down = gate_up[first:], down[first:]
-    expected = HostOps().experts(x.contiguous(), ids, weights, gate_up, down)
-    # Memory that nobody has written to is not a number.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        given = operators.experts(x, ids, weights, gate_up, down)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    narrow = dtype == torch.bfloat16
-    torch.testing.assert_close(given, expected, atol=0.2 if narrow else 2e-5, rtol=0.05 if narrow else 1e-5)
+from tests.gpu.checks.experts import check_experts
+from tests.gpu.support import BOTH
 
 
 @BOTH
@@ -61,22 +26,22 @@ def check(
     seed=st.integers(0, 99),
 )
 def test_experts(operators: Kernels, tokens: int, each: int, count: int, sizes: tuple[int, int], seed: int) -> None:
-    check(operators, tokens, each, count, sizes, torch.float32, seed)
+    check_experts(operators, tokens, each, count, sizes, seed=seed)
 
 
 @BOTH
 def test_bfloat16(operators: Kernels) -> None:
-    check(operators, 5, 2, 4, (40, 24), torch.bfloat16, 0)
+    check_experts(operators, 5, 2, 4, (40, 24), torch.bfloat16)
 
 
 @BOTH
 @pytest.mark.parametrize("first", [1, 3])
 def test_experts_of_another_rank_add_nothing(operators: Kernels, first: int) -> None:
-    check(operators, 9, 3, 5, (24, 16), torch.float32, 0, first)
+    check_experts(operators, 9, 3, 5, (24, 16), first=first)
 
 
 def test_one_expert_has_several_tiles() -> None:
-    check(kernels, 70, 2, 2, (24, 16), torch.float32, 0)
+    check_experts(kernels, 70, 2, 2, (24, 16))
 
 
 def test_a_token_is_alone_what_it_is_in_a_batch() -> None:
@@ -107,4 +72,4 @@ MUTANTS = {
 def test_a_wrong_group_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
     mutated = mutate("grouped", *MUTANTS[name])
     with pytest.raises(AssertionError):
-        check(mutated, 9, 3, 4, (24, 16), torch.float32, 0, first=1)
+        check_experts(mutated, 9, 3, 4, (24, 16), first=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
@@ -13,56 +12,9 @@ from hypothesis import strategies as st
 
 from forebay.gpu import kernels, reference
 from forebay.gpu.interface import Kernels
-from forebay.layers.ops import HostOps
-from tests.gpu.support import BOTH, WATCHED, nan
-
-
-@dataclass
-class Codes:
-    """A matrix of random codes."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zeros: torch.Tensor | None
-    inputs: int
-    group: int
-    block_rows: int
-    fold: int
-
-    @classmethod
-    def random(cls, rows: int, inputs: int, group: int, block_rows: int, fold: int, seed: int) -> Codes:
-        generator = torch.Generator().manual_seed(seed)
-
-        def bytes_(*shape: int, most: int = 256) -> torch.Tensor:
-            return torch.randint(0, most, shape, dtype=torch.uint8, generator=generator)
-
-        groups = -(-inputs // group)
-        scale = torch.rand(-(-rows // block_rows), groups, generator=generator) * 0.1 + 0.01
-        if fold:
-            return cls(bytes_(rows, inputs // 2), scale, bytes_(rows, groups, most=16), inputs, group, 1, fold)
-        codes = bytes_(rows, inputs)
-        # Neither of the two is a number.
-        codes[codes & 0x7F == 0x7F] = 0x01
-        return cls(codes, scale, None, inputs, group, block_rows, fold)
-
-    def values(self) -> torch.Tensor:
-        """float64 [rows, inputs], one by one."""
-        found = torch.empty(len(self.codes), self.inputs, dtype=torch.float64)
-        floats = self.codes.view(torch.float8_e4m3fn).double() if self.zeros is None else None
-        for i in range(self.inputs):
-            if floats is None:
-                begin, at = i // self.fold * self.fold, i % self.fold
-                half = self.fold // 2
-                byte = self.codes[:, begin // 2 + at % half]
-                assert self.zeros is not None
-                code = (byte >> (4 if at >= half else 0)) & 15
-                column = code.double() - self.zeros[:, i // self.group].double()
-            else:
-                column = floats[:, i]
-            rows = torch.arange(len(self.codes)) // self.block_rows
-            found[:, i] = column * self.scale[rows, i // self.group].double()
-        return found
-
+from tests.gpu.checks.codes import Codes, Shape, check_experts_of_codes, check_product, check_quantise
+from tests.gpu.checks.memory import nan
+from tests.gpu.support import BOTH, WATCHED
 
 SHAPES = st.sampled_from(
     [
@@ -77,24 +29,11 @@ SHAPES = st.sampled_from(
 )
 
 
-def check(operators: Kernels, tokens: int, rows: int, shape: tuple[int, int, int, int], seed: int) -> None:
-    matrix = Codes.random(rows, *shape, seed)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.cat((torch.randn(tokens, matrix.inputs, generator=generator), nan(tokens, 3)), dim=1)[:, : matrix.inputs]
-    bias = torch.randn(rows, generator=generator) if seed % 2 else None
-    expected = x.double() @ matrix.values().T
-    if bias is not None:
-        expected += bias.double()
-    given_ = operators.product(x, matrix, bias)
-    scale = x.double().abs() @ matrix.values().abs().T
-    assert ((given_.double() - expected).abs() <= 2e-6 * scale + 1e-6).all()
-
-
 @BOTH
 @settings(max_examples=12, deadline=None)
 @given(tokens=st.integers(1, 20), rows=st.sampled_from([1, 8, 33, 70]), shape=SHAPES, seed=st.integers(0, 99))
-def test_product(operators: Kernels, tokens: int, rows: int, shape: tuple[int, int, int, int], seed: int) -> None:
-    check(operators, tokens, rows, shape, seed)
+def test_product(operators: Kernels, tokens: int, rows: int, shape: Shape, seed: int) -> None:
+    check_product(operators, tokens, rows, shape, biased=bool(seed % 2), seed=seed)
 
 
 @BOTH
@@ -111,12 +50,7 @@ def test_every_8_bit_float(operators: Kernels) -> None:
 @BOTH
 @pytest.mark.parametrize("fold", [0, 32])
 def test_bfloat16(operators: Kernels, fold: int) -> None:
-    matrix = Codes.random(40, 64, 32, 1, fold, 0)
-    x = torch.randn(5, 64).bfloat16()
-    expected = x.double() @ matrix.values().T
-    given_ = operators.product(x, matrix, torch.zeros(40, dtype=torch.bfloat16))
-    assert given_.dtype == torch.bfloat16
-    torch.testing.assert_close(given_.double(), expected, atol=0.02, rtol=0.01)
+    check_product(operators, 5, 40, (64, 32, 1, fold), biased=True, dtype=torch.bfloat16)
 
 
 @BOTH
@@ -133,38 +67,14 @@ def test_experts(
     tokens: int,
     each: int,
     count: int,
-    shapes: tuple[tuple[int, int, int, int], tuple[int, int, int, int]],
+    shapes: tuple[Shape, Shape],
     seed: int,
 ) -> None:
-    check_experts(operators, tokens, each, count, shapes, seed)
-
-
-def check_experts(
-    operators: Kernels,
-    tokens: int,
-    each: int,
-    count: int,
-    shapes: tuple[tuple[int, int, int, int], tuple[int, int, int, int]],
-    seed: int,
-) -> None:
-    hidden, inner = shapes[0][0], shapes[1][0]
-    gate_up = Codes.random(count * 2 * inner, *shapes[0], seed)
-    down = Codes.random(count * hidden, *shapes[1], seed + 1)
-    # Small enough that gates do not all open or close.
-    gate_up.scale *= 0.01
-    down.scale *= 0.01
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=generator)
-    ids = torch.stack([torch.randperm(count, generator=generator)[:each] for _ in range(tokens)]).sort(-1).values
-    weights = torch.rand(tokens, each, generator=generator)
-    both = gate_up.values().float().unflatten(0, (count, 2 * inner))
-    expected = HostOps().experts(x, ids, weights, both, down.values().float().unflatten(0, (count, hidden)))
-    given_ = operators.experts_of_codes(x, ids, weights, gate_up, down)
-    torch.testing.assert_close(given_, expected, atol=2e-5, rtol=1e-4)
+    check_experts_of_codes(operators, tokens, each, count, shapes, seed=seed)
 
 
 def test_one_expert_has_several_tiles() -> None:
-    check_experts(kernels, 70, 2, 2, ((64, 32, 1, 32), (32, 32, 1, 32)), 0)
+    check_experts_of_codes(kernels, 70, 2, 2, ((64, 32, 1, 32), (32, 32, 1, 32)))
 
 
 @settings(max_examples=8, deadline=None)
@@ -179,6 +89,12 @@ def test_activations_become_8_bit_floats(tokens: int, inputs: int, seed: int) ->
     for given_, expected in zip(kernels.quantise(x), WATCHED.quantise(x), strict=True):
         assert given_.dtype == expected.dtype
         torch.testing.assert_close(given_.float(), expected.float(), atol=0, rtol=0)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_of_activations_are_the_nearest(operators: Kernels, dtype: torch.dtype) -> None:
+    check_quantise(operators, 5, 130, dtype)
 
 
 def test_ties_go_to_even_ones() -> None:
@@ -202,4 +118,4 @@ MUTANTS = {
 def test_a_wrong_product_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
     mutated = mutate("quantised", *MUTANTS[name])
     with pytest.raises(AssertionError):
-        check(mutated, 5, 33, (64, 32, 1, 32), 1)
+        check_product(mutated, 5, 33, (64, 32, 1, 32), biased=True, seed=1)

@@ -13,17 +13,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.compute.uniform import uniform
 from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
-from forebay.gpu.sampling import Wishes
 from forebay.gpu.tables import StepBuffers, Tables
-from forebay.layers.ops import Draw, TorchOps
-from forebay.protocol.plan import SlotFloat, SlotWord
+from forebay.protocol.plan import SlotWord
+from tests.gpu.checks.memory import CPU
+from tests.gpu.checks.sampling import (
+    U64,
+    check_ask,
+    check_draw,
+    check_greedy,
+    check_keep,
+    check_random_draws,
+    expected_tokens,
+    wishes_of,
+)
 from tests.gpu.support import BOTH
 from tests.uniform_values import VALUES
 
-U64 = 1 << 64
 # Multiples of a quarter make ties.
 QUARTER = st.integers(-12, 12).map(lambda n: n / 4)
 
@@ -35,44 +42,6 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "CANDIDATES", 16)
     monkeypatch.setattr(drawing, "_BLOCK", 64)
     monkeypatch.setattr(largest, "CHUNK", 64)
-
-
-def wishes_of(rows: list[dict[str, float]], bits: torch.Tensor) -> Wishes:
-    def column(name: str, otherwise: float) -> torch.Tensor:
-        return torch.tensor([row.get(name, otherwise) for row in rows])
-
-    return Wishes(
-        column("temperature", 0.0).float(),
-        column("top_k", 0).int(),
-        column("top_p", 1.0).float(),
-        column("min_p", 0.0).float(),
-        bits,
-    )
-
-
-def expected_tokens(logits: torch.Tensor, wishes: Wishes) -> list[int]:
-    """What the layers' operators give, a row at a time."""
-    tokens = []
-    for row in range(len(logits)):
-        line, temperature = logits[row : row + 1], wishes.temperature[row : row + 1]
-        if temperature == 0:
-            tokens.append(int(line.argmax()))
-            continue
-        top_k, top_p = int(wishes.top_k[row]), wishes.top_p[row : row + 1]
-        here = torch.zeros(1, dtype=torch.int64)
-        limited = (here, torch.tensor([top_k]), top_p) if 0 < top_k < logits.shape[1] else None
-        nucleus = (here, top_p) if limited is None and bool(top_p < 1) else None
-        u = torch.tensor([((int(wishes.bits[row]) % U64) >> 11) * 2.0**-53], dtype=torch.float64)
-        draw = Draw(temperature, u, limited, top_k, nucleus, wishes.min_p[row : row + 1])
-        tokens.append(int(TorchOps().sample(line, draw)))
-    return tokens
-
-
-def check(operators: Kernels, logits: torch.Tensor, wishes: Wishes) -> None:
-    tokens, finite = operators.greedy(logits)
-    assert finite.all()
-    operators.draw(logits, wishes, tokens)
-    assert tokens.tolist() == expected_tokens(logits, wishes)
 
 
 ROW = st.fixed_dictionaries(
@@ -92,7 +61,7 @@ def test_ties(operators: Kernels, rows: list[dict[str, float]], vocabulary: int,
     line = st.lists(QUARTER, min_size=vocabulary, max_size=vocabulary)
     logits = torch.tensor([data.draw(line) for _ in rows])
     bits = torch.tensor([data.draw(st.integers(-(1 << 63), (1 << 63) - 1)) for _ in rows])
-    check(operators, logits, wishes_of(rows, bits))
+    check_draw(operators, logits, wishes_of(rows, bits))
 
 
 @BOTH
@@ -109,7 +78,7 @@ def test_random_logits(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), vocabulary, generator=generator) * spread
     bits = torch.randint(-(1 << 62), 1 << 62, (len(rows),), generator=generator) * 2
-    check(operators, logits, wishes_of(rows, bits))
+    check_draw(operators, logits, wishes_of(rows, bits))
 
 
 @BOTH
@@ -120,7 +89,7 @@ def test_every_u_gives_its_token(operators: Kernels, kind: dict[str, float]) -> 
     logits = (torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2).expand(count, -1)
     u = [0, U64 - 1, *(i * U64 // count + 12345 for i in range(count - 2))]
     bits = torch.tensor([value - U64 if value >= U64 >> 1 else value for value in u])
-    check(operators, logits, wishes_of([{"temperature": 0.9, **kind}] * count, bits))
+    check_draw(operators, logits, wishes_of([{"temperature": 0.9, **kind}] * count, bits))
 
 
 @BOTH
@@ -163,36 +132,26 @@ def test_suppressed_tokens_are_never_drawn(operators: Kernels) -> None:
     assert all(token % 2 for token in tokens.tolist())
 
 
-def tables_of(slots: int) -> Tables:
-    return Tables.make(slots, 40, 100, 4, 10, 8, torch.device("cpu"))
+@BOTH
+def test_the_first_of_equal_ones(operators: Kernels) -> None:
+    check_greedy(operators, 8, 200, torch.float32)
+
+
+@BOTH
+def test_rows_of_every_kind(operators: Kernels) -> None:
+    check_random_draws(operators, 8, 150, 3.0)
 
 
 @BOTH
 def test_wishes_are_read_by_slot(operators: Kernels) -> None:
-    tables, buffers = tables_of(3), StepBuffers.make(4, 4, torch.device("cpu"))
-    tables.words.random_(generator=torch.Generator().manual_seed(0))
-    tables.floats.uniform_(generator=torch.Generator().manual_seed(0))
-    tables.floats[3] = 0
-    buffers.sampling.copy_(torch.tensor([2, 3, 0, 1]))
-    buffers.ends.copy_(torch.tensor([7, 1, 40, 3]))
-    wishes = operators.ask(tables, buffers)
-    slots = buffers.sampling.long()
-    assert wishes.temperature.equal(tables.floats[slots, SlotFloat.TEMPERATURE])
-    assert wishes.top_p.equal(tables.floats[slots, SlotFloat.TOP_P])
-    assert wishes.min_p.equal(tables.floats[slots, SlotFloat.MIN_P])
-    assert wishes.top_k.equal(tables.words[slots, SlotWord.TOP_K])
-    halves = tables.words[slots][:, [SlotWord.SEED_LO, SlotWord.SEED_HI]].contiguous().numpy()
-    seeds = halves.view(np.uint64)[:, 0]
-    expected = uniform(seeds, buffers.ends.numpy().astype(np.int64))
-    u = (wishes.bits.numpy().view(np.uint64) >> np.uint64(11)) * 2.0**-53
-    assert u.tolist() == expected.tolist()
+    check_ask(operators)
 
 
 @BOTH
 def test_random_bits_are_those_of_every_hand(operators: Kernels) -> None:
     """The golden values are checked against the hand's host side in tests/hand."""
     count = len(VALUES)
-    tables, buffers = tables_of(count), StepBuffers.make(count, count, torch.device("cpu"))
+    tables, buffers = Tables.make(count, 40, 100, 4, 10, 8, CPU), StepBuffers.make(count, count, CPU)
     seeds = np.array([seed for seed, _, _ in VALUES], np.uint64)
     tables.words[:count, [SlotWord.SEED_LO, SlotWord.SEED_HI]] = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2))
     buffers.sampling.copy_(torch.arange(count))
@@ -203,15 +162,7 @@ def test_random_bits_are_those_of_every_hand(operators: Kernels) -> None:
 
 @BOTH
 def test_tokens_are_kept_where_their_slots_read_them(operators: Kernels) -> None:
-    tables, buffers = tables_of(3), StepBuffers.make(4, 4, torch.device("cpu"))
-    tables.token_pool.fill_(-9)
-    buffers.sampling.copy_(torch.tensor([2, 3, 0, 1]))
-    buffers.ends.copy_(torch.tensor([7, 1, 40, 3]))
-    tokens, finite = torch.tensor([11, 12, 13, 14]), torch.tensor([True, True, True, False])
-    assert operators.keep(tokens, finite, tables, buffers).tolist() == [11, 12, 13, 0]
-    expected = torch.full_like(tables.token_pool, -9)
-    expected[2, 7], expected[3, 1], expected[0, 40], expected[1, 3] = 11, 12, 13, 0
-    assert tables.token_pool.equal(expected)
+    check_keep(operators)
 
 
 MUTANTS: dict[str, tuple[str, str, dict[str, float]]] = {
@@ -244,4 +195,4 @@ def test_a_wrong_filter_is_seen(name: str, mutate: Callable[..., ModuleType], mo
     logits = (torch.randn(len(rows), 60, generator=generator) * 3).round().clamp(max=3)
     bits = torch.randint(-(1 << 62), 1 << 62, (len(rows),), generator=generator) * 2
     with pytest.raises(AssertionError):
-        check(kernels, logits, wishes_of(rows, bits))
+        check_draw(kernels, logits, wishes_of(rows, bits))

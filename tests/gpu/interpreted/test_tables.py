@@ -12,63 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.device import open_device
 from forebay.gpu.interface import Kernels
-from forebay.gpu.tables import (
-    ERROR_RANGE,
-    ERROR_READ,
-    ERROR_TOKEN,
-    ERROR_WRITE,
-    Received,
-    StepBuffers,
-    Tables,
-    describe,
-    places,
-)
-from forebay.protocol.frames import Int32s
+from forebay.gpu.tables import ERROR_RANGE, ERROR_READ, ERROR_TOKEN, ERROR_WRITE, describe
 from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
-from forebay.state.config import RunnerConfig
-from forebay.state.slots import SlotTables
-from forebay.state.staging import StepInputs
+from tests.gpu.checks.tables import SMALL, apply, check_applied, check_prepared, errors_of, prepare, received
 from tests.gpu.support import BOTH
-from tests.hand.support import FAMILIES, PlanBuilder, Sampling, hf_config, wire_config
+from tests.hand.support import Sampling
 
-CPU = open_device("cpu", 1)
-SLOTS, CONTEXT, PAGE, PAGES, STRIDE, VOCABULARY = 6, 37, 4, 30, 8, 131
-CONFIG = RunnerConfig.from_dict(
-    wire_config(
-        hf_config(FAMILIES["llama"][1], "LlamaForCausalLM"), slots=SLOTS, context_length=CONTEXT, page_size=PAGE
-    )
-)
-UNKNOWN = -77
+SLOTS, CONTEXT, PAGES, STRIDE, VOCABULARY = SMALL.slots, SMALL.context, SMALL.pages, SMALL.stride, SMALL.vocabulary
 
 
 @pytest.fixture(autouse=True)
 def _few_programs_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer programs than records, so that they walk."""
     monkeypatch.setattr(sys.modules["forebay.gpu.kernels.apply"], "_PROGRAMS", 2)
-
-
-def tables_of() -> Tables:
-    tables = Tables.make(SLOTS, CONTEXT, VOCABULARY, PAGE, PAGES, STRIDE, torch.device("cpu"))
-    tables.token_pool[:SLOTS] = UNKNOWN
-    return tables
-
-
-def errors_of() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32)
-
-
-def received(plan: Plan, arena_tokens: Int32s | None = None) -> Received:
-    """A plan in a buffer with other words behind it."""
-    body = np.concatenate((plan.body, np.full(40, UNKNOWN, np.int32)))
-    arena = np.zeros(1, np.int32) if arena_tokens is None else arena_tokens
-    return Received(torch.from_numpy(body), torch.from_numpy(places(plan)), torch.from_numpy(arena))
-
-
-def apply(operators: Kernels, given: Received, tables: Tables, errors: torch.Tensor) -> None:
-    operators.apply_slots(given, tables, errors)
-    operators.write_table(given, "page_writes", tables.page_table, -1, PAGES, errors)
 
 
 NEW_SLOT = st.tuples(
@@ -98,86 +55,7 @@ PLAN = st.fixed_dictionaries(
 @settings(max_examples=12, deadline=None)
 @given(plans=st.lists(PLAN, min_size=1, max_size=3))
 def test_plans_are_applied_as_the_hand_does(operators: Kernels, plans: list[dict[str, dict]]) -> None:
-    expected, tables, errors = SlotTables(CONFIG, VOCABULARY, CPU), tables_of(), errors_of()
-    expected.token_pool.fill_(UNKNOWN)
-    for values in plans:
-        arena, builder = np.zeros(0, np.int32), PlanBuilder()
-        for slot, (tokens, in_arena, sampling) in values["slots"].items():
-            offset = 4 * len(arena) if in_arena else -1
-            builder.slot(slot, tokens, sampling, arena_offset=offset)
-            if in_arena:
-                arena = np.append(arena, np.array(tokens, np.int32))
-        builder.page_writes = [(slot, index, page) for (slot, index), page in values["pages"].items()]
-        plan = builder.build()
-        writes = expected.read(plan, arena.view(np.uint8))
-        if writes is not None:
-            expected.write(writes, StepInputs(plan, CPU))
-        apply(operators, received(plan, arena if len(arena) else None), tables, errors)
-        for slot, record, floats in zip(plan.slots[:, SlotWord.SLOT], plan.slots, plan.slot_floats, strict=True):
-            assert tables.words[slot].tolist() == record.tolist()
-            assert tables.floats[slot].tolist() == floats.tolist()
-    assert not errors
-    assert tables.token_pool[:SLOTS].equal(expected.token_pool)
-    assert tables.page_table[:SLOTS].equal(expected.page_table)
-    assert tables.page_table[SLOTS].eq(PAGES).all()
-
-
-def filled(random: np.random.Generator) -> Tables:
-    """Tables in which every slot has tokens and pages."""
-    tables = tables_of()
-    tables.token_pool[:SLOTS] = torch.from_numpy(random.integers(0, VOCABULARY, tables.token_pool[:SLOTS].shape))
-    tables.page_table[:SLOTS] = torch.from_numpy(random.integers(0, PAGES, tables.page_table[:SLOTS].shape))
-    return tables
-
-
-def prepare(
-    operators: Kernels, rows: list[tuple[int, int, int, int]], tables: Tables, padded: tuple[int, int]
-) -> tuple[StepBuffers, int]:
-    """Buffers of as many rows and tokens, and the errors."""
-    plan = Plan(rows=np.array(rows, np.int32).reshape(-1, 4)).staged()
-    buffers, errors = StepBuffers.make(*padded, torch.device("cpu")), errors_of()
-    for buffer in vars(buffers).values():
-        buffer.fill_(UNKNOWN)
-    operators.prepare(received(plan), tables, buffers, errors, None)
-    return buffers, int(errors)
-
-
-def check_prepared(
-    operators: Kernels, rows: list[tuple[int, int, int, int]], more: tuple[int, int], seed: int = 0
-) -> None:
-    """`more` rows and tokens than the plan has."""
-    tables = filled(np.random.default_rng(seed))
-    total = sum(length for _, _, length, _ in rows)
-    size = len(rows) + more[0], total + more[1]
-    buffers, errors = prepare(operators, rows, tables, size)
-    assert errors == 0, describe(errors)
-    null = (SLOTS, 0, 1, 0)
-    padded = [*rows, *[null] * more[0]]
-    tokens: list[int] = []
-    positions: list[int] = []
-    writes: list[int] = []
-    ends, first, last, sampling = [], [], [], []
-    for slot, start, length, flags in padded:
-        first.append(len(tokens))
-        for position in range(start, start + length):
-            if len(tokens) < size[1]:
-                tokens.append(int(tables.token_pool[slot, position]))
-                positions.append(position)
-                page = int(tables.page_table[slot, position // PAGE])
-                writes.append(page * STRIDE + position % PAGE)
-        count = len(tokens) - first[-1]
-        ends.append(start + count)
-        last.append(max(len(tokens) - 1, 0))
-        sampling.append(slot if flags & FLAG_SAMPLE else SLOTS)
-    nobody = size[1] - len(tokens)
-    assert buffers.tokens.tolist() == tokens + [0] * nobody
-    assert buffers.positions.tolist() == positions + [0] * nobody
-    assert buffers.writes.tolist() == writes + [PAGES * STRIDE] * nobody
-    assert buffers.slots.tolist() == [slot for slot, _, _, _ in padded]
-    assert buffers.first.tolist() == [*first, len(tokens)]
-    assert buffers.ends.tolist() == ends
-    assert buffers.last.tolist() == last
-    assert buffers.sampling.tolist() == sampling
+    check_applied(operators, plans)
 
 
 @st.composite
@@ -222,7 +100,7 @@ def test_a_step_without_rows_is_padding(operators: Kernels) -> None:
     ],
 )
 def test_a_wrong_row_is_told_and_touches_nobody(operators: Kernels, row: tuple[int, int, int, int], error: int) -> None:
-    tables = filled(np.random.default_rng(0))
+    tables = SMALL.filled(np.random.default_rng(0))
     tables.page_table[3, 2] = -1
     tables.token_pool[4, 2], tables.token_pool[4, 3] = -1, VOCABULARY
     good = (0, 5, 2, 1)
@@ -244,7 +122,7 @@ def test_a_wrong_row_is_told_and_touches_nobody(operators: Kernels, row: tuple[i
 
 @BOTH
 def test_more_than_the_buffers_hold_is_told(operators: Kernels) -> None:
-    tables = filled(np.random.default_rng(0))
+    tables = SMALL.filled(np.random.default_rng(0))
     _, errors = prepare(operators, [(0, 0, 3, 1), (1, 0, 3, 1)], tables, (2, 5))
     assert errors == ERROR_RANGE
     buffers, errors = prepare(operators, [(0, 0, 3, 1), (1, 0, 3, 1)], tables, (1, 8))
@@ -257,11 +135,11 @@ def test_more_than_the_buffers_hold_is_told(operators: Kernels) -> None:
     "write", [(SLOTS, 0, 1), (-1, 0, 1), (0, 10, 1), (0, -1, 1), (0, 0, PAGES), (0, 0, -2), (1 << 30, 1 << 30, 1)]
 )
 def test_a_wrong_page_write_is_told_and_touches_nobody(operators: Kernels, write: tuple[int, int, int]) -> None:
-    tables, errors = tables_of(), errors_of()
+    tables, errors = SMALL.tables(), errors_of()
     tables.page_table[0, 0] = 9
     plan = Plan(page_writes=np.array([(2, 3, 5), write, (1, 1, 7)], np.int32)).staged()
     apply(operators, received(plan), tables, errors)
-    expected = tables_of()
+    expected = SMALL.tables()
     expected.page_table[2, 3], expected.page_table[1, 1] = 5, 7
     # The page that was there may be somebody else's: the slot has none.
     expected.page_table[0, 0] = -1 if write[:2] == (0, 0) else 9
@@ -272,14 +150,14 @@ def test_a_wrong_page_write_is_told_and_touches_nobody(operators: Kernels, write
 @BOTH
 @pytest.mark.parametrize(("slot", "count"), [(SLOTS, 2), (-1, 2), (0, CONTEXT + 2)])
 def test_a_wrong_new_slot_is_told_and_touches_nobody(operators: Kernels, slot: int, count: int) -> None:
-    tables, errors = tables_of(), errors_of()
+    tables, errors = SMALL.tables(), errors_of()
     slots = np.zeros((3, SLOT_WORDS), np.int32)
     slots[:, SlotWord.SLOT] = 2, slot, 4
     slots[:, SlotWord.TOKEN_COUNT] = 1, count, 2
     slots[:, SlotWord.ARENA_OFFSET] = -1
     plan = Plan(slots=slots, slot_floats=np.ones((3, 6), np.float32), tokens=np.arange(3 + count, dtype=np.int32))
     apply(operators, received(plan.staged()), tables, errors)
-    expected = tables_of()
+    expected = SMALL.tables()
     expected.token_pool[2, 0] = 0
     expected.token_pool[4, :2] = torch.tensor([count + 1, count + 2])
     assert int(errors) == ERROR_RANGE

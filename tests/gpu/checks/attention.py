@@ -1,0 +1,148 @@
+"""Attention over pages and to chosen rows against dense attention in float64, a row at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from forebay.gpu.interface import Kernels
+from tests.gpu.checks.memory import CPU, SINGLE, Numbers, Paged, nan, poisoned, rounding, spaced, within
+
+SCALE = 0.3
+
+
+def dense(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, seen: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [n, heads, dim] on keys and values [positions, kv_heads, any], in float64; two of [n, heads, any].
+
+    The second is the same of absolute values. Query i sees the first `seen[i]` positions; None: all see all.
+    """
+    group = q.shape[1] // keys.shape[1]
+    hidden = None
+    if seen is not None:
+        hidden = torch.arange(len(keys), device=q.device) >= seen[:, None]
+    out, size = [], []
+    # A key head at a time: memory for all of a long prompt is more than a GPU has.
+    for head in range(keys.shape[1]):
+        of_head = q[:, head * group : (head + 1) * group].double()
+        scores = torch.einsum("nhd,sd->nhs", of_head, keys[:, head].double()) * scale
+        if hidden is not None:
+            scores.masked_fill_(hidden[:, None], -torch.inf)
+        weights = scores.softmax(-1)
+        value = values[:, head].double()
+        out.append(weights @ value)
+        size.append(weights @ value.abs())
+    return torch.cat(out, dim=1), torch.cat(size, dim=1)
+
+
+def check_dense(
+    given: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor | None = None,
+) -> None:
+    """Compares results [n, heads, any] with `dense`.
+
+    Inputs are exact, and scores are float32. Weights are rounded to the keys' type, and so is the result. The sum of
+    weights is one of unrounded ones. So an error is at most two roundings of the sum of absolute terms.
+    """
+    expected, size = dense(q, keys, values, scale, seen)
+    within(given, expected, size * (2 * rounding(given.dtype) + SINGLE))
+
+
+def check_attend(
+    operators: Kernels,
+    rows: list[tuple[int, int]],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    widths: tuple[int, int] = (24, 0),
+    page_size: int = 4,
+    padding: tuple[int, int] = (0, 0),
+    scale: float = SCALE,
+    dtype: torch.dtype = torch.float32,
+    eight_bits: bool = False,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> None:
+    """Rows are (start, length). `padding` are rows and tokens of nobody, and `widths` those of a key's two parts.
+
+    `eight_bits`: pages have 8-bit floats, and where they have none the code of NaN.
+    """
+    (queries, kv_heads), (dim, extra) = heads, widths
+    ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
+    paged = Paged.make(ends, kv_heads, dim + extra, page_size, seed, dtype, device)
+    keys, values, histories = paged.pool, paged.pool[..., :dim], paged.histories
+    if not extra:
+        values = -keys
+    if eight_bits:
+        keys, values = (pool.to(torch.float8_e4m3fn).view(torch.uint8) for pool in (keys, values))
+        histories = [history.to(torch.float8_e4m3fn).float() for history in histories]
+    count = sum(lengths)
+    q = Numbers(device, seed + 1).normal(count + padding[1], queries, dim + extra, dtype=dtype)
+    # As the heads of a fused projection lie: the next token's are not behind those of the last.
+    q = spaced(q)
+    step = paged.rows(lengths, padding[0])
+    if max(lengths, default=1) == 1 and not padding[1]:
+        step = replace(step, chunks=False)
+    with poisoned():
+        out = operators.attend(q, keys, values, step, scale)
+    assert out.shape == (len(q), queries, dim)
+    at = 0
+    for history, length in zip(histories, lengths, strict=True):
+        of_values = history[..., :dim] if extra else -history
+        seen = torch.arange(len(history) - length, len(history), device=device) + 1
+        check_dense(out[at : at + length], q[at : at + length], history, of_values, scale, seen)
+        at += length
+    assert out[at:].eq(0).all()
+
+
+def check_missing_page(operators: Kernels, device: torch.device) -> None:
+    """A page that is not there is the null page, for its own row only."""
+    paged = Paged.make([9, 9], 2, 16, 4, 0, torch.float32, device)
+    paged.page_table[1, 1] = -1
+    q = Numbers(device, 1).normal(2, 4, 16)
+    out = operators.attend(q, paged.pool, paged.pool.clone(), paged.rows([1, 1]), SCALE)
+    history = paged.histories[0].clone()
+    history[4:8] = 7.0
+    check_dense(out[:1], q[:1], history, history, SCALE)
+    assert out[1].isfinite().all()
+
+
+def check_attend_chosen(
+    operators: Kernels,
+    *,
+    queries: int = 4,
+    top_k: int = 50,
+    heads: int = 18,
+    widths: tuple[int, int] = (32, 8),
+    scale: float = SCALE,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> None:
+    """Queries with all rows, with fewer than there is room for, with one, and with none."""
+    numbers = Numbers(device, seed)
+    width, entries = sum(widths), queries * top_k
+    pool = nan(entries + 100, 3, width, dtype=dtype, device=device)[:, 1:2]
+    chosen = numbers.order(len(pool))[:entries].view(queries, top_k)
+    pool[chosen] = numbers.normal(queries, top_k, 1, width, dtype=dtype)
+    rows = chosen.int()
+    # In the middle too.
+    rows[1, top_k // 2 :] = -1
+    rows[1, 3] = -1
+    rows[2, 1:] = -1
+    rows[3] = -1
+    q = numbers.normal(queries, heads, width, dtype=dtype)
+    with poisoned():
+        out = operators.attend_chosen(q, pool, pool[..., : widths[0]], rows, scale)
+    assert out.shape == (queries, heads, widths[0])
+    for query in range(queries):
+        seen = pool[rows[query][rows[query] >= 0].long()]
+        if not len(seen):
+            assert out[query].eq(0).all()
+            continue
+        check_dense(out[query][None], q[query][None], seen, seen[..., : widths[0]], scale)

@@ -1,0 +1,73 @@
+"""Mixtures of experts against float64, an expert at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from forebay.gpu.interface import Kernels
+from tests.gpu.checks.memory import CPU, SINGLE, Numbers, poisoned, rounding, spaced, within
+
+
+def routed(numbers: Numbers, tokens: int, each: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int64 [tokens, each] of experts, ascending, and weights float32."""
+    ids = torch.stack([numbers.order(count)[:each] for _ in range(tokens)]).sort(-1).values
+    return ids, numbers.uniform(tokens, each) + 0.1
+
+
+def mixture(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    count: int,
+    expert: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sums [tokens, hidden] in float64, and those of absolute terms; `expert` gives two matrices."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    size = torch.zeros_like(out)
+    for number in range(count):
+        token, place = (ids == number).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        gate_up, down = expert(number)
+        gates, ups = (x[token].double() @ gate_up.double().T).chunk(2, dim=-1)
+        weight = weights[token, place].double()[:, None]
+        out.index_add_(0, token, weight * ((F.silu(gates) * ups) @ down.double().T))
+        # An error of a gate is one of its result, whatever that is: silu is at most as steep as 1.1.
+        size.index_add_(0, token, weight * ((gates * ups).abs() @ down.double().abs().T))
+    return out, size
+
+
+def bound(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for five roundings: gates, ups, their product, an expert's result, and the sum."""
+    return size * (5 * rounding(dtype) + 4 * SINGLE)
+
+
+def check_experts(
+    operators: Kernels,
+    tokens: int,
+    each: int,
+    count: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    seed: int = 0,
+    first: int = 0,
+) -> None:
+    """`sizes`: hidden and inner. `first`: the experts below it are another rank's."""
+    hidden, inner = sizes
+    numbers = Numbers(device, seed)
+    x = numbers.normal(tokens, hidden, dtype=dtype)
+    ids, weights = routed(numbers, tokens, each, count)
+    gate_up = numbers.normal(count, 2 * inner, hidden, dtype=dtype) * hidden**-0.5
+    down = numbers.normal(count, hidden, inner, dtype=dtype) * inner**-0.5
+    elsewhere = ids < first
+    ids, weights = (ids - first).masked_fill(elsewhere, count - first), weights.masked_fill(elsewhere, 0)
+    gate_up, down = gate_up[first:], down[first:]
+    with poisoned():
+        given = operators.experts(spaced(x), ids, weights, gate_up, down)
+    expected, size = mixture(x, ids, weights, count - first, lambda number: (gate_up[number], down[number]))
+    assert given.dtype == dtype
+    within(given, expected, bound(size, dtype))

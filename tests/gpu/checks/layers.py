@@ -1,0 +1,164 @@
+"""Norms, rotations, gates and stores of rows against the same formulas in float64."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forebay.gpu.interface import Kernels
+from forebay.layers.ops import Heads
+from forebay.layers.rotary import Rotary, Rotation
+from tests.gpu.checks.memory import CPU, SINGLE, Numbers, nan, poisoned, rounding, spaced, within
+
+EPS = 1e-5
+
+
+def room(dtype: torch.dtype) -> float:
+    """The error of a result relative to its terms: a number is rounded between two operators, and as the result.
+
+    PyTorch's operators round the norm's result, and so do kernels where they imitate that.
+    """
+    return 3 * rounding(dtype) + SINGLE
+
+
+def weight_of(numbers: Numbers, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return (numbers.normal(size) * 0.3 + 1).to(dtype)
+
+
+def angles(numbers: Numbers, tokens: int, turned: int, dtype: torch.dtype) -> Rotation:
+    rotary = Rotary(turned, 100.0, None, 4096, dtype, numbers.device)
+    return rotary(numbers.below(4000, tokens))
+
+
+def turned_halves(x: torch.Tensor, rotation: Rotation, pairs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 heads [tokens, heads, dim] whose first elements are rotated, and the sums of absolute terms."""
+    cos, sin = rotation.cos.double(), rotation.signed_sin.double()
+    half = cos.shape[-1] // 2
+    first, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (first[..., ::2], first[..., 1::2]) if pairs else first.chunk(2, dim=-1)
+    c, s = cos[..., :half], sin[..., half:]
+    out = torch.cat((a * c - b * s, b * c + a * s, rest), dim=-1)
+    size = torch.cat(((a * c).abs() + (b * s).abs(), (b * c).abs() + (a * s).abs(), rest.abs()), dim=-1)
+    return out, size
+
+
+def check_norm(
+    operators: Kernels,
+    tokens: int,
+    hidden: int,
+    added: bool,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> None:
+    """With a residual (`added`), which is overwritten, or without."""
+    numbers = Numbers(device, seed)
+    weight, x = weight_of(numbers, hidden, dtype), numbers.normal(tokens, hidden, dtype=dtype)
+    residual = (numbers.normal(tokens, hidden) * 30).to(dtype) if added else None
+    expected_sum = x.double() if residual is None else x.double() + residual.double()
+    with poisoned():
+        out, summed = operators.add_norm(spaced(x), residual, weight, EPS)
+    assert residual is None or summed is residual
+    within(summed, expected_sum, expected_sum.abs() * rounding(dtype))
+    # The norm is that of the sum as the next layer reads it.
+    expected = F.rms_norm(summed.double(), (hidden,), weight.double(), EPS)
+    within(out, expected, expected.abs() * room(dtype))
+
+
+def check_gate(
+    operators: Kernels, tokens: int, inner: int, dtype: torch.dtype, device: torch.device = CPU, seed: int = 0
+) -> None:
+    gate_up = (Numbers(device, seed).normal(tokens, 2 * inner) * 3).to(dtype)
+    with poisoned():
+        out = operators.gate(spaced(gate_up))
+    gates, ups = gate_up.double().chunk(2, dim=-1)
+    expected = F.silu(gates) * ups
+    within(out, expected, expected.abs() * room(dtype))
+
+
+def check_rotate(
+    operators: Kernels,
+    tokens: int,
+    heads: Heads,
+    turned: int,
+    normed: bool,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> None:
+    """`turned` elements of each head are rotated; the heads are normalised before (`normed`), or are not."""
+    numbers = Numbers(device, seed)
+    weights = (weight_of(numbers, heads.dim, dtype), weight_of(numbers, heads.dim, dtype)) if normed else None
+    qkv = numbers.normal(tokens, (heads.queries + 2 * heads.keys) * heads.dim, dtype=dtype)
+    rotation, entries = angles(numbers, tokens, turned, dtype), tokens + 36
+    q, k, v = qkv.double().unflatten(1, (-1, heads.dim)).split((heads.queries, heads.keys, heads.keys), dim=1)
+    if weights is not None:
+        q, k = (
+            F.rms_norm(part, (heads.dim,), weight.double(), EPS) for part, weight in zip((q, k), weights, strict=True)
+        )
+    expected = [turned_halves(q, rotation), turned_halves(k, rotation), (v, v.abs())]
+    writes = numbers.order(entries)[:tokens]
+    # Entries of one layer, between those of others.
+    pools = [nan(entries, 3, heads.keys, heads.dim, dtype=dtype, device=device)[:, 1] for _ in range(2)]
+    given = operators.rotate_and_keep(
+        spaced(qkv), heads.queries, weights, EPS, rotation.cos, rotation.signed_sin, pools[0], pools[1], writes
+    )
+    for part, (exact, size) in zip(given, expected, strict=True):
+        within(part, exact, size * room(dtype))
+    for pool, part in zip(pools, given[1:], strict=True):
+        assert pool[writes].equal(part)
+        assert int(pool.isnan().sum()) == (entries - tokens) * heads.keys * heads.dim, "nobody else's entry"
+
+
+def check_latent(
+    operators: Kernels,
+    tokens: int,
+    rank: int,
+    turned: int,
+    pairs: bool,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> None:
+    """`rank` normalised elements of a row, and `turned` rotated ones, as pairs of neighbours (`pairs`) or of halves."""
+    numbers, entries = Numbers(device, seed), tokens + 16
+    weight, rotation = weight_of(numbers, rank, dtype), angles(numbers, tokens, turned, dtype)
+    made = numbers.normal(tokens, rank + turned, dtype=dtype)
+    latent = F.rms_norm(made[:, :rank].double(), (rank,), weight.double(), EPS)
+    turns, size = (part[:, 0] for part in turned_halves(made[:, None, rank:].double(), rotation, pairs))
+    pool = nan(entries, 3, rank + turned, dtype=dtype, device=device)[:, 2]
+    writes = numbers.order(entries)[:tokens]
+    with poisoned():
+        rows = operators.keep_latent(spaced(made), weight, EPS, rotation.cos, rotation.signed_sin, pairs, pool, writes)
+    within(rows, torch.cat((latent, turns), dim=1), torch.cat((latent.abs(), size), dim=1) * room(dtype))
+    assert pool[writes].equal(rows)
+    assert int(pool.isnan().sum()) == (entries - tokens) * (rank + turned)
+
+
+def check_index_keys(
+    operators: Kernels,
+    tokens: int,
+    dim: int,
+    turned: int,
+    pairs: bool,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> None:
+    """Keys of an index, of which `turned` elements are rotated."""
+    numbers, entries = Numbers(device, seed), tokens + 16
+    weight, bias = numbers.normal(dim, dtype=dtype), numbers.normal(dim, dtype=dtype)
+    rotation = angles(numbers, tokens, turned, dtype)
+    made = (numbers.normal(tokens, dim) * 4 + 1).to(dtype)
+    scaled = F.layer_norm(made.double(), (dim,), weight.double(), None, EPS)
+    expected, size = (part[:, 0] for part in turned_halves((scaled + bias.double())[:, None], rotation, pairs))
+    # A sum with the bias may be much smaller than its terms. The mean is subtracted before that.
+    terms = scaled.abs() + bias.double().abs() + weight.double().abs()
+    if turned:
+        # Each of a pair has a part of the other's error.
+        terms = terms + terms.amax(-1, keepdim=True)
+    pool = nan(entries, 3, dim, dtype=dtype, device=device)[:, 2]
+    writes = numbers.order(entries)[:tokens]
+    operators.keep_index_keys(spaced(made), weight, bias, EPS, rotation.cos, rotation.signed_sin, pairs, pool, writes)
+    within(pool[writes], expected, size * room(dtype) + terms * SINGLE)
+    assert int(pool.isnan().sum()) == (entries - tokens) * dim

@@ -1,0 +1,164 @@
+"""Sampling on the device: the same tokens as the layers' operators and the hand's sampler give for the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from forebay.compute.uniform import uniform
+from forebay.gpu.interface import Kernels
+from forebay.gpu.sampling import Wishes
+from forebay.gpu.tables import StepBuffers, Tables
+from forebay.layers.ops import Draw, TorchOps
+from forebay.protocol.plan import SlotFloat, SlotWord
+from tests.gpu.checks.memory import CPU, Numbers, poisoned
+
+U64 = 1 << 64
+EDGE = 1e-6
+"""The distance from an edge, as a share of everything, within which sums in another order may give another token."""
+KINDS: list[dict[str, float]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 50},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.5, "min_p": 0.05},
+    {"temperature": 1.3, "top_k": 1000, "top_p": 0.5, "min_p": 0.001},
+    {"temperature": 2.0, "top_p": 0.999},
+]
+
+
+def wishes_of(rows: Sequence[dict[str, float]], bits: torch.Tensor) -> Wishes:
+    def column(name: str, otherwise: float) -> torch.Tensor:
+        return torch.tensor([row.get(name, otherwise) for row in rows], device=bits.device)
+
+    return Wishes(
+        column("temperature", 0.0).float(),
+        column("top_k", 0).int(),
+        column("top_p", 1.0).float(),
+        column("min_p", 0.0).float(),
+        bits,
+    )
+
+
+def share(bits: torch.Tensor) -> float:
+    """The number from 0 to 1 that 64 bits stand for."""
+    return ((int(bits) % U64) >> 11) * 2.0**-53
+
+
+def expected_token(logits: torch.Tensor, wishes: Wishes, row: int, u: float, more_p: float = 0.0) -> int:
+    """What the layers' operators give for a row, with another `u`, and with `top_p` changed by `more_p`."""
+    line, temperature = logits[row : row + 1], wishes.temperature[row : row + 1]
+    if temperature == 0:
+        return int(line.argmax())
+    top_k, top_p = int(wishes.top_k[row]), wishes.top_p[row : row + 1]
+    top_p = torch.where(top_p < 1, top_p + more_p, top_p)
+    here = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    limited = (here, torch.full_like(here, top_k), top_p) if 0 < top_k < logits.shape[1] else None
+    nucleus = (here, top_p) if limited is None and bool(top_p < 1) else None
+    at = torch.full((1,), u, dtype=torch.float64, device=logits.device)
+    draw = Draw(temperature, at, limited, top_k, nucleus, wishes.min_p[row : row + 1])
+    return int(TorchOps().sample(line, draw))
+
+
+def expected_tokens(logits: torch.Tensor, wishes: Wishes) -> list[int]:
+    """What the layers' operators give, a row at a time."""
+    return [expected_token(logits, wishes, row, share(wishes.bits[row])) for row in range(len(logits))]
+
+
+def check_draw(operators: Kernels, logits: torch.Tensor, wishes: Wishes, edge: float = 0.0) -> None:
+    """`edge`: the distance from an edge within which either token is right. 0: only one is."""
+    with poisoned():
+        tokens, finite = operators.greedy(logits)
+        operators.draw(logits, wishes, tokens)
+    assert finite.all()
+    given, expected = tokens.tolist(), expected_tokens(logits, wishes)
+    if not edge:
+        assert given == expected
+    for row in [row for row in range(len(given)) if given[row] != expected[row]]:
+        u = share(wishes.bits[row])
+        near = {
+            expected_token(logits, wishes, row, min(max(u + by, 0.0), 1 - 2.0**-53), more)
+            for by in (-edge, 0.0, edge)
+            for more in (-edge, 0.0, edge)
+        }
+        assert given[row] in near, f"row {row}: {given[row]}, where one of {near} is near"
+
+
+def check_random_draws(
+    operators: Kernels, rows: int, vocabulary: int, spread: float, device: torch.device = CPU, seed: int = 0
+) -> None:
+    """Rows of every kind, one after the other; `spread` of the logits."""
+    numbers = Numbers(device, seed)
+    logits = numbers.normal(rows, vocabulary) * spread
+    wishes = wishes_of([KINDS[row % len(KINDS)] for row in range(rows)], numbers.bits(rows))
+    check_draw(operators, logits, wishes, EDGE)
+
+
+def check_greedy(
+    operators: Kernels, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device = CPU, seed: int = 0
+) -> None:
+    """The first of equal ones, in rows whose largest stands at both ends and elsewhere; what is not finite is told."""
+    numbers = Numbers(device, seed)
+    logits = numbers.normal(rows, vocabulary, dtype=dtype)
+    expected = numbers.below(vocabulary, rows)
+    expected[0], expected[1] = 0, vocabulary - 1
+    for row, token in enumerate(expected.tolist()):
+        logits[row, token] = 100
+        later = token + int(numbers.below(vocabulary - token, 1))
+        logits[row, later] = 100
+    bad = numbers.below(3, rows)
+    bad[:2] = 0
+    for row, kind in enumerate(bad.tolist()):
+        if kind:
+            logits[row, int(expected[row]) - 1] = -torch.inf if kind == 1 else torch.nan
+    with poisoned():
+        tokens, finite = operators.greedy(logits)
+    assert finite.tolist() == (bad == 0).tolist()
+    assert tokens[bad == 0].tolist() == expected[bad == 0].tolist()
+
+
+def filled_tables(slots: int, device: torch.device, seed: int) -> tuple[Tables, StepBuffers]:
+    """Tables whose records are random, and as many rows as there are slots and a null slot."""
+    numbers = Numbers(device, seed)
+    tables, buffers = (
+        Tables.make(slots, 40, 100, 4, 10, 8, device),
+        StepBuffers.make(slots + 1, slots + 1, device),
+    )
+    tables.words.copy_(numbers.bits(tables.words.numel()).view_as(tables.words))
+    tables.floats.copy_(numbers.uniform(*tables.floats.shape))
+    tables.floats[slots] = 0
+    buffers.sampling.copy_(numbers.order(slots + 1))
+    buffers.ends.copy_(numbers.below(40, slots + 1))
+    return tables, buffers
+
+
+def check_ask(operators: Kernels, slots: int = 3, device: torch.device = CPU, seed: int = 0) -> None:
+    """Parameters are read by slot, and random bits are those of the hand's host side."""
+    tables, buffers = filled_tables(slots, device, seed)
+    with poisoned():
+        wishes = operators.ask(tables, buffers)
+    rows = buffers.sampling.long()
+    assert wishes.temperature.equal(tables.floats[rows, SlotFloat.TEMPERATURE])
+    assert wishes.top_p.equal(tables.floats[rows, SlotFloat.TOP_P])
+    assert wishes.min_p.equal(tables.floats[rows, SlotFloat.MIN_P])
+    assert wishes.top_k.equal(tables.words[rows, SlotWord.TOP_K])
+    halves = tables.words[rows][:, [SlotWord.SEED_LO, SlotWord.SEED_HI]].cpu().contiguous().numpy()
+    expected = uniform(halves.view(np.uint64)[:, 0], buffers.ends.cpu().numpy().astype(np.int64))
+    assert [share(bits) for bits in wishes.bits] == expected.tolist()
+
+
+def check_keep(operators: Kernels, slots: int = 3, device: torch.device = CPU, seed: int = 0) -> None:
+    """Tokens are kept where their slots read them, and 0 in place of what is not finite."""
+    tables, buffers = filled_tables(slots, device, seed)
+    tables.token_pool.fill_(-9)
+    numbers = Numbers(device, seed + 1)
+    tokens, finite = numbers.below(1 << 20, slots + 1), numbers.below(4, slots + 1) > 0
+    expected = tables.token_pool.clone()
+    kept = torch.where(finite, tokens, 0).int()
+    expected[buffers.sampling.long(), buffers.ends.long()] = kept
+    with poisoned():
+        assert operators.keep(tokens, finite, tables, buffers).equal(kept)
+    assert tables.token_pool.equal(expected)

@@ -1,0 +1,84 @@
+"""The checks of a GPU's kernels, with the operators' twins on a CPU: they hold, and they cover every operator."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from forebay.gpu import reference
+from forebay.gpu.interface import Kernels, PagedRows
+from tests.gpu.checks.memory import CPU
+from tests.gpu.checks.real import Case, cases
+
+CASES = cases()
+SMALL = [case for case in CASES if case.small]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_a_twin_holds(case: Case) -> None:
+    case.check(reference, CPU, 0)
+
+
+def test_every_operator_is_checked_at_real_shapes() -> None:
+    """The names of the cases have those of the operators."""
+    operators = {name for name in reference.__all__ if callable(getattr(reference, name))}
+    named = {word for case in CASES for word in case.name.replace(":", " ").split()}
+    assert operators <= named
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+class Changed:
+    """Twins, some of which are others."""
+
+    def __init__(self, **others: Any) -> None:
+        self._others = others
+
+    def __getattr__(self, name: str) -> Any:
+        return self._others.get(name) or getattr(reference, name)
+
+
+def changed(**others: Any) -> Kernels:
+    return cast(Kernels, Changed(**others))
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    """The bits that TensorFloat-32 keeps."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def attend_cut(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *more: Any) -> torch.Tensor:
+    # 8-bit floats have fewer bits than that.
+    return reference.attend(cut(q), keys if keys.dtype == torch.uint8 else cut(keys), values, *more)
+
+
+def experts_cut(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
+    return reference.experts(cut(x), ids, weights, *map(cut, matrices))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in SMALL if case.name.startswith(("attend ", "experts ")) and "float32" in case.name],
+    ids=str,
+)
+def test_fewer_bits_in_products_of_float32_show(case: Case) -> None:
+    with pytest.raises(AssertionError, match="elements are wrong"):
+        case.check(changed(attend=attend_cut, experts=experts_cut), CPU, 0)
+
+
+def attend_rounded(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float
+) -> torch.Tensor:
+    softmax = torch.Tensor.softmax
+    with patch.object(torch.Tensor, "softmax", lambda scores, dim: softmax(scores, dim).bfloat16().float()):
+        return reference.attend(q, keys, values, rows, scale)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SMALL if case.name.startswith("attend ") and "bfloat16" in case.name], ids=str
+)
+def test_weights_in_bfloat16_are_allowed(case: Case) -> None:
+    """A GPU multiplies values by weights of their type, and no twin does."""
+    case.check(changed(attend=attend_rounded), CPU, 0)
