@@ -43,5 +43,4 @@ MODELS = [
     Model("Qwen3-30B-A3B", 2048, 6144, 32, 4, 128, 151936, 48, 128, norms=True, experts=(128, 8, 768)),
     Model("GLM-4.5-Air", 4096, 10944, 96, 8, 128, 151552, 46, 64, norms=True, experts=(128, 8, 1408)),
 ]
-IN_8_BITS = replace(QWEN3_0_6B, name="Qwen3-0.6B with 8-bit KV", eight_bits=True)
 RANK, ROTARY, INDEX_HEADS, INDEX_DIM, TOP_K = 512, 64, 64, 128, 2048
