@@ -71,7 +71,7 @@ def of_operators(asked: Asked, found: Results) -> None:
     small = operators.Sizes(((1, 20), (4, 20)), ((0, 16), (20, 8)), (1, 4), (1, 4))
     for shape in asked.shapes:
         sizes = small if shape == "tiny" else operators.Sizes()
-        for name, values in operators.measure(SHAPES[shape], asked.torch_device, sizes, asked.late).items():
+        for name, values in operators.measure(SHAPES[shape], asked.torch_device, sizes, asked.late):
             found.runs.append(Run(f"operators: {name}", shape, 1, values))
         if asked.late():
             found.skipped[f"operators of {shape}"] = "no time for all"
@@ -102,13 +102,13 @@ def of_server(asked: Asked, found: Results) -> None:
             found.skipped[f"server of {shape}"] = "no time"
             continue
         with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
-            place = server.Place(binary, asked.device, Path(folder))
+            place = server.Place(binary, asked.device, Path(folder), found.machine["gpu"])
             try:
-                loads = server.measure(place, shape, asked.late, asked.profiles)
+                for name, values in server.measure(place, shape, asked.late, asked.profiles):
+                    found.runs.append(Run(f"server: {name}", shape, 1, values))
             except (ServerError, OSError, subprocess.SubprocessError) as error:
-                found.skipped[f"server of {shape}"] = str(error)[-2000:]
-                continue
-        found.runs += [Run(f"server: {name}", shape, 1, values) for name, values in loads.items()]
+                # What was measured before it stays.
+                found.skipped[f"rest of the server of {shape}"] = str(error)[-2000:]
 
 
 PARTS: dict[str, Callable[[Asked, Results], None]] = {
@@ -187,7 +187,11 @@ def main() -> int:
     for part in options.parts:
         # What a part does not use is left to the next.
         asked = replace(asked, deadline=asked.deadline + share * SHARES[part])
-        PARTS[part](asked, found)
+        try:
+            PARTS[part](asked, found)
+        except Exception as error:
+            # A kernel that fails, or too little memory, costs the rest of its part: a GPU's time is short.
+            found.skipped[f"rest of {part}"] = " ".join(str(error).split())[:500]
         release(asked)
         if options.out is not None:
             records.save(found, options.out)

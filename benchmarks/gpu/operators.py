@@ -60,10 +60,9 @@ class Sizes:
 
 def measure(
     config: dict[str, Any], device: torch.device, sizes: Sizes, late: Callable[[], bool]
-) -> dict[str, dict[str, Any]]:
-    """Microseconds of every operator, with GB/s and TFLOP/s. `late()` ends it early."""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and microseconds of operators, one by one, with GB/s and TFLOP/s. `late()` ends it early."""
     heads = Heads.of(config)
-    found: dict[str, dict[str, Any]] = {}
     for make in _operators(heads, config, device, sizes):
         if late():
             break
@@ -72,13 +71,9 @@ def measure(
             if operator is None:
                 continue
             us = 1e6 * operator.seconds(device)
-        found[operator.name] = {
-            "us": us,
-            "gbps": operator.bytes / us / 1e3,
-            "tflops": operator.flops / us / 1e6 if operator.flops else None,
-        }
+        tflops = operator.flops / us / 1e6 if operator.flops else None
+        yield operator.name, {"us": us, "gbps": operator.bytes / us / 1e3, "tflops": tflops}
         del operator
-    return found
 
 
 def _operators(

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class Place:
     device: str
     folder: Path
     """For the model's folder, logs and recordings."""
+    name: str = ""
+    """The device's name, for profiles."""
 
     def flags(self) -> list[str]:
         """The flags of this device."""
@@ -80,14 +82,16 @@ def binary() -> Path | None:
     return found if found.is_file() else None
 
 
-def measure(place: Place, shape: str, late: Callable[[], bool], profiles: Path | None) -> dict[str, dict[str, Any]]:
-    """Values of every load of a shape, and of the recording; `late()` leaves the rest out. Raises `ServerError`.
+def measure(
+    place: Place, shape: str, late: Callable[[], bool], profiles: Path | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Values of every load of a shape, one by one, and of the recording. `late()` leaves the rest out.
 
-    `profiles` gets the profile for `forebay sim`.
+    `profiles` gets the profile for `forebay sim`. Raises `ServerError`, `OSError` or `SubprocessError`.
     """
     loads = LOADS[shape]
     folder = made_up.write(place.folder / shape, SHAPES[shape])
-    steps, found = place.folder / f"{shape}.jsonl", dict[str, dict[str, Any]]()
+    steps = place.folder / f"{shape}.jsonl"
     command = serve(place, folder, loads, ["--record-steps", str(steps)])
     port = int(command[command.index("--port") + 1])
     log = place.folder / f"{shape}.log"
@@ -95,13 +99,12 @@ def measure(place: Place, shape: str, late: Callable[[], bool], profiles: Path |
         for load in loads:
             if late():
                 break
-            found[load.name] = ask(place, "openai", folder, load, running)
+            yield load.name, ask(place, "openai", folder, load, running)
         tokens = kv_tokens(running)
     records = [json.loads(line) for line in steps.read_text().splitlines()]
-    found["recorded steps"] = {"steps": len(records), **idle(records)}
+    yield "recorded steps", {"steps": len(records), **idle(records)}
     if profiles is not None and records:
         fit(place, shape, steps, tokens, profiles / f"{shape.lower()}.toml")
-    return found
 
 
 def serve(place: Place, folder: Path, loads: Sequence[Load], flags: Sequence[str]) -> list[str]:
@@ -161,7 +164,7 @@ def fit(place: Place, shape: str, steps: Path, tokens: int, to: Path) -> None:
     subprocess.run(
         [
             *(str(place.binary), "sim", "fit", str(steps), "--output", str(to)),
-            *("--device-name", place.device, "--model", f"{shape}, bfloat16", "--kv-tokens", str(tokens)),
+            *("--device-name", place.name or place.device, "--model", f"{shape}, bfloat16", "--kv-tokens", str(tokens)),
         ],
         check=True,
         capture_output=True,

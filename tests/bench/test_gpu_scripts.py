@@ -20,6 +20,7 @@ from benchmarks.gpu.goals import GOALS, LARGE, SMALL, Goal
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.steps import CASES
 from benchmarks.records import RESULTS, Results, Run, from_json, read
+from forebay.gpu.choose import VARIABLE
 from tests.binary import binary
 from tests.gpu_device.conftest import ORDER
 from tests.structure.repository import ROOT
@@ -86,7 +87,9 @@ def test_the_benchmark_measures(tmp_path: Path) -> None:
     assert [load["completed"] for load in loads[:-1]] == [4, 8]
     assert loads[-1]["steps"] > 16
     assert loads[-1]["idle_1"] is not None
-    assert "kv_tokens = " in (profiles / "tiny.toml").read_text()
+    profile = (profiles / "tiny.toml").read_text()
+    assert "kv_tokens = " in profile
+    assert 'device = "cpu"' in profile
     for case in [*by_part["operators"], "decode 4 x 20", "4 streams, 16/8"]:
         assert f"| {case} |" in output
 
@@ -107,6 +110,29 @@ def measured(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> Res
 def test_the_benchmark_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(monkeypatch, tmp_path / "out.json", "--seconds", "0", "--parts", "steps")
     assert found.skipped == {"steps of tiny": "no time"}
+
+
+def test_a_failing_operator_costs_the_rest_of_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory\nfor this")
+
+    monkeypatch.setenv(VARIABLE, "reference")
+    monkeypatch.setattr(operators, "_greedy", fail)
+    found = measured(monkeypatch, tmp_path / "out.json", "--parts", "operators", "steps")
+    assert found.skipped == {"rest of operators": "no memory for this"}
+    assert "gate, 4 tokens" in [case for case, _ in report.runs_of(found, "operators")]
+    assert len(report.runs_of(found, "steps")) == 4
+
+
+def test_loads_before_a_failure_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise subprocess.CalledProcessError(1, "fit")
+
+    monkeypatch.setenv("FOREBAY_TEST_BINARY", str(binary()))
+    monkeypatch.setattr(server, "fit", fail)
+    found = measured(monkeypatch, tmp_path / "out.json", "--parts", "server", "--profiles", str(tmp_path))
+    assert [case for case, _ in report.runs_of(found, "server")][-1] == "recorded steps"
+    assert list(found.skipped) == ["rest of the server of tiny"]
 
 
 def test_a_missing_binary_is_said(
