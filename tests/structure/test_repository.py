@@ -86,16 +86,24 @@ def test_users_get_the_release_and_tests_the_checks() -> None:
     assert checked == ["profile.fast"]
 
 
-SUBJECTS_SINCE = "f8c6430b019008d2e2d0855ad7304b55642f56bb"
+SUBJECTS_SINCE = "77f4ee39f77f913f47c1d980acd98d1278fe9d29"
 """From here on they are checked."""
-LONGEST_SUBJECT = 80
+SUBJECT = re.compile(r"[a-z0-9][a-z0-9_./,+-]*: [a-z0-9`-].{0,68}[^. ]")
+"""An area, then what the commit does, in the imperative: `scheduler: bound decode rows by the step buffer`."""
+LONGEST_SUBJECT = 72
 
 
-def test_commits_say_in_one_line_what_differs() -> None:
+def test_commit_subjects_have_an_area() -> None:
     git = ["git", "-C", str(ROOT), "log", "--no-merges", "--format=%s", f"{SUBJECTS_SINCE}..HEAD"]
     answer = subprocess.run(git, capture_output=True, text=True, check=False)
     if answer.returncode:
         pytest.skip("the history is not here")
     subjects = answer.stdout.splitlines()
-    wrong = [line for line in subjects if len(line) > LONGEST_SUBJECT or line.endswith(".") or not line[:1].isupper()]
-    assert wrong == []
+    assert [line for line in subjects if len(line) > LONGEST_SUBJECT or not SUBJECT.fullmatch(line)] == []
+
+
+def test_a_subject_without_an_area_is_seen() -> None:
+    assert SUBJECT.fullmatch("scheduler: bound decode rows by the step buffer")
+    assert SUBJECT.fullmatch("crates/http: split the server")
+    assert not SUBJECT.fullmatch("A request that fits nobody who is left ends, and waits for no retry")
+    assert not SUBJECT.fullmatch("router: keep the port bound across a restart.")
