@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -340,9 +339,11 @@ def test_requests_that_wait_for_a_model_end_with_the_server(serve: Serve, tiny: 
     loading = paced(tmp_path, step_us=10, load_s=600)
     server = serve(tiny, *SIM, *loading, "--queue-while-loading", healthy=False)
     eventually(lambda: answers(server, "/livez"), "it listens")
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.http.post, "/v1/completions", json={"prompt": "a"})
-        time.sleep(0.3)
+    descriptors = Path(f"/proc/{server.pid}/fd")
+    before = len(list(descriptors.iterdir()))
+    with ThreadPoolExecutor(1) as pool, httpx2.Client(base_url=server.url, timeout=60, trust_env=False) as another:
+        asked = pool.submit(another.post, "/v1/completions", json={"prompt": "a"})
+        eventually(lambda: len(list(descriptors.iterdir())) > before, "the connection is accepted")
         server.process.terminate()
         response = asked.result(timeout=60)
     assert response.status_code == 503

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.e2e.families import ToolModel
 from tests.e2e.server import Server
 from tests.e2e.simulated import SIM, lines, paced, scripted
 from tests.e2e.test_tools import ANSWER, MAIL, QUESTION, RESULTS, TOOLS, script
+from tests.e2e.waiting import eventually
 
 FUNCTIONS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 PATCH = '*** Begin Patch\n*** Add File: "a" b.txt\n+first\\line\n*** End Patch'
@@ -283,12 +283,11 @@ def test_the_oldest_go_and_a_header_says_so(client: OpenAI, model: ToolModel) ->
 
 
 def until_it_ends(client: OpenAI, name: str) -> Any:
-    for _ in range(400):
+    def ended() -> Any:
         answer = client.responses.retrieve(name)
-        if answer.status not in ("queued", "in_progress"):
-            return answer
-        time.sleep(0.05)
-    pytest.fail("it does not end")
+        return None if answer.status in ("queued", "in_progress") else answer
+
+    return eventually(ended, "the response ends")
 
 
 def test_a_response_in_the_background(client: OpenAI, model: ToolModel) -> None:
@@ -318,11 +317,7 @@ def test_a_response_in_the_background_is_stopped(model: ToolModel, serve: Serve,
         ask(client, model, False, input="And?", previous_response_id=begun.id)
     deleted = ask(client, model, False, input="Be slow.", background=True)
     client.responses.delete(deleted.id)
-    for _ in range(200):
-        if server.metric("vllm:num_requests_running") == 0:
-            return
-        time.sleep(0.05)
-    pytest.fail("stopped requests run on")
+    server.wait_for_metric("vllm:num_requests_running", lambda running: running == 0)
 
 
 @pytest.mark.parametrize(
