@@ -28,7 +28,7 @@ LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 .PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
-	bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-hand-host bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
+	bench-attacks bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-hand-host bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -84,6 +84,9 @@ bench-agreement: bench-build ## compare our load generator with vLLM's, on the s
 bench-embeddings: bench-build $(STAMPS)/embedder ## measure embeddings at rising rates, and at saturation beside ONNX Runtime (10 minutes)
 	$(BIN)/python -m benchmarks.embeddings $(BENCH_ROUNDS) --servers 'forebay-sim forebay-sim-inline forebay $(filter vllm,$(PEERS))'
 	$(BIN)/python -m benchmarks.embedding_rate $(BENCH_ROUNDS)
+
+bench-attacks: bench-build ## measure what a hostile client does to the stream of another one, attack by attack (25 minutes)
+	$(BIN)/python -m benchmarks.attacks $(BENCH_ROUNDS)
 
 bench-intake: bench-build ## measure what a burst of large requests does to the streams beside it (2 minutes)
 	$(BIN)/python -m benchmarks.intake $(BENCH_ROUNDS)

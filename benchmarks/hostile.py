@@ -1,0 +1,222 @@
+"""Requests of a hostile client: each is small or within its limits, and has taken a server down or held others up.
+
+Sources of forms are built from counts, so that a reader sees what makes them dear.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.images import MODEL as SEEING
+
+PATIENCE_SECONDS = 90.0
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client with a key, at a port of this machine."""
+
+    port: int
+    key: str
+
+    def post(self, path: str, body: Body) -> int:
+        """The status of a request. 0: the server closed the connection, or did not answer in time."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_SECONDS)
+        head = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        try:
+            connection.request("POST", path, json.dumps(body), head)
+            response = connection.getresponse()
+            while response.read(1 << 20):
+                pass
+        except (OSError, http.client.HTTPException):
+            return 0
+        else:
+            return response.status
+        finally:
+            connection.close()
+
+    def post_all(self, path: str, bodies: Sequence[Body]) -> list[int]:
+        """The statuses of requests that are sent at the same time."""
+        with ThreadPoolExecutor(len(bodies)) as threads:
+            return list(threads.map(lambda body: self.post(path, body), bodies))
+
+
+Send = Callable[[Client], list[int]]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What a hostile client does, and the server that it does it to."""
+
+    name: str
+    send: Send
+    """Sends the requests and returns their statuses."""
+    model: str = "smollm2"
+    context: int = 8192
+    flags: tuple[str, ...] = field(default=())
+    """Further flags of the server."""
+
+
+def doubling(terminals: int, word: str = "a") -> str:
+    """A Lark grammar whose terminals each contain the next one twice."""
+    lines = [f"T{at}: T{at + 1} T{at + 1}" for at in range(terminals - 1)]
+    return "\n".join(["start: T0", *lines, f'T{terminals - 1}: "{word}"'])
+
+
+def distinct_grammars(client: Client) -> list[int]:
+    """Grammars of about 350 bytes, one after the other, each with a large compiled form."""
+    words = [chr(ord("a") + at) for at in range(16)]
+    return [
+        client.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "guided_grammar": doubling(19, word)})
+        for word in words
+    ]
+
+
+def choices_of_a_grammar(client: Client) -> list[int]:
+    """Two requests of about 310 bytes, each for 128 copies of a matcher."""
+    body = {"prompt": "x", "max_tokens": 1, "n": 128, "guided_grammar": doubling(18)}
+    return [client.post("/v1/completions", body) for _ in range(2)]
+
+
+def choices_of_an_enum(client: Client) -> list[int]:
+    """128 choices of 16 prompts from 5000 strings."""
+    body = {
+        "prompt": ["x"] * 16,
+        "max_tokens": 1,
+        "n": 128,
+        "guided_json": {"enum": [f"value {at}" for at in range(5000)]},
+    }
+    return [client.post("/v1/completions", body)]
+
+
+def schema_cycle(client: Client) -> list[int]:
+    """A forced call whose argument's schema refers to itself twelve times; then a plain form."""
+    value = {"type": ["number", "null"], "anyOf": [{"$ref": "#/$defs/v"}] * 12}
+    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/v"}}, "$defs": {"v": value}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "tools": [tool], "tool_choice": "required"}
+    forced = client.post("/v1/chat/completions", chat)
+    return [forced, client.post("/v1/completions", {"prompt": "x", "max_tokens": 4, "guided_regex": "x1y+"})]
+
+
+def dear_masks(client: Client) -> list[int]:
+    """1024 choices whose every token leads to states of the lexer that nobody has seen."""
+    body = {"prompt": ["x"] * 8, "max_tokens": 12, "n": 128, "guided_regex": "x0.*a.{18}b.{18}c.{18}"}
+    return [client.post("/v1/completions", body)]
+
+
+def optional_letters(client: Client) -> list[int]:
+    """128 choices of a regular expression with 2000 optional letters."""
+    return [
+        client.post("/v1/completions", {"prompt": "x", "max_tokens": 12, "n": 128, "guided_regex": "[a-z]?" * 2000})
+    ]
+
+
+def repeated_log_probabilities(client: Client) -> list[int]:
+    """A prompt's log-probabilities, for each of 128 choices, then of 16 choices of eight requests."""
+    prompt = [10] * 6000
+    one = client.post("/v1/completions", {"prompt": prompt, "max_tokens": 1, "n": 128, "prompt_logprobs": 20})
+    body = {"prompt": prompt, "max_tokens": 1, "n": 16, "echo": True, "logprobs": 20}
+    return [one, *client.post_all("/v1/completions", [body] * 8)]
+
+
+def declared_bodies(client: Client) -> list[int]:
+    """Bodies of which 64 MiB are declared and 64 KiB come, and 300 smaller ones, until the server has had enough."""
+
+    def head(path: str, length: int) -> bytes:
+        lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {client.key}"]
+        lines += ["Content-Type: application/json", f"Content-Length: {length}"]
+        return "\r\n".join([*lines, "", ""]).encode()
+
+    with ExitStack() as connections:
+        for length, sent, count in ((64 << 20, 64 << 10, 16), (2 << 20, 13 << 10, 300)):
+            for _ in range(count):
+                connection = connections.enter_context(socket.create_connection(("127.0.0.1", client.port)))
+                try:
+                    connection.sendall(head("/v1/completions", length) + b'{"prompt":"' + b"x" * sent)
+                except OSError:
+                    continue
+        time.sleep(5.0)
+    return []
+
+
+def wide_answers(client: Client) -> list[int]:
+    """Eight chats of 152 bytes for 128 choices of 4096 tokens with 20 alternatives."""
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "n": 128,
+        "max_tokens": 4096,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    return client.post_all("/v1/chat/completions", [body] * 8)
+
+
+def dear_compiles(client: Client) -> list[int]:
+    """Schemas of 10 to 400 KB over which the compiler takes seconds or minutes."""
+
+    def patterns(count: int) -> Body:
+        return {"type": "object", "patternProperties": {f"^a{at}.*x{at}$": {"type": "null"} for at in range(count)}}
+
+    many = {"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(15_000)}}
+    schemas = [patterns(300), patterns(500), patterns(800), many]
+    return client.post_all("/v1/completions", [{"prompt": "x", "max_tokens": 1, "guided_json": one} for one in schemas])
+
+
+def blanks(client: Client) -> list[int]:
+    """Two texts of 3.9 MB of blanks to tokenise."""
+    return client.post_all("/tokenize", [{"prompt": " " * 3_900_000}] * 2)
+
+
+def one_colour(side: int) -> bytes:
+    """A PNG file of one colour, whose pixels are 16 bits deep: small as a file and large as pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    row = b"\0" + b"\x40\x40" * (3 * side)
+    packer = zlib.compressobj(9)
+    pixels = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    head = struct.pack(">IIBBBBB", side, side, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def large_pictures(client: Client) -> list[int]:
+    """Twelve chats with a picture of 4000 by 4000 pixels in one colour."""
+    url = f"data:image/png;base64,{base64.b64encode(one_colour(4000)).decode()}"
+
+    def chats() -> Iterator[Body]:
+        for at in range(12):
+            parts = [{"type": "text", "text": str(at)}, {"type": "image_url", "image_url": {"url": url}}]
+            yield {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+
+    return client.post_all("/v1/chat/completions", list(chats()))
+
+
+ATTACKS = [
+    Attack("16 grammars of 350 bytes", distinct_grammars),
+    Attack("128 choices of a grammar, twice", choices_of_a_grammar),
+    Attack("128 x 16 choices of an enum", choices_of_an_enum),
+    Attack("a schema that refers to itself", schema_cycle, flags=("--tool-call-parser", "qwen3_coder")),
+    Attack("dear masks", dear_masks),
+    Attack("2000 optional letters", optional_letters),
+    Attack("a prompt's log-probabilities, 128 times", repeated_log_probabilities),
+    Attack("declared bodies", declared_bodies),
+    Attack("8 x 128 choices with 20 alternatives", wide_answers),
+    Attack("dear compiles", dear_compiles),
+    Attack("4 MB of blanks", blanks),
+    Attack("12 pictures of 16 megapixels", large_pictures, model=SEEING, context=4096),
+]
+"""What is tried, in order. Flags name a notation of calls where the model's template has none."""
