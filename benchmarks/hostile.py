@@ -112,8 +112,8 @@ def schema_cycle(client: Client) -> list[int]:
 
 
 def dear_masks(client: Client) -> list[int]:
-    """1024 choices whose every token leads to states of the lexer that nobody has seen."""
-    body = {"prompt": ["x"] * 8, "max_tokens": 12, "n": 128, "guided_regex": "x0.*a.{18}b.{18}c.{18}"}
+    """256 choices whose every token leads to states of the lexer that nobody has seen."""
+    body = {"prompt": ["x"] * 2, "max_tokens": 12, "n": 128, "guided_regex": "x0.*a.{18}b.{18}c.{18}"}
     return [client.post("/v1/completions", body)]
 
 
@@ -133,7 +133,7 @@ def repeated_log_probabilities(client: Client) -> list[int]:
 
 
 def declared_bodies(client: Client) -> list[int]:
-    """Bodies of which 64 MiB are declared and 64 KiB come, and 300 smaller ones, until the server has had enough."""
+    """Bodies that declare 64 MiB to 8 KiB and of which a part comes, until nothing more fits beside them."""
 
     def head(path: str, length: int) -> bytes:
         lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {client.key}"]
@@ -141,11 +141,11 @@ def declared_bodies(client: Client) -> list[int]:
         return "\r\n".join([*lines, "", ""]).encode()
 
     with ExitStack() as connections:
-        for length, sent, count in ((64 << 20, 64 << 10, 16), (2 << 20, 13 << 10, 300)):
+        for length, count in ((64 << 20, 16), (4 << 20, 40), (512 << 10, 40), (64 << 10, 40), (8 << 10, 200)):
             for _ in range(count):
                 connection = connections.enter_context(socket.create_connection(("127.0.0.1", client.port)))
                 try:
-                    connection.sendall(head("/v1/completions", length) + b'{"prompt":"' + b"x" * sent)
+                    connection.sendall(head("/v1/completions", length) + b'{"prompt":"' + b"x" * (length // 1024))
                 except OSError:
                     continue
         time.sleep(5.0)
