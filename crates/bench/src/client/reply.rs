@@ -175,10 +175,14 @@ impl Reply {
             ["reasoning_content", "reasoning"].iter().find_map(|key| message[*key].as_str());
         let content = [&document["text"], &choice["text"], &message["content"]]
             .into_iter()
-            .find_map(Value::as_str);
+            .find_map(Value::as_str)
+            .map_or_else(
+                || calls_and_refusal(message),
+                |text| text.to_owned() + &calls_and_refusal(message),
+            );
         let usage = if self.dialect == Dialect::Generate { "meta_info" } else { "usage" };
         let count = |name: &str| u32::try_from(document[usage][name].as_u64()?).ok();
-        let (reasoning, content) = (escaped(reasoning), escaped(content));
+        let (reasoning, content) = (escaped(reasoning.unwrap_or("")), escaped(&content));
         let text = match self.dialect {
             Dialect::Generate => [&content[..], b""],
             _ => [&reasoning[..], &content[..]],
@@ -228,8 +232,13 @@ impl Reply {
     }
 
     /// The record, and true if the tokens of its chunks are the server's. If not, they are 0,
-    /// unless each chunk has one.
-    pub(crate) fn into_record(self, intended_us: u64, asked: &Asked) -> (Record, bool) {
+    /// unless each chunk has one. An answer without any content is a failure: it has no first token
+    /// whose time could count.
+    pub(crate) fn into_record(mut self, intended_us: u64, asked: &Asked) -> (Record, bool) {
+        if self.dialect != Dialect::Embeddings && self.chunks.is_empty() && asked.output_tokens > 0
+        {
+            self.fail("the answer has no text, reasoning or call".into());
+        }
         let mut chunks = self.chunks;
         let output_tokens = self.completion_tokens.unwrap_or(match &self.error {
             None => asked.output_tokens,
@@ -294,8 +303,16 @@ struct EmbeddingUsage {
     prompt_tokens: u32,
 }
 
-fn escaped(text: Option<&str>) -> Vec<u8> {
-    let Some(text) = text else { return Vec::new() };
+/// The text of a message beside its content: names and arguments of calls, and a refusal.
+fn calls_and_refusal(message: &Value) -> String {
+    let calls = message["tool_calls"].as_array().map_or(&[][..], Vec::as_slice);
+    let functions = calls.iter().flat_map(|call| [&call["function"], &call["custom"]]);
+    let called = functions.chain([&message["function_call"]]);
+    let texts = called.flat_map(|called| ["name", "arguments", "input"].map(|key| &called[key]));
+    texts.chain([&message["refusal"]]).filter_map(Value::as_str).collect()
+}
+
+fn escaped(text: &str) -> Vec<u8> {
     let quoted = Value::from(text).to_string().into_bytes();
     quoted[1..quoted.len() - 1].to_vec()
 }
@@ -421,6 +438,45 @@ mod tests {
         let (record, _) = read(Dialect::Generate, &events);
         assert_eq!(record.text, "abc");
         assert_eq!(shape(&record), [(0, 2, 1), (1, 1, 1), (2, 0, 1)]);
+    }
+
+    #[test]
+    fn a_stream_of_calls_alone_has_a_first_token() {
+        let events = [
+            r#"{"choices":[{"delta":{"role":"assistant","content":null}}]}"#,
+            r#"{"choices":[{"delta":{"tool_calls":[{"index":0,"id":"a","function":{"name":"f","arguments":""}}]}}]}"#,
+            r#"{"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{\"x\": 1}"}}]}}]}"#,
+            r#"{"choices":[],"usage":{"prompt_tokens":12,"completion_tokens":7}}"#,
+            "[DONE]",
+        ];
+        let (record, _) = read(Dialect::Chat, &events);
+        assert_eq!(record.outcome, Outcome::Success);
+        assert_eq!(record.text, "f{\"x\": 1}");
+        assert_eq!(shape(&record), [(1, 1, 0), (2, 8, 0)]);
+        let refusal = r#"{"choices":[{"delta":{"refusal":"no"}}]}"#;
+        let (record, _) = read(Dialect::Chat, &[refusal, "[DONE]"]);
+        assert_eq!((record.text.as_str(), shape(&record)[0].0), ("no", 0));
+    }
+
+    #[test]
+    fn an_answer_without_content_is_a_failure() {
+        let failed = Outcome::Failed("the answer has no text, reasoning or call".into());
+        let usage = r#"{"choices":[],"usage":{"prompt_tokens":12,"completion_tokens":7}}"#;
+        for (dialect, events) in [
+            (Dialect::Chat, vec![r#"{"choices":[{"delta":{"content":""}}]}"#, usage, "[DONE]"]),
+            (Dialect::Completions, vec![usage, "[DONE]"]),
+            (
+                Dialect::Generate,
+                vec![r#"{"text":"","meta_info":{"completion_tokens":7}}"#, "[DONE]"],
+            ),
+        ] {
+            assert_eq!(read(dialect, &events).0.outcome, failed, "{dialect:?}");
+        }
+        let mut reply = Reply::new(Dialect::Completions, 0, 0);
+        reply.event(usage.as_bytes(), 1);
+        reply.event(b"[DONE]", 2);
+        let nothing_asked = Asked { output_tokens: 0, ..ASKED };
+        assert_eq!(reply.into_record(0, &nothing_asked).0.outcome, Outcome::Success);
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub(super) fn chat(event: &[u8]) -> Option<Fields<'_>> {
             after
         } else {
             let (value, after) = string(value)?;
-            if matches!(key, b"content" | b"reasoning_content" | b"reasoning") {
+            if matches!(key, b"content" | b"reasoning_content" | b"reasoning" | b"refusal") {
                 *text.get_mut(found)? = value;
                 found += 1;
             }
