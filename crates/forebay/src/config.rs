@@ -479,8 +479,8 @@ fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Devic
 fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     let graphs = matches!(device, Device::Cuda | Device::Deferred);
     let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();
-    if !graphs && (asked || flags.enforce_eager) {
-        bail!("--attention-backend, --cuda-graph-max-bs and --enforce-eager are for --device cuda");
+    if !graphs && asked {
+        bail!("--attention-backend and --cuda-graph-max-bs are for --device cuda");
     }
     Ok(match flags.cuda_graph_max_bs {
         _ if !graphs || flags.enforce_eager => 0,
@@ -571,11 +571,8 @@ mod tests {
         );
         for device in [Device::Cpu, Device::Sim] {
             assert_eq!(of(device, &[]).unwrap(), 0);
-            for flags in [
-                &["--enforce-eager"][..],
-                &["--cuda-graph-max-bs", "7"],
-                &["--attention-backend", "torch"],
-            ] {
+            assert_eq!(of(device, &["--enforce-eager"]).unwrap(), 0, "as it is anyway");
+            for flags in [&["--cuda-graph-max-bs", "7"][..], &["--attention-backend", "torch"]] {
                 let error = of(device, flags).unwrap_err().to_string();
                 assert!(error.ends_with("are for --device cuda"), "{error}");
             }

@@ -3,6 +3,7 @@
 mod access;
 mod dialect;
 mod duration;
+pub(crate) mod foreign;
 mod grammar;
 mod images;
 mod limits;

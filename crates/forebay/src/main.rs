@@ -45,13 +45,27 @@ use anyhow::Result;
 use clap::Parser;
 
 use crate::command::{BenchCommand, Command, EvalCommand, Flags, SimCommand};
+use crate::flags::foreign;
 use crate::tokenizers::Tokenizers;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+/// The exit status of a command line that cannot be understood, as the parser has it.
+const WRONG_USAGE: u8 = 2;
+
 fn main() -> ExitCode {
-    let command = Flags::parse().command;
+    let translated = match foreign::translate(std::env::args_os()) {
+        Ok(translated) => translated,
+        Err(lines) => {
+            say(format!("error: {lines}"));
+            return ExitCode::from(WRONG_USAGE);
+        }
+    };
+    let command = Flags::parse_from(translated.arguments).command;
+    for note in translated.notes {
+        say(format!("note: {note}"));
+    }
     if matches!(command, Command::Hand) {
         return forebay_cpuhand::main();
     }

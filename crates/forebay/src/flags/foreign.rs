@@ -1,0 +1,325 @@
+//! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself: each
+//! means one of ours, is not needed here, or names a feature that is not there.
+//!
+//! Command lines are copied from other servers. A flag of this table gets an answer of its own,
+//! which the suggestions of the parser ("did you mean --trusted-proxies") would not give.
+
+use std::ffi::OsString;
+
+/// The meaning of a flag of another server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Meaning {
+    /// The flag of ours with the same meaning. It takes a value.
+    Same(&'static str),
+    /// The flag is dropped, because of this.
+    Unneeded(&'static str),
+    /// The server does not start, because of this.
+    Missing(&'static str),
+}
+use Meaning::{Missing, Same, Unneeded};
+
+/// A flag of another server.
+struct Foreign {
+    /// The flag, with its dashes, in all spellings.
+    names: &'static [&'static str],
+    /// True if a value follows.
+    value: bool,
+    meaning: Meaning,
+}
+
+const fn switch(names: &'static [&'static str], meaning: Meaning) -> Foreign {
+    Foreign { names, value: false, meaning }
+}
+
+const fn value(names: &'static [&'static str], meaning: Meaning) -> Foreign {
+    Foreign { names, value: true, meaning }
+}
+
+const ALWAYS: &str = "always on";
+const FILES: &str = "weights are safetensors or GGUF, and no code of a repository runs";
+const LORA: &str = "LoRA adapters are not served yet";
+const SPECULATION: &str = "speculative decoding is not there yet";
+const PD: &str = "prefill apart from decode is not there yet";
+const TEMPLATE: &str = "templates are always Jinja";
+const MAPPED: &str = "a CPU's packed weights are read once and kept in memory";
+const OFFLOAD: &str = "a model is on one kind of device: --device cpu or --device cuda";
+
+const FLAGS: &[Foreign] = &[
+    // vLLM and SGLang
+    switch(&["--trust-remote-code"], Unneeded(FILES)),
+    switch(
+        &["--disable-log-requests", "--no-enable-log-requests"],
+        Unneeded("requests are not logged"),
+    ),
+    switch(
+        &["--enable-log-requests", "--log-requests"],
+        Missing("requests are not logged: see --otlp-traces-endpoint"),
+    ),
+    switch(&["--disable-log-stats"], Unneeded("--log-interval 0 turns the step lines off")),
+    switch(&["--enable-prefix-caching"], Unneeded(ALWAYS)),
+    switch(&["--enable-chunked-prefill", "--async-scheduling"], Unneeded(ALWAYS)),
+    switch(
+        &["--no-enable-chunked-prefill"],
+        Missing("prefill is always chunked, by --chunked-prefill-size"),
+    ),
+    switch(&["--enable-metrics", "--enable-cache-report"], Unneeded(ALWAYS)),
+    switch(
+        &["--disable-custom-all-reduce", "--disable-cuda-graph-padding"],
+        Unneeded("there is nothing to turn off"),
+    ),
+    switch(
+        &["--disable-overlap-schedule", "--no-async-scheduling"],
+        Missing("--lookahead 0 is the serial loop"),
+    ),
+    switch(&["--skip-server-warmup"], Unneeded("the server starts without a request of its own")),
+    switch(
+        &["--enable-reasoning"],
+        Unneeded("reasoning is found by the chat template, or by --reasoning-parser"),
+    ),
+    switch(&["--enable-lora"], Missing(LORA)),
+    value(
+        &["--lora-modules", "--lora-paths", "--max-loras", "--max-lora-rank", "--lora"],
+        Missing(LORA),
+    ),
+    value(
+        &[
+            "--speculative-config",
+            "--speculative-algorithm",
+            "--speculative-draft-model-path",
+            "--speculative-num-steps",
+        ],
+        Missing(SPECULATION),
+    ),
+    value(&["--speculative-model", "--num-speculative-tokens"], Missing(SPECULATION)),
+    value(&["--kv-transfer-config", "--disaggregation-mode"], Missing(PD)),
+    value(&["--tokenizer", "--tokenizer-path"], Missing("the tokenizer is the model's own")),
+    value(
+        &["--hf-overrides", "--json-model-override-args"],
+        Missing("edit the model's config.json"),
+    ),
+    value(&["--rope-scaling"], Missing("edit the model's config.json")),
+    value(
+        &["--swap-space"],
+        Unneeded("preempted requests are computed again, or see --hicache-size"),
+    ),
+    value(&["--cpu-offload-gb"], Missing(OFFLOAD)),
+    value(&["--max-logprobs"], Unneeded("requests may ask for 20 alternatives")),
+    value(
+        &["--guided-decoding-backend", "--grammar-backend", "--structured-outputs-config"],
+        Unneeded("there is one backend"),
+    ),
+    value(
+        &["--distributed-executor-backend"],
+        Unneeded("ranks are processes; other machines run `forebay worker`"),
+    ),
+    value(&["--compilation-config", "-O"], Unneeded("models are not compiled")),
+    value(
+        &["--runner", "--task"],
+        Missing("embedding models are found by their files; others need --is-embedding"),
+    ),
+    value(&["--limit-mm-per-prompt"], Missing("--limit-images N bounds the images of a request")),
+    value(&["--mm-processor-kwargs"], Missing("--max-image-pixels bounds the pixels of an image")),
+    value(&["--log-requests-level"], Unneeded("requests are not logged")),
+    value(&["--max-prefill-tokens"], Same("--chunked-prefill-size")),
+    value(&["--tp", "-tp"], Same("--tp-size")),
+    value(&["--dp", "-dp"], Same("--dp-size")),
+    value(&["--random-seed"], Same("--seed")),
+    value(&["--base-gpu-id"], Missing("CUDA_VISIBLE_DEVICES chooses the GPUs")),
+    // llama-server
+    value(&["-m", "--model"], Same("--model-path")),
+    value(&["-hf", "-hfr", "--hf-repo"], Same("--model-path")),
+    value(&["-a", "--alias"], Same("--served-model-name")),
+    value(&["-c", "--ctx-size"], Same("--context-length")),
+    value(&["-np"], Same("--max-running-requests")),
+    value(&["-b", "--batch-size"], Same("--chunked-prefill-size")),
+    value(&["-ub", "--ubatch-size"], Unneeded("--chunked-prefill-size bounds a step")),
+    value(&["-t"], Same("--threads")),
+    value(&["-tb", "--threads-batch"], Unneeded("--threads is for prompts and answers")),
+    value(&["--threads-http"], Same("--http-threads")),
+    value(&["--chat-template-file"], Same("--chat-template")),
+    value(&["--api-prefix"], Same("--root-path")),
+    value(&["--ssl-key-file"], Same("--ssl-keyfile")),
+    value(&["--ssl-cert-file"], Same("--ssl-certfile")),
+    value(&["-ngl", "--gpu-layers", "--n-gpu-layers"], Unneeded(OFFLOAD)),
+    value(&["-ncmoe", "--n-cpu-moe", "-ot", "--override-tensor"], Missing(OFFLOAD)),
+    switch(&["-cmoe", "--cpu-moe"], Missing(OFFLOAD)),
+    value(&["-fa", "--flash-attn"], Unneeded("there is one implementation of attention a device")),
+    value(
+        &["-ctk", "--cache-type-k", "-ctv", "--cache-type-v"],
+        Missing("--kv-cache-dtype is the type of keys and values"),
+    ),
+    value(
+        &["--cache-reuse", "-cram", "--cache-ram"],
+        Unneeded("prefixes are cached in KV pages; --hicache-size adds host memory"),
+    ),
+    value(
+        &["--reasoning-format"],
+        Unneeded("requests choose: `separate_reasoning`, `include_reasoning`"),
+    ),
+    value(&["--reasoning-budget"], Missing("requests choose: `thinking_budget`")),
+    value(&["-md", "--model-draft", "--draft-max", "--draft"], Missing(SPECULATION)),
+    value(
+        &["-mm", "--mmproj", "-mmu", "--mmproj-url"],
+        Missing("images need the model's safetensors"),
+    ),
+    value(
+        &["--temp", "--top-k", "--min-p", "--repeat-penalty", "-n", "--n-predict"],
+        Missing("requests choose; defaults are in the model's generation_config.json"),
+    ),
+    value(&["--numa", "--prio", "--poll"], Unneeded("see --cpu-affinity")),
+    value(
+        &["--slot-save-path"],
+        Missing("slots are not saved to files; --hicache-size keeps prefixes in memory"),
+    ),
+    switch(&["--jinja", "--no-jinja"], Unneeded(TEMPLATE)),
+    switch(&["-cb", "--cont-batching", "--metrics", "--slots", "--props"], Unneeded(ALWAYS)),
+    switch(&["--mlock", "--mmap", "--no-mmap"], Unneeded(MAPPED)),
+    switch(
+        &["--embedding", "--embeddings", "--reranking", "--rerank"],
+        Missing("embedding models are found by their files; others need --is-embedding"),
+    ),
+    switch(
+        &["--context-shift", "--no-context-shift"],
+        Unneeded("an answer ends at the context length"),
+    ),
+    switch(
+        &["--no-warmup", "-kvu", "--kv-unified", "-v", "--verbose"],
+        Unneeded("see --log-level"),
+    ),
+];
+
+/// Names of a type that is not computed. Command lines for older GPUs have it.
+const HALF: [&str; 4] = ["half", "float16", "fp16", "f16"];
+const NO_HALF: &str = "--dtype: float16 is not computed here, so it is --dtype auto";
+
+/// A command line of which the flags of other servers are ours now, or gone.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Translated {
+    pub(crate) arguments: Vec<OsString>,
+    /// A line for each flag that was dropped.
+    pub(crate) notes: Vec<String>,
+}
+
+/// Translates the arguments of `forebay serve`; those of other commands stay as they are.
+///
+/// # Errors
+/// A line for each flag whose feature is not there.
+pub(crate) fn translate(arguments: impl Iterator<Item = OsString>) -> Result<Translated, String> {
+    let mut arguments = arguments.peekable();
+    let mut found = Translated { arguments: Vec::new(), notes: Vec::new() };
+    let mut missing = Vec::new();
+    found.arguments.extend(arguments.next());
+    if arguments.peek().is_none_or(|command| command != "serve") {
+        found.arguments.extend(arguments);
+        return Ok(found);
+    }
+    while let Some(argument) = arguments.next() {
+        let text = argument.to_str().unwrap_or_default();
+        if text == "--" {
+            found.arguments.push(argument);
+            found.arguments.extend(arguments.by_ref());
+            break;
+        }
+        let (name, attached) = match text.split_once('=') {
+            Some((name, attached)) => (name, Some(attached)),
+            None => (text, None),
+        };
+        if name == "--dtype" {
+            let value = attached.map(OsString::from).or_else(|| arguments.next());
+            if value.as_ref().is_some_and(|value| HALF.iter().any(|half| value == half)) {
+                found.notes.push(NO_HALF.to_owned());
+            } else {
+                found.arguments.push(name.into());
+                found.arguments.extend(value);
+            }
+            continue;
+        }
+        let Some(foreign) = FLAGS.iter().find(|foreign| foreign.names.contains(&name)) else {
+            found.arguments.push(argument);
+            continue;
+        };
+        let value = match attached {
+            Some(attached) => Some(OsString::from(attached)),
+            None if foreign.value => arguments.next_if(|next| !is_flag(next)),
+            None => None,
+        };
+        match foreign.meaning {
+            Same(ours) => {
+                found.arguments.push(ours.into());
+                found.arguments.extend(value);
+            }
+            Unneeded(why) => found.notes.push(format!("{name} is not needed: {why}")),
+            Missing(why) => missing.push(format!("{name} is not a flag of forebay serve: {why}")),
+        }
+    }
+    if missing.is_empty() { Ok(found) } else { Err(missing.join("\n")) }
+}
+
+/// True for a flag, and not for a negative number, which may be a value.
+fn is_flag(argument: &OsString) -> bool {
+    argument.to_str().is_some_and(|text| text.starts_with('-') && text.parse::<f64>().is_err())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use clap::CommandFactory;
+
+    use super::*;
+    use crate::command::Flags;
+
+    fn translated(line: &str) -> Result<(String, Vec<String>), String> {
+        let found = translate(line.split(' ').map(OsString::from))?;
+        let words: Vec<String> =
+            found.arguments.into_iter().map(|word| word.into_string().expect("text")).collect();
+        Ok((words.join(" "), found.notes))
+    }
+
+    #[test]
+    fn flags_of_others_are_ours_or_gone_or_answered() {
+        let line =
+            "forebay serve org/model --trust-remote-code -c 4096 --host 0.0.0.0 -ngl -1 -np=4";
+        let (ours, notes) = translated(line).expect("a server");
+        assert_eq!(
+            ours,
+            "forebay serve org/model --context-length 4096 --host 0.0.0.0 --max-running-requests 4"
+        );
+        assert_eq!(notes.len(), 2, "{notes:?}");
+        assert!(notes[0].starts_with("--trust-remote-code is not needed: "), "{notes:?}");
+        let refused = translated("forebay serve x --enable-lora --lora-modules a=b").unwrap_err();
+        assert_eq!(refused.lines().count(), 2, "{refused}");
+        let (ours, notes) =
+            translated("forebay serve x --dtype half --dtype=bfloat16").expect("a server");
+        assert_eq!((ours.as_str(), notes.len()), ("forebay serve x --dtype bfloat16", 1));
+        let same = "forebay bench serve --tokenizer x";
+        assert_eq!(translated(same).expect("untouched").0, same);
+        let last = "forebay serve -- -m";
+        assert_eq!(translated(last).expect("a name").0, last);
+    }
+
+    #[test]
+    fn the_table_repeats_no_flag_and_names_ours() {
+        let command = Flags::command();
+        let serve = command.find_subcommand("serve").expect("serve");
+        let mut own = HashSet::new();
+        for argument in serve.get_arguments() {
+            for name in argument.get_long_and_visible_aliases().unwrap_or_default() {
+                own.insert(format!("--{name}"));
+            }
+            for name in argument.get_all_aliases().unwrap_or_default() {
+                own.insert(format!("--{name}"));
+            }
+        }
+        let mut seen = HashSet::new();
+        for foreign in FLAGS {
+            for name in foreign.names {
+                assert!(!own.contains(*name), "{name} is a flag of ours");
+                assert!(seen.insert(*name), "{name} stands twice");
+            }
+            if let Same(ours) = foreign.meaning {
+                assert!(own.contains(ours) && foreign.value, "{ours}");
+            }
+        }
+    }
+}
