@@ -117,6 +117,13 @@ def test_ways_to_cut_text(tmp_path: Path, name: str) -> None:
     check_gguf(tiny_gguf(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": name}), tmp_path)
 
 
+def test_sampling_parameters_of_a_file(tmp_path: Path) -> None:
+    named = {"general.sampling.temp": 0.25, "general.sampling.top_k": 7, "general.sampling.mirostat": 1}
+    path = tiny_gguf(tmp_path / "model.gguf", metadata=named)
+    check_gguf(path, tmp_path)
+    assert both(path, tmp_path)[0]["generation_config"] == {"temperature": 0.25, "top_k": 7.0}
+
+
 @pytest.mark.parametrize("form", [Form(), Form(fused=True, kind=Q.Q4_0, groups=False)])
 @pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
 def test_files_of_gguf_with_experts(tmp_path: Path, family: str, form: Form) -> None:

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use forebay_engine::{Preference, PromptTail};
 use forebay_protocol::SamplingParams;
+use serde::Serialize;
 
 use crate::error::ApiError;
 use crate::limits::{LOGPROBS, TOTAL_CHOICES};
@@ -14,7 +15,7 @@ use crate::salt::check_salt;
 use crate::structure::{Spellings, Structure};
 
 /// The values of the model's `generation_config.json`, which are defaults of absent parameters.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct GenerationDefaults {
     /// The default of `temperature`.
     pub temperature: Option<f32>,

@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
+use forebay_api::GenerationDefaults;
 use forebay_engine::{EngineConfig, Namer, Policy};
 use forebay_hand::HandConfig;
 use forebay_replicas::ReplicasConfig;
@@ -21,6 +22,7 @@ use crate::hands::Chosen;
 use crate::images::ImageConfig;
 use crate::kv_cache::{check_floats, kv_cache_dtype};
 use crate::model::{Model, Pooling};
+use crate::sampling;
 use crate::text::{TokenizerBackend, TokenizerMode};
 use crate::tiers::{HostSize, HostTier};
 
@@ -50,6 +52,8 @@ const SIM_OUTPUT_TOKENS: u32 = 256;
 pub(crate) struct Config {
     pub(crate) model: String,
     pub(crate) served_model_names: Vec<String>,
+    /// The values of sampling parameters that a request leaves out; null: OpenAI's.
+    pub(crate) sampling_defaults: GenerationDefaults,
     pub(crate) device: &'static str,
     /// The hand that computes, and the reason for its choice.
     #[serde(flatten)]
@@ -316,6 +320,11 @@ impl Config {
             images: ImageConfig::resolve(&flags.images, model, !cuda && simulated.is_none())?,
             chat: None,
             pooling: model.pooling.clone(),
+            sampling_defaults: sampling::defaults(
+                &model.format,
+                &model.generation_config,
+                flags.loading.generation_config,
+            ),
             simulated,
             simulated_groups,
         };

@@ -484,7 +484,8 @@ pub(crate) enum Hand {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum GenerationConfig {
-    /// The model's generation_config.json.
+    /// The model's generation_config.json. A GGUF file names its own parameters
+    /// (`general.sampling.*`), and llama.cpp's defaults fill in the rest.
     #[default]
     Auto,
     /// OpenAI's defaults.

@@ -25,6 +25,7 @@ mod placement;
 mod plan;
 mod python;
 mod route;
+mod sampling;
 mod script;
 mod secret;
 mod serve;

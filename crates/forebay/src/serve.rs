@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use forebay_api::GenerationDefaults;
 use forebay_engine::{
     BlockObserver, Clock, EngineThread, Executor, OutputSink, Status, SystemClock,
 };
@@ -23,20 +22,17 @@ use forebay_server::{
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
-use serde_json::Value;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::Config;
-use crate::flags::{
-    Device, Egress, GenerationConfig, LoadFormat, Quantization, ServeFlags, visible_keys,
-};
+use crate::flags::{Device, Egress, LoadFormat, Quantization, ServeFlags, visible_keys};
 use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
     affinity, collectives, descriptors, dialect, gpus, grammar, hands, images, logs, outposts,
-    parent, secret, signals, simulate, threads, vocabulary, watch,
+    parent, sampling, secret, signals, simulate, threads, vocabulary, watch,
 };
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
@@ -119,10 +115,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         served_names: config.served_model_names.clone(),
         root: name.to_owned(),
         eos: eos.into(),
-        defaults: match flags.loading.generation_config {
-            GenerationConfig::Auto => defaults(&model),
-            GenerationConfig::None => GenerationDefaults::default(),
-        },
+        defaults: config.sampling_defaults,
         pooling,
         tokenizer_config: model.tokenizer_config.clone(),
         dialect,
@@ -360,6 +353,10 @@ async fn serve(
     let (listener, _file) = bound.listener()?;
     let name = config.served_model_names[0].clone();
     let (hand, automatic) = (config.hand.line(), config.quantization == Some(Quantization::Auto));
+    let samples = match config.pooling {
+        None => sampling::banner_line(&config.sampling_defaults),
+        Some(_) => String::new(),
+    };
     let dtype = config.dtype;
     let simulated = config.simulated.clone();
     let chat = config.chat.clone();
@@ -371,7 +368,8 @@ async fn serve(
             if watch::loading(&engine).await {
                 let facts = engine.facts();
                 let blocks = facts.map_or_else(String::new, |facts| facts.hand.blocks);
-                let hand = hand + &watch::blocks_line(&blocks, automatic.then_some(dtype));
+                let blocks = watch::blocks_line(&blocks, automatic.then_some(dtype));
+                let hand = hand + &blocks + &samples;
                 let banner = watch::banner(
                     &url,
                     &curl,
@@ -430,17 +428,4 @@ fn chat_template(flags: &ServeFlags, model: &Model) -> Result<Option<ChatTemplat
     let (bos, eos) = (model.bos_token.as_deref(), model.eos_token.as_deref());
     let template = ChatTemplate::new(&source, bos, eos, &model.named_special_tokens())?;
     Ok(Some(template))
-}
-
-/// Sampling parameters that the model's authors recommend. What is not a number is not one of
-/// theirs.
-fn defaults(model: &Model) -> GenerationDefaults {
-    let number = |name: &str| model.generation_config.get(name).and_then(Value::as_f64);
-    GenerationDefaults {
-        temperature: number("temperature").map(|n| n as f32),
-        top_p: number("top_p").map(|n| n as f32),
-        top_k: number("top_k").map(|n| n as i32),
-        min_p: number("min_p").map(|n| n as f32),
-        repetition_penalty: number("repetition_penalty").map(|n| n as f32),
-    }
 }

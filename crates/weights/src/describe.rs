@@ -1,7 +1,7 @@
 //! The way from files on this machine to the description of a model, for the brain and the hand. It
 //! is the output of `forebay.weights.describe`, for the models that are read here.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::bert::{BertShape, is_bert};
 use crate::config::{Shape, token_ids};
 use crate::error::ModelError;
-use crate::gguf::{GgufFiles, hf_config, special_token, tokenizer_json};
+use crate::gguf::{GgufFiles, GgufValue, hf_config, special_token, tokenizer_json};
 use crate::pooling::read_pooling;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
@@ -20,8 +20,16 @@ const INDEX: &str = "model.safetensors.index.json";
 /// The version of the files that are rebuilt from a GGUF. It goes up with every change to them, in
 /// both languages. They lie in the cache under a key of this number and of the file's first bytes,
 /// which hold all metadata of any known model.
-const REBUILD_VERSION: u32 = 1;
+const REBUILD_VERSION: u32 = 2;
 const KEY_BYTES: u64 = 32 << 20;
+/// Names of sampling parameters in `generation_config.json`, and their keys in a GGUF file.
+const SAMPLING: [(&str, &str); 5] = [
+    ("temperature", "temp"),
+    ("top_k", "top_k"),
+    ("top_p", "top_p"),
+    ("min_p", "min_p"),
+    ("repetition_penalty", "penalty_repeat"),
+];
 /// The limit on a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
 const MOST_JSON: u64 = 256 << 20;
 
@@ -200,7 +208,7 @@ fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, M
         "vocab_size": shape.vocab_size,
         "config": config,
         "tokenizer_config": {},
-        "generation_config": {},
+        "generation_config": fact("generation_config"),
         "pooling": read_pooling(&config, None, source.embedding)?,
         "images": null,
     }))
@@ -286,6 +294,7 @@ fn rebuild(files: &[PathBuf], facts_path: &Path, tokenizer: &Path) -> Result<(),
         "chat_template": template.and_then(|template| template.as_text()),
         "bos_token": special_token(&opened.metadata, "bos"),
         "eos_token": special_token(&opened.metadata, "eos"),
+        "generation_config": sampling(&opened.metadata),
     });
     let rebuilt = tokenizer_json(&opened.metadata)?;
     let written = write_json(tokenizer, &rebuilt).and_then(|()| write_json(facts_path, &facts));
@@ -293,6 +302,16 @@ fn rebuild(files: &[PathBuf], facts_path: &Path, tokenizer: &Path) -> Result<(),
         let folder = facts_path.parent().unwrap_or(facts_path).display();
         ModelError::broken(format!("{folder} can't be written: {error}"))
     })
+}
+
+/// The sampling parameters that the file's authors recommend, under their names in
+/// `generation_config.json`. Their keys in a file are llama.cpp's (PR #17120).
+fn sampling(metadata: &HashMap<String, GgufValue>) -> Map<String, Value> {
+    let number = |&(name, key): &(&str, &str)| {
+        let number = metadata.get(&format!("general.sampling.{key}"))?.as_f64()?;
+        Some((name.to_owned(), Value::from(number)))
+    };
+    SAMPLING.iter().filter_map(number).collect()
 }
 
 fn content_key(files: &[PathBuf]) -> Result<String, ModelError> {

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,16 @@ _INDEX = "model.safetensors.index.json"
 
 _IMAGE_TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 # What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold all metadata of any
 # known model, and of this number: it goes up with every change to what is rebuilt.
-_REBUILD_VERSION = 1
+_REBUILD_VERSION = 2
 _KEY_BYTES = 32 << 20
 
 
@@ -112,7 +119,7 @@ def describe_gguf(files: list[Path], name: str, cache: Path, *, embedding: bool 
         tokenizer=tokenizer,
         tokenizer_config={},
         chat_template=facts["chat_template"],
-        generation_config={},
+        generation_config=facts["generation_config"],
         eos=token_ids(facts["config"]["eos_token_id"]),
         bos_token=facts["bos_token"],
         eos_token=facts["eos_token"],
@@ -191,6 +198,7 @@ def _rebuild(files: list[Path], facts_path: Path, tokenizer: Path) -> None:
             "chat_template": opened.metadata.get("tokenizer.chat_template"),
             "bos_token": special_token(opened.metadata, "bos"),
             "eos_token": special_token(opened.metadata, "eos"),
+            "generation_config": _sampling(opened.metadata),
         }
         rebuilt = tokenizer_json(opened.metadata)
     except ModelError:
@@ -204,6 +212,12 @@ def _rebuild(files: list[Path], facts_path: Path, tokenizer: Path) -> None:
         _write_json(facts_path, facts)
     except OSError as error:
         raise ModelError(f"{facts_path.parent} can't be written: {error.strerror or error}") from error
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling parameters that the file's authors recommend, under their names in generation_config.json."""
+    found = {name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _content_key(files: list[Path]) -> str:

@@ -13,6 +13,6 @@ mod tokenizer;
 pub use blocks::{BlockKind, computed_as};
 pub(crate) use blocks::{as_blocks, dequantise};
 pub(crate) use config::hf_config;
-pub(crate) use file::{GgufFiles, GgufTensor, TensorType};
+pub(crate) use file::{GgufFiles, GgufTensor, GgufValue, TensorType};
 pub(crate) use names::{layer_of, stored_weights};
 pub(crate) use tokenizer::{special_token, tokenizer_json};
