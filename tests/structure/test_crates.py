@@ -16,7 +16,7 @@ PURE = {"protocol", "kvcache", "scheduler", "balance", "dialect", "vision"}
 JSON = {"protocol", "dialect"}
 ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
-    "kvcache": set(),
+    "kvcache": {"protocol"},
     "scheduler": {"protocol", "kvcache"},
     "engine": {"protocol", "scheduler"},
     "hand": {"engine", "protocol"},
