@@ -146,17 +146,10 @@ class Frame:
         Raises `WireError` for other columns.
         """
         columns = [self.body[:0]] * count
-        for id_, column in self.present(count).items():
-            columns[id_ - 1] = column
-        return columns
-
-    def present(self, count: int) -> dict[int, Int32s]:
-        """The columns that the frame has, by id, as views of the body. Raises `WireError` for ids over `count`."""
-        columns = {id_: self.body[place] for id_, place in self.places.items()}
-        # Ids ascend.
-        last = next(reversed(columns), 0)
-        if last > count:
-            raise WireError(f"malformed frame: unknown column {last}")
+        for id_, place in self.places.items():
+            if id_ > count:
+                raise WireError(f"malformed frame: unknown column {id_}")
+            columns[id_ - 1] = self.body[place]
         return columns
 
     def check_kind(self, kind: Kind) -> None:
