@@ -32,7 +32,8 @@ from forebay.device import Event, Work
 from forebay.device.cuda import CudaDevice
 from forebay.gpu.choose import VARIABLE
 from forebay.protocol.connection import Connection, Ring
-from forebay.protocol.plan import FLAG_SAMPLE, ROW_WORDS, SLOT_WORDS, Plan, SlotFloat, SlotWord
+from forebay.protocol.constants import FLAG_SAMPLE, ROW_WORDS, SLOT_WORDS, SlotFloats, SlotRecord
+from forebay.protocol.plan import Plan
 from forebay.runner.runner import ModelRunner
 
 PARTS = {
@@ -60,9 +61,9 @@ class Case:
 
     def floats(self) -> list[float]:
         """A slot's sampling parameters."""
-        found = [0.0] * len(SlotFloat)
-        found[SlotFloat.TEMPERATURE], found[SlotFloat.TOP_P] = self.temperature, 1.0
-        found[SlotFloat.REPETITION_PENALTY] = self.penalty
+        found = [0.0] * len(SlotFloats)
+        found[SlotFloats.TEMPERATURE], found[SlotFloats.TOP_P] = self.temperature, 1.0
+        found[SlotFloats.REPETITION_PENALTY] = self.penalty
         return found
 
     @property
@@ -223,8 +224,8 @@ def first_plan(case: Case, page_size: int) -> Plan:
     """New slots, with the pages of their whole contexts."""
     numbers, each = np.arange(case.slots), CONTEXT // page_size
     slots = np.zeros((case.slots, SLOT_WORDS), np.int32)
-    slots[:, SlotWord.SLOT] = numbers
-    slots[:, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
+    slots[:, SlotRecord.SLOT] = numbers
+    slots[:, [SlotRecord.LOGPROBS, SlotRecord.ARENA_OFFSET]] = -1
     pages = np.arange(case.slots * each)
     writes = np.stack((np.repeat(numbers, each), np.tile(np.arange(each), case.slots), pages), axis=1)
     floats = np.tile(np.array(case.floats(), np.float32), (case.slots, 1))

@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks import in_process
 from benchmarks.gpu.shapes import SHAPES
-from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.constants import FLAG_SAMPLE, SLOT_WORDS, SlotRecord
+from forebay.protocol.plan import Plan
 from forebay.runner.launched import Launched
 from forebay.runner.runner import ModelRunner
 
@@ -97,8 +98,8 @@ def plans(runner: ModelRunner, case: Case) -> Iterator[Plan]:
     each = -(-total // size)
     pages = np.random.default_rng(0).permutation(runner.kv.page_count)[: case.rows * each]
     slots = np.zeros((case.rows, SLOT_WORDS), np.int32)
-    slots[:, SlotWord.SLOT] = numbers
-    slots[:, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
+    slots[:, SlotRecord.SLOT] = numbers
+    slots[:, [SlotRecord.LOGPROBS, SlotRecord.ARENA_OFFSET]] = -1
     floats = np.tile(np.array([0, 1, 0, 1, 0, 0], np.float32), (case.rows, 1))
     writes = np.stack((np.repeat(numbers, each), np.tile(np.arange(each), case.rows), pages), axis=1).astype(np.int32)
     start = case.start

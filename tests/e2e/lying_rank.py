@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from forebay.protocol.result import ROW_NOT_FINITE, StepResult
+from forebay.protocol.constants import ROW_NOT_FINITE
+from forebay.protocol.result import StepResult
 
 MODULE = "forebay.worker"
 

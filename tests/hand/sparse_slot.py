@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.protocol.plan import COPY_SAVE, NO_PAGE
+from forebay.protocol.constants import COPY_SAVE, NO_PAGE
 from forebay.protocol.result import StepResult
 from forebay.runner.runner import ModelRunner
 from tests.hand.greedy import model_of

@@ -18,8 +18,8 @@ from forebay.compute.eager import TorchCompute
 from forebay.compute.rows import Launch
 from forebay.gpu.choose import VARIABLE
 from forebay.layers import routing
-from forebay.protocol.plan import COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
-from forebay.protocol.result import COPY_OK, StepResult
+from forebay.protocol.constants import COPY_OK, COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
+from forebay.protocol.result import StepResult
 from forebay.runner.launched import Launched
 from forebay.runner.runner import HostMemory, ModelRunner
 from tests.hand.greedy import model_of

@@ -36,8 +36,9 @@ from transformers import (
 
 from forebay.device import open_device
 from forebay.device.deferred import DeferredDevice
+from forebay.protocol.constants import FLAG_MASKED, FLAG_SAMPLE, SLOT_WORDS
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.plan import FLAG_MASKED, FLAG_SAMPLE, SLOT_WORDS, Plan
+from forebay.protocol.plan import Plan
 from forebay.runner.launched import Launched
 from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.config import RunnerConfig

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from forebay.protocol.plan import COPY_RESTORE, COPY_SAVE
-from forebay.protocol.result import COPY_FAILED, COPY_OK, StepResult
+from forebay.protocol.constants import COPY_FAILED, COPY_OK, COPY_RESTORE, COPY_SAVE
+from forebay.protocol.result import StepResult
 from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.config import ConfigError
 from forebay.state.slots import PlanError

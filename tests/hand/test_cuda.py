@@ -20,7 +20,7 @@ from forebay.device.cuda_pages import joined
 from forebay.device.deferred import DeferredDevice
 from forebay.device.watch import HiddenWaitError, NoStrayCopies, NoWaits
 from forebay.gpu.choose import VARIABLE
-from forebay.protocol.plan import FLAG_POOL
+from forebay.protocol.constants import FLAG_POOL
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.fake_cuda import FakeCuda, FakeEvent, fake_tensors, install

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from forebay.kernels import library as binding
 from forebay.kernels.packing import plain_parts
 from forebay.protocol import frames
+from forebay.protocol.constants import ROW_NOT_FINITE
 from forebay.protocol.plan import Plan
-from forebay.protocol.result import ROW_NOT_FINITE, StepResult
+from forebay.protocol.result import StepResult
 from forebay.runner import runner as runner_module
 from forebay.runner.runner import ModelRunner, NotFiniteError
 from forebay.state.config import RunnerConfig

@@ -9,8 +9,7 @@ import torch
 
 from forebay.compute.native import NativeCompute
 from forebay.layers.ops import TorchOps
-from forebay.protocol.plan import COPY_RESTORE, COPY_SAVE
-from forebay.protocol.result import COPY_OK
+from forebay.protocol.constants import COPY_OK, COPY_RESTORE, COPY_SAVE
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.support import hf_config, reference_model, runner_of, wire_config

@@ -12,8 +12,7 @@ import torch
 
 from forebay.device import DeviceError
 from forebay.gpu.choose import VARIABLE
-from forebay.protocol.plan import COPY_RESTORE, COPY_SAVE
-from forebay.protocol.result import COPY_OK, ROW_NOT_FINITE, ROW_OK
+from forebay.protocol.constants import COPY_OK, COPY_RESTORE, COPY_SAVE, ROW_NOT_FINITE, ROW_OK
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.greedy import greedy_of_8_bits, model_of, prompts

@@ -26,9 +26,9 @@ from benchmarks.models import unpack_minilm
 from forebay.compute.eager import TorchCompute
 from forebay.compute.native import NativeCompute
 from forebay.compute.native_encoder import NativeEncoder
+from forebay.protocol.constants import FLAG_POOL, ROW_NOT_FINITE
 from forebay.protocol.frames import Float32s
-from forebay.protocol.plan import FLAG_POOL, Plan
-from forebay.protocol.result import ROW_NOT_FINITE
+from forebay.protocol.plan import Plan
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.state.slots import PlanError

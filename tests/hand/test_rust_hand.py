@@ -22,9 +22,10 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from forebay.protocol.connection import Connection
+from forebay.protocol.constants import FLAG_POOL
 from forebay.protocol.frames import Kind, encode_json
 from forebay.protocol.masks import INLINE, Masks
-from forebay.protocol.plan import FLAG_POOL, Plan
+from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig

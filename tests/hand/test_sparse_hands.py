@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forebay.gpu import reference
 from forebay.gpu.hot import Found
-from forebay.protocol.plan import COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
+from forebay.protocol.constants import COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
 from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.checks import PlanError
 from tests.hand.greedy import model_of

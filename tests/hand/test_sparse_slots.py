@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.protocol.plan import COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
-from forebay.protocol.result import COPY_FAILED, COPY_OK
+from forebay.protocol.constants import COPY_FAILED, COPY_OK, COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
 from forebay.runner.copier import Copier
 from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.checks import PlanError

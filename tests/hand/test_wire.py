@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from forebay.protocol import frames
+from forebay.protocol.columns import PLAN
 from forebay.protocol.connection import RING, Connection, Ring
+from forebay.protocol.constants import FLAG_SAMPLE
 from forebay.protocol.frames import Frame, Header, Kind, WireError
 from forebay.protocol.masks import EVERYTHING, INLINE, Masks
 from forebay.protocol.place import PlanAt
-from forebay.protocol.plan import COLUMNS, FLAG_SAMPLE, Plan
+from forebay.protocol.plan import LAST_ID, Plan
 from forebay.protocol.result import StepResult
 from tests.hand.support import PlanBuilder, Sampling
 from tests.wire.write_fixtures import FLOAT_COLUMNS, FOLDER, NAMES, columns, descriptions, encode
@@ -49,7 +51,7 @@ def test_golden_bytes_are_read_as_described(fixture: dict[str, Any]) -> None:
         record: Plan | StepResult | Masks = RECORDS[frame.kind].decode(frame)
         assert record.step == fixture["step"]
         there = columns(fixture)
-        for name in NAMES[frame.kind]:
+        for name in NAMES[frame.kind].values():
             values = getattr(record, name)
             assert values.ravel().tolist() == (there[name].tolist() if name in there else [])
             assert values.dtype == (np.float32 if name in FLOAT_COLUMNS else np.int32)
@@ -113,7 +115,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_any_plan_there_and_back(plan: Plan) -> None:
     decoded = Plan.decode(frame_of(plan.encode()))
     assert decoded.step == plan.step
-    for name in COLUMNS:
+    for name in (column.name for column in PLAN):
         np.testing.assert_array_equal(getattr(decoded, name), getattr(plan, name))
         assert getattr(decoded, name).shape == getattr(plan, name).shape
     assert decoded.encode() == plan.encode()
@@ -273,7 +275,6 @@ def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]]
         ({"image_spans": [[0, 3, 2, 2, -1, 0]]}, "disagree"),
         ({"image_spans": [[0, 3, 2, 2, 3, 2], [1, 3, 2, 2, 3, -1]], "span_pages": [4]}, "disagree"),
         ({"span_pages": [3]}, "disagree"),
-        ({"unused": [3]}, "disagree"),
         ({"prompt_logprobs": [[0, 1, 1]]}, "record length"),
         ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 0, 1, 0]]}, "disagree"),
         ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 1, 3, 0]]}, "disagree"),
@@ -298,9 +299,9 @@ def test_the_wrong_frame_is_refused() -> None:
         StepResult.decode(frame_of(Plan().encode()))
     with pytest.raises(WireError, match="not a plan"):
         Plan.decode(frame_of(StepResult().encode()))
-    beyond = [np.zeros(0, np.int32)] * len(COLUMNS) + [np.zeros(1, np.int32)]
-    with pytest.raises(WireError, match=f"unknown column {len(COLUMNS) + 1}"):
-        Plan.decode(frame_of(frames.encode(Kind.PLAN, 0, beyond)))
+    for unknown in {LAST_ID + 1, *range(1, LAST_ID)} - {column.id for column in PLAN}:
+        with pytest.raises(WireError, match=f"unknown column {unknown}"):
+            Plan.decode(frame_of(frames.encode_columns(Kind.PLAN, 0, [(unknown, np.zeros(1, np.int32))])))
     with pytest.raises(WireError, match="JSON"):
         frame_of(frames.encode_text(Kind.CONFIG, "{")).json()
     with pytest.raises(WireError, match="not an object"):

@@ -86,7 +86,10 @@ def test_no_word_is_both_used_and_not_used() -> None:
     assert not {row[0] for row in table("Words")} & {rule.word for rule in rules()}
 
 
-PUBLIC_TYPE = re.compile(r"^pub (?:struct|enum|trait|union) (\w+)", re.MULTILINE)
+# Also those that a macro of the step protocol declares.
+PUBLIC_TYPE = re.compile(
+    r"^(?:(?:record|columns)! \{\n(?: +(?:///|#\[).*\n)* +)?pub (?:struct|enum|trait|union) (\w+)", re.MULTILINE
+)
 
 
 def crates_by_public_name() -> dict[str, set[str]]:

@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from forebay.protocol import frames, masks, plan, result
+from forebay.protocol import frames, masks
+from forebay.protocol.columns import PLAN, RESULT
 
 FOLDER = Path(__file__).parent
 FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values", "pooled", "prompt_values")
 
 
 NAMES = {
-    frames.Kind.PLAN: plan.COLUMNS,
-    frames.Kind.RESULT: result.COLUMNS,
-    frames.Kind.MASKS: masks.COLUMNS,
-    frames.Kind.PLAN_AT: ("place",),
+    frames.Kind.PLAN: {column.id: column.name for column in PLAN},
+    frames.Kind.RESULT: {column.id: column.name for column in RESULT},
+    frames.Kind.MASKS: dict(enumerate(masks.COLUMNS, 1)),
+    frames.Kind.PLAN_AT: {1: "place"},
 }
 
 
@@ -42,8 +43,8 @@ def encode(fixture: dict[str, Any]) -> bytes:
     if "json" in fixture:
         return frames.encode_text(kind, fixture["json"])
     there = columns(fixture)
-    names = NAMES[kind]
-    return frames.encode(kind, fixture["step"], [there.get(name, np.zeros(0, np.int32)) for name in names])
+    known = [(id_, there[name]) for id_, name in NAMES[kind].items() if name in there]
+    return frames.encode_columns(kind, fixture["step"], known)
 
 
 if __name__ == "__main__":

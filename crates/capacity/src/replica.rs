@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use forebay_protocol::{CopyTiming, ROW_OK, SparseRows, StepPlan, StepResult};
+use forebay_protocol::{ROW_OK, SparseRows, StepPlan, StepResult};
 use forebay_scheduler::{
     BlockEvent, BlockHash, Event, ImageId, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS,
     Scheduler, SchedulerConfig,
@@ -156,14 +156,11 @@ impl Replica {
     /// Ends the oldest step.
     pub(crate) fn end_step(&mut self) {
         let Some(flight) = self.flights.pop_front() else { return };
-        self.result.step = flight.step;
+        self.result.begin(flight.step);
         self.result.row_errors.resize(flight.rows, ROW_OK);
-        self.result.tokens.clear();
-        self.result.copied.clear();
-        self.result.copy_timing = CopyTiming::default();
         self.timeline.report(flight.ends_us, &mut self.result);
-        self.result.sparse_rows = flight.sparse_rows;
-        self.result.device_us = u32::try_from(flight.device_us).unwrap_or(u32::MAX);
+        self.result.sparse_rows = Some(flight.sparse_rows);
+        self.result.timing.device_us = u32::try_from(flight.device_us).unwrap_or(u32::MAX);
         for _ in 0..flight.sampled {
             self.result.tokens.push(self.next_token);
             self.next_token = self.next_token.wrapping_add(1) | i32::MIN;

@@ -123,9 +123,10 @@ impl Columns {
         for (row, &slot) in self.slot.iter().enumerate() {
             let slot = &tables.slots[slot as usize];
             let until = slot.prompt_len;
-            let Some(offset) = slot.embeds.filter(|_| (self.start[row] as usize) < until) else {
+            let Some(offset) = slot.spec.embeds.filter(|_| (self.start[row] as usize) < until) else {
                 continue;
             };
+            let offset = offset as usize;
             let bytes = until * row_bytes;
             let Some(inputs) = arena.read(offset, bytes).filter(|_| offset % width == 0) else {
                 let (end, all) = (offset + bytes, arena.bytes());

@@ -114,8 +114,10 @@ impl EncoderRunner {
         {
             return Err(PlanError("an encoder was given a part of a prompt".into()).into());
         }
+        let pooling = |&slot: &i64| self.tables.slots[slot as usize].spec.pooling;
+        let segment = columns.slot.iter().map(pooling);
         let segment: Vec<i64> =
-            columns.slot.iter().map(|&slot| self.tables.slots[slot as usize].segment).collect();
+            segment.map(|pooling| pooling.map_or(0, |pair| pair.segment.into())).collect();
         let texts = Texts {
             slot: &columns.slot,
             length: &columns.length,

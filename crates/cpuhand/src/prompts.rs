@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 
 use forebay_kernels::Threads;
-use forebay_protocol::{PromptLogprobs, PromptLogprobsWant};
+use forebay_protocol::{PromptLogprobsWant, StepResult};
 
 use crate::sampler::{finite, likely};
 
@@ -75,7 +75,7 @@ impl Wanted {
         first: usize,
         (logits, vocabulary): (&[f32], usize),
         threads: &Threads,
-        to: &mut PromptLogprobs,
+        to: &mut StepResult,
         broken: &mut Vec<usize>,
     ) {
         let rows: Vec<&[f32]> = logits.chunks_exact(vocabulary).collect();
@@ -96,9 +96,9 @@ impl Wanted {
                 broken.push(self.rows[at]);
                 (1, vec![(0, f32::NAN); 1 + self.most[at]])
             });
-            to.ranks.push(rank);
-            to.ids.extend(entries.iter().map(|(id, _)| id));
-            to.values.extend(entries.iter().map(|(_, value)| value));
+            to.prompt_ranks.push(rank);
+            to.prompt_ids.extend(entries.iter().map(|(id, _)| id));
+            to.prompt_values.extend(entries.iter().map(|(_, value)| value));
         }
     }
 }

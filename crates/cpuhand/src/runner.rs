@@ -71,8 +71,8 @@ pub(crate) trait Executes {
 pub(crate) fn timed(result: &mut StepResult, begun: Instant, before: &mut Instant, idle: Duration) {
     let ended = Instant::now();
     let us = |time: Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
-    result.device_us = us((ended - begun).saturating_sub(idle));
-    result.gap_us = us(begun - *before + idle);
+    result.timing.device_us = us((ended - begun).saturating_sub(idle));
+    result.timing.gap_us = us(begun - *before + idle);
     *before = ended;
 }
 

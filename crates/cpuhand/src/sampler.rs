@@ -52,15 +52,15 @@ pub(crate) fn finite(logits: &[f32]) -> bool {
 
 /// Samples a row.
 pub(crate) fn sample(logits: &[f32], ask: &Ask<'_>, scratch: &mut Scratch) -> Sampled {
-    let slot = ask.slot;
+    let (slot, params) = (ask.slot, &ask.slot.spec.sampling);
     if !finite(logits) {
-        let logprobs = slot.logprobs.map_or_else(Vec::new, |most| vec![(0, f32::NAN); 1 + most]);
+        let logprobs = slot.logprobs().map_or_else(Vec::new, |most| vec![(0, f32::NAN); 1 + most]);
         return Sampled { token: 0, finite: false, logprobs };
     }
     let Scratch { adjusted, draw } = scratch;
-    let changed = !slot.biases.is_empty()
+    let changed = !params.logit_bias.is_empty()
         || slot.penalised()
-        || slot.allowed.is_some()
+        || params.allowed.is_some()
         || ask.mask.is_some()
         || suppresses(ask);
     let from = if changed {
@@ -69,37 +69,33 @@ pub(crate) fn sample(logits: &[f32], ask: &Ask<'_>, scratch: &mut Scratch) -> Sa
     } else {
         logits
     };
-    let token = if slot.temperature > 0.0 {
+    let token = if params.temperature > 0.0 {
         let how = Draw {
-            temperature: slot.temperature,
-            top_k: slot.top_k,
-            top_p: slot.top_p,
-            min_p: slot.min_p,
-            u: uniform(slot.seed, ask.position as u64),
+            temperature: params.temperature,
+            top_k: params.top_k,
+            top_p: params.top_p,
+            min_p: params.min_p,
+            u: uniform(params.seed, ask.position as u64),
         };
         draw::draw(from, &how, draw)
     } else {
         greedy(from)
     };
-    let logprobs = slot.logprobs.map_or_else(Vec::new, |most| likely(logits, token, most));
+    let logprobs = slot.logprobs().map_or_else(Vec::new, |most| likely(logits, token, most));
     Sampled { token: token as i32, finite: true, logprobs }
 }
 
 /// True if stop ids can't come yet. A mask says itself whether the request may end.
 fn suppresses(ask: &Ask<'_>) -> bool {
-    let slot = ask.slot;
-    !slot.stop_ids.is_empty()
-        && ask.position < slot.min_total
-        && ask.mask.is_none()
-        && !slot.only_stops()
+    ask.mask.is_none() && ask.slot.suppresses(ask.position)
 }
 
 /// Biases, penalties, suppressed stop ids, allowed ids and the mask.
 fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
-    let slot = ask.slot;
+    let (slot, params) = (ask.slot, &ask.slot.spec.sampling);
     adjusted.clear();
     adjusted.extend_from_slice(logits);
-    for &(id, value) in &slot.biases {
+    for &(id, value) in params.logit_bias.iter() {
         adjusted[id as usize] += value;
     }
     if slot.penalised() {
@@ -107,19 +103,21 @@ fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
             let Some(logit) = usize::try_from(id).ok().and_then(|id| adjusted.get_mut(id)) else {
                 continue;
             };
-            let repeated =
-                if *logit > 0.0 { *logit / slot.repetition } else { *logit * slot.repetition };
+            let repetition = params.repetition_penalty;
+            let repeated = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
             let generated = count.generated as f32;
             let present = if count.generated > 0 { 1.0 } else { 0.0 };
-            *logit = repeated - slot.frequency * generated - slot.presence * present;
+            *logit = repeated
+                - params.frequency_penalty * generated
+                - params.presence_penalty * present;
         }
     }
     if suppresses(ask) {
-        for &id in &slot.stop_ids {
+        for &id in slot.spec.stop_ids.iter() {
             adjusted[id as usize] = f32::NEG_INFINITY;
         }
     }
-    if let Some(ids) = &slot.allowed {
+    if let Some(ids) = &params.allowed {
         let kept: Vec<f32> = ids.iter().map(|&id| adjusted[id as usize]).collect();
         adjusted.fill(f32::NEG_INFINITY);
         for (&id, logit) in ids.iter().zip(kept) {
@@ -182,6 +180,8 @@ fn top(logits: &[f32], most: usize) -> Vec<usize> {
 mod tests {
     use proptest::prelude::*;
 
+    use forebay_protocol::{SamplingParams, SlotSpec};
+
     use super::*;
     use crate::tables::Count;
 
@@ -194,19 +194,26 @@ mod tests {
         let logits = [1.0, 3.0, 2.0, -1.0];
         let plain = Slot::default();
         assert_eq!(of(&plain, &logits, 0, None), 1);
-        assert_eq!(of(&Slot { biases: vec![(0, 5.0)], ..plain.clone() }, &logits, 0, None), 0);
-        let counts = [(1, Count { seen: 1, generated: 0 })].into();
-        let repeated = Slot { repetition: 2.0, counts, ..plain.clone() };
+        let greedy = || plain.spec.sampling.clone();
+        let slot = |sampling| Slot { spec: SlotSpec { sampling, ..SlotSpec::default() }, ..plain.clone() };
+        let biased = slot(SamplingParams { logit_bias: [(0, 5.0)].into(), ..greedy() });
+        assert_eq!(of(&biased, &logits, 0, None), 0);
+        let mut repeated = slot(SamplingParams { repetition_penalty: 2.0, ..greedy() });
+        repeated.counts = [(1, Count { seen: 1, generated: 0 })].into();
         assert_eq!(of(&repeated, &logits, 0, None), 2);
-        let counts = [(1, Count { seen: 2, generated: 2 })].into();
-        let frequent = Slot { frequency: 0.4, presence: 0.3, counts, ..plain.clone() };
+        let penalties =
+            SamplingParams { frequency_penalty: 0.4, presence_penalty: 0.3, ..greedy() };
+        let mut frequent = slot(penalties);
+        frequent.counts = [(1, Count { seen: 2, generated: 2 })].into();
         assert_eq!(of(&frequent, &logits, 0, None), 2);
-        let stops = Slot { stop_ids: vec![1], min_total: 4, ..plain.clone() };
+        let mut stops = slot(SamplingParams { min_tokens: 3, ..greedy() });
+        (stops.prompt_len, stops.spec.stop_ids) = (1, [1].into());
         assert_eq!((of(&stops, &logits, 3, None), of(&stops, &logits, 4, None)), (2, 1));
         assert_eq!(of(&stops, &logits, 3, Some(&[0b1010])), 1, "a mask says itself when it ends");
-        let only = Slot { allowed: Some(vec![1]), ..stops.clone() };
+        let mut only = stops.clone();
+        only.spec.sampling.allowed = Some([1].into());
         assert_eq!(of(&only, &logits, 3, None), 1, "it may sample nothing else");
-        let some = Slot { allowed: Some(vec![0, 3]), ..plain.clone() };
+        let some = slot(SamplingParams { allowed: Some([0, 3].into()), ..greedy() });
         assert_eq!(of(&some, &logits, 0, None), 0);
         assert_eq!(of(&plain, &logits, 0, Some(&[0b1100])), 2);
         let broken = [1.0, f32::NAN, 2.0, 0.0];

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Given, Wanted};
 use forebay_protocol::{
-    MaskPlace, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, StepPlan, StepResult,
+    MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, StepPlan, StepResult,
 };
 
 use crate::columns::Columns;
@@ -73,7 +73,7 @@ impl Runner {
         let wanted = columns.wanted();
         let last = columns.last_tokens();
         result.row_errors = vec![ROW_OK; columns.slot.len()];
-        let plain = wanted.iter().all(|&(slot, _)| self.tables.slots[slot].plain);
+        let plain = wanted.iter().all(|&(slot, _)| self.tables.slots[slot].is_plain());
         if plain && columns.masked.is_empty() && prompts.is_none() {
             let (mut best, mut finite) = (vec![0; last.len()], vec![0; last.len()]);
             let rows = columns.rows(&self.tables, &given, &last);
@@ -105,7 +105,7 @@ impl Runner {
         }
         let found = self.sample(&logits, &wanted, &of_rows);
         self.logits = logits;
-        let asked = wanted.iter().any(|&(slot, _)| self.tables.slots[slot].logprobs.is_some());
+        let asked = wanted.iter().any(|&(slot, _)| self.tables.slots[slot].logprobs().is_some());
         for (at, sampled) in found.iter().enumerate() {
             self.keep(wanted[at], columns.sampling[at], sampled, result);
             if asked {
@@ -248,19 +248,17 @@ impl Runner {
         let (sampled, of_prompts) = states.split_at(logits.len() / vocabulary * hidden);
         self.decoder.head(sampled, logits)?;
         let rows = slice_rows(vocabulary);
-        let mut told = PromptLogprobs::default();
         let mut broken = Vec::new();
         let mut slice = Vec::new();
         for (number, states) in of_prompts.chunks(rows * hidden).enumerate() {
             slice.resize(states.len() / hidden * vocabulary, 0.0);
             self.decoder.head(states, &mut slice)?;
             let first = number * rows;
-            prompts.fill(first, (&slice, vocabulary), &self.threads, &mut told, &mut broken);
+            prompts.fill(first, (&slice, vocabulary), &self.threads, result, &mut broken);
         }
         for row in broken {
             result.row_errors[row] = ROW_NOT_FINITE;
         }
-        result.prompt_logprobs = Some(Box::new(told));
         Ok(())
     }
 }

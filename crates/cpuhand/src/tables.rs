@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use forebay_kernels::Shared;
-use forebay_protocol::{SlotSampling, SlotWrite, StepPlan};
+use forebay_protocol::{SamplingParams, SlotSpec, SlotWrite, StepPlan};
 use thiserror::Error;
 
 /// A plan that names what does not exist: the brain and the hand disagree about the tables.
@@ -22,112 +22,60 @@ pub(crate) struct Count {
     pub(crate) generated: u32,
 }
 
-/// The sampling parameters of a slot's request, and the place of its inputs.
+/// A slot's request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Slot {
     pub(crate) prompt_len: usize,
-    /// Byte offset in the arena of its prompt's embeddings.
-    pub(crate) embeds: Option<usize>,
-    /// The position at which the second text of a pair begins; 0: there is one text.
-    pub(crate) segment: i64,
-    pub(crate) temperature: f32,
-    pub(crate) top_k: i32,
-    pub(crate) top_p: f32,
-    pub(crate) min_p: f32,
-    pub(crate) repetition: f32,
-    pub(crate) presence: f32,
-    pub(crate) frequency: f32,
-    pub(crate) seed: u64,
-    pub(crate) min_total: usize,
-    /// The number of most likely tokens that come beside each token; `None`: no log-probabilities.
-    pub(crate) logprobs: Option<usize>,
-    pub(crate) stop_ids: Vec<i32>,
-    pub(crate) biases: Vec<(i32, f32)>,
-    /// The only ids that can be sampled; `None`: all.
-    pub(crate) allowed: Option<Vec<i32>>,
-    /// Greedy and nothing else.
-    pub(crate) plain: bool,
+    pub(crate) spec: SlotSpec,
     /// The counts of the tokens below the next position, if there is a penalty; otherwise they are
     /// not known.
     pub(crate) counts: HashMap<i32, Count>,
 }
 
 impl Default for Slot {
+    /// A slot that no plan has written: its rows are greedy.
     fn default() -> Self {
-        Self {
-            prompt_len: 0,
-            embeds: None,
-            segment: 0,
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition: 1.0,
-            presence: 0.0,
-            frequency: 0.0,
-            seed: 0,
-            min_total: 0,
-            logprobs: None,
-            stop_ids: Vec::new(),
-            biases: Vec::new(),
-            allowed: None,
-            plain: true,
-            counts: HashMap::new(),
-        }
+        let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+        let spec = SlotSpec { sampling, ..SlotSpec::default() };
+        Self { prompt_len: 0, spec, counts: HashMap::new() }
     }
 }
 
 impl Slot {
-    fn of(write: &SlotWrite<'_>) -> Self {
-        let SlotSampling {
-            temperature,
-            top_p,
-            min_p,
-            repetition_penalty: repetition,
-            presence_penalty: presence,
-            frequency_penalty: frequency,
-            top_k,
-            seed,
-            bias_ids,
-            bias_values,
-        } = write.sampling;
-        let mut slot = Self {
-            prompt_len: write.prompt_len as usize,
-            embeds: write.embeds.map(|offset| offset as usize),
-            segment: write.segment.into(),
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition,
-            presence,
-            frequency,
-            seed,
-            min_total: write.min_total as usize,
-            logprobs: write.logprobs.map(usize::from),
-            stop_ids: write.stop_ids.to_vec(),
-            biases: bias_ids.iter().copied().zip(bias_values.iter().copied()).collect(),
-            allowed: write.allowed.map(<[i32]>::to_vec),
-            plain: false,
-            counts: HashMap::new(),
-        };
-        slot.plain = temperature == 0.0
-            && !slot.penalised()
-            && slot.logprobs.is_none()
-            && slot.stop_ids.is_empty()
-            && slot.biases.is_empty()
-            && slot.allowed.is_none();
-        slot
-    }
-
     /// True if the request has a penalty that is on.
     pub(crate) fn penalised(&self) -> bool {
-        self.repetition != 1.0 || self.presence != 0.0 || self.frequency != 0.0
+        let params = &self.spec.sampling;
+        params.repetition_penalty != 1.0
+            || params.presence_penalty != 0.0
+            || params.frequency_penalty != 0.0
     }
 
-    /// True if the request may sample stop ids only.
-    pub(crate) fn only_stops(&self) -> bool {
-        self.allowed.as_ref().is_some_and(|ids| ids.iter().all(|id| self.stop_ids.contains(id)))
+    /// True if the most likely token is all that the request needs.
+    pub(crate) fn is_plain(&self) -> bool {
+        let params = &self.spec.sampling;
+        params.temperature == 0.0
+            && !self.penalised()
+            && params.logprobs.is_none()
+            && params.logit_bias.is_empty()
+            && params.allowed.is_none()
+            && self.spec.stop_ids.is_empty()
+    }
+
+    /// True if stop ids can't be sampled for a position, unless they are all that is allowed.
+    pub(crate) fn suppresses(&self, position: usize) -> bool {
+        let params = &self.spec.sampling;
+        let only_stops = || {
+            let is_stop = |id: &i32| self.spec.stop_ids.contains(id);
+            params.allowed.as_ref().is_some_and(|ids| ids.iter().all(is_stop))
+        };
+        !self.spec.stop_ids.is_empty()
+            && position < self.prompt_len + params.min_tokens as usize
+            && !only_stops()
+    }
+
+    /// The number of most likely tokens beside each token; `None`: no log-probabilities.
+    pub(crate) fn logprobs(&self) -> Option<usize> {
+        self.spec.sampling.logprobs.map(usize::from)
     }
 
     /// Counts a token that was sampled.
@@ -139,7 +87,7 @@ impl Slot {
 
     fn recount(&mut self, tokens: &[i32]) {
         // The tokens of a prompt that came as embeddings say nothing, and are not seen.
-        let first = if self.embeds.is_some() { self.prompt_len.min(tokens.len()) } else { 0 };
+        let first = if self.spec.embeds.is_some() { self.prompt_len.min(tokens.len()) } else { 0 };
         for (position, &token) in tokens.iter().enumerate().skip(first) {
             let count = self.counts.entry(token).or_default();
             count.seen += 1;
@@ -185,7 +133,7 @@ impl Tables {
     /// Overwrites new slots, and entries of page tables.
     pub(crate) fn write(&mut self, plan: &StepPlan, arena: &Shared) -> Result<(), PlanError> {
         for write in plan.new_slots() {
-            self.write_slot(&write, arena)?;
+            self.write_slot(write, arena)?;
         }
         for (slot, index, page) in plan.page_writes() {
             let (slot, index) = (slot as usize, index as usize);
@@ -205,7 +153,7 @@ impl Tables {
         }
     }
 
-    fn write_slot(&mut self, write: &SlotWrite<'_>, arena: &Shared) -> Result<(), PlanError> {
+    fn write_slot(&mut self, write: SlotWrite<'_>, arena: &Shared) -> Result<(), PlanError> {
         let (slot, count) = (write.slot as usize, write.token_count as usize);
         if slot >= self.slots.len() {
             return wrong(format!("new slot: slot {slot} is not within 0..{}", self.slots.len()));
@@ -226,9 +174,12 @@ impl Tables {
                 bytemuck::cast_slice_mut(row).copy_from_slice(bytes);
             }
         }
-        let mut new = Slot::of(write);
-        let ids = new.biases.iter().map(|(id, _)| id);
-        let mut ids = ids.chain(&new.stop_ids).chain(new.allowed.iter().flatten());
+        let prompt_len = write.prompt_len as usize;
+        let mut new = Slot { prompt_len, spec: write.spec, counts: HashMap::new() };
+        let SlotSpec { sampling, stop_ids, .. } = &new.spec;
+        let biased = sampling.logit_bias.iter().map(|(id, _)| id);
+        let allowed = sampling.allowed.iter().flat_map(|ids| ids.iter());
+        let mut ids = biased.chain(&**stop_ids).chain(allowed);
         if let Some(id) = ids.find(|&&id| id < 0 || id as usize >= self.vocabulary) {
             return wrong(format!("new slot: the id {id}, of a vocabulary of {}", self.vocabulary));
         }
@@ -283,7 +234,7 @@ mod tests {
         assert_eq!(counts[&3], Count { seen: 3, generated: 1 });
         assert_eq!(counts[&5], Count { seen: 1, generated: 1 });
         assert_eq!(&tables.tokens[9..13], [3, 3, 5, 3]);
-        assert!(tables.slots[0].plain && !tables.slots[1].plain);
+        assert!(tables.slots[0].is_plain() && !tables.slots[1].is_plain());
     }
 
     #[test]

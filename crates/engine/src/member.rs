@@ -262,10 +262,10 @@ impl Member {
         scheduler.apply(result, &mut self.events)?;
         self.noted_us = self.shared.clock.now_us();
         self.payloads.answered(result.step);
-        self.stats.device_us += u64::from(result.device_us);
-        let gap_us = if rested || result.row_errors.is_empty() { 0 } else { result.gap_us };
+        self.stats.device_us += u64::from(result.timing.device_us);
+        let gap_us = if rested || result.row_errors.is_empty() { 0 } else { result.timing.gap_us };
         self.stats.idle_us += u64::from(gap_us);
-        self.notes.done(result.step, self.noted_us, result.device_us, gap_us);
+        self.notes.done(result.step, self.noted_us, result.timing.device_us, gap_us);
         self.take_events();
         Ok(())
     }

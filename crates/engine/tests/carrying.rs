@@ -105,7 +105,7 @@ impl Executor for Far {
     }
     fn submit(&mut self, plans: &[StepPlan]) {
         for (member, plan) in plans.iter().enumerate() {
-            let embeds = plan.new_slots().filter_map(|new| new.embeds);
+            let embeds = plan.new_slots().filter_map(|new| new.spec.embeds);
             let patches = plan.images().filter_map(|(work, _)| work.patches);
             for offset in embeds.chain(patches) {
                 let reached = self.reached.lock().expect("fine").contains(&(member, offset));

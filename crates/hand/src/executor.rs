@@ -393,8 +393,9 @@ fn merge(results: &mut Vec<StepResult>) -> Result<(), StreamError> {
         if let Some(how) = difference(first, other) {
             return Err(StreamError::Disagreement { rank, step: first.step, how });
         }
-        first.device_us = first.device_us.max(other.device_us);
-        first.gap_us = first.gap_us.min(other.gap_us);
+        let (timing, other) = (&mut first.timing, other.timing);
+        timing.device_us = timing.device_us.max(other.device_us);
+        timing.gap_us = timing.gap_us.min(other.gap_us);
     }
     results.truncate(1);
     Ok(())

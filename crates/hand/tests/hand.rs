@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Payloads, Ready, Signal};
 use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankSpec};
-use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, StepResult, Want, tell_group};
+use forebay_protocol::{
+    NewSlot, Row, SlotSpec, StepPlan, StepResult, StepTiming, Want, tell_group,
+};
 
 const MINUTE_US: u64 = 60_000_000;
 
@@ -87,7 +89,8 @@ fn plans_go_out_two_deep_and_results_come_back_in_order() {
     executor.submit(&[plan(2, &[6; 5])]);
     for step in 1..=20 {
         let result = result(&mut executor);
-        assert_eq!((result.step, result.device_us, result.gap_us), (step, 11, 22));
+        let StepTiming { device_us, gap_us } = result.timing;
+        assert_eq!((result.step, device_us, gap_us), (step, 11, 22));
         executor.submit(&[plan(step + 2, &[7; 2])]);
     }
 }

@@ -36,4 +36,4 @@ pub use event::{BlockEvent, Place};
 pub use hash::{BlockHash, ImageId, Namer};
 pub use images::{ImageLease, ImagePool, Seen};
 pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool};
-pub use tiers::{BackedBlock, Direction, Found, Moves, PageCopy, Span, Tiers};
+pub use tiers::{BackedBlock, Found, Moves, Tiers};

@@ -3,7 +3,8 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use forebay_kvcache::{BlockHash, Direction, Host, Hot, Lease, Namer, PageCopy, Span, Tiers};
+use forebay_kvcache::{BlockHash, Host, Hot, Lease, Namer, Tiers};
+use forebay_protocol::{Direction, PageCopy, Span};
 use proptest::prelude::*;
 
 const HOT: u32 = 6;

@@ -3,9 +3,8 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use forebay_kvcache::{
-    BlockEvent, BlockHash, Direction, Found, Hot, Lease, Namer, PageCopy, Place, Tiers,
-};
+use forebay_kvcache::{BlockEvent, BlockHash, Found, Hot, Lease, Namer, Place, Tiers};
+use forebay_protocol::{Direction, PageCopy};
 use proptest::prelude::*;
 
 const HOT: u32 = 6;

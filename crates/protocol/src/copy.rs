@@ -1,11 +1,9 @@
 //! Copies of pages between the device's memory and the host's.
 
+use crate::columns::record;
+
 /// Words of a record of a plan's `copies` column.
-pub const COPY_WORDS: usize = 4;
-/// Words of a record of a plan's `copy_spans` column.
-pub const SPAN_WORDS: usize = 2;
-/// Words of a record of a result's `copied` column.
-pub(crate) const COPIED_WORDS: usize = 2;
+pub const COPY_WORDS: usize = CopyRecord::WORDS;
 /// The longest wait of a plan without rows, in microseconds. A request that comes meanwhile waits
 /// that long at most.
 pub const MAX_WAIT_US: u32 = 1000;
@@ -14,24 +12,70 @@ pub const COPY_OK: i32 = 0;
 /// The report of a copy that failed.
 pub const COPY_FAILED: i32 = 1;
 
-/// The direction in which a page is copied.
+/// The direction in which a page is copied. Its numbers are those of plans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
 pub enum Direction {
     /// The page goes from the device to the host, behind the rows of the plan that names it.
-    Save,
-    /// The page goes from the device to the host, at once: no plan in flight names the target.
-    Restore,
-    /// Index keys alone are restored, to the index page with the number of the host's page.
-    RestoreIndex,
+    Save = 0,
+    /// The page goes from the host to the device, at once: no plan in flight names the target.
+    Restore = 1,
+    /// Index keys alone go from the host to the device, to the index page with the number of the
+    /// host's page.
+    RestoreIndex = 2,
 }
 
-/// Positions of a page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Span {
-    /// The first position, counted from the beginning of the page.
-    pub first: u32,
-    /// The number of positions.
-    pub count: u32,
+impl Direction {
+    /// All directions.
+    pub const ALL: [Self; 3] = [Self::Save, Self::Restore, Self::RestoreIndex];
+}
+
+record! {
+    /// Positions of a page.
+    #[derive(Eq)]
+    pub struct Span {
+        /// The first position, counted from the beginning of the page.
+        pub first: u32,
+        /// The number of positions.
+        pub count: u32,
+    }
+}
+
+impl Span {
+    /// The span of a copy of the whole page, in a plan where other copies have spans.
+    pub(crate) const WHOLE: Self = Self { first: 0, count: 0 };
+}
+
+record! {
+    /// A copy of a page in a plan.
+    pub(crate) struct CopyRecord {
+        pub(crate) ticket: i32,
+        pub(crate) direction: i32,
+        pub(crate) hot: i32,
+        pub(crate) host: i32,
+    }
+}
+
+record! {
+    /// The end of a copy.
+    #[derive(Eq)]
+    pub struct CopyEnd {
+        /// The number of the copy.
+        pub ticket: u32,
+        /// [`COPY_OK`] or [`COPY_FAILED`].
+        pub error: i32,
+    }
+}
+
+record! {
+    /// The time for which each direction's engine was busy since the last result, in microseconds.
+    #[derive(Default, Eq)]
+    pub struct CopyTiming {
+        /// The time of saves.
+        pub save_us: u32,
+        /// The time of restores.
+        pub restore_us: u32,
+    }
 }
 
 /// A copy of one page, over all layers.
@@ -50,47 +94,25 @@ pub struct PageCopy {
 }
 
 impl PageCopy {
-    pub(crate) fn words(self) -> [i32; COPY_WORDS] {
-        let direction = match self.direction {
-            Direction::Save => 0,
-            Direction::Restore => 1,
-            Direction::RestoreIndex => 2,
-        };
-        let hot = self.hot.map_or(-1, u32::cast_signed);
-        [self.ticket.cast_signed(), direction, hot, self.host.cast_signed()]
+    pub(crate) fn record(self) -> CopyRecord {
+        CopyRecord {
+            ticket: self.ticket.cast_signed(),
+            direction: self.direction as i32,
+            hot: self.hot.map_or(-1, u32::cast_signed),
+            host: self.host.cast_signed(),
+        }
     }
 
-    pub(crate) fn of(
-        &[ticket, direction, hot, host]: &[i32; COPY_WORDS],
-        span: Option<Span>,
-    ) -> Option<Self> {
-        let (direction, hot) = match (direction, u32::try_from(hot)) {
-            (0, Ok(hot)) => (Direction::Save, Some(hot)),
-            (1, Ok(hot)) => (Direction::Restore, Some(hot)),
-            (2, Err(_)) if hot == -1 => (Direction::RestoreIndex, None),
-            _ => return None,
-        };
+    /// Reads a copy of a plan; `None`: the direction is not known, or it does not have such pages.
+    pub(crate) fn new(record: CopyRecord, span: Option<Span>) -> Option<Self> {
+        let CopyRecord { ticket, direction, hot, host } = record;
+        let direction = Direction::ALL.into_iter().find(|known| *known as i32 == direction)?;
         let [ticket, host] = [ticket, host].map(u32::try_from);
+        let hot = match direction {
+            Direction::RestoreIndex if hot == -1 => None,
+            Direction::RestoreIndex => return None,
+            Direction::Save | Direction::Restore => Some(u32::try_from(hot).ok()?),
+        };
         Some(Self { ticket: ticket.ok()?, direction, hot, host: host.ok()?, span })
     }
-}
-
-impl Span {
-    /// The span; `None` for a whole page, or for invalid numbers.
-    pub(crate) fn of(&[first, count]: &[i32; SPAN_WORDS]) -> Option<Self> {
-        let (first, count) = (u32::try_from(first).ok()?, u32::try_from(count).ok()?);
-        (count > 0).then_some(Self { first, count })
-    }
-}
-
-/// Microseconds for which each direction's engine was busy, and for which rows waited, since the
-/// last result.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct CopyTiming {
-    /// The time of saves.
-    pub save_us: u32,
-    /// The time of restores.
-    pub restore_us: u32,
-    /// Microseconds that rows waited for copies.
-    pub waited_us: u32,
 }

@@ -14,7 +14,7 @@ pub const MAX_WORDS: u32 = 1 << 26;
 const KEPT_BYTES: usize = 1 << 20;
 
 /// Words of an entry of the table of columns: id and length.
-pub(crate) const ENTRY_WORDS: usize = 2;
+pub const ENTRY_WORDS: usize = 2;
 
 const MAGIC: [u8; 4] = *b"FBAY";
 
@@ -48,25 +48,29 @@ pub enum Kind {
     PlanAt = 12,
 }
 
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Self; 12] = [
+        Self::Hello,
+        Self::Config,
+        Self::Progress,
+        Self::Ready,
+        Self::Plan,
+        Self::Result,
+        Self::Fatal,
+        Self::Shutdown,
+        Self::Masks,
+        Self::Store,
+        Self::StoreReply,
+        Self::PlanAt,
+    ];
+}
+
 impl TryFrom<u16> for Kind {
     type Error = FrameError;
 
     fn try_from(value: u16) -> Result<Self, FrameError> {
-        Ok(match value {
-            1 => Self::Hello,
-            2 => Self::Config,
-            3 => Self::Progress,
-            4 => Self::Ready,
-            5 => Self::Plan,
-            6 => Self::Result,
-            7 => Self::Fatal,
-            8 => Self::Shutdown,
-            9 => Self::Masks,
-            10 => Self::Store,
-            11 => Self::StoreReply,
-            12 => Self::PlanAt,
-            other => return Err(FrameError::Kind(other)),
-        })
+        Self::ALL.into_iter().find(|kind| *kind as u16 == value).ok_or(FrameError::Kind(value))
     }
 }
 
@@ -220,9 +224,7 @@ impl Frame {
     }
 }
 
-/// Writes a frame of word columns to `out`, replacing what it holds; empty columns are left out.
-/// Column number `n` of `columns` has id `n + 1`. A buffer that grew for one large frame shrinks
-/// again.
+/// Writes a frame of columns with the ids 1, 2, and so on, as [`encode_columns`] does.
 ///
 /// # Errors
 /// The frame would be too large for a reader. `out` is empty then.
@@ -232,9 +234,24 @@ pub(crate) fn encode(
     columns: &[&[i32]],
     out: &mut Vec<u8>,
 ) -> Result<(), FrameError> {
-    let there = || (1_u32..).zip(columns).filter(|(_, column)| !column.is_empty());
-    let count = there().count();
-    let words = ENTRY_WORDS * count + columns.iter().map(|c| c.len()).sum::<usize>();
+    encode_columns(kind, step, (1..).zip(columns.iter().copied()), out)
+}
+
+/// Writes a frame of word columns with their ids to `out`, replacing what it holds. Empty columns
+/// are left out. A buffer that grew for one large frame shrinks again.
+///
+/// # Errors
+/// The frame would be too large for a reader. `out` is empty then.
+pub(crate) fn encode_columns<'a>(
+    kind: Kind,
+    step: u64,
+    columns: impl Iterator<Item = (u32, &'a [i32])> + Clone,
+    out: &mut Vec<u8>,
+) -> Result<(), FrameError> {
+    let there = columns.filter(|(_, column)| !column.is_empty());
+    let (count, words) = there.clone().fold((0, 0), |(count, words), (_, column)| {
+        (count + 1, words + ENTRY_WORDS + column.len())
+    });
     out.clear();
     if words > MAX_WORDS as usize {
         return Err(FrameError::TooLarge(words as u64));
@@ -248,13 +265,13 @@ pub(crate) fn encode(
     out.extend_from_slice(&VERSION.to_le_bytes());
     out.extend_from_slice(&(kind as u16).to_le_bytes());
     out.extend_from_slice(&step.to_le_bytes());
-    out.extend_from_slice(&(count as u32).to_le_bytes());
+    out.extend_from_slice(&u32::to_le_bytes(count));
     out.extend_from_slice(&(words as u32).to_le_bytes());
-    for (id, column) in there() {
+    for (id, column) in there.clone() {
         out.extend_from_slice(&id.to_le_bytes());
         out.extend_from_slice(&(column.len() as u32).to_le_bytes());
     }
-    for column in columns {
+    for (_, column) in there {
         out.extend_from_slice(cast_slice(column));
     }
     Ok(())
@@ -284,16 +301,6 @@ pub fn encode_place(
     out: &mut Vec<u8>,
 ) -> Result<(), FrameError> {
     encode(Kind::PlanAt, step, &[&[offset.cast_signed(), words.cast_signed()]], out)
-}
-
-/// Words read as floats: the same bytes.
-pub(crate) fn floats(words: &[i32]) -> &[f32] {
-    cast_slice(words)
-}
-
-/// Floats written as words: the same bytes.
-pub(crate) fn as_words(values: &[f32]) -> &[i32] {
-    cast_slice(values)
 }
 
 #[cfg(test)]

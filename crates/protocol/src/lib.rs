@@ -21,6 +21,7 @@
 //! # Ok::<(), FrameError>(())
 //! ```
 
+mod columns;
 mod copy;
 mod dtype;
 mod frame;
@@ -28,26 +29,28 @@ mod handshake;
 mod masks;
 mod plan;
 mod result;
-mod slot;
 
+pub use columns::{ColumnSpec, Multiplicity, RecordSpec};
 pub use copy::{
-    COPY_FAILED, COPY_OK, COPY_WORDS, CopyTiming, Direction, MAX_WAIT_US, PageCopy, SPAN_WORDS,
-    Span,
+    COPY_FAILED, COPY_OK, COPY_WORDS, CopyEnd, CopyTiming, Direction, MAX_WAIT_US, PageCopy, Span,
 };
 pub use dtype::Dtype;
 pub use frame::{
-    Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json, encode_place,
+    ENTRY_WORDS, Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json,
+    encode_place,
 };
 pub use handshake::{
     Fatal, HandConfig, Hello, Message, Progress, Ready, StoreOp, StoreReply, StoreRequest,
 };
 pub use masks::{MaskPlace, ReceivedMasks, StepMasks};
 pub use plan::{
-    Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, PAGE_WRITE_WORDS, PROMPT_LOGPROBS_WORDS,
-    PromptLogprobsWant, ROW_WORDS, Row, StepPlan, TowerWork, Want, tell_group,
+    FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, Grid, IMAGE_SPAN_WORDS, ImageSpan, MAX_GROUP, NO_PAGE,
+    NewSlot, PAGE_WRITE_WORDS, Pooling, PromptLogprobsWant, ROW_WORDS, Row, SamplingParams,
+    SlotSpec, SlotWrite, StepPlan, TowerWork, Want, tell_group,
 };
-pub use result::{PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult};
-pub use slot::{NewSlot, Pooling, SamplingParams, SlotSampling, SlotSpec, SlotWrite};
+pub use result::{
+    PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult, StepTiming,
+};
 
 #[cfg(target_endian = "big")]
 compile_error!("the step protocol reads little-endian columns in place");

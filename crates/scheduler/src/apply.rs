@@ -1,6 +1,6 @@
 //! Applies results to requests: tokens, ends, and the return of retired pages and slots.
 
-use forebay_protocol::{ROW_OK, SampledLogprobs, StepResult, Want};
+use forebay_protocol::{CopyEnd, ROW_OK, SampledLogprobs, StepResult, Want};
 
 use crate::prompts::PromptLogprobsOf;
 use crate::{ApplyError, Event, Finish, Flight, FlightRow, Handle, Scheduler, State};
@@ -22,15 +22,15 @@ impl Scheduler {
         let step = result.step;
         let oldest = self.in_flight.front().ok_or(ApplyError::NothingInFlight { step })?;
         check_shape(result, oldest)?;
-        let unknown = |&&[ticket, _]: &&[i32; 2]| !self.tiers.is_sent(ticket.cast_unsigned());
-        if let Some(&[ticket, _]) = result.copied.iter().find(unknown) {
+        let unknown = |end: &&CopyEnd| !self.tiers.is_sent(end.ticket);
+        if let Some(&CopyEnd { ticket, .. }) = result.copied.iter().find(unknown) {
             return Err(ApplyError::Copy { step, ticket });
         }
         let Some(mut flight) = self.in_flight.pop_front() else {
             return Ok(());
         };
         self.counters.steps += u64::from(!flight.rows.is_empty());
-        self.learn(&flight, result.device_us);
+        self.learn(&flight, result.timing.device_us);
         let mut sampled = result.tokens.iter().zip(result.logprobs());
         let mut counts = result.counts();
         let mut prompts = PromptLogprobsOf::new(result);
@@ -204,8 +204,7 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
         tokens += want.count as usize;
         entries += want.count as usize * (1 + want.most as usize);
     }
-    let prompts = result.prompt_logprobs.as_deref();
-    check("prompt_ranks", tokens, prompts.map_or(0, |prompts| prompts.ranks.len()))?;
-    check("prompt_ids", entries, prompts.map_or(0, |prompts| prompts.ids.len()))?;
-    check("prompt_values", entries, prompts.map_or(0, |prompts| prompts.values.len()))
+    check("prompt_ranks", tokens, result.prompt_ranks.len())?;
+    check("prompt_ids", entries, result.prompt_ids.len())?;
+    check("prompt_values", entries, result.prompt_values.len())
 }

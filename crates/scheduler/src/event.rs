@@ -130,7 +130,7 @@ pub enum ApplyError {
         /// The step.
         step: u64,
         /// The ticket in the result.
-        ticket: i32,
+        ticket: u32,
     },
     /// A column does not fit the plan's rows.
     #[error(

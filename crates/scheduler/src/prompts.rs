@@ -130,13 +130,11 @@ pub(crate) struct PromptLogprobsOf<'a> {
 
 impl<'a> PromptLogprobsOf<'a> {
     pub(crate) fn new(result: &'a StepResult) -> Self {
-        let all = result.prompt_logprobs.as_deref();
-        let of = |all: &'a PromptLogprobs| Self {
-            ranks: &all.ranks,
-            ids: &all.ids,
-            values: &all.values,
-        };
-        all.map_or_else(Self::default, of)
+        Self {
+            ranks: &result.prompt_ranks,
+            ids: &result.prompt_ids,
+            values: &result.prompt_values,
+        }
     }
 
     /// Takes the log-probabilities of the next row. All have their lengths checked.

@@ -8,11 +8,11 @@
 
 use std::ops::Range;
 
-use forebay_kvcache::{BackedBlock, Span, Tiers};
-use forebay_protocol::{StepPlan, StepResult};
+use forebay_kvcache::{BackedBlock, Tiers};
+use forebay_protocol::{Span, StepPlan, StepResult};
 
 use crate::request::{Pages, Residence};
-use crate::transfer::{Leased, on_the_wire};
+use crate::transfer::Leased;
 use crate::{Handle, Retired, Scheduler, Sparse, SparseStats, State};
 
 /// This part of the device's pages is kept for growth and for new requests.
@@ -55,7 +55,7 @@ pub(crate) fn save_rows(
         if let Some(Some(hot)) = pages.hot.get(page)
             && let Some(copy) = tiers.save_rows(hot, &pages.host[page], Span { first, count })
         {
-            plan.push_copy(on_the_wire(copy));
+            plan.push_copy(copy);
         }
         at += count;
     }
@@ -324,12 +324,13 @@ impl Scheduler {
     }
 
     pub(crate) fn count_rows(&mut self, result: &StepResult) {
-        let (counters, rows) = (&mut self.counters.sparse, result.sparse_rows);
+        let (counters, rows) =
+            (&mut self.counters.sparse, result.sparse_rows.unwrap_or_default());
         counters.selected += u64::from(rows.selected);
         counters.on_pages += u64::from(rows.on_pages);
         counters.in_rows += u64::from(rows.in_rows);
         counters.missed += u64::from(rows.missed);
-        counters.waited_us += u64::from(result.copy_timing.waited_us);
+        counters.waited_us += u64::from(result.copy_wait_us.unwrap_or(0));
     }
 
     pub(crate) fn sparse_stats(&self) -> SparseStats {

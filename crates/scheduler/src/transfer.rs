@@ -8,8 +8,8 @@
 use std::collections::VecDeque;
 use std::ops::Bound;
 
-use forebay_kvcache::{self as kvcache, Found};
-use forebay_protocol::{COPY_OK, Direction, PageCopy, Span, StepPlan, StepResult};
+use forebay_kvcache::Found;
+use forebay_protocol::{COPY_OK, CopyEnd, PageCopy, StepPlan, StepResult};
 
 use crate::request::{Key, Pages, Residence};
 use crate::{Event, Handle, HostStats, HostTier, SavePolicy, Scheduler, State};
@@ -239,11 +239,11 @@ impl Scheduler {
             let Some(copy) = self.tiers.next_restore().or_else(|| self.next_save(host)) else {
                 return;
             };
-            plan.push_copy(on_the_wire(copy));
+            plan.push_copy(copy);
         }
     }
 
-    fn next_save(&mut self, host: HostTier) -> Option<kvcache::PageCopy> {
+    fn next_save(&mut self, host: HostTier) -> Option<PageCopy> {
         let pages = self.config.pages;
         // Pages that saves lease are nobody's meanwhile.
         let most = (pages / SAVING_SHARE).max(host.copies_a_step.min(pages / 4)).max(1);
@@ -260,15 +260,14 @@ impl Scheduler {
     /// Takes the ends of copies. A request whose restore failed waits for its turn again, and
     /// computes the missing blocks.
     pub(crate) fn copies_ended(&mut self, result: &StepResult, events: &mut Vec<Event>) {
-        let timing = result.copy_timing;
+        let timing = result.copy_timing.unwrap_or_default();
         self.counters.host.save_us += u64::from(timing.save_us);
         self.counters.host.restore_us += u64::from(timing.restore_us);
         if result.copied.is_empty() {
             return;
         }
         let (restored, available) = (self.tiers.moves().restored, self.tiers.hot().available());
-        for &[ticket, error] in &result.copied {
-            let ticket = ticket.cast_unsigned();
+        for &CopyEnd { ticket, error } in &result.copied {
             if error != COPY_OK {
                 self.turn_away(ticket, events);
             }
@@ -357,19 +356,5 @@ impl Scheduler {
             }
             residence.named = ready;
         }
-    }
-}
-
-pub(crate) fn on_the_wire(copy: kvcache::PageCopy) -> PageCopy {
-    PageCopy {
-        ticket: copy.ticket,
-        direction: match copy.direction {
-            kvcache::Direction::Save => Direction::Save,
-            kvcache::Direction::Restore => Direction::Restore,
-            kvcache::Direction::RestoreIndex => Direction::RestoreIndex,
-        },
-        hot: copy.hot,
-        host: copy.host,
-        span: copy.span.map(|kvcache::Span { first, count }| Span { first, count }),
     }
 }

@@ -6,7 +6,7 @@
 //! need a row and a page at most. So every plan fits.
 
 use forebay_protocol::{
-    COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SPAN_WORDS, SlotSpec, StepPlan,
+    COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SlotSpec, Span, StepPlan,
 };
 
 use crate::images::image_words;
@@ -67,7 +67,7 @@ impl Scheduler {
             // Each page that its first row touches is a copy of its own, and all copies have spans.
             let longest = self.config.token_budget.max(self.config.page_size);
             let touched = (longest / self.config.page_size + 2) as usize;
-            copies = (copies / COPY_WORDS + touched) * (COPY_WORDS + SPAN_WORDS);
+            copies = (copies / COPY_WORDS + touched) * (COPY_WORDS + Span::WORDS);
         }
         let vectors = self.building.pooled + usize::from(entry.pools());
         plan.words() + words + copies <= self.config.step_words

@@ -1,6 +1,6 @@
 //! The simulated copy engines: one a direction, beside the steps.
 
-use forebay_protocol::{COPY_FAILED, COPY_OK, Direction, PageCopy, StepResult};
+use forebay_protocol::{COPY_FAILED, COPY_OK, CopyEnd, Direction, PageCopy, StepResult};
 
 use crate::profile::CopyModel;
 
@@ -116,12 +116,11 @@ impl CopyEngines {
                 return true;
             }
             let error = if copy.fine { COPY_OK } else { COPY_FAILED };
-            result.copied.push([copy.ticket.cast_signed(), error]);
+            result.copied.push(CopyEnd { ticket: copy.ticket, error });
+            let timing = result.copy_timing.get_or_insert_default();
             match copy.direction {
-                Direction::Save => result.copy_timing.save_us += copy.took_us,
-                Direction::Restore | Direction::RestoreIndex => {
-                    result.copy_timing.restore_us += copy.took_us;
-                }
+                Direction::Save => timing.save_us += copy.took_us,
+                Direction::Restore | Direction::RestoreIndex => timing.restore_us += copy.took_us,
             }
             false
         });
@@ -130,6 +129,8 @@ impl CopyEngines {
 
 #[cfg(test)]
 mod tests {
+    use forebay_protocol::CopyTiming;
+
     use super::*;
 
     fn copy(ticket: u32, direction: Direction) -> PageCopy {
@@ -148,11 +149,13 @@ mod tests {
         assert_eq!(engines.next_end(), Some(60));
         let mut result = StepResult::default();
         engines.report(160, &mut result);
-        assert_eq!(result.copied, [[0, COPY_OK], [2, COPY_OK]]);
-        assert_eq!((result.copy_timing.save_us, result.copy_timing.restore_us), (110, 60));
+        let ended = |ticket, error| CopyEnd { ticket, error };
+        assert_eq!(result.copied, [ended(0, COPY_OK), ended(2, COPY_OK)]);
+        let took = CopyTiming { save_us: 110, restore_us: 60 };
+        assert_eq!(result.copy_timing, Some(took));
         assert_eq!(engines.next_end(), Some(270));
         engines.report(u64::MAX, &mut result);
-        assert_eq!(result.copied[2..], [[1, COPY_FAILED]]);
+        assert_eq!(result.copied[2..], [ended(1, COPY_FAILED)]);
         assert_eq!(engines.next_end(), None, "the other one never ends");
     }
 }

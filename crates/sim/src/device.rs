@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_protocol::{PromptLogprobs, ROW_OK, StepMasks, StepPlan, StepResult, Want};
+use forebay_protocol::{ROW_OK, SlotSpec, StepMasks, StepPlan, StepResult, Want};
 
 use crate::text::{Sequence, SimText, has};
 
@@ -15,11 +15,7 @@ struct Slot {
     /// The answer, where it was written down, and the prompt's length.
     script: Option<(Arc<[i32]>, u32)>,
     min_total: u32,
-    /// Mostly empty, and then without memory.
-    stop_ids: Vec<i32>,
-    /// Empty: all.
-    allowed: Vec<i32>,
-    logprobs: Option<u8>,
+    spec: SlotSpec,
 }
 
 impl Slot {
@@ -31,14 +27,15 @@ impl Slot {
             };
         }
         let early = self.sequence.length < self.min_total;
-        let suppressed = if early { self.stop_ids.as_slice() } else { &[] };
+        let suppressed = if early { &self.spec.stop_ids[..] } else { &[] };
+        let allowed = self.spec.sampling.allowed.as_deref().unwrap_or_default();
         if let Some(token) = self.scripted()
             && !suppressed.contains(&token)
-            && (self.allowed.is_empty() || self.allowed.contains(&token))
+            && (allowed.is_empty() || allowed.contains(&token))
         {
             return self.sequence.repeat(token);
         }
-        self.sequence.say(text, suppressed, &self.allowed)
+        self.sequence.say(text, suppressed, allowed)
     }
 
     /// The token of the script at this place.
@@ -70,33 +67,28 @@ impl Device {
             }
             let slot = &mut self.slots[at];
             let prompt_len = new.prompt_len as usize;
-            slot.sequence = Sequence::new(text, new.tokens, prompt_len, new.min_total);
+            let min_total = new.prompt_len + new.spec.sampling.min_tokens;
+            slot.sequence = Sequence::new(text, new.tokens, prompt_len, min_total);
             let prompt = &new.tokens[..prompt_len.min(new.tokens.len())];
             slot.prompt.clear();
             slot.prompt.extend_from_slice(prompt);
             slot.script = text.script(prompt).map(|answer| (answer, new.prompt_len));
-            slot.min_total = new.min_total;
-            slot.stop_ids.clear();
-            slot.stop_ids.extend_from_slice(new.stop_ids);
-            slot.allowed.clear();
-            slot.allowed.extend_from_slice(new.allowed.unwrap_or_default());
-            slot.logprobs = new.logprobs;
-        }
-        let mut of_prompts = PromptLogprobs::default();
-        for want in plan.prompt_logprobs() {
-            let prompt = self.slots.get(want.slot as usize).map_or(&[][..], |slot| &slot.prompt);
-            let tokens = prompt.iter().skip(want.first as usize).take(want.count as usize);
-            tokens.for_each(|&token| push_of_prompt(&mut of_prompts, text, token, want.most));
+            slot.min_total = min_total;
+            slot.spec = new.spec;
         }
         let rows = plan.rows();
-        let several = plan.rows().any(|row| matches!(row.want, Want::Tokens(most) if most > 1));
         let mut result = StepResult {
             step: plan.step(),
             row_errors: vec![ROW_OK; rows.len()],
             tokens: Vec::with_capacity(rows.len()),
-            prompt_logprobs: (!of_prompts.ranks.is_empty()).then(|| Box::new(of_prompts)),
             ..StepResult::default()
         };
+        for want in plan.prompt_logprobs() {
+            let prompt = self.slots.get(want.slot as usize).map_or(&[][..], |slot| &slot.prompt);
+            let tokens = prompt.iter().skip(want.first as usize).take(want.count as usize);
+            tokens.for_each(|&token| push_of_prompt(&mut result, text, token, want.most));
+        }
+        let several = plan.rows().any(|row| matches!(row.want, Want::Tokens(most) if most > 1));
         for row in rows {
             let want = row.want;
             if want == Want::Nothing {
@@ -118,7 +110,7 @@ impl Device {
             };
             for _ in 0..count {
                 let token = slot.sample(text, mask);
-                if let Some(top) = slot.logprobs {
+                if let Some(top) = slot.spec.sampling.logprobs {
                     // Tokens before this one did not ask.
                     result.logprob_counts.resize(result.tokens.len(), 0);
                     result.logprob_counts.push(i32::from(top) + 1);
@@ -149,15 +141,15 @@ fn push_logprobs(result: &mut StepResult, text: &SimText, token: i32, top: usize
 
 /// Appends the log-probabilities of a token of a prompt. Its probability depends on the token, so
 /// that none is taken for another.
-fn push_of_prompt(all: &mut PromptLogprobs, text: &SimText, token: i32, most: u32) {
+fn push_of_prompt(result: &mut StepResult, text: &SimText, token: i32, most: u32) {
     const STEPS: i32 = 64;
     let logprob = -0.5 - token.rem_euclid(STEPS) as f32 / STEPS as f32;
-    all.ranks.push(1);
-    all.ids.push(token);
-    all.values.push(logprob);
+    result.prompt_ranks.push(1);
+    result.prompt_ids.push(token);
+    result.prompt_values.push(logprob);
     for rank in 0..most {
-        all.ids.push(text.alternative(token, rank as usize));
-        all.values.push(logprob - rank as f32);
+        result.prompt_ids.push(text.alternative(token, rank as usize));
+        result.prompt_values.push(logprob - rank as f32);
     }
 }
 

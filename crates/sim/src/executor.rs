@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_engine::{Clock, Executor, Signal, Wake};
-use forebay_protocol::{Dtype, Ready, SparseRows, StepMasks, StepPlan, StepResult, Want};
+use forebay_protocol::{
+    Dtype, Ready, SparseRows, StepMasks, StepPlan, StepResult, StepTiming, Want,
+};
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
@@ -232,9 +234,10 @@ impl Rank {
         masks: Option<&StepMasks>,
     ) -> StepResult {
         let mut result = self.device.execute(plan, text, masks);
-        result.device_us = u32::try_from(span.end_us - span.start_us).unwrap_or(u32::MAX);
-        result.gap_us = u32::try_from(span.gap_us).unwrap_or(u32::MAX);
-        result.sparse_rows = rows;
+        let us = |time: u64| u32::try_from(time).unwrap_or(u32::MAX);
+        let (device_us, gap_us) = (us(span.end_us - span.start_us), us(span.gap_us));
+        result.timing = StepTiming { device_us, gap_us };
+        result.sparse_rows = (rows != SparseRows::default()).then_some(rows);
         result
     }
 

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use forebay_engine::{Executor, Payload, Signal, There, Wake};
-use forebay_protocol::{StepMasks, StepPlan};
+use forebay_protocol::{StepMasks, StepPlan, StepTiming};
 use serde::{Deserialize, Serialize};
 use tracing::{error, info};
 
@@ -104,7 +104,7 @@ impl Executor for Recorder {
                 if let Some(load) = self.in_flight.pop_front().filter(|load| load.rows > 0)
                     && let [result] = &results[..]
                 {
-                    let (device_us, gap_us) = (result.device_us, result.gap_us);
+                    let StepTiming { device_us, gap_us } = result.timing;
                     self.record(StepRecord { step: result.step, load, device_us, gap_us });
                 }
             }

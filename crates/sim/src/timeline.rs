@@ -205,7 +205,8 @@ impl Timeline {
     pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
         self.copies.report(now_us, result);
         let waited_us = std::mem::take(&mut self.waited_us);
-        result.copy_timing.waited_us = u32::try_from(waited_us).unwrap_or(u32::MAX);
+        result.copy_wait_us =
+            (waited_us > 0).then(|| u32::try_from(waited_us).unwrap_or(u32::MAX));
     }
 
     fn rows(&self, rows: u32) -> SparseRows {
@@ -281,7 +282,7 @@ mod tests {
         let mut result = StepResult::default();
         timeline.report(second.end_us, &mut result);
         assert_eq!(result.copied.len(), 2);
-        (first.start_us, second.start_us, result.copy_timing.waited_us)
+        (first.start_us, second.start_us, result.copy_wait_us.unwrap_or(0))
     }
 
     #[test]

@@ -13,7 +13,7 @@ from forebay.device import Device
 from forebay.gpu.interface import Kernels
 from forebay.layers.decoder import Decoder, Forward, ImageRows
 from forebay.layers.step import Index
-from forebay.protocol.plan import ROW_WORDS
+from forebay.protocol.constants import ROW_WORDS
 from forebay.state.images import ImagePool, RowImages
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool

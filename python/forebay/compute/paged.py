@@ -23,14 +23,15 @@ from forebay.device import Device, host_array
 from forebay.gpu.interface import Kernels, PagedRows
 from forebay.gpu.tables import Received, StepBuffers, Tables, describe, places
 from forebay.layers.decoder import Decoder, Forward
+from forebay.protocol.constants import NO_PAGE, SLOT_FLOATS_WORDS, SLOT_WORDS
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.plan import COLUMNS, NO_PAGE, SLOT_FLOATS, SLOT_WORDS
+from forebay.protocol.plan import LAST_ID
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, PlanError, SlotTables, Writes
 from forebay.state.staging import StepInputs
 
-_PLACES = 2 * len(COLUMNS)
+_PLACES = 2 * LAST_ID
 MOST_WORDS = 1 << 16
 """The largest plan's body, in words, that a graph can read: a quarter of a mebibyte."""
 
@@ -138,7 +139,7 @@ class PagedSteps:
             token_pool=tables.all_tokens,
             page_table=tables.all_pages,
             words=torch.zeros(lines, SLOT_WORDS, dtype=torch.int32, device=place),
-            floats=torch.zeros(lines, SLOT_FLOATS, dtype=torch.float32, device=place),
+            floats=torch.zeros(lines, SLOT_FLOATS_WORDS, dtype=torch.float32, device=place),
             vocabulary=vocabulary,
             page_size=kv.page_size,
             page_count=kv.page_count,
@@ -150,7 +151,7 @@ class PagedSteps:
         self._computed = self._memory
         """The memory of the step that was computed last."""
         # A plan that brings every slot with a whole context, or what there is room for.
-        words = tables.slots * (SLOT_WORDS + SLOT_FLOATS + tables.stride + 4 * (1 + tables.pages_per_slot))
+        words = tables.slots * (SLOT_WORDS + SLOT_FLOATS_WORDS + tables.stride + 4 * (1 + tables.pages_per_slot))
         self._input = torch.zeros(_PLACES + min(words, MOST_WORDS), dtype=torch.int32, device=place)
         self._no_tokens = torch.zeros(1, dtype=torch.int32, device=place)
         self._at_its_place = Received(self._input[_PLACES:], self._input[:_PLACES].view(-1, 2), self._no_tokens)

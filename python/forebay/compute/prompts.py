@@ -12,8 +12,9 @@ import torch
 
 from forebay.device import Device, host_array
 from forebay.layers.ops import Ops
+from forebay.protocol.constants import ROW_NOT_FINITE
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.result import ROW_NOT_FINITE, StepResult
+from forebay.protocol.result import StepResult
 from forebay.state.counts import ragged
 from forebay.state.slots import Int64s, PlanError, SlotTables
 

@@ -20,14 +20,14 @@ import torch
 from forebay.compute.uniform import uniform
 from forebay.device import Device, host_array
 from forebay.layers.ops import Draw, Ops
+from forebay.protocol.constants import SlotFloats
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.masks import UInt32s
-from forebay.protocol.plan import SlotFloat
 from forebay.state.slots import Int64s, SlotTables, penalised
 from forebay.weights.shards import Part
 
 NO_MASKS: Mapping[int, UInt32s] = MappingProxyType({})
-_PENALTIES = (SlotFloat.REPETITION_PENALTY, SlotFloat.PRESENCE_PENALTY, SlotFloat.FREQUENCY_PENALTY)
+_PENALTIES = (SlotFloats.REPETITION_PENALTY, SlotFloats.PRESENCE_PENALTY, SlotFloats.FREQUENCY_PENALTY)
 
 
 @dataclass
@@ -198,15 +198,15 @@ class Sampler:
 
     def _ask_drawn(self, ask: Ask) -> None:
         tables, columns = self._tables, ask.columns
-        drawn = np.flatnonzero(tables.floats[ask.slots, SlotFloat.TEMPERATURE] > 0)
+        drawn = np.flatnonzero(tables.floats[ask.slots, SlotFloats.TEMPERATURE] > 0)
         if not len(drawn):
             return
         slots, floats = ask.slots[drawn], tables.floats[ask.slots[drawn]]
         ask.all_drawn = len(drawn) == len(ask.slots)
         columns["drawn"] = drawn
-        columns["temperature"] = floats[:, SlotFloat.TEMPERATURE]
+        columns["temperature"] = floats[:, SlotFloats.TEMPERATURE]
         columns["u"] = uniform(tables.seed[slots], ask.positions[drawn])
-        top_k, top_p, min_p = tables.top_k[slots], floats[:, SlotFloat.TOP_P], floats[:, SlotFloat.MIN_P]
+        top_k, top_p, min_p = tables.top_k[slots], floats[:, SlotFloats.TOP_P], floats[:, SlotFloats.MIN_P]
         limited = (top_k > 0) & (top_k < self._vocabulary)
         if limited.any():
             columns["limited"] = np.flatnonzero(limited)

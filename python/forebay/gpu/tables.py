@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from forebay.protocol.constants import SLOT_FLOATS_WORDS, SLOT_WORDS
 from forebay.protocol.frames import Int32s
-from forebay.protocol.plan import COLUMNS, SLOT_FLOATS, SLOT_WORDS, Plan
+from forebay.protocol.plan import IDS, LAST_ID, Plan
 
 ERROR_RANGE = 1
 ERROR_WRITE = 2
@@ -35,13 +36,13 @@ def describe(errors: int) -> str:
 
 
 def column_id(name: str) -> int:
-    """The index of a plan's column among all columns, from 0."""
-    return COLUMNS.index(name)
+    """The line of a plan's column in `places`."""
+    return IDS[name] - 1
 
 
 def places(plan: Plan) -> Int32s:
-    """The place of each column in a plan's body, int32 [columns, 2]: first word and words; for the device."""
-    found = np.zeros((len(COLUMNS), 2), np.int32)
+    """The place of each id's column in a plan's body, int32 [ids, 2]: first word and words; for the device."""
+    found = np.zeros((LAST_ID, 2), np.int32)
     for id_, place in plan.places.items():
         found[id_ - 1] = place.start, place.stop - place.start
     return found
@@ -52,7 +53,7 @@ class Received:
     """A plan on the device."""
 
     body: torch.Tensor  # int32 [words]: the frame's body; there may be more words than it has
-    places: torch.Tensor  # int32 [columns, 2]
+    places: torch.Tensor  # int32 [ids, 2]
     arena_tokens: torch.Tensor  # int32 [tokens]: those of new slots that lie in the arena, in the order of the slots
 
 
@@ -63,7 +64,7 @@ class Tables:
     token_pool: torch.Tensor  # int32 [slots + 1, context_length + 1]
     page_table: torch.Tensor  # int32 [slots + 1, pages a slot]
     words: torch.Tensor  # int32 [slots + 1, SLOT_WORDS]: records as the plan had them
-    floats: torch.Tensor  # float32 [slots + 1, SLOT_FLOATS]
+    floats: torch.Tensor  # float32 [slots + 1, SLOT_FLOATS_WORDS]
     vocabulary: int
     page_size: int
     page_count: int
@@ -93,7 +94,7 @@ class Tables:
             table(context_length + 1, torch.int32),
             pages,
             table(SLOT_WORDS, torch.int32),
-            table(SLOT_FLOATS, torch.float32),
+            table(SLOT_FLOATS_WORDS, torch.float32),
             vocabulary,
             page_size,
             page_count,

@@ -8,20 +8,19 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from forebay.protocol.constants import ENTRY_WORDS, VERSION
+from forebay.protocol.constants import HEADER_BYTES as HEADER_BYTES
+from forebay.protocol.constants import MAX_WORDS as MAX_WORDS
+from forebay.protocol.constants import Kind as Kind
+
 MAGIC = b"FBAY"
-VERSION = 4
-HEADER_BYTES = 24
-MAX_WORDS = 1 << 26
-ENTRY_WORDS = 2
-"""Words of an entry of the table of columns: id and length."""
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Float32s: TypeAlias = npt.NDArray[np.float32]
@@ -37,21 +36,22 @@ class WireError(Exception):
     """Bytes that are not a frame of this protocol."""
 
 
-class Kind(IntEnum):
-    """The kind of a frame."""
+class Column(NamedTuple):
+    """A column of a kind of frame."""
 
-    HELLO = 1
-    CONFIG = 2
-    PROGRESS = 3
-    READY = 4
-    PLAN = 5
-    RESULT = 6
-    FATAL = 7
-    SHUTDOWN = 8
-    MASKS = 9
-    STORE = 10
-    STORE_REPLY = 11
-    PLAN_AT = 12
+    id: int
+    name: str
+    words: int = 0
+    """Words of a record; 0: the column is one-dimensional."""
+    is_float: bool = False
+
+    def read(self, words: Int32s) -> Int32s | Float32s | None:
+        """The column's array, a view of its words. None: they are no whole records."""
+        if self.words:
+            if words.size % self.words:
+                return None
+            words = words.reshape(-1, self.words)
+        return words.view(np.float32) if self.is_float else words
 
 
 @dataclass(frozen=True)
@@ -146,23 +146,33 @@ class Frame:
         Raises `WireError` for other columns.
         """
         columns = [self.body[:0]] * count
-        for id_, column in self.present(count).items():
-            columns[id_ - 1] = column
-        return columns
-
-    def present(self, count: int) -> dict[int, Int32s]:
-        """The columns that the frame has, by id, as views of the body. Raises `WireError` for ids over `count`."""
-        columns = {id_: self.body[place] for id_, place in self.places.items()}
-        # Ids ascend.
-        last = next(reversed(columns), 0)
-        if last > count:
-            raise WireError(f"malformed frame: unknown column {last}")
+        for id_, place in self.places.items():
+            if id_ > count:
+                raise WireError(f"malformed frame: unknown column {id_}")
+            columns[id_ - 1] = self.body[place]
         return columns
 
     def check_kind(self, kind: Kind) -> None:
         """Raises `WireError` if it is of another kind."""
         if self.kind != kind:
             raise WireError(f"malformed frame: not a {kind.name.lower()}")
+
+    def read(self, kind: Kind, columns: Mapping[int, Column]) -> dict[str, Int32s | Float32s]:
+        """The frame's columns by name, as views of the body; `columns` has those of this kind of frame by id.
+
+        Raises `WireError` for another kind, an unknown id, and a part of a record.
+        """
+        self.check_kind(kind)
+        found = {}
+        for id_, place in self.places.items():
+            column = columns.get(id_)
+            if column is None:
+                raise WireError(f"malformed frame: unknown column {id_}")
+            array = column.read(self.body[place])
+            if array is None:
+                raise WireError(f"malformed frame: {kind.name.lower()} record length")
+            found[column.name] = array
+        return found
 
     def expect(self, kind: Kind, count: int) -> list[Int32s]:
         """The columns of a frame, as in `known`. Raises `WireError` if it is of another kind."""
@@ -175,7 +185,12 @@ def encode(kind: Kind, step: int, columns: Columns) -> bytes:
 
     Empty columns are left out.
     """
-    there = [(id_, column) for id_, column in enumerate(columns, 1) if column.size]
+    return encode_columns(kind, step, enumerate(columns, 1))
+
+
+def encode_columns(kind: Kind, step: int, columns: Iterable[tuple[int, Int32s | Float32s]]) -> bytes:
+    """A frame of columns with their ids, which ascend. Empty columns are left out."""
+    there = [(id_, column) for id_, column in columns if column.size]
     words = sum(column.size for _, column in there) + ENTRY_WORDS * len(there)
     header = _HEADER.pack(MAGIC, VERSION, kind, step, len(there), words)
     table = [word for id_, column in there for word in (id_, column.size)]

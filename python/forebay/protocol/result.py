@@ -3,109 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
-from forebay.protocol.frames import Float32s, Frame, Int32s, Kind, WireError, encode, floats, ints
+from forebay.protocol.columns import RESULT, ResultColumns
+from forebay.protocol.constants import COPY_TIMING_WORDS, SPARSE_ROWS_WORDS, STEP_TIMING_WORDS, Kind
+from forebay.protocol.frames import Frame, WireError, encode_columns
 
-ROW_OK = 0
-ROW_NOT_FINITE = 1
-COPIED_WORDS = 2
-COPY_OK = 0
-COPY_FAILED = 1
-
-COLUMNS = (
-    "tokens",
-    "row_errors",
-    "logprob_counts",
-    "logprob_ids",
-    "logprob_values",
-    "timing",
-    "pooled",
-    "token_counts",
-    "copied",
-    "copy_timing",
-    "sparse_rows",
-    "copy_wait_us",
-    "prompt_ranks",
-    "prompt_ids",
-    "prompt_values",
-)
-"""The columns of a result's frame: the ids 1, 2, and so on."""
+_BY_ID = {column.id: column for column in RESULT}
+_ARRAYS = attrgetter(*(column.name for column in RESULT))
+"""The columns of a result, in the order of their ids."""
 
 
 @dataclass
-class StepResult:
-    """The result of one step.
-
-    Shapes: `s` sampled rows, `t` tokens of all of them, `r` rows, `e` log-probability entries of all tokens, `p` pooled
-    rows.
-    """
-
-    step: int = 0
-    tokens: Int32s = ints(0)  # [t]
-    row_errors: Int32s = ints(0)  # [r]: ROW_OK or ROW_NOT_FINITE
-    logprob_counts: Int32s = ints(0)  # [t], or empty when no row asked
-    logprob_ids: Int32s = ints(0)  # [e]: the sampled token, then the most likely ones
-    logprob_values: Float32s = floats(0)  # [e]: natural logarithms
-    timing: Int32s = ints(2)  # microseconds: the step's compute, the gap before it
-    pooled: Float32s = floats(0)  # [p * size]: the vectors one after the other
-    token_counts: Int32s = ints(0)  # [s], or empty: one each
-    copied: Int32s = ints(0, COPIED_WORDS)  # [c, 2]: ticket, COPY_OK or COPY_FAILED
-    copy_timing: Int32s = ints(0)  # [2], microseconds that saves and restores took; or empty: none
-    sparse_rows: Int32s = ints(0)  # [4]: selected, found on pages, found in hot rows, missed; or empty: none
-    copy_wait_us: Int32s = ints(0)  # [1]: microseconds that rows waited for copies; or empty: none
-    prompt_ranks: Int32s = ints(0)  # [k], one a token of a prompt that the plan asks for: 1 + how many are likelier
-    prompt_ids: Int32s = ints(0)  # [l], entries of these tokens: the token, then the most likely ones
-    prompt_values: Float32s = floats(0)  # [l]: natural logarithms
+class StepResult(ResultColumns):
+    """The result of one step."""
 
     @classmethod
     def decode(cls, frame: Frame) -> StepResult:
         """Reads a result's frame in place. Raises `WireError` if the columns' lengths contradict each other."""
-        columns = frame.expect(Kind.RESULT, len(COLUMNS))
-        tokens, row_errors, counts, ids, values, timing, pooled, token_counts, copied, *rest = columns
-        copy_timing, sparse_rows, copy_wait_us, ranks, prompt_ids, prompt_values = rest
+        columns: dict[str, Any] = frame.read(Kind.RESULT, _BY_ID)
+        result = cls(frame.step, **columns)
+        if "timing" not in columns or not result._agrees():
+            raise WireError("malformed frame: result columns disagree")
+        return result
+
+    def _agrees(self) -> bool:
+        """True if the columns fit each other. Raises `WireError` for a negative count."""
+        counts, ranks = self.logprob_counts, self.prompt_ranks
         if counts.size and counts.min() < 0:
             raise WireError("malformed frame: negative count")
-        sampling = tokens.size
-        if token_counts.size:
-            sampling = token_counts.size if token_counts.min() >= 1 and token_counts.sum() == tokens.size else -1
-        if not (
-            0 <= sampling <= row_errors.size
-            and counts.size in (0, tokens.size)
-            and ids.size == values.size == counts.sum(dtype=np.int64)
-            and timing.size == 2
-            and copied.size % COPIED_WORDS == 0
-            and copy_timing.size in (0, 2)
-            and sparse_rows.size in (0, 4)
-            and sparse_rows.min(initial=0) >= 0
-            and copy_wait_us.size <= 1
+        tokens, sampling = self.tokens.size, self.tokens.size
+        if self.token_counts.size:
+            fine = self.token_counts.min() >= 1 and self.token_counts.sum() == tokens
+            sampling = self.token_counts.size if fine else -1
+        return bool(
+            0 <= sampling <= self.row_errors.size
+            and counts.size in (0, tokens)
+            and self.logprob_ids.size == self.logprob_values.size == counts.sum(dtype=np.int64)
+            and self.timing.size == STEP_TIMING_WORDS
+            and self.copy_timing.size in (0, COPY_TIMING_WORDS)
+            and self.sparse_rows.size in (0, SPARSE_ROWS_WORDS)
+            and self.sparse_rows.min(initial=0) >= 0
+            and self.copy_wait_us.size <= 1
             and ranks.min(initial=1) >= 1
-            and prompt_ids.size == prompt_values.size >= ranks.size
-            and bool(ranks.size) == bool(prompt_ids.size)
-        ):
-            raise WireError("malformed frame: result columns disagree")
-        values_, pooled_ = values.view(np.float32), pooled.view(np.float32)
-        copied = copied.reshape(-1, COPIED_WORDS)
-        return cls(
-            frame.step,
-            tokens,
-            row_errors,
-            counts,
-            ids,
-            values_,
-            timing,
-            pooled_,
-            token_counts,
-            copied,
-            copy_timing,
-            sparse_rows,
-            copy_wait_us,
-            ranks,
-            prompt_ids,
-            prompt_values.view(np.float32),
+            and self.prompt_ids.size == self.prompt_values.size >= ranks.size
+            and bool(ranks.size) == bool(self.prompt_ids.size)
         )
 
     def encode(self) -> bytes:
         """The result's frame."""
-        return encode(Kind.RESULT, self.step, [getattr(self, name) for name in COLUMNS])
+        return encode_columns(Kind.RESULT, self.step, zip(_BY_ID, _ARRAYS(self), strict=True))

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from forebay.device import Device, Event
+from forebay.protocol.constants import COPY_END_WORDS, COPY_FAILED, COPY_OK, COPY_RESTORE_INDEX, COPY_SAVE
 from forebay.protocol.frames import Int32s
-from forebay.protocol.plan import COPY_RESTORE_INDEX, COPY_SAVE
-from forebay.protocol.result import COPIED_WORDS, COPY_FAILED, COPY_OK
 from forebay.state.host import Bytes, HostPool
 from forebay.state.pages import KvPool, Part
 
@@ -110,7 +109,7 @@ class Copier:
             self._waited_us -= waited
             waits = np.array([waited] if waited else [], np.int32)
             if not self._ended:
-                return np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32), waits
+                return np.zeros((0, COPY_END_WORDS), np.int32), np.zeros(0, np.int32), waits
             ended, self._ended = self._ended, []
             taken = [int(us) for us in self._busy_us]
             self._busy_us = [us - whole for us, whole in zip(self._busy_us, taken, strict=True)]

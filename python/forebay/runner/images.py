@@ -13,7 +13,8 @@ from forebay.device import Device
 from forebay.layers.decoder import Decoder
 from forebay.layers.vision import Grid, ImageDecoder, Pixels, TowerState
 from forebay.models.bert import Bert
-from forebay.protocol.plan import ImageWord, Plan
+from forebay.protocol.constants import ImageRecord
+from forebay.protocol.plan import Plan
 from forebay.state.checks import PlanError, within
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.counts import Int64s
@@ -88,7 +89,7 @@ class Images:
             within(plan.image_pages, self.pool.page_count, "image page")
             if len(set(plan.image_pages.tolist())) < len(plan.image_pages):
                 raise PlanError(f"image pages {plan.image_pages.tolist()} are not each another")
-        edges = np.cumsum(plan.images[:, ImageWord.PAGE_COUNT])[:-1]
+        edges = np.cumsum(plan.images[:, ImageRecord.PAGE_COUNT])[:-1]
         pages = np.split(plan.image_pages.astype(np.int64), edges)
         for words, of_image in zip(plan.images.tolist(), pages, strict=True):
             image, first, end, height, width, offset, _ = words

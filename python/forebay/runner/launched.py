@@ -13,15 +13,16 @@ import torch
 from forebay.compute.rows import Launch
 from forebay.compute.steps import Answers
 from forebay.device import Device, Event, host_array
+from forebay.protocol.constants import COPY_END_WORDS, ROW_NOT_FINITE
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.result import COPIED_WORDS, ROW_NOT_FINITE, StepResult
+from forebay.protocol.result import StepResult
 from forebay.state.slots import Int64s
 
 Copied: TypeAlias = Callable[[], tuple[Int32s, Int32s, Int32s]]
 """Gives a result's columns `copied`, `copy_timing` and `copy_wait_us`."""
 
 
-NO_COPIES = np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
+NO_COPIES = np.zeros((0, COPY_END_WORDS), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
 
 
 def no_copies() -> tuple[Int32s, Int32s, Int32s]:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from forebay.device import Device, DeviceError
+from forebay.protocol.constants import FLAG_SAMPLE, PROMPT_LOGPROBS_WANT_WORDS, SLOT_WORDS, SlotFloats, SlotRecord
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.plan import FLAG_SAMPLE, PROMPT_LOGPROBS_WORDS, SLOT_WORDS, Plan, SlotFloat, SlotWord
+from forebay.protocol.plan import Plan
 from forebay.state.config import RunnerConfig
 
 GATHERED = 1 << 19
@@ -36,20 +37,20 @@ def largest_plans(config: RunnerConfig, flag: int) -> Iterator[Plan]:
 def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -> Plan:
     numbers = np.arange(rows)
     slots: Int32s = np.zeros((rows, SLOT_WORDS), np.int32)
-    slots[:, SlotWord.SLOT] = numbers
-    slots[:, SlotWord.ARENA_OFFSET] = -1
-    slots[:, SlotWord.LOGPROBS] = _LOGPROBS
+    slots[:, SlotRecord.SLOT] = numbers
+    slots[:, SlotRecord.ARENA_OFFSET] = -1
+    slots[:, SlotRecord.LOGPROBS] = _LOGPROBS
     # Half of the rows bound the set by its size, half by its share.
-    slots[: rows // 2, SlotWord.TOP_K] = 50
-    floats: Float32s = np.ones((rows, len(SlotFloat)), np.float32)
-    floats[:, SlotFloat.TOP_P] = 0.9
-    floats[:, SlotFloat.MIN_P] = 0.01
-    floats[:, SlotFloat.REPETITION_PENALTY] = 1.1
+    slots[: rows // 2, SlotRecord.TOP_K] = 50
+    floats: Float32s = np.ones((rows, len(SlotFloats)), np.float32)
+    floats[:, SlotFloats.TOP_P] = 0.9
+    floats[:, SlotFloats.MIN_P] = 0.01
+    floats[:, SlotFloats.REPETITION_PENALTY] = 1.1
     pages = -(-(start + length) // config.page_size)
     writes: Int32s = np.zeros((rows * pages, 3), np.int32)
     writes[:, 0], writes[:, 1] = np.repeat(numbers, pages), np.tile(np.arange(pages), rows)
     most = min(_LOGPROBS, config.model_config.vocab_size)
-    wants: Int32s = np.zeros((rows if flag == FLAG_SAMPLE and length > 1 else 0, PROMPT_LOGPROBS_WORDS), np.int32)
+    wants: Int32s = np.zeros((rows if flag == FLAG_SAMPLE and length > 1 else 0, PROMPT_LOGPROBS_WANT_WORDS), np.int32)
     wants[:] = np.stack((numbers, *(np.full(rows, word) for word in (start + 1, length, most))), axis=1)[: len(wants)]
     row = np.stack((numbers, np.full(rows, start), np.full(rows, length), np.full(rows, flag)), axis=1)
     return Plan(slots=slots, slot_floats=floats, page_writes=writes, rows=row.astype(np.int32), prompt_logprobs=wants)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forebay.protocol.plan import FLAG_MASKED, FLAG_SAMPLE, Plan
+from forebay.protocol.constants import FLAG_MASKED, FLAG_SAMPLE
+from forebay.protocol.plan import Plan
 from forebay.state.slots import Int64s, PlanError
 
 

@@ -26,10 +26,11 @@ from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
+from forebay.protocol.constants import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, ROW_OK
 from forebay.protocol.frames import Int32s
 from forebay.protocol.masks import Masks, UInt32s
-from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, Plan
-from forebay.protocol.result import ROW_OK, StepResult
+from forebay.protocol.plan import Plan
+from forebay.protocol.result import StepResult
 from forebay.runner import formats
 from forebay.runner.copier import Copier
 from forebay.runner.group import roles

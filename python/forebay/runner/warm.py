@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from forebay.protocol.plan import FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.constants import FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, SlotRecord
+from forebay.protocol.plan import Plan
 from forebay.state.config import RunnerConfig
 
 
@@ -44,7 +45,7 @@ def sparse_plan(config: RunnerConfig, host_pages: int) -> Plan | None:
 def _slot(tokens: int) -> Plan:
     """A plan that writes slot 0 anew, with so many tokens."""
     slots = np.zeros((1, SLOT_WORDS), np.int32)
-    slots[0, [SlotWord.TOKEN_COUNT, SlotWord.PROMPT_LEN]] = tokens
-    slots[0, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
+    slots[0, [SlotRecord.TOKEN_COUNT, SlotRecord.PROMPT_LEN]] = tokens
+    slots[0, [SlotRecord.LOGPROBS, SlotRecord.ARENA_OFFSET]] = -1
     floats = np.array([[0, 1, 0, 1, 0, 0]], np.float32)
     return Plan(slots=slots, slot_floats=floats, tokens=np.zeros(tokens, np.int32))

@@ -10,8 +10,9 @@ import torch
 
 from forebay.attention.hot_rows import NEVER, GroupRows
 from forebay.device import Device
+from forebay.protocol.constants import NO_PAGE, PAGE_WRITE_WORDS, SLOT_WORDS, SlotRecord
 from forebay.protocol.frames import Int32s
-from forebay.protocol.plan import NO_PAGE, PAGE_WRITE_WORDS, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.plan import Plan
 from forebay.state.checks import PlanError, within
 from forebay.state.config import RunnerConfig
 from forebay.state.staging import StepInputs
@@ -73,7 +74,7 @@ class HotRows:
         """Checks the plan's writes to these tables, after its new slots were checked. Raises `PlanError`."""
         slots, indices, row_pages = self._limits
         if len(plan.slots):
-            self.sparse[plan.slots[:, SlotWord.SLOT]] = False
+            self.sparse[plan.slots[:, SlotRecord.SLOT]] = False
         if len(plan.page_writes):
             within(plan.page_writes[:, 2] + 1, self._pages + 1, "page write: page + 1")
         if len(plan.host_writes):
@@ -93,7 +94,7 @@ class HotRows:
 
     def clear(self, inputs: StepInputs, page_table: torch.Tensor) -> None:
         """Makes new slots name no page, neither here nor in `page_table`. Called as work."""
-        new = inputs.records("slots", SLOT_WORDS)[:, SlotWord.SLOT]
+        new = inputs.records("slots", SLOT_WORDS)[:, SlotRecord.SLOT]
         for table in (page_table, self.host_table, self.table):
             table.index_fill_(0, new, NO_PAGE)
 

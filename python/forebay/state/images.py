@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from forebay.device import Device
-from forebay.protocol.plan import ImageSpanWord, Plan, SlotWord
+from forebay.protocol.constants import ImageSpanRecord, SlotRecord
+from forebay.protocol.plan import Plan
 from forebay.state.checks import PlanError, within
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.counts import Int64s, ragged
@@ -198,14 +199,14 @@ class SlotImages:
     def read(self, plan: Plan) -> None:
         """Forgets the images of new slots, and reads those of the plan. Raises `PlanError`."""
         if self._layouts:
-            for slot in plan.slots[:, SlotWord.SLOT].tolist():
+            for slot in plan.slots[:, SlotRecord.SLOT].tolist():
                 self._layouts.pop(slot, None)
         if not len(plan.image_spans):
             return
-        within(plan.image_spans[:, ImageSpanWord.SLOT], self._slots, "image: slot")
+        within(plan.image_spans[:, ImageSpanRecord.SLOT], self._slots, "image: slot")
         if len(plan.span_pages):
             within(plan.span_pages, self._pages, "image: page")
-        edges = np.cumsum(plan.image_spans[:, ImageSpanWord.PAGE_COUNT])[:-1]
+        edges = np.cumsum(plan.image_spans[:, ImageSpanRecord.PAGE_COUNT])[:-1]
         pages = np.split(plan.span_pages.astype(np.int64), edges)
         for words, of_span in zip(plan.image_spans.tolist(), pages, strict=True):
             slot, first, height, width, rope, _ = words

@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 
 from forebay.device import Device
+from forebay.protocol.constants import PAGE_WRITE_WORDS, SLOT_WORDS, SlotFloats, SlotRecord
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, Plan, SlotFloat, SlotWord
+from forebay.protocol.plan import Plan
 from forebay.state.checks import PlanError, columns_within, within
 from forebay.state.config import RunnerConfig
 from forebay.state.counts import Int64s, Recount, TokenCounts, ragged
@@ -70,7 +71,7 @@ class SlotTables:
         self.min_total = np.zeros(config.slots, np.int32)
         self.logprobs = np.full(config.slots, -1, np.int32)
         self.seed = np.zeros(config.slots, np.uint64)
-        self.floats = np.zeros((config.slots, len(SlotFloat)), np.float32)  # by SlotFloat
+        self.floats = np.zeros((config.slots, len(SlotFloats)), np.float32)  # by SlotFloats
         # What most rows of most servers ask for takes one comparison to recognise: logits that nothing changes and
         # that nobody wants to see, and of these the greedy ones.
         self.untouched = np.zeros(config.slots, np.bool_)
@@ -96,8 +97,8 @@ class SlotTables:
         if not slots:
             self._read_backing(plan)
             return Writes(0, None, pages, None, backing=backing)
-        slot = plan.slots[:, SlotWord.SLOT].astype(np.int64)
-        counts = plan.slots[:, SlotWord.TOKEN_COUNT].astype(np.int64)
+        slot = plan.slots[:, SlotRecord.SLOT].astype(np.int64)
+        counts = plan.slots[:, SlotRecord.TOKEN_COUNT].astype(np.int64)
         within(slot, self.slots, "new slot: slot")
         if len(set(slot.tolist())) < len(slot):
             raise PlanError(f"new slots {slot.tolist()} are not each another")
@@ -142,35 +143,35 @@ class SlotTables:
     def _inline_entries(self, inputs: StepInputs, total: int) -> torch.Tensor:
         """Entries of the token pool, int64 [total], that the plan's own tokens are for. Called as work."""
         records = inputs.records("slots", SLOT_WORDS)
-        counts = records[:, SlotWord.TOKEN_COUNT] * (records[:, SlotWord.ARENA_OFFSET] < 0)
-        first = records[:, SlotWord.SLOT] * self.stride - (counts.cumsum(0) - counts)
+        counts = records[:, SlotRecord.TOKEN_COUNT] * (records[:, SlotRecord.ARENA_OFFSET] < 0)
+        first = records[:, SlotRecord.SLOT] * self.stride - (counts.cumsum(0) - counts)
         offsets = torch.arange(total, device=counts.device)
         return first.repeat_interleave(counts, output_size=total) + offsets
 
     def _read_parameters(self, plan: Plan, slot: Int64s) -> None:
         records, floats = plan.slots, plan.slot_floats
-        self.prompt_len[slot] = records[:, SlotWord.PROMPT_LEN]
+        self.prompt_len[slot] = records[:, SlotRecord.PROMPT_LEN]
         self.segment[slot] = 0
         self.segment[plan.segments[:, 0]] = plan.segments[:, 1]
         self.embeds[slot] = -1
         self.embeds[plan.embeds[:, 0]] = plan.embeds[:, 1]
-        self.top_k[slot] = records[:, SlotWord.TOP_K]
-        self.min_total[slot] = records[:, SlotWord.MIN_TOTAL]
-        self.logprobs[slot] = records[:, SlotWord.LOGPROBS]
-        halves = records[:, [SlotWord.SEED_LO, SlotWord.SEED_HI]].view(np.uint32).astype(np.uint64)
+        self.top_k[slot] = records[:, SlotRecord.TOP_K]
+        self.min_total[slot] = records[:, SlotRecord.MIN_TOTAL]
+        self.logprobs[slot] = records[:, SlotRecord.LOGPROBS]
+        halves = records[:, [SlotRecord.SEED_LO, SlotRecord.SEED_HI]].view(np.uint32).astype(np.uint64)
         self.seed[slot] = halves[:, 0] | halves[:, 1] << np.uint64(32)
         self.floats[slot] = floats
         untouched = (
             ~penalised(floats)
-            & (records[:, SlotWord.LOGPROBS] < 0)
-            & (records[:, SlotWord.STOP_COUNT] == 0)
-            & (records[:, SlotWord.BIAS_COUNT] == 0)
+            & (records[:, SlotRecord.LOGPROBS] < 0)
+            & (records[:, SlotRecord.STOP_COUNT] == 0)
+            & (records[:, SlotRecord.BIAS_COUNT] == 0)
         )
         self.untouched[slot] = untouched
-        self.plain[slot] = untouched & (floats[:, SlotFloat.TEMPERATURE] == 0)
+        self.plain[slot] = untouched & (floats[:, SlotFloats.TEMPERATURE] == 0)
 
     def _read_ragged(self, plan: Plan, slot: Int64s) -> None:
-        stops, biases = plan.slots[:, SlotWord.STOP_COUNT], plan.slots[:, SlotWord.BIAS_COUNT]
+        stops, biases = plan.slots[:, SlotRecord.STOP_COUNT], plan.slots[:, SlotRecord.BIAS_COUNT]
         if self.stop_ids or len(plan.stop_ids):
             for number, ids in zip(slot.tolist(), np.split(plan.stop_ids, np.cumsum(stops)[:-1]), strict=True):
                 self.stop_ids.pop(number, None)
@@ -198,7 +199,7 @@ class SlotTables:
         self, records: Int32s, slot: Int64s, counts: Int64s, arena: npt.NDArray[np.uint8]
     ) -> tuple[Int64s, Int32s] | None:
         """`Writes.from_arena`, copied: it is read while the plan is, and nothing refers to it when the step is over."""
-        offsets = records[:, SlotWord.ARENA_OFFSET]
+        offsets = records[:, SlotRecord.ARENA_OFFSET]
         there = np.flatnonzero(offsets >= 0)
         if not len(there):
             return None
@@ -226,10 +227,10 @@ def _tokens_at(arena: npt.NDArray[np.uint8], offset: int, count: int) -> Int32s:
 
 
 def penalised(floats: Float32s) -> npt.NDArray[np.bool_]:
-    """The rows of a table by `SlotFloat` with an active penalty."""
+    """The rows of a table by `SlotFloats` with an active penalty."""
     on: npt.NDArray[np.bool_] = (
-        (floats[:, SlotFloat.REPETITION_PENALTY] != 1)
-        | (floats[:, SlotFloat.PRESENCE_PENALTY] != 0)
-        | (floats[:, SlotFloat.FREQUENCY_PENALTY] != 0)
+        (floats[:, SlotFloats.REPETITION_PENALTY] != 1)
+        | (floats[:, SlotFloats.PRESENCE_PENALTY] != 0)
+        | (floats[:, SlotFloats.FREQUENCY_PENALTY] != 0)
     )
     return on

@@ -15,7 +15,7 @@ import torch
 
 from forebay.gpu.interface import Kernels
 from forebay.layers.ops import Heads
-from forebay.protocol.plan import FLAG_SAMPLE
+from forebay.protocol.constants import FLAG_SAMPLE
 from tests.gpu.checks import codes, eight_bits, experts, layers, sampling, sparse, tables
 from tests.gpu.checks.attention import check_attend, check_attend_chosen, check_missing_page
 from tests.hand.support import Sampling

@@ -12,7 +12,7 @@ from forebay.gpu.interface import Kernels
 from forebay.gpu.sampling import Wishes
 from forebay.gpu.tables import StepBuffers, Tables
 from forebay.layers.ops import Draw, TorchOps
-from forebay.protocol.plan import SlotFloat, SlotWord
+from forebay.protocol.constants import SlotFloats, SlotRecord
 from tests.gpu.checks.memory import CPU, Numbers, poisoned
 
 U64 = 1 << 64
@@ -141,11 +141,11 @@ def check_ask(operators: Kernels, slots: int = 3, device: torch.device = CPU, se
     with poisoned():
         wishes = operators.ask(tables, buffers)
     rows = buffers.sampling.long()
-    assert wishes.temperature.equal(tables.floats[rows, SlotFloat.TEMPERATURE])
-    assert wishes.top_p.equal(tables.floats[rows, SlotFloat.TOP_P])
-    assert wishes.min_p.equal(tables.floats[rows, SlotFloat.MIN_P])
-    assert wishes.top_k.equal(tables.words[rows, SlotWord.TOP_K])
-    halves = tables.words[rows][:, [SlotWord.SEED_LO, SlotWord.SEED_HI]].cpu().contiguous().numpy()
+    assert wishes.temperature.equal(tables.floats[rows, SlotFloats.TEMPERATURE])
+    assert wishes.top_p.equal(tables.floats[rows, SlotFloats.TOP_P])
+    assert wishes.min_p.equal(tables.floats[rows, SlotFloats.MIN_P])
+    assert wishes.top_k.equal(tables.words[rows, SlotRecord.TOP_K])
+    halves = tables.words[rows][:, [SlotRecord.SEED_LO, SlotRecord.SEED_HI]].cpu().contiguous().numpy()
     expected = uniform(halves.view(np.uint64)[:, 0], buffers.ends.cpu().numpy().astype(np.int64))
     assert [share(bits) for bits in wishes.bits] == expected.tolist()
 

@@ -13,8 +13,9 @@ import torch
 from forebay.device import open_device
 from forebay.gpu.interface import Kernels
 from forebay.gpu.tables import Received, StepBuffers, Tables, describe, places
+from forebay.protocol.constants import FLAG_SAMPLE, SlotRecord
 from forebay.protocol.frames import Int32s
-from forebay.protocol.plan import FLAG_SAMPLE, Plan, SlotWord
+from forebay.protocol.plan import Plan
 from forebay.state.config import RunnerConfig
 from forebay.state.slots import SlotTables
 from forebay.state.staging import StepInputs
@@ -110,7 +111,7 @@ def check_applied(
             expected.write(writes, StepInputs(plan, _HOST))
         with poisoned():
             apply(operators, received(plan, arena if len(arena) else None, device), tables, errors)
-        for slot, record, floats in zip(plan.slots[:, SlotWord.SLOT], plan.slots, plan.slot_floats, strict=True):
+        for slot, record, floats in zip(plan.slots[:, SlotRecord.SLOT], plan.slots, plan.slot_floats, strict=True):
             assert tables.words[slot].tolist() == record.tolist()
             assert tables.floats[slot].tolist() == floats.tolist()
     assert not errors

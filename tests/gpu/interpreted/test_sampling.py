@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
 from forebay.gpu.tables import StepBuffers, Tables
-from forebay.protocol.plan import SlotWord
+from forebay.protocol.constants import SlotRecord
 from tests.gpu.checks.memory import CPU
 from tests.gpu.checks.sampling import (
     U64,
@@ -153,7 +153,9 @@ def test_random_bits_are_those_of_every_hand(operators: Kernels) -> None:
     count = len(VALUES)
     tables, buffers = Tables.make(count, 40, 100, 4, 10, 8, CPU), StepBuffers.make(count, count, CPU)
     seeds = np.array([seed for seed, _, _ in VALUES], np.uint64)
-    tables.words[:count, [SlotWord.SEED_LO, SlotWord.SEED_HI]] = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2))
+    tables.words[:count, [SlotRecord.SEED_LO, SlotRecord.SEED_HI]] = torch.from_numpy(
+        seeds.view(np.int32).reshape(-1, 2)
+    )
     buffers.sampling.copy_(torch.arange(count))
     buffers.ends.copy_(torch.tensor([position for _, position, _ in VALUES]))
     bits = operators.ask(tables, buffers).bits.numpy().view(np.uint64)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from forebay.gpu.interface import Kernels
 from forebay.gpu.tables import ERROR_RANGE, ERROR_READ, ERROR_TOKEN, ERROR_WRITE, describe
-from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.constants import FLAG_SAMPLE, SLOT_WORDS, SlotRecord
+from forebay.protocol.plan import Plan
 from tests.gpu.checks.tables import SMALL, apply, check_applied, check_prepared, errors_of, prepare, received
 from tests.gpu.support import BOTH
 from tests.hand.support import Sampling
@@ -152,9 +153,9 @@ def test_a_wrong_page_write_is_told_and_touches_nobody(operators: Kernels, write
 def test_a_wrong_new_slot_is_told_and_touches_nobody(operators: Kernels, slot: int, count: int) -> None:
     tables, errors = SMALL.tables(), errors_of()
     slots = np.zeros((3, SLOT_WORDS), np.int32)
-    slots[:, SlotWord.SLOT] = 2, slot, 4
-    slots[:, SlotWord.TOKEN_COUNT] = 1, count, 2
-    slots[:, SlotWord.ARENA_OFFSET] = -1
+    slots[:, SlotRecord.SLOT] = 2, slot, 4
+    slots[:, SlotRecord.TOKEN_COUNT] = 1, count, 2
+    slots[:, SlotRecord.ARENA_OFFSET] = -1
     plan = Plan(slots=slots, slot_floats=np.ones((3, 6), np.float32), tokens=np.arange(3 + count, dtype=np.int32))
     apply(operators, received(plan.staged()), tables, errors)
     expected = SMALL.tables()
@@ -162,7 +163,7 @@ def test_a_wrong_new_slot_is_told_and_touches_nobody(operators: Kernels, slot: i
     expected.token_pool[4, :2] = torch.tensor([count + 1, count + 2])
     assert int(errors) == ERROR_RANGE
     assert tables.token_pool.equal(expected.token_pool)
-    assert tables.words[:, SlotWord.TOKEN_COUNT].tolist() == [0, 0, 1, 0, 2, 0, 0]
+    assert tables.words[:, SlotRecord.TOKEN_COUNT].tolist() == [0, 0, 1, 0, 2, 0, 0]
     assert tables.floats.sum(1).tolist() == [0, 0, 6, 0, 6, 0, 0]
 
 

@@ -13,8 +13,9 @@
 
 use std::collections::HashMap;
 
+use forebay_protocol::{Direction, PageCopy, Span};
+
 use super::Tiers;
-use super::copies::{Direction, PageCopy, Span};
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
 

@@ -2,45 +2,11 @@
 
 use std::collections::HashMap;
 
+use forebay_protocol::{Direction, PageCopy, Span};
+
 use super::Tiers;
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
-
-/// The direction in which a block is copied.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
-    /// The block goes from the hot tier to the host tier.
-    Save,
-    /// The block goes from the host tier to the hot tier.
-    Restore,
-    /// The index keys of a block go from a page of the host tier to the index page of the same
-    /// number, in backed tiers.
-    RestoreIndex,
-}
-
-/// Positions of a page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Span {
-    /// The first position, counted from the beginning of the page.
-    pub first: u32,
-    /// The number of positions.
-    pub count: u32,
-}
-
-/// A copy of one page, as a plan names it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PageCopy {
-    /// The number of the copy.
-    pub ticket: u32,
-    /// The direction of the copy.
-    pub direction: Direction,
-    /// The page in the hot tier; `None` if only index keys come back.
-    pub hot: Option<u32>,
-    /// The page in the host tier.
-    pub host: u32,
-    /// The positions of the page to copy; `None`: all of the page.
-    pub span: Option<Span>,
-}
 
 /// A copy whose end was not reported.
 #[derive(Debug)]

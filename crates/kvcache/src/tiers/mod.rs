@@ -17,9 +17,10 @@ mod backed;
 mod copies;
 
 pub use backed::BackedBlock;
-pub use copies::{Direction, PageCopy, Span};
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+
+use forebay_protocol::Direction;
 
 use crate::event::{BlockEvent, Place};
 use crate::hash::{BlockHash, BuildNameHasher};

@@ -1,9 +1,9 @@
 //! The column of a step group, whose ranks have plans of their own and exchange rows.
 
-use super::{ROW_RECORD_WORDS, StepPlan};
+use super::StepPlan;
 
 /// The largest number of ranks of a step group.
-const MAX_GROUP: usize = 256;
+pub const MAX_GROUP: usize = 256;
 
 /// Writes the tokens of all ranks into the plan of each; `plans` are those of a step group's ranks,
 /// in their order. The sizes of exchanges follow from these numbers. A plan that is alone says
@@ -26,7 +26,7 @@ impl StepPlan {
 
     /// Positions that its rows compute.
     fn own_tokens(&self) -> i64 {
-        self.rows.chunks_exact(ROW_RECORD_WORDS).map(|row| i64::from(row[2])).sum()
+        self.rows.iter().map(|row| i64::from(row.length.cast_signed())).sum()
     }
 
     /// True if the column can be that of a group with this plan.

@@ -1,11 +1,35 @@
 //! Images in a plan: layers of the vision tower to compute, and the places of images in slots.
 
 use super::{StepPlan, take};
+use crate::columns::record;
 
-/// Words of a record of the `images` column.
-pub const IMAGE_WORDS: usize = 7;
 /// Words of a record of the `image_spans` column.
-pub const IMAGE_SPAN_WORDS: usize = 6;
+pub const IMAGE_SPAN_WORDS: usize = ImageSpanRecord::WORDS;
+
+record! {
+    /// Layers of the tower to compute for an image.
+    pub(crate) struct ImageRecord {
+        image: u32,
+        first_layer: u32,
+        end_layer: u32,
+        grid_h: u32,
+        grid_w: u32,
+        arena_offset: i32,
+        page_count: u32,
+    }
+}
+
+record! {
+    /// An image in a slot.
+    pub(crate) struct ImageSpanRecord {
+        slot: u32,
+        position: u32,
+        grid_h: u32,
+        grid_w: u32,
+        rope: u32,
+        page_count: u32,
+    }
+}
 
 /// Rows and columns of an image's positions in the decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -58,16 +82,9 @@ pub struct ImageSpan {
     pub rope: u32,
 }
 
-/// `records` of `WORDS` words, the last of which counts the pages that belong to each.
-fn with_pages<'a, const WORDS: usize>(
-    records: &'a [i32],
-    mut pages: &'a [i32],
-) -> impl Iterator<Item = ([u32; WORDS], &'a [i32])> {
-    let (records, _) = records.as_chunks::<WORDS>();
-    records.iter().map(move |record| {
-        let own = take(&mut pages, record[WORDS - 1] as usize);
-        (record.map(i32::cast_unsigned), own)
-    })
+/// True if all numbers are at least 0 as the integers that a plan has.
+fn not_negative(numbers: &[u32]) -> bool {
+    numbers.iter().all(|number| number.cast_signed() >= 0)
 }
 
 impl StepPlan {
@@ -75,26 +92,38 @@ impl StepPlan {
     /// pages.
     pub fn push_image(&mut self, work: TowerWork, pages: impl ExactSizeIterator<Item = u32>) {
         let TowerWork { image, first, end, grid, patches } = work;
-        let patches = patches.map_or(-1, u32::cast_signed);
-        let [image, first, end, rows, columns] =
-            [image, first, end, grid.rows, grid.columns].map(u32::cast_signed);
-        self.images.extend_from_slice(&[image, first, end, rows, columns, patches]);
-        self.images.push(pages.len() as i32);
+        self.images.push(ImageRecord {
+            image,
+            first_layer: first,
+            end_layer: end,
+            grid_h: grid.rows,
+            grid_w: grid.columns,
+            arena_offset: patches.map_or(-1, u32::cast_signed),
+            page_count: pages.len() as u32,
+        });
         self.image_pages.extend(pages.map(u32::cast_signed));
     }
 
     /// Gives up an image whose layers are not all computed.
     pub fn give_up_image(&mut self, image: u32) {
-        self.images.extend_from_slice(&[image.cast_signed(), 0, 0, 0, 0, -1, 0]);
+        let grid = Grid { rows: 0, columns: 0 };
+        let nothing = TowerWork { image, first: 0, end: 0, grid, patches: None };
+        self.push_image(nothing, [].into_iter());
     }
 
     /// The tower's work in this step, with the pages for each image's output. A given-up image is
     /// listed too, without layers.
     pub fn images(&self) -> impl Iterator<Item = (TowerWork, &[i32])> {
-        let records = with_pages::<IMAGE_WORDS>(&self.images, &self.image_pages);
-        records.map(|([image, first, end, rows, columns, patches, _], pages)| {
-            let patches = i32::try_from(patches).ok().map(i32::cast_unsigned);
-            (TowerWork { image, first, end, grid: Grid { rows, columns }, patches }, pages)
+        let mut pages = self.image_pages.as_slice();
+        self.images.iter().map(move |record| {
+            let work = TowerWork {
+                image: record.image,
+                first: record.first_layer,
+                end: record.end_layer,
+                grid: Grid { rows: record.grid_h, columns: record.grid_w },
+                patches: u32::try_from(record.arena_offset).ok(),
+            };
+            (work, take(&mut pages, record.page_count as usize))
         })
     }
 
@@ -113,32 +142,37 @@ impl StepPlan {
         pages: impl ExactSizeIterator<Item = u32>,
     ) {
         let ImageSpan { position, grid, rope } = span;
-        let record = [slot, position, grid.rows, grid.columns, rope, pages.len() as u32];
-        self.image_spans.extend_from_slice(&record.map(u32::cast_signed));
+        self.image_spans.push(ImageSpanRecord {
+            slot,
+            position,
+            grid_h: grid.rows,
+            grid_w: grid.columns,
+            rope,
+            page_count: pages.len() as u32,
+        });
         self.span_pages.extend(pages.map(u32::cast_signed));
     }
 
     /// The spans, by slot, with their pages.
     pub fn image_spans(&self) -> impl Iterator<Item = (u32, ImageSpan, &[i32])> {
-        let records = with_pages::<IMAGE_SPAN_WORDS>(&self.image_spans, &self.span_pages);
-        records.map(|([slot, position, rows, columns, rope, _], pages)| {
-            (slot, ImageSpan { position, grid: Grid { rows, columns }, rope }, pages)
+        let mut pages = self.span_pages.as_slice();
+        self.image_spans.iter().map(move |record| {
+            let grid = Grid { rows: record.grid_h, columns: record.grid_w };
+            let span = ImageSpan { position: record.position, grid, rope: record.rope };
+            (record.slot, span, take(&mut pages, record.page_count as usize))
         })
     }
 
-    /// True if the columns of images have whole records of numbers that can be, and as many pages
-    /// as they count.
+    /// True if the columns of images have numbers that can be, and as many pages as they count.
     pub(super) fn images_agree(&self) -> bool {
-        let (images, rest) = self.images.as_chunks::<IMAGE_WORDS>();
-        let (spans, left) = self.image_spans.as_chunks::<IMAGE_SPAN_WORDS>();
-        let count = |pages: i32| u64::try_from(pages).unwrap_or(u64::MAX >> 32);
-        let named: u64 = images.iter().map(|image| count(image[6])).sum();
-        let spanned: u64 = spans.iter().map(|span| count(span[5])).sum();
-        rest.is_empty()
-            && left.is_empty()
-            && images.iter().all(|image| image[..5].iter().all(|&n| n >= 0) && image[5] >= -1)
-            && spans.iter().flatten().all(|&number| number >= 0)
-            && self.image_pages.iter().chain(&self.span_pages).all(|&page| page >= 0)
+        let named: u64 = self.images.iter().map(|image| u64::from(image.page_count)).sum();
+        let spanned: u64 = self.image_spans.iter().map(|span| u64::from(span.page_count)).sum();
+        let pages = [&self.image_pages, &self.span_pages];
+        self.images.iter().all(|image| {
+            let others = ImageRecord { arena_offset: 0, ..*image };
+            image.arena_offset >= -1 && not_negative(bytemuck::cast_slice(&[others]))
+        }) && not_negative(bytemuck::cast_slice(&self.image_spans))
+            && pages.iter().all(|pages| not_negative(bytemuck::cast_slice(pages)))
             && named == self.image_pages.len() as u64
             && spanned == self.span_pages.len() as u64
     }

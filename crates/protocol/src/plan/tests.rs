@@ -1,7 +1,7 @@
 //! Plans that are written, and read again.
 
-use crate::frame::{HEADER_BYTES, Header};
-use crate::slot::{Pooling, SamplingParams, SlotSpec};
+use crate::columns::KEPT;
+use crate::frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, encode_columns};
 
 use super::*;
 
@@ -116,56 +116,81 @@ fn what_is_not_known_is_refused() {
         StepPlan::decode(&frame(&bytes)).err()
     };
     assert_eq!(refused(&|_| {}), None);
-    assert_eq!(refused(&|plan| plan.segments = vec![1, 4]), None);
+    let values = |values: &[[i32; 2]]| bytemuck::cast_slice(values).to_vec();
+    assert_eq!(refused(&|plan| plan.segments = values(&[[1, 4]])), None);
     let flags = Some(FrameError::Malformed("unknown row flags"));
-    assert_eq!(refused(&|plan| plan.rows[3] |= 4), None);
-    assert_eq!(refused(&|plan| plan.rows[3] = FLAG_MASKED), flags);
-    assert_eq!(refused(&|plan| plan.rows[3] |= 8), flags);
-    assert_eq!(refused(&|plan| plan.rows[3] = FLAG_SAMPLE | FLAG_POOL), flags);
+    assert_eq!(refused(&|plan| plan.rows[0].flags |= 4), None);
+    assert_eq!(refused(&|plan| plan.rows[0].flags = FLAG_MASKED), flags);
+    assert_eq!(refused(&|plan| plan.rows[0].flags |= 8), flags);
+    assert_eq!(refused(&|plan| plan.rows[0].flags = FLAG_SAMPLE | FLAG_POOL), flags);
     let disagree = Some(FrameError::Malformed("plan columns disagree"));
     // The row computes positions 0 and 1, and so what follows them.
-    assert_eq!(refused(&|plan| plan.prompt_logprobs = vec![0, 1, 2, 20]), None);
+    let wants = |wants: &[[i32; 4]]| bytemuck::cast_slice(wants).to_vec();
+    assert_eq!(refused(&|plan| plan.prompt_logprobs = wants(&[[0, 1, 2, 20]])), None);
     let wrong =
         [[0, 0, 1, 0], [0, 1, 3, 0], [0, 3, 1, 0], [0, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, -1]];
     for record in wrong {
-        assert_eq!(refused(&|plan| plan.prompt_logprobs = record.to_vec()), disagree, "{record:?}");
+        let found = refused(&|plan| plan.prompt_logprobs = wants(&[record]));
+        assert_eq!(found, disagree, "{record:?}");
     }
-    let twice = vec![0, 1, 1, 0, 0, 2, 1, 0];
+    let twice = wants(&[[0, 1, 1, 0], [0, 2, 1, 0]]);
     assert_eq!(refused(&|plan| plan.prompt_logprobs.clone_from(&twice)), disagree);
     assert_eq!(refused(&|plan| plan.row_tokens = vec![1, 1]), disagree);
     assert_eq!(refused(&|plan| plan.row_tokens = vec![0]), disagree);
-    assert_eq!(refused(&|plan| plan.embeds = vec![2, 64]), disagree, "no new slot");
-    assert_eq!(refused(&|plan| plan.segments = vec![1, 4, 0, 4]), disagree, "another order");
-    assert_eq!(refused(&|plan| plan.embeds = vec![1, -64]), disagree, "before the arena");
-    assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 4]), disagree, "no ids");
-    assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 0]), disagree, "nothing allowed");
+    assert_eq!(refused(&|plan| plan.embeds = values(&[[2, 64]])), disagree, "no new slot");
+    assert_eq!(refused(&|plan| plan.segments = values(&[[1, 4], [0, 4]])), disagree, "another order");
+    assert_eq!(refused(&|plan| plan.embeds = values(&[[1, -64]])), disagree, "before the arena");
+    assert_eq!(refused(&|plan| plan.allowed_counts = values(&[[1, 4]])), disagree, "no ids");
+    assert_eq!(refused(&|plan| plan.allowed_counts = values(&[[1, 0]])), disagree, "nothing allowed");
     assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
-    assert_eq!(refused(&|plan| plan.copies = vec![1, 2, 3, 4]), disagree, "no direction");
-    assert_eq!(refused(&|plan| plan.copies = vec![1, 0, -3, 4]), disagree, "no page");
-    let record = Some(FrameError::Malformed("plan record length"));
-    assert_eq!(refused(&|plan| plan.copies = vec![1, 0, 3]), record);
-    assert_eq!(refused(&|plan| plan.prompt_logprobs = vec![0, 1, 1]), record);
+    let copy = |copy: [i32; 4]| bytemuck::cast_slice(&copy).to_vec();
+    assert_eq!(refused(&|plan| plan.copies = copy([1, 3, 3, 4])), disagree, "no direction");
+    assert_eq!(refused(&|plan| plan.copies = copy([1, 2, 3, 4])), disagree, "index keys and a page");
+    assert_eq!(refused(&|plan| plan.copies = copy([1, 0, -3, 4])), disagree, "no page");
     let wait = Some(FrameError::Malformed("wait_us beside rows or out of range"));
-    assert_eq!(refused(&|plan| plan.wait_us = vec![5]), wait, "it has rows");
-    let waits = |us: Vec<i32>| {
+    assert_eq!(refused(&|plan| plan.wait_us = Some(5)), wait, "it has rows");
+    let waits = |us: u32| {
         refused(&move |plan| {
             plan.rows.clear();
-            plan.wait_us.clone_from(&us);
+            plan.wait_us = Some(us);
         })
     };
-    assert_eq!(waits(vec![1000]), None);
-    for us in [vec![1001], vec![-1], vec![1, 1]] {
-        assert_eq!(waits(us), wait);
+    assert_eq!(waits(1000), None);
+    assert_eq!(waits(1001), wait);
+    assert_eq!(waits(u32::MAX), wait);
+}
+
+#[test]
+fn columns_that_are_not_declared_so_are_refused() {
+    let read = |columns: &[(u32, &[i32])]| {
+        let mut bytes = Vec::new();
+        let columns = columns.iter().copied();
+        encode_columns(Kind::Plan, 3, columns, &mut bytes).expect("within the limit");
+        StepPlan::decode(&frame(&bytes)).map(|plan| plan.step())
+    };
+    assert_eq!(read(&[(8, &[0, 0, 1, 1]), (15, &[])]), Ok(3));
+    let record = Err(FrameError::Malformed("plan record length"));
+    for column in StepPlan::COLUMNS.iter().filter(|column| column.record.is_some()) {
+        assert_eq!(read(&[(column.id, &[0])]), record, "{column:?}");
     }
+    assert_eq!(read(&[(15, &[1, 1])]), record, "two numbers, where at most one can be");
+    for unknown in [23, 26, u32::MAX] {
+        assert_eq!(read(&[(unknown, &[0])]), Err(FrameError::Column(unknown)));
+        assert_eq!(read(&[(8, &[0, 0, 1, 1]), (unknown, &[0])]), Err(FrameError::Column(unknown)));
+    }
+    assert_eq!(read(&[(23, &[0]), (24, &[])]), Err(FrameError::Column(23)));
+    let not_a_plan = Frame::new(Header { kind: Kind::Result, step: 1, columns: 0, words: 0 }, vec![]);
+    let refused = StepPlan::decode(&not_a_plan.expect("a frame"));
+    assert_eq!(refused, Err(FrameError::Malformed("not a plan")));
 }
 
 #[test]
 fn columns_that_grew_for_one_step_shrink_again() {
     let mut plan = StepPlan::default();
     plan.begin(1);
-    plan.tokens.resize(8 * KEPT_WORDS, 0);
+    plan.tokens.resize(8 * KEPT, 0);
     plan.begin(2);
-    assert!(plan.tokens.capacity() >= 8 * KEPT_WORDS, "the next step may be as large");
+    assert!(plan.tokens.capacity() >= 8 * KEPT, "the next step may be as large");
     plan.begin(3);
-    assert!(plan.tokens.capacity() <= KEPT_WORDS, "it was not");
+    assert!(plan.tokens.capacity() <= KEPT, "it was not");
 }

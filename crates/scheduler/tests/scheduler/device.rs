@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use forebay_protocol::{
-    COPY_FAILED, COPY_OK, Direction, PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Row,
+    COPY_FAILED, COPY_OK, CopyEnd, Direction, PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Row,
     StepPlan, StepResult, Want,
 };
 use forebay_scheduler::{ImageId, PromptImage, SchedulerConfig};
@@ -179,9 +179,10 @@ impl Copier {
                     if !copy.ticket.is_multiple_of(2) {
                         self.move_page(&copy, device);
                     }
-                    result.copied.push([copy.ticket.cast_signed(), COPY_OK]);
-                    result.copy_timing.save_us += 3;
-                    result.copy_timing.restore_us += 7;
+                    result.copied.push(CopyEnd { ticket: copy.ticket, error: COPY_OK });
+                    let timing = result.copy_timing.get_or_insert_default();
+                    timing.save_us += 3;
+                    timing.restore_us += 7;
                 }
                 Some(false) => {
                     match copy.direction {
@@ -193,7 +194,7 @@ impl Copier {
                             device.target(&copy).fill(GARBAGE);
                         }
                     }
-                    result.copied.push([copy.ticket.cast_signed(), COPY_FAILED]);
+                    result.copied.push(CopyEnd { ticket: copy.ticket, error: COPY_FAILED });
                 }
             }
         }
@@ -310,9 +311,9 @@ impl Device {
             let slot = &mut self.slots[new.slot as usize];
             let (prompt, generated) = new.tokens.split_at(new.prompt_len as usize);
             slot.images = images(new.slot);
-            let prompt = read_prompt(prompt, new.embeds, slot.images.truth());
+            let prompt = read_prompt(prompt, new.spec.embeds, slot.images.truth());
             slot.tokens = [prompt.as_slice(), generated].concat();
-            slot.segment = new.segment;
+            slot.segment = new.spec.pooling.map_or(0, |pooling| pooling.segment);
             // A page table is never cleared on the device; here it is, so that a page that the plan
             // forgot to write is noticed.
             slot.pages.fill(NO_PAGE);
@@ -415,8 +416,10 @@ impl Device {
                         ids: vec![0; width],
                         values: vec![f32::NAN; width],
                     };
-                    let all = result.prompt_logprobs.get_or_insert_default();
-                    append(all, given.unwrap_or_else(none));
+                    let given = given.unwrap_or_else(none);
+                    result.prompt_ranks.extend(given.ranks);
+                    result.prompt_ids.extend(given.ids);
+                    result.prompt_values.extend(given.values);
                 }
             }
             result.row_errors.push(if fine { ROW_OK } else { ROW_NOT_FINITE });

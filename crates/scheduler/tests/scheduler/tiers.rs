@@ -281,7 +281,7 @@ fn a_result_that_names_a_copy_that_is_none_is_refused() {
     let result = forebay_protocol::StepResult {
         step,
         row_errors: vec![0; rows],
-        copied: vec![[999, 0]],
+        copied: vec![forebay_protocol::CopyEnd { ticket: 999, error: 0 }],
         ..forebay_protocol::StepResult::default()
     };
     let refused = harness.scheduler.apply(&result, &mut Vec::new());

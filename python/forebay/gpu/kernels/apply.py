@@ -8,7 +8,7 @@ import triton.language as tl
 
 from forebay.gpu.kernels.launch import launch
 from forebay.gpu.tables import ERROR_RANGE, Received, Tables, column_id
-from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_FLOATS, SLOT_WORDS, SlotWord
+from forebay.protocol.constants import PAGE_WRITE_WORDS, SLOT_FLOATS_WORDS, SLOT_WORDS, SlotRecord
 
 _PROGRAMS = 64
 """The number of programs, enough for one write each in a step.
@@ -20,11 +20,11 @@ _SLOTS = tl.constexpr(column_id("slots"))
 _FLOATS = tl.constexpr(column_id("slot_floats"))
 _TOKENS = tl.constexpr(column_id("tokens"))
 _WORDS = tl.constexpr(SLOT_WORDS)
-_FLOAT_WORDS = tl.constexpr(SLOT_FLOATS)
+_FLOAT_WORDS = tl.constexpr(SLOT_FLOATS_WORDS)
 _TRIPLE = tl.constexpr(PAGE_WRITE_WORDS)
-_SLOT = tl.constexpr(int(SlotWord.SLOT))
-_COUNT = tl.constexpr(int(SlotWord.TOKEN_COUNT))
-_ARENA = tl.constexpr(int(SlotWord.ARENA_OFFSET))
+_SLOT = tl.constexpr(int(SlotRecord.SLOT))
+_COUNT = tl.constexpr(int(SlotRecord.TOKEN_COUNT))
+_ARENA = tl.constexpr(int(SlotRecord.ARENA_OFFSET))
 _RANGE = tl.constexpr(ERROR_RANGE)
 
 

@@ -16,7 +16,7 @@ from forebay.gpu.hot import Found, HotRows, SparsePages
 from forebay.gpu.kernels.apply import column
 from forebay.gpu.kernels.launch import launch, power_of_2
 from forebay.gpu.tables import ERROR_READ, Received, column_id
-from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, SlotWord
+from forebay.protocol.constants import PAGE_WRITE_WORDS, SLOT_WORDS, SlotRecord
 
 _AGES = tl.constexpr(32)
 _BLOCK = 512
@@ -24,7 +24,7 @@ _PROGRAMS = 64
 _READ = tl.constexpr(ERROR_READ)
 _TRIPLE = tl.constexpr(PAGE_WRITE_WORDS)
 _WORDS = tl.constexpr(SLOT_WORDS)
-_SLOT = tl.constexpr(int(SlotWord.SLOT))
+_SLOT = tl.constexpr(int(SlotRecord.SLOT))
 _SLOTS = tl.constexpr(column_id("slots"))
 _HOT_ROWS = tl.constexpr(column_id("hot_rows"))
 

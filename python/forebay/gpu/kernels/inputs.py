@@ -18,7 +18,7 @@ from forebay.gpu.tables import (
     Tables,
     column_id,
 )
-from forebay.protocol.plan import FLAG_SAMPLE, ROW_WORDS
+from forebay.protocol.constants import FLAG_SAMPLE, ROW_WORDS
 
 _ROWS = tl.constexpr(column_id("rows"))
 _WORDS = tl.constexpr(ROW_WORDS)

@@ -9,16 +9,16 @@ import triton.language as tl
 from forebay.gpu.kernels.launch import cdiv, launch
 from forebay.gpu.sampling import Wishes
 from forebay.gpu.tables import StepBuffers, Tables
-from forebay.protocol.plan import SLOT_FLOATS, SLOT_WORDS, SlotFloat, SlotWord
+from forebay.protocol.constants import SLOT_FLOATS_WORDS, SLOT_WORDS, SlotFloats, SlotRecord
 
 _WORDS = tl.constexpr(SLOT_WORDS)
-_FLOATS = tl.constexpr(SLOT_FLOATS)
-_TOP_K = tl.constexpr(int(SlotWord.TOP_K))
-_SEED_LOW = tl.constexpr(int(SlotWord.SEED_LO))
-_SEED_HIGH = tl.constexpr(int(SlotWord.SEED_HI))
-_TEMPERATURE = tl.constexpr(int(SlotFloat.TEMPERATURE))
-_TOP_P = tl.constexpr(int(SlotFloat.TOP_P))
-_MIN_P = tl.constexpr(int(SlotFloat.MIN_P))
+_FLOATS = tl.constexpr(SLOT_FLOATS_WORDS)
+_TOP_K = tl.constexpr(int(SlotRecord.TOP_K))
+_SEED_LOW = tl.constexpr(int(SlotRecord.SEED_LO))
+_SEED_HIGH = tl.constexpr(int(SlotRecord.SEED_HI))
+_TEMPERATURE = tl.constexpr(int(SlotFloats.TEMPERATURE))
+_TOP_P = tl.constexpr(int(SlotFloats.TOP_P))
+_MIN_P = tl.constexpr(int(SlotFloats.MIN_P))
 _BLOCK = 128
 
 

@@ -6,7 +6,7 @@ import torch
 
 from forebay.gpu.sampling import FIXED_POINT, Wishes
 from forebay.gpu.tables import StepBuffers, Tables
-from forebay.protocol.plan import SlotFloat, SlotWord
+from forebay.protocol.constants import SlotFloats, SlotRecord
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -59,12 +59,12 @@ def ask(tables: Tables, buffers: StepBuffers) -> Wishes:
     """See `interface.Sampling`."""
     words = tables.words.index_select(0, buffers.sampling)
     floats = tables.floats.index_select(0, buffers.sampling)
-    low, high = words[:, SlotWord.SEED_LO].long() & 0xFFFFFFFF, words[:, SlotWord.SEED_HI].long()
+    low, high = words[:, SlotRecord.SEED_LO].long() & 0xFFFFFFFF, words[:, SlotRecord.SEED_HI].long()
     return Wishes(
-        temperature=floats[:, SlotFloat.TEMPERATURE].contiguous(),
-        top_k=words[:, SlotWord.TOP_K].contiguous(),
-        top_p=floats[:, SlotFloat.TOP_P].contiguous(),
-        min_p=floats[:, SlotFloat.MIN_P].contiguous(),
+        temperature=floats[:, SlotFloats.TEMPERATURE].contiguous(),
+        top_k=words[:, SlotRecord.TOP_K].contiguous(),
+        top_p=floats[:, SlotFloats.TOP_P].contiguous(),
+        min_p=floats[:, SlotFloats.MIN_P].contiguous(),
         bits=splitmix64((low | high << 32) + buffers.ends.long() * _GOLDEN),
     )
 

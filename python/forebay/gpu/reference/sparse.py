@@ -8,7 +8,7 @@ from forebay.gpu.hot import Found, HotRows, SparsePages
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.reference.tables import records, scatter, tell
 from forebay.gpu.tables import ERROR_READ, Received
-from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, SlotWord
+from forebay.protocol.constants import PAGE_WRITE_WORDS, SLOT_WORDS, SlotRecord
 
 READS_HOST = False
 _MOST_AGE = 31
@@ -53,7 +53,7 @@ def clear_slots(received: Received, table: torch.Tensor, slots: int) -> None:
     """See `interface.Sparse`."""
     width = table.shape[1]
     new, there = records(received, "slots", SLOT_WORDS)
-    slot = new[:, SlotWord.SLOT]
+    slot = new[:, SlotRecord.SLOT]
     there = there & (slot >= 0) & (slot < slots)
     cells = (slot[:, None] * width + torch.arange(width, device=slot.device)).view(-1)
     scatter(table, cells, torch.full_like(cells, -1), there[:, None].expand(-1, width).reshape(-1))

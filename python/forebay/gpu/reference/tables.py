@@ -18,7 +18,14 @@ from forebay.gpu.tables import (
     Tables,
     column_id,
 )
-from forebay.protocol.plan import FLAG_SAMPLE, PAGE_WRITE_WORDS, ROW_WORDS, SLOT_FLOATS, SLOT_WORDS, SlotWord
+from forebay.protocol.constants import (
+    FLAG_SAMPLE,
+    PAGE_WRITE_WORDS,
+    ROW_WORDS,
+    SLOT_FLOATS_WORDS,
+    SLOT_WORDS,
+    SlotRecord,
+)
 
 
 def write_table(
@@ -37,14 +44,14 @@ def write_table(
 def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> None:
     """See `interface.Plans`."""
     new, there = records(received, "slots", SLOT_WORDS)
-    floats, _ = records(received, "slot_floats", SLOT_FLOATS)
+    floats, _ = records(received, "slot_floats", SLOT_FLOATS_WORDS)
     floats = floats[: len(new)]
     stride = tables.token_pool.shape[1]
-    slot, length = new[:, SlotWord.SLOT], new[:, SlotWord.TOKEN_COUNT]
+    slot, length = new[:, SlotRecord.SLOT], new[:, SlotRecord.TOKEN_COUNT]
     fine = (slot >= 0) & (slot < tables.null_slot) & (length >= 0) & (length <= stride)
     tell(errors, there & ~fine, ERROR_RANGE)
     fine &= there
-    arena = new[:, SlotWord.ARENA_OFFSET] >= 0
+    arena = new[:, SlotRecord.ARENA_OFFSET] >= 0
     inline, _ = records(received, "tokens", 1)
     for source, mine in ((inline[:, 0], ~arena), (received.arena_tokens.long(), arena)):
         behind = length.masked_fill(~(there & mine), 0).cumsum(0)
@@ -56,10 +63,10 @@ def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> Non
         scatter(tables.token_pool, cell, source, wanted & fine.index_select(0, record))
     columns = torch.arange(SLOT_WORDS, device=slot.device)
     scatter(tables.words, (slot[:, None] * SLOT_WORDS + columns).view(-1), new.view(-1), _wide(fine, SLOT_WORDS))
-    columns = columns[:SLOT_FLOATS]
+    columns = columns[:SLOT_FLOATS_WORDS]
     bits = floats.int().view(-1)
-    cells = (slot[: len(floats), None] * SLOT_FLOATS + columns).view(-1)
-    scatter(tables.floats.view(torch.int32), cells, bits, _wide(fine[: len(floats)], SLOT_FLOATS))
+    cells = (slot[: len(floats), None] * SLOT_FLOATS_WORDS + columns).view(-1)
+    scatter(tables.floats.view(torch.int32), cells, bits, _wide(fine[: len(floats)], SLOT_FLOATS_WORDS))
 
 
 def prepare(

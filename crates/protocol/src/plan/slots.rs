@@ -1,0 +1,363 @@
+//! The parameters of a request's slot, which are all that the device knows of the request.
+
+use std::sync::Arc;
+
+use bytemuck::cast_slice;
+
+use super::{StepPlan, take};
+use crate::columns::record;
+use crate::frame::FrameError;
+
+/// The sampling parameters of a slot. They are in the device's slot table, and are replaced
+/// together when a slot is written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplingParams {
+    /// The temperature; 0 is greedy.
+    pub temperature: f32,
+    /// The share of probability that is kept (nucleus sampling); 1 is off.
+    pub top_p: f32,
+    /// The number of candidates; 0 is off.
+    pub top_k: i32,
+    /// The share of the largest probability below which tokens are dropped; 0 is off.
+    pub min_p: f32,
+    /// A number that divides positive logits of seen tokens, and multiplies negative ones; 1 is off
+    /// (Keskar et al. 2019).
+    pub repetition_penalty: f32,
+    /// A number that is subtracted once from the logit of each generated token.
+    pub presence_penalty: f32,
+    /// A number that is subtracted from the logit of each generated token, for each occurrence.
+    pub frequency_penalty: f32,
+    /// The seed. Together with the position it is the only source of randomness.
+    pub seed: u64,
+    /// The number of generated tokens before a stop id may be sampled.
+    pub min_tokens: u32,
+    /// The number of most likely tokens in the log-probabilities, beside the sampled token; `None`:
+    /// no log-probabilities.
+    pub logprobs: Option<u8>,
+    /// Numbers that are added to the logits, by token id. The choices of a client's request share
+    /// them.
+    pub logit_bias: Arc<[(i32, f32)]>,
+    /// The only ids that can be sampled, ascending, at least one; `None`: all. The choices of a
+    /// client's request share them.
+    pub allowed: Option<Arc<[i32]>>,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+            min_tokens: 0,
+            logprobs: None,
+            logit_bias: Arc::default(),
+            allowed: None,
+        }
+    }
+}
+
+/// The parameters of a prompt for a vector, in place of sampling parameters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Pooling {
+    /// The position at which the second text of a pair begins; 0: the prompt is one text.
+    pub segment: u32,
+}
+
+/// The facts about a request for the device, beside its tokens. They are written with its slot. A
+/// new kind of parameter is a field here and a column of the plan.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct SlotSpec {
+    /// The sampling parameters. `seed` is always set, at random if the client gave none.
+    pub sampling: SamplingParams,
+    /// Token ids that end the request: end-of-sequence (unless ignored) and the client's
+    /// `stop_token_ids`; ascending, each once.
+    pub stop_ids: Arc<[i32]>,
+    /// The parameters of a prompt for one vector, without generation; `None`: tokens are generated.
+    /// Only for models that pool.
+    pub pooling: Option<Pooling>,
+    /// The byte offset in the arena of embeddings in place of the prompt's tokens, one row of
+    /// `hidden_size` elements each. The blocks of such a prompt have no names and are not shared,
+    /// because its tokens do not determine their content.
+    pub embeds: Option<u32>,
+}
+
+impl SlotSpec {
+    /// The stop ids that the hand suppresses.
+    #[must_use]
+    pub fn suppressed(&self) -> &[i32] {
+        if self.sampling.min_tokens == 0 { &[] } else { &self.stop_ids }
+    }
+}
+
+/// A slot to overwrite: its tokens and its parameters.
+#[derive(Debug, Clone, Copy)]
+pub struct NewSlot<'a> {
+    /// Row of the device tables.
+    pub slot: u32,
+    /// The prompt. A replayed or preempted request also has its generated tokens.
+    pub tokens: &'a [i32],
+    /// The number of tokens of the prompt.
+    pub prompt_len: u32,
+    /// The parameters.
+    pub spec: &'a SlotSpec,
+}
+
+impl NewSlot<'_> {
+    /// Words that [`StepPlan::write_slot`] adds to a plan.
+    #[must_use]
+    pub fn words(&self) -> usize {
+        let spec = self.spec;
+        let allowed = spec.sampling.allowed.as_deref();
+        let lists = spec.suppressed().len()
+            + 2 * spec.sampling.logit_bias.len()
+            + allowed.map_or(0, <[i32]>::len);
+        let values = [spec.pooling.is_some(), spec.embeds.is_some(), allowed.is_some()];
+        let values = values.into_iter().filter(|&there| there).count();
+        let records = SlotRecord::WORDS + SlotFloats::WORDS + SlotValue::WORDS * values;
+        records + self.tokens.len() + lists
+    }
+}
+
+/// A new slot in a plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SlotWrite<'a> {
+    /// Row of the device tables.
+    pub slot: u32,
+    /// The tokens of the slot; empty if they are in the arena.
+    pub tokens: &'a [i32],
+    /// The number of tokens, in the plan or in the arena.
+    pub token_count: u32,
+    /// The byte offset of the tokens in the arena; `None`: they are in the plan.
+    pub arena_offset: Option<u32>,
+    /// The number of tokens of the prompt.
+    pub prompt_len: u32,
+    /// The parameters, as far as a hand needs them: `stop_ids` are those of
+    /// [`SlotSpec::suppressed`], and `pooling` is there for pairs.
+    pub spec: SlotSpec,
+}
+
+record! {
+    /// A new slot.
+    pub(crate) struct SlotRecord {
+        slot: u32,
+        token_count: i32,
+        prompt_len: u32,
+        top_k: i32,
+        seed_lo: u32,
+        seed_hi: u32,
+        min_total: u32,
+        logprobs: i32,
+        stop_count: i32,
+        bias_count: i32,
+        arena_offset: i32,
+    }
+}
+
+record! {
+    /// Sampling parameters of a new slot that are floats.
+    pub(crate) struct SlotFloats {
+        temperature: f32,
+        top_p: f32,
+        min_p: f32,
+        repetition_penalty: f32,
+        presence_penalty: f32,
+        frequency_penalty: f32,
+    }
+}
+
+record! {
+    /// A parameter that only some of the new slots have.
+    pub(crate) struct SlotValue {
+        slot: u32,
+        value: i32,
+    }
+}
+
+impl SlotRecord {
+    /// Tokens in the plan itself.
+    fn inline(self) -> usize {
+        if self.arena_offset < 0 { self.token_count as usize } else { 0 }
+    }
+}
+
+impl SlotValue {
+    fn new(slot: u32, value: u32) -> Self {
+        Self { slot, value: value.cast_signed() }
+    }
+
+    /// The value of `slot` in a column of values, which come in the order of the new slots.
+    fn take(rest: &mut &[Self], slot: u32) -> Option<u32> {
+        let (first, tail) = rest.split_first()?;
+        (first.slot == slot).then(|| {
+            *rest = tail;
+            first.value.cast_unsigned()
+        })
+    }
+
+    /// True if each value is of another one of the new slots, in their order, and at least `least`.
+    fn agree(values: &[Self], slots: &[SlotRecord], least: i32) -> bool {
+        let mut slots = slots.iter();
+        values.iter().all(|value| {
+            value.value >= least && slots.any(|record| record.slot == value.slot)
+        })
+    }
+}
+
+impl StepPlan {
+    /// Overwrites a slot.
+    pub fn write_slot(&mut self, new: &NewSlot<'_>) {
+        let NewSlot { slot, tokens, prompt_len, spec } = *new;
+        let params = &spec.sampling;
+        self.slots.push(SlotRecord {
+            slot,
+            token_count: tokens.len() as i32,
+            prompt_len,
+            top_k: params.top_k,
+            seed_lo: params.seed as u32,
+            seed_hi: (params.seed >> 32) as u32,
+            min_total: prompt_len.saturating_add(params.min_tokens).min(i32::MAX as u32),
+            logprobs: params.logprobs.map_or(-1, i32::from),
+            stop_count: spec.suppressed().len() as i32,
+            bias_count: params.logit_bias.len() as i32,
+            arena_offset: -1,
+        });
+        self.slot_floats.push(SlotFloats {
+            temperature: params.temperature,
+            top_p: params.top_p,
+            min_p: params.min_p,
+            repetition_penalty: params.repetition_penalty,
+            presence_penalty: params.presence_penalty,
+            frequency_penalty: params.frequency_penalty,
+        });
+        self.tokens.extend_from_slice(tokens);
+        self.stop_ids.extend_from_slice(spec.suppressed());
+        for &(id, value) in params.logit_bias.iter() {
+            self.bias_ids.push(id);
+            self.bias_values.push(value);
+        }
+        if let Some(pooling) = spec.pooling.filter(|pooling| pooling.segment > 0) {
+            self.segments.push(SlotValue::new(slot, pooling.segment));
+        }
+        if let Some(offset) = spec.embeds {
+            self.embeds.push(SlotValue::new(slot, offset));
+        }
+        if let Some(ids) = &params.allowed {
+            self.allowed_counts.push(SlotValue::new(slot, ids.len() as u32));
+            self.allowed_ids.extend_from_slice(ids);
+        }
+    }
+
+    /// True if the plan overwrites a slot.
+    #[must_use]
+    pub fn writes_slots(&self) -> bool {
+        !self.slots.is_empty()
+    }
+
+    /// The slots that the plan overwrites.
+    pub fn new_slots(&self) -> impl Iterator<Item = SlotWrite<'_>> + '_ {
+        let (mut tokens, mut stop_ids) = (self.tokens.as_slice(), self.stop_ids.as_slice());
+        let (mut bias_ids, mut bias_values) = (&self.bias_ids[..], &self.bias_values[..]);
+        let (mut segments, mut embeds) = (&self.segments[..], &self.embeds[..]);
+        let (mut counts, mut allowed) = (&self.allowed_counts[..], &self.allowed_ids[..]);
+        self.slots.iter().zip(&self.slot_floats).map(move |(record, floats)| {
+            let (slot, biases) = (record.slot, record.bias_count as usize);
+            let ids = take(&mut bias_ids, biases).iter().copied();
+            let biases = ids.zip(take(&mut bias_values, biases).iter().copied());
+            let sampling = SamplingParams {
+                temperature: floats.temperature,
+                top_p: floats.top_p,
+                top_k: record.top_k,
+                min_p: floats.min_p,
+                repetition_penalty: floats.repetition_penalty,
+                presence_penalty: floats.presence_penalty,
+                frequency_penalty: floats.frequency_penalty,
+                seed: u64::from(record.seed_lo) | u64::from(record.seed_hi) << 32,
+                min_tokens: record.min_total.saturating_sub(record.prompt_len),
+                logprobs: u8::try_from(record.logprobs).ok(),
+                logit_bias: if record.bias_count > 0 { biases.collect() } else { Arc::default() },
+                allowed: SlotValue::take(&mut counts, slot)
+                    .map(|count| take(&mut allowed, count as usize).into()),
+            };
+            let stop_ids = take(&mut stop_ids, record.stop_count as usize);
+            SlotWrite {
+                slot,
+                tokens: take(&mut tokens, record.inline()),
+                token_count: record.token_count.cast_unsigned(),
+                arena_offset: u32::try_from(record.arena_offset).ok(),
+                prompt_len: record.prompt_len,
+                spec: SlotSpec {
+                    sampling,
+                    stop_ids: if stop_ids.is_empty() { Arc::default() } else { stop_ids.into() },
+                    pooling: SlotValue::take(&mut segments, slot)
+                        .map(|segment| Pooling { segment }),
+                    embeds: SlotValue::take(&mut embeds, slot),
+                },
+            }
+        })
+    }
+
+    /// Encodes the plan without the tokens of new slots that have at least `min_tokens` of them.
+    /// `place` gets these tokens and gives their byte offset in the arena. With `None`, because the
+    /// arena is full, they stay in the plan.
+    ///
+    /// # Errors
+    /// The frame would be too large for a reader.
+    pub fn encode_spilling(
+        &self,
+        out: &mut Vec<u8>,
+        min_tokens: usize,
+        mut place: impl FnMut(&[i32]) -> Option<u32>,
+    ) -> Result<(), FrameError> {
+        if self.tokens.len() < min_tokens {
+            return self.encode(out);
+        }
+        let (mut slots, mut left) = (self.slots.clone(), Vec::new());
+        let mut rest = self.tokens.as_slice();
+        for record in &mut slots {
+            let own = take(&mut rest, record.inline());
+            let placed = if own.len() >= min_tokens { place(own) } else { None };
+            match placed {
+                Some(offset) => record.arena_offset = offset.cast_signed(),
+                None => left.extend_from_slice(own),
+            }
+        }
+        let mut columns = self.columns();
+        for (spec, column) in Self::COLUMNS.iter().zip(&mut columns) {
+            match spec.name {
+                "slots" => *column = cast_slice(&slots),
+                "tokens" => *column = &left,
+                _ => {}
+            }
+        }
+        Self::encode_columns(self.step, columns, out)
+    }
+
+    /// True if the columns beside the slots have what the slots count, and values of no others.
+    pub(super) fn slots_agree(&self) -> Result<bool, FrameError> {
+        let (mut inline, mut stops, mut biases) = (0_u64, 0_u64, 0_u64);
+        for record in &self.slots {
+            let own = [record.token_count, record.stop_count, record.bias_count].map(u64::try_from);
+            let [Ok(_), Ok(stop_count), Ok(bias_count)] = own else {
+                return Err(FrameError::Malformed("negative count"));
+            };
+            inline += record.inline() as u64;
+            stops += stop_count;
+            biases += bias_count;
+        }
+        let values =
+            [(&self.segments, 0), (&self.embeds, 0), (&self.allowed_counts, 1)];
+        let allowed: i64 = self.allowed_counts.iter().map(|count| i64::from(count.value)).sum();
+        Ok(self.slot_floats.len() == self.slots.len()
+            && self.tokens.len() as u64 == inline
+            && self.stop_ids.len() as u64 == stops
+            && self.bias_ids.len() as u64 == biases
+            && self.bias_values.len() == self.bias_ids.len()
+            && values.iter().all(|&(values, least)| SlotValue::agree(values, &self.slots, least))
+            && self.allowed_ids.len() as i64 == allowed)
+    }
+}
