@@ -19,7 +19,8 @@ ALLOWED: dict[str, set[str]] = {
     "kvcache": set(),
     "scheduler": {"protocol", "kvcache"},
     "engine": {"protocol", "scheduler"},
-    "hand": {"engine", "protocol"},
+    "machine": set(),
+    "hand": {"engine", "machine", "protocol"},
     "outpost": {"engine", "hand", "protocol"},
     "sim": {"engine", "protocol"},
     "text": set(),
@@ -39,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"text"},
     "capacity": {"balance", "bench", "protocol", "scheduler", "sim"},
     "weights": set(),
-    "cpuhand": {"protocol", "kernels", "weights"},
+    "cpuhand": {"machine", "protocol", "kernels", "weights"},
 }
 # The binary joins everything.
 ALLOWED["forebay"] = set(ALLOWED) - {"kernels"}
