@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,15 @@ class Server:
         environment: Mapping[str, str] | None = None,
         command: str = "serve",
         port: int | None = None,
+        through: Sequence[str] = (),
     ) -> None:
+        """`through`: a command that runs the server's own command."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [BINARY, command, *arguments, "--port", str(self.port)],
+                [*through, BINARY, command, *arguments, "--port", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

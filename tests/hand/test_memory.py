@@ -1,8 +1,11 @@
 """Memory for what steps read."""
 
+import os
+
 import pytest
 import torch
 
+from forebay.device.cpu import AVAILABLE, host_available
 from forebay.device.memory import HugePages, fresh
 
 
@@ -26,3 +29,18 @@ def test_an_arena_does_not_give_what_it_was_not_asked_for() -> None:
     with pytest.raises(ValueError, match="no room for 68 bytes: 64 are left"):
         arena.take((17,), torch.float32)
     assert fresh(0).nbytes == 0
+
+
+def test_a_hand_takes_what_its_starter_says_less_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AVAILABLE, str(64 << 30))
+    before = host_available()
+    assert 0 < before < 64 << 30
+    taken = torch.ones(64 << 20, dtype=torch.uint8)
+    assert host_available() <= before - (taken.nbytes - (8 << 20))
+    monkeypatch.setenv(AVAILABLE, "1000")
+    assert host_available() == 0
+
+
+def test_alone_it_takes_what_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AVAILABLE, raising=False)
+    assert 0 < host_available() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -14,7 +14,6 @@ mod encoder;
 mod exponential;
 mod kept;
 mod load;
-mod machine;
 mod pooled;
 mod process;
 mod prompts;

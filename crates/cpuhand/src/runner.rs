@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use forebay_kernels::{
     Decoder, Dtype, ExpertSizes, Room, Shared, Sizes, Threads, Unfit, Wanted, limit,
 };
+use forebay_machine::Machine;
 use forebay_protocol::{HandConfig, Ready, StepPlan, StepResult};
 use forebay_weights::{Checkpoint, Experts, ModelError, Routing, Shape, TorchNumber, is_bert};
 use serde_json::Value;
@@ -19,7 +20,6 @@ use crate::connection::ConnectionError;
 use crate::encoder::EncoderRunner;
 use crate::kept::{Kept, files};
 use crate::load::{Formats, Plan, Source, assemble, load};
-use crate::machine::{available_bytes, physical_cores};
 use crate::pooled::Pooler;
 use crate::prompts::slice_bytes;
 use crate::serves::{Asked, serves};
@@ -118,14 +118,16 @@ impl Runner {
         limit_kernels(kernels.as_deref())?;
         check(config)?;
         let pooling = asked.pooling;
-        let members = config.threads.map_or_else(physical_cores, |threads| threads as usize);
+        let machine = Machine::here();
+        let of_machine = || machine.processors().threads();
+        let members = config.threads.map_or_else(of_machine, |threads| threads as usize);
         let threads = Arc::new(Threads::new(members)?);
         if is_bert(asked.config) {
             return EncoderRunner::load(config, asked.config, arena, &threads, report);
         }
         let shape = Shape { headless: pooling.is_some(), ..Shape::of(asked.config)? };
         let (number, dtype, told) = numbers(&config.dtype)?;
-        let available = available_bytes();
+        let available = machine.memory().available.unwrap_or(0);
         let mut kept = Kept::open(config);
         let mut checkpoint = None;
         let formats = formats(config, &shape, kept.as_ref(), &mut checkpoint)?;

@@ -21,6 +21,9 @@ pub enum Signal {
     TimedOut,
     /// The whole rank group has ended; one line has the reason. Plans in flight get no result.
     Died(String),
+    /// The whole rank group has ended, because the kernel killed a rank when memory ran out. A
+    /// group with fewer pages may live longer.
+    OutOfMemory(String),
 }
 
 /// Ends the current or the next [`Executor::wait`], from any thread. It is cheap if a wake-up is
@@ -35,11 +38,15 @@ pub trait Wake: Send + Sync {
 /// The ranks of a replica compute one plan together. Those of a step group have one each, and a
 /// step is all of them.
 ///
-/// At most two steps are in flight. After [`Signal::Died`] only [`start`](Self::start) and
-/// [`stop`](Self::stop) may be called.
+/// At most two steps are in flight. After [`Signal::Died`] and [`Signal::OutOfMemory`] only
+/// [`limit_pages`](Self::limit_pages), [`start`](Self::start) and [`stop`](Self::stop) may be
+/// called.
 pub trait Executor: Send {
     /// Begins to start the group; returns at once. [`Signal::Ready`] or [`Signal::Died`] follows.
     fn start(&mut self);
+    /// Has the next group take so many pages in each tier, which is fewer than the last one took.
+    /// A group whose pages are not in the host's memory keeps their number.
+    fn limit_pages(&mut self, _pages: u32, _host_pages: u32) {}
     /// Gives the plans of a step to the group, one for each member of the engine, which have its
     /// number; returns at once. The next wait reports a failure as [`Signal::Died`].
     fn submit(&mut self, plans: &[StepPlan]);

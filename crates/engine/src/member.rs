@@ -21,6 +21,7 @@ use crate::handle::{EngineHandle, Order, Shared, positions};
 use crate::journal::{Notes, StepNote, What};
 pub(crate) use crate::member::carrying::{Carried, Carrying};
 pub(crate) use crate::member::constrained::{Constrained, helpers};
+pub(crate) use crate::member::hand::{Cause, Pool};
 use crate::member::pictures::Pictures;
 pub use crate::member::queue::MOST_VIEWS;
 use crate::payload::Held;

@@ -29,6 +29,8 @@ pub(crate) struct Owner {
     /// The hand takes plans.
     up: bool,
     recovery: Recovery,
+    /// The number of times that the hand got fewer pages because memory had run out.
+    shrunk: u32,
     restart_at: Option<u64>,
     /// The last time at which the hand showed life while it was starting.
     loading_us: Option<u64>,
@@ -62,6 +64,7 @@ impl Owner {
             members,
             up: false,
             recovery,
+            shrunk: 0,
             restart_at: None,
             loading_us: None,
             over: false,
@@ -90,6 +93,7 @@ impl Owner {
                 Signal::Progress(stage) => self.loading(stage),
                 Signal::Ready(facts) => self.ready(facts),
                 Signal::Died(reason) => self.died(&reason),
+                Signal::OutOfMemory(reason) => self.out_of_memory(&reason),
             }
         }
         self.executor.stop();

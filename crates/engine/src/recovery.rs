@@ -63,9 +63,7 @@ impl Recovery {
             return Verdict::RestartAt(now_us);
         }
         if !self.ever_ready || self.failures > self.limit {
-            let wait = (LONG_BACKOFF_US << self.given_up.min(4)).min(LONGEST_BACKOFF_US);
-            self.given_up += 1;
-            return Verdict::GiveUp { again_at: now_us + wait };
+            return self.give_up(now_us);
         }
         self.failures += 1;
         // The first restart after a success is immediate.
@@ -74,6 +72,14 @@ impl Recovery {
             n => FIRST_BACKOFF_US << (n - 2).min(6),
         };
         Verdict::RestartAt(now_us + backoff)
+    }
+
+    /// The hand died, and would die again.
+    pub(crate) fn give_up(&mut self, now_us: u64) -> Verdict {
+        self.ready_since = None;
+        let wait = (LONG_BACKOFF_US << self.given_up.min(4)).min(LONGEST_BACKOFF_US);
+        self.given_up += 1;
+        Verdict::GiveUp { again_at: now_us + wait }
     }
 }
 

@@ -282,6 +282,8 @@ pub struct HandStats {
     /// The number of deaths of the hand.
     #[serde(rename = "hand_deaths")]
     pub deaths: u64,
+    /// The number of these deaths that were kills by the kernel, because memory had run out.
+    pub memory_kills: u64,
     /// The number of requests that were replayed after a death.
     pub replayed: u64,
     /// Microseconds that requests waited for their blocks to come back from the host tier.

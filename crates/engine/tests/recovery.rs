@@ -317,3 +317,65 @@ fn what_no_plan_can_carry_is_refused_at_the_door() {
     assert_eq!(param, "logit_bias");
     assert!(words > limit && limit < 1 << 26);
 }
+
+/// Submits so many requests of the largest length, and lets memory run out in hands with more than
+/// `enough` pages.
+fn starved(rig: &Rig, enough: u32, count: u64) -> HashMap<u64, (usize, FinishReason)> {
+    rig.control.starve(enough);
+    let room = rig.handle.facts().expect("ready").context_length;
+    for id in 0..count {
+        rig.handle.submit(request(id, vec![1, 2], room - 2)).expect("room");
+    }
+    rig.follow(count as usize)
+}
+
+#[test]
+fn a_hand_without_memory_comes_back_with_fewer_pages_and_nobody_is_blamed() {
+    let rig = Rig::start(config());
+    for (tokens, finish) in starved(&rig, 300, 6).into_values() {
+        assert_eq!((tokens, finish), (398, FinishReason::Length));
+    }
+    rig.settled(|status| *status == Status::Ready);
+    let stats = rig.handle.stats();
+    assert_eq!((stats.hand.deaths, stats.hand.memory_kills), (2, 2), "500, 375, 281 pages");
+    let pages = stats.scheduler;
+    assert_eq!(pages.pages_free + pages.pages_cached + pages.pages_held, 281);
+    let facts = rig.handle.facts().expect("ready");
+    assert_eq!((facts.hand.page_count, facts.context_length), (281, 400));
+}
+
+#[test]
+fn a_hand_that_can_not_do_with_less_says_so_and_ends() {
+    let rig = Rig::start(config());
+    let reason = "memory ran out; it can't do with fewer than 100 KV pages, because a request may \
+        have 400 tokens: give it more memory, or lower --context-length";
+    for (_, finish) in starved(&rig, 99, 3).into_values() {
+        assert_eq!(finish, failed(reason));
+    }
+    rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
+    assert_eq!(rig.handle.status(), Status::Failed(reason.into()));
+    assert_eq!(rig.handle.stats().hand.memory_kills, 7, "375, 281, 210, 157, 117, 100 pages");
+}
+
+#[test]
+fn a_hand_comes_back_with_less_a_few_times_only() {
+    let rig = Rig::start(EngineConfig { context_length: 8, ..config() });
+    let reason = "memory ran out; memory has run out 7 times, the last time with 87 KV pages: give \
+        it more memory, or lower --max-total-tokens";
+    for (_, finish) in starved(&rig, 0, 3).into_values() {
+        assert_eq!(finish, failed(reason));
+    }
+    rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
+}
+
+#[test]
+fn what_memory_does_between_other_deaths_is_no_failed_start() {
+    let rig = Rig::start(EngineConfig { restart_limit: 0, ..config() });
+    assert_eq!(starved(&rig, 400, 1)[&0].1, FinishReason::Length);
+    rig.control.hold();
+    rig.handle.submit(request(7, vec![3, 4], 50)).expect("room");
+    rig.control.kill();
+    assert_eq!(rig.follow(1)[&7], (50, FinishReason::Length));
+    let stats = rig.handle.stats().hand;
+    assert_eq!((stats.deaths, stats.memory_kills), (2, 1));
+}

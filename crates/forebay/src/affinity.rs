@@ -1,11 +1,10 @@
 //! The processors that the brain and the hands run on.
 
-use std::collections::BTreeSet;
-use std::path::Path;
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use forebay_machine::{Processors, cpu_list};
+use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::Serialize;
 
 /// The value of `--cpu-affinity`, in the notation of vLLM's and SGLang's CPU backends. It is lists
@@ -54,31 +53,19 @@ impl FromStr for AffinityFlag {
     }
 }
 
-/// `0-3,8` is 0, 1, 2, 3 and 8.
-fn cpu_list(text: &str) -> Result<Vec<usize>, String> {
-    let wrong = || format!("`{text}` is not a list of processors such as 0-3,8");
-    let number = |text: &str| text.trim().parse::<usize>().map_err(|_| wrong());
-    let mut cpus = BTreeSet::new();
-    for part in text.split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last) = (number(first)?, number(last)?);
-        if first > last || last >= CpuSet::MAX_CPU {
-            return Err(wrong());
-        }
-        cpus.extend(first..=last);
-    }
-    Ok(cpus.into_iter().collect())
-}
-
 impl AffinityFlag {
     /// The processors of each of the `ranks` hands of `replicas` replicas.
-    pub(crate) fn resolve(&self, replicas: u32, ranks: u32) -> Result<Affinity> {
+    pub(crate) fn resolve(
+        &self,
+        processors: &Processors,
+        replicas: u32,
+        ranks: u32,
+    ) -> Result<Affinity> {
         let (of_each, ranks) = (replicas as usize, ranks as usize);
         let count = of_each * ranks;
-        let allowed = allowed()?;
+        let cores = &processors.cores;
         match self {
             Self::Auto => {
-                let cores = cores(&allowed);
                 let each = cores.len() / count;
                 ensure!(each > 0, "--cpu-affinity auto: {} cores for {count} hands", cores.len());
                 let hands = cores.chunks(each).take(count).map(<[_]>::concat).collect();
@@ -97,8 +84,9 @@ impl AffinityFlag {
                 for given in spread(replicas, of_each, "replicas")? {
                     hands.extend(spread(&given, ranks, "ranks")?);
                 }
-                let all = || brain.iter().chain(hands.iter().flatten());
-                if let Some(cpu) = all().find(|cpu| !allowed.contains(cpu)) {
+                let mut all = brain.iter().chain(hands.iter().flatten());
+                let own: Vec<&usize> = cores.iter().flatten().collect();
+                if let Some(cpu) = all.find(|cpu| !own.contains(cpu)) {
                     bail!("--cpu-affinity: the process may not run on processor {cpu}");
                 }
                 Ok(Affinity { brain: brain.clone(), hands })
@@ -115,53 +103,45 @@ pub(crate) fn pin(cpus: &[usize]) -> Result<()> {
 }
 
 /// Compute threads of each of several hands without processors of their own: equal parts of the
-/// cores.
-pub(crate) fn threads_each(replicas: u32) -> Result<u32> {
-    let cores = u32::try_from(core_count()?).unwrap_or(u32::MAX);
-    Ok((cores / replicas).max(1))
+/// cores, as far as there is time on them.
+pub(crate) fn threads_each(processors: &Processors, hands: u32) -> u32 {
+    let threads = u32::try_from(processors.threads()).unwrap_or(u32::MAX);
+    (threads / hands).max(1)
 }
 
-/// Cores that this process may use.
-pub(crate) fn core_count() -> Result<usize> {
-    Ok(cores(&allowed()?).len())
-}
-
-fn allowed() -> Result<Vec<usize>> {
-    let set = sched_getaffinity(None).context("the processors of this process")?;
-    Ok((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect())
-}
-
-/// Processors by core: hardware threads of one core belong together.
-fn cores(cpus: &[usize]) -> Vec<Vec<usize>> {
-    let siblings = |cpu: usize| {
-        let file = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
-        let text = std::fs::read_to_string(Path::new(&file)).ok()?;
-        cpu_list(text.trim()).ok()
-    };
-    let mut cores: Vec<Vec<usize>> = Vec::new();
-    let mut seen: BTreeSet<usize> = BTreeSet::new();
-    for &cpu in cpus {
-        if seen.contains(&cpu) {
-            continue;
-        }
-        let of_core = siblings(cpu).unwrap_or_else(|| vec![cpu]);
-        let core: Vec<usize> = of_core.into_iter().filter(|other| cpus.contains(other)).collect();
-        seen.extend(&core);
-        cores.push(core);
+impl Affinity {
+    /// Compute threads of each hand, where there is less time than the hands have cores. `None`:
+    /// each hand computes on all of its cores.
+    pub(crate) fn threads(&self, processors: &Processors) -> Option<u32> {
+        let cores = |cpus: &Vec<usize>| {
+            let own = processors.cores.iter();
+            own.filter(|core| core.iter().any(|cpu| cpus.contains(cpu))).count()
+        };
+        let counts: Vec<usize> = self.hands.iter().map(cores).collect();
+        let (all, least) = (counts.iter().sum::<usize>(), counts.iter().min()?);
+        let each = threads_each(processors, u32::try_from(counts.len()).ok()?);
+        let paid = processors.quota.is_some_and(|quota| quota.ceil() < all as f64);
+        paid.then(|| each.min(u32::try_from(*least).unwrap_or(u32::MAX)).max(1))
     }
-    cores
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn parse(text: &str) -> Result<AffinityFlag, String> {
         text.parse()
     }
 
+    /// Four cores with two hardware threads each.
+    fn processors(quota: Option<f64>) -> Processors {
+        Processors { cores: (0..4).map(|core| vec![core, core + 4]).collect(), quota }
+    }
+
     #[test]
-    fn lists_are_read_as_taskset_reads_them() {
+    fn lists_are_those_of_replicas_and_ranks() {
         let lists = |brain: &[usize], hands: &[&[usize]]| {
             let replicas = hands.iter().map(|list| vec![list.to_vec()]).collect();
             Ok(AffinityFlag::Lists { brain: brain.to_vec(), replicas })
@@ -179,27 +159,42 @@ mod tests {
 
     #[test]
     fn every_hand_gets_a_list() {
-        let all = allowed().expect("processors");
-        let first = all[0];
-        let one = parse(&first.to_string()).expect("a list");
-        assert_eq!(one.resolve(3, 1).expect("fits").hands, vec![vec![first]; 3]);
-        let two = parse(&format!("{first}|{first}")).expect("lists");
-        assert!(two.resolve(2, 1).is_ok() && two.resolve(3, 1).is_err());
-        assert_eq!(two.resolve(2, 2).expect("one list for the ranks of each").hands.len(), 4);
-        let ranks = parse(&format!("{first};{first}")).expect("lists");
-        assert!(ranks.resolve(1, 2).is_ok() && ranks.resolve(3, 2).is_ok());
-        assert!(ranks.resolve(1, 3).is_err());
-        let away = (0..CpuSet::MAX_CPU).find(|cpu| !all.contains(cpu)).expect("not all");
-        assert!(parse(&away.to_string()).expect("a list").resolve(1, 1).is_err());
+        let processors = processors(None);
+        let resolve = |text: &str, replicas, ranks| {
+            parse(text).expect("lists").resolve(&processors, replicas, ranks)
+        };
+        assert_eq!(resolve("1", 3, 1).expect("fits").hands, vec![vec![1]; 3]);
+        assert!(resolve("1|2", 2, 1).is_ok() && resolve("1|2", 3, 1).is_err());
+        assert_eq!(resolve("1|2", 2, 2).expect("one list for the ranks of each").hands.len(), 4);
+        assert!(resolve("1;2", 1, 2).is_ok() && resolve("1;2", 3, 2).is_ok());
+        assert!(resolve("1;2", 1, 3).is_err());
+        let error = resolve("8", 1, 1).expect_err("there is none").to_string();
+        assert!(error.ends_with("the process may not run on processor 8"), "{error}");
     }
 
     #[test]
     fn equal_parts_overlap_nowhere() {
-        let count = u32::try_from(cores(&allowed().expect("processors")).len()).expect("few");
-        let parts = AffinityFlag::Auto.resolve(1, count).expect("a core each").hands;
+        let processors = processors(None);
+        let parts = AffinityFlag::Auto.resolve(&processors, 1, 4).expect("a core each").hands;
         let cpus: Vec<usize> = parts.concat();
-        assert_eq!(cpus.iter().collect::<BTreeSet<_>>().len(), cpus.len());
-        assert!(AffinityFlag::Auto.resolve(count + 1, 1).is_err());
-        assert_eq!(threads_each(count).expect("cores"), 1);
+        assert_eq!(cpus.iter().collect::<BTreeSet<_>>().len(), 8);
+        assert_eq!(parts[1], [1, 5]);
+        assert!(AffinityFlag::Auto.resolve(&processors, 5, 1).is_err());
+    }
+
+    #[test]
+    fn hands_share_the_time_that_there_is() {
+        let each = |quota, hands| threads_each(&processors(quota), hands);
+        assert_eq!((each(None, 2), each(None, 4), each(None, 9)), (2, 1, 1));
+        assert_eq!((each(Some(3.0), 1), each(Some(3.0), 2), each(Some(0.5), 2)), (3, 1, 1));
+        let pinned = |quota| {
+            let processors = processors(quota);
+            let affinity = AffinityFlag::Auto.resolve(&processors, 2, 1).expect("fits");
+            affinity.threads(&processors)
+        };
+        assert_eq!(pinned(None), None, "each takes its cores");
+        assert_eq!(pinned(Some(4.0)), None);
+        assert_eq!((pinned(Some(2.0)), pinned(Some(0.5))), (Some(1), Some(1)));
+        assert_eq!(Affinity::default().threads(&processors(Some(0.5))), None);
     }
 }

@@ -7,6 +7,7 @@ use anyhow::{Result, bail};
 use forebay_api::GenerationDefaults;
 use forebay_engine::{EngineConfig, Namer, Policy};
 use forebay_hand::HandConfig;
+use forebay_machine::{Machine, Processors};
 use forebay_replicas::ReplicasConfig;
 use forebay_sim::Profile;
 use serde::Serialize;
@@ -173,6 +174,8 @@ impl Config {
                 "--context-length {context_length} is more than the model was made for ({longest})"
             );
         }
+        let machine = Machine::here();
+        let (memory, processors) = (machine.memory(), machine.processors());
         let arrangement = flags.replicas.arrangement()?;
         let Arrangement { replicas: dp_size, groups, ranks, expert_parallel } = arrangement;
         let hands = arrangement.hands();
@@ -211,13 +214,14 @@ impl Config {
             bail!("--load-watch-interval is for --load-balance-method shortest_queue");
         }
         let affinity = match &flags.replicas.cpu_affinity {
-            Some(flag) => flag.resolve(groups, ranks)?,
+            Some(flag) => flag.resolve(&processors, groups, ranks)?,
             None => Affinity::default(),
         };
         // Hands on other machines share none of this one.
         let undivided = affinity.hands.is_empty() && device != Device::Sim;
         let threads = match flags.run.threads {
-            None if hands > 1 && undivided && !apart => Some(threads_each(hands)?),
+            None if hands > 1 && undivided && !apart => Some(threads_each(&processors, hands)),
+            None if !apart => affinity.threads(&processors),
             given => given,
         };
         let running = schedule.max_running_requests;
@@ -296,15 +300,18 @@ impl Config {
             lookahead: schedule.lookahead,
             threads,
             http_threads: flags.http.http_threads,
-            max_request_bytes_in_flight: flags.limits.request_bytes(),
-            text_threads: flags.http.text_threads,
+            max_request_bytes_in_flight: flags.limits.request_bytes(&memory),
+            text_threads: flags.http.text_threads.unwrap_or_else(|| text_threads(&processors)),
             intake_threads: flags.http.intake_threads,
             inline_intake: flags.http.inline_intake,
             arena_bytes: flags.run.arena_bytes,
             tokenizer_backend: flags.text.tokenizer_backend,
             tokenizer_mode: flags.text.tokenizer_mode,
             text_cache_bytes: flags.text.text_cache_bytes,
-            egress_threads: flags.http.egress_threads.unwrap_or_else(egress_threads),
+            egress_threads: flags
+                .http
+                .egress_threads
+                .unwrap_or_else(|| egress_threads(&processors)),
             egress: flags.http.egress,
             stream_interval: flags.http.stream_interval,
             stream_flush_us: flags.http.stream_flush_us,
@@ -316,7 +323,7 @@ impl Config {
             grammar: !flags.grammar.no_grammar && model.pooling.is_none(),
             grammar_threads: flags.grammar.grammar_threads.get(),
             grammar_lenient: flags.grammar.grammar_lenient,
-            mask_threads: flags.grammar.helpers(),
+            mask_threads: flags.grammar.helpers(&processors),
             images: ImageConfig::resolve(&flags.images, model, !cuda && simulated.is_none())?,
             chat: None,
             pooling: model.pooling.clone(),
@@ -417,9 +424,13 @@ impl Config {
 }
 
 /// One thread writes more than 100 000 chunks a second, which is more than most devices make.
-fn egress_threads() -> u16 {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    u16::try_from(1 + cores / 16).unwrap_or(u16::MAX).min(8)
+fn egress_threads(processors: &Processors) -> u16 {
+    u16::try_from(1 + processors.threads() / 16).unwrap_or(u16::MAX).min(8)
+}
+
+/// The second thread serves short prompts while the first has a long one.
+fn text_threads(processors: &Processors) -> u16 {
+    if processors.threads() > 1 { 2 } else { 1 }
 }
 
 /// The flag, where the model goes with it. What only the hand can know (its kernels, a file's

@@ -161,9 +161,10 @@ pub(crate) struct HttpFlags {
     /// The first token and the end do not wait.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
     pub(crate) stream_flush_us: u64,
-    /// Threads that apply chat templates and tokenise.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub(crate) text_threads: u16,
+    /// Threads that apply chat templates and tokenise [default: 2, or 1 if the process has the time
+    /// of one processor].
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) text_threads: Option<u16>,
     /// Threads that parse large requests and put embeddings into the arena.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) intake_threads: u16,
@@ -255,7 +256,8 @@ pub(crate) struct RunFlags {
     /// operator [default: --max-running-requests].
     #[arg(long, visible_alias = "max-cudagraph-capture-size", value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) cuda_graph_max_bs: Option<u32>,
-    /// Threads of the model's arithmetic [default: the physical cores that it may use].
+    /// Threads of the model's arithmetic [default: one for each physical core that it
+    /// may use, and not more than its control group has processor time for].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) threads: Option<u32>,
     /// Seconds without a result after which the hand is taken for hung and respawned.

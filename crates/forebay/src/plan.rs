@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use forebay_capacity::{Memory, PlanArgs, RankMemory};
 use forebay_hand::{HandConfig, without_keys};
+use forebay_machine::Machine;
 use serde_json::Deserializer;
 
 use crate::config::{dtype, mem_fraction, own_blocks, slots};
@@ -36,8 +37,8 @@ struct MemoryFlags {
     /// The kind of device. A CPU's ranks share its memory.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     device: PlannedDevice,
-    /// The memory that is free on a rank's device before it loads, in GB (10^9 bytes). Without it
-    /// --max-total-tokens sets the pages.
+    /// The memory that is free on a rank's device before it loads, in GB (10^9 bytes) [default: for
+    /// a CPU what this process may use here. Otherwise --max-total-tokens sets the pages].
     #[arg(long, value_name = "GB", value_parser = gigabytes, conflicts_with = "trace")]
     device_memory: Option<u64>,
     /// The share of the device's free memory for weights and KV pages [default: 0.9 on CUDA, else
@@ -63,6 +64,14 @@ struct MemoryFlags {
     python: Option<PathBuf>,
 }
 
+impl MemoryFlags {
+    /// Bytes that are free on a rank's device; `None`: nobody knows.
+    fn free(&self) -> Option<u64> {
+        let here = || Machine::here().memory().available;
+        self.device_memory.or_else(|| (self.device == PlannedDevice::Cpu).then(here).flatten())
+    }
+}
+
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 enum PlannedDevice {
     #[default]
@@ -86,7 +95,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
     let source = Source { download_dir: flags.memory.download_dir.as_deref(), ..Source::default() };
     let model = fetch(&python, name, source, false, Hand::Auto)?;
     let config = hand(flags, &model, arrangement)?;
-    let free = flags.memory.device_memory.unwrap_or(0);
+    let free = flags.memory.free().unwrap_or(0);
     let memory = Memory {
         model: model.name.clone(),
         device: config.device.clone(),
@@ -108,7 +117,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
 /// The configuration of the ranks of a group, as far as memory follows from it.
 fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<HandConfig> {
     let PlanFlags { plan, memory, .. } = flags;
-    if memory.device_memory.is_none() && plan.max_total_tokens.is_none() {
+    if memory.free().is_none() && plan.max_total_tokens.is_none() {
         bail!("--model needs --device-memory, or --max-total-tokens for the pages");
     }
     let cuda = memory.device == PlannedDevice::Cuda;

@@ -114,9 +114,7 @@ impl HandExecutor {
     pub fn new(mut spec: HandSpec) -> std::io::Result<Self> {
         spec.config.world_size = u32::try_from(spec.ranks.len()).unwrap_or(u32::MAX);
         let wanted = spec.config.host_bytes.is_some() || spec.config.host_ratio.is_some();
-        // It is as long as the first hand makes it, and takes memory where somebody writes.
-        let memory = || memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC);
-        let host = if wanted { Some(memory()?) } else { None };
+        let host = if wanted { Some(host_memory()?) } else { None };
         Ok(Self {
             host,
             spec,
@@ -161,24 +159,35 @@ impl HandExecutor {
     /// Ends the whole group; `why` names the rank whose end caused it.
     fn group_died(&mut self, rank: usize, error: &StreamError) {
         let mut ranks: Vec<Rank> = self.ranks.drain(..).collect();
+        // A rank that the kernel killed takes others with it, and their errors may come first.
+        let starved = ranks.iter().position(|rank| rank.process.starved());
+        let rank = starved.unwrap_or(rank);
         let Rank { process, last_words, socket: _socket, .. } = ranks.swap_remove(rank);
         // None of them is waited for before all are ended.
         ranks.iter().for_each(|other| other.process.doom());
+        let mut out_of_memory = false;
         let reason = if let StreamError::Disagreement { .. } | StreamError::Pools(_) = error {
             // Nobody knows which of them is wrong.
             process.doom();
             error.to_string()
         } else {
-            let status = process.bury();
+            let exit = process.bury();
+            out_of_memory = exit.out_of_memory;
             let reason = last_words.unwrap_or_else(|| match error {
-                StreamError::Closed => status,
-                other => format!("{other}; {status}"),
+                StreamError::Closed => exit.text,
+                _ if out_of_memory => exit.text,
+                other => format!("{other}; {}", exit.text),
             });
             if ranks.is_empty() { reason } else { format!("rank {rank}: {reason}") }
         };
         drop(ranks);
         self.regions.clear();
-        self.signals.push_back(Signal::Died(reason));
+        // The pages of a GPU are no memory of the host, where fewer of them would leave more.
+        let pages_on_host = self.spec.config.device != "cuda" || self.host.is_some();
+        self.signals.push_back(match out_of_memory && pages_on_host {
+            true => Signal::OutOfMemory(reason),
+            false => Signal::Died(reason),
+        });
     }
 
     /// Reads and writes what rank `index` has ready.
@@ -384,6 +393,12 @@ impl HandExecutor {
     }
 }
 
+/// Memory for the host's tier. It is as long as the first hand makes it, and takes memory where
+/// somebody writes.
+fn host_memory() -> std::io::Result<OwnedFd> {
+    Ok(memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC)?)
+}
+
 /// Makes one result of those of ranks that compute the same, so that another answer from one means
 /// that their states differ. A step is as long as its longest rank, and has waited no longer than
 /// the one that waited least.
@@ -448,6 +463,21 @@ impl Executor for HandExecutor {
             }
         }
         debug!(ranks = self.ranks.len(), "hand spawned");
+    }
+
+    fn limit_pages(&mut self, pages: u32, host_pages: u32) {
+        let config = &mut self.spec.config;
+        if config.device != "cuda" {
+            config.max_total_tokens = Some(u64::from(pages) * u64::from(config.page_size));
+        }
+        if host_pages > 0 && config.host_pages != Some(host_pages) {
+            config.host_pages = Some(host_pages);
+            // The last one's memory is given back. Without a new one the hand keeps to a part of
+            // it.
+            if let Ok(memory) = host_memory() {
+                self.host = Some(memory);
+            }
+        }
     }
 
     fn submit(&mut self, plans: &[StepPlan]) {

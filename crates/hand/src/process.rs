@@ -1,13 +1,16 @@
 //! One rank's process: its start with a socket and an arena, and its end.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use command_fds::{CommandFdExt, FdMapping};
+use forebay_machine::Machine;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
     Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, set_parent_process_death_signal,
@@ -47,6 +50,56 @@ fn is_key(name: &str) -> bool {
     hub || own && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(has)
 }
 
+/// The end of a rank.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Exit {
+    /// A description.
+    pub text: String,
+    /// True if the kernel killed it because memory ran out.
+    pub out_of_memory: bool,
+}
+
+impl From<String> for Exit {
+    fn from(text: String) -> Self {
+        Self { text, out_of_memory: false }
+    }
+}
+
+impl From<&str> for Exit {
+    fn from(text: &str) -> Self {
+        text.to_owned().into()
+    }
+}
+
+/// The kernel's kills for lack of memory up to this one have been taken for the ends of hands.
+static EXPLAINED: AtomicU64 = AtomicU64::new(0);
+
+/// Takes one of the kills after the first `before` of `now` for the end of a hand, if one is left.
+fn explains(explained: &AtomicU64, before: u64, now: u64) -> bool {
+    let take = |earlier: u64| {
+        let earlier = earlier.max(before);
+        (now > earlier).then(|| earlier + 1)
+    };
+    explained.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
+}
+
+/// The variable with the bytes that a hand may allocate. The process that starts a hand knows its
+/// control groups, and the hand in Python asks nobody else.
+const AVAILABLE: &str = "FOREBAY_AVAILABLE_BYTES";
+/// The variable with the number of threads of OpenMP.
+const THREADS: &str = "OMP_NUM_THREADS";
+
+/// Tells a hand what it may use of this machine. A number of threads that somebody has set stays.
+fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
+    if let Some(bytes) = machine.memory().available {
+        command.env(AVAILABLE, bytes.to_string());
+    }
+    let is_set = command.get_envs().any(|(name, value)| name == THREADS && value.is_some());
+    if !is_set && std::env::var_os(THREADS).is_none() {
+        command.env(THREADS, OsString::from(machine.processors().threads_on(cpus).to_string()));
+    }
+}
+
 /// A spawned rank and its process group. To drop it kills the group.
 #[derive(Debug)]
 pub struct RankProcess {
@@ -55,6 +108,9 @@ pub struct RankProcess {
     pidfd: OwnedFd,
     /// True if the process did not end when it was killed.
     stuck: bool,
+    machine: Machine,
+    /// The kernel's kills for lack of memory before this process.
+    kills: Option<u64>,
 }
 
 impl RankProcess {
@@ -75,6 +131,9 @@ impl RankProcess {
         let log = Stdio::from(io::stderr().as_fd().try_clone_to_owned()?);
         command.stdin(Stdio::null()).stdout(log).process_group(0);
         without_keys(&mut command);
+        let machine = Machine::here();
+        limit(&mut command, &machine, cpus);
+        let kills = machine.memory_kills();
         let mut mappings = vec![
             FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
             FdMapping { parent_fd: arena.fd().try_clone_to_owned()?, child_fd: ARENA_FD },
@@ -103,7 +162,9 @@ impl RankProcess {
             .ok_or_else(|| io::Error::other("no process id"))
             .and_then(|pid| Ok((pid, pidfd_open(pid, PidfdFlags::empty())?)));
         match opened {
-            Ok((pid, pidfd)) => Ok((Self { child, pid, pidfd, stuck: false }, near)),
+            Ok((pid, pidfd)) => {
+                Ok((Self { child, pid, pidfd, stuck: false, machine, kills }, near))
+            }
             Err(error) => {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -122,14 +183,38 @@ impl RankProcess {
 
     /// Ends a rank whose connection broke. Gives a description of its end.
     #[must_use]
-    pub fn bury(mut self) -> String {
+    pub fn bury(mut self) -> Exit {
         let by_itself = self.ended_within(LAST_BREATH);
         let status = self.kill();
         match status {
-            Ok(status) if by_itself => describe(status),
+            Ok(status) if by_itself && status.signal() == Some(9) && self.is_explained() => {
+                let usable = self.machine.memory().usable();
+                let most = usable.map(|bytes| format!(" ({} MiB are all there is)", bytes >> 20));
+                let most = most.unwrap_or_default();
+                let text = format!("the kernel killed it because memory ran out{most}");
+                Exit { text, out_of_memory: true }
+            }
+            Ok(status) if by_itself => describe(status).into(),
             Ok(_) => "it closed its connection and had to be killed".into(),
-            Err(error) => format!("its exit status is unknown: {error}"),
+            Err(error) => format!("its exit status is unknown: {error}").into(),
         }
+    }
+
+    /// Kills for lack of memory at the start and now, of the same control group.
+    fn kills(&self) -> Option<(u64, u64)> {
+        self.kills.zip(self.machine.memory_kills())
+    }
+
+    /// True if a kill for lack of memory explains that it ended. Each explains one end.
+    fn is_explained(&self) -> bool {
+        self.kills().is_some_and(|(before, now)| explains(&EXPLAINED, before, now))
+    }
+
+    /// True if it has ended, at a time at which memory ran out. Others of its group then fail
+    /// because it is gone.
+    pub(crate) fn starved(&self) -> bool {
+        let ran_out = self.kills().is_some_and(|(before, now)| now > before);
+        ran_out && self.ended_within(LAST_BREATH)
     }
 
     /// Sends SIGKILL to the whole group, and waits for nothing.
@@ -163,7 +248,6 @@ impl Drop for RankProcess {
 
 fn describe(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
-        (Some(9), _) => "killed (signal 9; the kernel does that when memory runs out)".into(),
         (Some(signal), _) => format!("killed by signal {signal}"),
         (None, Some(code)) => format!("exit status {code}"),
         (None, None) => "ended".into(),
@@ -185,6 +269,75 @@ mod tests {
         command.envs(keys.map(|key| (key, "a key")));
         let arena = crate::Arena::new(0).expect("an arena");
         let (process, _socket) = RankProcess::spawn(command, &arena, None, &[]).expect("a shell");
-        assert_eq!(process.bury(), "exit status 0");
+        assert_eq!(process.bury(), "exit status 0".into());
+    }
+
+    /// A machine on which `kills` processes of the group have been killed.
+    fn write(root: &std::path::Path, kills: u32) {
+        let files = [
+            ("proc/meminfo", "MemTotal: 2048000 kB\nMemAvailable: 1024000 kB\n".to_owned()),
+            ("proc/self/cgroup", "0::/a\n".to_owned()),
+            ("sys/fs/cgroup/a/memory.max", "629145600\n".to_owned()),
+            ("sys/fs/cgroup/a/memory.current", "104857600\n".to_owned()),
+            ("sys/fs/cgroup/a/memory.events", format!("oom 9\noom_kill {kills}\n")),
+            ("sys/fs/cgroup/a/cpu.max", "50000 100000\n".to_owned()),
+        ];
+        for (name, text) in files {
+            let path = root.join(name);
+            std::fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            std::fs::write(path, text).expect("a file");
+        }
+    }
+
+    #[test]
+    fn a_kill_explains_the_end_of_one_hand() {
+        let explained = AtomicU64::new(0);
+        assert!(!explains(&explained, 2, 2));
+        assert!(explains(&explained, 2, 4) && explains(&explained, 2, 4), "two at a time");
+        assert!(!explains(&explained, 2, 4), "a third ended for another reason");
+        assert!(!explains(&explained, 4, 4) && explains(&explained, 4, 5));
+        assert!(explains(&explained, 9, 10), "other processes were killed in between");
+    }
+
+    #[test]
+    fn a_hand_is_told_what_it_may_use() {
+        let root = tempfile::tempdir().expect("a folder");
+        write(root.path(), 0);
+        let told = |mut command: Command| {
+            limit(&mut command, &Machine::at(root.path()), &[]);
+            let value = |name: &str| {
+                let mut all = command.get_envs();
+                all.find(|(other, _)| *other == name).and_then(|(_, value)| value?.to_str())
+            };
+            (value(AVAILABLE).map(str::to_owned), value(THREADS).map(str::to_owned))
+        };
+        let bytes = (500_u64 << 20).to_string();
+        assert_eq!(told(Command::new("sh")), (Some(bytes.clone()), Some("1".into())));
+        let mut given = Command::new("sh");
+        given.env(THREADS, "7");
+        assert_eq!(told(given), (Some(bytes), Some("7".into())));
+    }
+
+    #[test]
+    fn a_kill_of_the_kernel_is_known_by_its_count() {
+        let root = tempfile::tempdir().expect("a folder");
+        let end = |script: &str, kills: u32| {
+            write(root.path(), 3);
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            let arena = crate::Arena::new(0).expect("an arena");
+            let (mut process, socket) =
+                RankProcess::spawn(command, &arena, None, &[]).expect("a shell");
+            process.machine = Machine::at(root.path());
+            process.kills = process.machine.memory_kills();
+            write(root.path(), kills);
+            let exit = process.bury();
+            drop(socket);
+            exit
+        };
+        let text = "the kernel killed it because memory ran out (600 MiB are all there is)";
+        assert_eq!(end("kill -9 $$", 4), Exit { text: text.into(), out_of_memory: true });
+        assert_eq!(end("kill -9 $$", 3), "killed by signal 9".into(), "somebody else did it");
+        assert_eq!(end("exit 3", 4), "exit status 3".into(), "another was killed");
     }
 }

@@ -10,7 +10,7 @@ use forebay_engine::{Payload, There};
 use parking_lot::Mutex;
 use rustix::process::Signal;
 
-use crate::process::RankProcess;
+use crate::process::{Exit, RankProcess};
 
 /// The time from the order to exit to SIGTERM, and from there to SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
@@ -49,7 +49,7 @@ pub trait Distant: Send {
     /// is called then. It is dropped if the rank ends before. Returns at once.
     fn carry(&self, payload: &Arc<dyn Payload>, there: There);
     /// Ends the rank. Gives a description of its end, as far as that is known soon.
-    fn bury(self: Box<Self>) -> String;
+    fn bury(self: Box<Self>) -> Exit;
 }
 
 /// One duty for so many: the last of them does it.
@@ -85,11 +85,16 @@ impl Process {
         }
     }
 
-    pub(crate) fn bury(self) -> String {
+    pub(crate) fn bury(self) -> Exit {
         match self {
             Self::Here(process) => process.bury(),
             Self::There(distant) => distant.bury(),
         }
+    }
+
+    /// True if it has ended here, at a time at which memory ran out.
+    pub(crate) fn starved(&self) -> bool {
+        matches!(self, Self::Here(process) if process.starved())
     }
 
     fn ended_within(&self, limit: Duration) -> bool {

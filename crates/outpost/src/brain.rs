@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream as Socket;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_hand::{RankOrder, Remote, Site};
+use forebay_hand::{Exit, RankOrder, Remote, Site};
 use forebay_protocol::{Kind, Progress, encode_json};
 use parking_lot::Mutex;
 use subtle::ConstantTimeEq;
@@ -303,7 +303,10 @@ async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>)
                 last = Instant::now();
                 match message {
                     Some(Ok(FromOutpost::Pong)) => {}
-                    Some(Ok(FromOutpost::Ended { id, status })) => shared.ended(id, status),
+                    Some(Ok(FromOutpost::Ended { id, status, out_of_memory })) => {
+                        let text = line(&status, LONGEST_STATUS);
+                        shared.ended(id, Exit { text, out_of_memory });
+                    }
                     Some(Err(error)) => break said(&error),
                     None => break "its connection ended".to_owned(),
                 }
@@ -377,11 +380,11 @@ impl Shared {
     }
 
     /// Notes an outpost's report about the end of a hand.
-    fn ended(&self, id: u64, status: String) {
+    fn ended(&self, id: u64, exit: Exit) {
         let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
         // A report that nobody waits for any more is old.
         if let Some(life) = life {
-            life.report.send_replace(Some(line(&status, LONGEST_STATUS)));
+            life.report.send_replace(Some(exit));
         }
     }
 
@@ -407,7 +410,7 @@ async fn run(group: Group, shared: Arc<Shared>) {
     let mut near = match registered {
         Ok(near) => near,
         Err(error) => {
-            lives.iter().for_each(|life| life.end(&error.to_string()));
+            lives.iter().for_each(|life| life.end(&error.to_string().into()));
             return;
         }
     };
@@ -425,7 +428,8 @@ async fn run(group: Group, shared: Arc<Shared>) {
                 () = lives[0].doom.notified() => true,
             };
         if over {
-            lives.iter().for_each(|life| life.end("it was ended before an outpost was there"));
+            let how = Exit::from("it was ended before an outpost was there");
+            lives.iter().for_each(|life| life.end(&how));
             return;
         }
     };
@@ -482,16 +486,16 @@ async fn run_rank(
     shared.state.lock().ranks.insert(id, ordered);
     // A member that is gone is noticed below.
     let _ = member.orders.send(ToOutpost::Spawn(order));
-    let lost = || format!("outpost {} is lost", member.name);
+    let lost = || Exit::from(format!("outpost {} is lost", member.name));
     let far = tokio::select! {
         far = timeout(STARTING, connection) => {
             far.ok().and_then(Result::ok).ok_or_else(|| {
-                format!("outpost {} did not start it in {STARTING:?}", member.name)
+                Exit::from(format!("outpost {} did not start it in {STARTING:?}", member.name))
             })
         }
         status = life.reported() => Err(status),
         () = member.lost() => Err(lost()),
-        () = life.doom.notified() => Err("it was ended".to_owned()),
+        () = life.doom.notified() => Err("it was ended".into()),
     };
     let how = match far {
         Err(how) => how,
@@ -502,11 +506,13 @@ async fn run_rank(
                 () = life.doom.notified() => Ok(Side::Near),
             };
             match side {
-                Ok(Side::Near) => "it was ended".to_owned(),
+                Ok(Side::Near) => "it was ended".into(),
                 Ok(Side::Far) => tokio::select! {
                     status = life.reported() => status,
                     () = member.lost() => lost(),
-                    () = sleep(LAST_WORDS) => format!("the connection to outpost {} broke", member.name),
+                    () = sleep(LAST_WORDS) => {
+                        format!("the connection to outpost {} broke", member.name).into()
+                    }
                 },
                 Err(lost) => lost,
             }

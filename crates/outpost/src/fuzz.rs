@@ -40,7 +40,8 @@ async fn seeds() -> Vec<Vec<u8>> {
     write(&mut seeds[3], &ToOutpost::Mirror { id, bytes: 1 << 28 }).await.expect("written");
     write(&mut seeds[4], &ToOutpost::Spawn(order)).await.expect("written");
     write(&mut seeds[5], &FromOutpost::Pong).await.expect("written");
-    write(&mut seeds[5], &FromOutpost::Ended { id, status }).await.expect("written");
+    let ended = FromOutpost::Ended { id, status, out_of_memory: true };
+    write(&mut seeds[5], &ended).await.expect("written");
     let deep = "[".repeat(2000);
     seeds[6] = [&(deep.len() as u32).to_le_bytes(), deep.as_bytes()].concat();
     seeds[7] = Knock::bytes(&[7; 32]).to_vec();

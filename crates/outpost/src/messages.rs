@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// The version of these messages, and of the frames that are relayed between them.
-const OWN_VERSION: u16 = 2;
+const OWN_VERSION: u16 = 3;
 /// Begins every connection.
 const MAGIC: [u8; 4] = *b"fbw1";
 /// Bytes of a [`Knock`].
@@ -107,6 +107,8 @@ pub(crate) enum FromOutpost {
         id: u64,
         /// A description of the end.
         status: String,
+        /// True if the kernel killed it because memory ran out on the outpost.
+        out_of_memory: bool,
     },
 }
 
@@ -203,7 +205,13 @@ mod tests {
         let error = wait(read::<FromOutpost>(&mut stream)).unwrap_err();
         assert!(error.to_string().contains("4294967295 bytes"), "{error}");
         let status = " ".repeat(LONGEST);
-        assert!(wait(write(&mut Vec::new(), &FromOutpost::Ended { id: 1, status })).is_err());
+        assert!(
+            wait(write(
+                &mut Vec::new(),
+                &FromOutpost::Ended { id: 1, status, out_of_memory: false }
+            ))
+            .is_err()
+        );
     }
 
     proptest! {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use forebay_engine::{Payload, There};
-use forebay_hand::Distant;
+use forebay_hand::{Distant, Exit};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, watch};
 
@@ -18,12 +18,12 @@ const LAST_BREATH: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub(crate) struct Life {
     /// The end of the hand, once it has ended.
-    ended: Mutex<Option<String>>,
+    ended: Mutex<Option<Exit>>,
     changed: Condvar,
     /// Asks for its end.
     pub(crate) doom: Notify,
     /// The outpost's words about its end.
-    pub(crate) report: watch::Sender<Option<String>>,
+    pub(crate) report: watch::Sender<Option<Exit>>,
     /// Its outpost's, once it has one.
     pub(crate) mirror: OnceLock<Arc<Mirror>>,
 }
@@ -42,13 +42,13 @@ impl Default for Life {
 
 impl Life {
     /// Notes the end of the hand; the first note counts.
-    pub(crate) fn end(&self, how: &str) {
-        self.ended.lock().get_or_insert_with(|| how.to_owned());
+    pub(crate) fn end(&self, how: &Exit) {
+        self.ended.lock().get_or_insert_with(|| how.clone());
         self.changed.notify_all();
     }
 
     /// Waits until the outpost has said how it ended.
-    pub(crate) async fn reported(&self) -> String {
+    pub(crate) async fn reported(&self) -> Exit {
         let mut report = self.report.subscribe();
         let found = report.wait_for(Option::is_some).await;
         found.ok().and_then(|said| said.clone()).unwrap_or_default()
@@ -79,7 +79,7 @@ impl Distant for Handle {
         }
     }
 
-    fn bury(self: Box<Self>) -> String {
+    fn bury(self: Box<Self>) -> Exit {
         self.ended_within(LAST_BREATH);
         let how = self.0.ended.lock().clone();
         how.unwrap_or_else(|| "its outpost has not said how it ended".into())
@@ -105,8 +105,8 @@ mod tests {
             let ended = handle.ended_within(Duration::from_secs(60));
             (ended, handle.bury())
         });
-        life.end("exit status 3");
-        life.end("lost");
+        life.end(&"exit status 3".into());
+        life.end(&"lost".into());
         assert_eq!(waiting.join().unwrap(), (true, "exit status 3".into()));
     }
 }

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream as Socket;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_hand::{Arena, RankProcess};
+use forebay_hand::{Arena, Exit, RankProcess};
 use tokio::io::{AsyncWriteExt, ReadHalf, split};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{mpsc, watch};
@@ -186,9 +186,10 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
                     };
                     ranks.spawn(async move {
                         let id = order.id;
-                        let status = run(&door, &spawn, &order, &arena, gone).await;
+                        let exit = run(&door, &spawn, &order, &arena, gone).await;
+                        let Exit { text: status, out_of_memory } = exit;
                         // Nobody asks once the session is over.
-                        let _ = said.send(FromOutpost::Ended { id, status });
+                        let _ = said.send(FromOutpost::Ended { id, status, out_of_memory });
                     });
                     continue;
                 }
@@ -267,14 +268,14 @@ async fn run(
     order: &HandOrder,
     arena: &Arena,
     mut gone: watch::Receiver<bool>,
-) -> String {
+) -> Exit {
     let started = spawn(order, arena).and_then(|(process, near)| {
         near.set_nonblocking(true)?;
         Ok((process, UnixStream::from_std(near)?))
     });
     let (process, mut near) = match started {
         Ok(started) => started,
-        Err(error) => return format!("outpost {}: {error}", door.settings.name),
+        Err(error) => return format!("outpost {}: {error}", door.settings.name).into(),
     };
     let alone = async { drop(gone.wait_for(|gone| *gone).await) };
     let relayed = async {
@@ -297,7 +298,7 @@ async fn run(
             return process.bury();
         }
         drop(process);
-        ended
+        ended.into()
     });
-    buried.await.unwrap_or_else(|_| "nobody knows how".to_owned())
+    buried.await.unwrap_or_else(|_| "nobody knows how".into())
 }

@@ -90,7 +90,7 @@ pub struct HandConfig {
     pub expert_parallel: bool,
     /// The ranks have plans, pages and requests of their own, and share experts alone.
     pub step_group: bool,
-    /// Threads that compute on a CPU; `None`: the physical cores that the process may use.
+    /// Threads that compute on a CPU; `None`: as many as the hand's machine has cores and time for.
     pub threads: Option<u32>,
     /// The seed of dummy weights.
     pub seed: u64,

@@ -241,15 +241,7 @@ impl Scheduler {
         let host = config.host.filter(|_| of_use);
         let sparse = config.sparse.filter(|_| host.is_some());
         let config = SchedulerConfig { host: host.map(|host| host.with(sparse)), sparse, ..config };
-        let host_pages = config.host.map_or(0, |host| host.pages);
-        let mut tiers = match sparse {
-            None => Tiers::new(config.pages, host_pages),
-            Some(sparse) => {
-                let least = sparse.least_pages();
-                assert!(config.pages >= least, "{} pages, but {least} are needed", config.pages);
-                Tiers::backed(config.pages, host_pages, config.page_size)
-            }
-        };
+        let mut tiers = empty_tiers(&config);
         if config.block_events {
             tiers.note_events();
         }
@@ -326,6 +318,21 @@ impl Scheduler {
         } else {
             self.enqueue(handle);
         }
+    }
+
+    /// Goes on with another number of pages in each tier, because the hand came back with so many.
+    /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live
+    /// request has to fit into the pages if it runs alone.
+    pub fn resize(&mut self, pages: u32, host_pages: u32) {
+        debug_assert!(self.in_flight.is_empty() && self.residents.is_empty(), "it was reset");
+        self.config.pages = pages;
+        if let Some(host) = &mut self.config.host {
+            host.pages = host_pages;
+        }
+        let mut tiers = empty_tiers(&self.config);
+        tiers.go_on_from(&self.tiers);
+        self.tiers = tiers;
+        self.blocked = None;
     }
 
     /// Puts a request into the queue that is not there.
@@ -420,6 +427,15 @@ impl Scheduler {
         self.shares.gone(handle);
         self.suspects.remove(&entry.key);
     }
+}
+
+/// Tiers without blocks, as large as the configuration says.
+fn empty_tiers(config: &SchedulerConfig) -> Tiers {
+    let host_pages = config.host.map_or(0, |host| host.pages);
+    let Some(sparse) = config.sparse else { return Tiers::new(config.pages, host_pages) };
+    let least = sparse.least_pages();
+    assert!(config.pages >= least, "{} pages, but {least} are needed", config.pages);
+    Tiers::backed(config.pages, host_pages, config.page_size)
 }
 
 impl Drop for Scheduler {

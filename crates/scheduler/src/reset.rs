@@ -11,23 +11,40 @@
 use crate::request::Entry;
 use crate::{Flight, FlightRow, Request, Scheduler};
 
+/// The cause of the hand's death, as far as it is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Blame {
+    /// One of the requests in flight.
+    Requests,
+    /// A copy between tiers.
+    Copies,
+    /// Nothing that was in flight.
+    Nothing,
+}
+
 impl Scheduler {
     /// Forgets the device's state and the steps in flight, because the hand died. Live requests
     /// wait to be replayed from their prompt and the known tokens. Gives the ids of poisoned
     /// requests. These are removed and have no event.
     pub fn reset(&mut self) -> Vec<u64> {
         // With no row in flight it can only have been a copy.
-        self.start_again(!self.computes())
+        self.start_again(if self.computes() { Blame::Requests } else { Blame::Copies })
     }
 
     /// Resets after a death for which copies are to blame, because none of them ended. No request
     /// becomes a suspect, and blocks that were being restored are forgotten.
     pub fn reset_for_copies(&mut self) {
-        self.start_again(true);
+        self.start_again(Blame::Copies);
     }
 
-    fn start_again(&mut self, blame_copies: bool) -> Vec<u64> {
-        if blame_copies {
+    /// Resets after a death for which nothing in flight is to blame, because memory ran out. No
+    /// request becomes a suspect.
+    pub fn reset_for_memory(&mut self) {
+        self.start_again(Blame::Nothing);
+    }
+
+    fn start_again(&mut self, blame: Blame) -> Vec<u64> {
+        if blame != Blame::Requests {
             for flight in &mut self.in_flight {
                 flight.rows.clear();
                 flight.towers.clear();
@@ -50,7 +67,7 @@ impl Scheduler {
         let read: Vec<u32> =
             self.in_flight.iter_mut().flat_map(|flight| flight.read.drain(..)).collect();
         self.release_everything();
-        self.tiers.hand_died(blame_copies);
+        self.tiers.hand_died(blame == Blame::Copies);
         if let Some(images) = &mut self.images {
             images.hand_died(read.into_iter());
         }

@@ -84,8 +84,10 @@ struct Shared {
 #[derive(Default)]
 struct Faults {
     woken: bool,
-    /// The reason of a death that is to come.
-    kill: Option<String>,
+    /// A death that is to come.
+    kill: Option<Signal>,
+    /// Pages of a group with which memory runs out as soon as it computes.
+    starves_from: Option<u32>,
     /// The rank whose next result is wrong.
     lie: Option<usize>,
     fail_starts: u32,
@@ -100,12 +102,18 @@ struct Faults {
 impl SimControl {
     /// Kills the group as `kill -9` would.
     pub fn kill(&self) {
-        self.change(|faults| faults.kill = Some("killed (signal 9)".into()));
+        self.change(|faults| faults.kill = Some(Signal::Died("killed (signal 9)".into())));
     }
 
     /// Kills one rank of a step group; the others end with it.
     pub fn kill_rank(&self, rank: usize) {
-        self.change(|faults| faults.kill = Some(format!("rank {rank}: killed (signal 9)")));
+        let why = format!("rank {rank}: killed (signal 9)");
+        self.change(|faults| faults.kill = Some(Signal::Died(why)));
+    }
+
+    /// Has memory run out in every later step of a group with more pages than so many.
+    pub fn starve(&self, pages: u32) {
+        self.change(|faults| faults.starves_from = Some(pages));
     }
 
     /// Has a rank of a step group give a token too many in its next result.
@@ -190,7 +198,7 @@ enum What {
     /// The group becomes ready.
     Ready,
     /// The group ends.
-    Death(String),
+    Death(Signal),
     /// A step ends, with an answer of each member.
     Step(Vec<Answer>),
 }
@@ -344,10 +352,10 @@ impl SimExecutor {
         self.pending.push_back(Pending { at_us: end_us, what, waits_since: None });
     }
 
-    fn died(&mut self, why: &str) -> Signal {
+    fn died(&mut self, death: Signal) -> Signal {
         self.up = false;
         self.pending.clear();
-        Signal::Died(why.to_owned())
+        death
     }
 
     fn happen(&mut self, pending: Pending) -> Signal {
@@ -386,7 +394,7 @@ impl SimExecutor {
                 }
                 Signal::Result(results)
             }
-            What::Death(why) => self.died(&why),
+            What::Death(death) => self.died(death),
         }
     }
 }
@@ -422,12 +430,16 @@ impl Executor for SimExecutor {
         }
         let what = if faults.fail_starts > 0 {
             faults.fail_starts -= 1;
-            What::Death("start refused".into())
+            What::Death(Signal::Died("start refused".into()))
         } else {
             What::Ready
         };
         let at_us = now + self.config.load_us;
         self.pending.push_back(Pending { at_us, what, waits_since: None });
+    }
+
+    fn limit_pages(&mut self, pages: u32, host_pages: u32) {
+        (self.config.page_count, self.config.host_pages) = (pages, host_pages);
     }
 
     fn submit(&mut self, plans: &[StepPlan]) {
@@ -436,10 +448,11 @@ impl Executor for SimExecutor {
             return;
         }
         let poison = faults.poison;
+        let starves = faults.starves_from.is_some_and(|pages| self.config.page_count > pages);
         drop(faults);
         let now = self.config.clock.now_us();
         if let Some(why) = self.fault_of(plans) {
-            let what = What::Death(why);
+            let what = What::Death(Signal::Died(why));
             return self.pending.push_back(Pending { at_us: now, what, waits_since: None });
         }
         let mut deadly = false;
@@ -456,7 +469,10 @@ impl Executor for SimExecutor {
         }
         self.compute(plans, now);
         if deadly && let Some(pending) = self.pending.back_mut() {
-            pending.what = What::Death("poisoned".into());
+            pending.what = What::Death(Signal::Died("poisoned".into()));
+        }
+        if starves && let Some(pending) = self.pending.back_mut() {
+            pending.what = What::Death(Signal::OutOfMemory("memory ran out".into()));
         }
     }
 
@@ -493,9 +509,9 @@ impl Executor for SimExecutor {
                 continue;
             }
             if self.up
-                && let Some(why) = faults.kill.take()
+                && let Some(death) = faults.kill.take()
             {
-                return self.died(&why);
+                return self.died(death);
             }
             let front = self.pending.front().filter(|pending| pending.is_whole());
             let next = front.map(|pending| pending.at_us);

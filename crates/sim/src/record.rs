@@ -87,6 +87,10 @@ impl Executor for Recorder {
         self.inner.start();
     }
 
+    fn limit_pages(&mut self, pages: u32, host_pages: u32) {
+        self.inner.limit_pages(pages, host_pages);
+    }
+
     fn masks(&mut self, member: usize, masks: &StepMasks) {
         self.inner.masks(member, masks);
     }
@@ -108,7 +112,7 @@ impl Executor for Recorder {
                     self.record(StepRecord { step: result.step, load, device_us, gap_us });
                 }
             }
-            Signal::Died(_) => self.in_flight.clear(),
+            Signal::Died(_) | Signal::OutOfMemory(_) => self.in_flight.clear(),
             _ => {}
         }
         signal

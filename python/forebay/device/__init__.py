@@ -8,7 +8,7 @@ __all__ = ["Device", "DeviceError", "Event", "Work", "host_array", "open_device"
 
 
 def open_device(name: str, threads: int | None) -> Device:
-    """The device called `name`. `threads` are a CPU's compute threads (None: one for each physical core).
+    """The device called `name`. `threads` are a CPU's compute threads (None: as many as OpenMP has).
 
     Raises `DeviceError` if there is no such device, or it can't be used.
     """

@@ -17,6 +17,9 @@ import torch
 from forebay.device.interface import Bytes, Event, Work
 from forebay.device.memory import fresh
 
+AVAILABLE = "FOREBAY_AVAILABLE_BYTES"
+"""The variable with the bytes that a hand may allocate, as the process that starts it says."""
+
 
 class CpuEvent:
     """An event of work that is done when it is queued."""
@@ -43,7 +46,9 @@ class CpuDevice:
     runs_native = True
 
     def __init__(self, threads: int | None) -> None:
-        torch.set_num_threads(threads or physical_cores())
+        # Otherwise OpenMP has the number of the process that started this one: OMP_NUM_THREADS.
+        if threads is not None:
+            torch.set_num_threads(threads)
         self._launching = nullcontext()
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -105,38 +110,19 @@ class CpuDevice:
             np.copyto(at_host, there.numpy()) if save else np.copyto(there.numpy(), at_host)
 
 
-def physical_cores() -> int:
-    """Cores for this process. The hardware threads of one core count once."""
-    available = os.sched_getaffinity(0)
-    cores = set()
-    for cpu in available:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text())
-        except OSError:
-            return len(available)
-    return len(cores)
-
-
 def host_available() -> int:
-    """Memory of the host that can still be allocated."""
-    return min(_free(), _cgroup_available())
+    """Memory of the host that this process can still allocate.
+
+    The process that starts a hand knows the limits of its control groups, and what was free then. Without such a
+    process, memory that nobody uses at all counts, which is less.
+    """
+    told = os.environ.get(AVAILABLE)
+    if told is None:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, int(told) - _taken())
 
 
-def _free() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
-
-
-def _cgroup_available() -> int:
-    """The bytes that the container's limit leaves, if there is a limit (cgroup v2)."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        if limit == "max":
-            return 1 << 62
-        return max(0, int(limit) - int((root / "memory.current").read_text()))
-    except OSError:
-        return 1 << 62
+def _taken() -> int:
+    """Bytes of memory that this process has, without files."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -10,7 +10,51 @@ use tracing::{error, warn};
 use crate::member::Member;
 use crate::types::{Facts, FinishReason, RequestError};
 
+/// The cause of a hand's death.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// A request in flight, as far as is known.
+    Requests,
+    /// Copies that never end.
+    Copies,
+    /// Memory ran out.
+    Memory,
+}
+
+/// The pages of a hand, and the fewest with which every request that may be there can be computed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pool {
+    /// Pages of the device; 0: the model keeps no keys and values.
+    pub(crate) pages: u32,
+    /// Pages of the host's tier; 0 without one.
+    pub(crate) host_pages: u32,
+    /// The fewest pages of the device.
+    pub(crate) least: u32,
+    /// The fewest pages of the host's tier.
+    pub(crate) host_least: u32,
+    /// The largest number of positions of a request.
+    pub(crate) context_length: u32,
+}
+
 impl Member {
+    /// The pages of the hand; `None`: no hand was ready yet.
+    pub(crate) fn pool(&self) -> Option<Pool> {
+        let facts = self.shared.facts.lock();
+        let Facts { context_length, prompt_length, page_size, ref hand } = *facts.as_ref()?;
+        let row_pages = hand.hot_row_tokens.div_ceil(page_size);
+        let context = context_length.div_ceil(page_size);
+        // Prompts are computed on the device whole, with a page for the next token.
+        let least = match (row_pages, self.config.host) {
+            (1.., Some(host)) if hand.host_page_count > 0 => {
+                let sparse = Sparse { row_pages, save_rows: host.save_rows };
+                sparse.least_pages().max(prompt_length.div_ceil(page_size).saturating_add(1))
+            }
+            _ => context,
+        };
+        let (pages, host_pages) = (hand.page_count, hand.host_page_count);
+        Some(Pool { pages, host_pages, least, host_least: context, context_length })
+    }
+
     /// The hand takes plans.
     pub(crate) fn ready(&mut self, facts: &Ready) {
         let pages = facts.page_count;
@@ -24,7 +68,16 @@ impl Member {
         let pool = positions.saturating_mul(self.config.page_size);
         self.page_bytes = facts.page_bytes;
         self.constrained.vocabulary = facts.vocab_size;
-        if self.scheduler.is_some() {
+        if let Some(scheduler) = &mut self.scheduler {
+            let mut known = self.shared.facts.lock();
+            if let Some(known) = known.as_mut().filter(|known| {
+                known.hand.page_count != pages
+                    || known.hand.host_page_count != facts.host_page_count
+            }) {
+                scheduler.resize(pages, facts.host_page_count);
+                known.hand = facts.clone();
+            }
+            drop(known);
             return self.carry_again();
         }
         let longest = if pages == 0 { u32::MAX } else { pool };
@@ -72,19 +125,25 @@ impl Member {
     }
 
     /// The hand is gone; of a member of a group, that of all.
-    pub(crate) fn hand_died(&mut self, was_up: bool, copies_hang: bool) {
+    pub(crate) fn hand_died(&mut self, was_up: bool, cause: Cause) {
         self.copying_us = None;
         self.arriving.clear();
         self.stats.deaths += 1;
+        self.stats.memory_kills += u64::from(cause == Cause::Memory);
         self.payloads.hand_died();
         self.notes.hand_died();
         self.forget_masks();
         if was_up && let Some(scheduler) = self.scheduler.as_mut() {
-            let poisoned = if copies_hang {
-                scheduler.reset_for_copies();
-                Vec::new()
-            } else {
-                scheduler.reset()
+            let poisoned = match cause {
+                Cause::Requests => scheduler.reset(),
+                Cause::Copies => {
+                    scheduler.reset_for_copies();
+                    Vec::new()
+                }
+                Cause::Memory => {
+                    scheduler.reset_for_memory();
+                    Vec::new()
+                }
             };
             for id in poisoned {
                 error!(request = id, "a request brought the hand down twice");

@@ -4,13 +4,17 @@ use forebay_protocol::Ready;
 use forebay_scheduler::Scheduler;
 use tracing::{error, info, warn};
 
-use crate::member::Member;
+use crate::member::{Cause, Member, Pool};
 use crate::owner::Owner;
 use crate::recovery::Verdict;
 use crate::types::Status;
 
 /// Quiet time after which an idle engine checks its books.
 const IDLE_CHECK_US: u64 = 100_000;
+/// The share of its pages that a hand keeps when memory has run out.
+const KEPT_PAGES: (u32, u32) = (3, 4);
+/// The number of times that a hand may come back with fewer pages: a sixth of them is then left.
+const MOST_SHRINKS: u32 = 6;
 
 impl Owner {
     pub(super) fn start(&mut self) {
@@ -102,18 +106,79 @@ impl Owner {
     }
 
     pub(super) fn died(&mut self, reason: &str) {
-        let was_up = std::mem::take(&mut self.up);
         let copies_hang = std::mem::take(&mut self.copies_hang);
-        let computing = was_up && self.members.iter().any(Member::computes) && !copies_hang;
+        let computing = self.up && self.members.iter().any(Member::computes) && !copies_hang;
+        self.lose_hand(if copies_hang { Cause::Copies } else { Cause::Requests });
+        let verdict = self.recovery.died(self.clock.now_us(), computing);
+        self.obey(&verdict, reason);
+    }
+
+    /// The kernel has killed the hand, because memory ran out. No request is to blame. The hand
+    /// comes back with fewer pages, or not at all if it can't do with fewer.
+    pub(super) fn out_of_memory(&mut self, reason: &str) {
+        self.copies_hang = false;
+        self.lose_hand(Cause::Memory);
+        let now = self.clock.now_us();
+        let pool = self.members.first().and_then(Member::pool);
+        let (verdict, what) = match pool.map(|pool| self.smaller(pool)) {
+            // A first start leaves nothing to make smaller.
+            None => (self.recovery.died(now, false), String::new()),
+            Some(Err(why)) => (self.recovery.give_up(now), format!("; {why}")),
+            Some(Ok(what)) => (Verdict::RestartAt(now), format!("; {what}")),
+        };
+        self.obey(&verdict, &format!("{reason}{what}"));
+    }
+
+    /// Has the next hand take fewer pages than `pool`; the error says why it can't.
+    fn smaller(&mut self, pool: Pool) -> Result<String, String> {
+        let Pool { pages, host_pages, least, host_least, context_length } = pool;
+        if pages == 0 {
+            return Err("the model keeps no KV pages that it could give up".into());
+        }
+        let part = |pages: u32| {
+            let (kept, of) = KEPT_PAGES;
+            u32::try_from(u64::from(pages) * u64::from(kept) / u64::from(of)).unwrap_or(pages)
+        };
+        let fewer = part(pages).max(least).min(pages);
+        let fewer_host = part(host_pages).max(host_least).min(host_pages);
+        if (fewer, fewer_host) == (pages, host_pages) {
+            return Err(format!(
+                "it can't do with fewer than {pages} KV pages, because a request may have \
+                 {context_length} tokens: give it more memory, or lower --context-length"
+            ));
+        }
+        if self.shrunk == MOST_SHRINKS {
+            return Err(format!(
+                "memory has run out {} times, the last time with {pages} KV pages: give it more \
+                 memory, or lower --max-total-tokens",
+                self.shrunk + 1
+            ));
+        }
+        self.shrunk += 1;
+        self.executor.limit_pages(fewer, fewer_host);
+        let host = if host_pages > 0 {
+            format!(", and {fewer_host} host pages in place of {host_pages}")
+        } else {
+            String::new()
+        };
+        Ok(format!("it comes back with {fewer} KV pages in place of {pages}{host}"))
+    }
+
+    fn lose_hand(&mut self, cause: Cause) {
+        let was_up = std::mem::take(&mut self.up);
         self.loading_us = None;
         self.unchecked = true;
         for member in &mut self.members {
-            member.hand_died(was_up, copies_hang);
+            member.hand_died(was_up, cause);
         }
         for peers in self.members.iter().filter_map(|member| member.peers.as_ref()) {
             peers.up(false);
         }
-        match self.recovery.died(self.clock.now_us(), computing) {
+    }
+
+    /// Does what was decided about the next start.
+    fn obey(&mut self, verdict: &Verdict, reason: &str) {
+        match *verdict {
             Verdict::RestartAt(at) => {
                 warn!("the hand died ({reason}); it is respawned and requests are replayed");
                 self.say(&Status::Recovering(reason.to_owned()));

@@ -4,11 +4,12 @@ use std::fs;
 use std::path::Path;
 
 use forebay_hub::size;
+use forebay_machine::{Machine, MachineMemory, Processors};
 use rustix::process::{Resource, getrlimit};
 
 use super::Finding;
+use crate::descriptors;
 use crate::gpus::Gpus;
-use crate::{affinity, descriptors};
 
 /// Less than this is for tiny models only.
 const LITTLE_MEMORY: u64 = 2_000_000_000;
@@ -29,13 +30,13 @@ const INSTRUCTIONS: [(&str, &str); 8] = [
 /// Everything about the machine.
 pub(super) fn findings() -> Vec<Finding> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
-    let limits = Limits::find(&read("/proc/self/cgroup"), Path::new("/sys/fs/cgroup"));
-    let cores = affinity::core_count().unwrap_or(1);
+    let machine = Machine::here();
+    let (found, processors) = (machine.memory(), machine.processors());
     vec![
         system(&read("/proc/version")),
-        processor(&read("/proc/cpuinfo"), cores),
-        share_of_processors(&limits, cores),
-        memory(&read("/proc/meminfo"), limits.memory),
+        processor(&read("/proc/cpuinfo"), processors.cores.len()),
+        limits(&found, &processors),
+        memory(&found),
         huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
         gpu(
             &Gpus::find(),
@@ -87,89 +88,29 @@ fn processor(info: &str, cores: usize) -> Finding {
 }
 
 /// The part of the machine that the control groups of this process leave to it.
-#[derive(Debug, Default, PartialEq)]
-struct Limits {
-    /// Bytes.
-    memory: Option<u64>,
-    /// Processors' worth of time.
-    processors: Option<f64>,
-}
-
-impl Limits {
-    /// `groups` is `/proc/self/cgroup`, `root` the place where they are mounted.
-    fn find(groups: &str, root: &Path) -> Self {
-        let mut limits = Self::default();
-        let unified = groups.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
-        // Any folder on the way up may have a limit. In a container, the path may be the host's:
-        // then the root is its own.
-        for folder in Path::new(unified.trim_start_matches('/')).ancestors() {
-            let read = |name: &str| fs::read_to_string(root.join(folder).join(name)).ok();
-            let memory = read("memory.max").and_then(|text| text.trim().parse().ok());
-            limits.memory = least(limits.memory, memory);
-            let processors = read("cpu.max").and_then(|text| {
-                let (quota, period) = text.trim().split_once(' ')?;
-                Some(quota.parse::<f64>().ok()? / period.parse::<f64>().ok()?)
-            });
-            limits.processors = least(limits.processors, processors);
-        }
-        // The first version of control groups, where it still is.
-        let read = |name: &str| {
-            let text = fs::read_to_string(root.join(name)).ok()?;
-            text.trim().parse::<i64>().ok().filter(|value| *value > 0)
-        };
-        let memory = read("memory/memory.limit_in_bytes").map(|bytes| bytes as u64);
-        limits.memory = least(limits.memory, memory.filter(|bytes| *bytes < 1 << 60));
-        let quota = read("cpu/cpu.cfs_quota_us").zip(read("cpu/cpu.cfs_period_us"));
-        let processors = quota.map(|(quota, period)| quota as f64 / period as f64);
-        limits.processors = least(limits.processors, processors);
-        limits
-    }
-}
-
-fn least<T: PartialOrd>(one: Option<T>, other: Option<T>) -> Option<T> {
-    match (one, other) {
-        (Some(one), Some(other)) => Some(if other < one { other } else { one }),
-        (one, other) => one.or(other),
-    }
-}
-
-fn share_of_processors(limits: &Limits, cores: usize) -> Finding {
+fn limits(memory: &MachineMemory, processors: &Processors) -> Finding {
     const WHAT: &str = "cgroup limits";
-    match limits.processors {
-        Some(share) if share < cores as f64 => {
-            let threads = (share as usize).max(1);
-            Finding::note(
-                WHAT,
-                format!("{share:.1} processors' worth of time on {cores} cores"),
-                format!(
-                    "threads that wait for each other lose their turns: serve with --threads {threads}"
-                ),
-            )
-        }
-        _ => Finding::ok(
-            WHAT,
-            match limits.memory {
-                None => "none".to_owned(),
-                Some(bytes) => format!("{} of memory, all cores", size(bytes)),
-            },
-        ),
-    }
+    let of_memory = memory.limit.map(|bytes| format!("{} of memory", size(bytes)));
+    let (cores, threads) = (processors.cores.len(), processors.threads());
+    let of_time = processors.quota.filter(|&quota| quota < cores as f64).map(|quota| {
+        let plural = if threads == 1 { "" } else { "s" };
+        let threads = format!("{threads} thread{plural} of a hand on {cores} cores");
+        format!("{quota:.1} processors' worth of time: {threads}")
+    });
+    let all: Vec<String> = of_memory.into_iter().chain(of_time).collect();
+    Finding::ok(WHAT, if all.is_empty() { "none".to_owned() } else { all.join(", ") })
 }
 
-fn memory(info: &str, limit: Option<u64>) -> Finding {
+fn memory(memory: &MachineMemory) -> Finding {
     const WHAT: &str = "memory";
-    let bytes = |name: &str| {
-        let line = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
-    };
-    let (Some(total), Some(available)) = (bytes("MemTotal"), bytes("MemAvailable")) else {
+    let (Some(total), Some(available)) = (memory.total, memory.available) else {
         return Finding::note(WHAT, "unknown", "/proc/meminfo can't be read: is /proc mounted?");
     };
     let mut says = format!("{}, {} of it available", size(total), size(available));
-    if let Some(limit) = limit.filter(|limit| *limit < total) {
+    if let Some(limit) = memory.limit {
         says += &format!(", at most {} for this control group", size(limit));
     }
-    if limit.unwrap_or(u64::MAX).min(available) < LITTLE_MEMORY {
+    if available < LITTLE_MEMORY {
         let advice = "a model needs its weights' size and room for its KV cache: end other programs, raise the limit, or take a smaller or quantised model";
         return Finding::note(WHAT, says, advice);
     }
@@ -263,57 +204,32 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_group_counts() {
-        let root = tempfile::tempdir().unwrap();
-        let inner = root.path().join("a/b");
-        fs::create_dir_all(&inner).unwrap();
-        fs::write(root.path().join("a/memory.max"), "1000\n").unwrap();
-        fs::write(inner.join("memory.max"), "max\n").unwrap();
-        fs::write(inner.join("cpu.max"), "150000 100000\n").unwrap();
-        fs::write(root.path().join("a/cpu.max"), "max 100000\n").unwrap();
-        let limits = Limits::find("0::/a/b\n", root.path());
-        assert_eq!(limits, Limits { memory: Some(1000), processors: Some(1.5) });
-        let note = share_of_processors(&limits, 4);
-        assert_eq!(note.says, "1.5 processors' worth of time on 4 cores");
-        assert!(note.advice.unwrap().ends_with("--threads 1"));
-        assert_eq!(share_of_processors(&limits, 1).state, State::Ok);
-        assert_eq!(Limits::find("0::/elsewhere\n", root.path()), Limits::default());
-    }
-
-    #[test]
-    fn old_control_groups_count_too() {
-        let root = tempfile::tempdir().unwrap();
-        for (file, text) in [
-            ("memory/memory.limit_in_bytes", "2000"),
-            ("cpu/cpu.cfs_quota_us", "200000"),
-            ("cpu/cpu.cfs_period_us", "100000"),
-        ] {
-            fs::create_dir_all(root.path().join(file).parent().unwrap()).unwrap();
-            fs::write(root.path().join(file), text).unwrap();
-        }
-        let limits = Limits::find("4:memory:/x\n", root.path());
-        assert_eq!(limits, Limits { memory: Some(2000), processors: Some(2.0) });
-        fs::write(root.path().join("cpu/cpu.cfs_quota_us"), "-1").unwrap();
-        fs::write(root.path().join("memory/memory.limit_in_bytes"), "9223372036854771712").unwrap();
-        assert_eq!(Limits::find("", root.path()), Limits::default());
+    fn limits_of_groups_are_told() {
+        let processors = |quota| Processors { cores: vec![vec![0], vec![1]], quota };
+        let says = |limit, quota| {
+            let memory = MachineMemory { limit, ..MachineMemory::default() };
+            limits(&memory, &processors(quota)).says
+        };
+        assert_eq!(says(None, None), "none");
+        assert_eq!(says(None, Some(2.0)), "none", "as much as there is");
+        let half = "0.5 processors' worth of time: 1 thread of a hand on 2 cores";
+        assert_eq!(says(None, Some(0.5)), half);
+        assert_eq!(says(Some(600 << 20), Some(0.5)), format!("629 MB of memory, {half}"));
+        assert!(says(None, Some(1.5)).contains(": 2 threads of a hand"));
     }
 
     #[test]
     fn memory_is_what_is_left() {
-        let info = "MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\n";
-        let found = memory(info, None);
-        assert_eq!(
-            (found.state, found.says.as_str()),
-            (State::Ok, "16 GB, 8.2 GB of it available")
-        );
-        let limited = memory(info, Some(1 << 30));
-        assert_eq!(limited.state, State::Note);
-        assert!(
-            limited.says.ends_with("at most 1.1 GB for this control group"),
-            "{}",
-            limited.says
-        );
-        assert_eq!(memory("", None).state, State::Note);
+        let found = |available, limit| {
+            memory(&MachineMemory { total: Some(16 << 30), limit, available: Some(available) })
+        };
+        let free = found(8 << 30, None);
+        assert_eq!((free.state, free.says.as_str()), (State::Ok, "17 GB, 8.6 GB of it available"));
+        let limited = found(8 << 30, Some(9 << 30));
+        assert_eq!(limited.state, State::Ok);
+        assert!(limited.says.ends_with("at most 9.7 GB for this control group"));
+        assert_eq!(found(1 << 30, Some(9 << 30)).state, State::Note, "the rest is used");
+        assert_eq!(memory(&MachineMemory::default()).state, State::Note);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::num::NonZeroUsize;
 
 use clap::Args;
+use forebay_machine::Processors;
 
 /// Cores for each thread that helps with masks: a step waits for its masks only where it has many.
 const CORES_A_HELPER: usize = 8;
@@ -30,8 +31,8 @@ pub(crate) struct GrammarFlags {
 
 impl GrammarFlags {
     /// Threads that fill masks.
-    pub(crate) fn helpers(&self) -> usize {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        self.mask_threads.unwrap_or_else(|| (cores / CORES_A_HELPER).min(MOST_HELPERS))
+    pub(crate) fn helpers(&self, processors: &Processors) -> usize {
+        let usual = (processors.threads() / CORES_A_HELPER).min(MOST_HELPERS);
+        self.mask_threads.unwrap_or(usual)
     }
 }

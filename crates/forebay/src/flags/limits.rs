@@ -1,16 +1,18 @@
 //! The limits on requests.
 
-use std::fs;
-
 use clap::Args;
+use forebay_machine::MachineMemory;
 
 /// The least that all requests together get by default: a thousand chats, or some of the largest
 /// bodies.
 const LEAST: usize = 1 << 30;
 /// The most: a machine with so much memory has it for something else.
 const MOST: usize = 16 << 30;
-/// The share of the machine's memory between the two.
+/// The share of the memory between the two.
 const SHARE: usize = 8;
+/// The largest share, also where that is less than the least: the weights and the pages of a hand
+/// are in the same memory.
+const LARGEST_SHARE: usize = 4;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Limits")]
@@ -23,33 +25,22 @@ pub(crate) struct LimitFlags {
     #[arg(long, default_value_t = 4 << 20)]
     pub(crate) max_json_bytes: usize,
     /// The largest number of bytes that all requests take together, from their bodies to the output
-    /// that is expected of them. Beyond that new ones get 429 [default: an eighth of the memory,
-    /// from 1 to 16 GiB].
+    /// that is expected of them. Beyond that new ones get 429 [default: an eighth of the memory
+    /// that the process may use, from 1 to 16 GiB, and at most a quarter of it].
     #[arg(long)]
     max_request_bytes_in_flight: Option<usize>,
 }
 
 impl LimitFlags {
     /// The bytes as given, or a default that suits this machine.
-    pub(crate) fn request_bytes(&self) -> usize {
-        self.max_request_bytes_in_flight.unwrap_or_else(|| share(memory()))
+    pub(crate) fn request_bytes(&self, memory: &MachineMemory) -> usize {
+        let bytes = memory.usable().and_then(|bytes| usize::try_from(bytes).ok());
+        self.max_request_bytes_in_flight.unwrap_or_else(|| share(bytes.unwrap_or(usize::MAX)))
     }
 }
 
 fn share(memory: usize) -> usize {
-    (memory / SHARE).clamp(LEAST, MOST)
-}
-
-/// Bytes of memory that this process may use, as far as the system says.
-fn memory() -> usize {
-    let kib = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-        line.split_whitespace().next()?.parse::<usize>().ok()
-    });
-    let machine = kib.map_or(usize::MAX, |kib| kib.saturating_mul(1024));
-    let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
-    let limit = limit.and_then(|text| text.trim().parse().ok()).unwrap_or(usize::MAX);
-    machine.min(limit)
+    (memory / SHARE).clamp(LEAST, MOST).min(memory / LARGEST_SHARE)
 }
 
 #[cfg(test)]
@@ -58,8 +49,14 @@ mod tests {
 
     #[test]
     fn an_eighth_within_bounds() {
-        assert_eq!(share(2 << 30), 1 << 30);
+        assert_eq!(share(4 << 30), 1 << 30);
         assert_eq!(share(64 << 30), 8 << 30);
         assert_eq!(share(usize::MAX), 16 << 30);
+    }
+
+    #[test]
+    fn little_memory_is_not_all_for_requests() {
+        assert_eq!(share(600 << 20), 150 << 20);
+        assert_eq!(share(2 << 30), 512 << 20);
     }
 }

@@ -286,6 +286,17 @@ impl Tiers {
         self.note_cleared();
     }
 
+    /// Goes on for tiers of other sizes, which held no lease: their blocks are gone, and counts and
+    /// tickets go on from theirs.
+    pub fn go_on_from(&mut self, earlier: &Self) {
+        self.moves = earlier.moves;
+        self.next_ticket = earlier.next_ticket;
+        if earlier.noting {
+            self.note_events();
+            self.cleared = true;
+        }
+    }
+
     fn note_cleared(&mut self) -> bool {
         let empty = self.hot.blocks() + self.host.blocks() == 0;
         if empty && self.noting {

@@ -21,6 +21,8 @@ enum Op {
     Apply,
     Flush,
     Kill,
+    /// Memory runs out, and the next hand has as many pages.
+    Starve,
     /// A copy ends: which, and whether it could be done.
     Copied(usize, bool),
     /// A wanted image is placed, or can't be.
@@ -191,6 +193,7 @@ fn op(special: &'static [i32], kill: u32) -> impl Strategy<Value = Op> {
         13 => Just(Op::Apply),
         1 => Just(Op::Flush),
         kill => Just(Op::Kill),
+        kill => Just(Op::Starve),
         9 => (any::<usize>(), prop::bool::weighted(0.9)).prop_map(|(at, fine)| Op::Copied(at, fine)),
         9 => (any::<usize>(), prop::bool::weighted(0.93)).prop_map(|(at, fine)| Op::Placed(at, fine)),
     ]
@@ -271,6 +274,7 @@ fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
             Op::Apply => _ = harness.apply(),
             Op::Flush => _ = harness.scheduler.flush_cache(),
             Op::Kill => _ = harness.reset(),
+            Op::Starve => harness.starve(),
             Op::Copied(at, fine) => harness.copier.end(at, fine),
             Op::Placed(at, fine) => harness.place(at, fine),
         }
@@ -309,6 +313,7 @@ fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness
                 here.reset();
                 here.move_to(there);
             }
+            Op::Starve => here.starve(),
             Op::Copied(at, fine) => here.copier.end(at, fine),
             Op::Placed(at, fine) => here.place(at, fine),
         }

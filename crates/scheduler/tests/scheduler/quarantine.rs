@@ -162,3 +162,32 @@ fn a_suspect_of_another_hand_takes_pages_if_there_is_no_room() {
         assert_eq!(other.ended(id).1, Some(Some(Finish::Length)));
     }
 }
+
+#[test]
+fn nobody_is_suspected_when_memory_runs_out() {
+    let mut harness = Harness::new(config(), 2);
+    for id in 1..=4 {
+        harness.submit(request(id, vec![id as i32, 2], 8));
+    }
+    for pages in [15, 12, 9, 6] {
+        assert!(harness.plan());
+        assert!(harness.plan.rows().len() > 1, "nobody is alone");
+        harness.memory_runs_out(pages, 0);
+    }
+    harness.drain();
+    for id in 1..=4 {
+        assert_eq!(harness.ended(id).1, Some(Some(Finish::Length)));
+    }
+}
+
+#[test]
+fn a_suspect_stays_one_when_memory_runs_out() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, vec![1, KILL_TOKEN], 4));
+    assert!(harness.plan());
+    assert_eq!(harness.reset(), [0; 0]);
+    assert!(harness.plan());
+    harness.memory_runs_out(12, 0);
+    assert!(harness.plan());
+    assert_eq!(harness.reset(), [1]);
+}

@@ -1,6 +1,6 @@
 //! Blocks that outlive the device's memory.
 
-use forebay_scheduler::{HostTier, SavePolicy, SchedulerConfig};
+use forebay_scheduler::{BlockEvent, Finish, HostTier, SavePolicy, SchedulerConfig};
 
 use crate::device::NAN_TOKEN;
 use crate::harness::{Harness, config, request};
@@ -287,4 +287,27 @@ fn a_result_that_names_a_copy_that_is_none_is_refused() {
     let refused = harness.scheduler.apply(&result, &mut Vec::new());
     assert!(refused.is_err_and(|error| error.to_string().contains("copy 999 ended")));
     harness.drain();
+}
+
+#[test]
+fn fewer_pages_hold_no_blocks_and_every_request() {
+    let mut harness = pushed_out(machine(host()), 2);
+    let before = harness.scheduler.stats();
+    harness.submit(request(9, prompt(0), 9));
+    harness.submit(request(10, prompt(1), 9));
+    while harness.plan() {}
+    let mut events = Vec::new();
+    harness.scheduler.take_block_events(&mut events);
+    harness.memory_runs_out(8, 10);
+    events.clear();
+    harness.scheduler.take_block_events(&mut events);
+    assert_eq!(events, [BlockEvent::Cleared], "who follows the blocks learns that they are gone");
+    let after = harness.scheduler.stats();
+    assert_eq!((after.host.pages, after.host.pages_used), (10, 0));
+    assert_eq!(after.host.blocks_saved, before.host.blocks_saved, "counts only grow");
+    settle(&mut harness);
+    harness.drain();
+    for id in [9, 10] {
+        assert_eq!(harness.ended(id).1, Some(Some(Finish::Length)));
+    }
 }

@@ -107,6 +107,11 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
         r.stats.scheduler.steps as f64
     }),
     ("forebay:hand_deaths_total", "Times a hand died.", |r| r.stats.hand.deaths as f64),
+    (
+        "forebay:hand_memory_kills_total",
+        "Times the kernel killed a hand because memory ran out.",
+        |r| r.stats.hand.memory_kills as f64,
+    ),
     ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |r| {
         r.stats.hand.replayed as f64
     }),

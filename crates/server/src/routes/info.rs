@@ -81,6 +81,10 @@ pub(crate) struct Healthy {
     /// The state of each replica, where there are several: `ready`, or why not.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     replicas: Vec<String>,
+    /// What went wrong and was mended with less: hands that the kernel killed because memory ran
+    /// out, and came back with fewer pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    warning: Option<String>,
 }
 
 impl Healthy {
@@ -88,7 +92,12 @@ impl Healthy {
         let replicas = state.engine.replicas();
         let lines = replicas.into_iter().map(|replica| status_line(replica.status));
         let replicas = Some(lines.collect::<Vec<_>>()).filter(|lines| lines.len() > 1);
-        Self { status: "ready", replicas: replicas.unwrap_or_default() }
+        let kills = state.engine.stats().hand.memory_kills;
+        let warning = (kills > 0).then(|| {
+            let times = if kills == 1 { "once".to_owned() } else { format!("{kills} times") };
+            format!("memory ran out {times}: hands have fewer KV pages than at the start")
+        });
+        Self { status: "ready", replicas: replicas.unwrap_or_default(), warning }
     }
 }
 

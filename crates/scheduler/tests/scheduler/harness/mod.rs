@@ -324,6 +324,34 @@ impl Harness {
         assert_eq!(others.pages_held, 0);
     }
 
+    /// Memory runs out: nobody is suspected, and the next hand has so many pages in each tier.
+    pub(crate) fn memory_runs_out(&mut self, pages: u32, host_pages: u32) {
+        self.flights.clear();
+        self.scheduler.reset_for_memory();
+        self.scheduler.resize(pages, host_pages);
+        self.was_reset = true;
+        self.config.pages = pages;
+        if let Some(host) = &mut self.config.host {
+            host.pages = host_pages;
+        }
+        self.copier = Copier::new(host_pages, self.config.page_size);
+        self.device = Device::new(&self.config);
+        self.slot_owner.clear();
+        for client in self.clients.values_mut() {
+            (client.resident, client.arriving) = (false, false);
+        }
+        self.check();
+        let stats = self.scheduler.stats();
+        let all = stats.pages_held + stats.pages_cached + stats.pages_free;
+        assert_eq!((all, stats.pages_free), (pages as usize, pages as usize));
+    }
+
+    /// The same, and the next hand has as many pages as the last.
+    pub(crate) fn starve(&mut self) {
+        let host_pages = self.config.host.map_or(0, |host| host.pages);
+        self.memory_runs_out(self.config.pages, host_pages);
+    }
+
     /// The hand has died: everybody alive is given to a harness that goes on with it.
     pub(crate) fn move_to(&mut self, other: &mut Self) {
         other.was_reset = true;
