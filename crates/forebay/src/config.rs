@@ -115,6 +115,8 @@ pub(crate) struct Config {
     pub(crate) seed: u64,
     pub(crate) grammar: bool,
     pub(crate) grammar_threads: usize,
+    pub(crate) grammar_timeout_s: f64,
+    pub(crate) grammar_cache_bytes: usize,
     pub(crate) grammar_lenient: bool,
     pub(crate) mask_threads: usize,
     /// The settings of images; `None`: the model takes none.
@@ -322,6 +324,8 @@ impl Config {
             seed: flags.loading.seed,
             grammar: !flags.grammar.no_grammar && model.pooling.is_none(),
             grammar_threads: flags.grammar.grammar_threads.get(),
+            grammar_timeout_s: flags.grammar.grammar_timeout.as_secs_f64(),
+            grammar_cache_bytes: flags.grammar.grammar_cache_bytes,
             grammar_lenient: flags.grammar.grammar_lenient,
             mask_threads: flags.grammar.helpers(&processors),
             images: ImageConfig::resolve(&flags.images, model, !cuda && simulated.is_none())?,

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use forebay_dialect::Dialect;
-use forebay_grammar::{GrammarConfig, Grammars, Markers};
+use forebay_grammar::{GrammarConfig, Grammars, Markers, ThreadStart};
 use forebay_server::Guard;
 use forebay_text::Tokenizer;
 
@@ -27,10 +27,13 @@ pub(crate) fn start(
     }
     let config = GrammarConfig {
         threads: flags.grammar_threads.get(),
+        limit: flags.grammar_timeout,
+        cache_bytes: flags.grammar_cache_bytes,
         lenient: flags.grammar_lenient,
         ..GrammarConfig::default()
     };
-    let start = |thread, work: Box<dyn FnMut() + Send>| guard.start(thread, work);
+    let guard = guard.clone();
+    let start: ThreadStart = Arc::new(move |thread, work| guard.start(thread, work));
     Grammars::new(config, Arc::clone(tokenizer), eos, model.vocab_size, &start).map(Some)
 }
 

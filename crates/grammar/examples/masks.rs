@@ -7,21 +7,18 @@
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
 use forebay_engine::Allowed;
-use forebay_grammar::{Bounds, Form, GrammarConfig, Grammars, Source, Wanted, Whitespace};
+use forebay_grammar::{
+    Bounds, Form, GrammarConfig, Grammars, Source, ThreadStart, Wanted, Whitespace,
+};
 use forebay_text::Tokenizer;
 
 type Failure = Box<dyn std::error::Error>;
 
 /// Tokens of a walk.
 const STEPS: usize = 200;
-
-fn start(thread: Builder, work: Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>> {
-    thread.spawn(work)
-}
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 fn next(state: &mut u64) -> u64 {
@@ -59,6 +56,7 @@ fn main() -> Result<(), Failure> {
     let schemas: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(word()?)?)?;
     let mut state: u64 = word()?.parse()?;
     let eos = tokenizer.token_to_id("<|im_end|>").ok_or("the tokenizer has no <|im_end|>")?;
+    let start: ThreadStart = Arc::new(|thread, work| thread.spawn(work));
     let grammars = Grammars::new(GrammarConfig::default(), tokenizer, &[eos], vocabulary, &start)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut mask = vec![0; vocabulary.div_ceil(32) as usize];
@@ -71,6 +69,7 @@ fn main() -> Result<(), Failure> {
             bounds: Bounds::default(),
             choices: 1,
             said: Vec::new(),
+            client: 0,
         };
         runtime.block_on(grammars.constraints(wanted))
     };
@@ -81,7 +80,7 @@ fn main() -> Result<(), Failure> {
         let begun = Instant::now();
         // A made-up schema may be one that nothing is valid by.
         let Ok(mut constraints) = ask(schema.to_string()) else { continue };
-        let mut constraint = constraints.pop().ok_or("no constraint")?;
+        let mut constraint = constraints.choices.pop().ok_or("no constraint")?;
         let mut times = Vec::with_capacity(STEPS);
         for _ in 0..STEPS {
             let before = if times.is_empty() { begun } else { Instant::now() };

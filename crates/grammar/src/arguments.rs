@@ -17,6 +17,7 @@ use crate::lark::literal;
 use crate::schema::with_options;
 use crate::source::Whitespace;
 use crate::strings::texts;
+use crate::work::Work;
 
 /// The deepest nesting of values.
 const DEPTH: usize = 32;
@@ -63,6 +64,7 @@ pub(crate) struct Arguments<'a> {
     marks: &'a Marks,
     whitespace: &'a Whitespace,
     lenient: bool,
+    work: &'a mut Work,
     /// The number of the tool: names of rules begin with it.
     tool: usize,
     lines: Vec<String>,
@@ -95,6 +97,7 @@ impl<'a> Arguments<'a> {
         marks: &'a Marks,
         whitespace: &'a Whitespace,
         lenient: bool,
+        work: &'a mut Work,
         tool: usize,
     ) -> Self {
         Self {
@@ -102,6 +105,7 @@ impl<'a> Arguments<'a> {
             marks,
             whitespace,
             lenient,
+            work,
             tool,
             lines: Vec::new(),
             references: HashMap::new(),
@@ -140,22 +144,30 @@ impl<'a> Arguments<'a> {
     }
 
     /// Adds a rule; gives its name.
-    fn rule(&mut self, body: &str) -> String {
+    fn rule(&mut self, body: &str) -> Written {
         let name = self.name();
+        self.define(&name, body)?;
+        Ok(name)
+    }
+
+    fn define(&mut self, name: &str, body: &str) -> Result<(), GrammarError> {
+        self.work.write(name.len() + body.len())?;
         self.lines.push(format!("{name}: {body}"));
-        name
+        Ok(())
     }
 
     /// Text that `terminal` describes, up to `close`.
-    fn until(&mut self, terminal: &str, close: &str) -> String {
+    fn until(&mut self, terminal: &str, close: &str) -> Written {
         let name = format!("X{}N{}", self.tool, self.lines.len());
+        self.work.write(terminal.len())?;
         let (definition, until) = self.marks.until(&name, terminal, close);
         self.lines.push(definition);
-        until
+        Ok(until)
     }
 
-    fn json(&mut self, schema: &Value) -> String {
-        let with = with_options(defined(self.root, schema), self.whitespace, self.lenient);
+    fn json(&mut self, schema: &Value) -> Written {
+        let defined = defined(self.root, schema, self.work)?;
+        let with = with_options(defined, self.whitespace, self.lenient);
         self.rule(&format!("%json {with}"))
     }
 
@@ -237,7 +249,7 @@ impl<'a> Arguments<'a> {
                 "{} /[A-Za-z_][A-Za-z0-9_]{{0,40}}/ {} {value}",
                 self.marks.literal(before),
                 self.marks.literal(after)
-            ));
+            ))?;
             return Ok(format!("({one} ({comma} {one})*)?"));
         }
         let (mut required, mut optional) = (Vec::new(), Vec::new());
@@ -245,19 +257,28 @@ impl<'a> Arguments<'a> {
             self.nameable(field)?;
             let value = self.value(field.schema, &field.path, depth + 1)?;
             let before = self.marks.literal(&key(field.name));
-            let rule = self.rule(&format!("{before} {value}"));
+            let rule = self.rule(&format!("{before} {value}"))?;
             if field.required { required.push(rule) } else { optional.push(rule) }
         }
-        let after = |optional: &[String]| {
-            optional.iter().map(|rule| format!(" ({comma} {rule})?")).collect::<String>()
-        };
-        if !required.is_empty() {
-            return Ok(format!("{}{}", required.join(&format!(" {comma} ")), after(&optional)));
+        if required.is_empty() {
+            let some = self.some(&optional, &comma)?;
+            return Ok(if some.is_empty() { some } else { format!("({some})?") });
         }
-        let firsts = (0..optional.len())
-            .map(|first| format!("{}{}", optional[first], after(&optional[first + 1..])));
-        let firsts: Vec<String> = firsts.collect();
-        Ok(if firsts.is_empty() { String::new() } else { format!("({})?", firsts.join(" | ")) })
+        let required = required.join(&format!(" {comma} "));
+        Ok(format!("{required}{}", after(&optional, &comma)))
+    }
+
+    /// One or more of `optional`, in their order. Each half is written once: the text of all that
+    /// may come behind each would be as long as the square of their number.
+    fn some(&mut self, optional: &[String], comma: &str) -> Written {
+        let (left, right) = match optional {
+            [] => return Ok(String::new()),
+            [one] => return Ok(one.clone()),
+            more => more.split_at(more.len() / 2),
+        };
+        let more = self.rule(&after(right, comma))?;
+        let (left, right) = (self.some(left, comma)?, self.some(right, comma)?);
+        self.rule(&format!("{left} {more} | {right}"))
     }
 
     /// Refuses a name that could not be read where it stands without quotes.
@@ -279,10 +300,11 @@ impl<'a> Arguments<'a> {
             return Err(GrammarError::at(path, format!("deeper than {DEPTH} levels")));
         }
         let map = match schema {
-            Value::Bool(true) => return Ok(self.anything()),
+            Value::Bool(true) => return self.anything(),
             Value::Object(map) => map,
             _ => return Err(GrammarError::at(path, "nothing is valid here")),
         };
+        self.work.visit()?;
         self.check(map, path)?;
         if let Some(target) = map.get("$ref").and_then(Value::as_str) {
             return self.reference(target, path, depth);
@@ -318,13 +340,13 @@ impl<'a> Arguments<'a> {
         }
         let kinds = Kinds::meant(map);
         if kinds == Kinds::ALL {
-            return Ok(self.anything());
+            return self.anything();
         }
         let mut ways = Vec::new();
         for kind in kinds.iter() {
             ways.push(match kind {
                 Kind::Null | Kind::Boolean => self.word(kind).to_owned(),
-                Kind::Integer | Kind::Number => self.number(map, kind),
+                Kind::Integer | Kind::Number => self.number(map, kind)?,
                 Kind::String => self.string(schema, path)?,
                 Kind::Array => self.list(map, path, depth)?,
                 Kind::Object => self.object(map, path, depth)?,
@@ -335,13 +357,14 @@ impl<'a> Arguments<'a> {
 
     fn alternatives(&mut self, parts: &[Value], key: &str, path: &str, depth: usize) -> Written {
         if key == "oneOf" && !self.lenient {
-            let kinds = parts.iter().map(|part| Kinds::reached(self.root, part));
-            let kinds: Vec<Kinds> = kinds.collect();
-            let overlap =
-                (0..kinds.len()).any(|at| kinds[..at].iter().any(|other| other.meets(kinds[at])));
-            if overlap {
-                let why = "only alternatives that exclude each other are supported: use anyOf";
-                return Err(GrammarError::at(format!("{path}.oneOf"), why));
+            let mut before = Kinds::default();
+            for part in parts {
+                let kinds = Kinds::reached(self.root, part, self.work)?;
+                if before.meets(kinds) {
+                    let why = "only alternatives that exclude each other are supported: use anyOf";
+                    return Err(GrammarError::at(format!("{path}.oneOf"), why));
+                }
+                before = before.or(kinds);
             }
         }
         let mut ways = Vec::new();
@@ -361,7 +384,7 @@ impl<'a> Arguments<'a> {
         let name = format!("x{}r{}", self.tool, self.references.len());
         self.references.insert(target.to_owned(), name.clone());
         let body = self.value(schema, target.trim_start_matches('#'), depth + 1)?;
-        self.lines.push(format!("{name}: {body}"));
+        self.define(&name, &body)?;
         Ok(name)
     }
 
@@ -406,13 +429,13 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    fn number(&mut self, schema: &Map<String, Value>, kind: Kind) -> String {
+    fn number(&mut self, schema: &Map<String, Value>, kind: Kind) -> Written {
         let name = if kind == Kind::Integer { "integer" } else { "number" };
         let bounds = schema.iter().filter(|(key, _)| NUMERIC.contains(&key.as_str()));
         let mut bounded: Map<String, Value> =
             bounds.map(|(key, value)| (key.clone(), value.clone())).collect();
         if bounded.is_empty() {
-            return if kind == Kind::Integer { INTEGER } else { NUMBER }.to_owned();
+            return Ok(if kind == Kind::Integer { INTEGER } else { NUMBER }.to_owned());
         }
         bounded.insert("type".to_owned(), json!(name));
         self.json(&Value::Object(bounded))
@@ -422,16 +445,17 @@ impl<'a> Arguments<'a> {
         match self.notation {
             Notation::Python => {
                 // JSON's strings are Python's.
+                self.work.copy(schema)?;
                 let mut own = schema.clone();
                 if let Value::Object(map) = &mut own {
                     map.insert("type".to_owned(), json!("string"));
                     let kept = ["type", "pattern", "minLength", "maxLength", "format", "allOf"];
                     map.retain(|key, _| kept.contains(&key.as_str()));
                 }
-                Ok(self.json(&own))
+                self.json(&own)
             }
             Notation::Quoted(quote) => {
-                let texts = texts(self.root, schema, 0);
+                let texts = texts(self.root, schema, 0, self.work);
                 let texts = texts.map_err(|error| crate::tag::below(path, error))?;
                 let ways: Vec<String> =
                     texts.into_iter().map(|text| format!("({})", text.terminal)).collect();
@@ -440,7 +464,7 @@ impl<'a> Arguments<'a> {
                 }
                 let terminal = format!("({}) & {}", ways.join(" | "), text_without([quote]));
                 let open = self.marks.literal(quote);
-                let until = self.until(&terminal, quote);
+                let until = self.until(&terminal, quote)?;
                 Ok(format!("{open} {until}"))
             }
         }
@@ -464,7 +488,7 @@ impl<'a> Arguments<'a> {
         }
         let items = schema.get("items").unwrap_or(&Value::Bool(true));
         let item = self.value(items, &format!("{path}.items"), depth + 1)?;
-        let item = self.rule(&item);
+        let item = self.rule(&item)?;
         let comma = if self.notation == Notation::Python { "\", \"" } else { "\",\"" };
         let more = match (least.saturating_sub(1), most.map(|most| most - 1)) {
             (_, Some(0)) => String::new(),
@@ -495,23 +519,23 @@ impl<'a> Arguments<'a> {
     }
 
     /// A value without a schema.
-    fn anything(&mut self) -> String {
+    fn anything(&mut self) -> Written {
         if let Some(name) = &self.any {
-            return name.clone();
+            return Ok(name.clone());
         }
         let name = format!("x{}any", self.tool);
         self.any = Some(name.clone());
-        let string = self.string(&json!({"type": "string"}), "").unwrap_or_default();
+        let string = self.string(&json!({"type": "string"}), "")?;
         let (comma, key) = match self.notation {
             Notation::Python => ("\", \"", "\"\\\"\" /[A-Za-z_][A-Za-z0-9_]{0,40}/ \"\\\": \""),
             Notation::Quoted(_) => ("\",\"", "/[A-Za-z_][A-Za-z0-9_]{0,40}/ \":\""),
         };
         let (null, truth) = (self.word(Kind::Null), self.word(Kind::Boolean));
-        let field = self.rule(&format!("{key} {name}"));
+        let field = self.rule(&format!("{key} {name}"))?;
         self.lines.push(format!(
             "{name}: {null} | {truth} | {NUMBER} | {string} | \"[\" ({name} ({comma} {name})*)? \"]\" | \"{{\" ({field} ({comma} {field})*)? \"}}\""
         ));
-        name
+        Ok(name)
     }
 
     /// Arguments in tags, in the order of the schema, so that nothing has to be remembered of those
@@ -544,8 +568,8 @@ impl<'a> Arguments<'a> {
 
     /// The rule of an argument in tags; `name` stands for its name on a rule's right side.
     fn argument(&mut self, tags: &ArgumentTags, name: &str, schema: &Value) -> Written {
-        let texts = texts(self.root, schema, 0)?;
-        let mut other = without_strings(self.root, schema, 0);
+        let texts = texts(self.root, schema, 0, self.work)?;
+        let mut other = without_strings(self.root, schema, 0, self.work)?;
         let open = self.marks.literal(tags.before_name);
         let mut ways = Vec::new();
         if !texts.is_empty() {
@@ -557,9 +581,10 @@ impl<'a> Arguments<'a> {
                 // what begins as one of the others is none of this.
                 let (values, rest) = scalars(&all);
                 said.extend(values);
-                looks.extend(Kinds::reached(self.root, &all).written(false));
-                let rest_kinds = rest.as_ref().map(|rest| Kinds::reached(self.root, rest));
-                looks.extend(rest_kinds.and_then(|kinds| kinds.written(true)));
+                looks.extend(Kinds::reached(self.root, &all, self.work)?.written(false));
+                if let Some(rest) = &rest {
+                    looks.extend(Kinds::reached(self.root, rest, self.work)?.written(true));
+                }
                 other = rest;
             }
             let looks: String = looks.iter().map(|looks| format!(" & ~{looks}")).collect();
@@ -570,7 +595,7 @@ impl<'a> Arguments<'a> {
             let terminal = text_without(tags.stops.iter().copied());
             let terminal = format!("({}) & {terminal}", said.join(" | "));
             let before = self.marks.literal(&tags.before_text);
-            let until = self.until(&terminal, tags.after);
+            let until = self.until(&terminal, tags.after)?;
             ways.push(format!("{open} {name} {before} {until}"));
         }
         if let Some(other) = &other {
@@ -579,13 +604,18 @@ impl<'a> Arguments<'a> {
             let value = match other.as_object().filter(|map| map.len() == 1) {
                 Some(map) if map.get("type") == Some(&json!("integer")) => INTEGER.to_owned(),
                 Some(map) if map.get("type") == Some(&json!("number")) => NUMBER.to_owned(),
-                _ => self.json(other),
+                _ => self.json(other)?,
             };
             ways.push(format!("{open} {name} {before} {value} {after}"));
         }
         if ways.is_empty() {
             return Err(GrammarError::invalid("nothing is valid here"));
         }
-        Ok(self.rule(&ways.join(" | ")))
+        self.rule(&ways.join(" | "))
     }
+}
+
+/// What may come of `optional` behind something else.
+fn after(optional: &[String], comma: &str) -> String {
+    optional.iter().map(|rule| format!(" ({comma} {rule})?")).collect()
 }

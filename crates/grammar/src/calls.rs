@@ -11,6 +11,7 @@ use crate::one_text::{self, Place};
 use crate::schema;
 use crate::source::{CallForm, CallText, Form, Whitespace};
 use crate::tag::{self, below};
+use crate::work::Work;
 
 /// A schema that was read, and the path that errors of it begin with.
 pub(crate) type Named = (String, Value);
@@ -20,6 +21,7 @@ pub(crate) fn to_lark(
     form: &CallForm,
     whitespace: &Whitespace,
     lenient: bool,
+    work: &mut Work,
 ) -> Result<(String, Vec<Named>), GrammarError> {
     let mut lark = form.lark.to_string();
     let mut add = |lines: &str| {
@@ -29,7 +31,7 @@ pub(crate) fn to_lark(
     let mut schemas = Vec::new();
     for (number, tool) in form.arguments.iter().enumerate() {
         if let Some(text) = &tool.text {
-            let rules = text_rules(form, &tool.rule, text, number);
+            let rules = text_rules(form, &tool.rule, text, number, work);
             add(&rules.map_err(|error| below(&text.path, error))?);
             continue;
         }
@@ -40,7 +42,8 @@ pub(crate) fn to_lark(
                 add(&format!("{}: %json {with}", tool.rule));
             }
             style => {
-                let mut writer = Arguments::new(&schema, &form.marks, whitespace, lenient, number);
+                let mut writer =
+                    Arguments::new(&schema, &form.marks, whitespace, lenient, work, number);
                 let body = writer.all(style).map_err(|error| below(&tool.path, error))?;
                 add(&format!("{}: {body}", tool.rule));
                 add(&writer.rules());
@@ -50,7 +53,7 @@ pub(crate) fn to_lark(
     }
     if let Some((param, content)) = &form.content {
         let (body, schema) =
-            rule(content, whitespace, lenient).map_err(|error| below(param, error))?;
+            rule(content, whitespace, lenient, work).map_err(|error| below(param, error))?;
         add(&format!("{CONTENT}: {body}"));
         schemas.extend(schema.map(|schema| (param.to_string(), schema)));
     }
@@ -82,16 +85,17 @@ fn text_rules(
     rule: &str,
     text: &CallText,
     number: usize,
+    work: &mut Work,
 ) -> Result<String, GrammarError> {
     let (name, prefix) = (format!("TEXT{number}"), format!("T{number}"));
     match &form.style {
         ArgumentStyle::Json => {
-            let (body, rules) = one_text::terminal(&text.form, Place::Json, &prefix)?;
+            let (body, rules) = one_text::terminal(&text.form, Place::Json, &prefix, work)?;
             let key = lark::escaped(&Value::from(&*text.name).to_string());
             Ok(format!("{rule}: /\\{{ ?{key}: ?\"/ {name} \"\\\"}}\"\n{name}: {body}\n{rules}"))
         }
         ArgumentStyle::Tagged(tags) => {
-            let (body, rules) = one_text::terminal(&text.form, Place::Tags, &prefix)?;
+            let (body, rules) = one_text::terminal(&text.form, Place::Tags, &prefix, work)?;
             let literal = |text: &str| form.marks.literal(text);
             let body = format!("({body}) & {}", text_without(tags.stops.iter().copied()));
             let (definition, until) = form.marks.until(&name, &body, tags.after);
@@ -110,6 +114,7 @@ fn rule(
     form: &Form,
     whitespace: &Whitespace,
     lenient: bool,
+    work: &mut Work,
 ) -> Result<(String, Option<Value>), GrammarError> {
     let json = |schema: Value| {
         let with = schema::with_options(schema.clone(), whitespace, lenient);
@@ -129,7 +134,158 @@ fn rule(
             nested(text.to_string())
         }
         Form::Ebnf(text) => nested(ebnf::to_lark(text)?),
-        Form::StructuralTag(text) => nested(tag::to_lark(text, whitespace, lenient)?),
+        Form::StructuralTag(text) => nested(tag::to_lark(text, whitespace, lenient, work)?),
         Form::Calls(_) => Err(GrammarError::invalid("calls are no content")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use forebay_dialect::{Choice, Dialect, Evidence, Instead, Marks};
+    use serde_json::Value;
+
+    use super::*;
+    use crate::source::CallArguments;
+
+    /// Families with a notation of their own.
+    const FAMILIES: [&str; 10] = [
+        "qwen3_coder",
+        "glm45",
+        "glm47",
+        "minimax_m2",
+        "deepseek_v32",
+        "deepseek_v4",
+        "pythonic",
+        "gemma4",
+        "functiongemma",
+        "hermes",
+    ];
+    /// References of a schema to itself. Walks that remember nothing take this to the power of 16.
+    const AGAIN: usize = 12;
+
+    /// Writes the call of a tool with one argument `x`; gives the units of work too.
+    fn write(family: &str, schema: &Value) -> (Result<String, GrammarError>, usize) {
+        let evidence = Evidence { template: "", has_token: &|_| false };
+        let family = Choice::Named(family.to_owned());
+        let dialect = Dialect::new(&family, &Choice::None, evidence).unwrap();
+        let marks = Marks::default();
+        let grammar = dialect.call_grammar(&["f"], Instead::Nothing, true, &marks, None).unwrap();
+        let form = CallForm {
+            lark: grammar.lark.into(),
+            style: grammar.style,
+            marks: Arc::new(marks),
+            arguments: vec![CallArguments {
+                rule: grammar.arguments[0].clone(),
+                schema: schema.to_string().into(),
+                path: "tools[0]".into(),
+                text: None,
+            }],
+            content: None,
+        };
+        let mut work = Work::default();
+        let lark = to_lark(&form, &Whitespace::default(), false, &mut work);
+        (lark.map(|(lark, _)| lark), work.spent())
+    }
+
+    fn tool(argument: &Value, definitions: &Value) -> Value {
+        json!({
+            "type": "object",
+            "properties": {"x": argument},
+            "required": ["x"],
+            "$defs": definitions,
+            "additionalProperties": false,
+        })
+    }
+
+    /// Walks are bounded by the largest amount of work, and end in an error there. Twenty million
+    /// units take less than a second.
+    #[test]
+    fn schemas_that_refer_to_themselves_are_walked_in_bounded_steps() {
+        for family in FAMILIES {
+            for key in ["anyOf", "oneOf", "allOf"] {
+                for types in [json!(["number", "null"]), json!(["string", "null"])] {
+                    let again = vec![json!({"$ref": "#/$defs/a"}); AGAIN];
+                    let itself = json!({"a": {"type": types, key: again}});
+                    let schema = tool(&json!({"$ref": "#/$defs/a"}), &itself);
+                    let (written, spent) = write(family, &schema);
+                    assert!(spent <= 20 << 20, "{family} {key} {types}: {spent}");
+                    // It may be refused, but what is written is not much.
+                    let bytes = written.map_or(0, |lark| lark.len());
+                    assert!(bytes < 100_000, "{family} {key} {types}: {bytes} bytes");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn schemas_that_double_by_references_are_walked_in_bounded_steps() {
+        for family in FAMILIES {
+            for last in [json!({"type": "number"}), json!({"type": "string"})] {
+                let mut definitions = serde_json::Map::new();
+                for level in 0..15 {
+                    let next = json!({"$ref": format!("#/$defs/d{}", level + 1)});
+                    let next = json!({"anyOf": vec![next; AGAIN]});
+                    definitions.insert(format!("d{level}"), next);
+                }
+                definitions.insert("d15".to_owned(), last.clone());
+                let schema = tool(&json!({"$ref": "#/$defs/d0"}), &Value::Object(definitions));
+                let (written, spent) = write(family, &schema);
+                assert!(spent <= 20 << 20, "{family} {last}: {spent}");
+                let bytes = written.map_or(0, |lark| lark.len());
+                assert!(bytes < 100_000, "{family} {last}: {bytes} bytes");
+            }
+        }
+    }
+
+    /// What is written grows with the schema, not with its square.
+    #[test]
+    fn a_large_schema_is_written_out_about_once() {
+        let many = 2000;
+        let definitions: serde_json::Map<String, Value> = (0..many)
+            .map(|at| (format!("d{at}"), json!({"type": "array", "items": {"type": "integer"}})))
+            .collect();
+        let own: serde_json::Map<String, Value> = (0..many)
+            .map(|at| (format!("p{at}"), json!({"$ref": format!("#/$defs/d{at}")})))
+            .collect();
+        let optional = json!({
+            "type": "object",
+            "properties": own,
+            "$defs": definitions,
+            "additionalProperties": false,
+        });
+        let size = optional.to_string().len();
+        for family in FAMILIES {
+            let (written, spent) = write(family, &optional);
+            let bytes = written.unwrap_or_else(|error| panic!("{family}: {error}")).len();
+            assert!(bytes < 10 * size && spent < 20 * size, "{family}: {bytes}, {spent} of {size}");
+        }
+        let cases = [
+            // Each alternative excludes none of the others.
+            json!({"oneOf": vec![json!(false); 30_000]}),
+            // Each pattern is one more of each text.
+            json!({
+                "enum": (0..4000).map(|at| format!("{at}{}", "x".repeat(20))).collect::<Vec<_>>(),
+                "allOf": vec![json!({"pattern": "y".repeat(9000)}); 40],
+            }),
+        ];
+        for argument in cases {
+            for family in ["qwen3_coder", "deepseek_v32", "pythonic", "gemma4"] {
+                let (_, spent) = write(family, &tool(&argument, &json!({})));
+                assert!(spent <= 20 << 20, "{family}: {spent}");
+            }
+        }
+    }
+
+    #[test]
+    fn tags_that_many_triggers_begin_are_written_in_bounded_steps() {
+        let many = 6000;
+        let triggers = vec!["<"; many];
+        let tag = json!({"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"});
+        let text = json!({"structures": vec![tag; many], "triggers": triggers}).to_string();
+        let mut work = Work::default();
+        let error = tag::to_lark(&text, &Whitespace::default(), false, &mut work).unwrap_err();
+        assert!(error.to_string().contains("refer to each other"), "{error}");
     }
 }

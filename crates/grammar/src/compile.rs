@@ -2,30 +2,51 @@
 //! mask.
 
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
-use llguidance::Matcher;
-use llguidance::api::TopLevelGrammar;
+use llguidance::api::{StopReason, TopLevelGrammar};
+use llguidance::earley::Parser;
+use llguidance::{Matcher, TokenParser, panic_utils};
 use parking_lot::Mutex;
 use serde_json::json;
 
 use crate::error::GrammarError;
+use crate::footprint::Footprint;
 use crate::source::{CHOICES, Form, Source};
 use crate::vocabulary::Vocabulary;
-use crate::{calls, ebnf, lark, schema, tag};
+use crate::work::Work;
+use crate::{calls, ebnf, expansion, lark, schema, tag};
 
 /// The beginning of llguidance's errors that were panics.
 const PANIC: &str = "panic: ";
 
+/// The largest number of bytes of a template.
+pub(crate) const TEMPLATE_BYTES: usize = 32 << 20;
+
+/// A matcher, and a parser that shares its lexer, for the counts that a matcher does not show.
+pub(crate) struct Counted {
+    pub(crate) matcher: Matcher,
+    parser: Parser,
+}
+
+impl Counted {
+    /// Bytes of the lexer, which grows as it is used.
+    pub(crate) fn bytes(&self) -> usize {
+        self.parser.lexer_stats().num_bytes
+    }
+}
+
 /// A compiled source. Requests get copies of its matcher.
 pub(crate) struct Template {
-    /// The matcher at its beginning. A copy of it is independent of it.
-    matcher: Mutex<Matcher>,
+    /// The parser at the beginning of an answer. A copy of it is independent of it.
+    parser: Mutex<TokenParser>,
     /// The mask of an answer's first token. It is computed once, because the first mask is by far
     /// the dearest.
     first: Arc<[u32]>,
     /// The model's end-of-sequence ids.
     eos: Arc<[i32]>,
+    footprint: Footprint,
 }
 
 impl fmt::Debug for Template {
@@ -45,7 +66,12 @@ impl Template {
         if bytes > limit {
             return Err(GrammarError::invalid(format!("{bytes} bytes are more than {limit}")));
         }
+        let work = &mut Work::default();
         let mut parsed = Vec::new();
+        let from_lark = |text: String| {
+            expansion::check(&text)?;
+            Ok(TopLevelGrammar::from_lark(text))
+        };
         let grammar = match &source.form {
             Form::JsonObject => {
                 let schema = json!({ "type": "object" });
@@ -56,6 +82,7 @@ impl Template {
                 ))
             }
             Form::JsonSchema(text) => {
+                expansion::classes(text)?;
                 let schema = schema::read(text)?;
                 parsed.push((String::new(), schema.clone()));
                 TopLevelGrammar::from_json_schema(schema::with_options(
@@ -64,28 +91,26 @@ impl Template {
                     lenient,
                 ))
             }
-            Form::Regex(pattern) => {
-                TopLevelGrammar::from_lark(format!("start: {}", tag::regex(pattern)?))
-            }
+            Form::Regex(pattern) => from_lark(format!("start: {}", tag::regex(pattern)?))?,
             Form::Choice(choices) => {
                 if choices.is_empty() || choices.len() > CHOICES {
                     let reason = format!("{} choices are not from 1 to {CHOICES}", choices.len());
                     return Err(GrammarError::invalid(reason));
                 }
-                TopLevelGrammar::from_lark(lark::choice(choices))
+                from_lark(lark::choice(choices))?
             }
             Form::Lark(text) => {
                 lark::no_options(text)?;
-                TopLevelGrammar::from_lark(text.to_string())
+                from_lark(text.to_string())?
             }
-            Form::Ebnf(text) => TopLevelGrammar::from_lark(ebnf::to_lark(text)?),
+            Form::Ebnf(text) => from_lark(ebnf::to_lark(text)?)?,
             Form::StructuralTag(text) => {
-                TopLevelGrammar::from_lark(tag::to_lark(text, &source.whitespace, lenient)?)
+                from_lark(tag::to_lark(text, &source.whitespace, lenient, work)?)?
             }
             Form::Calls(form) => {
-                let (lark, schemas) = calls::to_lark(form, &source.whitespace, lenient)?;
+                let (text, schemas) = calls::to_lark(form, &source.whitespace, lenient, work)?;
                 parsed = schemas;
-                TopLevelGrammar::from_lark(lark)
+                from_lark(text)?
             }
         };
         let explain = |said: &str| {
@@ -105,28 +130,48 @@ impl Template {
             found.map_or_else(|| GrammarError::invalid(brief(said)), |(error, _)| error)
         };
         let parser = vocabulary.factory.create_parser(grammar);
-        let parser = parser.map_err(|error| explain(&format!("{error:#}")))?;
-        let mut matcher = Matcher::new(Ok(parser));
-        // A grammar that only the empty text fits has nothing to say but the end.
-        let first = matcher.compute_mask_or_eos().map_err(|error| explain(&error.to_string()))?;
+        let mut parser = parser.map_err(|error| explain(&format!("{error:#}")))?;
+        let first = panic_utils::catch_unwind(AssertUnwindSafe(|| {
+            parser.start_without_prompt();
+            if parser.stop_reason() == StopReason::NotStopped {
+                parser.compute_mask()
+            } else {
+                // A grammar that only the empty text fits has nothing to say but the end.
+                Ok(parser.token_env.tok_trie().eos_token_set())
+            }
+        }));
+        let first = first.map_err(|error| explain(&error.to_string()))?;
         let eos = vocabulary.factory.tok_env().tok_trie().eos_tokens();
         let eos = eos.iter().map(|id| id.cast_signed()).collect();
-        Ok(Self { first: first.as_slice().into(), eos, matcher: Mutex::new(matcher) })
+        let first: Arc<[u32]> = first.as_slice().into();
+        let footprint = Footprint::new(&parser.parser, source.size() + size_of_val(&*first));
+        if footprint.kept > TEMPLATE_BYTES {
+            let kept = footprint.kept;
+            let reason = format!("compiled it takes {kept} bytes, more than {TEMPLATE_BYTES}");
+            return Err(GrammarError::invalid(reason));
+        }
+        Ok(Self { first, eos, parser: Mutex::new(parser), footprint })
+    }
+
+    /// The memory that it takes.
+    pub(crate) fn footprint(&self) -> Footprint {
+        self.footprint
     }
 
     /// A matcher of one's own.
-    pub(crate) fn matcher(&self) -> Matcher {
-        self.matcher.lock().deep_clone()
+    pub(crate) fn matcher(&self) -> Counted {
+        let parser = self.parser.lock().deep_clone();
+        Counted { parser: parser.parser.clone(), matcher: Matcher::new(Ok(parser)) }
     }
 
     /// The model's end-of-sequence ids.
-    pub(crate) fn eos(&self) -> Arc<[i32]> {
-        Arc::clone(&self.eos)
+    pub(crate) fn eos(&self) -> &[i32] {
+        &self.eos
     }
 
     /// The mask at the beginning.
-    pub(crate) fn first(&self) -> Arc<[u32]> {
-        Arc::clone(&self.first)
+    pub(crate) fn first(&self) -> &[u32] {
+        &self.first
     }
 }
 

@@ -19,14 +19,30 @@ pub enum GrammarError {
     /// The tokenizer's tokens have no bytes of their own.
     #[error("{0}")]
     Tokenizer(String),
-    /// Too many sources wait.
+    /// Too many sources wait, of all clients or of this one.
     #[error("too many grammars wait to be compiled")]
     Busy,
-    /// The grammar is not compiled, and will not be soon.
-    #[error("the grammar was not compiled within {seconds} s")]
+    /// Compiles of this client were given up, and still run.
+    #[error(
+        "{compiles} grammars of this client were given up because they took too long, and are still being compiled"
+    )]
+    Overdue {
+        /// The number of these compiles.
+        compiles: usize,
+    },
+    /// The grammar's turn has not come, and will not soon.
+    #[error("the grammar was not compiled within {seconds} s, as others were")]
     Late {
-        /// The limit in seconds.
+        /// The time that it has waited, in seconds.
         seconds: u64,
+        /// Seconds after which fewer may wait.
+        retry_after: u32,
+    },
+    /// No new source is compiled until a compile ends that was given up.
+    #[error("the compiler of grammars is stuck: {compiles} compiles were given up and still run")]
+    Stuck {
+        /// The number of these compiles.
+        compiles: usize,
     },
     /// The compiling threads have ended, or one panicked.
     #[error("{0}")]

@@ -1,8 +1,13 @@
 //! The kinds of values that a schema allows.
 
+use std::collections::HashMap;
+use std::ptr;
+
 use serde_json::{Map, Value, json};
 
+use crate::error::GrammarError;
 use crate::lark::literal;
+use crate::work::Work;
 
 /// References and alternatives that are followed one into the other.
 const DEPTH: usize = 32;
@@ -129,42 +134,67 @@ impl Kinds {
 
     /// The kinds of values that a schema may have, with all schemas that it refers to: too many
     /// rather than too few.
-    pub(crate) fn reached(root: &Value, schema: &Value) -> Self {
-        Self::reach(root, schema, 0)
+    pub(crate) fn reached(
+        root: &Value,
+        schema: &Value,
+        work: &mut Work,
+    ) -> Result<Self, GrammarError> {
+        Self::reach(root, schema, &mut HashMap::new(), 0, work)
     }
 
-    fn reach(root: &Value, schema: &Value, depth: usize) -> Self {
+    /// `seen` has the schemas that were visited, by their addresses. One that refers to itself may
+    /// have any kind there, which its other keywords restrict.
+    fn reach(
+        root: &Value,
+        schema: &Value,
+        seen: &mut HashMap<*const Value, Self>,
+        depth: usize,
+        work: &mut Work,
+    ) -> Result<Self, GrammarError> {
         let Value::Object(map) = schema else {
-            return if schema == &Value::Bool(false) { Self::default() } else { Self::ALL };
+            return Ok(if schema == &Value::Bool(false) { Self::default() } else { Self::ALL });
         };
         if depth > DEPTH {
-            return Self::ALL;
+            return Ok(Self::ALL);
         }
+        if let Some(kinds) = seen.get(&ptr::from_ref(schema)) {
+            return Ok(*kinds);
+        }
+        seen.insert(schema, Self::ALL);
+        work.visit()?;
         let mut kinds = Self::declared(map);
-        let listed =
-            map.get("enum").and_then(Value::as_array).map(|values| values.iter().collect());
-        let listed: Option<Vec<&Value>> = listed.or(map.get("const").map(|value| vec![value]));
+        let listed = map.get("enum").and_then(Value::as_array).map(Vec::as_slice);
+        let listed = listed.or(map.get("const").map(std::slice::from_ref));
         if let Some(values) = listed {
-            kinds = kinds.and(values.into_iter().map(Kind::of).fold(Self::default(), Self::with));
+            work.write(values.len())?;
+            kinds = kinds.and(values.iter().map(Kind::of).fold(Self::default(), Self::with));
         }
         if let Some(target) = map.get("$ref").and_then(Value::as_str)
             && let Some(target) = resolve(root, target)
         {
-            kinds = kinds.and(Self::reach(root, target, depth + 1));
+            kinds = kinds.and(Self::reach(root, target, seen, depth + 1, work)?);
         }
         for key in ["anyOf", "oneOf"] {
             if let Some(parts) = map.get(key).and_then(Value::as_array) {
-                let parts = parts.iter().map(|part| Self::reach(root, part, depth + 1));
-                kinds = kinds.and(parts.fold(Self::default(), |all, one| Self(all.0 | one.0)));
+                let mut some = Self::default();
+                for part in parts {
+                    some = some.or(Self::reach(root, part, seen, depth + 1, work)?);
+                }
+                kinds = kinds.and(some);
             }
         }
-        let parts = map.get("allOf").and_then(Value::as_array).into_iter().flatten();
-        let mut kinds =
-            parts.fold(kinds, |kinds, part| kinds.and(Self::reach(root, part, depth + 1)));
+        for part in map.get("allOf").and_then(Value::as_array).into_iter().flatten() {
+            kinds = kinds.and(Self::reach(root, part, seen, depth + 1, work)?);
+        }
         if map.get("nullable") == Some(&Value::Bool(true)) {
             kinds = kinds.with(Kind::Null);
         }
-        kinds
+        seen.insert(schema, kinds);
+        Ok(kinds)
+    }
+
+    pub(crate) fn or(self, other: Self) -> Self {
+        Self(self.0 | other.0)
     }
 
     fn and(self, other: Self) -> Self {
@@ -197,17 +227,65 @@ pub(crate) fn resolve<'r>(root: &'r Value, target: &str) -> Option<&'r Value> {
     root.pointer(target.strip_prefix('#')?)
 }
 
-/// The schema with the definitions of `root`, to which it may refer.
-pub(crate) fn defined(root: &Value, schema: &Value) -> Value {
-    let mut schema = schema.clone();
-    if let Value::Object(fields) = &mut schema {
-        for key in ["$defs", "definitions"] {
-            if let Some(all) = root.get(key) {
-                fields.entry(key).or_insert_with(|| all.clone());
+/// The places in a schema of definitions that references may name.
+const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
+
+/// The schema with those definitions of `root` that it refers to, also by way of others.
+pub(crate) fn defined(
+    root: &Value,
+    schema: &Value,
+    work: &mut Work,
+) -> Result<Value, GrammarError> {
+    work.copy(schema)?;
+    let mut defined = schema.clone();
+    let Value::Object(fields) = &mut defined else { return Ok(defined) };
+    let mut found: HashMap<(&str, &str), &Value> = HashMap::new();
+    let mut all = false;
+    let mut rest = vec![schema];
+    while let Some(value) = rest.pop() {
+        work.visit()?;
+        match value {
+            Value::Array(values) => rest.extend(values),
+            Value::Object(map) => {
+                rest.extend(map.values());
+                let target = map.get("$ref").and_then(Value::as_str);
+                match target.map(|target| definition(root, target)) {
+                    Some(Some((key, name, definition))) => {
+                        if found.insert((key, name), definition).is_none() {
+                            rest.push(definition);
+                        }
+                    }
+                    // It may be the name of an anchor in any of them.
+                    Some(None) => all = true,
+                    None => {}
+                }
             }
+            _ => {}
         }
     }
-    schema
+    for key in DEFINITIONS {
+        let Some(Value::Object(definitions)) = root.get(key) else { continue };
+        let mut some = Map::new();
+        for (name, definition) in definitions {
+            if all || found.contains_key(&(key, name.as_str())) {
+                work.copy(definition)?;
+                some.insert(name.clone(), definition.clone());
+            }
+        }
+        if !some.is_empty() {
+            fields.entry(key).or_insert(Value::Object(some));
+        }
+    }
+    Ok(defined)
+}
+
+/// The definition of `root` that a reference leads to, or into: its place, its name and itself.
+fn definition<'r>(root: &'r Value, target: &str) -> Option<(&'static str, &'r str, &'r Value)> {
+    let (key, name) = target.strip_prefix("#/")?.split_once('/')?;
+    let key = DEFINITIONS.into_iter().find(|known| *known == key)?;
+    let name = name.split('/').next()?.replace("~1", "/").replace("~0", "~");
+    let (name, definition) = root.get(key)?.as_object()?.get_key_value(&name)?;
+    Some((key, name, definition))
 }
 
 /// Divides a schema, which allows no strings and refers to nothing, into values that a terminal can
@@ -259,51 +337,64 @@ pub(crate) fn scalars(schema: &Value) -> (Vec<String>, Option<Value>) {
 }
 
 /// The part of `schema` without strings; `None`: nothing is left.
-pub(crate) fn without_strings(root: &Value, schema: &Value, depth: usize) -> Option<Value> {
+pub(crate) fn without_strings(
+    root: &Value,
+    schema: &Value,
+    depth: usize,
+    work: &mut Work,
+) -> Result<Option<Value>, GrammarError> {
     const OTHERS: [&str; 5] = ["null", "boolean", "number", "array", "object"];
+    work.visit()?;
     let map = match schema {
-        Value::Bool(true) => return Some(json!({ "type": OTHERS })),
+        Value::Bool(true) => return Ok(Some(json!({ "type": OTHERS }))),
         Value::Object(map) if depth <= DEPTH => map,
-        _ => return None,
+        _ => return Ok(None),
     };
     if let Some(target) = map.get("$ref").and_then(Value::as_str) {
-        return without_strings(root, resolve(root, target)?, depth + 1);
+        let Some(target) = resolve(root, target) else { return Ok(None) };
+        return without_strings(root, target, depth + 1, work);
     }
+    work.copy(schema)?;
     let mut map = map.clone();
     let silent = ["title", "description", "default", "example", "examples", "nullable"];
     map.retain(|key, _| !silent.contains(&key.as_str()));
     if let Some(Value::Array(values)) = map.get_mut("enum") {
         values.retain(|value| !value.is_string());
         if values.is_empty() {
-            return None;
+            return Ok(None);
         }
     }
     if map.get("const").is_some_and(Value::is_string) {
-        return None;
+        return Ok(None);
     }
     for key in ["anyOf", "oneOf"] {
         if let Some(Value::Array(parts)) = map.get_mut(key) {
-            *parts =
-                parts.iter().filter_map(|part| without_strings(root, part, depth + 1)).collect();
-            if parts.is_empty() {
-                return None;
+            let mut others = Vec::new();
+            for part in parts.iter() {
+                others.extend(without_strings(root, part, depth + 1, work)?);
             }
+            if others.is_empty() {
+                return Ok(None);
+            }
+            *parts = others;
         }
     }
     if let Some(Value::Array(parts)) = map.get_mut("allOf") {
-        *parts = parts
-            .iter()
-            .map(|part| without_strings(root, part, depth + 1))
-            .collect::<Option<_>>()?;
+        for part in parts {
+            let Some(other) = without_strings(root, part, depth + 1, work)? else {
+                return Ok(None);
+            };
+            *part = other;
+        }
     }
     let settled =
         ["enum", "const", "anyOf", "oneOf", "allOf"].iter().any(|key| map.contains_key(*key));
     match map.get_mut("type") {
-        Some(Value::String(name)) if name == "string" => return None,
+        Some(Value::String(name)) if name == "string" => return Ok(None),
         Some(Value::Array(names)) => {
             names.retain(|name| name != "string");
             match &names[..] {
-                [] => return None,
+                [] => return Ok(None),
                 [one] => {
                     let one = one.clone();
                     map.insert("type".to_owned(), one);
@@ -319,5 +410,5 @@ pub(crate) fn without_strings(root: &Value, schema: &Value, depth: usize) -> Opt
     for key in ["pattern", "minLength", "maxLength", "format"] {
         map.remove(key);
     }
-    Some(Value::Object(map))
+    Ok(Some(Value::Object(map)))
 }

@@ -10,7 +10,7 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use forebay_grammar::{Bounds, Form, GrammarConfig, Grammars, Wanted};
+//! use forebay_grammar::{Bounds, Form, GrammarConfig, Grammars, ThreadStart, Wanted};
 //! use forebay_text::Tokenizer;
 //!
 //! # let end = 0;
@@ -18,17 +18,15 @@
 //! let file = "../text/tests/data/tiny-llama-tokenizer.json";
 //! let tokenizer = Arc::new(Tokenizer::from_file(file.as_ref())?);
 //! let config = GrammarConfig::default();
-//! let grammars =
-//!     Grammars::new(config, Arc::clone(&tokenizer), &[end], vocabulary, &|thread, work| {
-//!         thread.spawn(work)
-//!     })?;
+//! let start: ThreadStart = Arc::new(|thread, work| thread.spawn(work));
+//! let grammars = Grammars::new(config, Arc::clone(&tokenizer), &[end], vocabulary, &start)?;
 //! let bounds = Bounds { ends: [end].into(), ..Bounds::default() };
 //! let source = Some(Form::Choice(["yes".to_owned(), "no".to_owned()].into()).into());
-//! let wanted = Wanted { source, reasoning: None, bounds, choices: 1, said: Vec::new() };
+//! let wanted = Wanted { source, reasoning: None, bounds, choices: 1, said: Vec::new(), client: 0 };
 //!
 //! let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
 //! let mut constraints = runtime.block_on(grammars.constraints(wanted))?;
-//! let mut constraint = constraints.pop().expect("one choice");
+//! let mut constraint = constraints.choices.pop().expect("one choice");
 //! for id in tokenizer.encode_as_text("no")? {
 //!     constraint.accept(id)?;
 //! }
@@ -37,11 +35,15 @@
 //! ```
 
 mod arguments;
+mod attic;
 mod calls;
 mod compile;
 mod ebnf;
 mod error;
+mod expansion;
+mod footprint;
 mod formats;
+mod growth;
 mod kinds;
 mod lark;
 mod one_text;
@@ -54,10 +56,13 @@ mod strings;
 mod tag;
 mod thinking;
 mod vocabulary;
+mod work;
 
 pub use error::GrammarError;
 pub use rules::{Bounds, Reasoning};
-pub use service::{Constraints, GrammarConfig, GrammarStats, Grammars, Wanted};
+pub use service::{
+    CompileHook, Constraints, GrammarConfig, GrammarStats, Grammars, ThreadStart, Wanted,
+};
 pub use source::{
     CHOICES, CallArguments, CallForm, CallText, Form, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES,
     SCHEMA_DEPTH, SCHEMA_VALUES, Source, Whitespace,

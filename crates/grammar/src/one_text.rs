@@ -6,6 +6,7 @@
 //! of the text may begin like more of it. A grammar that refers to itself can't be written in this
 //! way, and is refused.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 
 use regex_syntax::ParserBuilder;
@@ -13,8 +14,10 @@ use regex_syntax::hir::{Class, ClassUnicode, ClassUnicodeRange, Hir, HirKind};
 use serde_json::Value;
 
 use crate::error::GrammarError;
+use crate::expansion;
 use crate::lark;
 use crate::source::Form;
+use crate::work::Work;
 
 type Written = Result<String, GrammarError>;
 
@@ -63,17 +66,24 @@ pub(crate) fn terminal(
     form: &Form,
     place: Place,
     prefix: &str,
+    work: &mut Work,
 ) -> Result<(String, String), GrammarError> {
     let writer = Writer { place };
     match form {
-        Form::Regex(pattern) => Ok((format!("/{}/", writer.regex(pattern, "")?), String::new())),
+        Form::Regex(pattern) => {
+            expansion::classes(pattern)?;
+            Ok((format!("/{}/", writer.regex(pattern, "")?), String::new()))
+        }
         Form::Lark(text) => {
             lark::no_options(text)?;
-            let names = vec!["start"];
+            expansion::classes(text)?;
+            let names = HashMap::from([("start", 0)]);
             let mut rewriter = Rewriter { rest: text, out: String::new(), names, prefix, writer };
             while !rewriter.rest.is_empty() {
+                work.visit()?;
                 rewriter.next()?;
             }
+            work.write(rewriter.out.len())?;
             Ok((format!("{prefix}_0"), rewriter.out))
         }
         _ => Err(GrammarError::invalid("the form of a text is a grammar or an expression")),
@@ -84,7 +94,7 @@ struct Rewriter<'a> {
     rest: &'a str,
     out: String,
     /// Rules and terminals by their numbers.
-    names: Vec<&'a str>,
+    names: HashMap<&'a str, usize>,
     /// The beginning of the new names of rules and terminals.
     prefix: &'a str,
     writer: Writer,
@@ -162,11 +172,8 @@ impl<'a> Rewriter<'a> {
     }
 
     fn renamed(&mut self, name: &'a str) {
-        let known = self.names.iter().position(|known| *known == name);
-        let number = known.unwrap_or(self.names.len());
-        if known.is_none() {
-            self.names.push(name);
-        }
+        let next = self.names.len();
+        let number = *self.names.entry(name).or_insert(next);
         let _ = write!(self.out, "{}_{number}", self.prefix);
     }
 
@@ -429,7 +436,7 @@ change_line: ("+" | "-" | " ") /(.*)/ LF -> line
 "#;
 
     fn json(form: Form) -> Result<(String, String), GrammarError> {
-        terminal(&form, Place::Json, "T")
+        terminal(&form, Place::Json, "T", &mut Work::default())
     }
 
     #[test]

@@ -4,10 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use forebay_engine::{Allowed, Broken, Constraint};
-use llguidance::Matcher;
+use llguidance::toktrie::SimpleVob;
 
-use crate::compile::{Template, brief};
-use crate::service::Attic;
+use crate::attic::Attic;
+use crate::compile::{Counted, Template, brief};
+use crate::growth::{Grown, Growth};
 use crate::thinking::{Markers, Phase, Start, Thinking};
 
 /// Restrictions that need no grammar. The choices of a request share them.
@@ -39,6 +40,7 @@ pub struct Reasoning {
 /// The constraint of one request.
 pub(crate) struct Rules {
     grammar: Option<Follower>,
+    attic: Attic,
     thinking: Option<Thinking>,
     bounds: Bounds,
     /// Tokens so far.
@@ -49,22 +51,34 @@ pub(crate) struct Rules {
     over: bool,
 }
 
-/// A matcher on its way through an answer.
+/// A template's grammar on its way through an answer.
+///
+/// Most of a request's memory is its matcher. So there is none before it is needed: a choice that
+/// waits in the queue has none, and the first mask is the template's.
 struct Follower {
-    /// Gone only while it is dropped.
-    matcher: Option<Matcher>,
-    /// The first mask, until a token was said.
-    first: Option<Arc<[u32]>>,
-    /// The model's end-of-sequence ids.
-    eos: Arc<[i32]>,
-    /// The queue of matchers that are to be freed. To free a large one takes longer than a step may
-    /// wait.
-    attic: Attic,
+    template: Arc<Template>,
+    growth: Arc<Growth>,
+    /// The matcher, once a second mask was needed.
+    running: Option<Box<Running>>,
+    /// The tokens that a matcher has to follow first.
+    before: Vec<u32>,
+    /// True if these were generated elsewhere.
+    elsewhere: bool,
 }
 
-impl Drop for Follower {
+/// A matcher of one's own.
+struct Running {
+    counted: Counted,
+    /// Bytes of its lexer at the beginning.
+    begin: usize,
+    grown: Grown,
+}
+
+impl Drop for Rules {
     fn drop(&mut self) {
-        self.attic.extend(self.matcher.take());
+        if let Some(grammar) = self.grammar.take() {
+            self.attic.free(grammar);
+        }
     }
 }
 
@@ -79,26 +93,55 @@ impl fmt::Debug for Rules {
 }
 
 impl Rules {
+    /// The rules of an answer whose first tokens are `said`. Their matcher is made later, and only
+    /// then it is seen whether they fit.
     pub(crate) fn new(
-        grammar: Option<(&Template, Attic)>,
+        template: Option<&Arc<Template>>,
         reasoning: Option<Reasoning>,
         bounds: Bounds,
+        said: &[i32],
+        attic: Attic,
     ) -> Self {
-        let follower = |(template, attic): (&Template, Attic)| Follower {
-            matcher: Some(template.matcher()),
-            first: Some(template.first()),
-            eos: template.eos(),
+        let again = template.is_none();
+        let mut rules = Self {
+            grammar: template.map(|template| Follower {
+                template: Arc::clone(template),
+                growth: Arc::clone(&attic.growth),
+                running: None,
+                before: Vec::new(),
+                elsewhere: !said.is_empty(),
+            }),
             attic,
-        };
-        let again = grammar.is_none();
-        Self {
-            grammar: grammar.map(follower),
             thinking: reasoning.map(|r| Thinking::new(r.markers, r.start, r.budget, again)),
             bounds,
             said: 0,
             recent: Vec::new(),
             over: false,
+        };
+        for &token in said {
+            if let Some(grammar) = rules.advance(token) {
+                grammar.before.push(token.cast_unsigned());
+            }
         }
+        rules
+    }
+
+    /// Notes a token of the answer. Gives the grammar if the token belongs to it.
+    fn advance(&mut self, token: i32) -> Option<&mut Follower> {
+        self.note(token);
+        if let Some(thinking) = &mut self.thinking {
+            let first = self.grammar.as_ref().and_then(Follower::first);
+            let answers = first.is_some_and(|first| get(first, token));
+            if thinking.accept(token, answers) {
+                return None;
+            }
+        }
+        let grammar = self.grammar.as_mut().filter(|_| !self.over)?;
+        if self.bounds.ends.contains(&token) {
+            self.over = true;
+            return None;
+        }
+        Some(grammar)
     }
 
     fn note(&mut self, token: i32) {
@@ -144,26 +187,7 @@ impl Rules {
 
 impl Constraint for Rules {
     fn accept(&mut self, token: i32) -> Result<(), Broken> {
-        self.note(token);
-        if let Some(thinking) = &mut self.thinking {
-            let first = self.grammar.as_ref().and_then(|grammar| grammar.first.as_deref());
-            let answers = first.is_some_and(|first| get(first, token));
-            if thinking.accept(token, answers) {
-                return Ok(());
-            }
-        }
-        let Some(grammar) = self.grammar.as_mut().filter(|_| !self.over) else { return Ok(()) };
-        if self.bounds.ends.contains(&token) {
-            self.over = true;
-            return Ok(());
-        }
-        grammar.first = None;
-        let consumed =
-            grammar.matcher.as_mut().map(|matcher| matcher.consume_token(token.cast_unsigned()));
-        consumed
-            .transpose()
-            .map_err(|error| Broken(format!("the grammar: {}", brief(&error.to_string()))))?;
-        Ok(())
+        self.advance(token).map_or(Ok(()), |grammar| grammar.accept(token))
     }
 
     fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
@@ -202,6 +226,46 @@ impl Constraint for Rules {
 }
 
 impl Follower {
+    /// The first mask, as long as it is the next one.
+    fn first(&self) -> Option<&[u32]> {
+        (self.running.is_none() && self.before.is_empty()).then(|| self.template.first())
+    }
+
+    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+        match self.first() {
+            Some(first) if get(first, token) => {
+                self.before.push(token.cast_unsigned());
+                Ok(())
+            }
+            Some(_) => Err(Broken(format!("the grammar: the token {token} is not allowed"))),
+            None => {
+                let running = self.running()?;
+                running.counted.matcher.consume_token(token.cast_unsigned()).map_err(broken)
+            }
+        }
+    }
+
+    /// The matcher behind the tokens so far.
+    fn running(&mut self) -> Result<&mut Running, Broken> {
+        match &mut self.running {
+            Some(running) => Ok(running),
+            none => {
+                let counted = self.template.matcher();
+                let (begin, grown) = (counted.bytes(), self.growth.matcher());
+                let running = none.insert(Box::new(Running { counted, begin, grown }));
+                let before = std::mem::take(&mut self.before);
+                let followed = running.counted.matcher.consume_tokens(&before);
+                followed.map_err(|error| match (broken(error), self.elsewhere) {
+                    (Broken(error), true) => {
+                        Broken(format!("the tokens so far do not fit: {error}"))
+                    }
+                    (error, false) => error,
+                })?;
+                Ok(running)
+            }
+        }
+    }
+
     /// Writes the tokens that the grammar allows. At an allowed end these include all of `ends`.
     fn mask(&mut self, words: &mut [u32], ends: &[i32]) -> Result<(), Broken> {
         words.fill(0);
@@ -209,24 +273,37 @@ impl Follower {
             let both = from.len().min(words.len());
             words[..both].copy_from_slice(&from[..both]);
         };
-        let Some(matcher) = &mut self.matcher else { return Ok(()) };
-        match &self.first {
+        match self.first() {
             Some(first) => copy(first, words),
             None => {
-                let mask = matcher.compute_mask_or_eos();
-                let mask = mask.map_err(|error| {
-                    Broken(format!("the grammar: {}", brief(&error.to_string())))
-                })?;
+                let mask = self.running()?.mask()?;
                 copy(mask.as_slice(), words);
             }
         }
         // An end that the client has named may as well be a part of the answer: only the model's
         // own tell that it is complete.
-        if self.eos.iter().any(|&id| get(words, id)) {
+        if self.template.eos().iter().any(|&id| get(words, id)) {
             ends.iter().for_each(|&id| set(words, id));
         }
         Ok(())
     }
+}
+
+impl Running {
+    fn mask(&mut self) -> Result<SimpleVob, Broken> {
+        let mask = self.counted.matcher.compute_mask_or_eos().map_err(broken)?;
+        let grown = self.counted.bytes().saturating_sub(self.begin);
+        if !self.grown.note(grown) {
+            let why = "all that run have grown to their limit (--grammar-cache-bytes)";
+            return Err(Broken(format!("the grammar: {why}, and this one by {grown} bytes")));
+        }
+        Ok(mask)
+    }
+}
+
+/// An error of a matcher.
+fn broken(error: impl fmt::Display) -> Broken {
+    Broken(format!("the grammar: {}", brief(&error.to_string())))
 }
 
 /// Index of a token's word, and its bit; `None`: it is outside of the mask.

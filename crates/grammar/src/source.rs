@@ -148,6 +148,11 @@ impl Source {
         self.form.bytes()
     }
 
+    /// The number of bytes of all texts in it.
+    pub(crate) fn size(&self) -> usize {
+        self.bytes() + self.whitespace.pattern().map_or(0, str::len)
+    }
+
     /// The largest number of bytes of such a source.
     #[must_use]
     pub fn limit(&self) -> usize {

@@ -7,6 +7,7 @@ use crate::formats;
 use crate::kinds::{Kind, Kinds, resolve};
 use crate::lark::literal;
 use crate::tag::below;
+use crate::work::Work;
 
 /// One way to be a string of a schema.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,7 +83,13 @@ fn search(pattern: &str) -> String {
 
 /// The strings that a schema allows, as ways to be one; empty: none. What it says of other values
 /// is not looked at.
-pub(crate) fn texts(root: &Value, schema: &Value, depth: usize) -> Result<Vec<Text>, GrammarError> {
+pub(crate) fn texts(
+    root: &Value,
+    schema: &Value,
+    depth: usize,
+    work: &mut Work,
+) -> Result<Vec<Text>, GrammarError> {
+    work.visit()?;
     let map = match schema {
         Value::Bool(true) => return Ok(vec![Text::any()]),
         Value::Object(map) => map,
@@ -100,26 +107,26 @@ pub(crate) fn texts(root: &Value, schema: &Value, depth: usize) -> Result<Vec<Te
     if let Some(target) = map.get("$ref").and_then(Value::as_str) {
         let found = resolve(root, target);
         let found = found.ok_or_else(|| GrammarError::at(".$ref", "there is no such schema"))?;
-        return texts(root, found, depth + 1);
+        return texts(root, found, depth + 1, work);
     }
     if !Kinds::declared(map).has(Kind::String) {
         return Ok(Vec::new());
     }
     let mut ways = match (map.get("enum").and_then(Value::as_array), map.get("const")) {
-        (Some(values), _) => listed(values.iter()),
-        (None, Some(value)) => listed(std::iter::once(value)),
+        (Some(values), _) => listed(values, work)?,
+        (None, Some(value)) => listed(std::slice::from_ref(value), work)?,
         (None, None) => vec![Text::any()],
     };
     if let Some(bounds) = bounds(map)? {
         let bounds = Text { terminal: bounds, listed: false };
-        ways = ways.iter().map(|way| both(way, &bounds)).collect();
+        ways = pairs(&ways, &[bounds], work)?;
     }
     let path = |key: &str, at: usize, error| below(&format!(".{key}[{at}]"), error);
     for key in ["anyOf", "oneOf"] {
         let Some(parts) = map.get(key).and_then(Value::as_array) else { continue };
         let mut some = Vec::new();
         for (at, part) in parts.iter().enumerate() {
-            let found = texts(root, part, depth + 1).map_err(|error| path(key, at, error))?;
+            let found = texts(root, part, depth + 1, work).map_err(|error| path(key, at, error))?;
             let several = key == "oneOf" && !some.is_empty() && !found.is_empty();
             if several && !some.iter().chain(&found).all(|text: &Text| text.listed) {
                 let why = "only alternatives that exclude each other are supported: use anyOf";
@@ -127,12 +134,12 @@ pub(crate) fn texts(root: &Value, schema: &Value, depth: usize) -> Result<Vec<Te
             }
             some.extend(found);
         }
-        ways = product(&ways, &some)?;
+        ways = product(&ways, &some, work)?;
     }
     let parts = map.get("allOf").and_then(Value::as_array).into_iter().flatten();
     for (at, part) in parts.enumerate() {
-        let some = texts(root, part, depth + 1).map_err(|error| path("allOf", at, error))?;
-        ways = product(&ways, &some)?;
+        let some = texts(root, part, depth + 1, work).map_err(|error| path("allOf", at, error))?;
+        ways = product(&ways, &some, work)?;
     }
     Ok(ways)
 }
@@ -143,9 +150,13 @@ impl Text {
     }
 }
 
-fn listed<'v>(values: impl Iterator<Item = &'v Value>) -> Vec<Text> {
-    let strings = values.filter_map(Value::as_str);
-    strings.map(|text| Text { terminal: literal(text), listed: true }).collect()
+fn listed(values: &[Value], work: &mut Work) -> Result<Vec<Text>, GrammarError> {
+    let mut texts = Vec::new();
+    for text in values.iter().filter_map(Value::as_str) {
+        work.write(text.len() + size_of::<Text>())?;
+        texts.push(Text { terminal: literal(text), listed: true });
+    }
+    Ok(texts)
 }
 
 /// Texts that are both.
@@ -159,9 +170,20 @@ fn both(left: &Text, right: &Text) -> Text {
     Text { terminal, listed: left.listed || right.listed }
 }
 
-fn product(left: &[Text], right: &[Text]) -> Result<Vec<Text>, GrammarError> {
+fn product(left: &[Text], right: &[Text], work: &mut Work) -> Result<Vec<Text>, GrammarError> {
     if left.len() * right.len() > MOST {
         return Err(GrammarError::invalid(format!("more than {MOST} ways to be a string")));
     }
-    Ok(left.iter().flat_map(|left| right.iter().map(|right| both(left, right))).collect())
+    pairs(left, right, work)
+}
+
+fn pairs(left: &[Text], right: &[Text], work: &mut Work) -> Result<Vec<Text>, GrammarError> {
+    let mut texts = Vec::with_capacity(left.len() * right.len());
+    for one in left {
+        for other in right {
+            work.write(one.terminal.len() + other.terminal.len() + size_of::<Text>())?;
+            texts.push(both(one, other));
+        }
+    }
+    Ok(texts)
 }

@@ -10,6 +10,7 @@ use crate::lark::{escaped, literal};
 use crate::schema;
 use crate::size;
 use crate::source::Whitespace;
+use crate::work::Work;
 
 /// The deepest nesting of formats.
 const DEPTH: usize = 32;
@@ -21,12 +22,13 @@ pub(crate) fn to_lark(
     text: &str,
     whitespace: &Whitespace,
     lenient: bool,
+    work: &mut Work,
 ) -> Result<String, GrammarError> {
     size::check(text, "a structural tag")?;
     let tag: Value = serde_json::from_str(text).map_err(|error| {
         GrammarError::invalid(format!("the structural tag is not JSON: {error}"))
     })?;
-    let mut writer = Writer { rules: Vec::new(), whitespace, lenient };
+    let mut writer = Writer { rules: Vec::new(), whitespace, lenient, work };
     let start = match (tag.get("format"), tag.get("structures")) {
         (Some(format), None) => writer.format(format, ".format", true, 0)?,
         (None, Some(_)) => {
@@ -52,14 +54,16 @@ struct Writer<'a> {
     rules: Vec<String>,
     whitespace: &'a Whitespace,
     lenient: bool,
+    work: &'a mut Work,
 }
 
 impl Writer<'_> {
     /// Adds a rule; gives its name. `head` goes between name and colon.
-    fn rule(&mut self, head: &str, body: &str) -> String {
+    fn rule(&mut self, head: &str, body: &str) -> Result<String, GrammarError> {
+        self.work.write(head.len() + body.len())?;
         let name = format!("t{}", self.rules.len());
         self.rules.push(format!("{name}{head}: {body}"));
-        name
+        Ok(name)
     }
 
     /// Writes the right side of a rule for a format. `last`: nothing comes after it, so that text
@@ -86,7 +90,7 @@ impl Writer<'_> {
                     true => crate::ebnf::to_lark(grammar)?,
                     false => grammar.to_owned(),
                 };
-                Ok(self.rule("", &format!("%lark {{\n{lark}\n}}")))
+                self.rule("", &format!("%lark {{\n{lark}\n}}"))
             }
             "any_text" if last => Ok(ANY.to_owned()),
             "any_text" => {
@@ -117,7 +121,7 @@ impl Writer<'_> {
                 for (path, tag) in numbered(format, path, "tags")? {
                     parts.push(self.tag(tag, &path, None, false, depth + 1)?);
                 }
-                let one = self.rule("", &parts.join(" | "));
+                let one = self.rule("", &parts.join(" | "))?;
                 let separator = literal(text(format, path, "separator")?);
                 let (at_least_one, stop_after_first) = flags(format, path)?;
                 let some = match stop_after_first {
@@ -160,6 +164,8 @@ impl Writer<'_> {
         last: bool,
         depth: usize,
     ) -> Result<String, GrammarError> {
+        // Each trigger has its own copy of the tags that it begins.
+        self.work.copy(tag)?;
         let begin = text(tag, path, "begin")?;
         let begin = literal(&begin[said.unwrap_or_default().len()..]);
         let end = text(tag, path, "end")?;
@@ -177,7 +183,7 @@ impl Writer<'_> {
         };
         if text(content, &at, "type")? == "any_text" && !end.is_empty() {
             // Up to the first end, however the tokens cut it.
-            let until = self.rule(&format!("[suffix={}]", literal(end)), ANY);
+            let until = self.rule(&format!("[suffix={}]", literal(end)), ANY)?;
             return Ok(format!("({begin} {until})"));
         }
         let content = self.format(content, &at, last && end.is_empty(), depth + 1)?;
@@ -206,13 +212,13 @@ impl Writer<'_> {
                 let why = format!("no tag begins with the trigger {trigger:?}");
                 return Err(GrammarError::invalid(why));
             }
-            let until = self.rule(&format!("[suffix={}]", literal(trigger)), ANY);
+            let until = self.rule(&format!("[suffix={}]", literal(trigger)), ANY)?;
             parts.push(format!("{until} ({})", options.join(" | ")));
         }
         if let Some(at) = placed.iter().position(|placed| !placed) {
             return Err(GrammarError::at(tags[at].0.clone(), "no trigger is its beginning"));
         }
-        let one = self.rule("", &parts.join(" | "));
+        let one = self.rule("", &parts.join(" | "))?;
         let any: Vec<String> = triggers.iter().map(|trigger| escaped(trigger)).collect();
         // The rest has no trigger: there, a tag would begin.
         let name = format!("T{}", self.rules.len());
@@ -228,7 +234,7 @@ impl Writer<'_> {
     fn schema(&mut self, schema: &Value, path: &str) -> Result<String, GrammarError> {
         let schema = schema::prepare(schema.clone()).map_err(|error| below(path, error))?;
         let with = schema::with_options(schema, self.whitespace, self.lenient);
-        Ok(self.rule("", &format!("%json {with}")))
+        self.rule("", &format!("%json {with}"))
     }
 }
 

@@ -4,7 +4,7 @@
 //! gigabytes. So a request is charged for its memory before that is allocated. A request that does
 //! not fit is refused at once. A request is charged twice. One charge is for its body and the
 //! values made of it, until its prompts are token ids. The other is for its choices, until the
-//! answer has ended.
+//! answer has ended. When their form is compiled, what it takes is added to that.
 
 use std::fmt;
 use std::sync::Arc;
@@ -155,6 +155,14 @@ impl Charge {
         }
         self.bytes.store(bytes, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Charges `bytes` more than before.
+    ///
+    /// # Errors
+    /// As [`Charge::set`].
+    pub(crate) fn add(&self, bytes: usize) -> Result<(), ApiError> {
+        self.set(self.bytes.load(Ordering::Relaxed).saturating_add(bytes))
     }
 
     /// Charges a body of which so many bytes have come, or will come.

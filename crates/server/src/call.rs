@@ -9,8 +9,9 @@ use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation};
 use forebay_dialect::Reading;
 use forebay_engine::{
-    BlockHash, Constraint, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
+    BlockHash, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
 };
+use forebay_grammar::Constraints;
 
 use crate::alive::LiveGuard;
 use crate::budget::Charge;
@@ -104,7 +105,12 @@ impl Call {
         let said = resume.map_or(&[][..], |resume| &resume.generated);
         let mut restricted = Vec::with_capacity(submissions.len());
         for submission in &submissions {
-            restricted.push(constrain::constraints(state, submission, said).await?);
+            let constraints =
+                constrain::constraints(state, submission, said, peer.client()).await?;
+            if let Some(constraints) = &constraints {
+                charge.add(constraints.bytes)?;
+            }
+            restricted.push(constraints);
         }
         let (senders, receiver) = mailbox(tally, wake, state.config.max_unread_bytes);
         let span = tracing::info_span!(
@@ -137,12 +143,12 @@ impl Call {
     async fn submit(
         &mut self,
         submission: Submission,
-        constraints: Option<Vec<Box<dyn Constraint>>>,
+        constraints: Option<Constraints>,
         senders: &mut std::vec::IntoIter<Sender>,
         speller: &mut Option<Speller>,
         Origin { state, peer, streamed, arrived, said }: Origin<'_>,
     ) -> Result<(), ApiError> {
-        let mut constraints = constraints.into_iter().flatten();
+        let mut constraints = constraints.into_iter().flat_map(|constraints| constraints.choices);
         let prompt_tokens = submission.prompt_tokens();
         let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
         let names = shared_names(state, salt, &submission);

@@ -4,21 +4,21 @@ use std::sync::Arc;
 
 use forebay_api::{ApiError, Generation};
 use forebay_dialect::Place;
-use forebay_engine::Constraint;
-use forebay_grammar::{Bounds, GrammarError, Reasoning, Start, Wanted};
+use forebay_grammar::{Bounds, Constraints, GrammarError, Reasoning, Start, Wanted};
 use forebay_text::Tokenizer;
 
 use crate::state::Shared;
 use crate::submission::Submission;
 use crate::terms::Terms;
 
-/// The constraints of a submission's choices. Each has already accepted `said`. `None`: nothing
-/// restricts them.
+/// The constraints of a submission's choices, behind the tokens `said`. A compile takes a turn of
+/// `client`. `None`: nothing restricts them.
 pub(crate) async fn constraints(
     state: &Shared,
     submission: &Submission,
     said: &[i32],
-) -> Result<Option<Vec<Box<dyn Constraint>>>, ApiError> {
+    client: u64,
+) -> Result<Option<Constraints>, ApiError> {
     let Submission { terms, prompt, .. } = submission;
     let generation = &terms.generation;
     let Generation { structure, bad_words, thinking_budget, .. } = generation;
@@ -44,6 +44,7 @@ pub(crate) async fn constraints(
         },
         choices: generation.n as usize,
         said: said.to_vec(),
+        client,
     };
     grammars.constraints(wanted).await.map(Some).map_err(|error| refused(param, error))
 }
@@ -111,10 +112,21 @@ fn refused(param: &str, error: GrammarError) -> ApiError {
             let param = if whole { path } else { format!("{param}{path}") };
             ApiError::invalid(param.clone(), format!("`{param}`: {reason}"))
         }
-        GrammarError::Busy => ApiError::Overloaded { reason: error.to_string() },
+        GrammarError::Busy | GrammarError::Overdue { .. } => {
+            ApiError::Overloaded { reason: error.to_string() }
+        }
+        GrammarError::Late { retry_after, .. } => {
+            ApiError::QueueTimeout { reason: error.to_string(), retry_after }
+        }
+        GrammarError::Stuck { .. } => stuck(&error),
         GrammarError::Internal(reason) => ApiError::Internal { reason, code: Some("grammar") },
-        GrammarError::Off | GrammarError::Tokenizer(_) | GrammarError::Late { .. } => {
+        GrammarError::Off | GrammarError::Tokenizer(_) => {
             ApiError::invalid(param, format!("`{param}`: {error}"))
         }
     }
+}
+
+/// The error of a server that can't compile new forms.
+pub(crate) fn stuck(error: &GrammarError) -> ApiError {
+    ApiError::Unavailable { reason: error.to_string(), code: "grammar_stuck" }
 }

@@ -1,9 +1,12 @@
 //! Flags about the form of answers.
 
 use std::num::NonZeroUsize;
+use std::time::Duration;
 
 use clap::Args;
 use forebay_machine::Processors;
+
+use super::duration::seconds;
 
 /// Cores for each thread that helps with masks: a step waits for its masks only where it has many.
 const CORES_A_HELPER: usize = 8;
@@ -19,6 +22,14 @@ pub(crate) struct GrammarFlags {
     /// Threads that compile schemas and grammars.
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) grammar_threads: NonZeroUsize,
+    /// Seconds after which a form that is still being compiled is refused. Its thread is given up,
+    /// and another one is started.
+    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
+    pub(crate) grammar_timeout: Duration,
+    /// Bytes of compiled forms that are kept. One client has at most half of them while others have
+    /// some.
+    #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
+    pub(crate) grammar_cache_bytes: usize,
     /// Threads that fill masks beside the engine's, if a step has more than eight [default: one for
     /// every 8 cores].
     #[arg(long, value_name = "N")]

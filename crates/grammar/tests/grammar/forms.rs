@@ -276,7 +276,7 @@ fn sources_have_limits() {
         Form::Lark("start: a{0,1000}\na: b{0,1000}\nb: c{0,1000}\nc: \"x\" | a".into()),
     ] {
         match bench.constraints(wanted(Some(form.clone().into()))) {
-            Ok(mut made) => drop(bench.draw(&mut *made.remove(0), 1, 50)),
+            Ok(mut made) => drop(bench.draw(&mut *made.choices.remove(0), 1, 50)),
             Err(GrammarError::Invalid { .. }) => {}
             Err(other) => panic!("{form:?}: {other:?}"),
         }

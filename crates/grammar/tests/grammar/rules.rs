@@ -127,6 +127,10 @@ fn a_token_that_does_not_fit_breaks_the_constraint() {
     let bench = bench();
     let mut rules = bench.form(digits());
     assert!(rules.accept(900).is_err());
+    let seven = bench.tokenizer.encode_as_text("7").unwrap()[0];
+    let mut rules = bench.form(digits());
+    say(&mut *rules, &[seven]);
+    assert!(rules.accept(900).is_err());
     assert!(rules.mask(&mut [0; 64]).is_err());
 }
 
@@ -164,7 +168,7 @@ fn choices_go_their_own_ways_and_go_on_where_others_were() {
     let bench = bench();
     let source = Some(Form::Choice(["left".to_owned(), "right".to_owned()].into()).into());
     let both = Wanted { choices: 2, ..wanted(source.clone()) };
-    let mut both = bench.constraints(both).unwrap();
+    let mut both = bench.constraints(both).unwrap().choices;
     let (left, right) = (
         bench.tokenizer.encode_as_text("left").unwrap(),
         bench.tokenizer.encode_as_text("right").unwrap(),
@@ -175,8 +179,13 @@ fn choices_go_their_own_ways_and_go_on_where_others_were() {
     let mut resumed = bench.rules(resumed);
     say(&mut *resumed, &left[1..]);
     assert_eq!(allowed(&mut *resumed), [EOS]);
-    let wrong = Wanted { said: vec![900], ..wanted(source) };
-    assert!(bench.constraints(wrong).is_err());
+    // Whether tokens fit is seen when a mask is needed.
+    for said in [vec![900], vec![left[0], 900], vec![left[0], right[0]]] {
+        let mut wrong = bench.rules(Wanted { said, ..wanted(source.clone()) });
+        let broken = wrong.mask(&mut [0; 64]).unwrap_err().to_string();
+        assert!(broken.contains("the tokens so far do not fit"), "{broken}");
+        assert!(wrong.accept(left[0]).is_err() && wrong.mask(&mut [0; 64]).is_err());
+    }
 }
 
 proptest! {

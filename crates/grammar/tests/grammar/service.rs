@@ -2,14 +2,15 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
-use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-use forebay_grammar::{Bounds, Form, GrammarConfig, GrammarError, Grammars, Source, Wanted};
+use forebay_grammar::{
+    Bounds, Form, GrammarConfig, GrammarError, Grammars, Source, ThreadStart, Wanted,
+};
 use forebay_text::Tokenizer;
 use serde_json::json;
 
-use crate::support::{Bench, EOS, VOCABULARY, start, tokenizer, wanted};
+use crate::support::{Bench, EOS, VOCABULARY, config, start, tokenizer, wanted};
 
 fn source(pattern: &str) -> Source {
     Form::Regex(pattern.into()).into()
@@ -47,8 +48,7 @@ fn equal_sources_are_compiled_once_and_so_are_bad_ones() {
 
 #[tokio::test]
 async fn those_who_ask_at_the_same_time_share_the_work() {
-    let grammars =
-        Grammars::new(GrammarConfig::default(), tokenizer(), &[EOS], VOCABULARY, &start).unwrap();
+    let grammars = Grammars::new(config(), tokenizer(), &[EOS], VOCABULARY, &start()).unwrap();
     let one = || grammars.constraints(wanted(Some(source("a{1,50}"))));
     let (a, b, c) = tokio::join!(one(), one(), one());
     assert!(a.is_ok() && b.is_ok() && c.is_ok());
@@ -57,48 +57,54 @@ async fn those_who_ask_at_the_same_time_share_the_work() {
 }
 
 /// Threads that wait until they are told to begin.
-fn held(
-    hold: &Arc<Mutex<mpsc::Receiver<()>>>,
-) -> impl Fn(Builder, Box<dyn FnMut() + Send>) -> std::io::Result<JoinHandle<()>> {
+fn held(hold: &Arc<Mutex<mpsc::Receiver<()>>>) -> ThreadStart {
     let hold = Arc::clone(hold);
-    move |thread, mut work| {
+    Arc::new(move |thread, mut work| {
         let hold = Arc::clone(&hold);
         thread.spawn(move || {
             let _ = hold.lock().expect("no thread panicked").recv();
             work();
         })
-    }
+    })
 }
 
 #[tokio::test]
 async fn requests_that_come_before_the_trie_wait_and_the_queue_is_bounded() {
     let (begin, hold) = mpsc::channel();
     let hold = Arc::new(Mutex::new(hold));
-    let config = GrammarConfig { queue: 2, ..GrammarConfig::default() };
+    let config = GrammarConfig { queue: 4, ..config() };
     let grammars = Grammars::new(config, tokenizer(), &[EOS], VOCABULARY, &held(&hold)).unwrap();
-    let ask = |pattern: &str| {
-        let (grammars, source) = (grammars.clone(), source(pattern));
-        tokio::spawn(async move { grammars.constraints(wanted(Some(source))).await.map(|_| ()) })
+    let ask_as = |client: u64, pattern: &str| {
+        let (grammars, wanted) = (grammars.clone(), wanted(Some(source(pattern))));
+        let wanted = Wanted { client, ..wanted };
+        tokio::spawn(async move { grammars.constraints(wanted).await.map(|_| ()) })
     };
+    let ask = |pattern: &str| ask_as(1, pattern);
     let (first, second, gone) = (ask("a"), ask("a"), ask("b"));
     while grammars.stats().waiting < 2 {
         tokio::task::yield_now().await;
     }
-    assert_eq!(ask("c").await.unwrap(), Err(GrammarError::Busy));
+    assert_eq!(ask("c").await.unwrap(), Err(GrammarError::Busy), "half of the queue is taken");
+    let others = [ask_as(2, "c"), ask_as(2, "e")];
+    while grammars.stats().waiting < 4 {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(ask_as(3, "f").await.unwrap(), Err(GrammarError::Busy), "all of it is taken");
     gone.abort();
     assert!(gone.await.is_err());
-    begin.send(()).unwrap();
-    begin.send(()).unwrap();
+    drop(begin);
     assert_eq!((first.await.unwrap(), second.await.unwrap()), (Ok(()), Ok(())));
+    for other in others {
+        assert_eq!(other.await.unwrap(), Ok(()));
+    }
     // What nobody wants any more is not compiled.
     assert_eq!(ask("d").await.unwrap(), Ok(()));
-    assert_eq!(grammars.stats().compiled, 2);
+    assert_eq!(grammars.stats().compiled, 4);
 }
 
 #[tokio::test]
 async fn a_known_source_does_not_wait_behind_a_new_one() {
-    let grammars =
-        Grammars::new(GrammarConfig::default(), tokenizer(), &[EOS], VOCABULARY, &start).unwrap();
+    let grammars = Grammars::new(config(), tokenizer(), &[EOS], VOCABULARY, &start()).unwrap();
     grammars.constraints(wanted(Some(source("[a-z]+")))).await.unwrap();
     let slow = grammars.constraints(wanted(Some(large())));
     let mut slow = std::pin::pin!(slow);
@@ -122,10 +128,10 @@ async fn futures_poll<F: Future>(mut future: std::pin::Pin<&mut F>) -> Option<F:
 async fn nobody_waits_for_ever() {
     let (begin, hold) = mpsc::channel::<()>();
     let hold = Arc::new(Mutex::new(hold));
-    let config = GrammarConfig { patience: Duration::from_secs(5), ..GrammarConfig::default() };
+    let config = GrammarConfig { patience: Duration::from_secs(5), ..config() };
     let grammars = Grammars::new(config, tokenizer(), &[EOS], VOCABULARY, &held(&hold)).unwrap();
     let late = grammars.constraints(wanted(Some(source("a")))).await;
-    assert_eq!(late.err(), Some(GrammarError::Late { seconds: 5 }));
+    assert_eq!(late.err(), Some(GrammarError::Late { seconds: 5, retry_after: 1 }));
     drop(begin);
 }
 
@@ -137,8 +143,7 @@ fn a_tokenizer_that_decodes_tokens_together_is_an_error_of_the_request() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for (tokenizer, eos) in [(wordpiece, vec![2]), (tokenizer(), vec![]), (tokenizer(), vec![5000])]
     {
-        let grammars =
-            Grammars::new(GrammarConfig::default(), tokenizer, &eos, VOCABULARY, &start).unwrap();
+        let grammars = Grammars::new(config(), tokenizer, &eos, VOCABULARY, &start()).unwrap();
         let refused = runtime.block_on(grammars.constraints(wanted(Some(source("a")))));
         assert!(matches!(refused, Err(GrammarError::Tokenizer(_))));
     }
@@ -150,12 +155,11 @@ fn tokenizers_with_bytes_for_what_has_no_piece_work_too() {
         .join("../text/tests/data/tokenizers/byte_fallback.json");
     let pieces = Arc::new(Tokenizer::from_file(&file).unwrap());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let grammars =
-        Grammars::new(GrammarConfig::default(), Arc::clone(&pieces), &[2], 640, &start).unwrap();
+    let grammars = Grammars::new(config(), Arc::clone(&pieces), &[2], 640, &start()).unwrap();
     let source = Form::Choice(["né 7".to_owned()].into()).into();
     let bounds = Bounds { ends: [2].into(), ..Bounds::default() };
     let wanted = Wanted { bounds, ..wanted(Some(source)) };
-    let mut rules = runtime.block_on(grammars.constraints(wanted)).unwrap().remove(0);
+    let mut rules = runtime.block_on(grammars.constraints(wanted)).unwrap().choices.remove(0);
     let mut said = Vec::new();
     while said.last() != Some(&2) {
         let mut words = [0; 20];

@@ -1,13 +1,13 @@
 //! What the tests of this crate share.
 
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
 use forebay_engine::{Allowed, Constraint};
 use forebay_grammar::{
-    Bounds, Constraints, Form, GrammarConfig, GrammarError, Grammars, Reasoning, Source, Wanted,
+    Bounds, Constraints, Form, GrammarConfig, GrammarError, Grammars, Reasoning, Source,
+    ThreadStart, Wanted,
 };
 use forebay_text::Tokenizer;
 
@@ -21,8 +21,16 @@ pub(crate) fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_file(&file).expect("a tokenizer"))
 }
 
-pub(crate) fn start(thread: Builder, work: Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>> {
-    thread.spawn(work)
+/// A busy machine is no reason for giving a compile up.
+pub(crate) const HOUR: Duration = Duration::from_secs(3600);
+
+/// The settings by default, for a machine of any speed.
+pub(crate) fn config() -> GrammarConfig {
+    GrammarConfig { limit: HOUR, ..GrammarConfig::default() }
+}
+
+pub(crate) fn start() -> ThreadStart {
+    Arc::new(|thread, work| thread.spawn(work))
 }
 
 pub(crate) struct Bench {
@@ -37,7 +45,8 @@ impl Bench {
     }
 
     pub(crate) fn of(tokenizer: Arc<Tokenizer>, config: GrammarConfig) -> Self {
-        let grammars = Grammars::new(config, Arc::clone(&tokenizer), &[EOS], VOCABULARY, &start);
+        let config = GrammarConfig { limit: HOUR, ..config };
+        let grammars = Grammars::new(config, Arc::clone(&tokenizer), &[EOS], VOCABULARY, &start());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         Self {
             tokenizer,
@@ -51,7 +60,7 @@ impl Bench {
     }
 
     pub(crate) fn rules(&self, wanted: Wanted) -> Box<dyn Constraint> {
-        self.constraints(wanted).expect("a good source").pop().expect("one choice")
+        self.constraints(wanted).expect("a good source").choices.pop().expect("one choice")
     }
 
     /// The constraint of a form.
@@ -98,7 +107,7 @@ impl Bench {
 
 pub(crate) fn wanted(source: Option<Source>) -> Wanted {
     let bounds = Bounds { ends: [EOS].into(), ..Bounds::default() };
-    Wanted { source, reasoning: None, bounds, choices: 1, said: Vec::new() }
+    Wanted { source, reasoning: None, bounds, choices: 1, said: Vec::new(), client: 0 }
 }
 
 pub(crate) fn reasons(source: Option<Source>, reasoning: Reasoning) -> Wanted {

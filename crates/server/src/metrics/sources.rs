@@ -135,6 +135,14 @@ pub(super) const GRAMMAR_GAUGES: &[Source<GrammarStats>] = &[
         "Seconds that the trie of the vocabulary took; 0: not yet.",
         |s| s.trie_us as f64 / 1e6,
     ),
+    ("forebay:grammar_kept_bytes", "Bytes of the compiled forms of answers that are kept.", |s| {
+        s.kept_bytes as f64
+    }),
+    (
+        "forebay:grammars_running_on",
+        "Compiles that were given up and still run; the compiler is stuck at 4.",
+        |s| s.running_on as f64,
+    ),
 ];
 
 pub(super) const GRAMMAR_COUNTERS: &[Source<GrammarStats>] = &[
@@ -142,6 +150,14 @@ pub(super) const GRAMMAR_COUNTERS: &[Source<GrammarStats>] = &[
         "forebay:grammars_compiled_total",
         "Forms of answers that were compiled, or refused then.",
         |s| s.compiled as f64,
+    ),
+    ("forebay:grammars_refused_total", "Forms of answers that the compiler refused.", |s| {
+        s.refused as f64
+    }),
+    (
+        "forebay:grammars_abandoned_total",
+        "Compiles that were given up because they took too long.",
+        |s| s.abandoned as f64,
     ),
     (
         "forebay:grammar_hits_total",

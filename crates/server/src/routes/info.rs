@@ -19,6 +19,7 @@ use tokio::time::{sleep, timeout};
 use utoipa::ToSchema;
 
 use crate::call::Call;
+use crate::constrain;
 use crate::intake::IntakeStats;
 use crate::metrics::Parts;
 use crate::peers::Peer;
@@ -115,7 +116,7 @@ pub(crate) async fn live() -> Response {
 /// Tells if the server takes requests and serves them now.
 ///
 /// 503 with the reason in one line while the model loads, is restarted, has failed, every replica
-/// is drained, or the server drains.
+/// is drained, the server drains, or no new form of answers can be compiled.
 #[utoipa::path(
     get,
     path = "/health",
@@ -128,7 +129,10 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
     match state.status() {
         Status::Ready => {
             state.undrained()?;
-            Ok(reply::ok(&Healthy::of(&state)))
+            match state.model.grammars.as_ref().and_then(Grammars::stuck) {
+                Some(error) => Err(Failure(constrain::stuck(&error))),
+                None => Ok(reply::ok(&Healthy::of(&state))),
+            }
         }
         status => Err(Failure(not_serving(status))),
     }

@@ -57,7 +57,7 @@ fn post(path: &str, body: impl Into<Bytes>) -> Request<Full<Bytes>> {
     request.body(Full::new(body.into())).unwrap()
 }
 
-async fn send(address: SocketAddr, request: Request<Full<Bytes>>) -> Pending {
+pub(crate) async fn send(address: SocketAddr, request: Request<Full<Bytes>>) -> Pending {
     let stream = TcpStream::connect(address).await.unwrap();
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.unwrap();
     let connection = tokio::spawn(async move {

@@ -12,7 +12,7 @@ use forebay_engine::{
     Admission, BlockHash, Dtype, EngineHandle, EngineRequest, Facts, FinishReason, Namer, Output,
     OutputSink, Ready, Request, RequestId, SampledToken, Stats, Status, SubmitError,
 };
-use forebay_grammar::{GrammarConfig, Grammars};
+use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
     AppState, EgressConfig, Engine, Guard, Intake, IntakeMode, Listener, Metrics, ModelInfo,
@@ -310,6 +310,12 @@ impl Engine for Fake {
     }
 }
 
+/// Forms as a server compiles them by default, on a machine of any speed.
+fn forms() -> (GrammarConfig, CompileHook) {
+    let limit = Duration::from_secs(3600);
+    (GrammarConfig { limit, ..GrammarConfig::default() }, Arc::new(|_| {}))
+}
+
 /// A running server.
 pub(crate) struct TestServer {
     pub(crate) address: SocketAddr,
@@ -360,6 +366,18 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, |_| {}, Some(task), IntakeKind::Threads).await
     }
 
+    /// With forms compiled by these settings, each after the hook was called.
+    pub(crate) async fn with_grammars(
+        script: Option<&str>,
+        change: fn(&mut ServerConfig),
+        forms: (GrammarConfig, CompileHook),
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (place, intake) = ((listener.into(), address), IntakeKind::Threads);
+        Self::serving_at(place, script, Duration::ZERO, change, None, intake, forms).await
+    }
+
     /// With a listener of the test's.
     pub(crate) async fn listening(
         listener: impl Into<Listener>,
@@ -367,7 +385,8 @@ impl TestServer {
         change: fn(&mut ServerConfig),
     ) -> Self {
         let nowhere = (listener.into(), SocketAddr::from(([0; 4], 0)));
-        Self::serving_at(nowhere, script, Duration::ZERO, change, None, IntakeKind::Threads).await
+        let intake = IntakeKind::Threads;
+        Self::serving_at(nowhere, script, Duration::ZERO, change, None, intake, forms()).await
     }
 
     async fn serving(
@@ -380,7 +399,7 @@ impl TestServer {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let place = (listener.into(), address);
-        Self::serving_at(place, script, window, change, task, intake).await
+        Self::serving_at(place, script, window, change, task, intake, forms()).await
     }
 
     async fn serving_at(
@@ -390,6 +409,7 @@ impl TestServer {
         change: fn(&mut ServerConfig),
         task: Option<PoolingTask>,
         intake: IntakeKind,
+        (forms, hook): (GrammarConfig, CompileHook),
     ) -> Self {
         let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
         let file = manifest.join("../text/tests/data/tiny-llama-tokenizer.json");
@@ -429,9 +449,11 @@ impl TestServer {
             ..ServerConfig::default()
         };
         change(&mut config);
-        let start = |thread, work: Box<dyn FnMut() + Send>| guard.start(thread, work);
-        let (forms, vocabulary) = (GrammarConfig::default(), tokenizer.vocab_size() as u32);
-        let grammars = Grammars::new(forms, tokenizer.clone(), &[EOS], vocabulary, &start).unwrap();
+        let threads = guard.clone();
+        let start: ThreadStart = Arc::new(move |thread, work| threads.start(thread, work));
+        let vocabulary = tokenizer.vocab_size() as u32;
+        let grammars =
+            Grammars::with_hook(forms, tokenizer.clone(), &[EOS], vocabulary, &start, hook);
         let model = ModelInfo {
             dialect: {
                 let calls = Choice::Named("hermes".to_owned());
@@ -447,7 +469,7 @@ impl TestServer {
             pooling,
             images: None,
             fetcher: None,
-            grammars: Some(grammars),
+            grammars: Some(grammars.unwrap()),
             markers: None,
         };
         let mode = match intake {

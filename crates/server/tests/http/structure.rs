@@ -1,6 +1,15 @@
 //! The form of answers, from the request to what the engine gets.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use forebay_engine::{Allowed, Constraint, FinishReason, RequestError};
+use forebay_grammar::{CompileHook, Form, GrammarConfig, Source};
+use forebay_server::Keys;
+use http_body_util::Full;
+use hyper::Request;
+use hyper::body::Bytes;
+use parking_lot::{Condvar, Mutex};
 use serde_json::{Value, json};
 
 use crate::fake::{EOS, TestServer};
@@ -99,4 +108,120 @@ async fn a_constraint_that_breaks_is_the_requests_fault() {
     server.engine.token(id, 5, true, Some(FinishReason::Error(why)));
     let (status, answer) = answer.await.unwrap();
     assert_eq!((status, &answer["error"]["param"]), (400, &json!("response_format")), "{answer}");
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// A request with an API key.
+fn keyed(key: &str, body: &Value) -> Request<Full<Bytes>> {
+    let request = Request::post(COMPLETIONS)
+        .header("host", "test")
+        .header("content-type", "application/json")
+        .header("authorization", format!("Bearer {key}"));
+    request.body(Full::new(body.to_string().into())).unwrap()
+}
+
+/// Asks with an API key; gives the status, the header `Retry-After`, and the answer.
+async fn ask_as(server: &TestServer, key: &str, body: Value) -> (u16, Option<String>, Value) {
+    let pending = server.send(keyed(key, &body)).await;
+    let retry_after = pending.header("retry-after").map(str::to_owned);
+    let (status, body) = pending.read().await;
+    (status, retry_after, serde_json::from_slice(&body).unwrap())
+}
+
+/// A hook that holds compiles of regular expressions that begin with `held` until it is released.
+fn gate() -> (Arc<(Mutex<bool>, Condvar)>, CompileHook) {
+    let gate = Arc::new((Mutex::new(false), Condvar::new()));
+    let held = Arc::clone(&gate);
+    let hook = move |source: &Source| {
+        if matches!(&source.form, Form::Regex(pattern) if pattern.starts_with("held")) {
+            held.1.wait_while(&mut held.0.lock(), |open| !*open);
+        }
+    };
+    (gate, Arc::new(hook))
+}
+
+fn release(gate: &(Mutex<bool>, Condvar)) {
+    *gate.0.lock() = true;
+    gate.1.notify_all();
+}
+
+#[tokio::test]
+async fn a_compiler_that_is_stuck_turns_health_red_until_a_compile_comes_back() {
+    let (gate, hook) = gate();
+    // Whatever is held is given up at once.
+    let forms = GrammarConfig { limit: Duration::from_millis(1), ..GrammarConfig::default() };
+    let keys = |config: &mut forebay_server::ServerConfig| config.api_keys = Keys::new(["a", "b"]);
+    let server = TestServer::with_grammars(Some("a"), keys, (forms, hook)).await;
+    let held = |n: usize| completion(json!({"regex": format!("held{n}")}));
+    for n in 0..2 {
+        assert_eq!(server.get("/health").await.0, 200);
+        let (status, _, answer) = ask_as(&server, "a", held(n)).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!("regex")), "{answer}");
+    }
+    // The first client has its share of compiles that still run.
+    let (status, retry, answer) = ask_as(&server, "a", held(2)).await;
+    assert_eq!((status, retry.is_some()), (429, true), "{answer}");
+    for n in 3..5 {
+        assert_eq!(ask_as(&server, "b", held(n)).await.0, 400);
+    }
+    let (status, health) = server.get_json("/health").await;
+    assert_eq!((status, &health["error"]["code"]), (503, &json!("grammar_stuck")), "{health}");
+    let (status, retry, answer) = ask_as(&server, "b", completion(json!({"regex": "x"}))).await;
+    assert_eq!((status, retry.is_some()), (503, true));
+    assert_eq!(answer["error"]["code"], "grammar_stuck", "{answer}");
+    assert_eq!(ask_as(&server, "b", completion(json!({}))).await.0, 200, "it needs no compiler");
+    let (_, metrics) = server.get("/metrics").await;
+    for line in ["grammars_running_on", "grammars_abandoned_total"] {
+        let line = format!("forebay:{line}{{engine=\"0\",model_name=\"tiny\"}} 4");
+        assert!(metrics.lines().any(|found| found == line), "{line}");
+    }
+    release(&gate);
+    while server.get("/health").await.0 != 200 {}
+}
+
+#[tokio::test]
+async fn a_wait_that_is_too_long_is_the_servers_fault() {
+    let (gate, hook) = gate();
+    let patience = Duration::from_millis(1);
+    let forms = GrammarConfig { limit: HOUR, patience, ..GrammarConfig::default() };
+    let server = TestServer::with_grammars(Some("a"), |_| {}, (forms, hook)).await;
+    let (status, retry, answer) = ask_as(&server, "", completion(json!({"regex": "held"}))).await;
+    assert_eq!((status, retry.as_deref()), (503, Some("1")), "{answer}");
+    assert_eq!(answer["error"]["code"], "queue_timeout");
+    release(&gate);
+}
+
+/// A grammar whose matcher takes some megabytes.
+fn heavy() -> Value {
+    let doubled = |n: usize| format!("T{n}: T{} T{}\n", n + 1, n + 1);
+    let lines: String = (0..12).map(doubled).collect();
+    json!(format!("start: T0\n{lines}T12: /[ab]/\n"))
+}
+
+#[tokio::test]
+async fn each_choices_matcher_is_charged_before_it_is_submitted() {
+    let change = |config: &mut forebay_server::ServerConfig| {
+        config.max_request_bytes_in_flight = 32 << 20;
+        config.api_keys = Keys::new(["a", "b"]);
+    };
+    let mut server = TestServer::start(None, change).await;
+    let form = |n: usize| completion(json!({"guided_grammar": heavy(), "n": n, "stream": true}));
+    let (status, retry, answer) = ask_as(&server, "a", form(128)).await;
+    assert_eq!((status, retry), (413, None), "{answer}");
+    assert!(server.try_event().is_none(), "none of them was submitted");
+    // One client has room. What is in flight then keeps the other out for a while.
+    let running = server.send(keyed("a", &form(6))).await;
+    assert_eq!(running.response.status(), 200);
+    let id = server.submitted().await.id;
+    for _ in 1..6 {
+        server.submitted().await;
+    }
+    let (status, retry, answer) = ask_as(&server, "b", form(6)).await;
+    assert_eq!((status, retry.is_some()), (429, true), "{answer}");
+    let plain = server.send(keyed("b", &completion(json!({"stream": true})))).await;
+    assert_eq!(plain.response.status(), 200, "a request without a form needs less");
+    server.submitted().await;
+    drop(running);
+    assert_eq!(server.aborted().await, id);
 }

@@ -45,6 +45,11 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
+/// Bytes that are allocated now.
+pub(crate) fn live() -> usize {
+    LIVE.load(Relaxed)
+}
+
 /// Begins a measurement: gives what is allocated now.
 pub(crate) fn mark() -> usize {
     let live = LIVE.load(Relaxed);

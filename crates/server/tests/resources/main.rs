@@ -16,6 +16,7 @@ mod counting;
 #[path = "../http/fake.rs"]
 #[allow(dead_code, reason = "the other tests use the rest")]
 mod fake;
+mod grammars;
 #[path = "../http/memory.rs"]
 #[allow(dead_code, reason = "the other tests use the rest")]
 mod memory;

@@ -1,0 +1,31 @@
+//! What all matchers share: the count of their growth, and a thread that frees them and templates.
+//! To free a large one takes longer than a step may wait, and the last owner may be the engine's
+//! thread.
+
+use std::sync::Arc;
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+
+use crate::growth::Growth;
+
+/// The queue of values that are to be freed, and the growth of those that are not.
+#[derive(Clone)]
+pub(crate) struct Attic {
+    values: Sender<Box<dyn Send>>,
+    pub(crate) growth: Arc<Growth>,
+}
+
+impl Attic {
+    /// An attic, and the work of its thread, which ends with the last clone of the attic. All
+    /// matchers together may grow by `growth` bytes.
+    pub(crate) fn new(growth: usize) -> (Self, impl FnMut() + Send + 'static) {
+        let (values, received): (_, Receiver<Box<dyn Send>>) = unbounded();
+        let attic = Self { values, growth: Growth::new(growth) };
+        (attic, move || received.iter().for_each(drop))
+    }
+
+    pub(crate) fn free(&self, value: impl Send + 'static) {
+        // Without the thread it is freed here.
+        let _ = self.values.send(Box::new(value));
+    }
+}

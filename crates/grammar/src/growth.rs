@@ -1,0 +1,71 @@
+//! What all matchers take beyond their copies: their lexers make states and expressions as answers
+//! go on. One that grows without an end has to end before it takes what others need.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Bytes by which all matchers have grown, and the most there may be.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    limit: usize,
+    bytes: AtomicUsize,
+    matchers: AtomicUsize,
+}
+
+/// The growth of one matcher, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Grown {
+    all: Arc<Growth>,
+    own: usize,
+}
+
+impl Growth {
+    pub(crate) fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self { limit, bytes: AtomicUsize::new(0), matchers: AtomicUsize::new(0) })
+    }
+
+    /// A matcher that has not grown yet.
+    pub(crate) fn matcher(self: &Arc<Self>) -> Grown {
+        self.matchers.fetch_add(1, Ordering::Relaxed);
+        Grown { all: Arc::clone(self), own: 0 }
+    }
+}
+
+impl Grown {
+    /// Notes the bytes by which the matcher has grown in all. False: all together have grown too
+    /// much, and this one more than others may.
+    pub(crate) fn note(&mut self, own: usize) -> bool {
+        let Growth { limit, bytes, matchers } = &*self.all;
+        let more = own.saturating_sub(self.own);
+        self.own += more;
+        let all = bytes.fetch_add(more, Ordering::Relaxed) + more;
+        all <= *limit || self.own <= limit / matchers.load(Ordering::Relaxed).max(1)
+    }
+}
+
+impl Drop for Grown {
+    fn drop(&mut self) {
+        self.all.bytes.fetch_sub(self.own, Ordering::Relaxed);
+        self.all.matchers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_one_that_grows_most_has_to_end_and_gives_everything_back() {
+        let all = Growth::new(100);
+        let (mut small, mut large) = (all.matcher(), all.matcher());
+        assert!(small.note(10) && large.note(90), "there is room");
+        assert!(small.note(50), "it has its share");
+        assert!(!large.note(91));
+        drop(large);
+        assert!(small.note(100));
+        assert!(!small.note(101));
+        drop(small);
+        let left = (all.bytes.load(Ordering::Relaxed), all.matchers.load(Ordering::Relaxed));
+        assert_eq!(left, (0, 0));
+    }
+}

@@ -1,0 +1,231 @@
+//! The compiler of grammars, and the cache of its results.
+//!
+//! | thread | what |
+//! |---|---|
+//! | `grammar` (N) | builds the vocabulary's trie at the start, then compiles, one source at a time |
+//! | `grammar-watch` (1) | gives up compiles that take too long, and starts threads in place of theirs |
+//! | `grammar-free` (1) | frees matchers and templates |
+//!
+//! Neither the http threads nor the engine's ever compile or free a matcher. A choice gets its
+//! matcher when its second mask is filled.
+
+mod kept;
+mod shared;
+#[cfg(test)]
+mod tests;
+mod turns;
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use forebay_engine::Constraint;
+use forebay_text::Tokenizer;
+use tokio::sync::oneshot;
+
+use self::shared::{Shared, Trie};
+use crate::attic::Attic;
+use crate::compile::Template;
+use crate::error::GrammarError;
+use crate::rules::{Bounds, Reasoning, Rules};
+use crate::source::Source;
+
+/// Room for the recursion over nested schemas and names of grammars.
+const STACK_BYTES: usize = 32 << 20;
+
+/// The settings by which grammars are compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GrammarConfig {
+    /// The number of threads that compile, at least one.
+    pub threads: usize,
+    /// The number of sources that may wait for a thread. One client has at most half of them.
+    pub queue: usize,
+    /// The longest time that a request waits for its grammar.
+    pub patience: Duration,
+    /// The longest time that one compile may take.
+    pub limit: Duration,
+    /// Bytes of the compiled grammars that are kept. One client has at most half while others have
+    /// some. All matchers that run may grow by as much.
+    pub cache_bytes: usize,
+    /// True if a schema is taken although only a part of it can be enforced.
+    pub lenient: bool,
+}
+
+impl Default for GrammarConfig {
+    fn default() -> Self {
+        Self {
+            threads: 1,
+            queue: 256,
+            patience: Duration::from_secs(30),
+            limit: Duration::from_secs(2),
+            cache_bytes: 256 << 20,
+            lenient: false,
+        }
+    }
+}
+
+/// Counts of compiled, found, kept and waiting grammars.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GrammarStats {
+    /// Sources that were compiled, or refused by the compiler.
+    pub compiled: u64,
+    /// Of these, sources that were refused.
+    pub refused: u64,
+    /// Requests whose source was compiled already, or in the queue.
+    pub hits: u64,
+    /// Sources that wait, or are being compiled.
+    pub waiting: usize,
+    /// Microseconds of compiling, without the trie.
+    pub compile_us: u64,
+    /// Microseconds that the trie took; 0: it is not ready yet.
+    pub trie_us: u64,
+    /// Bytes of the sources that are kept, with what was compiled of them.
+    pub kept_bytes: usize,
+    /// Compiles that were given up because they took too long.
+    pub abandoned: u64,
+    /// Of these, compiles that still run.
+    pub running_on: usize,
+}
+
+/// The form and the bounds of a request's answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wanted {
+    /// The wanted form; `None`: any.
+    pub source: Option<Source>,
+    /// The bounds of reasoning before the answer.
+    pub reasoning: Option<Reasoning>,
+    /// The other restrictions of the answer.
+    pub bounds: Bounds,
+    /// The number of choices, each with a constraint of its own.
+    pub choices: usize,
+    /// Tokens that the answer has already. Whether they fit is seen when the first mask is filled.
+    pub said: Vec<i32>,
+    /// The client, whose turn a compile takes.
+    pub client: u64,
+}
+
+/// The constraints of a request.
+#[derive(Debug)]
+pub struct Constraints {
+    /// One for each choice.
+    pub choices: Vec<Box<dyn Constraint>>,
+    /// Bytes that they take while all choices run, with the compiled grammar that they share.
+    pub bytes: usize,
+}
+
+/// Starts a thread, now or later.
+pub type ThreadStart =
+    Arc<dyn Fn(Builder, Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>> + Send + Sync>;
+
+/// A function that a compiling thread calls before each source. Tests hold a compile up with it.
+pub type CompileHook = Arc<dyn Fn(&Source) + Send + Sync>;
+
+/// The threads that compile. Cheap to clone. They end with the last clone.
+#[derive(Clone)]
+pub struct Grammars(Arc<Inner>);
+
+struct Inner {
+    attic: Attic,
+    shared: Arc<Shared>,
+}
+
+type Compiled = Result<Arc<Template>, GrammarError>;
+
+impl fmt::Debug for Grammars {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grammars").field("config", &self.0.shared.config).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shared.end();
+    }
+}
+
+impl Grammars {
+    /// Starts the threads with `start`. The trie of the tokens below `vocab_size` is built at once,
+    /// in the background, and earlier requests wait for it. `eos` are the model's end-of-sequence
+    /// ids.
+    ///
+    /// # Errors
+    /// The system has no room for a thread.
+    pub fn new(
+        config: GrammarConfig,
+        tokenizer: Arc<Tokenizer>,
+        eos: &[i32],
+        vocab_size: u32,
+        start: &ThreadStart,
+    ) -> io::Result<Self> {
+        Self::with_hook(config, tokenizer, eos, vocab_size, start, Arc::new(|_| {}))
+    }
+
+    /// Starts the threads like [`Grammars::new`]. They call `before` with each source before they
+    /// compile it.
+    ///
+    /// # Errors
+    /// The system has no room for a thread.
+    pub fn with_hook(
+        config: GrammarConfig,
+        tokenizer: Arc<Tokenizer>,
+        eos: &[i32],
+        vocab_size: u32,
+        start: &ThreadStart,
+        before: CompileHook,
+    ) -> io::Result<Self> {
+        let trie = Trie { tokenizer, eos: eos.to_vec(), vocab_size };
+        let (attic, free) = Attic::new(config.cache_bytes);
+        start(Builder::new().name("grammar-free".into()), Box::new(free))?;
+        let shared = Shared::start(config, trie, Arc::clone(start), before)?;
+        Ok(Self(Arc::new(Inner { attic, shared })))
+    }
+
+    /// The constraints of a request's choices. The caller's thread compiles and copies nothing. If
+    /// all callers stop waiting for a source, it is not begun.
+    ///
+    /// # Errors
+    /// The source is at fault, there is no room for it, or it takes too long.
+    pub async fn constraints(&self, wanted: Wanted) -> Result<Constraints, GrammarError> {
+        let Wanted { source, reasoning, bounds, choices, said, client } = wanted;
+        let template = match source {
+            Some(source) => Some(self.template(source, client).await?),
+            None => None,
+        };
+        let one = |_| -> Box<dyn Constraint> {
+            let (reasoning, bounds) = (reasoning.clone(), bounds.clone());
+            let attic = self.0.attic.clone();
+            Box::new(Rules::new(template.as_ref(), reasoning, bounds, &said, attic))
+        };
+        let footprint = template.as_ref().map(|template| template.footprint());
+        let bytes = footprint.map_or(0, |footprint| {
+            footprint.kept.saturating_add(footprint.copy.saturating_mul(choices))
+        });
+        Ok(Constraints { choices: (0..choices).map(one).collect(), bytes })
+    }
+
+    /// The compiled form of a source.
+    async fn template(&self, source: Source, client: u64) -> Compiled {
+        let shared = &self.0.shared;
+        let (reply, answer) = oneshot::channel();
+        shared.order(source, client, reply, Instant::now())?;
+        match tokio::time::timeout(shared.config.patience, answer).await {
+            Ok(Ok(compiled)) => compiled,
+            Ok(Err(_)) => Err(GrammarError::Internal("a thread of the grammars has ended".into())),
+            Err(_) => Err(shared.late()),
+        }
+    }
+
+    /// The reason for which no new source can be compiled; `None`: they can.
+    #[must_use]
+    pub fn stuck(&self) -> Option<GrammarError> {
+        self.0.shared.stuck()
+    }
+
+    /// The counts so far.
+    #[must_use]
+    pub fn stats(&self) -> GrammarStats {
+        self.0.shared.stats()
+    }
+}
