@@ -69,7 +69,7 @@ fn a_stream_that_turns_into_a_flood_goes_on_elsewhere() {
 #[test]
 fn a_long_head_is_not_held() {
     let (bad, good) = (Fake::other(), Fake::other());
-    bad.will([Act::LongHead(1 << 20), Act::LongHead(1 << 20)]);
+    bad.will([Act::LongHead(100 << 10), Act::LongHead(100 << 10)]);
     let alone = Rig::with(&[&bad], |config| config.retry.retries = 0);
     assert_eq!(code(&post(alone.address, CHAT, "{}")), (503, "backend_failed".into()));
     drop(alone);
