@@ -3,10 +3,10 @@
 //!
 //! A request takes this way. `admission` checks its key, `intake` reads its body, and `ask` finds
 //! the few fields that matter. [`Shared::dispatch`](shared) chooses a backend and notes the
-//! dispatch in its [`Ledger`]. `reach` makes an `attempt` with it, and others with further backends as
-//! long as nothing was produced. The response comes as a `flow`. The client's own task reads it and gives it as a
-//! `relay`. Bytes pass unchanged, except in streams of brains. Their comments (`tape`) carry load
-//! and tokens, so that another brain can continue a stream that breaks.
+//! dispatch in its [`Ledger`]. `reach` makes an `attempt` with it, and others with further backends
+//! as long as nothing was produced. The response comes as a `flow`. The client's own task reads it
+//! and gives it as a `relay`. Bytes pass unchanged, except in streams of brains. Their comments
+//! (`tape`) carry load and tokens, so that another brain can continue a stream that breaks.
 //!
 //! | threads | who | what |
 //! |---|---|---|

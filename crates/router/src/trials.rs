@@ -1,8 +1,8 @@
 //! The order in which suspects get their trials.
 //!
 //! Those with fewer deaths come first, since their trials are shorter. Among these, clients take
-//! turns, so that a client with many suspects does not keep others waiting. A suspect waits for
-//! any backend that may take it. Where an earlier one waits for the same backend, that one is first.
+//! turns, so that a client with many suspects does not keep others waiting. A suspect waits for any
+//! backend that may take it. Where an earlier one waits for the same backend, that one is first.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
