@@ -30,6 +30,9 @@ from tests.e2e.waiting import eventually, eventually_async
 CLIENTS = 24
 TOKENS = 60
 KV_TOKENS = 1 << 16
+STREAMS = 96
+STREAM_TOKENS = 600
+"""All streams together fit into the KV pages of one backend."""
 WORDS = "([a-z]{2,6} ){300,}"
 """A form that no answer here comes to the end of."""
 HEALTH = ("--health-check-interval-secs", "0.1", "--cb-failure-threshold", "100000", "--log-level", "warn")
@@ -353,6 +356,52 @@ def test_a_request_that_kills_brains_kills_two_and_the_fleet_lives(simulated: Cl
     text = router.post("/v1/completions", {"prompt": "p", **endless, "max_tokens": 20, "return_token_ids": True}).text
     assert "error" not in text
     assert token_count(text) == 20
+
+
+REPEATS = [0, *(pytest.param(repeat, marks=pytest.mark.slow) for repeat in range(1, 4))]
+
+
+@pytest.mark.parametrize("repeat", REPEATS)
+def test_innocent_streams_survive_two_deaths(simulated: Cluster, repeat: int) -> None:
+    """What was at both deaths is tried alone on the brain that is left, and nothing is given up."""
+    alone = simulated.start(*simulated.arguments)
+    alone.wait_for_health()
+    simulated.add(3)
+    router = simulated.route("--policy", "shortest_queue")
+    path, fixed = "/v1/completions", {"max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
+    asked: list[Json] = [{"prompt": f"Story {repeat} of number {number}.", **fixed} for number in range(STREAMS)]
+
+    async def undisturbed() -> list[Json]:
+        async with async_client(alone) as client:
+            return await asyncio.gather(*(stream(client, path, body) for body in asked))
+
+    async def disturbed() -> list[Json]:
+        async with async_client(router) as client:
+            streams = [asyncio.create_task(stream(client, path, body)) for body in asked]
+
+            def all_run() -> bool:
+                running = sum(load["own"] for load in loads(router))
+                return running + sum(task.done() for task in streams) == STREAMS
+
+            def all_have_gone_on() -> bool:
+                metrics = router.metrics()
+                trials = ("forebay_router_backend_on_trial", "forebay_router_trials_waiting")
+                suspects = metrics.value("forebay_router_suspects_total")
+                return suspects >= STREAMS // 3 and not any(map(metrics.value, trials)) and all_run()
+
+            await eventually_async(all_run, "all are there")
+            await asyncio.to_thread(simulated.kill, 0)
+            # A death in the middle of a trial is blamed on whoever is tried.
+            await eventually_async(all_have_gone_on, "all have gone on")
+            await asyncio.to_thread(simulated.kill, 1)
+            return await asyncio.gather(*streams)
+
+    expected = asyncio.run(undisturbed())
+    found = asyncio.run(disturbed())
+    assert found == expected
+    assert router.metric("forebay_router_given_up_total") == 0
+    # A third of them at the first death, and half of all at the second.
+    assert router.metric("forebay_router_suspects_total") >= STREAMS * 3 // 4
 
 
 def token_count(text: str) -> int:

@@ -228,6 +228,14 @@ pub enum ApiError {
         /// The number of backends that died while they had the request.
         deaths: u8,
     },
+    /// A backend of a router sent an answer that cannot be passed on.
+    #[error("{reason}")]
+    BadAnswer {
+        /// The reason, in one line.
+        reason: String,
+        /// A machine-readable code.
+        code: &'static str,
+    },
     /// The server gave the request up.
     #[error("the request was aborted by the server before it was finished")]
     Aborted,
@@ -297,7 +305,7 @@ impl ApiError {
             Self::UnsupportedMediaType => 415,
             Self::Overloaded { .. } | Self::QueueFull { .. } => 429,
             Self::Internal { .. } => 500,
-            Self::BackendDied { .. } => 502,
+            Self::BackendDied { .. } | Self::BadAnswer { .. } => 502,
             Self::Draining
             | Self::Unavailable { .. }
             | Self::QueueTimeout { .. }
@@ -370,7 +378,7 @@ impl ApiError {
             Self::Overloaded { .. } | Self::QueueFull { .. } => Some("queue_full"),
             Self::QueueTimeout { .. } => Some("queue_timeout"),
             Self::Draining => Some("draining"),
-            Self::Unavailable { code, .. } => Some(code),
+            Self::Unavailable { code, .. } | Self::BadAnswer { code, .. } => Some(code),
             Self::BackendDied { .. } => Some("backend_died_twice"),
             Self::Aborted => Some("aborted"),
             Self::CacheInUse => Some("cache_in_use"),

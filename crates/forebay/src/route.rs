@@ -187,7 +187,11 @@ struct TroubleFlags {
     /// Give up after one attempt. Streams that break are taken over all the same.
     #[arg(long)]
     disable_retries: bool,
-    /// Failures that open a backend's circuit breaker.
+    /// Seconds for which a request whose backend died waits until some backend takes requests.
+    #[arg(long, default_value = "30", value_parser = seconds)]
+    trial_wait_secs: Duration,
+    /// Failures that open a backend's circuit breaker. Those of one client are at most half of
+    /// them.
     #[arg(long, default_value_t = 10)]
     cb_failure_threshold: usize,
     /// Successes that close it again.
@@ -280,6 +284,7 @@ impl RouteFlags {
                 factor: trouble.retry_backoff_multiplier,
                 jitter: trouble.retry_jitter_factor,
             },
+            trial_wait: trouble.trial_wait_secs,
             request_timeout: self.request_timeout_secs,
             connect_timeout: trouble.connect_timeout_secs,
             receive_timeout: self.receive_timeout,

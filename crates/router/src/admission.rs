@@ -9,7 +9,7 @@ use http::header::AUTHORIZATION;
 use subtle::ConstantTimeEq;
 use thiserror::Error;
 
-use crate::backend::BackendUrl;
+use crate::url::BackendUrl;
 
 /// The header in which some clients put their key, in place of `Authorization`.
 const X_API_KEY: &str = "x-api-key";

@@ -1,5 +1,6 @@
 //! A client's request, in the form for backends, which may get it more than once.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -18,13 +19,15 @@ use parking_lot::Mutex;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::backend::Sent;
+use crate::budget::Held;
+use crate::client::ClientId;
 use crate::homes::wanted;
 use crate::index::Texts;
-use crate::intake::Held;
 use crate::past::Past;
 use crate::payload::Payload;
 use crate::policy::Policy;
 use crate::scan::{members, plain_string};
+use crate::tape::IdShare;
 
 const ROUTING_KEY: &str = "x-routing-key";
 const ROUTING_KEY_OF_SGLANG: &str = "x-smg-routing-key";
@@ -49,6 +52,8 @@ pub(crate) struct Ask {
     seed: u64,
     /// Until when it has to be answered.
     pub(crate) deadline: Instant,
+    /// The client that it comes from.
+    pub(crate) client: ClientId,
     /// The client's key, for `session`.
     pub(crate) key: Option<u64>,
     /// Names of the prompt's beginnings, for `cache_aware`.
@@ -63,6 +68,8 @@ pub(crate) struct Ask {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading {
     pub(crate) policy: Policy,
+    /// The client that the request comes from.
+    pub(crate) client: ClientId,
     /// The seed of the names of a client's texts that have no salt of their own.
     pub(crate) root: u64,
 }
@@ -74,6 +81,8 @@ pub(crate) struct Resume {
     pub(crate) name: HeaderValue,
     /// Ids of the tokens that the client has, in decimal, each with a comma.
     pub(crate) ids: Bytes,
+    /// Their share of memory.
+    pub(crate) share: Arc<IdShare>,
 }
 
 impl Ask {
@@ -81,7 +90,7 @@ impl Ask {
     pub(crate) fn new(
         mut parts: Parts,
         (body, held): (Bytes, Held),
-        Reading { policy, root }: Reading,
+        Reading { policy, client, root }: Reading,
         deadline: Instant,
     ) -> Self {
         let key = (policy == Policy::Session).then(|| routing_key(&parts.headers, &body)).flatten();
@@ -104,6 +113,7 @@ impl Ask {
             _held: held,
             seed: rand::random(),
             deadline,
+            client,
             key,
             texts,
             response,

@@ -2,75 +2,28 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use forebay_api::peer::LoadReport;
 use http::HeaderValue;
-use http::uri::Authority;
 use parking_lot::Mutex;
-use thiserror::Error;
 use tokio::sync::Notify;
+use tokio::task::AbortHandle;
+use tokio::time::sleep;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::breaker::{Breaker, BreakerConfig};
+use crate::breaker::{Breaker, BreakerConfig, FailureOrigin};
+use crate::budget::Budget;
 use crate::config::HealthConfig;
 use crate::index::Stored;
 use crate::ledger::{Accounting, Ledger};
-use crate::past::Role;
+use crate::past::{Role, Trial};
 use crate::policy::Candidate;
+use crate::trials::Trials;
+use crate::url::BackendUrl;
 
-/// The error for a URL that is not a backend's.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("`{url}` is not the URL of a backend: {reason}")]
-pub struct UrlError {
-    /// The URL as the user wrote it.
-    pub url: String,
-    /// The reason, for the user.
-    pub reason: &'static str,
-}
-
-/// The address of a backend.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct BackendUrl {
-    authority: Authority,
-}
-
-impl BackendUrl {
-    /// Reads `http://host:port`. The scheme may be absent, and so may the port, which is 80 then.
-    ///
-    /// # Errors
-    /// The text is something else: https, a path, or a name without a host.
-    pub fn parse(url: &str) -> Result<Self, UrlError> {
-        let error = |reason| UrlError { url: url.to_owned(), reason };
-        let rest = match url.trim().split_once("://") {
-            None => url.trim(),
-            Some(("http", rest)) => rest,
-            Some(_) => return Err(error("only http is spoken to backends")),
-        };
-        let rest = rest.strip_suffix('/').unwrap_or(rest);
-        if rest.contains(['/', '?', '@']) {
-            return Err(error("it has to be http://HOST:PORT"));
-        }
-        let authority: Authority = rest.parse().map_err(|_| error("no host and port"))?;
-        if authority.host().is_empty() || authority.as_str().ends_with(':') {
-            return Err(error("no host and port"));
-        }
-        Ok(Self { authority })
-    }
-
-    /// `http://host:port`.
-    #[must_use]
-    pub fn url(&self) -> String {
-        format!("http://{}", self.authority)
-    }
-
-    /// Host and port to connect to.
-    pub(crate) fn address(&self) -> (String, u16) {
-        let host = self.authority.host();
-        let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
-        (host.to_owned(), self.authority.port_u16().unwrap_or(80))
-    }
-}
+/// The memory that unfinished parts of a backend's answers may take, in bytes.
+const MEMORY: usize = 256 << 20;
 
 /// The findings of health checks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -118,14 +71,19 @@ struct Life {
     epoch: u64,
     /// The dispatch that is on trial.
     trial: Option<u64>,
-    /// Deaths before the last one that came during a trial.
-    blamed: Option<u64>,
+    /// The number of the life that ended last, and the dispatch that was on trial at its end.
+    last: Option<(u64, Option<u64>)>,
 }
 
 impl Life {
+    fn die(&mut self) {
+        self.last = Some((self.deaths, self.trial.take()));
+        self.deaths += 1;
+    }
+
     fn end(&mut self) {
         if !std::mem::replace(&mut self.dead, true) {
-            self.deaths += 1;
+            self.die();
             self.epoch = 0;
         }
     }
@@ -135,7 +93,7 @@ impl Life {
         let known = std::mem::replace(&mut self.epoch, epoch);
         if known != 0 && known != epoch && !self.dead {
             // It died and came back before anybody asked.
-            self.deaths += 1;
+            self.die();
         }
         self.dead = false;
     }
@@ -146,6 +104,7 @@ impl Life {
 pub(crate) struct Counters {
     pub(crate) dispatched: AtomicU64,
     pub(crate) failed: AtomicU64,
+    pub(crate) refused: AtomicU64,
     pub(crate) taken_over: AtomicU64,
 }
 
@@ -166,8 +125,10 @@ pub(crate) struct Backend {
     pub(crate) stored: Mutex<Stored>,
     /// A lock for the check of the backend's life, with the time at which it was last found alive.
     pub(crate) inquest: tokio::sync::Mutex<Option<Instant>>,
-    /// Wakes those who wait for a place on trial, at any backend.
-    trials: Arc<Notify>,
+    /// Those who wait for a trial, at any backend.
+    trials: Arc<Trials>,
+    /// The memory that unfinished parts of its answers take.
+    pub(crate) memory: Arc<Budget>,
     /// Wakes those who wait for something from it: nothing will come.
     pub(crate) gone: Arc<Notify>,
     /// Wakes its health check.
@@ -183,14 +144,14 @@ impl Backend {
         url: BackendUrl,
         accounting: Accounting,
         breaker: BreakerConfig,
-        trials: Arc<Notify>,
+        trials: Arc<Trials>,
     ) -> Self {
         Self {
             id,
             // An authority has no bytes that a header may not have.
-            host: HeaderValue::from_str(url.authority.as_str())
+            host: HeaderValue::from_str(url.authority())
                 .unwrap_or(HeaderValue::from_static("backend")),
-            name: xxh3_64(url.authority.as_str().as_bytes()),
+            name: xxh3_64(url.authority().as_bytes()),
             url,
             state: Mutex::new(State {
                 ledger: Ledger::new(accounting),
@@ -204,6 +165,7 @@ impl Backend {
             stored: Mutex::default(),
             inquest: tokio::sync::Mutex::default(),
             trials,
+            memory: Budget::new(MEMORY),
             gone: Arc::default(),
             suspected: Notify::new(),
             removed: AtomicBool::new(false),
@@ -234,8 +196,8 @@ impl Backend {
         takes.then(|| (candidate(), state.life.trial.is_some()))
     }
 
-    /// Notes a dispatch. `trial` is the length of its trial, if it has one.
-    pub(crate) fn begin(self: Arc<Self>, tokens: u32, trial: Option<Duration>) -> Sent {
+    /// Notes a dispatch, and its trial if it has one.
+    pub(crate) fn begin(self: Arc<Self>, tokens: u32, trial: Option<Trial>) -> Sent {
         let now = Instant::now();
         let mut state = self.state.lock();
         let (seq, floor) = state.ledger.begin(tokens);
@@ -246,8 +208,22 @@ impl Backend {
         let life = state.life.deaths;
         drop(state);
         self.counters.dispatched.fetch_add(1, Ordering::Relaxed);
-        let trial = trial.map(|time| now + time);
-        Sent { backend: self, seq, floor, life, since: now, trial, judged: false }
+        // A client that does not read delays all but this.
+        let clock = trial.and_then(Trial::longest).map(|time| {
+            let backend = Arc::clone(&self);
+            let end = async move {
+                sleep(time).await;
+                backend.end_trial(seq);
+            };
+            tokio::spawn(end).abort_handle()
+        });
+        let on_trial = trial.is_some();
+        Sent { backend: self, seq, floor, life, since: now, on_trial, clock, judged: false }
+    }
+
+    /// True if a suspect is on trial here.
+    pub(crate) fn is_trying(&self) -> bool {
+        self.state.lock().life.trial.is_some()
     }
 
     /// Ends a dispatch's trial, if it is on trial.
@@ -256,7 +232,7 @@ impl Backend {
         if state.life.trial == Some(seq) {
             state.life.trial = None;
             drop(state);
-            self.trials.notify_waiters();
+            self.trials.is_free(self.id);
         }
     }
 
@@ -267,17 +243,16 @@ impl Backend {
 
     /// The part that dispatch `seq` had in the death that ended life number `life`.
     pub(crate) fn role(&self, seq: u64, life: u64) -> Role {
-        let mut state = self.state.lock();
-        let Life { trial, blamed, .. } = &mut state.life;
-        match *trial {
-            Some(tried) if tried == seq => {
-                *blamed = Some(life);
-                Role::OnTrial
-            }
-            Some(_) => Role::Bystander,
-            None if *blamed == Some(life) => Role::Bystander,
-            None => Role::Present,
+        match self.state.lock().life.last {
+            Some((ended, Some(tried))) if ended == life && tried == seq => Role::OnTrial,
+            Some((ended, Some(_))) if ended == life => Role::Bystander,
+            _ => Role::Present,
         }
+    }
+
+    /// Notes a failure for the circuit breaker.
+    pub(crate) fn charge(&self, origin: FailureOrigin) {
+        self.state.lock().breaker.fail(Instant::now(), origin);
     }
 
     /// The number of its names of blocks; backends with the same number name blocks equally.
@@ -327,8 +302,14 @@ impl Backend {
                 (health.up, health.was_up) = (true, true);
                 breaker.reset();
                 tracing::info!(backend = self.url.url(), "backend is up");
+                drop(state);
+                self.trials.is_free(self.id);
+                return true;
             }
             return health.up;
+        }
+        if check == Check::Silent {
+            breaker.fail(Instant::now(), FailureOrigin::Router);
         }
         health.successes = 0;
         health.failures += 1;
@@ -367,29 +348,42 @@ pub(crate) struct Sent {
     pub(crate) life: u64,
     /// The time of the send.
     pub(crate) since: Instant,
-    /// Until when it is on trial, if it is.
-    pub(crate) trial: Option<Instant>,
+    on_trial: bool,
+    /// Ends its trial in time.
+    clock: Option<AbortHandle>,
     judged: bool,
 }
 
 impl Sent {
     /// The backend has answered, and this was its load.
-    pub(crate) fn answered(&mut self, report: Option<LoadReport>) {
+    pub(crate) fn answered(&self, report: Option<LoadReport>) {
         if let Some(report) = report {
             self.backend.report(report);
         }
-        let mut state = self.backend.state.lock();
-        state.ledger.acknowledge(self.seq);
+        self.backend.state.lock().ledger.acknowledge(self.seq);
+    }
+
+    /// The client gets something of the answer.
+    pub(crate) fn produced(&mut self) {
         if !std::mem::replace(&mut self.judged, true) {
-            state.breaker.succeed();
+            self.backend.state.lock().breaker.answer();
         }
     }
 
-    /// The backend has failed.
-    pub(crate) fn failed(&mut self) {
-        self.judged = true;
+    /// The answer has come to its end.
+    pub(crate) fn completed(&mut self) {
+        self.produced();
+        self.backend.state.lock().breaker.succeed();
+    }
+
+    /// The backend refuses the request for now.
+    pub(crate) fn refused(&self) {
+        self.backend.counters.refused.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The backend has failed. The breaker hears of it when it is known whether others fail too.
+    pub(crate) fn failed(&self) {
         self.backend.counters.failed.fetch_add(1, Ordering::Relaxed);
-        self.backend.state.lock().breaker.fail(Instant::now());
         self.backend.suspected.notify_one();
     }
 }
@@ -403,7 +397,10 @@ impl Drop for Sent {
             state.breaker.forgo();
         }
         drop(state);
-        if self.trial.is_some() {
+        if let Some(clock) = &self.clock {
+            clock.abort();
+        }
+        if self.on_trial {
             self.backend.end_trial(self.seq);
         }
     }
@@ -411,20 +408,9 @@ impl Drop for Sent {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::time::Duration;
 
-    #[test]
-    fn urls() {
-        let parse = |url| BackendUrl::parse(url).map(|url| url.url());
-        assert_eq!(parse("http://host:81/").unwrap(), "http://host:81");
-        assert_eq!(parse("10.0.0.1:8000").unwrap(), "http://10.0.0.1:8000");
-        let v6 = BackendUrl::parse("http://[::1]:8000").unwrap();
-        assert_eq!(v6.address(), ("::1".to_owned(), 8000));
-        assert_eq!(BackendUrl::parse("http://host").unwrap().address().1, 80);
-        for wrong in ["https://a:1", "http://a:1/v1", "", "http://", "a:", "u@a:1", "a b"] {
-            assert!(parse(wrong).is_err(), "{wrong}");
-        }
-    }
+    use super::*;
 
     fn backend() -> Arc<Backend> {
         let url = BackendUrl::parse("a:1").unwrap();
@@ -498,17 +484,73 @@ mod tests {
         assert_eq!(backend.deaths(), 2, "the same death, heard of twice");
     }
 
-    #[test]
-    fn one_is_on_trial_and_it_is_to_blame() {
-        let backend = backend();
-        let fresh = Arc::clone(&backend).begin(1, None);
-        let tried = Arc::clone(&backend).begin(1, Some(Duration::from_secs(1)));
-        assert!(backend.state.lock().life.trial.is_some());
-        assert_eq!(backend.role(fresh.seq, 0), Role::Bystander, "whoever asks first");
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[tokio::test]
+    async fn one_is_on_trial_and_it_is_to_blame() {
+        let (backend, config) = (backend(), HealthConfig::default());
+        let resident = Arc::clone(&backend).begin(1, None);
+        let tried = Arc::clone(&backend).begin(1, Some(Trial::Output(SECOND)));
+        assert!(backend.is_trying());
+        backend.checked(Check::Absent, &config);
+        assert_eq!(backend.role(resident.seq, 0), Role::Bystander, "whoever asks first");
+        drop(resident);
         assert_eq!(backend.role(tried.seq, 0), Role::OnTrial);
+        let seq = tried.seq;
         drop(tried);
-        assert!(backend.state.lock().life.trial.is_none());
-        assert_eq!(backend.role(fresh.seq, 0), Role::Bystander);
-        assert_eq!(backend.role(fresh.seq, 1), Role::Present, "at another death");
+        assert!(!backend.is_trying());
+        assert_eq!(backend.role(seq, 0), Role::OnTrial, "it was at the time");
+        backend.checked(Check::Fine, &config);
+        let next = Arc::clone(&backend).begin(1, None);
+        backend.checked(Check::Absent, &config);
+        assert_eq!(backend.role(next.seq, next.life), Role::Present, "at another death");
+    }
+
+    #[tokio::test]
+    async fn whoever_is_tried_after_a_death_is_not_to_blame_for_it() {
+        let backend = backend();
+        let report = |epoch| LoadReport { epoch, at: 1, ..LoadReport::default() };
+        backend.report(report(1));
+        let before = Arc::clone(&backend).begin(1, None);
+        backend.report(report(2));
+        let after = Arc::clone(&backend).begin(1, Some(Trial::Whole));
+        assert_eq!(backend.role(before.seq, before.life), Role::Present);
+        assert_eq!(after.life, 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_trial_ends_in_time_though_nobody_reads() {
+        let backend = backend();
+        let trials = [Trial::Output(9 * SECOND), Trial::Time(9 * SECOND), Trial::Whole];
+        for trial in trials {
+            let sent = Arc::clone(&backend).begin(1, Some(trial));
+            tokio::time::sleep(8 * SECOND).await;
+            assert!(backend.is_trying());
+            tokio::time::sleep(2 * SECOND).await;
+            assert_eq!(backend.is_trying(), trial == Trial::Whole);
+            // Another's trial is not over when this clock strikes.
+            let next = Arc::clone(&backend).begin(1, Some(trial));
+            drop(sent);
+            tokio::time::sleep(8 * SECOND).await;
+            assert!(backend.is_trying());
+            drop(next);
+            assert!(!backend.is_trying());
+        }
+    }
+
+    #[test]
+    fn health_checks_without_an_answer_count_against_it_and_successes_for_it() {
+        let (backend, config) = (backend(), HealthConfig::default());
+        for _ in 0..30 {
+            backend.checked(Check::Fine, &config);
+            backend.checked(Check::Silent, &config);
+            Arc::clone(&backend).begin(1, None).completed();
+        }
+        assert_eq!(backend.breaker(), "closed");
+        for _ in 0..10 {
+            backend.checked(Check::Fine, &config);
+            backend.checked(Check::Silent, &config);
+        }
+        assert_eq!(backend.breaker(), "open");
     }
 }

@@ -1,5 +1,9 @@
 //! A circuit breaker. A backend that fails again and again gets no requests for a while, and then a
 //! few.
+//!
+//! A client chooses what it asks for, so failures of one client's requests say little. A breaker
+//! opens for failures of several clients, or for those that the router has seen by itself. Each
+//! success takes a failure off.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -29,6 +33,15 @@ impl Default for BreakerConfig {
     }
 }
 
+/// The origin of a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureOrigin {
+    /// A request of this client.
+    Client(u64),
+    /// The router itself: a connection that did not open, or a health check without an answer.
+    Router,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Closed,
@@ -47,7 +60,7 @@ enum State {
 pub struct Breaker {
     config: BreakerConfig,
     state: State,
-    failures: VecDeque<Instant>,
+    failures: VecDeque<(Instant, FailureOrigin)>,
 }
 
 impl Breaker {
@@ -78,43 +91,60 @@ impl Breaker {
         }
     }
 
-    /// Notes the success of a request that passed.
-    pub fn succeed(&mut self) {
+    /// Notes that a request which passed is answered.
+    pub fn answer(&mut self) {
         if let State::Trying { successes, under_way } = &mut self.state {
             *successes += 1;
             *under_way = false;
             if *successes >= self.config.successes {
-                self.state = State::Closed;
-                self.failures.clear();
+                self.reset();
             }
         }
     }
 
-    /// Notes that the client of a request that passed went away. That is neither success nor
-    /// failure.
+    /// Notes that a request which passed was answered to its end: this takes a failure off.
+    pub fn succeed(&mut self) {
+        if self.state == State::Closed {
+            self.failures.pop_front();
+        }
+    }
+
+    /// Notes that a request which passed has ended without an answer. It may be its own fault.
     pub fn forgo(&mut self) {
         if let State::Trying { under_way, .. } = &mut self.state {
             *under_way = false;
         }
     }
 
-    /// Notes the failure of a request that passed.
-    pub fn fail(&mut self, now: Instant) {
-        let open = State::Open { until: now + self.config.pause };
-        match self.state {
-            State::Open { .. } => {}
-            State::Trying { .. } => self.state = open,
-            State::Closed => {
-                self.failures.push_back(now);
-                while self.failures.front().is_some_and(|&first| first + self.config.window < now) {
-                    self.failures.pop_front();
-                }
-                if self.config.failures > 0 && self.failures.len() >= self.config.failures {
-                    self.failures.clear();
-                    self.state = open;
-                }
-            }
+    /// Notes a failure. Those of one client are at most half of what opens the breaker.
+    pub fn fail(&mut self, now: Instant, origin: FailureOrigin) {
+        if matches!(self.state, State::Open { .. }) || self.config.failures == 0 {
+            return;
         }
+        self.failures.retain(|(time, _)| *time + self.config.window >= now);
+        let share = match origin {
+            FailureOrigin::Client(_) => self.config.failures.div_ceil(2),
+            FailureOrigin::Router => self.config.failures,
+        };
+        let of_origin = |(_, other): &(Instant, FailureOrigin)| *other == origin;
+        if self.failures.iter().filter(|failure| of_origin(failure)).count() >= share
+            && let Some(oldest) = self.failures.iter().position(of_origin)
+        {
+            self.failures.remove(oldest);
+        }
+        self.failures.push_back((now, origin));
+        let trying = matches!(self.state, State::Trying { .. });
+        if self.is_agreed() && (trying || self.failures.len() >= self.config.failures) {
+            self.failures.clear();
+            self.state = State::Open { until: now + self.config.pause };
+        }
+    }
+
+    /// True if the failures are not those of one client alone.
+    fn is_agreed(&self) -> bool {
+        let mut origins = self.failures.iter().map(|&(_, origin)| origin);
+        let first = origins.next();
+        first == Some(FailureOrigin::Router) || origins.any(|origin| Some(origin) != first)
     }
 
     /// Forgets earlier failures, because the backend answers health checks again after it was gone.
@@ -139,58 +169,95 @@ mod tests {
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
+    const ROUTER: FailureOrigin = FailureOrigin::Router;
 
-    fn breaker() -> Breaker {
-        let config =
-            BreakerConfig { failures: 3, successes: 2, pause: 10 * SECOND, window: 5 * SECOND };
-        Breaker::new(config)
+    fn breaker(failures: usize) -> Breaker {
+        Breaker::new(BreakerConfig {
+            failures,
+            successes: 2,
+            pause: 10 * SECOND,
+            window: 30 * SECOND,
+        })
+    }
+
+    fn client(number: u64) -> FailureOrigin {
+        FailureOrigin::Client(number)
     }
 
     #[test]
-    fn only_failures_close_together_open_it() {
-        let (mut breaker, start) = (breaker(), Instant::now());
-        for second in [0, 3, 6, 9, 12] {
-            breaker.fail(start + second * SECOND);
+    fn failures_close_together_open_it() {
+        let (mut breaker, start) = (breaker(3), Instant::now());
+        for second in [0, 40, 80, 81] {
+            breaker.fail(start + second * SECOND, ROUTER);
+            assert!(breaker.allows(start + second * SECOND));
         }
-        assert!(breaker.allows(start + 12 * SECOND));
-        breaker.fail(start + 12 * SECOND);
-        assert!(!breaker.allows(start + 21 * SECOND));
-        assert!(breaker.allows(start + 22 * SECOND));
+        breaker.fail(start + 82 * SECOND, ROUTER);
+        assert!(!breaker.allows(start + 91 * SECOND) && breaker.allows(start + 92 * SECOND));
     }
 
     #[test]
-    fn it_is_tried_one_by_one_before_it_closes() {
-        let (mut breaker, start) = (breaker(), Instant::now());
-        (0..3).for_each(|_| breaker.fail(start));
+    fn one_client_cannot_open_it() {
+        for threshold in 1..6 {
+            let (mut breaker, now) = (breaker(threshold), Instant::now());
+            (0..50).for_each(|_| breaker.fail(now, client(1)));
+            assert!(breaker.allows(now) && breaker.failures.len() <= threshold);
+            let more = threshold - threshold.div_ceil(2);
+            (0..more.max(1)).for_each(|_| breaker.fail(now, client(2)));
+            assert!(!breaker.allows(now), "{threshold}");
+        }
+    }
+
+    #[test]
+    fn a_success_takes_a_failure_off() {
+        let (mut breaker, now) = (breaker(4), Instant::now());
+        for round in 0..50 {
+            breaker.fail(now, client(round));
+            breaker.fail(now, client(round + 1));
+            breaker.succeed();
+            breaker.succeed();
+        }
+        assert!(breaker.allows(now) && breaker.failures.is_empty());
+        (0..4).for_each(|number| breaker.fail(now, client(number)));
+        assert!(!breaker.allows(now));
+    }
+
+    #[test]
+    fn requests_try_one_after_the_other_until_enough_went_well() {
+        let (mut breaker, start) = (breaker(3), Instant::now());
+        (0..3).for_each(|_| breaker.fail(start, ROUTER));
         let later = start + 10 * SECOND;
         breaker.pass(later);
         assert!(!breaker.allows(later), "one is under way");
-        breaker.succeed();
+        breaker.answer();
         assert_eq!(breaker.name(), "trying");
         breaker.pass(later);
         breaker.forgo();
         breaker.pass(later);
-        breaker.succeed();
+        breaker.answer();
         assert_eq!(breaker.name(), "closed");
     }
 
     #[test]
-    fn a_failed_trial_opens_it_again() {
-        let (mut breaker, start) = (breaker(), Instant::now());
-        (0..3).for_each(|_| breaker.fail(start));
+    fn a_failed_trial_opens_it_again_unless_it_is_one_clients() {
+        let (mut breaker, start) = (breaker(3), Instant::now());
+        (0..3).for_each(|_| breaker.fail(start, ROUTER));
         let later = start + 10 * SECOND;
         breaker.pass(later);
-        breaker.fail(later);
+        (0..9).for_each(|_| breaker.fail(later, client(1)));
+        assert_eq!(breaker.name(), "trying");
+        breaker.fail(later, client(2));
         assert!(!breaker.allows(later + 9 * SECOND) && breaker.allows(later + 10 * SECOND));
+        breaker.pass(later + 10 * SECOND);
+        breaker.fail(later + 10 * SECOND, ROUTER);
+        assert_eq!(breaker.name(), "open");
         breaker.reset();
         assert!(breaker.allows(later));
     }
 
     #[test]
     fn zero_failures_switch_it_off() {
-        let mut breaker = Breaker::new(BreakerConfig { failures: 0, ..BreakerConfig::default() });
-        let now = Instant::now();
-        (0..50).for_each(|_| breaker.fail(now));
+        let (mut breaker, now) = (breaker(0), Instant::now());
+        (0..50).for_each(|_| breaker.fail(now, ROUTER));
         assert!(breaker.allows(now));
     }
 }

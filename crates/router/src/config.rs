@@ -125,6 +125,8 @@ pub struct RouterConfig {
     pub breaker: BreakerConfig,
     /// The retries of requests.
     pub retry: RetryConfig,
+    /// The longest time for which a request whose backend died waits for one that takes requests.
+    pub trial_wait: Duration,
     /// The longest time of a request.
     pub request_timeout: Duration,
     /// The longest time for a connection to a backend to open.
@@ -165,6 +167,7 @@ impl Default for RouterConfig {
             health: HealthConfig::default(),
             breaker: BreakerConfig::default(),
             retry: RetryConfig::default(),
+            trial_wait: Duration::from_secs(30),
             request_timeout: Duration::from_secs(1800),
             connect_timeout: Duration::from_secs(5),
             receive_timeout: Duration::from_secs(60),

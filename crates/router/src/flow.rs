@@ -10,7 +10,7 @@ use hyper::body::Incoming;
 use tokio::sync::futures::OwnedNotified;
 use tokio::time::{Sleep, sleep_until};
 
-use crate::backend::{Backend, Sent};
+use crate::backend::Sent;
 use crate::link::Link;
 use crate::shared::Worker;
 
@@ -21,6 +21,8 @@ pub(crate) enum Broken {
     Link(#[from] hyper::Error),
     #[error("the backend does not answer its health checks")]
     Gone,
+    #[error("the backend sent more of its answer than can be held before it may be passed on")]
+    Excess,
     #[error("the request took longer than --request-timeout-secs allows")]
     Deadline,
 }
@@ -29,38 +31,18 @@ pub(crate) enum Broken {
 pub(crate) struct Vigil {
     gone: Pin<Box<OwnedNotified>>,
     deadline: Pin<Box<Sleep>>,
-    /// The end of its trial.
-    trial: Option<Trial>,
-}
-
-/// A trial that ends by itself: who has produced nothing by then is not on trial any more.
-struct Trial {
-    backend: Arc<Backend>,
-    seq: u64,
-    end: Pin<Box<Sleep>>,
 }
 
 impl Vigil {
     pub(crate) fn new(sent: &Sent, deadline: Instant) -> Self {
         let mut gone = Box::pin(Arc::clone(&sent.backend.gone).notified_owned());
         gone.as_mut().enable();
-        let trial = sent.trial.map(|end| Trial {
-            backend: Arc::clone(&sent.backend),
-            seq: sent.seq,
-            end: Box::pin(sleep_until(end.into())),
-        });
-        Self { gone, deadline: Box::pin(sleep_until(deadline.into())), trial }
+        Self { gone, deadline: Box::pin(sleep_until(deadline.into())) }
     }
 
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Broken> {
         if self.gone.as_mut().poll(context).is_ready() {
             return Poll::Ready(Broken::Gone);
-        }
-        if let Some(trial) = &mut self.trial
-            && trial.end.as_mut().poll(context).is_ready()
-        {
-            trial.backend.end_trial(trial.seq);
-            self.trial = None;
         }
         self.deadline.as_mut().poll(context).map(|()| Broken::Deadline)
     }

@@ -5,8 +5,10 @@
 //! backend reports each block that it stores or drops. A text without known blocks counts as cached
 //! by the backend that it was sent to last. See `docs/adr/0013`.
 
+use std::collections::HashSet;
+
 use lru::LruCache;
-use rustc_hash::{FxBuildHasher, FxHashSet};
+use rustc_hash::FxBuildHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Bytes of text that are named together: about two pages of 16 tokens.
@@ -130,9 +132,22 @@ impl TextIndex {
 /// The bits of a block's event for the tiers that hold it.
 const TIERS: u64 = 3;
 
-/// The blocks that a backend has in its prefix cache.
-#[derive(Debug, Default)]
-pub(crate) struct Stored(FxHashSet<u64>);
+/// The largest number of blocks that are known of a backend. Further ones do not count as cached.
+pub(crate) const MAX_BLOCKS: usize = 1 << 22;
+
+/// The blocks that a backend has in its prefix cache. The backend chooses their names, so the hash
+/// of a name has a secret.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    names: HashSet<u64>,
+    limit: usize,
+}
+
+impl Default for Stored {
+    fn default() -> Self {
+        Self { names: HashSet::new(), limit: MAX_BLOCKS }
+    }
+}
 
 impl Stored {
     /// Applies a batch of events, which are names. The lowest two bits are the tiers that hold the
@@ -140,28 +155,28 @@ impl Stored {
     pub(crate) fn apply(&mut self, events: impl Iterator<Item = u64>) {
         for event in events {
             if event & TIERS == 0 {
-                self.0.remove(&event);
-            } else {
-                self.0.insert(event & !TIERS);
+                self.names.remove(&event);
+            } else if self.names.len() < self.limit {
+                self.names.insert(event & !TIERS);
             }
         }
     }
 
     /// Forgets everything.
     pub(crate) fn clear(&mut self) {
-        self.0.clear();
+        self.names = HashSet::new();
     }
 
     /// Blocks.
     pub(crate) fn len(&self) -> usize {
-        self.0.len()
+        self.names.len()
     }
 
     /// The share of a prompt that `backend`, whose blocks these are and have their names from
     /// `names`, has.
     pub(crate) fn share(&self, parts: &[Part], backend: u32, names: u64) -> f32 {
         let has = |part: &&Part| match part.known.block(names) {
-            Some(block) => self.0.contains(&(block & !TIERS)),
+            Some(block) => self.names.contains(&(block & !TIERS)),
             None => part.known.sent_to == backend,
         };
         parts.iter().find(has).map_or(0.0, |part| part.share)
@@ -237,6 +252,15 @@ mod tests {
         assert_eq!(index.parts(&texts(2))[0].share, 1.0);
     }
 
+    #[test]
+    fn blocks_beyond_the_limit_are_not_known() {
+        let mut stored = Stored { limit: 3, ..Stored::default() };
+        stored.apply((1u64..10).map(|name| name << 2 | 1));
+        assert_eq!(stored.len(), 3);
+        stored.apply([1 << 2, 9 << 2 | 1].into_iter());
+        assert!(stored.len() == 3 && stored.names.contains(&(9 << 2)));
+    }
+
     proptest! {
         #[test]
         fn events_leave_what_was_stored_and_not_dropped(events in prop::collection::vec(0u64..24, 0..60)) {
@@ -244,7 +268,7 @@ mod tests {
             stored.apply(events.iter().copied());
             for name in 0..6 {
                 let last = events.iter().rfind(|&&event| event >> 2 == name);
-                prop_assert_eq!(stored.0.contains(&(name << 2)), last.is_some_and(|event| event & TIERS != 0));
+                prop_assert_eq!(stored.names.contains(&(name << 2)), last.is_some_and(|event| event & TIERS != 0));
             }
         }
 

@@ -1,7 +1,6 @@
 //! Bodies of clients' requests, and their share of the router's memory.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -10,6 +9,8 @@ use http_body_util::BodyExt;
 use hyper::body::{Body, Incoming};
 use memchr::memmem;
 use tokio::time::timeout;
+
+use crate::budget::{Budget, Held};
 
 /// The first and the largest allocation for a body. A client that sends byte by byte takes no more
 /// than others.
@@ -36,53 +37,14 @@ impl Default for BodyLimits {
     }
 }
 
-/// The memory that bodies take, of the memory that they may take.
-#[derive(Debug)]
-pub(crate) struct Budget {
-    limit: usize,
-    taken: AtomicUsize,
-}
-
-impl Budget {
-    pub(crate) fn new(limit: usize) -> Arc<Self> {
-        Arc::new(Self { limit, taken: AtomicUsize::new(0) })
+/// Takes room for a body.
+fn take(held: &mut Held, more: usize) -> Result<(), ApiError> {
+    if held.take(more) {
+        return Ok(());
     }
-
-    /// Bytes that are taken.
-    pub(crate) fn taken(&self) -> usize {
-        self.taken.load(Ordering::Relaxed)
-    }
-}
-
-/// The share of a budget that one request has taken. Dropping it gives all back.
-#[derive(Debug)]
-pub(crate) struct Held {
-    budget: Arc<Budget>,
-    bytes: usize,
-}
-
-impl Held {
-    fn take(&mut self, more: usize) -> Result<(), ApiError> {
-        let Budget { limit, taken } = &*self.budget;
-        let fits = |taken: usize| taken.checked_add(more).filter(|sum| sum <= limit);
-        if taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_err() {
-            let reason = format!("the bodies of requests take all of their {limit} bytes");
-            return Err(ApiError::Overloaded { reason });
-        }
-        self.bytes += more;
-        Ok(())
-    }
-
-    fn give(&mut self, bytes: usize) {
-        self.bytes -= bytes;
-        self.budget.taken.fetch_sub(bytes, Ordering::Relaxed);
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.give(self.bytes);
-    }
+    let limit = held.budget().limit();
+    let reason = format!("the bodies of requests take all of their {limit} bytes");
+    Err(ApiError::Overloaded { reason })
 }
 
 /// A body while it arrives.
@@ -98,8 +60,7 @@ struct Arriving {
 
 impl Arriving {
     fn new(limits: BodyLimits, budget: &Arc<Budget>) -> Self {
-        let held = Held { budget: Arc::clone(budget), bytes: 0 };
-        Self { limits, held, only: Bytes::new(), pieces: Vec::new(), length: 0 }
+        Self { limits, held: Held::new(budget), only: Bytes::new(), pieces: Vec::new(), length: 0 }
     }
 
     fn push(&mut self, data: Bytes) -> Result<(), ApiError> {
@@ -112,7 +73,7 @@ impl Arriving {
             });
         }
         if is_first {
-            self.held.take(data.len())?;
+            take(&mut self.held, data.len())?;
             self.only = data;
         } else {
             let first = std::mem::take(&mut self.only);
@@ -134,7 +95,7 @@ impl Arriving {
             let room = self.pieces.last().map_or(0, |piece| piece.capacity() - piece.len());
             if room == 0 {
                 let size = (FIRST_PIECE << self.pieces.len().min(16)).min(LARGEST_PIECE);
-                self.held.take(size)?;
+                take(&mut self.held, size)?;
                 self.pieces.push(BytesMut::with_capacity(size));
                 continue;
             }
@@ -168,13 +129,13 @@ impl Arriving {
         if self.pieces.is_empty() {
             return Ok((self.only, self.held));
         }
-        self.held.take(self.length)?;
+        take(&mut self.held, self.length)?;
         let mut whole = Vec::with_capacity(self.length);
         for piece in self.pieces {
             // Each piece is given back before the next one is copied.
             whole.extend_from_slice(&piece);
         }
-        self.held.give(self.held.bytes - self.length);
+        self.held.give(self.held.bytes() - self.length);
         Ok((whole.into(), self.held))
     }
 }

@@ -107,9 +107,9 @@ impl Ledger {
         match (self.accounting, self.report) {
             (_, None) => self.own(),
             (Accounting::Acknowledged, Some(report)) => {
-                self.own() + report.requests.saturating_sub(report.own)
+                self.own().saturating_add(report.requests.saturating_sub(report.own))
             }
-            (Accounting::Overwritten, Some(report)) => report.requests + self.since,
+            (Accounting::Overwritten, Some(report)) => report.requests.saturating_add(self.since),
         }
     }
 
@@ -118,7 +118,7 @@ impl Ledger {
     pub fn tokens(&self) -> u64 {
         let reported = self.report.map_or(0, |report| report.tokens);
         let unseen = self.alive.values().filter(|dispatched| !dispatched.acknowledged);
-        reported + unseen.map(|dispatched| u64::from(dispatched.tokens)).sum::<u64>()
+        reported.saturating_add(unseen.map(|dispatched| u64::from(dispatched.tokens)).sum())
     }
 }
 
@@ -239,6 +239,18 @@ mod tests {
         assert_eq!(ledger.requests(), 5);
         ledger.forget();
         assert_eq!(ledger.requests(), 0);
+    }
+
+    #[test]
+    fn no_number_of_a_report_is_too_large() {
+        for accounting in [Accounting::Acknowledged, Accounting::Overwritten] {
+            let mut ledger = Ledger::new(accounting);
+            let requests = u32::MAX;
+            let report = LoadReport { at: 1, requests, tokens: u64::MAX, ..LoadReport::default() };
+            ledger.report(report);
+            ledger.begin(1);
+            assert_eq!((ledger.requests(), ledger.tokens()), (u32::MAX, u64::MAX));
+        }
     }
 
     #[test]

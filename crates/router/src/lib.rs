@@ -3,10 +3,10 @@
 //!
 //! A request takes this way. `admission` checks its key, `intake` reads its body, and `ask` finds
 //! the few fields that matter. [`Shared::dispatch`](shared) chooses a backend and notes the
-//! dispatch in its [`Ledger`]. `reach` sends the request, also to other backends as long as nothing
-//! was produced. The response comes as a `flow`. The client's own task reads it and gives it as a
-//! `relay`. Bytes pass unchanged, except in streams of brains. Their comments (`tape`) carry load
-//! and tokens, so that another brain can continue a stream that breaks.
+//! dispatch in its [`Ledger`]. `reach` makes an `attempt` with it, and others with further backends
+//! as long as nothing was produced. The response comes as a `flow`. The client's own task reads it
+//! and gives it as a `relay`. Bytes pass unchanged, except in streams of brains. Their comments
+//! (`tape`) carry load and tokens, so that another brain can continue a stream that breaks.
 //!
 //! | threads | who | what |
 //! |---|---|---|
@@ -31,8 +31,11 @@
 
 mod admission;
 mod ask;
+mod attempt;
 mod backend;
 mod breaker;
+mod budget;
+mod client;
 mod config;
 mod flow;
 mod homes;
@@ -54,13 +57,15 @@ mod service;
 mod shared;
 mod sources;
 mod tape;
+mod trials;
+mod url;
 mod watch;
 
 pub use admission::{AllowedBackends, PatternError};
-pub use backend::{BackendUrl, UrlError};
-pub use breaker::{Breaker, BreakerConfig};
+pub use breaker::{Breaker, BreakerConfig, FailureOrigin};
 pub use config::{HealthConfig, RetryConfig, RouterConfig, Sources, Watch};
 pub use intake::BodyLimits;
 pub use ledger::{Accounting, Ledger};
 pub use policy::{Candidate, Chooser, Policy, Thresholds};
 pub use serve::{Router, StartError};
+pub use url::{BackendUrl, UrlError};

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::future::poll_fn;
+use std::io::ErrorKind;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
@@ -18,11 +19,17 @@ use parking_lot::Mutex;
 use rustc_hash::FxBuildHasher;
 use tokio::net::TcpStream;
 
-use crate::backend::BackendUrl;
 use crate::payload::Payload;
+use crate::url::BackendUrl;
 
 /// The largest number of idle connections that are kept for each backend.
 const MAX_IDLE: usize = 1024;
+/// The largest head of a response, and the largest trailers, in bytes.
+const MAX_HEAD: usize = 64 << 10;
+/// The largest number of headers of a response.
+const MAX_HEADERS: usize = 100;
+/// The largest number of bytes of a response that are read at a time.
+const MAX_PIECE: usize = 256 << 10;
 
 /// A connection and its driver.
 pub(crate) struct Link {
@@ -40,14 +47,31 @@ pub(crate) enum LinkError {
     Connect(std::io::Error),
     #[error("the connection broke: {0}")]
     Broken(#[from] hyper::Error),
+    #[error("the answer is longer than {0} bytes")]
+    Excess(usize),
 }
 
 impl LinkError {
     /// True if the address refuses connections.
     pub(crate) fn is_refused(&self) -> bool {
         match self {
-            Self::Connect(error) => error.kind() == std::io::ErrorKind::ConnectionRefused,
-            Self::Broken(_) => false,
+            Self::Connect(error) => error.kind() == ErrorKind::ConnectionRefused,
+            Self::Broken(_) | Self::Excess(_) => false,
+        }
+    }
+
+    /// True if the other end is to blame, and not a lack of descriptors or ports here.
+    pub(crate) fn is_remote(&self) -> bool {
+        match self {
+            Self::Connect(error) => matches!(
+                error.kind(),
+                ErrorKind::TimedOut
+                    | ErrorKind::ConnectionReset
+                    | ErrorKind::ConnectionAborted
+                    | ErrorKind::HostUnreachable
+                    | ErrorKind::NetworkUnreachable
+            ),
+            Self::Broken(_) | Self::Excess(_) => true,
         }
     }
 }
@@ -57,7 +81,12 @@ impl Link {
     pub(crate) async fn open(url: &BackendUrl) -> Result<Self, LinkError> {
         let socket = TcpStream::connect(url.address()).await.map_err(LinkError::Connect)?;
         socket.set_nodelay(true).map_err(LinkError::Connect)?;
-        let (sender, connection) = Builder::new().handshake(TokioIo::new(socket)).await?;
+        let (sender, connection) = Builder::new()
+            .max_headers(MAX_HEADERS)
+            .max_header_size(MAX_HEAD)
+            .max_buf_size(MAX_PIECE)
+            .handshake(TokioIo::new(socket))
+            .await?;
         Ok(Self { sender, connection: Box::pin(connection), closed: false, used: false })
     }
 

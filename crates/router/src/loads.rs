@@ -48,6 +48,7 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
         metric.inc_by(read(counter));
         registry.register(Box::new(metric))?;
     }
+    let size = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
     let gauge = |name: &str, help: &str| {
         let metric =
             IntGaugeVec::new(Opts::new(format!("forebay_router_{name}"), help), &["backend"])?;
@@ -60,14 +61,26 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
         registry.register(Box::new(metric.clone()))?;
         prometheus::Result::Ok(metric)
     };
-    let held = IntGauge::new("forebay_router_body_bytes", "Bytes of request bodies held.")?;
-    held.set(i64::try_from(shared.budget.taken()).unwrap_or(i64::MAX));
-    registry.register(Box::new(held))?;
+    let bodies = IntGauge::new("forebay_router_body_bytes", "Bytes of request bodies held.")?;
+    bodies.set(size(shared.budget.taken()));
+    registry.register(Box::new(bodies))?;
+    let waiting = IntGauge::new(
+        "forebay_router_trials_waiting",
+        "Requests that wait to be tried alone, since a backend died while it had them.",
+    )?;
+    waiting.set(size(shared.registry.trials.waiting()));
+    registry.register(Box::new(waiting))?;
     let up = gauge("backend_up", "Whether the backend takes requests.")?;
     let requests = gauge("backend_requests", "Requests that the backend has, everybody's.")?;
     let own = gauge("backend_own_requests", "Requests of this router that the backend has.")?;
+    let tries = gauge("backend_on_trial", "Whether a request is tried alone at the backend.")?;
+    let held = gauge(
+        "backend_held_bytes",
+        "Bytes of the backend's answers that may not be passed on yet, beyond 64 KiB a request.",
+    )?;
     let dispatched = counter("dispatched", "Requests sent to the backend.")?;
     let failed = counter("failed", "Requests that the backend failed.")?;
+    let refused = counter("refused", "Requests that the backend refused for now: 429 or 503.")?;
     let taken = counter("taken_over", "Streams that the backend went on with.")?;
     for backend in shared.registry.current().iter() {
         let url = backend.url.url();
@@ -76,8 +89,11 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
         up.with_label_values(&label).set(backend.is_up().into());
         requests.with_label_values(&label).set(all.into());
         own.with_label_values(&label).set(ours.into());
+        tries.with_label_values(&label).set(backend.is_trying().into());
+        held.with_label_values(&label).set(size(backend.memory.taken()));
         dispatched.with_label_values(&label).inc_by(read(&backend.counters.dispatched));
         failed.with_label_values(&label).inc_by(read(&backend.counters.failed));
+        refused.with_label_values(&label).inc_by(read(&backend.counters.refused));
         taken.with_label_values(&label).inc_by(read(&backend.counters.taken_over));
     }
     let mut text = Vec::new();

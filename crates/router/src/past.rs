@@ -3,17 +3,15 @@
 //!
 //! Each request in flight at a death is a suspect, as with the hands of a brain (`docs/adr/0004`).
 //! Suspects are tried one at a time: a backend has at most one of them on trial. A suspect whose
-//! backend dies during the trial is given up. Other requests at that backend are not blamed for the
-//! death. See `docs/adr/0021`.
+//! backend dies during the trial is given up, and no other request is. See `docs/adr/0021` and
+//! `docs/adr/0066`.
 
 use std::time::{Duration, Instant};
 
-/// Deaths of backends that a request lives through, however well they are explained.
-const MAX_DEATHS: u8 = 3;
-/// Deaths without another suspect.
-const MAX_UNEXPLAINED: u8 = 2;
 /// The least time that a trial takes, unless something is produced sooner.
 const SHORTEST_TRIAL: Duration = Duration::from_secs(1);
+/// Deaths after which a trial does not end with the first output.
+const MANY: u8 = 2;
 
 /// The part of a request in a backend's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,13 +24,38 @@ pub(crate) enum Role {
     Present,
 }
 
+/// The length of a request's trial.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Trial {
+    /// Until it produces something. What has produced nothing after this time has outlived its
+    /// earlier death.
+    Output(Duration),
+    /// This time, whatever it produces: output did not keep it from the second death.
+    Time(Duration),
+    /// Until it ends: it has outlived a trial, and died in company again.
+    Whole,
+}
+
+impl Trial {
+    /// The time after which the trial ends by itself.
+    pub(crate) fn longest(self) -> Option<Duration> {
+        match self {
+            Self::Output(time) | Self::Time(time) => Some(time),
+            Self::Whole => None,
+        }
+    }
+}
+
 /// The history of a request.
 #[derive(Debug, Default)]
 pub(crate) struct Past {
     deaths: u8,
+    /// Deaths that no other request is blamed for.
     unexplained: u8,
     /// The time that the request had been with the backend that died last.
     lived: Duration,
+    /// The last death.
+    last: Option<Instant>,
     /// True if the request has to be tried alone.
     suspect: bool,
 }
@@ -40,22 +63,34 @@ pub(crate) struct Past {
 impl Past {
     /// A backend has died that had the request since `since`. False: it is not tried again.
     pub(crate) fn died(&mut self, role: Role, since: Instant, now: Instant) -> bool {
-        self.deaths += 1;
-        self.unexplained += u8::from(role == Role::Present);
+        self.deaths = self.deaths.saturating_add(1);
+        self.unexplained = self.unexplained.saturating_add((role == Role::Present).into());
         self.lived = now.saturating_duration_since(since);
+        self.last = Some(now);
         self.suspect = true;
-        role != Role::OnTrial && self.unexplained < MAX_UNEXPLAINED && self.deaths < MAX_DEATHS
+        role != Role::OnTrial
     }
 
-    /// Something was produced after the death: it got further than before.
-    pub(crate) fn acquit(&mut self) {
-        self.suspect = false;
+    /// The request has produced something after its last death. True: its trial is over.
+    pub(crate) fn produced(&mut self) -> bool {
+        let over = matches!(self.trial(), None | Some(Trial::Output(_)));
+        self.suspect &= !over;
+        over
     }
 
-    /// The longest time of its next trial. A request that has produced nothing by then has outlived
-    /// its earlier death. `None` if it is no suspect.
-    pub(crate) fn trial(&self) -> Option<Duration> {
-        self.suspect.then(|| (2 * self.lived).max(SHORTEST_TRIAL))
+    /// Its next trial; `None` if it is no suspect.
+    pub(crate) fn trial(&self) -> Option<Trial> {
+        let time = (2 * self.lived).max(SHORTEST_TRIAL);
+        self.suspect.then_some(match (self.deaths, self.unexplained) {
+            (..MANY, _) => Trial::Output(time),
+            (_, ..=MANY) => Trial::Time(time),
+            _ => Trial::Whole,
+        })
+    }
+
+    /// The last death, if the request is a suspect since.
+    pub(crate) fn suspected(&self) -> Option<Instant> {
+        self.last.filter(|_| self.suspect)
     }
 
     /// Backends that died under it.
@@ -74,38 +109,46 @@ mod tests {
     }
 
     #[test]
-    fn a_second_death_on_trial_is_the_last() {
+    fn a_death_on_trial_is_the_last() {
         let mut past = Past::default();
         assert_eq!(past.trial(), None);
         assert!(died(&mut past, Role::Present));
-        assert_eq!(past.trial(), Some(SHORTEST_TRIAL));
+        assert_eq!(past.trial(), Some(Trial::Output(SHORTEST_TRIAL)));
         assert!(!died(&mut past, Role::OnTrial));
         assert_eq!(past.deaths(), 2);
     }
 
     #[test]
-    fn two_deaths_that_nobody_explains_are_enough() {
+    fn deaths_in_company_make_trials_longer_and_give_nothing_up() {
         let mut past = Past::default();
         assert!(died(&mut past, Role::Present));
-        past.acquit();
-        assert_eq!(past.trial(), None);
-        assert!(!died(&mut past, Role::Present));
+        assert!(past.produced() && past.trial().is_none() && past.suspected().is_none());
+        assert!(died(&mut past, Role::Present));
+        assert_eq!(past.trial(), Some(Trial::Time(SHORTEST_TRIAL)));
+        assert!(!past.produced() && past.trial().is_some(), "the first output is no proof");
+        for _ in 0..300 {
+            assert!(died(&mut past, Role::Present));
+            assert_eq!(past.trial(), Some(Trial::Whole));
+        }
+        assert!(!died(&mut past, Role::OnTrial));
     }
 
     #[test]
     fn who_was_beside_the_one_to_blame_lives_on() {
         let mut past = Past::default();
         assert!(died(&mut past, Role::Present));
-        past.acquit();
-        assert!(died(&mut past, Role::Bystander));
-        past.acquit();
-        assert!(!died(&mut past, Role::Bystander), "but not for ever");
+        for _ in 0..300 {
+            past.produced();
+            assert!(died(&mut past, Role::Bystander));
+            assert_eq!(past.trial(), Some(Trial::Time(SHORTEST_TRIAL)));
+        }
     }
 
     #[test]
     fn a_trial_lasts_longer_than_what_came_before_the_death() {
         let (mut past, start) = (Past::default(), Instant::now());
         past.died(Role::Present, start, start + 7 * SHORTEST_TRIAL);
-        assert_eq!(past.trial(), Some(14 * SHORTEST_TRIAL));
+        assert_eq!(past.trial(), Some(Trial::Output(14 * SHORTEST_TRIAL)));
+        assert_eq!(past.suspected(), Some(start + 7 * SHORTEST_TRIAL));
     }
 }

@@ -1,58 +1,30 @@
 //! The way to a response of some backend: a choice, an attempt, and further ones while nothing is
 //! produced.
 
-use std::future::poll_fn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::Poll;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use forebay_api::ApiError;
-use forebay_api::peer::{
-    BLOCKS_HEADER, DEATHS_HEADER, LOAD_HEADER, LoadReport, RESPONSE_HEADER, STREAM_HEADER,
-    decode_blocks,
-};
-use http::header::CONTENT_TYPE;
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
-use hyper::body::Incoming;
-use tokio::time::{sleep, timeout, timeout_at};
+use http::Response;
+use http::header::RETRY_AFTER;
+use tokio::time::{sleep_until, timeout_at};
 
-use crate::ask::{Ask, Resume, keep_end_to_end};
+use crate::ask::{Ask, Resume};
+use crate::attempt::{Failed, Reached, Trouble, attempt};
 use crate::backend::{Backend, Check, Sent};
-use crate::flow::{Broken, Flow, Vigil};
-use crate::link::{Link, LinkError};
-use crate::payload::Payload;
+use crate::breaker::FailureOrigin;
+use crate::client::ClientId;
+use crate::flow::Broken;
 use crate::shared::{Choice, Shared, Worker};
-use crate::tape::Tape;
 use crate::watch::has_died;
 
-/// The largest part of a whole answer that is held back. A held answer that breaks can be requested
-/// again.
-const HOLD: usize = 1 << 20;
-
-/// Media types of answers that come in pieces.
-const PIECES: [&[u8]; 2] = [b"text/event-stream", b"application/x-ndjson"];
-
-/// The form in which a response's body is passed on.
-pub(crate) enum Kind {
-    /// Bytes.
-    Plain,
-    /// Events that only this backend can go on with.
-    Events,
-    /// Events that another brain can go on with.
-    Tape(Tape, HeaderValue),
-}
-
-/// A response that has begun.
-pub(crate) struct Reached {
-    pub(crate) head: http::response::Parts,
-    pub(crate) kind: Kind,
-    /// The first bytes of its body.
-    pub(crate) first: Bytes,
-    /// The rest; `None`: there is none.
-    pub(crate) flow: Option<Flow>,
-}
+/// The longest time between two looks for a backend that may try a request. What changes by time,
+/// as a circuit breaker does, wakes nobody.
+const LOOK: Duration = Duration::from_secs(1);
+/// The longest `Retry-After` that is believed, in seconds.
+const LONGEST_RETRY_AFTER: u64 = 86_400;
 
 /// A failure without a response, or a response to pass on although another backend might do better.
 #[derive(Debug)]
@@ -63,30 +35,48 @@ pub(crate) enum Failure {
     Refused(Response<Bytes>),
 }
 
-/// The reason for another attempt.
-enum Trouble {
-    Connect(LinkError),
-    /// A connection that had been idle turned out to be closed.
-    Stale,
-    Broken(Broken),
-    Refused(Response<Bytes>),
-    /// The backend does not keep the response that the request names.
-    Unkept(Response<Bytes>),
-    /// The backend is a router that has given the request up.
-    GivenUp(Response<Bytes>),
+/// Backends that a request is not sent to before a time.
+#[derive(Default)]
+struct Avoided(Vec<(u32, Instant)>);
+
+impl Avoided {
+    fn push(&mut self, backend: u32, until: Instant) {
+        self.0.retain(|(avoided, _)| *avoided != backend);
+        self.0.push((backend, until));
+    }
+
+    fn ids(&self) -> Vec<u32> {
+        self.0.iter().map(|&(backend, _)| backend).collect()
+    }
+
+    /// The time of the first one that may be asked again, `pause` from now at least.
+    fn first(&self, pause: Duration) -> Instant {
+        let earliest = Instant::now() + pause;
+        self.0.iter().map(|&(_, until)| until).min().map_or(earliest, |first| first.max(earliest))
+    }
+
+    fn release(&mut self) {
+        let now = Instant::now();
+        self.0.retain(|&(_, until)| until > now);
+    }
 }
 
-/// An attempt that came to nothing.
-struct Failed {
-    trouble: Trouble,
-    /// The dispatch, if the backend may have died of it. It is still open, so that no other suspect
-    /// is tried there before that is known.
-    sent: Option<Sent>,
-}
+/// Backends that failed a request, each once.
+#[derive(Default)]
+struct Failures(Vec<Arc<Backend>>);
 
-impl From<Trouble> for Failed {
-    fn from(trouble: Trouble) -> Self {
-        Self { trouble, sent: None }
+impl Failures {
+    fn push(&mut self, backend: &Arc<Backend>) {
+        if !self.0.iter().any(|failed| failed.id == backend.id) {
+            self.0.push(Arc::clone(backend));
+        }
+    }
+
+    /// Tells the backends' circuit breakers. What fails everywhere is the request's own fault.
+    fn settle(self, client: ClientId, answered: bool) {
+        if answered || self.0.len() == 1 {
+            self.0.iter().for_each(|backend| backend.charge(FailureOrigin::Client(client.0)));
+        }
     }
 }
 
@@ -98,13 +88,29 @@ pub(crate) async fn reach(
     resume: Option<&Resume>,
     broke: Option<Sent>,
 ) -> Result<Reached, Failure> {
+    let mut failures = Failures::default();
+    let mut avoided = Avoided::default();
+    if let Some(sent) = broke {
+        let backend = Arc::clone(&sent.backend);
+        avoided.push(backend.id, Instant::now());
+        if !mourn(&worker.shared, ask, sent).await? {
+            failures.push(&backend);
+        }
+    }
+    let reached = search(worker, ask, resume, avoided, &mut failures).await;
+    failures.settle(ask.client, reached.is_ok());
+    reached
+}
+
+async fn search(
+    worker: &Arc<Worker>,
+    ask: &Ask,
+    resume: Option<&Resume>,
+    mut avoided: Avoided,
+    failures: &mut Failures,
+) -> Result<Reached, Failure> {
     let shared = &worker.shared;
     let retry = shared.config.retry;
-    let mut avoid: Vec<u32> = Vec::new();
-    if let Some(sent) = broke {
-        avoid.push(sent.backend.id);
-        mourn(shared, ask, sent).await?;
-    }
     let mut last = None;
     // The answer of backends that do not keep the response in question.
     let mut unkept = None;
@@ -112,25 +118,34 @@ pub(crate) async fn reach(
     // A connection that was idle says little when it fails. One such surprise is enough.
     let mut fresh = false;
     loop {
-        let Some(sent) = choose(shared, ask, &avoid, resume.is_some()).await else {
+        let Some(sent) = choose(shared, ask, &avoided.ids(), resume.is_some()).await else {
             if let Some(unkept) = unkept {
                 return Err(unkept);
             }
             // Everybody that can be asked has been.
             rounds += 1;
-            let tried = !avoid.is_empty();
-            if !tried || rounds > retry.retries || Instant::now() >= ask.deadline {
-                return Err(last.unwrap_or_else(no_backend));
+            let patient = is_patient(shared, ask);
+            let pause = retry.pause(rounds, rand::random());
+            let (pause, longest) = match patient {
+                true => (pause.min(LOOK), LOOK.max(retry.last_pause)),
+                false => (pause, pause.max(retry.last_pause)),
+            };
+            let until = avoided.first(pause);
+            let in_vain = !patient && (avoided.0.is_empty() || rounds > retry.retries);
+            if in_vain || until > Instant::now() + longest || until >= ask.deadline {
+                return Err(give_up(ask, last));
             }
-            sleep(retry.pause(rounds, rand::random())).await;
-            avoid.clear();
+            sleep_until(until.into()).await;
+            avoided.release();
             continue;
         };
         let backend = Arc::clone(&sent.backend);
         let Failed { trouble, sent } = match attempt(worker, ask, resume, sent, fresh).await {
             Ok(reached) => {
-                ask.past.lock().acquit();
-                if let Some(flow) = &reached.flow {
+                let trial_is_over = ask.past.lock().produced();
+                if let Some(flow) = &reached.flow
+                    && trial_is_over
+                {
                     backend.end_trial(flow.sent.seq);
                 }
                 return Ok(reached);
@@ -141,26 +156,56 @@ pub(crate) async fn reach(
             Some(sent) => mourn(shared, ask, sent).await?,
             None => false,
         };
+        if trouble.is_failure() && !died {
+            failures.push(&backend);
+        }
+        let now = Instant::now();
+        let until = retry_after(&trouble).map_or(now, |time| now + time);
+        avoided.push(backend.id, until);
         match verdict(shared, &backend, trouble, died) {
             Verdict::Again => {
                 fresh = true;
+                avoided.0.pop();
                 continue;
             }
             Verdict::Aside(failure) => {
                 unkept = Some(failure);
-                avoid.push(backend.id);
                 continue;
             }
             Verdict::Final(failure) => return Err(failure),
             Verdict::Next(failure) => last = Some(failure),
         }
-        attempts += 1;
+        // A death is no fault of the request, as long as it is tried again at all.
+        attempts += u32::from(!died || retry.retries == 0);
         if attempts > retry.retries {
             return Err(last.unwrap_or_else(no_backend));
         }
         shared.totals.retries.fetch_add(1, Ordering::Relaxed);
-        avoid.push(backend.id);
     }
+}
+
+/// True if a request may still wait for a backend, since the last one died while it had it.
+fn is_patient(shared: &Shared, ask: &Ask) -> bool {
+    let died = ask.past.lock().suspected();
+    let waits = |died: Instant| Instant::now() < died + shared.config.trial_wait;
+    died.is_some_and(waits) && !shared.draining.load(Ordering::Acquire)
+}
+
+/// The failure of a request that no backend takes.
+fn give_up(ask: &Ask, last: Option<Failure>) -> Failure {
+    match last {
+        _ if Instant::now() >= ask.deadline => broken(&Broken::Deadline),
+        Some(refused @ Failure::Refused(_)) => refused,
+        _ if ask.past.lock().suspected().is_some() => not_taken(),
+        last => last.unwrap_or_else(no_backend),
+    }
+}
+
+/// The time for which a backend wants to be left alone by this request.
+fn retry_after(trouble: &Trouble) -> Option<Duration> {
+    let Trouble::Refused(response) = trouble else { return None };
+    let seconds: u64 = response.headers().get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
+    Some(Duration::from_secs(seconds.min(LONGEST_RETRY_AFTER)))
 }
 
 /// The consequence of an attempt that came to nothing.
@@ -191,6 +236,8 @@ fn verdict(shared: &Shared, backend: &Backend, trouble: Trouble, died: bool) -> 
             tracing::debug!(backend = backend.url.url(), %reason, "no connection");
             if reason.is_refused() {
                 backend.checked(Check::Absent, &shared.config.health);
+            } else if reason.is_remote() {
+                backend.charge(FailureOrigin::Router);
             }
             Verdict::Next(not_reached())
         }
@@ -199,15 +246,27 @@ fn verdict(shared: &Shared, backend: &Backend, trouble: Trouble, died: bool) -> 
 
 /// A backend for the next attempt. A suspect waits until it can be tried alone somewhere.
 async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Option<Sent> {
+    let (trial, deaths) = {
+        let past = ask.past.lock();
+        (past.trial(), past.deaths())
+    };
+    let Some(trial) = trial else {
+        return match shared.dispatch(ask, avoid, resumed, None) {
+            Choice::Sent(sent) => Some(sent),
+            Choice::OnTrial | Choice::Nobody => None,
+        };
+    };
+    let ticket = shared.registry.trials.enter(ask.client, deaths);
     loop {
-        let freed = shared.registry.trials.notified();
-        tokio::pin!(freed);
-        freed.as_mut().enable();
-        let trial = ask.past.lock().trial();
-        match shared.dispatch(ask, avoid, resumed, trial) {
+        match shared.dispatch(ask, avoid, resumed, Some((trial, &ticket))) {
             Choice::Sent(sent) => return Some(sent),
             Choice::Nobody => return None,
-            Choice::OnTrial => timeout_at(ask.deadline.into(), freed).await.ok()?,
+            Choice::OnTrial if Instant::now() >= ask.deadline => return None,
+            Choice::OnTrial => {
+                let look = ask.deadline.min(Instant::now() + LOOK);
+                // Too late or not: it looks again.
+                let _ = timeout_at(look.into(), ticket.woken()).await;
+            }
         }
     }
 }
@@ -241,6 +300,11 @@ fn no_backend() -> Failure {
     Failure::Api(ApiError::Unavailable { reason, code: "no_backend" })
 }
 
+fn not_taken() -> Failure {
+    let reason = "no backend has taken the request since one died while it had it".to_owned();
+    Failure::Api(ApiError::Unavailable { reason, code: "no_backend" })
+}
+
 fn not_reached() -> Failure {
     let reason = "the backend could not be reached".to_owned();
     Failure::Api(ApiError::Unavailable { reason, code: "backend_failed" })
@@ -252,201 +316,13 @@ fn broken(reason: &Broken) -> Failure {
 
 /// The error for a client whose response broke.
 pub(crate) fn unanswered(reason: &Broken) -> ApiError {
-    let code = match reason {
-        Broken::Deadline => "timeout",
-        Broken::Link(_) | Broken::Gone => "backend_failed",
-    };
-    ApiError::Unavailable { reason: reason.to_string(), code }
-}
-
-/// One attempt, with `fresh` on a connection that was not used before.
-async fn attempt(
-    worker: &Arc<Worker>,
-    ask: &Ask,
-    resume: Option<&Resume>,
-    mut sent: Sent,
-    fresh: bool,
-) -> Result<Reached, Failed> {
-    let shared = &worker.shared;
-    let request = ask.request((shared.id, shared.router_key.as_ref()), &sent, resume);
-    let mut vigil = Vigil::new(&sent, ask.deadline);
-    let (link, response) = match answered(worker, &sent, request, &mut vigil, fresh).await {
-        Ok(answered) => answered,
-        Err((trouble, was_sent)) => {
-            if !matches!(trouble, Trouble::Stale) {
-                sent.failed();
-            }
-            return Err(Failed { trouble, sent: was_sent.then_some(sent) });
+    let (code, reason) = match reason {
+        Broken::Deadline => ("timeout", reason.to_string()),
+        Broken::Link(_) | Broken::Gone => ("backend_failed", reason.to_string()),
+        Broken::Excess => {
+            let (reason, code) = (reason.to_string(), "backend_answer_too_large");
+            return ApiError::BadAnswer { reason, code };
         }
     };
-    let (mut head, body) = response.into_parts();
-    let report = report(&head.headers).filter(|_| shared.uses_reports());
-    // For routers in front of this one, too.
-    let given_up = head.headers.remove(DEATHS_HEADER);
-    let retriable = is_retriable(head.status);
-    if retriable && head.status != StatusCode::TOO_MANY_REQUESTS && given_up.is_none() {
-        sent.failed();
-    }
-    sent.answered(report);
-    if let Some(texts) = &ask.texts
-        && let Some(blocks) = head.headers.get(BLOCKS_HEADER)
-        && let Ok(blocks) = decode_blocks(blocks.to_str().unwrap_or_default())
-    {
-        shared.index.lock().learn(texts, sent.backend.names(), &blocks);
-    }
-    let unkept = ask.response.as_deref().filter(|_| head.status == StatusCode::NOT_FOUND);
-    if let Some(response) = unkept {
-        shared.homes.lacks(sent.backend.id, response);
-    }
-    if let Some(Ok(response)) = head.headers.get(RESPONSE_HEADER).map(HeaderValue::to_str) {
-        shared.homes.keeps(sent.backend.id, response);
-    }
-    let kind = kind(&head.headers, resume);
-    let goes_on = head.status == StatusCode::OK && matches!(kind, Kind::Tape(..));
-    keep_end_to_end(&mut head.headers);
-    if let Some(deaths) = &given_up {
-        head.headers.insert(DEATHS_HEADER, deaths.clone());
-    }
-    let flow = Flow::new(sent, link, body, vigil, Arc::clone(worker));
-    let reached = first(Reached { head, kind, first: Bytes::new(), flow: None }, flow).await?;
-    if unkept.is_some() && resume.is_none() {
-        let response = Response::from_parts(reached.head, reached.first);
-        return Err(Trouble::Unkept(response).into());
-    }
-    // A client that has half of a stream must not get something else after it.
-    if retriable || resume.is_some() && !goes_on {
-        let response = Response::from_parts(reached.head, reached.first);
-        return Err(match given_up {
-            Some(_) => Trouble::GivenUp(response).into(),
-            None => Trouble::Refused(response).into(),
-        });
-    }
-    Ok(reached)
-}
-
-/// Sends a request and waits for a response's head. An error comes with a flag, true if the backend
-/// may have the request.
-async fn answered(
-    worker: &Worker,
-    sent: &Sent,
-    request: Request<Payload>,
-    vigil: &mut Vigil,
-    fresh: bool,
-) -> Result<(Link, Response<Incoming>), (Trouble, bool)> {
-    let backend = &sent.backend;
-    let mut link = match worker.idle.take(backend.id).filter(|_| !fresh) {
-        Some(link) => link,
-        None => match timeout(worker.shared.config.connect_timeout, Link::open(&backend.url)).await
-        {
-            Ok(link) => link.map_err(|error| (Trouble::Connect(error), false))?,
-            Err(_) => {
-                let late = std::io::Error::from(std::io::ErrorKind::TimedOut);
-                return Err((Trouble::Connect(LinkError::Connect(late)), false));
-            }
-        },
-    };
-    let stale = link.is_used();
-    let response = {
-        let sending = link.send(request);
-        tokio::pin!(sending);
-        let response = poll_fn(|context| match sending.as_mut().poll(context) {
-            Poll::Ready(response) => Poll::Ready(response.map_err(Broken::Link)),
-            Poll::Pending => vigil.poll(context).map(Err),
-        });
-        response.await
-    };
-    match response {
-        Ok(response) => Ok((link, response)),
-        Err(Broken::Link(error)) if stale => {
-            // It was closed before anything was sent.
-            let unsent = error.is_canceled();
-            Err((Trouble::Stale, !unsent))
-        }
-        Err(Broken::Deadline) => Err((Trouble::Broken(Broken::Deadline), false)),
-        Err(broken) => Err((Trouble::Broken(broken), true)),
-    }
-}
-
-/// Waits for the first bytes of a response's body; of an answer in one piece, for all of it, unless
-/// it is large.
-async fn first(mut reached: Reached, mut flow: Flow) -> Result<Reached, Failed> {
-    let mut held = BytesMut::new();
-    loop {
-        match poll_fn(|context| flow.poll_data(context)).await {
-            Some(Ok(piece)) => match &mut reached.kind {
-                Kind::Plain if held.is_empty() && piece.len() > HOLD => held = piece.into(),
-                Kind::Plain => held.extend_from_slice(&piece),
-                Kind::Events => {
-                    reached.first = piece;
-                    break;
-                }
-                Kind::Tape(tape, _) => {
-                    reached.first = tape.push(&piece);
-                    tell(tape, &flow);
-                    if tape.begun() {
-                        break;
-                    }
-                }
-            },
-            Some(Err(Broken::Deadline)) => return Err(Trouble::Broken(Broken::Deadline).into()),
-            Some(Err(broken)) => {
-                flow.sent.failed();
-                let trouble = Trouble::Broken(broken);
-                return Err(Failed { trouble, sent: Some(flow.into_sent()) });
-            }
-            None => {
-                if let Kind::Tape(tape, _) = &mut reached.kind {
-                    held = tape.finish().into();
-                }
-                reached.first = held.freeze();
-                flow.end();
-                return Ok(reached);
-            }
-        }
-        if held.len() > HOLD {
-            reached.first = held.freeze();
-            break;
-        }
-    }
-    reached.flow = Some(flow);
-    Ok(reached)
-}
-
-/// Has the backend's books take what its stream says of its load.
-pub(crate) fn tell(tape: &mut Tape, flow: &Flow) {
-    if let Some(report) = tape.take_report()
-        && flow.worker().shared.uses_reports()
-    {
-        flow.sent.backend.report(report);
-    }
-}
-
-fn kind(headers: &HeaderMap, resume: Option<&Resume>) -> Kind {
-    let events = headers
-        .get(CONTENT_TYPE)
-        .is_some_and(|value| PIECES.iter().any(|kind| value.as_bytes().starts_with(kind)));
-    match headers.get(STREAM_HEADER) {
-        _ if !events => Kind::Plain,
-        Some(name) => {
-            let tape = resume.map_or_else(Tape::default, |resume| Tape::after(resume.ids.to_vec()));
-            Kind::Tape(tape, name.clone())
-        }
-        None => Kind::Events,
-    }
-}
-
-fn report(headers: &HeaderMap) -> Option<LoadReport> {
-    LoadReport::decode(headers.get(LOAD_HEADER)?.to_str().ok()?).ok()
-}
-
-/// True if another backend may do better: this one is overloaded, drains, or is itself a proxy
-/// whose server is gone.
-fn is_retriable(status: StatusCode) -> bool {
-    matches!(
-        status,
-        StatusCode::TOO_MANY_REQUESTS
-            | StatusCode::BAD_GATEWAY
-            | StatusCode::SERVICE_UNAVAILABLE
-            | StatusCode::GATEWAY_TIMEOUT
-    )
+    ApiError::Unavailable { reason, code }
 }

@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
-use tokio::sync::Notify;
 
-use crate::backend::{Backend, BackendUrl};
+use crate::backend::Backend;
 use crate::breaker::BreakerConfig;
 use crate::ledger::Accounting;
+use crate::trials::Trials;
+use crate::url::BackendUrl;
 
 /// The source of a backend's name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,8 +42,8 @@ pub(crate) struct Registry {
     next_id: AtomicU32,
     accounting: Accounting,
     breaker: BreakerConfig,
-    /// Wakes those who wait for a place on trial.
-    pub(crate) trials: Arc<Notify>,
+    /// Those who wait for a trial.
+    pub(crate) trials: Arc<Trials>,
     /// Told of each new backend.
     added: Added,
 }

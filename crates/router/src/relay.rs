@@ -11,15 +11,16 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use forebay_api::ApiError;
-use http::HeaderValue;
 use hyper::body::{Body, Frame, SizeHint};
 
 use crate::ask::{Ask, Resume};
+use crate::attempt::{Kind, Reached, tell};
 use crate::backend::Sent;
+use crate::breaker::FailureOrigin;
+use crate::client::ClientId;
 use crate::flow::{Broken, Flow};
-use crate::reach::{Failure, Kind, Reached, reach, tell, unanswered};
+use crate::reach::{Failure, reach, unanswered};
 use crate::shared::{Live, Worker};
-use crate::tape::Tape;
 
 /// The connection to the client has to be closed: the response can't be completed.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +46,7 @@ pub(crate) struct Relay {
     worker: Arc<Worker>,
     /// Kept, with its body, only where another backend may be asked to go on.
     ask: Option<Arc<Ask>>,
+    client: ClientId,
     kind: Kind,
     /// The bytes to give before anything else.
     first: Bytes,
@@ -67,13 +69,14 @@ impl Relay {
         live: Live,
     ) -> Self {
         let state = flow.map_or(State::Over, |flow| State::Flowing(Box::new(flow)));
+        let client = ask.client;
         let ask = Some(ask).filter(|_| matches!(kind, Kind::Tape(..)));
         let mut cut = worker.shared.cut.subscribe();
         let cut = Box::pin(async move {
             // The sender lives as long as the worker does.
             let _ = cut.wait_for(|&cut| cut).await;
         });
-        Self { worker, ask, kind, first, state, between: true, cut, _live: live }
+        Self { worker, ask, client, kind, first, state, between: true, cut, _live: live }
     }
 
     fn give(&mut self, bytes: Bytes) -> Polled {
@@ -96,31 +99,38 @@ impl Relay {
     /// Handles the failure of a backend in the middle of a response: another brain goes on, or the
     /// client gets an error.
     fn broke(&mut self, reason: Broken) -> Option<Polled> {
-        let State::Flowing(mut flow) = std::mem::replace(&mut self.state, State::Over) else {
+        let State::Flowing(flow) = std::mem::replace(&mut self.state, State::Over) else {
             return None;
         };
-        let may_go_on = !matches!(reason, Broken::Deadline);
-        if may_go_on {
+        let is_failure = !matches!(reason, Broken::Deadline);
+        if is_failure {
             flow.sent.failed();
         }
         tracing::debug!(backend = flow.sent.backend.url.url(), %reason, "a response broke");
-        match (std::mem::replace(&mut self.kind, Kind::Events), self.ask.clone()) {
-            (Kind::Plain, _) => {
-                self.worker.shared.totals.errors.fetch_add(1, Ordering::Relaxed);
-                Some(Poll::Ready(Some(Err(Cut(reason)))))
-            }
-            (Kind::Tape(tape, name), Some(ask)) if may_go_on => {
-                self.recover(flow.into_sent(), ask, tape, name);
-                None
-            }
-            (Kind::Events | Kind::Tape(..), _) => Some(self.fail(&unanswered(&reason))),
+        let kind = std::mem::replace(&mut self.kind, Kind::Events);
+        let plain = matches!(kind, Kind::Plain);
+        if let (Kind::Tape(tape, name), Some(ask)) = (kind, self.ask.clone())
+            && is_failure
+            && let Some((ids, share)) = tape.into_ids()
+        {
+            let resume = Resume { name, ids: ids.into(), share };
+            self.recover(flow.into_sent(), ask, resume);
+            return None;
         }
+        if is_failure {
+            // Whether others fail too is not asked.
+            flow.sent.backend.charge(FailureOrigin::Client(self.client.0));
+        }
+        if plain {
+            self.worker.shared.totals.errors.fetch_add(1, Ordering::Relaxed);
+            return Some(Poll::Ready(Some(Err(Cut(reason)))));
+        }
+        Some(self.fail(&unanswered(&reason)))
     }
 
-    fn recover(&mut self, broke: Sent, ask: Arc<Ask>, tape: Tape, name: HeaderValue) {
+    fn recover(&mut self, broke: Sent, ask: Arc<Ask>, resume: Resume) {
         self.worker.shared.totals.failovers.fetch_add(1, Ordering::Relaxed);
         let worker = Arc::clone(&self.worker);
-        let resume = Resume { name, ids: tape.into_ids().into() };
         self.state = State::Recovering(Box::pin(async move {
             let reached = reach(&worker, &ask, Some(&resume), Some(broke)).await?;
             if let Some(flow) = &reached.flow {
@@ -128,6 +138,11 @@ impl Relay {
             }
             Ok(reached)
         }));
+    }
+
+    /// True if the backend has sent more than may be held.
+    fn is_full(&self) -> bool {
+        matches!(&self.kind, Kind::Tape(tape, _) if tape.is_full())
     }
 
     /// Turns a backend's bytes into the client's.
@@ -162,8 +177,14 @@ impl Body for Relay {
             return this.give(first);
         }
         loop {
+            let full = this.is_full();
             match &mut this.state {
                 State::Over => return Poll::Ready(None),
+                State::Flowing(_) if full => {
+                    if let Some(answer) = this.broke(Broken::Excess) {
+                        return answer;
+                    }
+                }
                 State::Flowing(flow) => match flow.poll_data(context) {
                     Poll::Ready(Some(Ok(bytes))) => {
                         let bytes = this.pass(bytes);
@@ -177,9 +198,10 @@ impl Body for Relay {
                         }
                     }
                     Poll::Ready(None) => {
-                        if let State::Flowing(flow) =
+                        if let State::Flowing(mut flow) =
                             std::mem::replace(&mut this.state, State::Over)
                         {
+                            flow.sent.completed();
                             flow.end();
                         }
                         let rest = this.rest();

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -18,13 +18,14 @@ use tokio::sync::{OwnedSemaphorePermit, watch};
 use tokio::task::JoinSet;
 use tokio::time::{interval, sleep, timeout};
 
-use crate::backend::{Backend, BackendUrl, UrlError};
+use crate::backend::Backend;
 use crate::config::RouterConfig;
 use crate::link::Idle;
 use crate::registry::{Registry, Source};
 use crate::service::answer;
 use crate::shared::{Fuse, Shared, Worker};
 use crate::sources::{end_leases, follow_file, follow_name, read_list};
+use crate::url::{BackendUrl, UrlError};
 use crate::watch::watch;
 
 /// The time that connections may take to end once no request is alive.
@@ -220,8 +221,8 @@ async fn work(
             // The sender lives until the thread has ended.
             _ = stages.wait_for(|&stage| stage != Stage::Serving) => break,
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => match Arc::clone(&worker.shared.places).try_acquire_owned() {
-                    Ok(place) => { tasks.spawn(connection(worker, stream, place, &graceful)); }
+                Ok((stream, address)) => match Arc::clone(&worker.shared.places).try_acquire_owned() {
+                    Ok(place) => { tasks.spawn(connection(worker, stream, address.ip(), place, &graceful)); }
                     Err(_) => tracing::debug!("a connection was closed: all places are taken"),
                 },
                 Err(error) => {
@@ -251,6 +252,7 @@ async fn work(
 fn connection(
     worker: &Arc<Worker>,
     stream: TcpStream,
+    address: IpAddr,
     place: OwnedSemaphorePermit,
     graceful: &GracefulShutdown,
 ) -> impl Future<Output = ()> + Send + 'static {
@@ -260,7 +262,7 @@ fn connection(
     let worker = Arc::clone(worker);
     let service = service_fn(move |request| {
         let worker = Arc::clone(&worker);
-        async move { Ok::<_, Infallible>(answer(worker, request).await) }
+        async move { Ok::<_, Infallible>(answer(worker, request, address).await) }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())

@@ -1,6 +1,7 @@
 //! Requests of clients to the router: those to pass on, and those about the router itself.
 
 use std::convert::Infallible;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,15 +21,16 @@ use serde_json::json;
 
 use crate::admission::{client, operator};
 use crate::ask::Ask;
-use crate::backend::BackendUrl;
+use crate::attempt::Reached;
 use crate::homes::is_of_response;
 use crate::intake::{BodyLimits, collect};
 use crate::live;
 use crate::loads::{loads, metrics};
-use crate::reach::{Failure, Reached, reach};
+use crate::reach::{Failure, reach};
 use crate::registry::Source;
 use crate::relay::{Cut, Relay};
 use crate::shared::{Shared, Worker};
+use crate::url::BackendUrl;
 
 /// The longest lease of a registration, which is also the default.
 const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
@@ -117,11 +119,15 @@ impl Body for Answer {
 }
 
 /// Answers a request.
-pub(crate) async fn answer(worker: Arc<Worker>, request: Request<Incoming>) -> Response<Answer> {
+pub(crate) async fn answer(
+    worker: Arc<Worker>,
+    request: Request<Incoming>,
+    address: IpAddr,
+) -> Response<Answer> {
     let access = &worker.shared.config.access;
     let allowed = access.check(request.headers(), request.uri(), request.version());
     let answered = match allowed.and_then(|()| route(&request)) {
-        Ok(Route::PassOn) => pass_on(&worker, request).await,
+        Ok(Route::PassOn) => pass_on(&worker, request, address).await,
         Ok(Route::Own(own)) => own_answer(&worker, own, request).await,
         Err(error) => Err(error),
     };
@@ -187,6 +193,7 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
 async fn pass_on(
     worker: &Arc<Worker>,
     request: Request<Incoming>,
+    address: IpAddr,
 ) -> Result<Response<Answer>, ApiError> {
     let shared = &worker.shared;
     if shared.draining.load(Ordering::Acquire) {
@@ -194,7 +201,7 @@ async fn pass_on(
     }
     let config = &shared.config;
     // Before anything of its body is read.
-    let reading = shared.reading(client(request.headers(), &config.api_keys)?);
+    let reading = shared.reading(client(request.headers(), &config.api_keys)?, address);
     let live = shared.enter();
     let (parts, body) = request.into_parts();
     let body = collect(body, config.bodies, &shared.budget, config.receive_timeout).await?;

@@ -1,8 +1,9 @@
 //! The state that all threads of the router share, and the state of each thread.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use forebay_webui::Watchers;
 use http::HeaderValue;
@@ -12,13 +13,16 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::ask::{Ask, Reading};
 use crate::backend::Sent;
+use crate::budget::Budget;
+use crate::client::Clients;
 use crate::config::{RouterConfig, Watch};
 use crate::homes::Homes;
 use crate::index::TextIndex;
-use crate::intake::Budget;
 use crate::ledger::Accounting;
+use crate::past::Trial;
 use crate::policy::{Chooser, Policy};
 use crate::registry::Registry;
+use crate::trials::Ticket;
 
 /// The counts over all backends together.
 #[derive(Debug, Default)]
@@ -45,6 +49,7 @@ pub(crate) struct Shared {
     pub(crate) own_key: Option<HeaderValue>,
     /// The seed of the names of texts, so that no client can construct texts with one name.
     text_root: u64,
+    clients: Clients,
     /// The places for connections of clients.
     pub(crate) places: Arc<Semaphore>,
     /// The memory that the bodies of requests take.
@@ -84,6 +89,7 @@ impl Shared {
             router_key: config.router_key.as_deref().and_then(header),
             own_key,
             text_root: rand::random(),
+            clients: Clients::default(),
             places: Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS))),
             budget: Budget::new(config.bodies.all),
             registry,
@@ -102,19 +108,18 @@ impl Shared {
 
     /// Chooses a backend for a request and notes the dispatch. `avoid` are backends that have
     /// failed it. With `resumed` the backend has to be able to continue a stream. With `trial` the
-    /// request is a suspect, and is tried alone for that time.
+    /// request is a suspect, and is tried where no other one is.
     pub(crate) fn dispatch(
         &self,
         ask: &Ask,
         avoid: &[u32],
         resumed: bool,
-        trial: Option<Duration>,
+        trial: Option<(Trial, &Ticket)>,
     ) -> Choice {
         let backends = self.registry.current();
         let now = Instant::now();
         let mut fit = Vec::with_capacity(backends.len());
-        let mut candidates = Vec::with_capacity(backends.len());
-        let mut trying = 0;
+        let mut unfit = Vec::new();
         let home = ask.response.as_deref().and_then(|response| self.homes.of(response));
         // One that is gone keeps nothing: then another may say so.
         let home = home
@@ -124,26 +129,29 @@ impl Shared {
             let wanted = !avoid.contains(&backend.id)
                 && (!resumed || backend.is_forebay())
                 && home.is_none_or(|home| home == backend.id);
-            if wanted && let Some((candidate, tries)) = backend.candidate(now) {
-                trying += usize::from(tries);
-                fit.push((backend, tries));
-                candidates.push(candidate);
+            if !wanted {
+                unfit.push(backend.id);
+            } else if let Some((candidate, tries)) = backend.candidate(now) {
+                fit.push((backend, candidate, tries));
             }
         }
         if fit.is_empty() {
             return Choice::Nobody;
         }
-        if trial.is_some() && trying == fit.len() {
-            return Choice::OnTrial;
+        let free: Vec<u32> =
+            fit.iter().filter(|(_, _, tries)| !tries).map(|(backend, ..)| backend.id).collect();
+        if let Some((_, ticket)) = trial {
+            let turns = ticket.turns(&free, unfit);
+            if turns.is_empty() {
+                return Choice::OnTrial;
+            }
+            fit.retain(|(backend, ..)| turns.contains(&backend.id));
+        } else if !free.is_empty() {
+            // It could be there at a death.
+            fit.retain(|(_, _, tries)| !tries);
         }
-        if trying > 0 && trying < fit.len() {
-            // Another suspect may not go there, and nobody else should: it could be there at a
-            // death.
-            let mut at = fit.iter().map(|(_, tries)| !tries);
-            candidates.retain(|_| at.next().unwrap_or(true));
-            fit.retain(|(_, tries)| !tries);
-        }
-        let fit: Vec<_> = fit.into_iter().map(|(backend, _)| backend).collect();
+        let (fit, mut candidates): (Vec<_>, Vec<_>) =
+            fit.into_iter().map(|(backend, candidate, _)| (backend, candidate)).unzip();
         if let Some(texts) = &ask.texts {
             let parts = self.index.lock().parts(texts);
             for (backend, candidate) in fit.iter().zip(&mut candidates) {
@@ -156,15 +164,20 @@ impl Shared {
         if let Some(texts) = &ask.texts {
             self.index.lock().sent(texts, chosen.id);
         }
-        Choice::Sent(Arc::clone(chosen).begin(ask.tokens(), trial))
+        let sent = Arc::clone(chosen).begin(ask.tokens(), trial.map(|(trial, _)| trial));
+        if let Some((_, ticket)) = trial {
+            ticket.used(free.into_iter().filter(|&free| free != chosen.id));
+        }
+        Choice::Sent(sent)
     }
 
-    /// The purpose of looks at requests of a client with this key.
-    pub(crate) fn reading(&self, key: Option<&str>) -> Reading {
-        let apart = self.config.api_keys.len() > 1 && !self.config.share_cache_across_keys;
-        let key = key.filter(|_| apart).unwrap_or_default();
+    /// The purpose of looks at requests of a client with this key at this address.
+    pub(crate) fn reading(&self, key: Option<&str>, address: IpAddr) -> Reading {
+        let key = key.filter(|_| self.config.api_keys.len() > 1);
+        let client = self.clients.identify(key, address);
+        let key = key.filter(|_| !self.config.share_cache_across_keys).unwrap_or_default();
         let root = xxh3_64_with_seed(key.as_bytes(), self.text_root);
-        Reading { policy: self.config.policy, root }
+        Reading { policy: self.config.policy, client, root }
     }
 
     /// True if backends' reports that ride on responses are used.
@@ -195,7 +208,7 @@ impl Shared {
 pub(crate) enum Choice {
     /// A backend gets the request.
     Sent(Sent),
-    /// Each backend that could get the request has a suspect on trial.
+    /// It is not the request's turn at any backend that could try it.
     OnTrial,
     /// No backend takes the request.
     Nobody,

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use tokio::net::lookup_host;
 use tokio::time::sleep;
 
-use crate::backend::{BackendUrl, UrlError};
 use crate::registry::Source;
 use crate::shared::Shared;
+use crate::url::{BackendUrl, UrlError};
 
 /// The time between two looks at leases.
 const LEASES: Duration = Duration::from_millis(500);

@@ -4,27 +4,89 @@
 //! ([`forebay_api::peer::Comment`]). So bytes are passed on up to a comment, and held back after
 //! it. A brain writes an event and its comment at once, so nothing waits. The last events have no
 //! comment, and the end follows them.
+//!
+//! What is held back is bounded, for each stream and for all streams of a backend together.
+
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::peer::{COMMENT, LoadReport, read_comment};
 use memchr::memmem;
 
+use crate::budget::{Budget, Held};
+
+/// The largest number of bytes that a stream may have after its last comment. Token ids may take
+/// as many bytes again.
+pub(crate) const MAX_HELD: usize = 8 << 20;
+/// The bytes of either that a stream may have whatever the others of its backend hold.
+pub(crate) const FREE: usize = 64 << 10;
+
 /// Reads one client's stream, over all brains that write it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Tape {
-    /// Ids of all tokens whose text was passed on, in decimal, each with a comma.
-    ids: Vec<u8>,
+    /// `None`: there were too many, and no other brain can continue the stream.
+    ids: Option<Ids>,
     /// The bytes after the last comment.
     held: BytesMut,
+    /// Their share of the memory for unfinished parts.
+    share: Held,
+    search: Search,
     /// Something was passed on.
     begun: bool,
+    /// More bytes came after a comment than may be held.
+    full: bool,
     report: Option<LoadReport>,
 }
 
+/// Ids of all tokens whose text was passed on.
+#[derive(Debug)]
+struct Ids {
+    /// In decimal, each with a comma.
+    text: Vec<u8>,
+    /// The bytes that other brains wrote.
+    inherited: usize,
+    share: IdShare,
+}
+
+/// The share of ids in the memory of the brains that wrote them, the last brain first.
+#[derive(Debug)]
+pub(crate) struct IdShare {
+    held: Held,
+    _inherited: Option<Arc<IdShare>>,
+}
+
+impl Ids {
+    /// Adds ids; false if they are too many.
+    fn push(&mut self, ids: &str) -> bool {
+        self.text.extend_from_slice(ids.as_bytes());
+        self.text.push(b',');
+        let own = self.text.len() - self.inherited;
+        self.text.len() <= MAX_HELD && self.share.held.hold(own.saturating_sub(FREE))
+    }
+}
+
 impl Tape {
+    /// A stream at its beginning, of a backend with this memory for unfinished parts.
+    pub(crate) fn new(memory: &Arc<Budget>) -> Self {
+        Self::after(Vec::new(), None, memory)
+    }
+
     /// Goes on after tokens that were passed on before.
-    pub(crate) fn after(ids: Vec<u8>) -> Self {
-        Self { ids, ..Self::default() }
+    pub(crate) fn after(
+        ids: Vec<u8>,
+        inherited: Option<Arc<IdShare>>,
+        memory: &Arc<Budget>,
+    ) -> Self {
+        let share = IdShare { held: Held::new(memory), _inherited: inherited };
+        Self {
+            ids: Some(Ids { inherited: ids.len(), text: ids, share }),
+            held: BytesMut::new(),
+            share: Held::new(memory),
+            search: Search::default(),
+            begun: false,
+            full: false,
+            report: None,
+        }
     }
 
     /// Reads a piece of the stream; gives what may be passed on now, which may be nothing.
@@ -34,23 +96,22 @@ impl Tape {
         {
             return events;
         }
-        // Whole lines have been searched before.
-        let mut search = memchr::memrchr(b'\n', &self.held).map_or(0, |end| end + 1);
         self.held.extend_from_slice(piece);
         let mut out = BytesMut::new();
-        while let Some((start, end)) = next_comment(&self.held, search) {
+        while let Some((start, end)) = self.search.next(&self.held) {
             out.extend_from_slice(&self.held[..start]);
             let line = self.held.split_to(end);
             self.note(&line[start..end - 1]);
-            search = 0;
         }
         self.begun |= !out.is_empty();
+        let held = self.held.len();
+        self.full |= held > MAX_HELD || !self.share.hold(held.saturating_sub(FREE));
         out.freeze()
     }
 
     /// The usual case, without a copy: events, and one comment at the end.
     fn whole(&mut self, piece: &Bytes) -> Option<Bytes> {
-        let (start, end) = next_comment(piece, 0)?;
+        let (start, end) = Search::default().next(piece)?;
         if end != piece.len() {
             return None;
         }
@@ -61,9 +122,11 @@ impl Tape {
 
     fn note(&mut self, line: &[u8]) {
         let Some(comment) = read_comment(line) else { return };
-        if !comment.ids.is_empty() {
-            self.ids.extend_from_slice(comment.ids.as_bytes());
-            self.ids.push(b',');
+        if !comment.ids.is_empty()
+            && let Some(ids) = &mut self.ids
+            && !ids.push(comment.ids)
+        {
+            self.ids = None;
         }
         self.report = comment.report.or(self.report.take());
     }
@@ -78,9 +141,15 @@ impl Tape {
         self.begun
     }
 
-    /// The token ids with which another brain continues.
-    pub(crate) fn into_ids(self) -> Vec<u8> {
-        self.ids
+    /// True if more bytes came after a comment than may be held: the stream is not read on.
+    pub(crate) fn is_full(&self) -> bool {
+        self.full
+    }
+
+    /// The token ids with which another brain continues, and their share of memory; `None` if they
+    /// were too many to keep.
+    pub(crate) fn into_ids(self) -> Option<(Vec<u8>, Arc<IdShare>)> {
+        self.ids.map(|ids| (ids.text, Arc::new(ids.share)))
     }
 
     /// The last report since this was asked last.
@@ -89,18 +158,57 @@ impl Tape {
     }
 }
 
-/// The range of the first whole comment line at or after `from`, its line end included.
-fn next_comment(bytes: &[u8], from: usize) -> Option<(usize, usize)> {
-    let mut at = from;
-    loop {
-        at += memmem::find(&bytes[at..], COMMENT)?;
-        // JSON has no line ends, so what looks like a comment at the start of a line is one.
-        if at == 0 || bytes[at - 1] == b'\n' {
-            let end = at + memchr::memchr(b'\n', &bytes[at..])? + 1;
-            return Some((at, end));
+/// A search for whole comment lines in bytes that grow at their end. It looks at each byte once,
+/// but for those that may be the beginning of a comment.
+#[derive(Debug, Default)]
+struct Search {
+    /// All before was searched.
+    at: usize,
+    /// The beginning of a comment whose end was not found yet.
+    comment: Option<usize>,
+    #[cfg(test)]
+    examined: usize,
+}
+
+impl Search {
+    /// The range of the first whole comment line, its line end included. The next search is for
+    /// the bytes behind it.
+    fn next(&mut self, bytes: &[u8]) -> Option<(usize, usize)> {
+        loop {
+            let rest = &bytes[self.at..];
+            if let Some(start) = self.comment {
+                let found = memchr::memchr(b'\n', rest);
+                self.count(found.map_or(rest.len(), |end| end + 1));
+                let Some(end) = found else {
+                    self.at = bytes.len();
+                    return None;
+                };
+                let end = self.at + end + 1;
+                (self.at, self.comment) = (0, None);
+                return Some((start, end));
+            }
+            let found = memmem::find(rest, COMMENT);
+            self.count(found.map_or(rest.len(), |at| at + COMMENT.len()));
+            let Some(at) = found else {
+                // The beginning of a comment may be at the end.
+                self.at = self.at.max(bytes.len().saturating_sub(COMMENT.len() - 1));
+                return None;
+            };
+            let at = self.at + at;
+            // No comment begins within the beginning of another.
+            self.at = at + COMMENT.len();
+            // JSON has no line ends, so what looks like a comment at the start of a line is one.
+            self.comment = (at == 0 || bytes[at - 1] == b'\n').then_some(at);
         }
-        at += 1;
     }
+
+    #[cfg(test)]
+    fn count(&mut self, bytes: usize) {
+        self.examined += bytes;
+    }
+
+    #[cfg(not(test))]
+    fn count(&self, _: usize) {}
 }
 
 #[cfg(test)]
@@ -114,16 +222,107 @@ mod tests {
         format!("data: {}\n\n", serde_json::json!({ "text": text })).into_bytes()
     }
 
+    fn tape() -> Tape {
+        Tape::new(&Budget::new(usize::MAX))
+    }
+
+    fn ids(tape: Tape) -> Vec<u8> {
+        tape.into_ids().unwrap().0
+    }
+
     #[test]
     fn the_usual_piece_is_not_copied() {
         let mut piece = event("a");
         let events = piece.len();
         write_comment(&[7, 8], None, &mut piece);
         let piece = Bytes::from(piece);
-        let mut tape = Tape::default();
+        let mut tape = tape();
         let out = tape.push(&piece);
         assert_eq!(out.as_ptr(), piece.as_ptr());
-        assert_eq!((out.len(), tape.into_ids()), (events, b"7,8,".to_vec()));
+        assert_eq!((out.len(), ids(tape)), (events, b"7,8,".to_vec()));
+    }
+
+    /// Pieces of streams that never say how far they may be passed on.
+    const ENDLESS: [&[u8]; 5] =
+        [b"x", b": forebay", b"\n", b"x: forebay 1\nx: forebay 2", b"\n: forebay 1,2"];
+
+    #[test]
+    fn what_is_held_and_what_is_searched_is_bounded() {
+        for pattern in ENDLESS {
+            let memory = Budget::new(usize::MAX);
+            let mut tape = Tape::new(&memory);
+            let piece = Bytes::from(pattern.repeat(1 + 4000 / pattern.len()));
+            let (mut sent, mut passed) = (0, 0);
+            while !tape.is_full() && sent < 2 * MAX_HELD {
+                passed += tape.push(&piece).len();
+                sent += piece.len();
+                assert!(tape.held.len() <= MAX_HELD + piece.len());
+                assert!(tape.search.examined <= sent + 16 * COMMENT.len() * (sent / piece.len()));
+            }
+            let endless = !pattern.starts_with(b"\n: ");
+            assert_eq!(tape.is_full(), endless, "{pattern:?}");
+            assert!(!endless || passed == 0 && sent <= MAX_HELD + piece.len());
+            assert!(memory.taken() <= 2 * MAX_HELD + piece.len());
+        }
+    }
+
+    #[test]
+    fn a_comment_that_never_ends_is_searched_once() {
+        let mut tape = tape();
+        tape.push(&Bytes::from_static(COMMENT));
+        let piece = Bytes::from(vec![b'1'; 1000]);
+        (0..1000).for_each(|_| assert!(tape.push(&piece).is_empty()));
+        assert!(tape.search.examined <= 1_000_000 + 10 * COMMENT.len());
+        assert!(tape.push(&Bytes::from_static(b"\ndata: 1\n\n: forebay 2\n")).ends_with(b"1\n\n"));
+        assert_eq!(ids(tape).len(), 1_000_000 + 3);
+    }
+
+    #[test]
+    fn too_many_ids_cost_the_stream_its_continuation_alone() {
+        let memory = Budget::new(usize::MAX);
+        let mut tape = Tape::new(&memory);
+        let piece = [event("a"), b": forebay ".to_vec(), vec![b'1'; 1 << 20], b"\n".to_vec()];
+        let piece = Bytes::from(piece.concat());
+        for _ in 0..20 {
+            assert_eq!(tape.push(&piece), event("a"));
+            assert!(!tape.is_full() && memory.taken() <= MAX_HELD + (1 << 20));
+        }
+        assert_eq!(memory.taken(), 0);
+        assert!(tape.into_ids().is_none());
+    }
+
+    #[test]
+    fn streams_that_hold_little_are_not_kept_back_by_those_that_hold_much() {
+        let memory = Budget::new(MAX_HELD);
+        let mut large: Vec<Tape> = (0..3).map(|_| Tape::new(&memory)).collect();
+        let piece = Bytes::from(vec![b'x'; MAX_HELD / 2]);
+        let full: Vec<bool> = large
+            .iter_mut()
+            .map(|tape| {
+                tape.push(&piece);
+                tape.is_full()
+            })
+            .collect();
+        assert_eq!(full, [false, false, true]);
+        let mut small = Tape::new(&memory);
+        small.push(&Bytes::from(vec![b'x'; FREE]));
+        assert!(!small.is_full());
+        drop(large);
+        assert_eq!(memory.taken(), 0);
+    }
+
+    #[test]
+    fn ids_are_charged_to_the_brain_that_wrote_them() {
+        let (first, second) = (Budget::new(usize::MAX), Budget::new(0));
+        let mut tape = Tape::new(&first);
+        let text = vec![b'1'; 2 * FREE];
+        tape.push(&Bytes::from([COMMENT, &text, b"\n"].concat()));
+        let (ids, share) = tape.into_ids().unwrap();
+        let mut next = Tape::after(ids, Some(share), &second);
+        next.push(&Bytes::from_static(b"data: 1\n\n: forebay 2\n"));
+        assert_eq!((first.taken(), second.taken()), (FREE + 1, 0));
+        assert_eq!(self::ids(next).len(), 2 * FREE + 3);
+        assert_eq!(first.taken(), 0);
     }
 
     proptest! {
@@ -153,7 +352,7 @@ mod tests {
             let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(broken + 1)).collect();
             cuts.extend([0, broken]);
             cuts.sort_unstable();
-            let mut tape = Tape::default();
+            let mut tape = tape();
             let mut out = Vec::new();
             for pair in cuts.windows(2) {
                 out.extend(tape.push(&Bytes::copy_from_slice(&stream[pair[0]..pair[1]])));
@@ -161,7 +360,7 @@ mod tests {
             let (_, event_bytes, id_bytes) =
                 *complete.iter().rfind(|(end, _, _)| *end <= broken).unwrap();
             prop_assert_eq!(&out, &events[..event_bytes]);
-            prop_assert_eq!(&tape.ids, &ids[..id_bytes]);
+            prop_assert_eq!(&tape.ids.as_ref().unwrap().text, &ids[..id_bytes]);
             prop_assert_eq!(tape.begun(), event_bytes > 0);
             if broken == stream.len() {
                 prop_assert_eq!(&tape.finish()[..], b"data: [DONE]\n\n");

@@ -1,5 +1,7 @@
 //! Questions of the router itself to backends: health, load and stored blocks.
 
+use std::future::poll_fn;
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -7,12 +9,15 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use forebay_api::peer::{LoadReport, ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag};
 use http::header::{AUTHORIZATION, HOST};
-use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri};
+use http::{HeaderName, HeaderValue, Request, Response, StatusCode, Uri};
+use hyper::body::Incoming;
 use tokio::select;
+use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
 use crate::backend::{Backend, Check, Sent};
 use crate::config::Watch;
+use crate::index::MAX_BLOCKS;
 use crate::link::{Link, LinkError};
 use crate::payload::Payload;
 use crate::shared::Shared;
@@ -30,8 +35,12 @@ const BLOCKS_PACE: Duration = Duration::from_millis(20);
 /// Requests that come one after the other bring the load along. A question between them would be
 /// answered just as the next one arrives.
 const QUIET: Duration = Duration::from_millis(100);
-/// The longest answer to any of these questions.
-const MAX_ANSWER: usize = 64 << 20;
+/// The longest report of a load, in bytes.
+const MAX_REPORT: usize = 64 << 10;
+/// The longest answer about blocks: two numbers, and an event for each block.
+const MAX_EVENTS: usize = 8 * (2 + MAX_BLOCKS);
+/// The number of events about blocks that are taken at a time. Requests are dispatched in between.
+const EVENTS_AT_ONCE: usize = 1 << 13;
 
 /// Watches a backend until it is taken off the list.
 pub(crate) async fn watch(shared: Arc<Shared>, backend: Arc<Backend>) {
@@ -59,8 +68,8 @@ pub(crate) async fn watch(shared: Arc<Shared>, backend: Arc<Backend>) {
 async fn check_health(shared: &Shared, backend: &Backend) {
     let config = &shared.config.health;
     while !backend.removed.load(Ordering::Acquire) {
-        let check = match question(shared, backend, None, &config.path, config.timeout).await {
-            Ok((StatusCode::OK, ..)) => Check::Fine,
+        let check = match health(shared, backend).await {
+            Ok(StatusCode::OK) => Check::Fine,
             Ok(_) => Check::Refuses,
             Err(error) if error.is_refused() => Check::Absent,
             Err(_) => Check::Silent,
@@ -100,11 +109,11 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     let asked = Instant::now();
     // What a brain calls itself tells it from one that was started in its place.
     if backend.is_forebay() {
-        let answer = question(shared, backend, None, "/v1/loads", config.timeout).await;
+        let limits = (config.timeout, MAX_REPORT);
+        let answer = question(shared, backend, &mut None, "/v1/loads", limits).await;
         take_report(backend, &answer);
     }
-    let answer = question(shared, backend, None, &config.path, config.timeout).await;
-    if answer.is_err() {
+    if health(shared, backend).await.is_err() {
         backend.checked(Check::Absent, config);
     } else {
         *found_alive = Some(asked);
@@ -112,13 +121,17 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     died()
 }
 
-/// Asks a backend something on a connection that is kept in `link`; status, headers and body.
+/// An answer's status and body.
+type Answer = Result<(StatusCode, Bytes), LinkError>;
+
+/// Asks a backend something on a connection that was kept in `link`. The answer's head comes, and
+/// the connection with the rest.
 async fn ask(
     shared: &Shared,
     backend: &Backend,
     link: &mut Option<Link>,
     path: &str,
-) -> Result<(StatusCode, HeaderMap, Bytes), LinkError> {
+) -> Result<(Link, Response<Incoming>), LinkError> {
     let mut open = match link.take() {
         Some(open) => open,
         None => Link::open(&backend.url).await?,
@@ -140,41 +153,60 @@ async fn ask(
             headers.insert(name, key.clone());
         }
     }
-    let (head, mut body) = open.send(request).await?.into_parts();
+    let response = open.send(request).await?;
+    Ok((open, response))
+}
+
+/// Reads an answer of at most so many bytes. Its connection is kept in `link`.
+async fn read(
+    (mut open, response): (Link, Response<Incoming>),
+    link: &mut Option<Link>,
+    most: usize,
+) -> Answer {
+    let (head, mut body) = response.into_parts();
     let mut whole = Vec::new();
-    while let Some(frame) =
-        std::future::poll_fn(|context| open.poll_frame(&mut body, context)).await
-    {
+    while let Some(frame) = poll_fn(|context| open.poll_frame(&mut body, context)).await {
         if let Ok(data) = frame?.into_data() {
+            if whole.len() + data.len() > most {
+                return Err(LinkError::Excess(most));
+            }
             whole.extend_from_slice(&data);
-        }
-        if whole.len() > MAX_ANSWER {
-            break;
         }
     }
     *link = Some(open);
-    Ok((head.status, head.headers, whole.into()))
+    Ok((head.status, whole.into()))
 }
 
+/// Asks for an answer within some time and of at most so many bytes.
 async fn question(
     shared: &Shared,
     backend: &Backend,
-    link: Option<&mut Option<Link>>,
+    link: &mut Option<Link>,
     path: &str,
-    limit: Duration,
-) -> Result<(StatusCode, HeaderMap, Bytes), LinkError> {
-    let mut once = None;
-    let link = link.unwrap_or(&mut once);
-    let asked = timeout(limit, ask(shared, backend, link, path)).await;
-    asked.unwrap_or_else(|_| Err(LinkError::Connect(std::io::ErrorKind::TimedOut.into())))
+    (time, most): (Duration, usize),
+) -> Answer {
+    let answer = async {
+        let answer = ask(shared, backend, link, path).await?;
+        read(answer, link, most).await
+    };
+    timeout(time, answer).await.unwrap_or_else(|_| Err(late()))
+}
+
+/// The status of a backend's health. The rest of that answer says nothing, and is not read.
+async fn health(shared: &Shared, backend: &Backend) -> Result<StatusCode, LinkError> {
+    let config = &shared.config.health;
+    let mut link = None;
+    let answer = timeout(config.timeout, ask(shared, backend, &mut link, &config.path)).await;
+    answer.unwrap_or_else(|_| Err(late())).map(|(_, response)| response.status())
+}
+
+fn late() -> LinkError {
+    LinkError::Connect(ErrorKind::TimedOut.into())
 }
 
 /// Takes an answer's report; false if there is none, as with servers of others.
-fn take_report(
-    backend: &Backend,
-    answer: &Result<(StatusCode, HeaderMap, Bytes), LinkError>,
-) -> bool {
-    let Ok((StatusCode::OK, _, body)) = answer else { return false };
+fn take_report(backend: &Backend, answer: &Answer) -> bool {
+    let Ok((StatusCode::OK, body)) = answer else { return false };
     match serde_json::from_slice::<LoadReport>(body) {
         Ok(report) => {
             backend.report(report);
@@ -187,8 +219,8 @@ fn take_report(
 async fn poll_load(shared: &Shared, backend: &Backend, interval: Duration) {
     let mut link = None;
     loop {
-        let limit = interval.max(PROBE);
-        let answer = question(shared, backend, Some(&mut link), "/v1/loads", limit).await;
+        let limits = (interval.max(PROBE), MAX_REPORT);
+        let answer = question(shared, backend, &mut link, "/v1/loads", limits).await;
         let known = take_report(backend, &answer);
         sleep(if known { interval } else { interval.max(PROBE) }).await;
     }
@@ -217,7 +249,7 @@ async fn follow_load(shared: &Shared, backend: &Backend) {
             _ => "/v1/loads".to_owned(),
         };
         let asked = Instant::now();
-        let answer = question(shared, backend, Some(&mut link), &path, 2 * WAIT).await;
+        let answer = question(shared, backend, &mut link, &path, (2 * WAIT, MAX_REPORT)).await;
         first = !take_report(backend, &answer);
         sleep(if first { PROBE } else { PACE.saturating_sub(asked.elapsed()) }).await;
     }
@@ -228,25 +260,28 @@ async fn follow_blocks(shared: &Shared, backend: &Backend) {
     let mut after = 0;
     loop {
         let path = format!("/v1/blocks?after={after}&wait={}", WAIT.as_secs());
-        let answer = question(shared, backend, Some(&mut link), &path, 2 * WAIT).await;
-        match answer.ok().and_then(|(status, _, body)| (status == StatusCode::OK).then_some(body)) {
-            Some(body) if body.len() >= 16 => {
-                let mut numbers = body.chunks_exact(8).map(number);
-                let (next, reset) = (numbers.next(), numbers.next());
-                let mut stored = backend.stored.lock();
-                if reset != Some(0) {
-                    stored.clear();
+        let answer = question(shared, backend, &mut link, &path, (2 * WAIT, MAX_EVENTS)).await;
+        let mut pause = BLOCKS_PACE;
+        match answer.ok().filter(|(status, body)| *status == StatusCode::OK && body.len() >= 16) {
+            Some((_, body)) => {
+                let (head, events) = body.split_at(16);
+                if number(&head[8..]) != 0 {
+                    backend.stored.lock().clear();
                 }
-                stored.apply(numbers);
-                after = next.unwrap_or(0);
+                for events in events.chunks(8 * EVENTS_AT_ONCE) {
+                    backend.stored.lock().apply(events.chunks_exact(8).map(number));
+                    pause += BLOCKS_PACE;
+                    yield_now().await;
+                }
+                after = number(&head[..8]);
             }
-            _ => {
+            None => {
                 backend.stored.lock().clear();
                 after = 0;
                 sleep(PROBE).await;
             }
         }
-        sleep(BLOCKS_PACE).await;
+        sleep(pause).await;
     }
 }
 

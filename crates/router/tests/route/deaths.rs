@@ -1,11 +1,12 @@
 //! Backends that die, and requests that they may have died of.
 
 use std::thread::{JoinHandle, spawn};
+use std::time::Duration;
 
 use forebay_router::Policy;
 
 use crate::fake::{Act, Fake, Gate, POISON, TOKENS};
-use crate::http::{Message, PATIENCE, get, post};
+use crate::http::{Message, PATIENCE, ask, get, post};
 use crate::{Rig, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -31,16 +32,20 @@ fn asked(rig: &Rig, body: &str) -> JoinHandle<Message> {
     spawn(move || post(address, CHAT, &body))
 }
 
+/// Waits until the router knows that this many backends take requests.
+fn await_up(rig: &Rig, count: usize) {
+    eventually("all others are down", || get(rig.address, "/health").json()["backends"] == count);
+}
+
 /// Has `one` hold these requests: the others take none until it has them all.
 fn held_by(one: &Fake, rest: &[&Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHandle<Message>> {
-    let up = |count: usize| get(rig.address, "/health").json()["backends"] == count;
     rest.iter().for_each(|backend| backend.set_healthy(false));
-    eventually("one is left", || up(1));
+    await_up(rig, 1);
     one.will(vec![Act::Hang; bodies.len()]);
     let asked = bodies.iter().map(|body| asked(rig, body)).collect();
     eventually("all are there", || one.seen().len() == bodies.len());
     rest.iter().for_each(|backend| backend.set_healthy(true));
-    eventually("all are up", || up(1 + rest.len()));
+    await_up(rig, 1 + rest.len());
     asked
 }
 
@@ -113,6 +118,139 @@ fn whoever_was_beside_a_killer_is_served() {
     let answers: Vec<u16> = asked.into_iter().map(|asked| asked.join().unwrap().status()).collect();
     assert_eq!(answers, [200, 200, 502, 200, 200]);
     assert_eq!(dead(&backends), 2, "the first one, and the one where it was tried");
+}
+
+/// Streams of `brains`, each with a body, which have lived through the deaths of the first two in
+/// company. The other brains have nothing yet.
+fn twice_bereaved(brains: &[Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHandle<Message>> {
+    eventually("all are known as brains", || {
+        let loads = get(rig.address, "/v1/loads").json();
+        loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
+    });
+    let (doomed, rest) = brains.split_at(2);
+    brains[1..].iter().for_each(|brain| brain.set_healthy(false));
+    await_up(rig, 1);
+    // Some tokens, and some more where they go on.
+    doomed[0].will(vec![Act::HangAfterTokens(150); bodies.len()]);
+    doomed[1].will(vec![Act::HangAfterTokens(150); bodies.len()]);
+    let asked = bodies.iter().map(|body| asked(rig, body)).collect();
+    eventually("the first has all", || doomed[0].seen().len() == bodies.len());
+    doomed[1].set_healthy(true);
+    await_up(rig, 2);
+    doomed[0].die();
+    eventually("the second has all", || doomed[1].seen().len() == bodies.len());
+    // Their trials are over: each has produced something.
+    let tried = || rig.metric("forebay_router_backend_on_trial");
+    eventually("nobody is on trial", || tried() == 0.0);
+    rest.iter().for_each(|brain| brain.set_healthy(true));
+    await_up(rig, 1 + rest.len());
+    doomed[1].die();
+    asked
+}
+
+fn numbers(answer: &Message) -> Vec<String> {
+    let texts = answer.events().into_iter().map(|event| event["text"].as_str().map(str::to_owned));
+    texts.collect::<Option<_>>().unwrap_or_else(|| panic!("{answer:?}"))
+}
+
+fn whole() -> Vec<String> {
+    (0..TOKENS).map(|position| format!("{} ", 3 * position)).collect()
+}
+
+#[test]
+fn innocent_streams_survive_two_deaths() {
+    let brains: Vec<Fake> = (0..3).map(|_| Fake::brain()).collect();
+    let rig = rig(&brains);
+    let bodies = ["{}"; 8];
+    for answer in twice_bereaved(&brains, &rig, &bodies) {
+        assert_eq!(numbers(&answer.join().unwrap()), whole());
+    }
+    assert_eq!(brains[2].most_alive(), 1, "one suspect at a time");
+    assert_eq!(rig.metric("forebay_router_given_up_total"), 0.0);
+    assert_eq!(rig.metric("forebay_router_suspects_total"), 16.0);
+}
+
+#[test]
+fn a_killer_that_was_in_company_twice_kills_three_of_four() {
+    let brains: Vec<Fake> = (0..4).map(|_| Fake::brain()).collect();
+    let rig = rig(&brains);
+    let bodies = ["{}", "{}", POISON, "{}", "{}"];
+    let mut answers: Vec<Message> = twice_bereaved(&brains, &rig, &bodies)
+        .into_iter()
+        .map(|asked| asked.join().unwrap())
+        .collect();
+    let killer = answers.remove(2).events();
+    assert_eq!(killer.last().unwrap()["error"]["code"], "backend_died_twice");
+    assert!(answers.iter().all(|answer| numbers(answer) == whole()));
+    assert_eq!(dead(&brains), 3);
+    assert_eq!(rig.metric("forebay_router_given_up_total"), 1.0);
+}
+
+#[test]
+fn a_suspect_waits_for_a_backend_but_not_for_long() {
+    for wait in [PATIENCE, Duration::from_millis(50)] {
+        let [one, two] = [Fake::brain(), Fake::brain()];
+        let rig = Rig::with(&[&one, &two], |config| {
+            config.trial_wait = wait;
+            config.retry.retries = 1;
+        });
+        eventually("all are known as brains", || {
+            let loads = get(rig.address, "/v1/loads").json();
+            loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
+        });
+        two.set_healthy(false);
+        await_up(&rig, 1);
+        one.will([Act::HangAfterTokens(150)]);
+        let asked = asked(&rig, "{}");
+        eventually("it is there", || one.seen().len() == 1);
+        one.die();
+        if wait == PATIENCE {
+            eventually("it is a suspect", || rig.metric("forebay_router_suspects_total") == 1.0);
+            two.set_healthy(true);
+            assert_eq!(numbers(&asked.join().unwrap()), whole());
+        } else {
+            let events = asked.join().unwrap().events();
+            assert_eq!(events.last().unwrap()["error"]["code"], "no_backend");
+            assert!(two.seen().is_empty());
+        }
+    }
+}
+
+#[test]
+fn clients_take_turns_with_their_suspects() {
+    let backends = others(2);
+    let rig = Rig::with(&backends.iter().collect::<Vec<_>>(), |config| {
+        config.api_keys = vec!["many".into(), "few".into()];
+    });
+    let [one, two] = &backends[..] else { panic!("two") };
+    two.set_healthy(false);
+    await_up(&rig, 1);
+    let keys = [["many"; 15].as_slice(), &["few"; 1]].concat();
+    one.will(vec![Act::Hang; keys.len()]);
+    let (gates, mut opened): (Vec<_>, Vec<_>) = keys.iter().map(|_| Gate::new()).unzip();
+    two.will(gates.into_iter().map(Act::Wait));
+    let address = rig.address;
+    let clients: Vec<_> = keys
+        .iter()
+        .map(|key| {
+            let header = format!("Authorization: Bearer {key}");
+            spawn(move || ask(address, "POST", CHAT, &[&header], b"{}").status())
+        })
+        .collect();
+    eventually("all are there", || one.seen().len() == keys.len());
+    two.set_healthy(true);
+    await_up(&rig, 2);
+    one.die();
+    let suspects = || {
+        let metrics = ask(address, "GET", "/metrics", &["Authorization: Bearer few"], b"");
+        metrics.text().contains("forebay_router_suspects_total 16")
+    };
+    eventually("all are suspects", suspects);
+    opened.clear();
+    assert!(clients.into_iter().all(|client| client.join().unwrap() == 200));
+    let few = |message: &Message| message.header("authorization") == Some("Bearer few");
+    let place = two.seen().iter().position(few).unwrap();
+    assert!(place <= 3, "{place}");
 }
 
 #[test]

@@ -36,6 +36,12 @@ pub(crate) enum Act {
     Wait(Arc<Gate>),
     /// The backend dies.
     Die,
+    /// A JSON answer with this header.
+    Refuse(u16, &'static str),
+    /// A brain's stream as in `HangAfterTokens`, and then these bytes again and again.
+    Flood(usize, &'static [u8]),
+    /// A head with a header of this many bytes.
+    LongHead(usize),
 }
 
 /// Something to wait for.
@@ -68,6 +74,11 @@ struct State {
     /// What it calls its process.
     epoch: AtomicU64,
     connections: AtomicUsize,
+    /// Bytes of floods that were sent.
+    flooded: AtomicUsize,
+    /// Blanks behind its reports and its health.
+    padding: AtomicUsize,
+    reports: AtomicUsize,
     alive: AtomicUsize,
     most_alive: AtomicUsize,
     hung_up: Mutex<Option<Sender<()>>>,
@@ -163,6 +174,21 @@ impl Fake {
         self.state.connections.load(Ordering::SeqCst)
     }
 
+    /// Bytes of floods that it got rid of.
+    pub(crate) fn flooded(&self) -> usize {
+        self.state.flooded.load(Ordering::SeqCst)
+    }
+
+    /// Puts this many blanks behind its reports and its health.
+    pub(crate) fn pad(&self, blanks: usize) {
+        self.state.padding.store(blanks, Ordering::SeqCst);
+    }
+
+    /// The number of times that it was asked for its load.
+    pub(crate) fn reports(&self) -> usize {
+        self.state.reports.load(Ordering::SeqCst)
+    }
+
     /// The most requests that it had at a time.
     pub(crate) fn most_alive(&self) -> usize {
         self.state.most_alive.load(Ordering::SeqCst)
@@ -199,6 +225,10 @@ impl State {
         }
     }
 
+    fn padded(&self, body: &str) -> String {
+        format!("{body}{}", " ".repeat(self.padding.load(Ordering::SeqCst)))
+    }
+
     fn report(&self) -> LoadReport {
         LoadReport { epoch: self.epoch.load(Ordering::SeqCst), ..LoadReport::default() }
     }
@@ -214,11 +244,12 @@ impl State {
             let goes_on = match request.path() {
                 "/health" => {
                     let status = if self.healthy.load(Ordering::SeqCst) { 200 } else { 503 };
-                    answer(&mut socket, status, "{}", "")
+                    answer(&mut socket, status, &self.padded("{}"), "")
                 }
                 path if path.starts_with("/v1/loads") && self.brain => {
-                    let report = self.report();
-                    answer(&mut socket, 200, &serde_json::to_string(&report).unwrap(), "")
+                    self.reports.fetch_add(1, Ordering::SeqCst);
+                    let report = serde_json::to_string(&self.report()).unwrap();
+                    answer(&mut socket, 200, &self.padded(&report), "")
                 }
                 path if path.starts_with("/v1/loads") => answer(&mut socket, 404, "{}", ""),
                 _ => {
@@ -293,6 +324,20 @@ impl State {
                 chunk(socket, &half);
                 while read_head(reader).is_some() {}
                 false
+            }
+            Act::Refuse(status, header) => {
+                answer(socket, status, "{\"error\":\"full\"}", &format!("{header}\r\n"))
+            }
+            Act::Flood(most, pattern) => {
+                tokens(socket, request, self.report(), (TOKENS, most));
+                let piece = pattern.repeat(1 + (32 << 10) / pattern.len());
+                while chunk(socket, &piece) {
+                    self.flooded.fetch_add(piece.len(), Ordering::SeqCst);
+                }
+                false
+            }
+            Act::LongHead(bytes) => {
+                answer(socket, 200, "{}", &format!("X-A: {}\r\n", "a".repeat(bytes)))
             }
             Act::Wait(gate) => {
                 let _ = gate.0.lock().unwrap().recv();

@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod admission;
+mod bounds;
+mod breakers;
 mod deaths;
 mod fake;
 mod http;
@@ -53,11 +55,14 @@ impl Rig {
         Self { address, router: Some(Router::start(config, listener).unwrap()) }
     }
 
+    /// The values of a metric, of all backends together.
     fn metric(&self, name: &str) -> f64 {
         let text = http::get(self.address, "/metrics");
-        let mut lines = text.text().lines().filter(|line| line.starts_with(name));
-        let line = lines.next().unwrap_or_else(|| panic!("{name} in {}", text.text()));
-        line.rsplit(' ').next().unwrap().parse().unwrap()
+        let lines = text.text().lines().filter(|line| line.starts_with(name));
+        let values: Vec<f64> =
+            lines.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
+        assert!(!values.is_empty(), "{name} in {}", text.text());
+        values.iter().sum()
     }
 }
 

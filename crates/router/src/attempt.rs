@@ -1,0 +1,316 @@
+//! One attempt at a request: the backend gets it, and answers or fails.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::Poll;
+
+use bytes::{Bytes, BytesMut};
+use forebay_api::peer::{
+    BLOCKS_HEADER, DEATHS_HEADER, LOAD_HEADER, LoadReport, MAX_SAMPLED_BLOCKS, RESPONSE_HEADER,
+    STREAM_HEADER, decode_blocks,
+};
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
+use hyper::body::Incoming;
+use tokio::time::timeout;
+
+use crate::ask::{Ask, Resume, keep_end_to_end};
+use crate::backend::{Backend, Sent};
+use crate::budget::Held;
+use crate::flow::{Broken, Flow, Vigil};
+use crate::link::{Link, LinkError};
+use crate::payload::Payload;
+use crate::shared::Worker;
+use crate::tape::{FREE, Tape};
+
+/// The largest part of a whole answer that is held back. A held answer that breaks can be requested
+/// again.
+const HOLD: usize = 1 << 20;
+
+/// The largest refusal. It is kept while other backends are asked.
+const MAX_REFUSAL: usize = 64 << 10;
+/// The longest name of a stream that another brain may continue.
+const MAX_NAME: usize = 2 << 10;
+
+/// Media types of answers that come in pieces.
+const PIECES: [&[u8]; 2] = [b"text/event-stream", b"application/x-ndjson"];
+
+/// The form in which a response's body is passed on.
+pub(crate) enum Kind {
+    /// Bytes.
+    Plain,
+    /// Events that only this backend can go on with.
+    Events,
+    /// Events that another brain can go on with.
+    Tape(Tape, HeaderValue),
+}
+
+/// A response that has begun.
+pub(crate) struct Reached {
+    pub(crate) head: http::response::Parts,
+    pub(crate) kind: Kind,
+    /// The first bytes of its body.
+    pub(crate) first: Bytes,
+    /// The rest; `None`: there is none.
+    pub(crate) flow: Option<Flow>,
+}
+
+/// The reason for another attempt.
+pub(crate) enum Trouble {
+    Connect(LinkError),
+    /// A connection that had been idle turned out to be closed.
+    Stale,
+    Broken(Broken),
+    Refused(Response<Bytes>),
+    /// The backend does not keep the response that the request names.
+    Unkept(Response<Bytes>),
+    /// The backend is a router that has given the request up.
+    GivenUp(Response<Bytes>),
+}
+
+impl Trouble {
+    /// True if the backend has failed, unless it is the request's own fault.
+    pub(crate) fn is_failure(&self) -> bool {
+        match self {
+            Self::Broken(broken) => !matches!(broken, Broken::Deadline),
+            Self::Refused(response) => is_failure(response.status()),
+            Self::Connect(_) | Self::Stale | Self::Unkept(_) | Self::GivenUp(_) => false,
+        }
+    }
+}
+
+/// An attempt that came to nothing.
+pub(crate) struct Failed {
+    pub(crate) trouble: Trouble,
+    /// The dispatch, if the backend may have died of it. It is still open, so that no other suspect
+    /// is tried there before that is known.
+    pub(crate) sent: Option<Sent>,
+}
+
+impl From<Trouble> for Failed {
+    fn from(trouble: Trouble) -> Self {
+        Self { trouble, sent: None }
+    }
+}
+
+/// One attempt, with `fresh` on a connection that was not used before.
+pub(crate) async fn attempt(
+    worker: &Arc<Worker>,
+    ask: &Ask,
+    resume: Option<&Resume>,
+    sent: Sent,
+    fresh: bool,
+) -> Result<Reached, Failed> {
+    let shared = &worker.shared;
+    let request = ask.request((shared.id, shared.router_key.as_ref()), &sent, resume);
+    let mut vigil = Vigil::new(&sent, ask.deadline);
+    let (link, response) = match answered(worker, &sent, request, &mut vigil, fresh).await {
+        Ok(answered) => answered,
+        Err((trouble, was_sent)) => {
+            if trouble.is_failure() || matches!(trouble, Trouble::Connect(_)) {
+                sent.failed();
+            }
+            return Err(Failed { trouble, sent: was_sent.then_some(sent) });
+        }
+    };
+    let (mut head, body) = response.into_parts();
+    let report = report(&head.headers).filter(|_| shared.uses_reports());
+    // For routers in front of this one, too.
+    let given_up = head.headers.remove(DEATHS_HEADER);
+    let retriable = is_failure(head.status) || is_refusal(head.status);
+    if is_failure(head.status) && given_up.is_none() {
+        sent.failed();
+    } else if is_refusal(head.status) {
+        sent.refused();
+    }
+    sent.answered(report);
+    if let Some(texts) = &ask.texts
+        && let Some(blocks) = head.headers.get(BLOCKS_HEADER)
+        && let Ok(blocks) = decode_blocks(blocks.to_str().unwrap_or_default())
+        && blocks.len() <= MAX_SAMPLED_BLOCKS
+    {
+        shared.index.lock().learn(texts, sent.backend.names(), &blocks);
+    }
+    let unkept = ask.response.as_deref().filter(|_| head.status == StatusCode::NOT_FOUND);
+    if let Some(response) = unkept {
+        shared.homes.lacks(sent.backend.id, response);
+    }
+    if let Some(Ok(response)) = head.headers.get(RESPONSE_HEADER).map(HeaderValue::to_str) {
+        shared.homes.keeps(sent.backend.id, response);
+    }
+    let kind = kind(&head, resume, &sent.backend);
+    let goes_on = head.status == StatusCode::OK && matches!(kind, Kind::Tape(..));
+    keep_end_to_end(&mut head.headers);
+    if let Some(deaths) = &given_up {
+        head.headers.insert(DEATHS_HEADER, deaths.clone());
+    }
+    let flow = Flow::new(sent, link, body, vigil, Arc::clone(worker));
+    let kept = retriable || unkept.is_some();
+    let reached = Reached { head, kind, first: Bytes::new(), flow: None };
+    let reached = first(reached, flow, kept).await?;
+    if unkept.is_some() && resume.is_none() {
+        let response = Response::from_parts(reached.head, reached.first);
+        return Err(Trouble::Unkept(response).into());
+    }
+    // A client that has half of a stream must not get something else after it.
+    if retriable || resume.is_some() && !goes_on {
+        let response = Response::from_parts(reached.head, reached.first);
+        return Err(match given_up {
+            Some(_) => Trouble::GivenUp(response).into(),
+            None => Trouble::Refused(response).into(),
+        });
+    }
+    Ok(reached)
+}
+
+/// Sends a request and waits for a response's head. An error comes with a flag, true if the backend
+/// may have the request.
+async fn answered(
+    worker: &Worker,
+    sent: &Sent,
+    request: Request<Payload>,
+    vigil: &mut Vigil,
+    fresh: bool,
+) -> Result<(Link, Response<Incoming>), (Trouble, bool)> {
+    let backend = &sent.backend;
+    let mut link = match worker.idle.take(backend.id).filter(|_| !fresh) {
+        Some(link) => link,
+        None => match timeout(worker.shared.config.connect_timeout, Link::open(&backend.url)).await
+        {
+            Ok(link) => link.map_err(|error| (Trouble::Connect(error), false))?,
+            Err(_) => {
+                let late = std::io::Error::from(std::io::ErrorKind::TimedOut);
+                return Err((Trouble::Connect(LinkError::Connect(late)), false));
+            }
+        },
+    };
+    let stale = link.is_used();
+    let response = {
+        let sending = link.send(request);
+        tokio::pin!(sending);
+        let response = poll_fn(|context| match sending.as_mut().poll(context) {
+            Poll::Ready(response) => Poll::Ready(response.map_err(Broken::Link)),
+            Poll::Pending => vigil.poll(context).map(Err),
+        });
+        response.await
+    };
+    match response {
+        Ok(response) => Ok((link, response)),
+        Err(Broken::Link(error)) if stale => {
+            // It was closed before anything was sent.
+            let unsent = error.is_canceled();
+            Err((Trouble::Stale, !unsent))
+        }
+        Err(Broken::Deadline) => Err((Trouble::Broken(Broken::Deadline), false)),
+        Err(broken) => Err((Trouble::Broken(broken), true)),
+    }
+}
+
+/// Waits for the first bytes of a response's body; of an answer in one piece, for all of it, unless
+/// it is large. An answer that is `kept` has to come whole.
+async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reached, Failed> {
+    let mut held = BytesMut::new();
+    let mut share = Held::new(&flow.sent.backend.memory);
+    let refusal = is_refusal(reached.head.status) || is_failure(reached.head.status);
+    loop {
+        let broken = match poll_fn(|context| flow.poll_data(context)).await {
+            Some(Ok(piece)) => match &mut reached.kind {
+                Kind::Plain if kept && held.len() + piece.len() > MAX_REFUSAL => Broken::Excess,
+                Kind::Plain if held.is_empty() && piece.len() > HOLD => {
+                    held = piece.into();
+                    break;
+                }
+                Kind::Plain => {
+                    held.extend_from_slice(&piece);
+                    if held.len() > HOLD || !share.hold(held.len().saturating_sub(FREE)) {
+                        break;
+                    }
+                    continue;
+                }
+                Kind::Events => {
+                    held = piece.into();
+                    break;
+                }
+                Kind::Tape(tape, _) => {
+                    held = tape.push(&piece).into();
+                    tell(tape, &flow);
+                    match (tape.begun(), tape.is_full()) {
+                        (true, _) => break,
+                        (false, true) => Broken::Excess,
+                        (false, false) => continue,
+                    }
+                }
+            },
+            Some(Err(Broken::Deadline)) => return Err(Trouble::Broken(Broken::Deadline).into()),
+            Some(Err(broken)) => broken,
+            None => {
+                if let Kind::Tape(tape, _) = &mut reached.kind {
+                    held = tape.finish().into();
+                }
+                reached.first = held.freeze();
+                if !refusal {
+                    flow.sent.completed();
+                }
+                flow.end();
+                return Ok(reached);
+            }
+        };
+        flow.sent.failed();
+        let trouble = Trouble::Broken(broken);
+        return Err(Failed { trouble, sent: Some(flow.into_sent()) });
+    }
+    reached.first = held.freeze();
+    if !refusal {
+        flow.sent.produced();
+    }
+    reached.flow = Some(flow);
+    Ok(reached)
+}
+
+/// Has the backend's books take what its stream says of its load.
+pub(crate) fn tell(tape: &mut Tape, flow: &Flow) {
+    if let Some(report) = tape.take_report()
+        && flow.worker().shared.uses_reports()
+    {
+        flow.sent.backend.report(report);
+    }
+}
+
+fn kind(head: &http::response::Parts, resume: Option<&Resume>, backend: &Backend) -> Kind {
+    let pieces = |value: &HeaderValue| {
+        head.status.is_success() && PIECES.iter().any(|kind| value.as_bytes().starts_with(kind))
+    };
+    if !head.headers.get(CONTENT_TYPE).is_some_and(pieces) {
+        return Kind::Plain;
+    }
+    let memory = &backend.memory;
+    let short = |name: &&HeaderValue| name.len() <= MAX_NAME;
+    let name = head.headers.get(STREAM_HEADER).filter(short);
+    // Without the rest of the head, which it is a part of.
+    match name.and_then(|name| HeaderValue::from_bytes(name.as_bytes()).ok()) {
+        Some(name) => {
+            let tape = match resume {
+                None => Tape::new(memory),
+                Some(Resume { ids, share, .. }) => {
+                    Tape::after(ids.to_vec(), Some(Arc::clone(share)), memory)
+                }
+            };
+            Kind::Tape(tape, name)
+        }
+        None => Kind::Events,
+    }
+}
+
+fn report(headers: &HeaderMap) -> Option<LoadReport> {
+    LoadReport::decode(headers.get(LOAD_HEADER)?.to_str().ok()?).ok()
+}
+
+/// True if the backend takes no more requests for now. Another may.
+fn is_refusal(status: StatusCode) -> bool {
+    matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
+}
+
+/// True if the backend is itself a proxy whose server has failed.
+fn is_failure(status: StatusCode) -> bool {
+    matches!(status, StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT)
+}

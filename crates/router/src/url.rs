@@ -1,0 +1,80 @@
+//! Addresses of backends.
+
+use http::uri::Authority;
+use thiserror::Error;
+
+/// The error for a URL that is not a backend's.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("`{url}` is not the URL of a backend: {reason}")]
+pub struct UrlError {
+    /// The URL as the user wrote it.
+    pub url: String,
+    /// The reason, for the user.
+    pub reason: &'static str,
+}
+
+/// The address of a backend.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct BackendUrl {
+    authority: Authority,
+}
+
+impl BackendUrl {
+    /// Reads `http://host:port`. The scheme may be absent, and so may the port, which is 80 then.
+    ///
+    /// # Errors
+    /// The text is something else: https, a path, or a name without a host.
+    pub fn parse(url: &str) -> Result<Self, UrlError> {
+        let error = |reason| UrlError { url: url.to_owned(), reason };
+        let rest = match url.trim().split_once("://") {
+            None => url.trim(),
+            Some(("http", rest)) => rest,
+            Some(_) => return Err(error("only http is spoken to backends")),
+        };
+        let rest = rest.strip_suffix('/').unwrap_or(rest);
+        if rest.contains(['/', '?', '@']) {
+            return Err(error("it has to be http://HOST:PORT"));
+        }
+        let authority: Authority = rest.parse().map_err(|_| error("no host and port"))?;
+        if authority.host().is_empty() || authority.as_str().ends_with(':') {
+            return Err(error("no host and port"));
+        }
+        Ok(Self { authority })
+    }
+
+    /// `http://host:port`.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://{}", self.authority)
+    }
+
+    /// Host and port as they are written.
+    pub(crate) fn authority(&self) -> &str {
+        self.authority.as_str()
+    }
+
+    /// Host and port to connect to.
+    pub(crate) fn address(&self) -> (String, u16) {
+        let host = self.authority.host();
+        let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
+        (host.to_owned(), self.authority.port_u16().unwrap_or(80))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls() {
+        let parse = |url| BackendUrl::parse(url).map(|url| url.url());
+        assert_eq!(parse("http://host:81/").unwrap(), "http://host:81");
+        assert_eq!(parse("10.0.0.1:8000").unwrap(), "http://10.0.0.1:8000");
+        let v6 = BackendUrl::parse("http://[::1]:8000").unwrap();
+        assert_eq!(v6.address(), ("::1".to_owned(), 8000));
+        assert_eq!(BackendUrl::parse("http://host").unwrap().address().1, 80);
+        for wrong in ["https://a:1", "http://a:1/v1", "", "http://", "a:", "u@a:1", "a b"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+}
