@@ -206,9 +206,9 @@ impl SlotValue {
     /// True if each value is of another one of the new slots, in their order, and at least `least`.
     fn agree(values: &[Self], slots: &[SlotRecord], least: i32) -> bool {
         let mut slots = slots.iter();
-        values.iter().all(|value| {
-            value.value >= least && slots.any(|record| record.slot == value.slot)
-        })
+        values
+            .iter()
+            .all(|value| value.value >= least && slots.any(|record| record.slot == value.slot))
     }
 }
 
@@ -353,8 +353,7 @@ impl StepPlan {
             stops += stop_count;
             biases += bias_count;
         }
-        let values =
-            [(&self.segments, 0), (&self.embeds, 0), (&self.allowed_counts, 1)];
+        let values = [(&self.segments, 0), (&self.embeds, 0), (&self.allowed_counts, 1)];
         let allowed: i64 = self.allowed_counts.iter().map(|count| i64::from(count.value)).sum();
         Ok(self.slot_floats.len() == self.slots.len()
             && self.tokens.len() as u64 == inline
