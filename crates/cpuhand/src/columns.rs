@@ -123,7 +123,8 @@ impl Columns {
         for (row, &slot) in self.slot.iter().enumerate() {
             let slot = &tables.slots[slot as usize];
             let until = slot.prompt_len;
-            let Some(offset) = slot.spec.embeds.filter(|_| (self.start[row] as usize) < until) else {
+            let Some(offset) = slot.spec.embeds.filter(|_| (self.start[row] as usize) < until)
+            else {
                 continue;
             };
             let offset = offset as usize;

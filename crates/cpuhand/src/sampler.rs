@@ -107,9 +107,8 @@ fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
             let repeated = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
             let generated = count.generated as f32;
             let present = if count.generated > 0 { 1.0 } else { 0.0 };
-            *logit = repeated
-                - params.frequency_penalty * generated
-                - params.presence_penalty * present;
+            *logit =
+                repeated - params.frequency_penalty * generated - params.presence_penalty * present;
         }
     }
     if suppresses(ask) {
@@ -195,7 +194,8 @@ mod tests {
         let plain = Slot::default();
         assert_eq!(of(&plain, &logits, 0, None), 1);
         let greedy = || plain.spec.sampling.clone();
-        let slot = |sampling| Slot { spec: SlotSpec { sampling, ..SlotSpec::default() }, ..plain.clone() };
+        let slot =
+            |sampling| Slot { spec: SlotSpec { sampling, ..SlotSpec::default() }, ..plain.clone() };
         let biased = slot(SamplingParams { logit_bias: [(0, 5.0)].into(), ..greedy() });
         assert_eq!(of(&biased, &logits, 0, None), 0);
         let mut repeated = slot(SamplingParams { repetition_penalty: 2.0, ..greedy() });

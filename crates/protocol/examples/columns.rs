@@ -175,7 +175,8 @@ fn python_columns() -> String {
                 (Multiplicity::One, None) => "1".to_owned(),
                 _ => "0".to_owned(),
             };
-            let (kind, make) = if column.is_float { ("Float32s", "floats") } else { ("Int32s", "ints") };
+            let (kind, make) =
+                if column.is_float { ("Float32s", "floats") } else { ("Int32s", "ints") };
             let _ = writeln!(out, "    {}: {kind} = {make}({shape})", column.name);
             out += &docstring(&meaning(column));
         }

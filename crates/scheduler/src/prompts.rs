@@ -130,11 +130,7 @@ pub(crate) struct PromptLogprobsOf<'a> {
 
 impl<'a> PromptLogprobsOf<'a> {
     pub(crate) fn new(result: &'a StepResult) -> Self {
-        Self {
-            ranks: &result.prompt_ranks,
-            ids: &result.prompt_ids,
-            values: &result.prompt_values,
-        }
+        Self { ranks: &result.prompt_ranks, ids: &result.prompt_ids, values: &result.prompt_values }
     }
 
     /// Takes the log-probabilities of the next row. All have their lengths checked.

@@ -324,8 +324,7 @@ impl Scheduler {
     }
 
     pub(crate) fn count_rows(&mut self, result: &StepResult) {
-        let (counters, rows) =
-            (&mut self.counters.sparse, result.sparse_rows.unwrap_or_default());
+        let (counters, rows) = (&mut self.counters.sparse, result.sparse_rows.unwrap_or_default());
         counters.selected += u64::from(rows.selected);
         counters.on_pages += u64::from(rows.on_pages);
         counters.in_rows += u64::from(rows.in_rows);

@@ -205,8 +205,7 @@ impl Timeline {
     pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
         self.copies.report(now_us, result);
         let waited_us = std::mem::take(&mut self.waited_us);
-        result.copy_wait_us =
-            (waited_us > 0).then(|| u32::try_from(waited_us).unwrap_or(u32::MAX));
+        result.copy_wait_us = (waited_us > 0).then(|| u32::try_from(waited_us).unwrap_or(u32::MAX));
     }
 
     fn rows(&self, rows: u32) -> SparseRows {

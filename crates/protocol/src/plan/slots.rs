@@ -9,27 +9,31 @@ use crate::columns::record;
 use crate::frame::FrameError;
 
 /// The sampling parameters of a slot. They are in the device's slot table, and are replaced
-/// together when a slot is written.
+/// together when a slot is written. By default nothing changes the model's distribution.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
-    /// The temperature; 0 is greedy.
+    /// The number that logits are divided by; 0 is greedy, 1 (the default) is off.
     pub temperature: f32,
-    /// The share of probability that is kept (nucleus sampling); 1 is off.
+    /// The share of probability that is kept (nucleus sampling), from 0 to 1; 1 (the default) is
+    /// off.
     pub top_p: f32,
-    /// The number of candidates; 0 is off.
+    /// The number of candidates, in tokens; 0 (the default) is off.
     pub top_k: i32,
-    /// The share of the largest probability below which tokens are dropped; 0 is off.
+    /// The share of the largest probability below which tokens are dropped, from 0 to 1; 0 (the
+    /// default) is off.
     pub min_p: f32,
-    /// A number that divides positive logits of seen tokens, and multiplies negative ones; 1 is off
-    /// (Keskar et al. 2019).
+    /// A number that divides positive logits of seen tokens, and multiplies negative ones
+    /// (Keskar et al. 2019); 1 (the default) is off.
     pub repetition_penalty: f32,
-    /// A number that is subtracted once from the logit of each generated token.
+    /// A number that is subtracted once from the logit of each generated token; 0 (the default) is
+    /// off.
     pub presence_penalty: f32,
-    /// A number that is subtracted from the logit of each generated token, for each occurrence.
+    /// A number that is subtracted from the logit of each generated token, for each occurrence; 0
+    /// (the default) is off.
     pub frequency_penalty: f32,
-    /// The seed. Together with the position it is the only source of randomness.
+    /// The seed, 0 by default. Together with the position it is the only source of randomness.
     pub seed: u64,
-    /// The number of generated tokens before a stop id may be sampled.
+    /// The number of generated tokens before a stop id may be sampled; 0 (the default) is off.
     pub min_tokens: u32,
     /// The number of most likely tokens in the log-probabilities, beside the sampled token; `None`:
     /// no log-probabilities.
@@ -202,9 +206,9 @@ impl SlotValue {
     /// True if each value is of another one of the new slots, in their order, and at least `least`.
     fn agree(values: &[Self], slots: &[SlotRecord], least: i32) -> bool {
         let mut slots = slots.iter();
-        values.iter().all(|value| {
-            value.value >= least && slots.any(|record| record.slot == value.slot)
-        })
+        values
+            .iter()
+            .all(|value| value.value >= least && slots.any(|record| record.slot == value.slot))
     }
 }
 
@@ -349,8 +353,7 @@ impl StepPlan {
             stops += stop_count;
             biases += bias_count;
         }
-        let values =
-            [(&self.segments, 0), (&self.embeds, 0), (&self.allowed_counts, 1)];
+        let values = [(&self.segments, 0), (&self.embeds, 0), (&self.allowed_counts, 1)];
         let allowed: i64 = self.allowed_counts.iter().map(|count| i64::from(count.value)).sum();
         Ok(self.slot_floats.len() == self.slots.len()
             && self.tokens.len() as u64 == inline

@@ -138,14 +138,26 @@ fn what_is_not_known_is_refused() {
     assert_eq!(refused(&|plan| plan.row_tokens = vec![1, 1]), disagree);
     assert_eq!(refused(&|plan| plan.row_tokens = vec![0]), disagree);
     assert_eq!(refused(&|plan| plan.embeds = values(&[[2, 64]])), disagree, "no new slot");
-    assert_eq!(refused(&|plan| plan.segments = values(&[[1, 4], [0, 4]])), disagree, "another order");
+    assert_eq!(
+        refused(&|plan| plan.segments = values(&[[1, 4], [0, 4]])),
+        disagree,
+        "another order"
+    );
     assert_eq!(refused(&|plan| plan.embeds = values(&[[1, -64]])), disagree, "before the arena");
     assert_eq!(refused(&|plan| plan.allowed_counts = values(&[[1, 4]])), disagree, "no ids");
-    assert_eq!(refused(&|plan| plan.allowed_counts = values(&[[1, 0]])), disagree, "nothing allowed");
+    assert_eq!(
+        refused(&|plan| plan.allowed_counts = values(&[[1, 0]])),
+        disagree,
+        "nothing allowed"
+    );
     assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
     let copy = |copy: [i32; 4]| bytemuck::cast_slice(&copy).to_vec();
     assert_eq!(refused(&|plan| plan.copies = copy([1, 3, 3, 4])), disagree, "no direction");
-    assert_eq!(refused(&|plan| plan.copies = copy([1, 2, 3, 4])), disagree, "index keys and a page");
+    assert_eq!(
+        refused(&|plan| plan.copies = copy([1, 2, 3, 4])),
+        disagree,
+        "index keys and a page"
+    );
     assert_eq!(refused(&|plan| plan.copies = copy([1, 0, -3, 4])), disagree, "no page");
     let wait = Some(FrameError::Malformed("wait_us beside rows or out of range"));
     assert_eq!(refused(&|plan| plan.wait_us = Some(5)), wait, "it has rows");
@@ -179,7 +191,8 @@ fn columns_that_are_not_declared_so_are_refused() {
         assert_eq!(read(&[(8, &[0, 0, 1, 1]), (unknown, &[0])]), Err(FrameError::Column(unknown)));
     }
     assert_eq!(read(&[(23, &[0]), (24, &[])]), Err(FrameError::Column(23)));
-    let not_a_plan = Frame::new(Header { kind: Kind::Result, step: 1, columns: 0, words: 0 }, vec![]);
+    let not_a_plan =
+        Frame::new(Header { kind: Kind::Result, step: 1, columns: 0, words: 0 }, vec![]);
     let refused = StepPlan::decode(&not_a_plan.expect("a frame"));
     assert_eq!(refused, Err(FrameError::Malformed("not a plan")));
 }

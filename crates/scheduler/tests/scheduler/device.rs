@@ -5,8 +5,8 @@
 use std::ops::Range;
 
 use forebay_protocol::{
-    COPY_FAILED, COPY_OK, CopyEnd, Direction, PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Row,
-    StepPlan, StepResult, Want,
+    COPY_FAILED, COPY_OK, CopyEnd, Direction, PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK,
+    Row, StepPlan, StepResult, Want,
 };
 use forebay_scheduler::{ImageId, PromptImage, SchedulerConfig};
 
