@@ -10,6 +10,7 @@ use forebay_dialect::{ArgumentStyle, ArgumentTags, Marks, text_without};
 use serde_json::{Map, Value, json};
 
 use crate::error::GrammarError;
+use crate::keywords;
 use crate::kinds::{
     INTEGER, Kind, Kinds, NUMBER, NUMERIC, defined, resolve, scalars, without_strings,
 };
@@ -21,41 +22,6 @@ use crate::work::Work;
 
 /// The deepest nesting of values.
 const DEPTH: usize = 32;
-/// Keywords that say nothing about a value.
-const SILENT: [&str; 15] = [
-    "$schema",
-    "$id",
-    "$anchor",
-    "$comment",
-    "$defs",
-    "definitions",
-    "title",
-    "description",
-    "default",
-    "example",
-    "examples",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-    "nullable",
-];
-/// Keywords that are kept, beside those of strings and numbers.
-const KEPT: [&str; 12] = [
-    "$ref",
-    "type",
-    "enum",
-    "const",
-    "anyOf",
-    "oneOf",
-    "allOf",
-    "properties",
-    "required",
-    "additionalProperties",
-    "items",
-    "minItems",
-];
-const KEPT_TOO: [&str; 5] = ["maxItems", "pattern", "minLength", "maxLength", "format"];
-
 type Written = Result<String, GrammarError>;
 
 /// Writes the rules of one tool's arguments.
@@ -173,11 +139,7 @@ impl<'a> Arguments<'a> {
 
     /// Refuses keywords that nothing here keeps.
     fn check(&self, schema: &Map<String, Value>, path: &str) -> Result<(), GrammarError> {
-        let known = |key: &str| {
-            let lists = [&SILENT[..], &KEPT[..], &KEPT_TOO[..], &NUMERIC[..]];
-            lists.iter().any(|list| list.contains(&key))
-        };
-        match schema.keys().find(|key| !known(key)) {
+        match schema.keys().find(|key| !keywords::known(key)) {
             Some(key) if !self.lenient => {
                 let why = "the keyword is not supported in the model's own notation of calls";
                 Err(GrammarError::at(format!("{path}.{key}"), why))

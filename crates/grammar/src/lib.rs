@@ -44,6 +44,7 @@ mod expansion;
 mod footprint;
 mod formats;
 mod growth;
+mod keywords;
 mod kinds;
 mod lark;
 mod one_text;

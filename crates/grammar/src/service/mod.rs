@@ -11,8 +11,6 @@
 
 mod kept;
 mod shared;
-#[cfg(test)]
-mod tests;
 mod turns;
 
 use std::fmt;
@@ -229,3 +227,6 @@ impl Grammars {
         self.0.shared.stats()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -140,7 +140,7 @@ pub(super) const GRAMMAR_GAUGES: &[Source<GrammarStats>] = &[
     }),
     (
         "forebay:grammars_running_on",
-        "Compiles that were given up and still run; the compiler is stuck at 4.",
+        "Compiles of forms of answers that were given up and still run.",
         |s| s.running_on as f64,
     ),
 ];

@@ -116,7 +116,7 @@ pub(crate) async fn live() -> Response {
 /// Tells if the server takes requests and serves them now.
 ///
 /// 503 with the reason in one line while the model loads, is restarted, has failed, every replica
-/// is drained, the server drains, or no new form of answers can be compiled.
+/// is drained, or the server drains. Also while no new form of answers can be compiled.
 #[utoipa::path(
     get,
     path = "/health",

@@ -101,6 +101,17 @@ fn strings(count: usize) -> Vec<String> {
     (0..count).map(|at| format!("{at} and a word of it")).collect()
 }
 
+/// Rules that each name the next one, in so many groups: the compiler follows them on its stack.
+fn chain(rules: usize, groups: usize) -> Source {
+    let mut text = String::from("start: r0\n");
+    let (open, close) = ("(".repeat(groups), ")".repeat(groups));
+    for rule in 0..rules {
+        writeln!(text, "r{rule}: \"a\" {open}r{}{close}", rule + 1).unwrap();
+    }
+    writeln!(text, "r{rules}: \"b\"").unwrap();
+    Form::Lark(text.into()).into()
+}
+
 /// Sources of each kind, small and large.
 fn sources() -> Vec<(&'static str, Source)> {
     let terminals = |count: usize| -> Source {
@@ -135,9 +146,11 @@ fn sources() -> Vec<(&'static str, Source)> {
         ("50 terminals", terminals(50)),
         ("400 terminals", terminals(400)),
         ("a counted expression", Form::Regex("x0.*a.{18}b.{18}c.{18}".into()).into()),
-        ("an expression of optional letters", Form::Regex("[a-z]?".repeat(500).into()).into()),
+        ("an expression of optional letters", Form::Regex("[a-z]?".repeat(100).into()).into()),
         ("classes of Unicode", Form::Regex(r"(\w\W){20}\p{Greek}".into()).into()),
         ("GBNF of 1000 rules", Form::Ebnf(format!("root ::= r999\n{rules}").into()).into()),
+        ("a chain of rules", chain(2000, 0)),
+        ("a chain of groups", chain(80, 22)),
         ("a structural tag", Form::StructuralTag(tag.to_string().into()).into()),
     ]
 }

@@ -1,0 +1,44 @@
+//! Keywords of schemas whose meaning is kept in notations of calls that are not JSON.
+
+use crate::kinds::NUMERIC;
+
+/// Keywords that say nothing about a value.
+const SILENT: [&str; 15] = [
+    "$schema",
+    "$id",
+    "$anchor",
+    "$comment",
+    "$defs",
+    "definitions",
+    "title",
+    "description",
+    "default",
+    "example",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "nullable",
+];
+/// Keywords that are kept, beside those of strings and numbers.
+const KEPT: [&str; 12] = [
+    "$ref",
+    "type",
+    "enum",
+    "const",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+    "minItems",
+];
+const KEPT_TOO: [&str; 5] = ["maxItems", "pattern", "minLength", "maxLength", "format"];
+
+/// True if such a notation keeps what the keyword says.
+pub(crate) fn known(key: &str) -> bool {
+    let lists = [&SILENT[..], &KEPT[..], &KEPT_TOO[..], &NUMERIC[..]];
+    lists.iter().any(|list| list.contains(&key))
+}
