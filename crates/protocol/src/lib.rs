@@ -41,7 +41,7 @@ pub use frame::{
 pub use handshake::{
     Fatal, HandConfig, Hello, Message, Progress, Ready, StoreOp, StoreReply, StoreRequest,
 };
-pub use masks::{MaskPlace, ReceivedMasks, StepMasks};
+pub use masks::{MaskPlace, ReceivedMasks, RowMask, StepMasks};
 pub use plan::{
     Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, PAGE_WRITE_WORDS, PROMPT_LOGPROBS_WORDS,
     PromptLogprobsWant, ROW_WORDS, Row, StepPlan, TowerWork, Want, tell_group,

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use clap::Args;
 
-/// Cores for each thread that helps with masks: a step waits for its masks only where it has many.
+/// Cores for each thread that fills masks: a step waits for its masks only where it has many.
 const CORES_A_HELPER: usize = 8;
 const MOST_HELPERS: usize = 8;
 
@@ -18,10 +18,14 @@ pub(crate) struct GrammarFlags {
     /// Threads that compile schemas and grammars.
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) grammar_threads: NonZeroUsize,
-    /// Threads that fill masks beside the engine's, if a step has more than eight [default: one for
-    /// every 8 cores].
+    /// Threads that fill masks beside the engine's: dear ones, and cheap ones if a step has more
+    /// than eight [default: one for every 8 cores, at least one].
     #[arg(long, value_name = "N")]
-    pub(crate) mask_threads: Option<usize>,
+    pub(crate) mask_threads: Option<NonZeroUsize>,
+    /// Part of a step's time, in percent, for which it waits for masks at most: 2 to 20
+    /// milliseconds. A request whose mask is not ready then gets no token in this step.
+    #[arg(long, value_name = "PERCENT", default_value = "10", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) mask_share: u32,
     /// Take schemas of which only a part can be kept: keywords that are not known are left out, and
     /// `oneOf` is read as `anyOf`.
     #[arg(long)]
@@ -32,6 +36,7 @@ impl GrammarFlags {
     /// Threads that fill masks.
     pub(crate) fn helpers(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        self.mask_threads.unwrap_or_else(|| (cores / CORES_A_HELPER).min(MOST_HELPERS))
+        let usual = (cores / CORES_A_HELPER).clamp(1, MOST_HELPERS);
+        self.mask_threads.map_or(usual, NonZeroUsize::get)
     }
 }
