@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -20,11 +21,11 @@ Late: TypeAlias = Callable[[int, int], bool]
 Said: TypeAlias = list[tuple[int, list[int], list[float]]]
 """Tokens, each with the ids and values of its log-probabilities."""
 
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+PENALISED = Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3)
 SLOTS = (
-    Sampling(**PENALTIES),
-    Sampling(temperature=1.0, seed=3, logprobs=2, **PENALTIES),
-    Sampling(temperature=1.0, seed=4, logprobs=1, **PENALTIES),
+    PENALISED,
+    replace(PENALISED, temperature=1.0, seed=3, logprobs=2),
+    replace(PENALISED, temperature=1.0, seed=4, logprobs=1),
     Sampling(),
     Sampling(temperature=0.8, top_k=9, seed=5, stop_ids=(3, 4), min_total=50),
 )
@@ -55,7 +56,11 @@ def tell(step_of: Step, late: Late) -> list[Said]:
     step, begun = 0, False
     while any(len(tokens) < count for tokens, count in zip(said, COUNTS, strict=True)):
         step += 1
-        builder, words, places, missing, giving = PlanBuilder(step), [], [], [], []
+        builder = PlanBuilder(step)
+        words: list[UInt32s] = []
+        places: list[int] = []
+        missing: list[int] = []
+        giving: list[int] = []
         for slot, sampling in enumerate(SLOTS):
             if len(said[slot]) == COUNTS[slot]:
                 continue
