@@ -21,6 +21,7 @@ from forebay.runner.launched import Launched
 from forebay.runner.runner import ModelRunner
 from forebay.state.slots import PlanError
 from tests.hand.greedy import model_of
+from tests.hand.late_masks import PATTERN, Late, Step, check_late
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, runner_of
 
 FAMILIES_OF_GRAPHS = ["llama", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v3"]
@@ -140,6 +141,16 @@ def test_masks_come_between_the_model_and_the_sampler(graph_rows: int) -> None:
         return found
 
     assert tokens(paged(graph_rows=graph_rows)) == tokens(runner_of(model_of("llama")))
+
+
+@GRAPHS
+@PATTERN
+def test_a_row_whose_mask_is_not_ready_says_the_same_later(graph_rows: int, late: Late) -> None:
+    def step_of() -> Step:
+        runner = paged(graph_rows=graph_rows)
+        return lambda plan, masks: runner.step(plan, lambda: masks)
+
+    check_late(step_of, late)
 
 
 # Plans that are wrong.

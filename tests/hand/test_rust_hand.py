@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.pooling import Pooling
 from tests.hand.gguf_models import Form, write
+from tests.hand.late_masks import PATTERN, Late, Step, check_late
 from tests.hand.process import spawn
 from tests.hand.support import (
     HOST,
@@ -446,6 +447,20 @@ def test_masks_and_embeddings_are_the_same_to_both(tmp_path: Path) -> None:
             assert ours.tokens.tolist() == theirs.tokens.tolist()
             np.testing.assert_allclose(ours.logprob_values, theirs.logprob_values, atol=2e-4)
             assert words[0][ours.tokens[0] // 32] >> (ours.tokens[0] % 32) & 1
+
+
+@PATTERN
+def test_a_row_whose_mask_is_not_ready_says_the_same_later(tmp_path: Path, late: Late) -> None:
+    values = settings(in_safetensors(tmp_path, "llama"))
+    with ExitStack() as hands:
+
+        def step_of() -> Step:
+            runner = hands.enter_context(rust(tmp_path, values))
+            return lambda plan, masks: runner.launch(
+                plan, masks.encode() if plan.rows[:, 3].max() > 1 else b""
+            ).collect()
+
+        check_late(step_of, late)
 
 
 def test_each_hand_reads_what_the_other_has_kept(tmp_path: Path) -> None:

@@ -370,6 +370,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             slots: setup.max_running + setup.max_running.div_ceil(2),
             page_size: setup.page_size,
             mask_threads: 0,
+            mask_share: 10,
             image_budget: 1,
             token_budget: setup.token_budget,
             prefix_cache: setup.prefix_cache,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use forebay_kernels::{Given, Wanted};
 use forebay_protocol::{
-    MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, StepPlan, StepResult,
+    MaskPlace, ROW_NOT_FINITE, ROW_OK, Ready, ReceivedMasks, RowMask as Mask, StepPlan, StepResult,
 };
 
 use crate::columns::Columns;
@@ -98,15 +98,18 @@ impl Runner {
                 self.heads(&states, prompts, &mut logits, result)?;
             }
         }
-        let mut of_rows = vec![None; wanted.len()];
+        let mut of_rows = vec![Mask::Everything; wanted.len()];
         if !columns.masked.is_empty() {
             let Some(received) = masks()? else { return Ok(false) };
             self.masks(plan.step(), &columns, &received, &mut of_rows)?;
         }
-        let found = self.sample(&logits, &wanted, &of_rows);
+        let drawn: Vec<usize> =
+            (0..wanted.len()).filter(|&at| of_rows[at] != Mask::NoToken).collect();
+        let found = self.sample(&logits, &wanted, (&drawn, &of_rows));
         self.logits = logits;
-        let asked = wanted.iter().any(|&(slot, _)| self.tables.slots[slot].logprobs().is_some());
-        for (at, sampled) in found.iter().enumerate() {
+        let asked =
+            drawn.iter().any(|&at| self.tables.slots[wanted[at].0].logprobs().is_some());
+        for (&at, sampled) in drawn.iter().zip(&found) {
             self.keep(wanted[at], columns.sampling[at], sampled, result);
             if asked {
                 result.logprob_counts.push(sampled.logprobs.len() as i32);
@@ -131,34 +134,36 @@ impl Runner {
         }
     }
 
-    /// Samples rows, each on the next free thread.
+    /// Samples those of the wanted rows that are `drawn`, each on the next free thread.
     fn sample(
         &self,
         logits: &[f32],
         wanted: &[(usize, usize)],
-        masks: &[Option<Vec<u32>>],
+        (drawn, masks): (&[usize], &[Mask]),
     ) -> Vec<Sampled> {
-        let found: Vec<OnceLock<Sampled>> = wanted.iter().map(|_| OnceLock::new()).collect();
+        let found: Vec<OnceLock<Sampled>> = drawn.iter().map(|_| OnceLock::new()).collect();
         let (vocabulary, slots) = (self.sizes.vocabulary, &self.tables.slots);
-        self.threads.each(wanted.len(), |at| {
+        self.threads.each(drawn.len(), |number| {
+            let at = drawn[number];
             let (slot, position) = wanted[at];
-            let (slot, mask) = (&slots[slot], masks[at].as_deref());
+            let slot = &slots[slot];
+            let mask = if let Mask::Tokens(words) = &masks[at] { Some(&words[..]) } else { None };
             let logits = &logits[at * vocabulary..][..vocabulary];
             let ask = Ask { slot, position, mask };
             let sampled = SCRATCH.with_borrow_mut(|scratch| sample(logits, &ask, scratch));
             // It is the only one for this row.
-            let _ = found[at].set(sampled);
+            let _ = found[number].set(sampled);
         });
         found.into_iter().filter_map(OnceLock::into_inner).collect()
     }
 
-    /// Gives rows their masks. Masks that allow everything are left out.
+    /// Gives rows their masks.
     fn masks(
         &self,
         step: u64,
         columns: &Columns,
         received: &ReceivedMasks,
-        to: &mut [Option<Vec<u32>>],
+        to: &mut [Mask],
     ) -> Result<(), PlanError> {
         if received.step != step || received.places.len() != columns.masked.len() {
             return wrong(format!(
@@ -171,15 +176,16 @@ impl Runner {
         let width = self.sizes.vocabulary.div_ceil(32);
         for (&at, &place) in columns.masked.iter().zip(&received.places) {
             to[at] = match place {
-                MaskPlace::Everything => None,
+                MaskPlace::Everything => Mask::Everything,
+                MaskPlace::NoToken => Mask::NoToken,
                 MaskPlace::Inline(index) => match received.inline(index, width) {
-                    Some(words) => Some(words.to_vec()),
+                    Some(words) => Mask::Tokens(words.to_vec()),
                     None => return wrong("a frame with fewer masks than it names"),
                 },
                 MaskPlace::Arena(offset) => match self.arena.read(offset as usize, 4 * width) {
                     Some(bytes) => {
                         let (words, _) = bytes.as_chunks::<4>();
-                        Some(words.iter().map(|&word| u32::from_le_bytes(word)).collect())
+                        Mask::Tokens(words.iter().map(|&word| u32::from_le_bytes(word)).collect())
                     }
                     None => {
                         let all = self.arena.bytes();

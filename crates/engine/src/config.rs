@@ -37,8 +37,12 @@ pub struct EngineConfig {
     pub load_timeout_us: u64,
     /// The number of failed starts in a row after which a hand that once worked is given up.
     pub restart_limit: u32,
-    /// The number of threads that fill masks beside the engine's, if a step has many of them.
+    /// The number of threads that fill masks beside the engine's. Without any, a step waits for all
+    /// of its masks, whatever they take.
     pub mask_threads: usize,
+    /// The part of a step's time, in percent, for which it waits for masks at most. It is 2 to 20
+    /// milliseconds. A row whose mask is not ready then sits the step out.
+    pub mask_share: u32,
     /// The use of the host tier, if the hand has one.
     pub host: Option<HostConfig>,
     /// The largest number of positions times layers of images that a step computes, if the hand has

@@ -7,8 +7,8 @@ use thiserror::Error;
 /// The tokens that a request may sample next.
 ///
 /// A constraint belongs to one request, and ends with it. It depends on the tokens so far alone, so
-/// it outlives preemption, the hand's death and a change of replica. The engine's thread drives it,
-/// one token at a time. Helpers fill masks beside that thread.
+/// it outlives preemption, the hand's death and a change of replica. One thread at a time drives
+/// it: the engine's, while its masks are cheap, or a mask thread.
 pub trait Constraint: fmt::Debug + Send {
     /// Notes that the request has generated `token`.
     ///
@@ -18,7 +18,8 @@ pub trait Constraint: fmt::Debug + Send {
 
     /// Writes the tokens that may come next: bit `i % 32` of word `i / 32` is set for an allowed
     /// token `i`. Every word is written, and at least one bit is set. A thread fills the masks of
-    /// several requests one after the other, so this must not wait.
+    /// several requests one after the other, so this must not wait. If it takes long, the request's
+    /// row sits the step out, and others go on.
     ///
     /// # Errors
     /// No token can come next, or the search for one would take too long.

@@ -52,6 +52,7 @@
 //! #     load_timeout_us: 0,
 //! #     restart_limit: 3,
 //! #     mask_threads: 0,
+//! #     mask_share: 10,
 //! #     host: None,
 //! #     image_budget: 0,
 //! # };
@@ -103,6 +104,7 @@ mod constraint;
 mod executor;
 mod handle;
 mod journal;
+mod masks;
 mod member;
 mod owner;
 mod payload;

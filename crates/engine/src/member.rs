@@ -20,7 +20,7 @@ use crate::config::EngineConfig;
 use crate::handle::{EngineHandle, Order, Shared, positions};
 use crate::journal::{Notes, StepNote, What};
 pub(crate) use crate::member::carrying::{Carried, Carrying};
-pub(crate) use crate::member::constrained::{Constrained, helpers};
+pub(crate) use crate::member::constrained::Constrained;
 pub(crate) use crate::member::hand::{Cause, Pool};
 use crate::member::pictures::Pictures;
 pub use crate::member::queue::MOST_VIEWS;
@@ -131,6 +131,7 @@ impl Member {
     /// Takes every waiting order, up to [`Order::Stop`].
     pub(crate) fn take_orders(&mut self) -> Taken {
         let mut taken = Taken::default();
+        self.collect_masks();
         while let Ok(order) = self.lane.try_recv() {
             match order {
                 Order::Submit { mut request, arrival } => {
@@ -192,11 +193,11 @@ impl Member {
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id, finish);
         }
-        let id = request.id;
+        let (id, client) = (request.id, request.client);
         request.held = has_to_wait;
         self.payloads.hold(id, payloads);
         self.pictures.hold(id, pictures);
-        self.constrained.hold(id, constraint);
+        self.constrained.hold(id, client, constraint);
         scheduler.submit(request);
         if has_to_wait {
             self.carry_for(id);
@@ -264,6 +265,9 @@ impl Member {
         self.noted_us = self.shared.clock.now_us();
         self.payloads.answered(result.step);
         self.stats.device_us += u64::from(result.timing.device_us);
+        if !result.row_errors.is_empty() {
+            self.constrained.stepped(result.timing.device_us);
+        }
         let gap_us = if rested || result.row_errors.is_empty() { 0 } else { result.timing.gap_us };
         self.stats.idle_us += u64::from(gap_us);
         self.notes.done(result.step, self.noted_us, result.timing.device_us, gap_us);

@@ -177,8 +177,9 @@ impl Owner {
 
     /// Sends the masks of each member's last plan, if the tokens that they depend on are known.
     fn send_masks(&mut self) {
+        let members = self.members.len() as u64;
         for (at, member) in self.members.iter_mut().enumerate() {
-            member.send_masks(at, &mut *self.executor);
+            member.send_masks(at, members, &mut *self.executor);
         }
     }
 

@@ -14,7 +14,8 @@ use crate::config::EngineConfig;
 use crate::executor::Executor;
 use crate::handle::{EngineHandle, Shared, Size};
 use crate::journal::Journal;
-use crate::member::{Carrying, Constrained, Member, helpers};
+use crate::masks::MaskThreads;
+use crate::member::{Carrying, Constrained, Member};
 use crate::owner::Owner;
 use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
 use crate::waiting::Waiting;
@@ -100,7 +101,7 @@ impl Engine {
         hooks: Vec<Hooks>,
     ) -> std::io::Result<(Vec<EngineHandle>, EngineThread)> {
         assert!(!hooks.is_empty(), "an engine has a member");
-        let helpers = helpers(config.mask_threads)?;
+        let threads = Arc::new(MaskThreads::start(config.mask_threads, Arc::clone(&clock))?);
         let (mut handles, mut members, mut on_exits) = (Vec::new(), Vec::new(), Vec::new());
         for Hooks { sink, blocks, peers, queued, on_exit } in hooks {
             let (orders, lane) = unbounded();
@@ -125,7 +126,8 @@ impl Engine {
                 },
             });
             let handle = EngineHandle { shared, orders };
-            let constrained = Constrained::new(helpers.clone());
+            let constrained =
+                Constrained::new(Arc::clone(&threads), config.mask_share, executor.waker());
             let carrying = Carrying::new(executor.is_near());
             let listeners = (sink, blocks, peers);
             let member =

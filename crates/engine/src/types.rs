@@ -290,8 +290,14 @@ pub struct HandStats {
     pub copy_wait_us: u64,
     /// Masks that were made for rows with constraints.
     pub masks: u64,
-    /// Microseconds of the engine's thread for masks.
+    /// Microseconds that masks took, on all threads.
     pub mask_us: u64,
+    /// Microseconds of the engine's thread for masks: its own, and waits for those of others.
+    pub mask_wait_us: u64,
+    /// The longest time that the last step could wait for masks, in microseconds.
+    pub mask_budget_us: u64,
+    /// Rows that sat a step out because their mask was not ready.
+    pub sat_out: u64,
     /// Bytes of the blocks that reached the host tier.
     pub saved_bytes: u64,
     /// Bytes of the blocks that came back from the host tier.

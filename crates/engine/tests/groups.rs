@@ -157,6 +157,7 @@ fn config() -> EngineConfig {
         load_timeout_us: 0,
         restart_limit: 3,
         mask_threads: 0,
+        mask_share: 10,
         image_budget: 0,
         host: None,
     }

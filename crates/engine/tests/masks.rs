@@ -112,6 +112,7 @@ fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
         load_timeout_us: 0,
         restart_limit: 3,
         mask_threads,
+        mask_share: 10,
         image_budget: 1000,
         host: None,
     }

@@ -73,6 +73,7 @@ fn config() -> EngineConfig {
         load_timeout_us: 20 * SECOND,
         restart_limit: 1,
         mask_threads: 0,
+        mask_share: 10,
         image_budget: 1000,
         host: None,
     }

@@ -111,6 +111,7 @@ impl Rig {
             load_timeout_us: 0,
             restart_limit: 3,
             mask_threads: 0,
+            mask_share: 10,
             image_budget: 1000,
             host,
         };

@@ -119,6 +119,7 @@ pub(crate) struct Config {
     pub(crate) grammar_cache_bytes: usize,
     pub(crate) grammar_lenient: bool,
     pub(crate) mask_threads: usize,
+    pub(crate) mask_share: u32,
     /// The settings of images; `None`: the model takes none.
     #[serde(flatten)]
     pub(crate) images: Option<ImageConfig>,
@@ -328,6 +329,7 @@ impl Config {
             grammar_cache_bytes: flags.grammar.grammar_cache_bytes,
             grammar_lenient: flags.grammar.grammar_lenient,
             mask_threads: flags.grammar.helpers(&processors),
+            mask_share: flags.grammar.mask_share,
             images: ImageConfig::resolve(&flags.images, model, !cuda && simulated.is_none())?,
             chat: None,
             pooling: model.pooling.clone(),
@@ -377,6 +379,7 @@ impl Config {
             load_timeout_us: (self.load_timeout_s * 1e6) as u64,
             restart_limit: self.hand_restarts,
             mask_threads: if self.grammar { self.mask_threads } else { 0 },
+            mask_share: self.mask_share,
             host: self.host_tier.as_ref().map(HostTier::engine),
             image_budget: self.images.map_or(1, |images| images.position_layers()),
         }

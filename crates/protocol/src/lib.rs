@@ -42,7 +42,7 @@ pub use frame::{
 pub use handshake::{
     Fatal, HandConfig, Hello, Message, Progress, Ready, StoreOp, StoreReply, StoreRequest,
 };
-pub use masks::{MaskPlace, ReceivedMasks, StepMasks};
+pub use masks::{MaskPlace, ReceivedMasks, RowMask, StepMasks};
 pub use plan::{
     FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, Grid, IMAGE_SPAN_WORDS, ImageSpan, MAX_GROUP, NO_PAGE,
     NewSlot, PAGE_WRITE_WORDS, Pooling, PromptLogprobsWant, ROW_WORDS, Row, SamplingParams,

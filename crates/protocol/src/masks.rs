@@ -8,47 +8,27 @@ const EVERYTHING: i32 = -1;
 /// Offset of a row whose mask is in the frame.
 const INLINE: i32 = -2;
 
-/// One mask for each masked row of a plan, in row order. Its memory is reused from step to step.
+/// What a masked row may sample.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RowMask {
+    /// Everything is allowed.
+    Everything,
+    /// Bit `i % 32` of word `i / 32` is set if token `i` may come.
+    Tokens(Vec<u32>),
+    /// The mask is not ready: the row gives no token in this step.
+    NoToken,
+}
+
+/// The masks of a step: one for each masked row of a plan, in row order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepMasks {
-    step: u64,
-    /// Words of a mask.
-    width: usize,
-    /// The masks one after the other.
-    words: Vec<u32>,
-    /// A flag for each row, true if its mask restricts anything.
-    masked: Vec<bool>,
+    /// The plan's step.
+    pub step: u64,
+    /// The masks of its masked rows.
+    pub rows: Vec<RowMask>,
 }
 
 impl StepMasks {
-    /// Makes room for `rows` masks over `vocabulary` tokens, for step `step`. Everything is allowed
-    /// in masks that are not written yet.
-    pub fn begin(&mut self, step: u64, rows: usize, vocabulary: u32) {
-        self.step = step;
-        self.width = vocabulary.div_ceil(u32::BITS) as usize;
-        self.words.resize(rows * self.width, 0);
-        self.masked.clear();
-        self.masked.resize(rows, false);
-    }
-
-    /// The plan's step.
-    #[must_use]
-    pub fn step(&self) -> u64 {
-        self.step
-    }
-
-    /// Each row's mask, to be written, and a flag. Bit `i % 32` of word `i / 32` is set if token
-    /// `i` may come. The flag is true if the mask restricts anything.
-    pub fn rows_mut(&mut self) -> impl ExactSizeIterator<Item = (&mut [u32], &mut bool)> {
-        self.words.chunks_exact_mut(self.width.max(1)).zip(&mut self.masked)
-    }
-
-    /// Each row's mask; `None`: everything is allowed.
-    pub fn rows(&self) -> impl ExactSizeIterator<Item = Option<&[u32]>> {
-        let masks = self.words.chunks_exact(self.width.max(1));
-        masks.zip(&self.masked).map(|(mask, &masked)| masked.then_some(mask))
-    }
-
     /// Writes the frame to `out`, whose old content is lost. `place` gets each mask and gives its
     /// byte offset in the arena. With `None`, because the arena is full, the mask stays in the
     /// frame.
@@ -60,19 +40,25 @@ impl StepMasks {
         out: &mut Vec<u8>,
         mut place: impl FnMut(&[u32]) -> Option<u32>,
     ) -> Result<(), FrameError> {
-        let (mut offsets, mut inline) = (Vec::with_capacity(self.masked.len()), Vec::new());
-        for mask in self.rows() {
-            let placed = mask.map(&mut place);
-            offsets.push(match (mask, placed.flatten()) {
-                (None, _) => EVERYTHING,
-                (Some(_), Some(offset)) => offset.cast_signed(),
-                (Some(mask), None) => {
-                    inline.extend(mask.iter().map(|word| word.cast_signed()));
-                    INLINE
+        let (mut offsets, mut inline) = (Vec::with_capacity(self.rows.len()), Vec::new());
+        let mut no_token = Vec::new();
+        for (row, mask) in (0..).zip(&self.rows) {
+            offsets.push(match mask {
+                RowMask::Everything => EVERYTHING,
+                RowMask::NoToken => {
+                    no_token.push(row);
+                    EVERYTHING
                 }
+                RowMask::Tokens(mask) => place(mask).map_or_else(
+                    || {
+                        inline.extend(mask.iter().map(|word| word.cast_signed()));
+                        INLINE
+                    },
+                    u32::cast_signed,
+                ),
             });
         }
-        encode(Kind::Masks, self.step, &[&offsets, &inline], out)
+        encode(Kind::Masks, self.step, &[&offsets, &inline, &no_token], out)
     }
 }
 
@@ -85,6 +71,8 @@ pub enum MaskPlace {
     Arena(u32),
     /// The mask is in the frame, so many masks after the first.
     Inline(usize),
+    /// There is no mask, and the row gives no token.
+    NoToken,
 }
 
 /// The masks of a step on the hand's side.
@@ -107,7 +95,7 @@ impl ReceivedMasks {
         if frame.header().kind != Kind::Masks {
             return Err(FrameError::Malformed("not a masks frame"));
         }
-        let [offsets, words] = frame.known::<2>()?;
+        let [offsets, words, no_token] = frame.known::<3>()?;
         let mut inline = 0..;
         let place = |&offset: &i32| match offset {
             EVERYTHING => Ok(MaskPlace::Everything),
@@ -116,7 +104,14 @@ impl ReceivedMasks {
                 .map(MaskPlace::Arena)
                 .map_err(|_| FrameError::Malformed("a mask's offset")),
         };
-        let places = offsets.iter().map(place).collect::<Result<_, _>>()?;
+        let mut places = offsets.iter().map(place).collect::<Result<Vec<_>, _>>()?;
+        for &row in no_token {
+            let place = usize::try_from(row).ok().and_then(|row| places.get_mut(row));
+            match place {
+                Some(place @ MaskPlace::Everything) => *place = MaskPlace::NoToken,
+                _ => return Err(FrameError::Malformed("a row without a token")),
+            }
+        }
         let words = words.iter().map(|word| word.cast_unsigned()).collect();
         Ok(Self { step: frame.header().step, places, words })
     }
@@ -125,5 +120,28 @@ impl ReceivedMasks {
     #[must_use]
     pub fn inline(&self, index: usize, width: usize) -> Option<&[u32]> {
         self.words.get(index * width..(index + 1) * width)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::{HEADER_BYTES, Header};
+
+    fn decode(offsets: &[i32], no_token: i32) -> Result<ReceivedMasks, FrameError> {
+        let mut bytes = Vec::new();
+        encode(Kind::Masks, 3, &[offsets, &[0, 0, 0], &[no_token]], &mut bytes)?;
+        let (head, body) = bytes.split_first_chunk::<HEADER_BYTES>().expect("a header");
+        let words = body.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+        ReceivedMasks::decode(&Frame::new(Header::decode(head)?, words)?)
+    }
+
+    #[test]
+    fn a_row_without_a_token_is_there_and_has_no_mask() {
+        let places = decode(&[INLINE, EVERYTHING], 1).expect("a good frame").places;
+        assert_eq!(places, [MaskPlace::Inline(0), MaskPlace::NoToken]);
+        for (offset, row) in [(INLINE, 0), (64, 0), (EVERYTHING, 2), (EVERYTHING, -1)] {
+            assert!(decode(&[offset, EVERYTHING], row).is_err(), "{offset} {row}");
+        }
     }
 }

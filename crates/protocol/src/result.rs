@@ -51,7 +51,7 @@ columns! {
     pub struct StepResult: Result, "result" {
         /// The plan's step number.
         pub step,
-        /// Those of each row that samples, in row order.
+        /// Those of each row that samples and does not sit out, in row order.
         1 pub tokens: Vec<i32>,
         /// One a row, in row order: 0 fine, 1 the logits, also those of a prompt's tokens, or the
         /// vector were not finite.
@@ -67,7 +67,7 @@ columns! {
         6 pub timing: StepTiming,
         /// The vectors of the pooled rows, in row order, one after the other and all equally long.
         7 pub pooled: Vec<f32>,
-        /// Tokens of each row that samples, at least 1; absent: one each.
+        /// Tokens of each row that samples and does not sit out, at least 1; absent: one each.
         8 pub token_counts: Vec<i32>,
         /// The copies that ended since the last result: `error` 0 done, 1 could not be done.
         9 pub copied: Vec<CopyEnd>,

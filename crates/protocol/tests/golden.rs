@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use forebay_protocol::{
-    Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, NewSlot, PageCopy, Pooling,
-    PromptLogprobsWant, Row, SamplingParams, SlotSpec, Span, StepMasks, StepPlan, StepResult,
-    TowerWork, Want, encode_json, encode_place, tell_group,
+    Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, MaskPlace, NewSlot, PageCopy,
+    Pooling, PromptLogprobsWant, ReceivedMasks, Row, RowMask, SamplingParams, SlotSpec, Span,
+    StepMasks, StepPlan, StepResult, TowerWork, Want, encode_json, encode_place, tell_group,
 };
 use serde_json::Value;
 
@@ -63,7 +63,7 @@ fn id(kind: &str, column: &str) -> u32 {
             "prompt_logprobs",
             "group",
         ],
-        "masks" => &["offsets", "words"],
+        "masks" => &["offsets", "words", "no_token"],
         "plan_at" => &["place"],
         _ => &[
             "tokens",
@@ -351,7 +351,8 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
 }
 
 /// The same for masks: of a vocabulary of 70 tokens, one in the arena, one that allows everything,
-/// and two in the frame.
+/// and two in the frame; then
+/// two rows that give no token.
 #[test]
 fn the_engine_s_calls_write_the_golden_masks() {
     let (folder, _) = fixtures();
@@ -367,17 +368,28 @@ fn the_engine_s_calls_write_the_golden_masks() {
     let mut got = Vec::new();
     plan.encode(&mut got).expect("within the limit");
     assert_eq!(got, read("plan_masked.bin"));
-    let mut masks = StepMasks::default();
-    masks.begin(21, 4, 70);
-    let allowed: [&[u32]; 4] = [&[1, 0, 0], &[], &[0x8000_0000, 0xffff_ffff, 0x3f], &[0, 0, 0x20]];
-    for ((words, masked), allowed) in masks.rows_mut().zip(allowed) {
-        *masked = !allowed.is_empty();
-        words[..allowed.len()].copy_from_slice(allowed);
-    }
-    assert_eq!(masks.rows().nth(1), Some(None));
+    let tokens = |words: [u32; 3]| RowMask::Tokens(words.to_vec());
+    let mut masks = StepMasks {
+        step: 21,
+        rows: vec![
+            tokens([1, 0, 0]),
+            RowMask::Everything,
+            tokens([0x8000_0000, 0xffff_ffff, 0x3f]),
+            tokens([0, 0, 0x20]),
+        ],
+    };
     let place = |mask: &[u32]| (mask[0] == 1).then_some(4096);
     masks.encode_spilling(&mut got, place).expect("within the limit");
     assert_eq!(got, read("masks.bin"));
+    masks.rows[0] = RowMask::NoToken;
+    masks.rows[2] = RowMask::NoToken;
+    masks.encode_spilling(&mut got, place).expect("within the limit");
+    assert_eq!(got, read("masks_no_token.bin"));
+    let received = ReceivedMasks::decode(&frame(&got)).expect("a good one");
+    let places =
+        [MaskPlace::NoToken, MaskPlace::Everything, MaskPlace::NoToken, MaskPlace::Inline(0)];
+    assert_eq!(received.places, places);
+    assert_eq!(received.inline(0, 3), Some(&[0, 0, 0x20][..]));
 }
 
 #[test]

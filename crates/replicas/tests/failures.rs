@@ -75,6 +75,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 load_timeout_us: 0,
                 restart_limit: 0,
                 mask_threads: 0,
+                mask_share: 10,
                 image_budget: 1000,
                 host: None,
             },

@@ -71,10 +71,15 @@ impl Scheduler {
 
     fn learn(&mut self, flight: &Flight, device_us: u32) {
         // Where the tower computed too, the time says little of the rows.
-        if self.config.host.is_some() && flight.towers.is_empty() {
-            let lengths = flight.rows.iter().map(|row| row.end - row.start);
-            let single = lengths.clone().filter(|&length| length == 1).count() as u32;
-            self.rates.computed(lengths.sum(), single, device_us);
+        if !flight.towers.is_empty() {
+            return;
+        }
+        let lengths = flight.rows.iter().map(|row| row.end - row.start);
+        let positions = lengths.clone().sum();
+        self.rates.stepped(positions, device_us);
+        if self.config.host.is_some() {
+            let single = lengths.filter(|&length| length == 1).count() as u32;
+            self.rates.computed(positions, single, device_us);
         }
     }
 
@@ -129,12 +134,16 @@ impl Scheduler {
         if !first {
             self.offer_blocks(row.handle);
         }
-        self.clear_suspect(row);
+        if !row.sits_out {
+            self.clear_suspect(row);
+        }
     }
 
     fn count_prompt(&mut self, row: &FlightRow, events: &mut Vec<Event>) {
         let entry = &self.requests[row.handle];
-        let tokens = row.end.min(entry.prompt_len) - row.start.min(entry.prompt_len);
+        // The last position of a row that sits out counts when it comes again.
+        let end = row.end - u32::from(row.sits_out);
+        let tokens = end.min(entry.prompt_len) - row.start.min(entry.prompt_len);
         if tokens > 0 {
             self.counters.prompt_tokens += u64::from(tokens);
             events.push(Event::Prefilled { id: entry.request.id, tokens });

@@ -506,9 +506,9 @@ impl Scheduler {
         let Some(images) = self.images.as_mut().filter(|_| !entry.request.images.is_empty()) else {
             return;
         };
-        let (computed, prompt) = (entry.computed, Arc::clone(&entry.request.images));
+        let (certain, prompt) = (entry.certain(), Arc::clone(&entry.request.images));
         let Some(residence) = entry.state.residence_mut() else { return };
-        while prompt.get(residence.passed).is_some_and(|image| image.end() <= computed) {
+        while prompt.get(residence.passed).is_some_and(|image| image.end() <= certain) {
             let lease = residence.images[residence.passed].take();
             residence.passed += 1;
             let images = lease.into_iter().collect();

@@ -26,6 +26,9 @@
 //!
 //! A request is held while its payload is not yet in the memory of its hand ([`Request::held`]).
 //!
+//! A masked row whose mask is not ready sits its step out ([`Scheduler::sit_out`]), and its request
+//! gets no further token until the mask is there.
+//!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
@@ -34,7 +37,8 @@
 //! - `queue`: the next request; `share`: the request that has to give way.
 //! - `plan`: the rows; `words`: the size of a plan; `prompts`: log-probabilities of prompts.
 //! - `transfer`: copies between tiers; `sparse`: pages given up while a request goes on.
-//! - `images`: the next image in the tower; `held`: requests that have no turn yet.
+//! - `images`: the next image in the tower; `held`: requests that have no turn yet; `waits`:
+//!   requests whose mask is not ready.
 //! - `retire`: slots and pages, preemption; `apply`: tokens, ends.
 //! - `reset`: the hand's death, quarantine; `integrity`: facts that are always true.
 //!
@@ -102,6 +106,7 @@ mod slab;
 mod sparse;
 mod transfer;
 mod view;
+mod waits;
 mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -138,6 +143,8 @@ struct FlightRow {
     want: Want,
     /// The log-probabilities of its prompt that it gives.
     prompt: Option<PromptLogprobsWant>,
+    /// True if it was to sample, and gives no token: its last position comes again.
+    sits_out: bool,
 }
 
 /// Layers for an image, in a step in flight.

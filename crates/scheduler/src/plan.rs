@@ -397,7 +397,7 @@ impl Scheduler {
     /// Plans up to `most` of a resident's positions. Gives their number. The row that reaches
     /// `total` samples, and then the request decodes. A pooled request has no further rows then.
     fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
-        let most = most.min(self.visible(handle));
+        let most = most.min(self.visible(handle)).min(self.permitted(handle));
         // The positions that one row chooses have room in the hot rows, those of several may not.
         let most = if self.is_sparse(handle) { most.min(1) } else { most };
         let (start, goal) = (self.requests[handle].computed, self.requests[handle].goal());
@@ -426,16 +426,18 @@ impl Scheduler {
         };
         entry.computed = end;
         entry.total += u32::from(want.samples());
+        // What a row that sat out has computed was saved with it.
+        let fresh = start + u32::from(std::mem::take(&mut entry.repeats));
         let Some(residence) = entry.state.residence_mut() else {
             return 0;
         };
         residence.last_step = self.building.step;
         if self.config.sparse.is_some_and(|sparse| sparse.save_rows) {
-            save_rows(&mut self.tiers, &residence.pages, start..end, self.config.page_size, plan);
+            save_rows(&mut self.tiers, &residence.pages, fresh..end, self.config.page_size, plan);
         }
         plan.push_row(Row { slot, start, length, want });
         prompt.into_iter().for_each(|want| plan.want_prompt_logprobs(want));
-        self.building.rows.push(FlightRow { handle, start, end, want, prompt });
+        self.building.rows.push(FlightRow { handle, start, end, want, prompt, sits_out: false });
         self.building.sampled += usize::from(want.samples());
         self.building.pooled += usize::from(want == Want::Vector);
         if end == goal {

@@ -129,6 +129,14 @@ impl Queue {
         self.take(ticket, false);
     }
 
+    /// Charges a request's client for work beside its tokens, while others of its rank wait.
+    pub(crate) fn charge(&mut self, ticket: &Ticket, tokens: u64) {
+        let client = self.client(ticket);
+        if let Some(lane) = self.lanes.get_mut(&ticket.key.rank) {
+            lane.charge(client, tokens);
+        }
+    }
+
     pub(crate) fn clear(&mut self) {
         self.returning.clear();
         self.lanes.clear();
@@ -194,6 +202,19 @@ impl Lane {
         match account.turn() {
             Some(turn) => _ = self.turns.insert(turn, client),
             None if account.start <= self.now => _ = self.clients.remove(&client),
+            None => self.sweep(),
+        }
+    }
+
+    fn charge(&mut self, client: u64, tokens: u64) {
+        let account = self.clients.entry(client).or_default();
+        match account.turn() {
+            Some(turn) => _ = self.turns.remove(&turn),
+            None => account.start = account.start.max(self.now),
+        }
+        account.start = account.start.saturating_add(tokens.saturating_mul(UNITS));
+        match account.turn() {
+            Some(turn) => _ = self.turns.insert(turn, client),
             None => self.sweep(),
         }
     }
@@ -359,6 +380,35 @@ mod tests {
                 left[first.client as usize] -= 1;
                 prop_assert!(admitted[0].abs_diff(admitted[1]) <= 550, "{admitted:?}");
             }
+        }
+
+        /// A client with a charge has its turn when the other has had as much.
+        #[test]
+        fn a_charge_counts_like_an_admitted_request(cost in 1..50_u64, charged in 1..20_u64, idle in any::<bool>()) {
+            let mut queue = Queue::new(true);
+            let handles = handles(81);
+            let [fined, other] = [ticket(handles[80], 80, 0, cost), ticket(handles[0], 0, 1, cost)];
+            queue.charge(&fined, 1000);
+            prop_assert_eq!(queue.first().map(|t| t.client), None, "nobody waits, and nobody owes");
+            queue.insert(other, false);
+            for at in 1..40_usize {
+                queue.insert(ticket(handles[at], at as i64, 1, cost), false);
+            }
+            if idle {
+                queue.charge(&fined, charged * cost);
+            }
+            for at in 40..80_usize {
+                queue.insert(ticket(handles[at], at as i64, 0, cost), false);
+            }
+            if !idle {
+                queue.charge(&fined, charged * cost);
+            }
+            let mut before = 0;
+            while let Some(first) = queue.first().filter(|first| first.client == 1) {
+                queue.admitted(&first);
+                before += 1;
+            }
+            prop_assert!((charged..=charged + 1).contains(&before), "{} of {}", before, charged);
         }
 
         /// Exactly by arrival, whatever requests cost.

@@ -1,4 +1,5 @@
-//! The choice of the quicker way to blocks: restore them, or compute them again.
+//! The device's speed: the quicker way to blocks, to restore or to compute them, and the worth of a
+//! time in tokens.
 
 /// Weight of the newest measurement in a running mean, one in so many.
 const NEWEST: f64 = 8.0;
@@ -13,6 +14,8 @@ pub(crate) struct Rates {
     restore_us: Option<f64>,
     /// Microseconds a token that is computed in a step that is mostly prefill.
     prefill_us: Option<f64>,
+    /// Microseconds a token that is computed, in any step.
+    token_us: Option<f64>,
 }
 
 fn learn(mean: &mut Option<f64>, measured: f64) {
@@ -26,6 +29,18 @@ impl Rates {
         if positions > 2 * single && device_us > 0 {
             learn(&mut self.prefill_us, f64::from(device_us) / f64::from(positions));
         }
+    }
+
+    /// Notes the time of a step with so many positions, of any rows.
+    pub(crate) fn stepped(&mut self, positions: u32, device_us: u32) {
+        if positions > 0 && device_us > 0 {
+            learn(&mut self.token_us, f64::from(device_us) / f64::from(positions));
+        }
+    }
+
+    /// The number of tokens that the device computes in so many microseconds; 0: it is not known.
+    pub(crate) fn tokens_in(&self, us: u64) -> u64 {
+        self.token_us.map_or(0, |token_us| (us as f64 / token_us) as u64)
     }
 
     /// Notes the time of a restore of so many pages.
@@ -74,6 +89,9 @@ mod tests {
         for _ in 0..100 {
             rates.restored(1, 1000);
         }
+        assert_eq!(rates.tokens_in(10), 0, "no step was seen");
+        rates.stepped(100, 250);
+        assert_eq!((rates.tokens_in(10), rates.tokens_in(2)), (4, 0));
         let mut declined = 0;
         while !rates.restores(1, 10) {
             rates.declined();

@@ -207,6 +207,10 @@ pub(crate) struct Entry {
     pub(crate) lost: u32,
     /// True if the request was sparse when it ran last.
     pub(crate) was_sparse: bool,
+    /// True while its mask is not ready: it has no row that samples.
+    pub(crate) waits: bool,
+    /// True if its next position was computed by a row that sat out.
+    pub(crate) repeats: bool,
 }
 
 /// Tokens that an admitted request has room for beyond those it knows, so that its first steps
@@ -231,6 +235,8 @@ impl Entry {
             prefetched: false,
             lost: 0,
             was_sparse: false,
+            waits: false,
+            repeats: false,
             request,
         }
     }
@@ -288,10 +294,17 @@ impl Entry {
         self.names = std::mem::take(&mut self.request.names).to_vec();
     }
 
-    /// True if there is a position to compute that is not planned yet. The last token that the
+    /// True if there is a position to compute now that is not planned yet. The last token that the
     /// request may have needs no compute.
     pub(crate) fn plannable(&self) -> bool {
-        self.computed < self.total && self.computed + 1 < self.limit
+        self.computed < self.total - u32::from(self.waits) && self.computed + 1 < self.limit
+    }
+
+    /// Leading positions that are computed and do not come again: the last one does if the row that
+    /// samples after it sits out.
+    pub(crate) fn certain(&self) -> u32 {
+        let unsure = self.request.masked && self.known() < self.total;
+        self.computed.min(self.known()).saturating_sub(unsure.into())
     }
 
     /// Names its leading blocks up to number `blocks`, whose tokens must be known.

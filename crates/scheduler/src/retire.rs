@@ -26,7 +26,7 @@ impl Scheduler {
         if let State::Prefill(_) | State::Decode { .. } = entry.state {
             entry.lost = entry.computed;
         }
-        (entry.cached, entry.computed) = (0, 0);
+        (entry.cached, entry.computed, entry.repeats) = (0, 0, false);
         let (key, client) = (entry.key, entry.request.client);
         let residence = match std::mem::replace(&mut entry.state, State::Waiting) {
             State::Waiting => return,

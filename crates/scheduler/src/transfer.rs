@@ -336,7 +336,7 @@ impl Scheduler {
             && !by_rows;
         let entry = &mut self.requests[handle];
         let cached = caching && entry.request.spec.embeds.is_none();
-        let ready = entry.computed.min(entry.known()) / page_size;
+        let ready = entry.certain() / page_size;
         let named = entry.state.residence().map_or(ready, |residence| residence.named);
         if !cached || named >= ready {
             return;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_protocol::{ROW_OK, SlotSpec, StepMasks, StepPlan, StepResult, Want};
+use forebay_protocol::{ROW_OK, RowMask, SlotSpec, StepMasks, StepPlan, StepResult, Want};
 
 use crate::text::{Sequence, SimText, has};
 
@@ -59,7 +59,7 @@ impl Device {
         text: &SimText,
         masks: Option<&StepMasks>,
     ) -> StepResult {
-        let mut masks = masks.into_iter().flat_map(StepMasks::rows);
+        let mut masks = masks.into_iter().flat_map(|masks| &masks.rows);
         for new in plan.new_slots() {
             let at = new.slot as usize;
             if self.slots.len() <= at {
@@ -102,7 +102,11 @@ impl Device {
             debug_assert_eq!(slot.sequence.length, end, "the row must end the slot");
             let (count, mask) = match want {
                 Want::Tokens(most) => (slot.sequence.count(most), None),
-                Want::Masked => (1, masks.next().flatten()),
+                Want::Masked => match masks.next() {
+                    Some(RowMask::NoToken) => continue,
+                    Some(RowMask::Tokens(mask)) => (1, Some(&mask[..])),
+                    Some(RowMask::Everything) | None => (1, None),
+                },
                 Want::Vector | Want::Nothing => {
                     slot.sequence.pool(text, &mut result.pooled);
                     continue;
@@ -219,15 +223,43 @@ mod tests {
             }
             let (start, length) = if step == 0 { (0, 2) } else { (1 + step, 1) };
             plan.push_row(Row { slot: 0, start, length, want: Want::Masked });
-            let mut masks = StepMasks::default();
-            masks.begin(plan.step(), 1, 200);
-            for (words, restricts) in masks.rows_mut() {
-                words.fill(0);
-                words[0] = 1 << allowed;
-                *restricts = true;
-            }
+            let mut words = vec![0; 7];
+            words[0] = 1 << allowed;
+            let rows = vec![RowMask::Tokens(words)];
+            let masks = StepMasks { step: plan.step(), rows };
             said.extend(device.execute(&plan, &text, Some(&masks)).tokens);
         }
         assert_eq!(said, [7, 9, 9]);
+    }
+
+    #[test]
+    fn a_row_without_a_token_says_the_same_when_it_comes_again() {
+        let text = SimText::endless((100..110).collect());
+        let sampling = SamplingParams { logprobs: Some(1), ..SamplingParams::default() };
+        let spec = SlotSpec { sampling, ..SlotSpec::default() };
+        let said = |rows: &[RowMask]| {
+            let mut device = Device::default();
+            let (mut plan, mut said, mut end) = (StepPlan::default(), Vec::new(), 2);
+            for (step, mask) in (1..).zip(rows) {
+                plan.begin(step);
+                if step == 1 {
+                    let new = NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec };
+                    plan.write_slot(&new);
+                }
+                let start = if step == 1 { 0 } else { end - 1 };
+                plan.push_row(Row { slot: 0, start, length: end - start, want: Want::Masked });
+                let masks = StepMasks { step, rows: vec![mask.clone()] };
+                let result = device.execute(&plan, &text, Some(&masks));
+                assert_eq!(result.logprob_counts.len(), result.tokens.len());
+                end += result.tokens.len() as u32;
+                said.extend(result.tokens);
+            }
+            said
+        };
+        let mask = RowMask::Tokens(vec![0b1110_0110; 4]);
+        let plain = said(&[mask.clone(), RowMask::Everything, mask.clone()]);
+        let late = [RowMask::NoToken, mask.clone(), RowMask::NoToken, RowMask::NoToken];
+        let again = said(&[&late[..], &[RowMask::Everything, mask]].concat());
+        assert_eq!((plain.len(), &again), (3, &plain));
     }
 }

@@ -486,7 +486,7 @@ impl Executor for SimExecutor {
         };
         if let Answer::Unmasked(unmasked) = answer {
             let Unmasked { plan, span, rows } = &**unmasked;
-            debug_assert_eq!(plan.step(), masks.step(), "masks are those of the last plan");
+            debug_assert_eq!(plan.step(), masks.step, "masks are those of the last plan");
             let span = rank.timeline.hold(*span, self.config.clock.now_us());
             let result = rank.sample(plan, span, *rows, &self.config.text, Some(masks));
             *answer = Answer::Result(result);

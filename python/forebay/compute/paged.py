@@ -199,7 +199,8 @@ class PagedSteps:
         assert isinstance(answers, BlockAnswers)
         size, memory = answers.size, self._computed
         if answers.beside is not None:
-            (rows,) = self._device.copy_in(launch.rows.sampling)
+            sampling = launch.rows.sampling
+            (rows,) = self._device.copy_in(sampling if ask.rows is None else sampling[ask.rows])
             answers.beside.fill(self._sampler.sample(memory.logits.index_select(0, rows), ask))
             self._tell_errors(memory)
         elif answers.captured:

@@ -43,6 +43,8 @@ class Ask:
     all_drawn: bool = False
     width: int = 0
     logprobs: AskedLogprobs | None = None
+    rows: Int64s | None = None
+    """The computed rows that these are, [s]. None: all; otherwise the others give no token."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,13 @@ class Sampler:
             ask.simple = len(ask.columns) == 1
         if not (plain or (by_slot and ask.simple)):
             self._ask_drawn(ask)
+        return ask
+
+    def ask_some(self, rows: Int64s, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s]) -> Ask:
+        """`ask` for the computed `rows` [s] alone, where the others give no token."""
+        ask = self.ask(slots[rows], positions[rows], masks)
+        # What samples all rows at once, by their slots, would sample the others too.
+        ask.simple, ask.rows = False, rows
         return ask
 
     def greedy(self, best: torch.Tensor, finite: torch.Tensor, ask: Ask) -> Sampled:

@@ -36,6 +36,19 @@ class Answers(Protocol):
         """Raises `PlanError` if the device has found an error of the plan."""
 
 
+class NoAnswers:
+    """`Answers` of a step none of whose rows gives a token."""
+
+    tokens: Int32s = np.zeros(0, np.int32)
+    finite: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def logprobs(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+
 class Steps(Protocol):
     """The way to compute steps whose rows sample. A step is prepared on the host, and then computed as work."""
 
@@ -60,7 +73,10 @@ class Steps(Protocol):
         """The first half of `sample`, up to the logits, for steps whose sampling waits for masks. Called as work."""
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        """The second half of `sample`: it samples from the last computed logits. Called as work."""
+        """The second half of `sample`: it samples from the last computed logits, of all rows or of `ask.rows`.
+
+        Called as work.
+        """
 
     def capture(self) -> None:
         """Prepares faster steps once the weights are loaded. Called as work. Raises `DeviceError`."""
@@ -112,6 +128,9 @@ class OperatorSteps:
         assert isinstance(answers, SampledColumns)
         logits, self._logits = self._logits, None
         assert logits is not None
+        if ask.rows is not None:
+            (rows,) = self._device.copy_in(ask.rows)
+            logits = logits.index_select(0, rows)
         answers.fill(self._sampler.sample(logits, ask))
 
     def capture(self) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from forebay.protocol.frames import Frame, Int32s, Kind, WireError, encode, ints, nothing
 
-COLUMNS = ("offsets", "words")
+COLUMNS = ("offsets", "words", "no_token")
 """The columns of a masks frame: the ids 1, 2, and so on."""
 EVERYTHING = -1
 """The offset of a row that may sample every token."""
@@ -28,16 +28,20 @@ class Masks:
     step: int = 0
     offsets: Int32s = ints(0)  # [m]: where the row's mask begins in the arena, in bytes; or EVERYTHING, or INLINE
     words: Int32s = ints(0)  # those that are inline, one after the other
+    no_token: Int32s = ints(0)  # the masked rows, by number, that have no mask and give no token
     release: Callable[[], None] = field(default=nothing, compare=False)
     """Gives the frame's buffer back."""
 
     @classmethod
     def decode(cls, frame: Frame) -> Masks:
         """Reads a masks frame in place; raises `WireError`."""
-        offsets, words = frame.expect(Kind.MASKS, len(COLUMNS))
+        offsets, words, no_token = frame.expect(Kind.MASKS, len(COLUMNS))
         if len(offsets) and offsets.min() < INLINE:
             raise WireError("malformed frame: a mask's offset")
-        return cls(frame.step, offsets, words, frame.release)
+        for row in no_token.tolist():
+            if not 0 <= row < len(offsets) or offsets[row] != EVERYTHING:
+                raise WireError("malformed frame: a row without a token")
+        return cls(frame.step, offsets, words, no_token, frame.release)
 
     def encode(self) -> bytes:
         """The frame."""

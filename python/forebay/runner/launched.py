@@ -47,8 +47,9 @@ class NoColumns:
 class TokenColumns:
     """The memory of a step whose rows sample."""
 
-    def __init__(self, answers: Answers, launch: Launch) -> None:
-        self._sampling = launch.rows.sampling
+    def __init__(self, answers: Answers, launch: Launch, sampling: Int64s) -> None:
+        """`sampling`: the rows [s] that give a token, ascending."""
+        self._sampling = sampling
         self._sampled = answers
         self._found = launch.found
         self._prompts = launch.prompts

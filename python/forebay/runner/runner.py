@@ -19,7 +19,8 @@ from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
 from forebay.compute.rows import Compute, FoundColumns, Launch, Pooler, Rows
-from forebay.compute.sampler import Sampler
+from forebay.compute.sampler import Ask, Sampler
+from forebay.compute.steps import NoAnswers
 from forebay.device import Event, open_device
 from forebay.distributed.group import Group
 from forebay.layers.decoder import Decoder
@@ -28,7 +29,7 @@ from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.constants import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, ROW_OK
 from forebay.protocol.frames import Int32s
-from forebay.protocol.masks import Masks, UInt32s
+from forebay.protocol.masks import Masks
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 from forebay.runner import formats
@@ -471,26 +472,32 @@ class ModelRunner:
         prompts = None if wanted is None else PromptColumns(wanted, slot, self.tables, self._ops, self.device)
         launch, steps = Launch(rows, inputs, found, prompts), self._steps
         slots, positions = slot[sampling], planned.ends[sampling]
-        if len(planned.masked):
-            self.device.queue(partial(steps.compute, launch))
-            ask, work = (
-                self._sampler.ask(slots, positions, self._receive(planned.masked, masks), steps.by_slot),
-                steps.choose,
-            )
-        else:
+        if not len(planned.masked):
             ask, work = self._sampler.ask(slots, positions, by_slot=steps.by_slot), steps.sample
+        else:
+            self.device.queue(partial(steps.compute, launch))
+            ask, work = self._ask_masked(planned, slots, positions, masks), steps.choose
+            if ask.rows is not None:
+                sampling = sampling[ask.rows]
+                if not len(sampling):
+                    return TokenColumns(NoAnswers(), launch, sampling)
         answers = steps.answers(launch, ask)
         self.device.queue(partial(work, launch, ask, answers))
-        return TokenColumns(answers, launch)
+        return TokenColumns(answers, launch, sampling)
 
-    def _receive(self, masked: Int64s, waited: Waited) -> dict[int, UInt32s]:
-        """Waits for the masks of `masked` among the rows that sample."""
-        received = waited.receive(len(masked))
-        masks = zip(masked.tolist(), received.read(self._arena, self.model_config.vocab_size), strict=True)
+    def _ask_masked(self, planned: PlannedRows, slots: Int64s, positions: Int64s, waited: Waited) -> Ask:
+        """Waits for the masks of a step's rows, of which `slots` [s] and `positions` [s] sample."""
+        received = waited.receive(len(planned.masked))
+        masks = zip(planned.masked.tolist(), received.read(self._arena, self.model_config.vocab_size), strict=True)
         found = {row: mask for row, mask in masks if mask is not None}
+        late = planned.masked[received.no_token]
         # What was inline was copied, and what was not is not in the frame.
         received.release()
-        return found
+        if not len(late):
+            return self._sampler.ask(slots, positions, found, self._steps.by_slot)
+        rows = np.setdiff1d(np.arange(len(slots)), late)
+        number = {row: at for at, row in enumerate(rows.tolist())}
+        return self._sampler.ask_some(rows, slots, positions, {number[row]: mask for row, mask in found.items()})
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
         if isinstance(self.model, Bert):

@@ -13,13 +13,15 @@ impl Member {
     pub(crate) fn take_events(&mut self) {
         let now = self.noted_us;
         let mut events = std::mem::take(&mut self.events);
-        let mut broken = Vec::new();
+        let mut masked = Vec::new();
         for event in events.drain(..) {
             match event {
                 Event::Admitted { id, cached_tokens, replayed, restoring } => {
                     if restoring {
                         self.arriving.insert(id, self.shared.clock.now_us());
                     }
+                    // Its first mask is made while its prompt is computed.
+                    masked.extend(self.has_mask_threads().then_some(id));
                     self.stats.replayed += u64::from(replayed);
                     let admitted = What::Admitted { cached: cached_tokens };
                     let what = if replayed { What::Replayed } else { admitted };
@@ -35,9 +37,7 @@ impl Member {
                 }
                 Event::Token { id, nth, token, logprobs } => {
                     self.notes.token(id, nth, now);
-                    if let Err(why) = self.constrained.accept(id, token) {
-                        broken.push((id, why));
-                    }
+                    masked.extend(self.constrained.say(id, token).then_some(id));
                     let token = Some(SampledToken { id: token, logprobs });
                     let (admission, id) = (self.take_admission(id), RequestId(id));
                     // With what the same step brought of the prompt.
@@ -80,8 +80,8 @@ impl Member {
             }
         }
         self.events = events;
-        for (id, why) in broken {
-            self.break_off(id, why);
+        if !masked.is_empty() {
+            self.begin_masks(&masked);
         }
         self.forget_unread();
     }
@@ -100,7 +100,7 @@ impl Member {
         self.arriving.remove(&id);
         self.payloads.retire(id, (self.in_flight() > 0).then_some(self.last_step));
         self.carrying.forget(id);
-        self.constrained.give(id);
+        self.constrained.forget(id);
         self.pictures.give(id);
         let id = RequestId(id);
         match self.outputs.last_mut() {

@@ -8,7 +8,7 @@ use forebay_machine::Processors;
 
 use super::duration::seconds;
 
-/// Cores for each thread that helps with masks: a step waits for its masks only where it has many.
+/// Cores for each thread that fills masks: a step waits for its masks only where it has many.
 const CORES_A_HELPER: usize = 8;
 const MOST_HELPERS: usize = 8;
 
@@ -30,10 +30,14 @@ pub(crate) struct GrammarFlags {
     /// some.
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
     pub(crate) grammar_cache_bytes: usize,
-    /// Threads that fill masks beside the engine's, if a step has more than eight [default: one for
-    /// every 8 cores].
+    /// Threads that fill masks beside the engine's: dear ones, and cheap ones if a step has more
+    /// than eight [default: one for every 8 cores, at least one].
     #[arg(long, value_name = "N")]
-    pub(crate) mask_threads: Option<usize>,
+    pub(crate) mask_threads: Option<NonZeroUsize>,
+    /// Part of a step's time, in percent, for which it waits for masks at most: 2 to 20
+    /// milliseconds. A request whose mask is not ready then gets no token in this step.
+    #[arg(long, value_name = "PERCENT", default_value = "10", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) mask_share: u32,
     /// Take schemas of which only a part can be kept: keywords that are not known are left out, and
     /// `oneOf` is read as `anyOf`.
     #[arg(long)]
@@ -43,7 +47,7 @@ pub(crate) struct GrammarFlags {
 impl GrammarFlags {
     /// Threads that fill masks.
     pub(crate) fn helpers(&self, processors: &Processors) -> usize {
-        let usual = (processors.threads() / CORES_A_HELPER).min(MOST_HELPERS);
-        self.mask_threads.unwrap_or(usual)
+        let usual = (processors.threads() / CORES_A_HELPER).clamp(1, MOST_HELPERS);
+        self.mask_threads.map_or(usual, NonZeroUsize::get)
     }
 }

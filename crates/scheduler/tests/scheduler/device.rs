@@ -431,6 +431,11 @@ impl Device {
         Ok(result)
     }
 
+    /// A slot's last row gives no token after all.
+    pub(crate) fn take_back(&mut self, slot: u32) {
+        self.slots[slot as usize].tokens.pop();
+    }
+
     fn check_reads(&self, row: &Row, host: &Copier) {
         let slot = &self.slots[row.slot as usize];
         if self.pages.is_empty() {

@@ -27,6 +27,11 @@ enum Op {
     Copied(usize, bool),
     /// A wanted image is placed, or can't be.
     Placed(usize, bool),
+    /// Masks of some rows are not ready.
+    Late(u8),
+    /// Somebody waits for a mask before the next plan has a row that needs it.
+    WaitForMask(usize),
+    MaskReady(usize),
 }
 
 /// A request to be: prompts are the beginnings of a few texts, with a tail of their own.
@@ -186,6 +191,11 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
 }
 
 fn op(special: &'static [i32], kill: u32) -> impl Strategy<Value = Op> {
+    let late = prop_oneof![
+        4 => any::<u8>().prop_map(Op::Late),
+        1 => any::<usize>().prop_map(Op::WaitForMask),
+        4 => any::<usize>().prop_map(Op::MaskReady),
+    ];
     prop_oneof![
         5 => ask(special).prop_map(Op::Submit),
         1 => any::<usize>().prop_map(Op::Abort),
@@ -196,6 +206,7 @@ fn op(special: &'static [i32], kill: u32) -> impl Strategy<Value = Op> {
         kill => Just(Op::Starve),
         9 => (any::<usize>(), prop::bool::weighted(0.9)).prop_map(|(at, fine)| Op::Copied(at, fine)),
         9 => (any::<usize>(), prop::bool::weighted(0.93)).prop_map(|(at, fine)| Op::Placed(at, fine)),
+        9 => late,
     ]
 }
 
@@ -277,6 +288,9 @@ fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
             Op::Starve => harness.starve(),
             Op::Copied(at, fine) => harness.copier.end(at, fine),
             Op::Placed(at, fine) => harness.place(at, fine),
+            Op::Late(bits) => _ = harness.sit_out(bits),
+            Op::WaitForMask(at) => harness.wait_for_mask(at),
+            Op::MaskReady(at) => harness.mask_ready(Some(at)),
         }
     }
     harness.drain();
@@ -316,6 +330,9 @@ fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness
             Op::Starve => here.starve(),
             Op::Copied(at, fine) => here.copier.end(at, fine),
             Op::Placed(at, fine) => here.place(at, fine),
+            Op::Late(bits) => _ = here.sit_out(bits),
+            Op::WaitForMask(at) => here.wait_for_mask(at),
+            Op::MaskReady(at) => here.mask_ready(Some(at)),
         }
     }
     for harness in &mut pair {

@@ -19,6 +19,11 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
     ("vllm:num_requests_waiting", "Requests waiting to be processed.", |r| {
         r.stats.scheduler.waiting as f64
     }),
+    (
+        "forebay:mask_budget_seconds",
+        "The longest time that the last step could wait for masks.",
+        |r| r.stats.hand.mask_budget_us as f64 / 1e6,
+    ),
     ("forebay:replica_up", "Whether the replica's hand takes plans.", |r| {
         f64::from(u8::from(matches!(r.status, Status::Ready | Status::Draining)))
     }),
@@ -118,9 +123,19 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
     ("forebay:masks_total", "Masks made for rows whose answers are restricted.", |r| {
         r.stats.hand.masks as f64
     }),
-    ("forebay:mask_seconds_total", "Seconds that the engine's thread took for masks.", |r| {
+    ("forebay:mask_seconds_total", "Seconds that masks took, on all threads.", |r| {
         r.stats.hand.mask_us as f64 / 1e6
     }),
+    (
+        "forebay:mask_wait_seconds_total",
+        "Seconds of the engine's thread for masks: its own, and waits for those of others.",
+        |r| r.stats.hand.mask_wait_us as f64 / 1e6,
+    ),
+    (
+        "forebay:rows_sat_out_total",
+        "Rows that gave no token because their mask was not ready.",
+        |r| r.stats.hand.sat_out as f64,
+    ),
     ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
         r.load.dispatched as f64
     }),

@@ -22,13 +22,13 @@ impl Harness {
         let tokens: u32 = plan.prompt_logprobs().map(|want| want.count).sum();
         assert!(words <= self.config.step_words || tokens == 1, "{words} words of an answer");
         for slot in plan.new_slots().map(|new| new.slot) {
-            let sees = plan.image_spans().any(|(of, _, _)| of == slot);
+            let sees = plan.image_spans().any(|(of, _, _)| of == slot) || self.is_late(slot);
             assert!(slots.contains(&slot) || sees, "slot {slot} is written for nothing");
             let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
             assert!(!named, "slot {slot} is in flight");
         }
         for (slot, index, page) in plan.page_writes() {
-            let sees = plan.image_spans().any(|(of, _, _)| of == slot);
+            let sees = plan.image_spans().any(|(of, _, _)| of == slot) || self.is_late(slot);
             let used =
                 page.is_none() || self.config.sparse.is_some() || slots.contains(&slot) || sees;
             assert!(used, "page {index} is given to slot {slot} for nothing");
@@ -38,13 +38,18 @@ impl Harness {
         assert_eq!(slots.len(), plan.rows().len(), "one row a slot");
     }
 
+    /// True if nothing is left of a slot's request but what its mask is needed for.
+    fn is_late(&self, slot: u32) -> bool {
+        self.slot_owner.get(&slot).is_some_and(|id| self.clients[id].waits)
+    }
+
     /// Whoever is most important and resident has a row at least every other time; with copies
     /// under way it may wait for one, or be alone and want for a page that only they have.
     pub(super) fn check_progress(&mut self) {
         if let Some(id) = self.most_important().filter(|_| !self.was_reset) {
             let copying = self.copier.outstanding() > 0;
             let client = self.clients.get_mut(&id).expect("submitted");
-            if !client.resident || copying || !client.request.images.is_empty() {
+            if !client.resident || copying || client.waits || !client.request.images.is_empty() {
                 client.idle = 0;
             }
             assert!(client.idle <= 2 * self.depth as u32, "{id} starves");

@@ -1,6 +1,7 @@
 //! A scheduler and a device in one, with every promise checked on the way.
 
 mod checks;
+mod late;
 mod requests;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -12,6 +13,7 @@ use forebay_scheduler::{
 
 use crate::device::{Copier, Device, append, read_prompt, vector};
 use crate::seeing::{Arena, SlotImages};
+use late::MaskedRow;
 use requests::told_alone;
 pub(crate) use requests::{alone, config, pooled, request, telling};
 
@@ -30,6 +32,8 @@ pub(crate) struct Client {
     pub(crate) resident: bool,
     /// It waits for copies.
     arriving: bool,
+    /// Its mask is not ready.
+    waits: bool,
     pub(crate) admissions: u32,
     pub(crate) cached_tokens: u32,
     pub(crate) preemptions: u32,
@@ -46,6 +50,7 @@ struct Flight {
     ids: Vec<u64>,
     /// Image pages that it reads or writes.
     images: Vec<u32>,
+    masked: Vec<MaskedRow>,
     /// Who may be the one that its layers of the tower are for.
     waiting: Vec<u64>,
     /// `None`: it kills the hand.
@@ -105,6 +110,7 @@ impl Harness {
             end: None,
             resident: false,
             arriving: false,
+            waits: false,
             admissions: 0,
             cached_tokens: 0,
             preemptions: 0,
@@ -356,7 +362,8 @@ impl Harness {
     pub(crate) fn move_to(&mut self, other: &mut Self) {
         other.was_reset = true;
         for request in self.scheduler.surrender() {
-            let client = self.clients.remove(&request.id).expect("submitted");
+            let mut client = self.clients.remove(&request.id).expect("submitted");
+            client.waits = false;
             assert_eq!(client.end, None);
             let so_far = [client.request.generated.as_slice(), &client.tokens].concat();
             assert_eq!(request.generated, so_far, "{}", request.id);
@@ -382,6 +389,7 @@ impl Harness {
             || self.scheduler.in_flight() > 0
             || self.scheduler.stats().host.copies_outstanding > 0
         {
+            self.mask_ready(None);
             let idle = self.scheduler.in_flight() == 0;
             let planned = self.plan();
             let waits = !self.arena.wanted.is_empty();
@@ -392,6 +400,9 @@ impl Harness {
             self.copier.end(rounds, !rounds.is_multiple_of(7));
             self.place(rounds, true);
             self.apply();
+            if rounds.is_multiple_of(5) {
+                self.sit_out(0b101);
+            }
             rounds -= 1;
             assert!(rounds > 0, "no end in sight: {:?}", self.scheduler.stats());
         }
@@ -478,6 +489,7 @@ impl Harness {
             named: vec![],
             ids: vec![],
             images: vec![],
+            masked: vec![],
             waiting: vec![],
             result: None,
         };
@@ -486,8 +498,8 @@ impl Harness {
         for (&id, client) in &mut self.clients {
             client.idle = if first == Some(id) { client.idle + 1 } else { 0 };
         }
-        let mut masked = Vec::new();
-        for row in plan.rows() {
+        let (mut masked, mut samples) = (Vec::new(), 0);
+        for (number, row) in plan.rows().enumerate() {
             let id = self.slot_owner[&row.slot];
             let client = self.clients.get_mut(&id).expect("submitted");
             client.idle = 0;
@@ -500,8 +512,12 @@ impl Harness {
                 Want::Nothing => {}
                 Want::Vector => assert!(pools),
                 Want::Masked => {
-                    assert!(!pools && client.request.masked);
+                    assert!(!pools && client.request.masked && !client.waits, "{id}");
                     masked.push(id);
+                    let (slot, sample) = (row.slot, samples);
+                    let of_prompt = plan.prompt_logprobs().any(|want| want.slot == slot);
+                    let row = Some(number).filter(|_| !of_prompt);
+                    flight.masked.push(MaskedRow { id, slot, sample, row });
                 }
                 Want::Tokens(most) => {
                     assert!(!client.request.masked, "its tokens have no mask");
@@ -509,6 +525,7 @@ impl Harness {
                     assert!(row.start + row.length + most <= last, "more than it may have");
                 }
             }
+            samples += usize::from(row.want.samples());
             flight.slots.push(row.slot);
             flight.ids.push(id);
             flight.images.extend(self.device.image_pages(&row));

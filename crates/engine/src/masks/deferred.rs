@@ -1,0 +1,45 @@
+//! Constraints that leave an engine before their work is done.
+
+use crossbeam_channel::Receiver;
+
+use crate::constraint::{Allowed, Broken, Constraint};
+
+/// A constraint that a job of another engine may still have, and its tokens since.
+#[derive(Debug)]
+struct Deferred {
+    constraint: Option<Box<dyn Constraint>>,
+    from: Receiver<Box<dyn Constraint>>,
+    said: Vec<i32>,
+}
+
+/// The constraint that comes out of `from`, which then accepts `said`. Its first mask waits for it,
+/// so a mask thread fills it.
+pub(crate) fn deferred(from: Receiver<Box<dyn Constraint>>, said: Vec<i32>) -> Box<dyn Constraint> {
+    Box::new(Deferred { constraint: None, from, said })
+}
+
+impl Constraint for Deferred {
+    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+        match &mut self.constraint {
+            Some(constraint) => constraint.accept(token),
+            None => {
+                self.said.push(token);
+                Ok(())
+            }
+        }
+    }
+
+    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+        let constraint = match &mut self.constraint {
+            Some(constraint) => constraint,
+            None => {
+                // The job's thread is gone only with its whole engine.
+                let lost = |_| Broken("the form of the answer is lost".into());
+                let mut constraint = self.from.recv().map_err(lost)?;
+                self.said.drain(..).try_for_each(|token| constraint.accept(token))?;
+                self.constraint.insert(constraint)
+            }
+        };
+        constraint.mask(words)
+    }
+}

@@ -1,0 +1,75 @@
+//! Masks that are not ready.
+
+use forebay_protocol::ROW_OK;
+
+use super::Harness;
+
+/// A masked row of a step in flight.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MaskedRow {
+    pub(super) id: u64,
+    pub(super) slot: u32,
+    /// Its number among the rows that sample.
+    pub(super) sample: usize,
+    /// Its number among all rows, if an error of it would be of its token alone.
+    pub(super) row: Option<usize>,
+}
+
+impl Harness {
+    /// Of the only step in flight, the masked rows whose bits are set give no token. Gives their
+    /// number.
+    pub(crate) fn sit_out(&mut self, bits: u8) -> usize {
+        let [flight] = self.flights.make_contiguous() else { return 0 };
+        let mut late = 0;
+        // From the last on, so that the numbers before stay right.
+        for at in (0..flight.masked.len()).rev().filter(|at| bits >> (at % 8) & 1 == 1) {
+            let MaskedRow { id, slot, sample, row } = flight.masked[at];
+            let client = self.clients.get_mut(&id).expect("submitted");
+            if client.end.is_some() {
+                continue;
+            }
+            assert!(self.scheduler.sit_out(id), "{id} has a masked row");
+            assert!(!self.scheduler.sit_out(id), "{id} has no other");
+            flight.masked.remove(at);
+            client.waits = true;
+            late += 1;
+            flight.masked[at..].iter_mut().for_each(|row| row.sample -= 1);
+            if let Some(result) = &mut flight.result {
+                self.device.take_back(slot);
+                let first: usize = result.counts().take(sample).sum();
+                result.tokens.remove(first);
+                if !result.token_counts.is_empty() {
+                    result.token_counts.remove(sample);
+                }
+                row.into_iter().for_each(|row| result.row_errors[row] = ROW_OK);
+            }
+        }
+        self.check();
+        late
+    }
+
+    /// Has somebody with masks wait without a row that sits out.
+    pub(crate) fn wait_for_mask(&mut self, at: usize) {
+        let masked = self.live().filter(|(_, client)| client.request.masked);
+        let ids: Vec<u64> = masked.map(|(&id, _)| id).collect();
+        if let Some(&id) = ids.get(at % ids.len().max(1)) {
+            self.scheduler.wait_for_mask(id);
+            self.clients.get_mut(&id).expect("submitted").waits = true;
+            self.check();
+        }
+    }
+
+    /// The mask of one of those that wait is ready; of all: `None`.
+    pub(crate) fn mask_ready(&mut self, at: Option<usize>) {
+        let waiting = self.clients.iter_mut().filter(|(_, client)| client.waits);
+        let waiting: Vec<_> = waiting.collect();
+        let count = waiting.len().max(1);
+        for (number, (&id, client)) in waiting.into_iter().enumerate() {
+            if at.is_none_or(|at| at % count == number) {
+                self.scheduler.mask_ready(id);
+                (client.waits, client.idle) = (false, 0);
+            }
+        }
+        self.check();
+    }
+}

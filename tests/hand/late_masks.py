@@ -1,0 +1,106 @@
+"""A story with masks that are not ready: rows are computed without a token, and come again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+
+from forebay.protocol.masks import EVERYTHING, INLINE, Masks, UInt32s
+from forebay.protocol.plan import Plan
+from forebay.protocol.result import StepResult
+from tests.hand.support import TINY, PlanBuilder, Sampling
+
+Step: TypeAlias = Callable[[Plan, Masks], StepResult]
+"""Executes a plan with these masks, which are of use only where it has masked rows."""
+Late: TypeAlias = Callable[[int, int], bool]
+"""True if the mask of this slot is not ready in this step."""
+Said: TypeAlias = list[tuple[int, list[int], list[float]]]
+"""Tokens, each with the ids and values of its log-probabilities."""
+
+PENALISED = Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3)
+SLOTS = (
+    PENALISED,
+    replace(PENALISED, temperature=1.0, seed=3, logprobs=2),
+    replace(PENALISED, temperature=1.0, seed=4, logprobs=1),
+    Sampling(),
+    Sampling(temperature=0.8, top_k=9, seed=5, stop_ids=(3, 4), min_total=50),
+)
+"""The parameters of the slots. All but `FREE` have masks, and those of `LOOSE` allow everything."""
+FREE = 2
+LOOSE = (3, 4)
+COUNTS = (8, 8, 3, 8, 8)
+PATTERNS: dict[str, Late] = {
+    "all at once": lambda step, _: step % 3 != 1,
+    "one after the other": lambda step, slot: (step + slot) % 3 == 0,
+    "always one": lambda step, slot: step < 14 and slot == 1,
+}
+PATTERN = pytest.mark.parametrize("late", PATTERNS.values(), ids=PATTERNS)
+
+
+def mask_of(slot: int, position: int) -> UInt32s | None:
+    """The tokens that may come at a position of a slot; None: all."""
+    if slot in LOOSE:
+        return None
+    words = -(-TINY["vocab_size"] // 32)
+    return np.random.default_rng((slot, position)).integers(0, 1 << 32, words, np.uint64).astype(np.uint32)
+
+
+def tell(step_of: Step, late: Late) -> list[Said]:
+    """What each slot says."""
+    said: list[Said] = [[] for _ in SLOTS]
+    prompt, pages = 5, 4
+    step, begun = 0, False
+    while any(len(tokens) < count for tokens, count in zip(said, COUNTS, strict=True)):
+        step += 1
+        builder = PlanBuilder(step)
+        words: list[UInt32s] = []
+        places: list[int] = []
+        missing: list[int] = []
+        giving: list[int] = []
+        for slot, sampling in enumerate(SLOTS):
+            if len(said[slot]) == COUNTS[slot]:
+                continue
+            end = prompt + len(said[slot])
+            if not begun:
+                builder.slot(slot, [7 + slot, 8, 9, 10, 11], sampling)
+                builder.page_writes += [(slot, index, pages * slot + index) for index in range(pages)]
+            builder.row(slot, end - 1 if begun else 0, 1 if begun else end, masked=slot != FREE)
+            mask = mask_of(slot, end)
+            if slot != FREE and late(step, slot):
+                missing.append(len(places))
+                places.append(EVERYTHING)
+                continue
+            giving.append(slot)
+            if slot != FREE:
+                places.append(EVERYTHING if mask is None else INLINE)
+                words += [] if mask is None else [mask]
+        begun = True
+        inline = np.concatenate(words).view(np.int32) if words else np.zeros(0, np.int32)
+        masks = Masks(step, np.array(places, np.int32), inline, np.array(missing, np.int32))
+        result = step_of(builder.build(), masks)
+        assert not result.row_errors.any()
+        assert len(result.tokens) == len(giving)
+        counts = result.logprob_counts.tolist() or [0] * len(giving)
+        assert len(counts) == len(giving)
+        at = 0
+        for slot, token, count in zip(giving, result.tokens.tolist(), counts, strict=True):
+            ids, values = result.logprob_ids[at : at + count], result.logprob_values[at : at + count]
+            said[slot].append((token, ids.tolist(), values.tolist()))
+            at += count
+        assert step < 200, "nobody waits for ever"
+    return said
+
+
+def check_late(step_of: Callable[[], Step], late: Late) -> None:
+    """Compares a story with one in which all masks are ready. `step_of` gives a new hand."""
+    expected = tell(step_of(), lambda *_: False)
+    found = tell(step_of(), late)
+    for slot, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert [token for token, *_ in ours] == [token for token, *_ in theirs], slot
+        for (_, ids, values), (_, other_ids, other_values) in zip(ours, theirs, strict=True):
+            assert ids == other_ids
+            np.testing.assert_allclose(values, other_values, atol=1e-4)
