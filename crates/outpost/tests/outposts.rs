@@ -15,6 +15,7 @@ use forebay_engine::{Executor, Payload, Payloads, Ready, Signal};
 use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
 use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want, tell_group};
+use tokio::net::TcpSocket;
 use tokio::sync::oneshot;
 
 const MINUTE_US: u64 = 60_000_000;
@@ -579,6 +580,39 @@ fn strangers_are_few_and_have_little_time() {
     assert!(waited > Duration::from_secs(4) && waited < Duration::from_secs(10), "{waited:?}");
     let _outpost = Outpost::start(brain.settings(1));
     ready(&mut brain.executor("echo", 1));
+}
+
+/// A connection from another address of this machine.
+fn connect_from(address: &str, to: SocketAddr) -> TcpStream {
+    let stream = runtime().block_on(async {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind(SocketAddr::new(address.parse().expect("an address"), 0))?;
+        socket.connect(to).await?.into_std()
+    });
+    let stream = stream.expect("a connection");
+    stream.set_nonblocking(false).expect("it works");
+    stream
+}
+
+#[test]
+fn strangers_at_one_address_leave_places_to_others() {
+    let brain = Brain::start();
+    let strangers: Vec<TcpStream> =
+        (0..16).map(|_| connect_from("127.0.0.2", brain.address)).collect();
+    let mut late = connect_from("127.0.0.2", brain.address);
+    assert!(ended(&mut late), "the 17th of an address has to come again");
+    let other = Credentials::make().expect("it works");
+    let (right, wrong) = (brain.token.to_string(), other.token().to_string());
+    let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
+    let mixed = WorkSettings { token: mixed.parse().expect("it works"), ..brain.settings(1) };
+    // Its secret is read, and the places at the other address are all taken still.
+    let refused = Outpost::start(mixed).ended();
+    assert!(matches!(&refused, Ended::Refused(..)), "{refused}");
+    for stranger in &strangers {
+        stranger.set_nonblocking(true).expect("it works");
+        let waits = stranger.peek(&mut [0]).expect_err("nothing has come");
+        assert_eq!(waits.kind(), io::ErrorKind::WouldBlock);
+    }
 }
 
 /// Waits until the other side has closed a connection.
