@@ -86,6 +86,13 @@ impl Brain {
         let (brain, token) = (self.address.to_string(), self.token.clone());
         WorkSettings { brain, token, name: "here".into(), hands }
     }
+
+    /// Settings with the certificate of this brain and the secret of another one.
+    fn mixed_up(&self, other: &Credentials) -> WorkSettings {
+        let (right, wrong) = (self.token.to_string(), other.token().to_string());
+        let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
+        WorkSettings { token: mixed.parse().expect("it works"), ..self.settings(1) }
+    }
 }
 
 /// An outpost on a thread of its own. Dropping it ends it as a signal would.
@@ -602,11 +609,8 @@ fn strangers_at_one_address_leave_places_to_others() {
     let mut late = connect_from("127.0.0.2", brain.address);
     assert!(ended(&mut late), "the 17th of an address has to come again");
     let other = Credentials::make().expect("it works");
-    let (right, wrong) = (brain.token.to_string(), other.token().to_string());
-    let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
-    let mixed = WorkSettings { token: mixed.parse().expect("it works"), ..brain.settings(1) };
     // Its secret is read, and the places at the other address are all taken still.
-    let refused = Outpost::start(mixed).ended();
+    let refused = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&refused, Ended::Refused(..)), "{refused}");
     for stranger in &strangers {
         stranger.set_nonblocking(true).expect("it works");
@@ -657,10 +661,7 @@ fn strangers_stay_outside() {
     let stranger = WorkSettings { token: other.token().clone(), ..brain.settings(1) };
     assert!(matches!(Outpost::start(stranger).ended(), Ended::Stranger(_)));
     // The right certificate with another secret.
-    let (right, wrong) = (brain.token.to_string(), other.token().to_string());
-    let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
-    let mixed = WorkSettings { token: mixed.parse().expect("it works"), ..brain.settings(1) };
-    let ended = Outpost::start(mixed).ended();
+    let ended = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&ended, Ended::Refused(_, why) if why.contains("secret")), "{ended}");
 
     // Bytes that are no TLS, and connections that say nothing, hold up nobody.

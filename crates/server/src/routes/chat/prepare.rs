@@ -48,7 +48,8 @@ pub(crate) async fn render(
     Ok(Rendered { seen, files, text: prompt.text })
 }
 
-/// Renders a conversation from `param`, for a client whose bytes were charged. Gives the constraint and the parser of its answer.
+/// Renders a conversation from `param`, for a client whose bytes were charged. Gives the constraint
+/// and the parser of its answer.
 ///
 /// # Errors
 /// The errors of [`render`]; or the form of the answer can't be enforced.

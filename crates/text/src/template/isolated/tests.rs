@@ -1,10 +1,12 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
 
-use super::super::{ChatRender, ChatTemplate};
+use super::super::{ChatRender, ChatTemplate, Guard};
 use super::{RenderProcess, render_templates};
 use crate::error::TextError;
 
@@ -73,6 +75,25 @@ fn a_template_that_waits_for_a_word_costs_that_chat_alone() {
             assert_eq!(template.render(&ChatRender::new(&other)).as_deref(), Ok("other"));
         }
     }
+}
+
+#[test]
+fn a_template_that_waits_for_a_special_token_is_tried_once_at_the_start() {
+    let started = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&started);
+    let counting = move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+        start()
+    };
+    let source = format!(
+        "{{% for m in messages %}}{{{{ m.content }}}}{{% if '<|a|>' in m.content or '<|b|>' in m.content %}}{}{{% endif %}}{{% endfor %}}",
+        BOMBS[1]
+    );
+    let template = ChatTemplate::isolated(&source, None, None, &BTreeMap::new(), counting);
+    let tokens = vec!["<|a|>".to_owned(), "<|b|>".to_owned()];
+    assert!(Guard::new(tokens, &template.expect("a template")).is_some());
+    // A chat has ended the first process, and no other was needed.
+    assert_eq!(started.load(Ordering::Relaxed), 1);
 }
 
 #[test]
