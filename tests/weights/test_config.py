@@ -145,7 +145,7 @@ GLM_DSA = DEEPSEEK_V3 | {"architectures": ["GlmMoeDsaForCausalLM"]}
     ("changes", "message"),
     [
         (QWEN3_MOE | {"num_experts_per_tok": 9}, "9 experts .num_experts_per_tok., and there are 8"),
-        (QWEN3_MOE | {"num_experts_per_tok": 0}, "0 experts"),
+        (QWEN3_MOE | {"num_experts_per_tok": 0}, "num_experts_per_tok 0"),
         (QWEN3_MOE | {"num_experts": None}, "no 'num_experts'"),
         (QWEN3_MOE | {"moe_intermediate_size": None}, "no 'moe_intermediate_size'"),
         (QWEN3_MOE | {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported; supported here: softmax"),
@@ -187,9 +187,9 @@ def test_which_layers_have_experts() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (DEEPSEEK_V32 | {"index_topk": 0}, r"an indexer of 64 heads \(index_n_heads\) can't keep 0 \(index_topk\)"),
-        (GLM_DSA | {"index_topk": -1}, r"can't keep -1 \(index_topk\)"),
-        (GLM_DSA | {"index_n_heads": 0}, "an indexer of 0 heads"),
+        (DEEPSEEK_V32 | {"index_topk": 0}, "index_topk 0"),
+        (GLM_DSA | {"index_topk": -1}, "index_topk -1"),
+        (GLM_DSA | {"index_n_heads": 0}, "index_n_heads 0"),
         (GLM_DSA | {"index_head_dim": 4}, r"index keys of 4 elements \(index_head_dim\) have no 8 to rotate"),
         (DEEPSEEK_V32 | {"index_init_tokens": 4}, r"always kept \(index_init_tokens 4\) are not supported"),
         (DEEPSEEK_V32 | {"index_local_tokens": 64}, r"always kept \(index_local_tokens 64\) are not supported"),

@@ -9,8 +9,37 @@ pub(crate) enum Found {
     Nothing { safe: usize },
 }
 
+#[cfg(test)]
+thread_local! {
+    /// Bytes that parsers of this thread have looked at.
+    pub(crate) static LOOKED_AT: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Counts bytes that are looked at, for the tests.
+fn look_at(bytes: usize) {
+    #[cfg(test)]
+    LOOKED_AT.set(LOOKED_AT.get() + bytes);
+    #[cfg(not(test))]
+    let _ = bytes;
+}
+
+/// Bytes of white space at the beginning of `text`.
+pub(crate) fn leading_blank(text: &str) -> usize {
+    let blank = text.len() - text.trim_start().len();
+    look_at(blank);
+    blank
+}
+
+/// Bytes of `text` without the white space at its end.
+pub(crate) fn without_trailing_blank(text: &str) -> usize {
+    let end = text.trim_end().len();
+    look_at(text.len() - end);
+    end
+}
+
 /// Looks for the mark that begins first; of several that begin there, the longest.
 pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone) -> Found {
+    look_at(text.len());
     let mut best: Option<(usize, usize, usize)> = None;
     for (mark, wanted) in marks.clone().enumerate() {
         if wanted.is_empty() {

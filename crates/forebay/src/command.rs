@@ -53,6 +53,9 @@ pub(crate) enum Command {
     /// A hand in Rust, as `serve` starts it: its socket is descriptor 3.
     #[command(hide = true)]
     Hand,
+    /// Render chats, as `serve` starts it: its socket is standard input.
+    #[command(hide = true)]
+    Render,
     /// Compute the number of replicas that a recorded traffic needs, or the memory of a model's
     /// ranks.
     #[command(args_override_self = true)]

@@ -112,5 +112,6 @@ fn run(command: Command) -> Result<()> {
         Command::Doctor(flags) => doctor::run(&flags),
         Command::Plan(flags) => plan::run(&flags),
         Command::Hand => Ok(()),
+        Command::Render => Ok(forebay_text::render_templates()?),
     }
 }

@@ -32,7 +32,7 @@ use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
     affinity, collectives, descriptors, dialect, gpus, grammar, hands, images, logs, outposts,
-    parent, sampling, secret, signals, simulate, threads, vocabulary, watch,
+    parent, sampling, secret, signals, simulate, text, threads, vocabulary, watch,
 };
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
@@ -426,6 +426,8 @@ fn chat_template(flags: &ServeFlags, model: &Model) -> Result<Option<ChatTemplat
     };
     let Some(source) = source else { return Ok(None) };
     let (bos, eos) = (model.bos_token.as_deref(), model.eos_token.as_deref());
-    let template = ChatTemplate::new(&source, bos, eos, &model.named_special_tokens())?;
+    let tokens = model.named_special_tokens();
+    let template = ChatTemplate::isolated(&source, bos, eos, &tokens, text::renderer)
+        .context("the chat template, with chats of a few words")?;
     Ok(Some(template))
 }

@@ -1,5 +1,6 @@
 //! The threads that turn text into tokens.
 
+use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
@@ -10,10 +11,20 @@ use tracing::warn;
 use crate::config::Config;
 use crate::flags::TextFlags;
 pub(crate) use crate::flags::{TokenizerBackend, TokenizerMode};
+use crate::hands;
 
 /// Prompts that may wait for the text threads, beyond those that the engine queues. If the engine
 /// may queue more, this limit is as large: a large queue can then be filled at once.
 const QUEUE: usize = 1024;
+
+/// The command of a process that renders chats.
+pub(crate) fn renderer() -> Command {
+    let mut command = Command::new(hands::own_program());
+    command.arg("render");
+    // Its memory is limited, so it reserves no gibibyte of addresses ahead.
+    command.env("MIMALLOC_ARENA_RESERVE", "64MiB");
+    command
+}
 
 impl From<TokenizerBackend> for Backend {
     fn from(backend: TokenizerBackend) -> Self {

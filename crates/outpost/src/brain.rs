@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use subtle::ConstantTimeEq;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, split};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -29,12 +29,11 @@ use crate::messages::{
 use crate::mirror::Mirror;
 use crate::rank::{Handle, Life};
 use crate::relay::{OPENING, PING, SILENCE, Side, prepare, relay, said};
+use crate::strangers::{Place, Strangers};
 use crate::tls::acceptor;
 
 type Stream = TlsStream<TcpStream>;
 
-/// Connections of strangers at a time.
-const STRANGERS: usize = 16;
 /// The time that an outpost may take from an order to the rank's connection.
 const STARTING: Duration = Duration::from_secs(30);
 /// The time that a rank's last words may take from the other connection.
@@ -180,7 +179,7 @@ async fn serve(
     let shared = Arc::new(Shared { state, aside: Aside::start()?, changed });
     listener.set_nonblocking(true)?;
     let listener = TcpListener::from_std(listener)?;
-    let strangers = Arc::new(Semaphore::new(STRANGERS));
+    let strangers = Arc::new(Strangers::default());
     loop {
         tokio::select! {
             accepted = listener.accept() => {
@@ -193,10 +192,10 @@ async fn serve(
                     }
                 };
                 // A stranger beyond so many has to come again.
-                let Ok(permit) = Arc::clone(&strangers).try_acquire_owned() else { continue };
+                let Some(place) = strangers.place(from.ip()) else { continue };
                 let (acceptor, shared) = (acceptor.clone(), Arc::clone(&shared));
                 tokio::spawn(async move {
-                    if let Err(error) = greet(stream, from, acceptor, secret, shared, permit).await {
+                    if let Err(error) = greet(stream, from, acceptor, secret, shared, place).await {
                         warn!("{from} did not join: {}", said(&error));
                     }
                 });
@@ -215,7 +214,7 @@ async fn greet(
     acceptor: TlsAcceptor,
     secret: [u8; 32],
     shared: Arc<Shared>,
-    permit: OwnedSemaphorePermit,
+    place: Place,
 ) -> io::Result<()> {
     prepare(&stream)?;
     let opened = timeout(OPENING, async {
@@ -231,7 +230,7 @@ async fn greet(
         Ok((stream, purpose))
     });
     let (mut stream, purpose) = opened.await.map_err(|_| io::Error::other("it was too slow"))??;
-    drop(permit);
+    drop(place);
     match purpose {
         Purpose::Join { name, hands } => {
             if !(1..=MOST_HANDS).contains(&hands) {

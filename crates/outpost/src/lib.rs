@@ -31,6 +31,7 @@ mod messages;
 mod mirror;
 mod rank;
 mod relay;
+mod strangers;
 mod tls;
 mod token;
 mod work;

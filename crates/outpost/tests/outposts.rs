@@ -15,6 +15,7 @@ use forebay_engine::{Executor, Payload, Payloads, Ready, Signal};
 use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
 use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want, tell_group};
+use tokio::net::TcpSocket;
 use tokio::sync::oneshot;
 
 const MINUTE_US: u64 = 60_000_000;
@@ -84,6 +85,13 @@ impl Brain {
     fn settings(&self, hands: u32) -> WorkSettings {
         let (brain, token) = (self.address.to_string(), self.token.clone());
         WorkSettings { brain, token, name: "here".into(), hands }
+    }
+
+    /// Settings with the certificate of this brain and the secret of another one.
+    fn mixed_up(&self, other: &Credentials) -> WorkSettings {
+        let (right, wrong) = (self.token.to_string(), other.token().to_string());
+        let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
+        WorkSettings { token: mixed.parse().expect("it works"), ..self.settings(1) }
     }
 }
 
@@ -581,6 +589,36 @@ fn strangers_are_few_and_have_little_time() {
     ready(&mut brain.executor("echo", 1));
 }
 
+/// A connection from another address of this machine.
+fn connect_from(address: &str, to: SocketAddr) -> TcpStream {
+    let stream = runtime().block_on(async {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind(SocketAddr::new(address.parse().expect("an address"), 0))?;
+        socket.connect(to).await?.into_std()
+    });
+    let stream = stream.expect("a connection");
+    stream.set_nonblocking(false).expect("it works");
+    stream
+}
+
+#[test]
+fn strangers_at_one_address_leave_places_to_others() {
+    let brain = Brain::start();
+    let strangers: Vec<TcpStream> =
+        (0..16).map(|_| connect_from("127.0.0.2", brain.address)).collect();
+    let mut late = connect_from("127.0.0.2", brain.address);
+    assert!(ended(&mut late), "the 17th of an address has to come again");
+    let other = Credentials::make().expect("it works");
+    // Its secret is read, and the places at the other address are all taken still.
+    let refused = Outpost::start(brain.mixed_up(&other)).ended();
+    assert!(matches!(&refused, Ended::Refused(..)), "{refused}");
+    for stranger in &strangers {
+        stranger.set_nonblocking(true).expect("it works");
+        let waits = stranger.peek(&mut [0]).expect_err("nothing has come");
+        assert_eq!(waits.kind(), io::ErrorKind::WouldBlock);
+    }
+}
+
 /// Waits until the other side has closed a connection.
 fn ended(stream: &mut TcpStream) -> bool {
     stream.set_read_timeout(Some(Duration::from_secs(20))).expect("a time limit");
@@ -623,10 +661,7 @@ fn strangers_stay_outside() {
     let stranger = WorkSettings { token: other.token().clone(), ..brain.settings(1) };
     assert!(matches!(Outpost::start(stranger).ended(), Ended::Stranger(_)));
     // The right certificate with another secret.
-    let (right, wrong) = (brain.token.to_string(), other.token().to_string());
-    let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
-    let mixed = WorkSettings { token: mixed.parse().expect("it works"), ..brain.settings(1) };
-    let ended = Outpost::start(mixed).ended();
+    let ended = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&ended, Ended::Refused(_, why) if why.contains("secret")), "{ended}");
 
     // Bytes that are no TLS, and connections that say nothing, hold up nobody.

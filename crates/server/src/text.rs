@@ -3,10 +3,38 @@
 use std::sync::Arc;
 
 use forebay_api::{ApiError, ChatPrompt, Effort, Prompt};
-use forebay_text::{TextError, TextInput, TextPool};
+use forebay_text::{TextError, TextInput, TextPool, Within};
 use serde_json::Value;
 
 use crate::budget::Charge;
+use crate::peers::Peer;
+use crate::state::Shared;
+
+/// The text pool for one request, whose bytes were charged.
+#[derive(Clone, Copy)]
+pub(crate) struct RequestText<'a> {
+    pool: &'a TextPool,
+    /// Kept encodings are shared with requests of the same salt, as blocks are.
+    salt: u64,
+    charge: &'a Arc<Charge>,
+}
+
+impl<'a> RequestText<'a> {
+    /// The pool for a request of `peer`, who gave `cache_salt`.
+    pub(crate) fn new(
+        state: &'a Shared,
+        peer: &Peer,
+        cache_salt: Option<&str>,
+        charge: &'a Arc<Charge>,
+    ) -> Self {
+        Self { pool: &state.text, salt: peer.salt(state, cache_salt), charge }
+    }
+
+    /// The pool for texts of `most` tokens each, or of any number with `None`.
+    pub(crate) fn within(&self, most: impl Into<Option<usize>>) -> Within<'a> {
+        self.pool.within(most).salted(self.salt).keeping(self.charge.clone())
+    }
+}
 
 /// A conversation as a prompt.
 pub(crate) struct RenderedChat {
@@ -17,20 +45,18 @@ pub(crate) struct RenderedChat {
     pub(crate) ignored: Vec<&'static str>,
 }
 
-/// Renders and tokenises a conversation, which came in `param`, may have `most` tokens, and whose
-/// bytes were charged to `charge`.
+/// Renders and tokenises a conversation, which came in `param` and may have `most` tokens.
 ///
 /// # Errors
 /// The template or the tokenizer refuses it, it is too long, or the text threads have no time.
 pub(crate) async fn encode_chat(
-    text: &TextPool,
+    text: RequestText<'_>,
     mut chat: ChatPrompt,
     most: usize,
-    charge: &Arc<Charge>,
     param: &str,
 ) -> Result<RenderedChat, ApiError> {
     let mut ignored = Vec::new();
-    if let Some(template) = text.template() {
+    if let Some(template) = text.pool.template() {
         if chat.tools.is_some() && !template.takes_tools() {
             let reason = "`tools`: the model's chat template shows it no tools; --chat-template \
                           replaces it, and `tool_choice: none` leaves them out";
@@ -45,7 +71,7 @@ pub(crate) async fn encode_chat(
         continue_final_message: chat.continue_final_message,
         kwargs: chat.kwargs,
     };
-    let encoded = text.within(most).keeping(charge.clone()).encode(input).await;
+    let encoded = text.within(most).encode(input).await;
     let encoded = encoded.map_err(|error| text_error(error, param))?;
     Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
 }
@@ -85,17 +111,16 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
 }
 
 /// Tokenises texts, in one piece of work for the pool. Each may have `most` tokens, or any number
-/// with `None`. Their bytes were charged to `charge`.
+/// with `None`.
 ///
 /// # Errors
 /// The tokenizer refuses a text, one is too long, or the text threads have no time.
 pub(crate) async fn encode_prompts(
-    text: &TextPool,
+    text: RequestText<'_>,
     prompts: Vec<Prompt>,
     add_special_tokens: bool,
     most: Option<usize>,
     param: &'static str,
-    charge: &Arc<Charge>,
 ) -> Result<Vec<Vec<i32>>, ApiError> {
     let mut texts = Vec::new();
     // Where each text stands among the prompts.
@@ -114,8 +139,7 @@ pub(crate) async fn encode_prompts(
     let mut fresh = if texts.is_empty() {
         Vec::new()
     } else {
-        let pool = text.within(most).keeping(charge.clone());
-        let encode = pool.encode_all(texts, add_special_tokens);
+        let encode = text.within(most).encode_all(texts, add_special_tokens);
         encode.await.map_err(|error| match error {
             TextError::TooLong { text, .. } if encoded.len() > 1 => {
                 let place = places.get(text).copied().unwrap_or_default();
@@ -142,10 +166,11 @@ pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
         }
         TextError::NoTemplate
         | TextError::Guarded
+        | TextError::Undivided { .. }
         | TextError::Encode(_)
         | TextError::Decode(_)
         | TextError::Template(_) => ApiError::invalid(param, format!("`{param}`: {reason}")),
         TextError::Closed => ApiError::Draining,
-        TextError::Load(_) => ApiError::Internal { reason, code: None },
+        TextError::Load(_) | TextError::Renderer(_) => ApiError::Internal { reason, code: None },
     }
 }

@@ -1,5 +1,7 @@
 //! Encoded text, kept for the next turn of its conversation.
 
+use std::borrow::Borrow;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,7 +15,8 @@ const ENTRY_BYTES: usize = 128;
 /// The ids of parts of texts, by the parts themselves. It holds a limited number of bytes, and
 /// drops the least recently used parts first.
 ///
-/// The whole part is the key, so a found entry is exactly its encoding. Hashes are not trusted.
+/// The whole part is the key, so a found entry is exactly its encoding. Hashes are not trusted. A
+/// salt is in the key too: the time of an encoding says nothing about texts of other salts.
 #[derive(Debug)]
 pub(crate) struct TextCache {
     entries: Mutex<Entries>,
@@ -24,8 +27,66 @@ pub(crate) struct TextCache {
 
 #[derive(Debug)]
 struct Entries {
-    ids: LruCache<Box<str>, Arc<[i32]>>,
+    ids: LruCache<Kept, Arc<[i32]>>,
     bytes: usize,
+}
+
+/// A part that is kept, for texts of its salt.
+#[derive(Debug)]
+struct Kept {
+    salt: u64,
+    part: Box<str>,
+}
+
+/// A key as it is stored or looked up, so that a lookup copies no text.
+trait Key {
+    fn parts(&self) -> (u64, &str);
+}
+
+impl Key for Kept {
+    fn parts(&self) -> (u64, &str) {
+        (self.salt, &self.part)
+    }
+}
+
+impl Key for (u64, &str) {
+    fn parts(&self) -> (u64, &str) {
+        *self
+    }
+}
+
+impl Hash for dyn Key + '_ {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.parts().hash(state);
+    }
+}
+
+impl PartialEq for dyn Key + '_ {
+    fn eq(&self, other: &Self) -> bool {
+        self.parts() == other.parts()
+    }
+}
+
+impl Eq for dyn Key + '_ {}
+
+impl Hash for Kept {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.parts().hash(state);
+    }
+}
+
+impl PartialEq for Kept {
+    fn eq(&self, other: &Self) -> bool {
+        self.parts() == other.parts()
+    }
+}
+
+impl Eq for Kept {}
+
+impl<'a> Borrow<dyn Key + 'a> for Kept {
+    fn borrow(&self) -> &(dyn Key + 'a) {
+        self
+    }
 }
 
 impl TextCache {
@@ -40,11 +101,12 @@ impl TextCache {
         }
     }
 
-    /// The ids of each part that is there.
-    pub(crate) fn get_all(&self, parts: &[&str]) -> Vec<Option<Arc<[i32]>>> {
+    /// The ids of each part that is there for texts of this salt.
+    pub(crate) fn get_all(&self, salt: u64, parts: &[&str]) -> Vec<Option<Arc<[i32]>>> {
         let found: Vec<_> = {
             let mut entries = self.entries.lock();
-            parts.iter().map(|&part| entries.ids.get(part).cloned()).collect()
+            let mut get = |part: &str| entries.ids.get(&(salt, part) as &dyn Key).cloned();
+            parts.iter().map(|&part| get(part)).collect()
         };
         let looked_up: usize = parts.iter().map(|part| part.len()).sum();
         let hits = parts.iter().zip(&found).filter(|(_, ids)| ids.is_some());
@@ -54,20 +116,23 @@ impl TextCache {
         found
     }
 
-    /// Keeps the ids of a part. One that is as large as the whole cache is not kept.
-    pub(crate) fn insert(&self, part: &str, ids: Arc<[i32]>) {
+    /// Keeps the ids of a part for texts of this salt. One that is as large as the whole cache is
+    /// not kept.
+    pub(crate) fn insert(&self, salt: u64, part: &str, ids: Arc<[i32]>) {
         let bytes = cost(part, &ids);
         if bytes > self.limit {
             return;
         }
         let mut entries = self.entries.lock();
-        if let Some((part, ids)) = entries.ids.push(part.into(), ids) {
+        if let Some((Kept { part, .. }, ids)) =
+            entries.ids.push(Kept { salt, part: part.into() }, ids)
+        {
             // Two requests with the same part encoded it at the same time.
             entries.bytes -= cost(&part, &ids);
         }
         entries.bytes += bytes;
         while entries.bytes > self.limit {
-            let Some((part, ids)) = entries.ids.pop_lru() else { return };
+            let Some((Kept { part, .. }, ids)) = entries.ids.pop_lru() else { return };
             entries.bytes -= cost(&part, &ids);
         }
     }
@@ -95,33 +160,46 @@ mod tests {
     #[test]
     fn the_least_recently_used_goes_first() {
         let cache = TextCache::new(2 * cost("a", &ids("a")));
-        cache.insert("a", ids("a"));
-        cache.insert("b", ids("b"));
-        assert_eq!(cache.get_all(&["a"]), [Some(ids("a"))]);
-        cache.insert("c", ids("c"));
-        assert_eq!(cache.get_all(&["a", "b", "c"]), [Some(ids("a")), None, Some(ids("c"))]);
+        cache.insert(0, "a", ids("a"));
+        cache.insert(0, "b", ids("b"));
+        assert_eq!(cache.get_all(0, &["a"]), [Some(ids("a"))]);
+        cache.insert(0, "c", ids("c"));
+        assert_eq!(cache.get_all(0, &["a", "b", "c"]), [Some(ids("a")), None, Some(ids("c"))]);
         let (looked_up, found, _) = cache.counts();
         assert_eq!((looked_up, found), (4, 3));
+    }
+
+    #[test]
+    fn texts_of_another_salt_are_not_found() {
+        let cache = TextCache::new(1000);
+        cache.insert(1, "a", ids("a"));
+        assert_eq!(cache.get_all(2, &["a"]), [None]);
+        cache.insert(2, "a", ids("a"));
+        assert_eq!(cache.get_all(2, &["a"]), [Some(ids("a"))]);
+        assert_eq!(cache.get_all(1, &["a"]), [Some(ids("a"))]);
+        assert_eq!(cache.counts().2, 2 * cost("a", &ids("a")));
     }
 
     proptest! {
         #[test]
         fn it_holds_no_more_than_it_may_and_nothing_wrong(
             limit in 0..2000_usize,
-            parts in prop::collection::vec("[ab]{0,200}", 0..60),
+            parts in prop::collection::vec((0..3_u64, "[ab]{0,200}"), 0..60),
         ) {
             let cache = TextCache::new(limit);
-            for part in &parts {
-                if let [Some(found)] = &cache.get_all(&[part])[..] {
+            for (salt, part) in &parts {
+                if let [Some(found)] = &cache.get_all(*salt, &[part])[..] {
                     prop_assert_eq!(found, &ids(part));
                 }
-                cache.insert(part, ids(part));
+                cache.insert(*salt, part, ids(part));
                 let bytes = cache.counts().2;
                 prop_assert!(bytes <= limit);
-                let kept: usize = cache.entries.lock().ids.iter().map(|(part, ids)| cost(part, ids)).sum();
+                let entries = cache.entries.lock();
+                let kept: usize = entries.ids.iter().map(|(key, ids)| cost(&key.part, ids)).sum();
+                drop(entries);
                 prop_assert_eq!(kept, bytes);
                 let fits = cost(part, &ids(part)) <= limit;
-                prop_assert_eq!(cache.get_all(&[part])[0].is_some(), fits);
+                prop_assert_eq!(cache.get_all(*salt, &[part])[0].is_some(), fits);
             }
         }
     }

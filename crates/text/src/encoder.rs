@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use crate::cache::TextCache;
 use crate::cut::Cuts;
 use crate::error::TextError;
-use crate::plain::overlap;
+use crate::plain::{LONGEST_WORD, overlap};
 use crate::tokenizer::Tokenizer;
 
 /// Long texts are encoded in parts of at least this many bytes. Such parts are large enough that
@@ -37,6 +37,8 @@ pub(crate) struct Texts {
     pub(crate) add_special_tokens: bool,
     /// Tokens that each may have, those around it not counted: encoding ends where there are more.
     pub(crate) most: Option<usize>,
+    /// The encodings of parts are shared with texts of the same salt.
+    pub(crate) salt: u64,
     /// The special tokens of a chat that are ordinary text, as sorted ranges of its one text.
     pub(crate) plain: Vec<Range<usize>>,
 }
@@ -48,6 +50,7 @@ pub(crate) struct Work {
     texts: Vec<String>,
     add_special_tokens: bool,
     most: Option<usize>,
+    salt: u64,
     plain: Vec<Range<usize>>,
     /// Ids of each text so far.
     counts: Vec<AtomicUsize>,
@@ -114,9 +117,10 @@ impl Encoder {
     /// Cuts texts into parts and looks up known ones.
     ///
     /// # Errors
-    /// [`TextError::TooLong`] for a text that can't be short enough; nothing was encoded then.
+    /// [`TextError::TooLong`] for a text that can't be short enough, [`TextError::Undivided`] for
+    /// one with a word that is too long. Nothing was encoded then.
     pub(crate) fn plan(&self, texts: Texts) -> Result<Work, TextError> {
-        let Texts { texts, add_special_tokens, most, plain } = texts;
+        let Texts { texts, add_special_tokens, most, salt, plain } = texts;
         for (index, text) in texts.iter().enumerate() {
             self.check_length(index, self.tokenizer.fewest_ids(text), most)?;
         }
@@ -124,10 +128,15 @@ impl Encoder {
         let cuttable = !add_special_tokens || self.tokenizer.frame().is_some();
         for (index, text) in texts.iter().enumerate() {
             if cuttable {
-                self.cut(index, text, &plain, &mut parts);
+                self.cut(index, text, salt, &plain, &mut parts);
             } else {
                 parts.push(Part::new(index, 0..text.len(), false));
             }
+        }
+        if self.tokenizer.cuts().between_words() {
+            let unknown = parts.iter().filter(|part| part.ids.get().is_none());
+            let longest = unknown.map(|part| part.range.len()).max().unwrap_or(0);
+            check_divided(longest)?;
         }
         let mut pieces = Vec::new();
         let (mut start, mut bytes) = (0, 0);
@@ -148,13 +157,29 @@ impl Encoder {
             pieces.push(start..parts.len());
         }
         let counts = texts.iter().map(|_| AtomicUsize::new(0)).collect();
-        let work = Work { texts, add_special_tokens, most, plain, counts, parts, pieces };
+        let work = Work { texts, add_special_tokens, most, salt, plain, counts, parts, pieces };
         for part in &work.parts {
             if let Some(ids) = part.ids.get() {
                 self.count(&work, part.text, ids.len())?;
             }
         }
         Ok(work)
+    }
+
+    /// Checks that a text that is encoded as a whole has no word that is too long.
+    ///
+    /// # Errors
+    /// [`TextError::Undivided`], where the tokenizer's words are known.
+    pub(crate) fn check_words(&self, text: &str) -> Result<(), TextError> {
+        let cuts = self.tokenizer.cuts();
+        let mut start = 0;
+        while cuts.between_words() && text.len() - start > LONGEST_WORD {
+            let after = start + PART_BYTES;
+            let end = cuts.next(text, after, after).unwrap_or(text.len());
+            check_divided(end - start)?;
+            start = end;
+        }
+        Ok(())
     }
 
     /// Adds to a text's ids.
@@ -177,7 +202,14 @@ impl Encoder {
         }
     }
 
-    fn cut(&self, index: usize, text: &str, plain: &[Range<usize>], parts: &mut Vec<Part>) {
+    fn cut(
+        &self,
+        index: usize,
+        text: &str,
+        salt: u64,
+        plain: &[Range<usize>],
+        parts: &mut Vec<Part>,
+    ) {
         let cuts = self.tokenizer.cuts();
         let (token, anywhere) = match self.cache {
             Some(_) => (KEPT_BYTES, PART_BYTES),
@@ -208,7 +240,7 @@ impl Encoder {
                 return;
             }
             let looked_up = parts[from..].iter_mut().filter(|part| part.kept);
-            for (part, known) in looked_up.zip(cache.get_all(&kept)) {
+            for (part, known) in looked_up.zip(cache.get_all(salt, &kept)) {
                 if let Some(ids) = known {
                     part.ids = OnceLock::from(ids);
                 }
@@ -236,7 +268,8 @@ impl Encoder {
             }
             let ids: Arc<[i32]> = self.encode_part(work, part, go_on)?.into();
             if let Some(cache) = self.cache.as_ref().filter(|_| part.kept) {
-                cache.insert(&work.texts[part.text][part.range.clone()], Arc::clone(&ids));
+                let text = &work.texts[part.text][part.range.clone()];
+                cache.insert(work.salt, text, Arc::clone(&ids));
             }
             self.count(work, part.text, ids.len())?;
             // A piece is encoded once.
@@ -322,6 +355,13 @@ impl Work {
     /// True if this piece takes so long that the threads that others wait for leave it alone.
     pub(crate) fn is_long(&self, piece: usize) -> bool {
         self.parts[self.pieces[piece].clone()].iter().any(Part::is_long)
+    }
+}
+
+fn check_divided(bytes: usize) -> Result<(), TextError> {
+    match bytes {
+        0..=LONGEST_WORD => Ok(()),
+        bytes => Err(TextError::Undivided { bytes, limit: LONGEST_WORD }),
     }
 }
 

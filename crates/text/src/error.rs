@@ -27,6 +27,9 @@ pub enum TextError {
     /// needed.
     #[error("the chat template is too expensive for this chat: {0}")]
     Costly(String),
+    /// The process that renders chats could not be started, or did not answer.
+    #[error("the process that renders chats failed: {0}")]
+    Renderer(String),
     /// The chat template looks at special tokens in content itself, so that they can't be told from
     /// its own.
     #[error(
@@ -42,6 +45,14 @@ pub enum TextError {
         /// The least number of tokens that the text has.
         at_least: usize,
         /// The largest number of tokens of a text.
+        limit: usize,
+    },
+    /// A text is too long in one place to be encoded in parts, and was not encoded.
+    #[error("the text has a word, or white space, of {bytes} bytes, and {limit} may be in one")]
+    Undivided {
+        /// Bytes without a place at which the text may be divided.
+        bytes: usize,
+        /// The largest number of such bytes.
         limit: usize,
     },
     /// The tokenizer file could not be read or is not a tokenizer.

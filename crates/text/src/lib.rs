@@ -41,6 +41,7 @@ mod cut;
 mod detokenizer;
 mod encoder;
 mod error;
+mod growth;
 mod measure;
 mod plain;
 mod pool;
@@ -57,5 +58,5 @@ pub use pool::{
     Encoded, Keep, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats, Within,
 };
 pub use stop::{StopStrings, StopTable};
-pub use template::{ChatRender, ChatTemplate, ContentFormat};
+pub use template::{ChatRender, ChatTemplate, ContentFormat, render_templates};
 pub use tokenizer::Tokenizer;

@@ -9,6 +9,7 @@ use tokenizers::{Encoding, Model as _, Token};
 use crate::backend::{Backend, Fast};
 use crate::cut::Cuts;
 use crate::error::TextError;
+use crate::growth::Growth;
 use crate::measure::Measure;
 use crate::plain::Plain;
 use crate::scheme::{Piece, Scheme};
@@ -28,6 +29,7 @@ pub struct Tokenizer {
     cuts: Cuts,
     frame: Option<Frame>,
     measure: Measure,
+    growth: Growth,
     plain: Plain,
 }
 
@@ -118,6 +120,8 @@ impl Tokenizer {
     /// [`TextError::Load`] if this is not a tokenizer, or not one for this backend.
     pub fn from_bytes_for(json: &[u8], backend: Backend) -> Result<Self, TextError> {
         let load = |error: &dyn std::fmt::Display| TextError::Load(error.to_string());
+        let file: Value = serde_json::from_slice(json).map_err(|error| load(&error))?;
+        let growth = Growth::of(&file)?;
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| load(&error))?;
         inner.with_truncation(None).map_err(|error| load(&error))?;
         inner.with_padding(None);
@@ -143,7 +147,6 @@ impl Tokenizer {
                 Piece::Byte(byte) => table.push(Kind::Byte, special, &[byte])?,
             }
         }
-        let file: Value = serde_json::from_slice(json).map_err(|error| load(&error))?;
         let cuts = Cuts::of(&file);
         let pieces = (0..).map_while(|id| table.get_any(id)).filter(|piece| !piece.is_empty());
         let measure = Measure::of(&file, &scheme, pieces);
@@ -158,7 +161,7 @@ impl Tokenizer {
             }
         };
         let frame = frame(&inner)?;
-        Ok(Self { inner, fast, scheme, table, cuts, frame, measure, plain })
+        Ok(Self { inner, fast, scheme, table, cuts, frame, measure, growth, plain })
     }
 
     /// The ids of `text`. Special tokens in the text are recognised, as Hugging Face does.
@@ -166,8 +169,9 @@ impl Tokenizer {
     ///
     /// # Errors
     /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token
-    /// either.
+    /// either, or if its normaliser may make too much of the text.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
+        self.growth.check(text.len())?;
         if let Some(fast) = self.fast.as_ref().filter(|fast| fast.takes(text)) {
             return fast.encode(text, add_special_tokens);
         }
@@ -199,6 +203,7 @@ impl Tokenizer {
         plain: &[Range<usize>],
         go_on: &dyn Fn(usize) -> bool,
     ) -> Result<Vec<i32>, TextError> {
+        self.growth.check(text.len())?;
         self.plain.encode(&self.inner, text, plain, go_on)
     }
 
@@ -250,6 +255,7 @@ impl Tokenizer {
     /// # Errors
     /// The errors of [`Tokenizer::encode`].
     pub fn encode_pair(&self, first: &str, second: &str) -> Result<(Vec<i32>, u32), TextError> {
+        self.growth.check(first.len() + second.len())?;
         let encoding = self
             .inner
             .encode_fast((first, second), true)

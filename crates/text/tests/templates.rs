@@ -197,8 +197,10 @@ fn what_is_not_a_chat_is_refused() {
 
 #[test]
 fn endless_recursion_and_deep_nesting_are_errors() {
-    let recursive = template("{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}");
-    let messages = json!([]);
+    let recursive = template(
+        "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{% if messages[1].content == 'two' %}{{ m(0) }}{% endif %}",
+    );
+    let messages = json!([{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]);
     assert!(recursive.render(&ChatRender::new(&messages)).is_err());
     let nested = template(
         "{% set ns = namespace(v=[]) %}{% for i in range(2000) %}{% set ns.v = [ns.v] %}{% endfor %}{{ ns.v | tojson }}",
@@ -215,8 +217,11 @@ fn what_costs_too_much_is_said_so() {
     let captures = "{% set ns = namespace(x='xxxxxxxxxxxxxxxx') %}{% for i in range(40) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}";
     let deep = "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}";
     for source in [loops, in_macro, prints, &raw, captures, deep] {
-        let messages = json!([]);
-        let rendered = template(source).render(&ChatRender::new(&messages));
+        let refused = ChatTemplate::new(source, Some("<s>"), None, &BTreeMap::new());
+        assert!(matches!(refused, Err(TextError::Costly(_))), "{source:.80} {refused:.200?}");
+        let source = format!("{{% if messages | length > 9 %}}{source}{{% endif %}}");
+        let messages = Value::Array(vec![json!({"role": "user", "content": ""}); 10]);
+        let rendered = template(&source).render(&ChatRender::new(&messages));
         assert!(matches!(rendered, Err(TextError::Costly(_))), "{source:.80} {rendered:.200?}");
     }
 }

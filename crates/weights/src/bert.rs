@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use crate::config::{MOST_LAYERS, optional, size};
 use crate::error::ModelError;
+use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, optional, real, size};
 
 const ARCHITECTURES: [&str; 2] = ["BertModel", "BertForSequenceClassification"];
 /// The prefix of an encoder's weights in a checkpoint that has more than the encoder.
@@ -66,22 +66,25 @@ impl BertShape {
         if config.get("is_decoder").and_then(Value::as_bool) == Some(true) {
             return Err(ModelError::broken("a BERT that is a decoder is not supported"));
         }
-        let layers = size(config, "num_hidden_layers")?;
-        if layers == 0 || layers as u64 > MOST_LAYERS {
-            return Err(ModelError::broken(format!("{layers} layers are not supported")));
-        }
-        let usual = |key, usual| -> Result<usize, ModelError> {
-            Ok(optional(config, key)?.unwrap_or(usual) as usize)
+        let usual = |key, usual, most| -> Result<usize, ModelError> {
+            Ok(optional(config, key, most)?.unwrap_or(usual) as usize)
         };
+        let heads = size(config, "num_attention_heads", MOST_HEADS)?;
+        let hidden_size = size(config, "hidden_size", MOST)?;
+        if !hidden_size.is_multiple_of(heads) {
+            return Err(ModelError::broken(format!(
+                "{hidden_size} elements (hidden_size) can't be shared by {heads} heads (num_attention_heads) equally"
+            )));
+        }
         Ok(Self {
-            vocab_size: size(config, "vocab_size")?,
-            hidden_size: size(config, "hidden_size")?,
-            intermediate_size: size(config, "intermediate_size")?,
-            layers,
-            heads: size(config, "num_attention_heads")?,
-            layer_norm_eps: config.get("layer_norm_eps").and_then(Value::as_f64).unwrap_or(1e-12),
-            max_positions: usual("max_position_embeddings", 512)?,
-            kinds: usual("type_vocab_size", 2)?,
+            vocab_size: size(config, "vocab_size", MOST)?,
+            hidden_size,
+            intermediate_size: size(config, "intermediate_size", MOST)?,
+            layers: size(config, "num_hidden_layers", MOST_LAYERS)?,
+            heads,
+            layer_norm_eps: real(config, "layer_norm_eps", 1e-12)?,
+            max_positions: usual("max_position_embeddings", 512, MOST_POSITIONS)?,
+            kinds: usual("type_vocab_size", 2, MOST)?,
             activation,
         })
     }

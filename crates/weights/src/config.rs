@@ -4,12 +4,19 @@ use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 use crate::experts::{Experts, experts, is_sparse};
+use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, optional, real, size, truthy};
 
-/// The largest number of layers, far above known models. Names of weights are made for each layer
-/// before a file is read.
-pub(crate) const MOST_LAYERS: u64 = 1 << 12;
 const DEFAULT_ROPE_THETA: f64 = 10000.0;
 const PARTIAL_ROTARY_FACTOR: f64 = 0.5;
+/// The numbers of a scaling that are divisors.
+const FACTORS: [&str; 6] = [
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "original_max_position_embeddings",
+];
 
 /// The types of a model's computation, by PyTorch's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,17 +98,22 @@ impl Shape {
         if truthy(config.get("quantization_config")) {
             return Err(ModelError::elsewhere("a checkpoint that is quantised"));
         }
-        let layers = integer(config, "num_hidden_layers")?;
-        if layers == 0 || layers > MOST_LAYERS {
-            return Err(ModelError::broken(format!("{layers} layers are not supported")));
-        }
+        let layers = size(config, "num_hidden_layers", MOST_LAYERS)? as u64;
         let (rope_theta, rope_scaling) = rope(config, family)?;
         match config.get("hidden_act").and_then(Value::as_str).unwrap_or("silu") {
             "silu" => {}
             other => return Err(ModelError::elsewhere(format!("the activation {other:?}"))),
         }
-        let heads = size(config, "num_attention_heads")?;
-        let hidden_size = size(config, "hidden_size")?;
+        let heads = size(config, "num_attention_heads", MOST_HEADS)?;
+        let kv_heads = optional(config, "num_key_value_heads", MOST_HEADS)?;
+        let kv_heads = kv_heads.unwrap_or(heads as u64) as usize;
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(ModelError::broken(format!(
+                "{heads} query heads (num_attention_heads) can't share {kv_heads} heads of keys and values \
+                 (num_key_value_heads) equally"
+            )));
+        }
+        let hidden_size = size(config, "hidden_size", MOST)?;
         let all_biases = flag(config, "attention_bias", false);
         let sparse: Vec<bool> =
             (0..layers).map(|layer| is_sparse(config, family, layer)).collect::<Result<_, _>>()?;
@@ -110,21 +122,31 @@ impl Shape {
         // A model of experts alone needs no size of a dense layer.
         let all_sparse = count == sparse.len();
         let usual = if family == Family::Qwen3 { 128 } else { hidden_size / heads };
-        let head_dim = optional(config, "head_dim")?.unwrap_or(usual as u64) as usize;
+        let head_dim = optional(config, "head_dim", MOST_HEADS)?.unwrap_or(usual as u64) as usize;
+        if head_dim == 0 {
+            return Err(ModelError::broken(format!(
+                "{hidden_size} elements (hidden_size) can't be shared by {heads} heads (num_attention_heads), \
+                 and the model's config has no 'head_dim'"
+            )));
+        }
         let with_norms = match family {
             Family::Qwen3 | Family::Qwen3Moe => true,
             Family::Glm4Moe => flag(config, "use_qk_norm", false),
             Family::Llama | Family::Mistral | Family::Qwen2 => false,
         };
         Ok(Self {
-            vocab_size: size(config, "vocab_size")?,
+            vocab_size: size(config, "vocab_size", MOST)?,
             hidden_size,
-            intermediate_size: if all_sparse { 0 } else { size(config, "intermediate_size")? },
+            intermediate_size: if all_sparse {
+                0
+            } else {
+                size(config, "intermediate_size", MOST)?
+            },
             experts,
             sparse,
             layers: layers as usize,
             heads,
-            kv_heads: optional(config, "num_key_value_heads")?.unwrap_or(heads as u64) as usize,
+            kv_heads,
             head_dim,
             rotary_dim: rotary_dim(config, family, head_dim)?,
             qkv_bias: flag(config, "qkv_bias", family == Family::Qwen2 || all_biases),
@@ -132,10 +154,11 @@ impl Shape {
             output_bias: all_biases && !matches!(family, Family::Qwen2 | Family::Glm4Moe),
             mlp_bias: flag(config, "mlp_bias", false),
             head_norms: with_norms,
-            rms_norm_eps: config.get("rms_norm_eps").and_then(Value::as_f64).unwrap_or(1e-6),
+            rms_norm_eps: real(config, "rms_norm_eps", 1e-6)?,
             rope_theta,
             rope_scaling,
-            max_positions: optional(config, "max_position_embeddings")?.unwrap_or(2048),
+            max_positions: optional(config, "max_position_embeddings", MOST_POSITIONS)?
+                .unwrap_or(2048),
             tied: flag(config, "tie_word_embeddings", false),
             headless: false,
             sliding_window: sliding_window(config, family, layers)?,
@@ -168,42 +191,11 @@ impl Shape {
     }
 }
 
-/// True for a value that Python takes for true.
-fn truthy(value: Option<&Value>) -> bool {
-    match value {
-        None | Some(Value::Null | Value::Bool(false)) => false,
-        Some(Value::Bool(true)) => true,
-        Some(Value::Number(number)) => number.as_f64() != Some(0.0),
-        Some(Value::String(text)) => !text.is_empty(),
-        Some(Value::Array(items)) => !items.is_empty(),
-        Some(Value::Object(entries)) => !entries.is_empty(),
-    }
-}
-
 pub(crate) fn flag(config: &Map<String, Value>, key: &str, default: bool) -> bool {
     match config.get(key) {
         None => default,
         found => truthy(found),
     }
-}
-
-/// A number that is there, not null and not 0.
-pub(crate) fn optional(config: &Map<String, Value>, key: &str) -> Result<Option<u64>, ModelError> {
-    let Some(value) = config.get(key).filter(|value| truthy(Some(value))) else { return Ok(None) };
-    let whole = value.as_u64().filter(|&number| number <= i32::MAX as u64);
-    match whole {
-        Some(number) => Ok(Some(number)),
-        None => Err(ModelError::broken(format!("the model's config has {key} {value}"))),
-    }
-}
-
-fn integer(config: &Map<String, Value>, key: &str) -> Result<u64, ModelError> {
-    let missing = || ModelError::broken(format!("the model's config has no '{key}'"));
-    optional(config, key)?.ok_or_else(missing)
-}
-
-pub(crate) fn size(config: &Map<String, Value>, key: &str) -> Result<usize, ModelError> {
-    Ok(integer(config, key)? as usize)
 }
 
 /// A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be.
@@ -244,10 +236,8 @@ fn rope(
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
     let mut parameters =
         object("rope_parameters").or_else(|| object("rope_scaling")).cloned().unwrap_or_default();
-    let nonzero = |value: &Value| value.as_f64().filter(|&value| value != 0.0);
-    let theta = parameters.shift_remove("rope_theta").as_ref().and_then(nonzero);
-    let theta = theta.or_else(|| config.get("rope_theta").and_then(nonzero));
-    let theta = theta.unwrap_or(DEFAULT_ROPE_THETA);
+    let theta = real(&parameters, "rope_theta", real(config, "rope_theta", DEFAULT_ROPE_THETA)?)?;
+    parameters.shift_remove("rope_theta");
     let text = |value: Option<Value>| value.and_then(|value| value.as_str().map(str::to_owned));
     let legacy = text(parameters.shift_remove("type"));
     let kind = text(parameters.shift_remove("rope_type")).or(legacy);
@@ -268,6 +258,18 @@ fn rope(
     if parameters.get("factor").is_none_or(Value::is_null) {
         return Err(ModelError::broken(format!("rope scaling '{kind}' without a factor")));
     }
+    for key in FACTORS {
+        let there = parameters.get(key).is_some_and(|value| !value.is_null());
+        if there && real(&parameters, key, 0.0)? == 0.0 {
+            return Err(ModelError::broken(format!("rope scaling '{kind}' with a {key} of 0")));
+        }
+    }
+    let [low, high] = ["low_freq_factor", "high_freq_factor"].map(|key| parameters.get(key));
+    if kind == "llama3" && low == high {
+        return Err(ModelError::broken(
+            "rope scaling 'llama3' with a low_freq_factor that is the high_freq_factor",
+        ));
+    }
     parameters.insert("rope_type".into(), kind.into());
     Ok((theta, Some(parameters)))
 }
@@ -282,10 +284,9 @@ fn rotary_dim(
         return Ok(head_dim);
     }
     let rope = config.get("rope_parameters").and_then(Value::as_object);
-    let factor = |from: &Map<String, Value>| {
-        from.get("partial_rotary_factor").and_then(Value::as_f64).filter(|&factor| factor != 0.0)
-    };
-    let factor = rope.and_then(factor).or_else(|| factor(config)).unwrap_or(PARTIAL_ROTARY_FACTOR);
+    let key = "partial_rotary_factor";
+    let usual = real(config, key, PARTIAL_ROTARY_FACTOR)?;
+    let factor = rope.map_or(Ok(usual), |rope| real(rope, key, usual))?;
     match (head_dim as f64 * factor) as usize {
         0 => Err(ModelError::elsewhere("heads that are not rotated")),
         rotated if rotated > head_dim => Err(ModelError::broken(format!(
@@ -301,12 +302,12 @@ fn sliding_window(
     layers: u64,
 ) -> Result<Option<u64>, ModelError> {
     let qwen = matches!(family, Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe);
-    let Some(window) = config.get("sliding_window").and_then(Value::as_u64) else {
-        return Ok(None);
-    };
-    if family == Family::Llama || qwen && !flag(config, "use_sliding_window", false) {
+    let there = config.get("sliding_window").is_some_and(|window| !window.is_null());
+    let has_some = !qwen || flag(config, "use_sliding_window", false);
+    if !there || family == Family::Llama || !has_some {
         return Ok(None);
     }
+    let window = size(config, "sliding_window", MOST_POSITIONS)? as u64;
     let windowed = match config.get("layer_types").and_then(Value::as_array) {
         Some(kinds) => {
             let windowed = |kind: &&Value| kind.as_str() == Some("sliding_attention");
@@ -319,7 +320,7 @@ fn sliding_window(
         }
         None => layers,
     };
-    let longest = optional(config, "max_position_embeddings")?.unwrap_or(window);
+    let longest = optional(config, "max_position_embeddings", MOST_POSITIONS)?.unwrap_or(window);
     if windowed == 0 || window >= longest {
         return Ok(None);
     }

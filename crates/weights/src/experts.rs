@@ -2,12 +2,15 @@
 
 use serde_json::{Map, Value};
 
-use crate::config::{Family, flag, optional, size};
+use crate::config::{Family, flag};
 use crate::error::ModelError;
+use crate::sizes::{MOST, optional, real, size};
 
 /// Experts of all layers together. The bound is far beyond every known model: names of weights are
 /// made for each, before a file is asked for them.
 const MOST_EXPERTS: usize = 1 << 18;
+/// The largest number of shared experts.
+const MOST_SHARED: u64 = 1 << 10;
 
 /// A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token
 /// uses some.
@@ -60,9 +63,14 @@ impl Routing {
 }
 
 /// The number under a key that may be null or 0; `usual` if the key is not there.
-fn number_or(config: &Map<String, Value>, key: &str, usual: u64) -> Result<u64, ModelError> {
+fn number_or(
+    config: &Map<String, Value>,
+    key: &str,
+    usual: u64,
+    most: u64,
+) -> Result<u64, ModelError> {
     match config.contains_key(key) {
-        true => Ok(optional(config, key)?.unwrap_or(0)),
+        true => Ok(optional(config, key, most)?.unwrap_or(0)),
         false => Ok(usual),
     }
 }
@@ -81,7 +89,7 @@ pub(crate) fn is_sparse(
             if is_dense || expert_count(config, family)? == 0 {
                 return Ok(false);
             }
-            let step = optional(config, "decoder_sparse_step")?.unwrap_or(1);
+            let step = optional(config, "decoder_sparse_step", MOST)?.unwrap_or(1);
             Ok((layer + 1).is_multiple_of(step))
         }
         Family::Glm4Moe => {
@@ -90,7 +98,7 @@ pub(crate) fn is_sparse(
                 let what = format!("experts in one of {every} layers (moe_layer_freq)");
                 return Err(ModelError::elsewhere(what));
             }
-            Ok(layer >= number_or(config, "first_k_dense_replace", 1)?)
+            Ok(layer >= number_or(config, "first_k_dense_replace", 1, MOST)?)
         }
         _ => Ok(false),
     }
@@ -105,7 +113,7 @@ fn expert_count(config: &Map<String, Value>, family: Family) -> Result<u64, Mode
     let key = keys.iter().find(there);
     let key =
         key.ok_or_else(|| ModelError::broken(format!("the model's config has no '{}'", keys[0])))?;
-    Ok(optional(config, key)?.unwrap_or(0))
+    Ok(optional(config, key, MOST)?.unwrap_or(0))
 }
 
 /// The experts of a model with so many layers of them.
@@ -119,7 +127,7 @@ pub(crate) fn experts(
     }
     let routing = routing(config, family)?;
     let count = expert_count(config, family)? as usize;
-    let per_token = size(config, "num_experts_per_tok")?;
+    let per_token = size(config, "num_experts_per_tok", MOST)?;
     if per_token > count {
         return Err(ModelError::broken(format!(
             "a token has {per_token} experts (num_experts_per_tok), and there are {count}"
@@ -131,18 +139,19 @@ pub(crate) fn experts(
             "{count} experts in each of {layers} layers are not supported: at most {MOST_EXPERTS} in all"
         )));
     }
-    let intermediate_size = size(config, "moe_intermediate_size")?;
+    let intermediate_size = size(config, "moe_intermediate_size", MOST)?;
     let glm = family == Family::Glm4Moe;
-    let shared = if glm { number_or(config, "n_shared_experts", 1)? as usize } else { 0 };
-    let scaling = config.get("routed_scaling_factor").and_then(Value::as_f64);
+    let shared =
+        if glm { number_or(config, "n_shared_experts", 1, MOST_SHARED)? as usize } else { 0 };
+    let scaling = if glm { real(config, "routed_scaling_factor", 1.0)? } else { 1.0 };
     Ok(Experts {
         count,
         per_token,
         intermediate_size,
-        shared_size: shared.saturating_mul(intermediate_size),
+        shared_size: shared * intermediate_size,
         routing,
         normalise: flag(config, "norm_topk_prob", glm),
-        scaling: scaling.filter(|&factor| glm && factor != 0.0).unwrap_or(1.0),
+        scaling,
     })
 }
 
@@ -160,8 +169,8 @@ fn routing(config: &Map<String, Value>, family: Family) -> Result<Routing, Model
     if let Some(other) = said("topk_method").filter(|value| value.as_str() != Some("noaux_tc")) {
         return Err(ModelError::elsewhere(format!("experts chosen by {other} (topk_method)")));
     }
-    let groups = optional(config, "n_group")?.unwrap_or(1) as usize;
-    let kept = optional(config, "topk_group")?.unwrap_or(1) as usize;
+    let groups = optional(config, "n_group", MOST)?.unwrap_or(1) as usize;
+    let kept = optional(config, "topk_group", MOST)?.unwrap_or(1) as usize;
     Ok(Routing::Corrected { groups, kept })
 }
 

@@ -39,6 +39,7 @@ mod json;
 mod packed;
 mod pooling;
 mod safe;
+mod sizes;
 
 pub use angles::Angles;
 pub use bert::{BertShape, is_bert};

@@ -14,9 +14,9 @@ from forebay.weights.families import (
     attention_of,
     feeds_of,
     indexer_of,
-    integer,
 )
 from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent
+from forebay.weights.sizes import MOST_LAYERS, MOST_POSITIONS, one_line, real, size, size_or
 from forebay.weights.stored import Stored, stored_of
 from forebay.weights.vision import DECODERS, Sections, Vision, decoder_config, sections_of, vision_of
 
@@ -50,6 +50,15 @@ _NOT_SERVED = {
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
 
 _DEFAULT_ROPE_THETA = 10000.0
+_FACTORS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "original_max_position_embeddings",
+)
+"""The numbers of a scaling that are divisors."""
 _LAYER = re.compile(r"(?:model\.)?layers\.(?P<number>\d+)\.")
 
 
@@ -93,21 +102,21 @@ class ModelConfig:
         architecture = _architecture(d)
         if architecture in DECODERS:
             return cls._with_tower(d, architecture)
-        layers = integer(d, "num_hidden_layers")
+        layers = size(d, "num_hidden_layers", most=MOST_LAYERS)
         theta, scaling = _rope(d, architecture)
         hidden_act = d.get("hidden_act") or "silu"
         if hidden_act != "silu":
             raise UnsupportedModelError(f"hidden_act {hidden_act!r} is not supported; supported: silu")
         return cls(
             architecture=architecture,
-            vocab_size=integer(d, "vocab_size"),
-            hidden_size=integer(d, "hidden_size"),
+            vocab_size=size(d, "vocab_size"),
+            hidden_size=size(d, "hidden_size"),
             attention=attention_of(d, architecture, scaling),
             feeds=feeds_of(d, architecture, layers),
-            rms_norm_eps=float(d.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=real(d, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position_embeddings=int(d.get("max_position_embeddings") or 2048),
+            max_position_embeddings=size_or(d, "max_position_embeddings", 2048, most=MOST_POSITIONS),
             tie_word_embeddings=bool(d.get("tie_word_embeddings", False)),
             hidden_act=hidden_act,
             sliding_window=_sliding_window(d, architecture, layers),
@@ -161,9 +170,10 @@ class ModelConfig:
 
 def shape_of(d: dict[str, Any], *, headless: bool = False) -> ModelConfig | EncoderConfig:
     """The configuration of any kind of model in a `config.json`; `headless` as in `ModelConfig`."""
-    if is_encoder(d):
-        return EncoderConfig.from_dict(d)
-    return replace(ModelConfig.from_dict(d), headless=headless)
+    with one_line("the model's config has a value"):
+        if is_encoder(d):
+            return EncoderConfig.from_dict(d)
+        return replace(ModelConfig.from_dict(d), headless=headless)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -191,7 +201,8 @@ def _architecture(d: dict[str, Any]) -> str:
 def _rope(d: dict[str, Any], architecture: str) -> tuple[float, dict[str, Any] | None]:
     """The base, and the scaling in the form of transformers 4: transformers 5 keeps both in `rope_parameters`."""
     parameters = dict(d.get("rope_parameters") or d.get("rope_scaling") or {})
-    theta = float(parameters.pop("rope_theta", None) or d.get("rope_theta") or _DEFAULT_ROPE_THETA)
+    theta = real(parameters, "rope_theta", 0.0) or real(d, "rope_theta", _DEFAULT_ROPE_THETA)
+    parameters.pop("rope_theta", None)
     legacy = parameters.pop("type", None)
     kind = parameters.pop("rope_type", None) or legacy or "default"
     partial = parameters.pop("partial_rotary_factor", None)
@@ -207,25 +218,31 @@ def _rope(d: dict[str, Any], architecture: str) -> tuple[float, dict[str, Any] |
         )
     if parameters.get("factor") is None:
         raise UnsupportedModelError(f"rope scaling {kind!r} without a factor")
+    for key in _FACTORS:
+        if parameters.get(key) is not None and real(parameters, key, 0.0) == 0.0:
+            raise UnsupportedModelError(f"rope scaling {kind!r} with a {key} of 0")
+    if kind == "llama3" and parameters.get("low_freq_factor") == parameters.get("high_freq_factor"):
+        raise UnsupportedModelError("rope scaling 'llama3' with a low_freq_factor that is the high_freq_factor")
     return theta, {"rope_type": kind, **parameters}
 
 
 def _sliding_window(d: dict[str, Any], architecture: str, layers: int) -> int | None:
-    window = d.get("sliding_window")
-    if window is None or architecture == "LlamaForCausalLM":
+    if d.get("sliding_window") is None or architecture == "LlamaForCausalLM":
         return None
     if architecture.startswith("Qwen") and not d.get("use_sliding_window", False):
         return None
+    window = size(d, "sliding_window", most=MOST_POSITIONS)
     kinds = d.get("layer_types")
     if kinds is not None:
         windowed = sum(kind == "sliding_attention" for kind in kinds[:layers])
     elif architecture.startswith("Qwen"):
         # Qwen counts the other way round: the layers below `max_window_layers` see everything.
-        windowed = max(0, layers - int(d.get("max_window_layers", 28)))
+        below = 28 if d.get("max_window_layers") is None else size(d, "max_window_layers", least=0)
+        windowed = max(0, layers - below)
     else:
         windowed = layers
-    if windowed == 0 or int(window) >= int(d.get("max_position_embeddings") or window):
+    if windowed == 0 or window >= size_or(d, "max_position_embeddings", window, most=MOST_POSITIONS):
         return None
     if windowed < layers:
         raise UnsupportedModelError(f"a sliding window in {windowed} of {layers} layers is not supported")
-    return int(window)
+    return window

@@ -21,9 +21,9 @@ from forebay.weights.cache import atomic_file, cache_directory
 from forebay.weights.config import ModelConfig, shape_of, token_ids
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
-from forebay.weights.families import integer
 from forebay.weights.files import read_json
 from forebay.weights.pooling import Pooling, read_pooling
+from forebay.weights.sizes import one_line, size
 from forebay.weights.vision import read_preprocessing
 
 __all__ = [
@@ -59,7 +59,8 @@ def describe_path(path: Path, cache: Path, *, weights: bool = True, embedding: b
     """
     path = path.absolute()
     if path.is_dir():
-        return _describe_any_directory(path, cache, weights=weights, embedding=embedding)
+        with one_line(f"{path} has a file"):
+            return _describe_any_directory(path, cache, weights=weights, embedding=embedding)
     if not path.is_file():
         raise ModelError(f"{path} doesn't exist")
     if path.suffix == ".gguf":
@@ -189,7 +190,7 @@ def _rebuild(files: list[Path], facts_path: Path, tokenizer: Path) -> None:
     from forebay.weights.gguf_tokenizer import special_token, tokenizer_json
 
     opened = GgufFiles.open(files)
-    try:
+    with one_line(f"{files[0]} has metadata"):
         check_types(opened)
         config = hf_config(opened)
         ModelConfig.from_dict(config)
@@ -201,12 +202,6 @@ def _rebuild(files: list[Path], facts_path: Path, tokenizer: Path) -> None:
             "generation_config": _sampling(opened.metadata),
         }
         rebuilt = tokenizer_json(opened.metadata)
-    except ModelError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # A number where a text is expected, a list where a number is: the file says something that no model's does.
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelError(f"{files[0]} has metadata that makes no sense: {what}") from error
     try:
         _write_json(tokenizer, rebuilt)
         _write_json(facts_path, facts)
@@ -277,7 +272,7 @@ def _images(directory: Path, model: ModelConfig | EncoderConfig, config: dict[st
     """The way from an image to patches, and their tokens; None: the model takes no images. Raises ModelError."""
     if not isinstance(model, ModelConfig) or model.vision is None:
         return None
-    tokens = {key: integer(config, key) for key in _IMAGE_TOKENS}
+    tokens = {key: size(config, key, least=0) for key in _IMAGE_TOKENS}
     return {**read_preprocessing(directory, model.vision).to_dict(), **tokens}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.weights.errors import UnsupportedModelError
+from forebay.weights.sizes import MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, real, size, size_or
 
 __all__ = ["ENCODER_ARCHITECTURES", "EncoderConfig", "is_encoder"]
 
@@ -39,21 +40,23 @@ class EncoderConfig:
             raise UnsupportedModelError(f"hidden_act {activation!r} is not supported: use {', '.join(_ACTIVATIONS)}")
         if d.get("is_decoder"):
             raise UnsupportedModelError("a BERT that is a decoder is not supported")
-        try:
-            return cls(
-                architecture=next(name for name in d["architectures"] if name in ENCODER_ARCHITECTURES),
-                vocab_size=int(d["vocab_size"]),
-                hidden_size=int(d["hidden_size"]),
-                intermediate_size=int(d["intermediate_size"]),
-                num_hidden_layers=int(d["num_hidden_layers"]),
-                num_attention_heads=int(d["num_attention_heads"]),
-                layer_norm_eps=float(d.get("layer_norm_eps", 1e-12)),
-                max_position_embeddings=int(d.get("max_position_embeddings", 512)),
-                type_vocab_size=int(d.get("type_vocab_size", 2)),
-                hidden_act=activation,
+        hidden, heads = size(d, "hidden_size"), size(d, "num_attention_heads", most=MOST_HEADS)
+        if hidden % heads:
+            raise UnsupportedModelError(
+                f"{hidden} elements (hidden_size) can't be shared by {heads} heads (num_attention_heads) equally"
             )
-        except KeyError as error:
-            raise UnsupportedModelError(f"the model's config has no {error.args[0]!r}") from error
+        return cls(
+            architecture=next(name for name in d["architectures"] if name in ENCODER_ARCHITECTURES),
+            vocab_size=size(d, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=size(d, "intermediate_size"),
+            num_hidden_layers=size(d, "num_hidden_layers", most=MOST_LAYERS),
+            num_attention_heads=heads,
+            layer_norm_eps=real(d, "layer_norm_eps", 1e-12),
+            max_position_embeddings=size_or(d, "max_position_embeddings", 512, most=MOST_POSITIONS),
+            type_vocab_size=size_or(d, "type_vocab_size", 2),
+            hidden_act=activation,
+        )
 
     @property
     def longest_context(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent, Routing
+from forebay.weights.sizes import MOST_EXPERTS, MOST_HEADS, real, size, size_or
 
 __all__ = [
     "EXPERT_ARCHITECTURES",
@@ -15,7 +16,6 @@ __all__ = [
     "attention_of",
     "feeds_of",
     "indexer_of",
-    "integer",
 ]
 
 _QWEN3_MOE = "Qwen3MoeForCausalLM"
@@ -57,16 +57,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The defaults of transformers for absent keys of a config."""
 _PARTIAL_ROTARY_FACTOR = 0.5
-_MOST_LAYERS, _MOST_EXPERTS = 1 << 12, 1 << 18
-"""The largest numbers of layers and experts, far above known models. Names are made for each before a file is read."""
-
-
-def integer(d: Mapping[str, Any], key: str, *others: str) -> int:
-    """A number that a config must have, under one of several names."""
-    for name in (key, *others):
-        if d.get(name) is not None:
-            return int(d[name])
-    raise UnsupportedModelError(f"the model's config has no {key!r}")
+_MOST_SHARED = 1 << 10
+"""The largest number of shared experts."""
 
 
 def attention_of(d: Mapping[str, Any], architecture: str, scaling: Mapping[str, Any] | None) -> GroupedQuery | Latent:
@@ -74,16 +66,28 @@ def attention_of(d: Mapping[str, Any], architecture: str, scaling: Mapping[str, 
     d = {**_DEFAULTS.get(architecture, {}), **d}
     if architecture in _LATENT_ARCHITECTURES:
         return _latent(d, scaling)
-    heads = integer(d, "num_attention_heads")
+    heads = size(d, "num_attention_heads", most=MOST_HEADS)
+    kv_heads = size_or(d, "num_key_value_heads", heads, most=MOST_HEADS)
+    if heads % kv_heads:
+        raise UnsupportedModelError(
+            f"{heads} query heads (num_attention_heads) can't share {kv_heads} heads of keys and values "
+            "(num_key_value_heads) equally"
+        )
     all_biases = bool(d.get("attention_bias", False))
     qwen2 = architecture == "Qwen2ForCausalLM"
-    default = 128 if architecture == "Qwen3ForCausalLM" else integer(d, "hidden_size") // heads
-    head_dim = int(d.get("head_dim") or default)
+    hidden = size(d, "hidden_size")
+    head_dim = size_or(d, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads, most=MOST_HEADS)
+    if head_dim < 1:
+        raise UnsupportedModelError(
+            f"{hidden} elements (hidden_size) can't be shared by {heads} heads (num_attention_heads), "
+            "and the model's config has no 'head_dim'"
+        )
+    rotary_dim = _rotary_dim(d, head_dim) if architecture in PARTIAL_ROTARY_ARCHITECTURES else head_dim
     return GroupedQuery(
         heads=heads,
-        kv_heads=int(d.get("num_key_value_heads") or heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(d, head_dim) if architecture in PARTIAL_ROTARY_ARCHITECTURES else head_dim,
+        rotary_dim=rotary_dim,
         # Rebuilt from a GGUF the key `qkv_bias` is there, because tensors tell what this format has no key for.
         qkv_bias=bool(d.get("qkv_bias", True if qwen2 else all_biases)),
         # Llama and Qwen3 have biases on all four projections or none, Qwen2 and GLM-4 on three.
@@ -96,16 +100,14 @@ def attention_of(d: Mapping[str, Any], architecture: str, scaling: Mapping[str, 
 def feeds_of(d: Mapping[str, Any], architecture: str, layers: int) -> tuple[Dense | Experts, ...]:
     """The feed-forward part behind the attention of each layer. Raises UnsupportedModelError."""
     d = {**_DEFAULTS.get(architecture, {}), **d}
-    if layers > _MOST_LAYERS:
-        raise UnsupportedModelError(f"{layers} layers are not supported: at most {_MOST_LAYERS}")
     sparse = [_is_sparse(d, architecture, layer) for layer in range(layers)]
     experts = _experts(d, architecture) if any(sparse) else None
-    if experts is not None and experts.count * sum(sparse) > _MOST_EXPERTS:
+    if experts is not None and experts.count * sum(sparse) > MOST_EXPERTS:
         raise UnsupportedModelError(
-            f"{experts.count} experts in each of {sum(sparse)} layers are not supported: at most {_MOST_EXPERTS} in all"
+            f"{experts.count} experts in each of {sum(sparse)} layers are not supported: at most {MOST_EXPERTS} in all"
         )
     # A model of experts alone needs no size of a dense layer.
-    dense = None if all(sparse) and sparse else Dense(integer(d, "intermediate_size"), bool(d.get("mlp_bias", False)))
+    dense = None if all(sparse) and sparse else Dense(size(d, "intermediate_size"), bool(d.get("mlp_bias", False)))
     feeds = [experts if is_sparse else dense for is_sparse in sparse]
     return tuple(feed for feed in feeds if feed is not None)
 
@@ -120,10 +122,9 @@ def indexer_of(d: Mapping[str, Any], architecture: str, layers: int) -> Indexer 
             raise UnsupportedModelError(f"positions that are always kept ({key} {d[key]}) are not supported")
     if d.get("q_lora_rank") is None:
         raise UnsupportedModelError("an indexer without a low-rank query (q_lora_rank) is not supported")
-    heads, head_dim, top_k = (integer(d, key) for key in ("index_n_heads", "index_head_dim", "index_topk"))
-    rotary = integer(d, "qk_rope_head_dim")
-    if min(heads, top_k) < 1:
-        raise UnsupportedModelError(f"an indexer of {heads} heads (index_n_heads) can't keep {top_k} (index_topk)")
+    heads, head_dim = (size(d, key, most=MOST_HEADS) for key in ("index_n_heads", "index_head_dim"))
+    top_k = size(d, "index_topk")
+    rotary = size(d, "qk_rope_head_dim", most=MOST_HEADS)
     if head_dim < rotary:
         raise UnsupportedModelError(
             f"index keys of {head_dim} elements (index_head_dim) have no {rotary} to rotate (qk_rope_head_dim)"
@@ -144,8 +145,8 @@ def _indexed_layers(d: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     if kinds is None and pattern is not None:
         kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
     if kinds is None:
-        every, offset = max(int(d.get("index_topk_freq") or 1), 1), d.get("index_skip_topk_offset")
-        first = 2 if offset is None else int(offset)
+        every, offset = size_or(d, "index_topk_freq", 1), d.get("index_skip_topk_offset")
+        first = 2 if offset is None else size(d, "index_skip_topk_offset", least=0)
         kinds = ["shared" if max(layer - first + 1, 0) % every else "full" for layer in range(layers)]
     # A list may go on with the layers that predict further tokens.
     kinds = list(kinds[:layers])
@@ -161,13 +162,17 @@ def _indexed_layers(d: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 def _rotary_dim(d: Mapping[str, Any], head_dim: int) -> int:
     """Elements of a head that are rotated: transformers 5 keeps the factor beside the base."""
-    factor = (d.get("rope_parameters") or {}).get("partial_rotary_factor") or d.get("partial_rotary_factor")
-    return int(head_dim * float(factor or _PARTIAL_ROTARY_FACTOR))
+    key = "partial_rotary_factor"
+    factor = real(d.get("rope_parameters") or {}, key, 0.0) or real(d, key, _PARTIAL_ROTARY_FACTOR)
+    rotary_dim = int(head_dim * factor)
+    if not 1 <= rotary_dim <= head_dim:
+        raise UnsupportedModelError(f"heads of {head_dim} elements have no {rotary_dim} to rotate ({key})")
+    return rotary_dim
 
 
 def _latent(d: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> Latent:
-    nope, rotary = integer(d, "qk_nope_head_dim"), integer(d, "qk_rope_head_dim")
-    query_rank = d.get("q_lora_rank")
+    nope = size(d, "qk_nope_head_dim", most=MOST_HEADS)
+    rotary = size(d, "qk_rope_head_dim", most=MOST_HEADS)
     scale = float(nope + rotary) ** -0.5
     weight = (scaling or {}).get("mscale_all_dim")
     if scaling is not None and weight:
@@ -175,12 +180,12 @@ def _latent(d: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> Latent:
         factor = float(scaling["factor"])
         scale *= (0.1 * float(weight) * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
     return Latent(
-        heads=integer(d, "num_attention_heads"),
-        query_rank=None if query_rank is None else int(query_rank),
-        rank=integer(d, "kv_lora_rank"),
+        heads=size(d, "num_attention_heads", most=MOST_HEADS),
+        query_rank=None if d.get("q_lora_rank") is None else size(d, "q_lora_rank"),
+        rank=size(d, "kv_lora_rank"),
         nope_dim=nope,
         rotary_dim=rotary,
-        value_dim=integer(d, "v_head_dim"),
+        value_dim=size(d, "v_head_dim", most=MOST_HEADS),
         bias=bool(d.get("attention_bias", False)),
         interleaved=bool(d.get("rope_interleave", True)),
         scale=scale,
@@ -190,9 +195,9 @@ def _latent(d: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> Latent:
 def _is_sparse(d: Mapping[str, Any], architecture: str, layer: int) -> bool:
     """True if a layer has experts."""
     if architecture == _QWEN3_MOE:
-        if integer(d, "num_experts", "num_local_experts") == 0 or layer in (d.get("mlp_only_layers") or []):
+        if size(d, "num_experts", "num_local_experts", least=0) == 0 or layer in (d.get("mlp_only_layers") or []):
             return False
-        return (layer + 1) % int(d.get("decoder_sparse_step") or 1) == 0
+        return (layer + 1) % size_or(d, "decoder_sparse_step", 1) == 0
     if architecture not in EXPERT_ARCHITECTURES:
         return False
     if d.get("moe_layer_freq") not in (None, 1):
@@ -204,17 +209,17 @@ def _is_sparse(d: Mapping[str, Any], architecture: str, layer: int) -> bool:
         if layer >= len(kinds) or kinds[layer] not in ("dense", "sparse"):
             raise UnsupportedModelError(f"mlp_layer_types wants `dense` or `sparse` for each layer: it has {kinds}")
         return bool(kinds[layer] == "sparse")
-    return layer >= int(d.get("first_k_dense_replace") or 0)
+    return layer >= size_or(d, "first_k_dense_replace", 0)
 
 
 def _experts(d: Mapping[str, Any], architecture: str) -> Experts:
     if d.get("mlp_bias"):
         raise UnsupportedModelError("experts with biases (mlp_bias) are not supported")
-    count = integer(d, "n_routed_experts", "num_experts", "num_local_experts")
-    per_token = integer(d, "num_experts_per_tok")
-    size = integer(d, "moe_intermediate_size")
-    shared = 0 if architecture == _QWEN3_MOE else int(d.get("n_shared_experts") or 0)
-    if not 1 <= per_token <= count:
+    count = size(d, "n_routed_experts", "num_experts", "num_local_experts")
+    per_token = size(d, "num_experts_per_tok")
+    inner = size(d, "moe_intermediate_size")
+    shared = 0 if architecture == _QWEN3_MOE else size_or(d, "n_shared_experts", 0, most=_MOST_SHARED)
+    if per_token > count:
         raise UnsupportedModelError(f"a token has {per_token} experts (num_experts_per_tok), and there are {count}")
     routing = _routing(d, architecture)
     if count % routing.groups:
@@ -229,15 +234,15 @@ def _experts(d: Mapping[str, Any], architecture: str) -> Experts:
         raise UnsupportedModelError(
             f"a token has {per_token} experts (num_experts_per_tok), and its groups have {choice}"
         )
-    return Experts(count, per_token, size, shared * size, routing)
+    return Experts(count, per_token, inner, shared * inner, routing)
 
 
 def _routing(d: Mapping[str, Any], architecture: str) -> Routing:
     """The rule of a family, with the parts that its config can change, and those that it can't."""
     method, scoring = d.get("topk_method"), d.get("scoring_func")
     normalise = d.get("norm_topk_prob")
-    scaling = float(d.get("routed_scaling_factor") or 1.0)
-    groups, kept = int(d.get("n_group") or 1), int(d.get("topk_group") or 1)
+    scaling = real(d, "routed_scaling_factor", 1.0)
+    groups, kept = size_or(d, "n_group", 1), size_or(d, "topk_group", 1)
     if architecture == _QWEN3_MOE:
         _known(scoring, "scoring_func", "softmax")
         return Routing("softmax", False, False, 1, 1, 1, bool(normalise), 1.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.files import read_json
+from forebay.weights.sizes import MOST, MOST_HEADS, MOST_LAYERS, real, size
 
 __all__ = [
     "DECODERS",
@@ -36,6 +37,16 @@ PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files that `read_preprocessing` reads. transformers 5 writes the second."""
 
 _CHANNELS = 3
+_MOST_SIDE = 1 << 10
+_MOST_OF_TOWER = {
+    "depth": MOST_LAYERS,
+    "num_heads": MOST_HEADS,
+    "patch_size": _MOST_SIDE,
+    "spatial_merge_size": _MOST_SIDE,
+    "temporal_patch_size": _MOST_SIDE,
+}
+"""The largest sizes of a tower that have bounds of their own."""
+_MOST_PIXELS = 1 << 31
 _ACTIVATIONS = {_QWEN3_VL: "gelu_pytorch_tanh", _QWEN25_VL: "silu"}
 _DEFAULT_SECTIONS = {_QWEN3_VL: (24, 20, 20), _QWEN25_VL: (16, 24, 24)}
 """The default sections of transformers for a config without `mrope_section`."""
@@ -193,7 +204,7 @@ def vision_of(d: Mapping[str, Any], architecture: str, hidden: int, layers: int)
     if not isinstance(v, Mapping):
         raise UnsupportedModelError("the model's config has no 'vision_config'")
     sizes = {
-        key: _size(v, key, *others)
+        key: size(v, key, *others, most=_MOST_OF_TOWER.get(key, MOST))
         for key, *others in (
             ("depth", "num_hidden_layers"),
             ("hidden_size",),
@@ -227,7 +238,7 @@ def vision_of(d: Mapping[str, Any], architecture: str, hidden: int, layers: int)
         temporal=sizes["temporal_patch_size"],
         merge=sizes["spatial_merge_size"],
         out_size=hidden,
-        theta=float((v.get("rope_parameters") or {}).get("rope_theta") or _ROPE_THETA),
+        theta=real(v.get("rope_parameters") or {}, "rope_theta", _ROPE_THETA),
         **own,
     )
 
@@ -246,10 +257,10 @@ def read_preprocessing(directory: Path, vision: Vision) -> Preprocessing:
     _known(found, "resample", _BICUBIC)
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         _known(found, key, True)
-    size = found.get("size") or {}
+    edges = found.get("size") or {}
     try:
-        smallest = int(found.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"])
-        largest = int(found.get("max_pixels") or size.get("longest_edge") or size["max_pixels"])
+        smallest = int(found.get("min_pixels") or edges.get("shortest_edge") or edges["min_pixels"])
+        largest = int(found.get("max_pixels") or edges.get("longest_edge") or edges["max_pixels"])
         read = Preprocessing(
             patch=int(found["patch_size"]),
             merge=int(found["merge_size"]),
@@ -260,8 +271,12 @@ def read_preprocessing(directory: Path, vision: Vision) -> Preprocessing:
             std=_three(found["image_std"]),
             rescale=float(found.get("rescale_factor", 1 / 255)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ModelError(f"{directory} says about images what can't be read: {error}") from error
+    if not 1 <= smallest <= largest <= _MOST_PIXELS:
+        raise ModelError(f"{directory} has images of {smallest} to {largest} pixels (size, min_pixels, max_pixels)")
+    if min(read.std) <= 0:
+        raise ModelError(f"{directory} divides colours by {min(read.std)} (image_std)")
     towers = vision.patch, vision.merge, vision.temporal
     if (read.patch, read.merge, read.temporal) != towers:
         raise ModelError(
@@ -277,7 +292,7 @@ def _of_qwen3(v: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
         raise UnsupportedModelError(f"deepstack_visual_indexes {list(deepstack)} are no layers of {depth}, ascending")
     if len(deepstack) > layers:
         raise UnsupportedModelError(f"a decoder of {layers} layers can't take {len(deepstack)} deepstack outputs")
-    positions = _size(v, "num_position_embeddings")
+    positions = size(v, "num_position_embeddings")
     side = math.isqrt(positions)
     if side * side != positions:
         raise UnsupportedModelError(f"a table of {positions} positions (num_position_embeddings) is no square")
@@ -285,7 +300,7 @@ def _of_qwen3(v: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
 
 
 def _of_qwen25(v: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    window = _size(v, "window_size") // sizes["spatial_merge_size"] // sizes["patch_size"]
+    window = size(v, "window_size") // sizes["spatial_merge_size"] // sizes["patch_size"]
     if window < 1:
         raise UnsupportedModelError(f"a window of {v['window_size']} pixels (window_size) has no position in it")
     return {"window": window, "whole": _layers(v, "fullatt_block_indexes", _DEFAULT_WHOLE)}
@@ -294,14 +309,7 @@ def _of_qwen25(v: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]
 def _layers(v: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
     """Numbers of layers. Absent ones are transformers' defaults."""
     found = v.get(key)
-    return default if found is None else tuple(int(layer) for layer in found)
-
-
-def _size(v: Mapping[str, Any], key: str, *others: str) -> int:
-    for name in (key, *others):
-        if isinstance(v.get(name), int) and v[name] >= 1:
-            return int(v[name])
-    raise UnsupportedModelError(f"the model's vision_config has no {key!r} that is a number above 0")
+    return default if found is None else tuple(size({key: layer}, key, least=0) for layer in found)
 
 
 def _known(values: Mapping[str, Any], key: str, *supported: Any) -> None:

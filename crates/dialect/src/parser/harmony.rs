@@ -3,7 +3,7 @@
 use super::call::Call;
 use crate::family::Ids;
 use crate::family::harmony::{ALL, CALL, CHANNEL, END, MESSAGE, RETURN, START};
-use crate::finder::{Found, find};
+use crate::finder::{Found, find, without_trailing_blank};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
@@ -65,10 +65,12 @@ impl Harmony {
                 Some(Body::Content) => out.content(&text),
                 Some(Body::Reasoning) => out.reasoning(&text),
                 Some(Body::Call(call)) => {
-                    let whole = format!("{}{text}", std::mem::take(&mut self.blank));
-                    let end = whole.trim_end().len();
-                    call.arguments(&whole[..end], out);
-                    whole[end..].clone_into(&mut self.blank);
+                    let end = without_trailing_blank(&text);
+                    if end > 0 {
+                        call.arguments(&std::mem::take(&mut self.blank), out);
+                        call.arguments(&text[..end], out);
+                    }
+                    self.blank.push_str(&text[end..]);
                 }
             }
             let Found::Mark { mark, .. } = found else { return 0 };

@@ -16,7 +16,7 @@ mod whole;
 use std::sync::Arc;
 
 use crate::family::{Body as Form, Calls};
-use crate::finder::{Found, find};
+use crate::finder::{Found, find, leading_blank, without_trailing_blank};
 use crate::names::Dialect;
 use crate::parts::Parts;
 use crate::schema::Tools;
@@ -127,6 +127,9 @@ pub struct Parser {
     state: State,
     /// The text that has come and was not read.
     pending: String,
+    /// Bytes at the front of `pending` that are known to be white space. They wait for what follows
+    /// them, and are not looked at again.
+    blanks: usize,
     /// White space that is not given out before it is known what follows.
     blank: String,
     /// Something else than white space was given out as content.
@@ -209,9 +212,18 @@ impl Parser {
             Begin::BareReasoning => (State::Reasoning, true),
             Begin::Harmony(harmony) => (State::Harmony(harmony.clone()), false),
         };
-        let pending = String::new();
-        let blank = String::new();
-        Self { reading, marks, state, pending, blank, said: false, strip, begun: 0, complete: 0 }
+        Self {
+            reading,
+            marks,
+            state,
+            pending: String::new(),
+            blanks: 0,
+            blank: String::new(),
+            said: false,
+            strip,
+            begun: 0,
+            complete: 0,
+        }
     }
 
     /// True if the only demanded call is complete. Nothing after it is read.
@@ -328,12 +340,13 @@ impl Parser {
         if !self.said
             && let Some(bare) = self.calls().and_then(|calls| calls.bare)
         {
-            let text = self.pending.trim_start();
+            let blank = self.blank_before();
+            let text = &self.pending[blank..];
             if text.is_empty() {
+                self.blanks = blank;
                 return false;
             }
             if text.starts_with(bare) {
-                let blank = self.pending.len() - text.len();
                 let raw = self.pending.drain(..blank).collect();
                 self.state = State::Items { raw: Some(raw) };
                 return true;
@@ -403,6 +416,12 @@ impl Parser {
         };
     }
 
+    /// Bytes of white space before the next text. Who leaves them there notes their number again.
+    fn blank_before(&mut self) -> usize {
+        let known = std::mem::take(&mut self.blanks);
+        known + leading_blank(&self.pending[known..])
+    }
+
     /// A call begins here.
     fn begin(&self, raw: Option<String>) -> State {
         let body = match self.calls().map(|calls| &calls.body) {
@@ -423,29 +442,27 @@ impl Parser {
     fn step_items(&mut self, mut raw: Option<String>, out: &mut Parts) -> bool {
         let Some(form) = self.calls().map(|calls| &calls.body) else { return true };
         loop {
-            let text = self.pending.trim_start();
+            let blank = self.blank_before();
+            let text = &self.pending[blank..];
             let found = self.marks.iter().find(|(mark, _)| text.starts_with(mark));
             if let Some((mark, meaning)) = found {
-                let blank = self.pending.len() - text.len();
                 let length = if *meaning == Mark::Stray { blank + mark.len() } else { blank };
                 self.pending.drain(..length);
                 self.restore(&raw.unwrap_or_default(), out);
                 return true;
             }
-            let Some(c) = text.chars().next() else {
+            let first = text.chars().next();
+            let waits = self.marks.iter().any(|(mark, _)| mark.starts_with(text));
+            let Some(c) = first.filter(|_| !waits) else {
+                self.blanks = blank;
                 self.state = State::Items { raw };
                 return false;
             };
-            if self.marks.iter().any(|(mark, _)| mark.starts_with(text)) {
-                self.state = State::Items { raw };
-                return false;
-            }
             let opens = match form {
                 Form::Python => c.is_alphabetic() || c == '_',
                 // A model may have learnt the calls of another family too.
                 _ => c == '{',
             };
-            let blank = self.pending.len() - text.len();
             if opens || raw.is_some() && matches!(form, Form::Named(_)) && c.is_alphabetic() {
                 let skipped: String = self.pending.drain(..blank).collect();
                 let raw = raw.map(|raw| raw + &skipped);
@@ -538,7 +555,7 @@ impl Parser {
         }
         self.strip = false;
         let waits = self.calls().is_some() || !self.said;
-        let end = if waits { text.trim_end().len() } else { text.len() };
+        let end = if waits { without_trailing_blank(text) } else { text.len() };
         if end > 0 {
             out.content(&self.blank);
             self.blank.clear();
@@ -554,7 +571,7 @@ impl Parser {
             return;
         }
         self.strip = false;
-        let end = text.trim_end().len();
+        let end = without_trailing_blank(text);
         if end > 0 {
             out.reasoning(&self.blank);
             self.blank.clear();

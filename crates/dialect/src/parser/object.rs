@@ -1,6 +1,7 @@
 //! `{"name": ..., "arguments": {...}}`.
 
 use super::call::{Call, Context, Step};
+use crate::finder::leading_blank;
 use crate::parts::Parts;
 use crate::scan::{Read, Scan, is_object};
 
@@ -64,7 +65,7 @@ impl Arguments {
         let mut at = 0;
         let mut step = Step::More;
         if self.scan.is_none() {
-            at = pending.len() - pending.trim_start().len();
+            at = leading_blank(pending);
         }
         let begin = at;
         for (offset, c) in pending[begin..].char_indices() {
@@ -155,63 +156,70 @@ impl Object {
         out: &mut Parts,
         context: Context<'_>,
     ) -> Step {
-        loop {
+        // One removal from the front for all that is read: each moves the rest.
+        let mut at = 0;
+        let step = loop {
             if self.stage == Stage::Value {
+                call.take(pending, std::mem::take(&mut at));
                 match self.arguments.read(pending, call, out, context) {
-                    Step::Done => {
-                        if !self.end_value(call, out, context) {
-                            return Step::Broken;
-                        }
-                        self.stage = Stage::Next;
-                        continue;
-                    }
-                    other => return other,
+                    Step::Done if self.end_value(call, out, context) => self.stage = Stage::Next,
+                    Step::Done => break Step::Broken,
+                    other => break other,
                 }
+                continue;
             }
-            let Some(c) = pending.chars().next() else { return Step::More };
-            let blank = c.is_whitespace();
-            self.stage = match (&self.stage, c) {
-                (Stage::Key(true), c) => {
-                    self.key.push(c);
-                    Stage::Key(false)
+            let Some(c) = pending[at..].chars().next() else { break Step::More };
+            if c == '}' && matches!(self.stage, Stage::Next | Stage::Field) {
+                if !call.has_begun() {
+                    break Step::Broken;
                 }
-                (Stage::Key(false), '\\') => Stage::Key(true),
-                (Stage::Key(false), '"') => Stage::Colon,
-                (Stage::Key(false), c) => {
-                    self.key.push(c);
-                    Stage::Key(false)
-                }
-                (Stage::Open, _) if blank => Stage::Open,
-                (Stage::Open, '{') => Stage::Field,
-                (Stage::Field, _) if blank => Stage::Field,
-                (Stage::Field, '"') => {
-                    self.key.clear();
-                    Stage::Key(false)
-                }
-                (Stage::Colon, _) if blank => Stage::Colon,
-                // Without a mark, an object with anything else in it is an answer in JSON, which is
-                // not held back.
-                (Stage::Colon, ':') if self.known_only && !FIELDS.contains(&self.key.as_str()) => {
-                    return Step::Broken;
-                }
-                (Stage::Colon, ':') => {
-                    let wanted = matches!(self.key.as_str(), "arguments" | "parameters");
-                    self.arguments = Arguments::new(wanted && !call.written);
-                    Stage::Value
-                }
-                (Stage::Next, _) if blank => Stage::Next,
-                (Stage::Next, ',') => Stage::Field,
-                (Stage::Next | Stage::Field, '}') => {
-                    if !call.has_begun() {
-                        return Step::Broken;
-                    }
-                    call.take(pending, 1);
-                    return Step::Done;
-                }
-                _ => return Step::Broken,
-            };
-            call.take(pending, c.len_utf8());
-        }
+                at += 1;
+                break Step::Done;
+            }
+            let Some(stage) = self.after(c, call) else { break Step::Broken };
+            self.stage = stage;
+            at += c.len_utf8();
+        };
+        call.take(pending, at);
+        step
+    }
+
+    /// The stage behind a character outside of values; `None` if this is no call.
+    fn after(&mut self, c: char, call: &Call) -> Option<Stage> {
+        let blank = c.is_whitespace();
+        Some(match (&self.stage, c) {
+            (Stage::Key(true), c) => {
+                self.key.push(c);
+                Stage::Key(false)
+            }
+            (Stage::Key(false), '\\') => Stage::Key(true),
+            (Stage::Key(false), '"') => Stage::Colon,
+            (Stage::Key(false), c) => {
+                self.key.push(c);
+                Stage::Key(false)
+            }
+            (Stage::Open, _) if blank => Stage::Open,
+            (Stage::Open, '{') => Stage::Field,
+            (Stage::Field, _) if blank => Stage::Field,
+            (Stage::Field, '"') => {
+                self.key.clear();
+                Stage::Key(false)
+            }
+            (Stage::Colon, _) if blank => Stage::Colon,
+            // Without a mark, an object with anything else in it is an answer in JSON, which is not
+            // held back.
+            (Stage::Colon, ':') if self.known_only && !FIELDS.contains(&self.key.as_str()) => {
+                return None;
+            }
+            (Stage::Colon, ':') => {
+                let wanted = matches!(self.key.as_str(), "arguments" | "parameters");
+                self.arguments = Arguments::new(wanted && !call.written);
+                Stage::Value
+            }
+            (Stage::Next, _) if blank => Stage::Next,
+            (Stage::Next, ',') => Stage::Field,
+            _ => return None,
+        })
     }
 
     /// Takes the value of the field; false if it makes this no call.

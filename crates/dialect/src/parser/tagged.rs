@@ -2,7 +2,7 @@
 
 use super::call::{Call, Context, LONGEST, Step, near};
 use crate::family;
-use crate::finder::{Found, find};
+use crate::finder::{Found, find, leading_blank};
 use crate::parts::Parts;
 use crate::scan::{escaped, spaced};
 
@@ -65,7 +65,7 @@ impl Tagged {
                 Stage::Name => {
                     let close =
                         if tags.name.1.trim().is_empty() { "\n" } else { tags.name.1.trim() };
-                    let blank = pending.len() - pending.trim_start().len();
+                    let blank = leading_blank(pending);
                     call.take(pending, blank);
                     let marks = [close, key_open, end, context.close];
                     let (at, mark) = match near(pending, &marks, LONGEST) {

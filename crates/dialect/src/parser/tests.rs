@@ -3,6 +3,8 @@
 use serde_json::json;
 
 use super::*;
+use crate::family::CALLS;
+use crate::finder::LOOKED_AT;
 use crate::names::{Choice, Evidence};
 use crate::parts::Part;
 
@@ -268,4 +270,65 @@ fn reasoning_that_nobody_wants_is_left_out() {
     let reading =
         Reading { dialect: dialect("hermes", "qwen3"), silent: true, ..Reading::default() };
     assert_eq!(read_with(reading, "<think>a</think>b", true).0, "b");
+}
+
+/// Bytes that a parser looks at for white space behind `prefix`, which comes in single characters.
+fn looked_at(calls: &'static Calls, prefix: &str, blanks: usize) -> usize {
+    let dialect = Dialect { calls: Some(calls), reasoning: None };
+    let mut parser = Parser::new(Reading { dialect, tools: tools(), ..Reading::default() });
+    let mut parts = Parts::default();
+    parser.push(prefix, &mut parts);
+    let before = LOOKED_AT.get();
+    for blank in [" ", "\n"].into_iter().cycle().take(blanks) {
+        parser.push(blank, &mut parts);
+    }
+    parser.finish(true, &mut parts);
+    LOOKED_AT.get() - before
+}
+
+#[test]
+fn white_space_is_looked_at_a_bounded_number_of_times() {
+    const BLANKS: usize = 3000;
+    const TIMES: usize = 64;
+    let inside = [
+        "",
+        "f",
+        "f(",
+        "f(a=",
+        "call:f{",
+        "call:f{a:",
+        "{",
+        "[",
+        "[{",
+        "{\"",
+        "{\"name\"",
+        "{\"name\":",
+        "{\"name\": \"f\"",
+        "{\"name\": \"f\",",
+        "{\"name\": \"f\", \"arguments\":",
+        "{\"name\": \"f\", \"arguments\": {",
+        "{\"name\": \"f\", \"arguments\": {}",
+        "{\"name\": \"f\"}",
+        "<|channel|>",
+        "<|channel|>commentary to=functions.f<|message|>",
+        "<|channel|>final<|message|>",
+    ];
+    for calls in CALLS {
+        let mut starts = vec![
+            String::new(),
+            calls.section.0.to_owned(),
+            calls.call.0.to_owned(),
+            format!("{}{}", calls.section.0, calls.call.0),
+        ];
+        if let Form::Tagged(tags) = &calls.body {
+            let name = format!("{}{}f{}", starts[3], tags.name.0, tags.name.1);
+            let key = format!("{name}{}city{}", tags.key.0, tags.key.1);
+            starts.extend([key.clone() + tags.value.0, key, name]);
+        }
+        for prefix in starts.iter().flat_map(|start| inside.map(|rest| format!("{start}{rest}"))) {
+            let more = looked_at(calls, &prefix, 2 * BLANKS)
+                .saturating_sub(looked_at(calls, &prefix, BLANKS));
+            assert!(more <= TIMES * BLANKS, "{more} for {BLANKS} blanks behind {prefix:?}");
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Calls whose arguments are read as a whole: Python's, and Gemma's.
 
 use super::call::{Call, Context, LONGEST, Step};
-use crate::finder::{Found, find};
+use crate::finder::{Found, find, leading_blank};
 use crate::parts::Parts;
 use crate::python;
 use crate::scan::spaced;
@@ -40,7 +40,7 @@ impl Whole {
             Syntax::Unquoted(_) => ('{', '}'),
         };
         if !call.has_begun() {
-            let blank = pending.len() - pending.trim_start().len();
+            let blank = leading_blank(pending);
             call.take(pending, blank);
             let prefix = if self.syntax == Syntax::Python { "" } else { "call:" };
             if !prefix.is_empty() && prefix.starts_with(pending.as_str()) {
@@ -90,9 +90,9 @@ impl Whole {
             let Some(c) = pending.chars().next() else { return Step::More };
             match self.syntax {
                 Syntax::Python => {
-                    // Three quotes may be the beginning of a longer string.
-                    let same = pending.len() - pending.trim_start_matches(c).len();
                     if matches!(c, '"' | '\'') {
+                        // Three quotes may be the beginning of a longer string.
+                        let same = pending.len() - pending.trim_start_matches(c).len();
                         let quote = match (c, same) {
                             ('"', 3..) => "\"\"\"",
                             ('\'', 3..) => "'''",

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use forebay_api::{ApiError, Pairs, Prompt};
-use forebay_text::{TextError, TextPool};
+use forebay_text::TextError;
 
-use crate::budget::Charge;
-use crate::text::{encode_prompts, text_error};
+use crate::text::{RequestText, encode_prompts, text_error};
 
 /// A prompt to pool.
 #[derive(Debug, PartialEq, Eq)]
@@ -20,13 +19,12 @@ pub(crate) struct Input {
 /// Tokenises texts, and cuts inputs that are longer than `limit`. Without a limit no input may have
 /// more than `most` tokens.
 pub(crate) async fn encode_inputs(
-    text: &TextPool,
+    text: RequestText<'_>,
     mut prompts: Vec<Prompt>,
     add_special_tokens: bool,
     limit: Option<usize>,
     most: usize,
     param: &'static str,
-    charge: &Arc<Charge>,
 ) -> Result<Vec<Input>, ApiError> {
     // What the tokenizer puts around a text stays when the text is cut; around an empty one there
     // is nothing else.
@@ -35,8 +33,7 @@ pub(crate) async fn encode_inputs(
         prompts.push(Prompt::Text(String::new()));
     }
     let most = limit.is_none().then_some(most);
-    let mut encoded =
-        encode_prompts(text, prompts, add_special_tokens, most, param, charge).await?;
+    let mut encoded = encode_prompts(text, prompts, add_special_tokens, most, param).await?;
     if let Some(limit) = limit {
         let frame = encoded.pop().unwrap_or_default();
         for (tokens, &is_text) in encoded.iter_mut().zip(&is_text) {
@@ -57,10 +54,9 @@ pub(crate) async fn encode_inputs(
 /// Tokenises pairs, and cuts the second texts of pairs that are too long. Without cuts no pair may
 /// have more than `most` tokens.
 pub(crate) async fn encode_pairs(
-    text: &TextPool,
+    text: RequestText<'_>,
     pairs: &Pairs,
     most: usize,
-    charge: &Arc<Charge>,
 ) -> Result<Vec<Input>, ApiError> {
     // A query goes with all documents, and is there once.
     let first: Vec<Arc<str>> = pairs.first.iter().map(|text| text.as_str().into()).collect();
@@ -71,7 +67,7 @@ pub(crate) async fn encode_pairs(
         texts.push(("".into(), String::new()));
     }
     let most = pairs.truncate.is_none().then_some(most);
-    let encoded = text.within(most).keeping(charge.clone()).encode_pairs(texts).await;
+    let encoded = text.within(most).encode_pairs(texts).await;
     let encoded = encoded.map_err(|error| match error {
         TextError::TooLong { text, .. } if pairs.second.len() > 1 => {
             text_error(error, &format!("{}[{text}]", pairs.params[1]))

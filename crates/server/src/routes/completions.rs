@@ -25,7 +25,7 @@ use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
 use crate::submission::Submission;
 use crate::terms::Terms;
-use crate::text::{encode_prompts, text_error};
+use crate::text::{RequestText, encode_prompts, text_error};
 
 impl Admissible for CompletionRequest {
     type Valid = ValidCompletion;
@@ -68,8 +68,9 @@ pub(crate) async fn completions(
         CompletionPrompts::Prompts(prompts) => {
             let most = Some(limits.context_length as usize);
             let special = valid.add_special_tokens;
-            let encoded =
-                encode_prompts(&state.text, prompts, special, most, "prompt", &charge).await?;
+            let salt = terms.generation.cache_salt.as_deref();
+            let text = RequestText::new(&state, &peer, salt, &charge);
+            let encoded = encode_prompts(text, prompts, special, most, "prompt").await?;
             let submissions = encoded
                 .into_iter()
                 .map(|ids| Submission::new(&state, ids, Arc::clone(&terms), limits, "prompt"));

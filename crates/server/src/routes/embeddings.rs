@@ -15,6 +15,7 @@ use crate::names::random_hex;
 use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, scores};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
+use crate::text::RequestText;
 
 /// The number of values from which on a response is written on another thread, since others wait
 /// for the HTTP threads.
@@ -119,9 +120,8 @@ pub(super) async fn embed(
     let model = state.pooled_model()?;
     let special = valid.add_special_tokens;
     let most = limits.context_length as usize;
-    let inputs =
-        encode_inputs(&state.text, valid.prompts, special, valid.truncate, most, "input", &charge)
-            .await?;
+    let text = RequestText::new(&state, &peer, valid.cache_salt.as_deref(), &charge);
+    let inputs = encode_inputs(text, valid.prompts, special, valid.truncate, most, "input").await?;
     drop(charge);
     let (priority, cache_salt) = (valid.priority, valid.cache_salt);
     let place = Place { param: "input", priority, cache_salt, preference: routing.0 };

@@ -24,7 +24,7 @@ use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
 use crate::submission::Submission;
 use crate::terms::Terms;
-use crate::text::encode_prompts;
+use crate::text::{RequestText, encode_prompts};
 
 impl Admissible for GenerateRequest {
     /// The parameter that carries prompts, and the rest.
@@ -69,7 +69,10 @@ pub(crate) async fn generate(
     let Batch { prompts, terms, parts, shown, mut outputs, made } = batch;
     let most = Some(limits.context_length as usize);
     let mut files = images::read(&state, parts, limits).await?.into_iter();
-    let encoded = encode_prompts(&state.text, prompts, true, most, param, &charge).await?;
+    // All items have the salt of the request.
+    let salt = terms.first().and_then(|terms| terms.generation.cache_salt.as_deref());
+    let text = RequestText::new(&state, &peer, salt, &charge);
+    let encoded = encode_prompts(text, prompts, true, most, param).await?;
     drop(charge);
     let submissions = encoded.into_iter().zip(terms).zip(shown).map(|((ids, terms), shown)| {
         let files: Vec<_> = files.by_ref().take(shown).collect();

@@ -17,6 +17,7 @@ use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::wording::matched_stop;
 use crate::call::Call;
 use crate::limits::{self, Upload};
+use crate::peers::Peer;
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, End, Logprobs};
@@ -27,7 +28,7 @@ use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
 use crate::submission::Submission;
 use crate::terms::Terms;
-use crate::text::{encode_chat, encode_prompts};
+use crate::text::{RequestText, encode_chat, encode_prompts};
 
 impl Admissible for LlamaRequest {
     type Valid = ValidLlama;
@@ -66,7 +67,9 @@ pub(crate) async fn completion(
     };
     let terms = Arc::new(Terms::new(valid.generation, &state.model.eos, limits));
     let most = Some(limits.context_length as usize);
-    let encoded = encode_prompts(&state.text, valid.prompts, true, most, "prompt", &charge).await?;
+    let salt = terms.generation.cache_salt.as_deref();
+    let text = RequestText::new(&state, &peer, salt, &charge);
+    let encoded = encode_prompts(text, valid.prompts, true, most, "prompt").await?;
     drop(charge);
     let submissions = encoded
         .into_iter()
@@ -206,6 +209,7 @@ pub(crate) struct AppliedTemplate {
 )]
 pub(crate) async fn apply_template(
     State(state): State<Shared>,
+    peer: Peer,
     body: Upload,
 ) -> Result<Response, Failure> {
     let (request, charge) = limits::read::<TokenizeRequest>(body, &state).await?;
@@ -214,7 +218,8 @@ pub(crate) async fn apply_template(
     let TokenizeInput::Chat(chat) = request.validate()? else {
         return Err(ApiError::invalid("messages", "`messages`: required and missing").into());
     };
-    let chat = encode_chat(&state.text, *chat, most, &charge, "messages").await?;
+    let text = RequestText::new(&state, &peer, None, &charge);
+    let chat = encode_chat(text, *chat, most, "messages").await?;
     Ok(reply::ok(&AppliedTemplate { prompt: chat.text }))
 }
 

@@ -13,6 +13,7 @@ use crate::pooling::{
 };
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
+use crate::text::RequestText;
 
 impl Admissible for RerankRequest {
     type Valid = ValidRerank;
@@ -106,18 +107,15 @@ async fn score_pairs(
 ) -> Result<(Vec<f32>, PoolingUsage), ApiError> {
     let Admission { state, peer, limits, charge, .. } = admission;
     let (model, limits) = (state.pooled_model()?, *limits);
+    let text = RequestText::new(state, peer, pairs.cache_salt.as_deref(), charge);
     let inputs = match model.task {
-        PoolingTask::Score => {
-            encode_pairs(&state.text, pairs, limits.context_length as usize, charge).await?
-        }
+        PoolingTask::Score => encode_pairs(text, pairs, limits.context_length as usize).await?,
         PoolingTask::Embed => {
             let mut inputs = Vec::with_capacity(pairs.first.len() + pairs.second.len());
             for (texts, param) in [&pairs.first, &pairs.second].into_iter().zip(pairs.params) {
                 let texts = texts.iter().cloned().map(Prompt::Text).collect();
                 let most = limits.context_length as usize;
-                let encoded =
-                    encode_inputs(&state.text, texts, true, pairs.truncate, most, param, charge)
-                        .await?;
+                let encoded = encode_inputs(text, texts, true, pairs.truncate, most, param).await?;
                 check_lengths(&encoded, limits.context_length, param)?;
                 inputs.extend(encoded);
             }

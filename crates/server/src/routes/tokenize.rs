@@ -8,9 +8,10 @@ use forebay_api::{
 };
 
 use crate::limits::{self, Upload};
+use crate::peers::Peer;
 use crate::reply::{self, Failure};
 use crate::state::Shared;
-use crate::text::{encode_chat, encode_prompts, text_error};
+use crate::text::{RequestText, encode_chat, encode_prompts, text_error};
 
 /// The least limit on tokens of these routes, for a model with a short context. A flag replaces it.
 const MOST_TOKENS: usize = 64 << 10;
@@ -27,6 +28,7 @@ const MOST_TOKENS: usize = 64 << 10;
 )]
 pub(crate) async fn tokenize(
     State(state): State<Shared>,
+    peer: Peer,
     body: Upload,
 ) -> Result<Response, Failure> {
     let (request, charge) = limits::read::<TokenizeRequest>(body, &state).await?;
@@ -35,17 +37,18 @@ pub(crate) async fn tokenize(
     let with_strings = request.return_token_strs.unwrap_or(false);
     let with_pieces = request.with_pieces.unwrap_or(false);
     let most = most_tokens(&state)?;
+    let text = RequestText::new(&state, &peer, None, &charge);
     let mut many = false;
     let encoded = match request.validate()? {
         TokenizeInput::Texts { texts, many: several, add_special_tokens } => {
             many = several;
             let prompts = texts.into_iter().map(Prompt::Text).collect();
             let special = add_special_tokens;
-            encode_prompts(&state.text, prompts, special, Some(most), "prompt", &charge).await
+            encode_prompts(text, prompts, special, Some(most), "prompt").await
         }
-        TokenizeInput::Chat(chat) => encode_chat(&state.text, *chat, most, &charge, "messages")
-            .await
-            .map(|chat| vec![chat.ids]),
+        TokenizeInput::Chat(chat) => {
+            encode_chat(text, *chat, most, "messages").await.map(|chat| vec![chat.ids])
+        }
     };
     let encoded = encoded.map_err(|error| match error {
         ApiError::TextTooLong { param, limit, .. } => too_many(&param, limit),

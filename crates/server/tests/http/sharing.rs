@@ -110,6 +110,43 @@ async fn with_one_key_or_by_the_flag_keys_make_no_difference() {
     }
 }
 
+/// Bytes of texts that were found among those encoded before, when `key` has sent one of 12 KB.
+async fn found_for(server: &TestServer, key: &str) -> u64 {
+    let hits = async || {
+        let (status, metrics) = server.get("/metrics").await;
+        assert_eq!(status, 200);
+        let name = "forebay:text_cache_hits_total";
+        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap();
+        line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
+    };
+    let before = hits().await;
+    let body = json!({"prompt": "A few words of which there are many. ".repeat(330)});
+    let request = Request::post("/tokenize").header("host", "test");
+    let request = request.header("authorization", format!("Bearer {key}"));
+    let answer = server.send(request.body(Full::new(body.to_string().into())).unwrap()).await;
+    assert_eq!(answer.read().await.0, 200);
+    hits().await - before
+}
+
+#[tokio::test]
+async fn what_another_key_has_sent_is_encoded_again() {
+    let keys = |config: &mut ServerConfig| config.api_keys = Keys::new(["one", "two"]);
+    let server = TestServer::start(Some("a"), keys).await;
+    assert_eq!(found_for(&server, "one").await, 0);
+    let own = found_for(&server, "one").await;
+    assert!(own > 8_000);
+    assert_eq!(found_for(&server, "two").await, 0);
+    assert_eq!(found_for(&server, "two").await, own);
+
+    let shared = |config: &mut ServerConfig| {
+        config.api_keys = Keys::new(["one", "two"]);
+        config.sharing.across_keys = true;
+    };
+    let server = TestServer::start(Some("a"), shared).await;
+    assert_eq!(found_for(&server, "one").await, 0);
+    assert_eq!(found_for(&server, "two").await, own);
+}
+
 fn router_key(config: &mut ServerConfig) {
     config.router_key = Some("between us".into());
 }

@@ -48,6 +48,11 @@ impl Cuts {
         }
     }
 
+    /// True if texts are cut between words.
+    pub(crate) fn between_words(&self) -> bool {
+        self.text.is_some()
+    }
+
     /// The first place for a cut: from `token` on before an added token, from `anywhere` (not less)
     /// on between characters too. All in bytes; a place is neither the start nor the end of the
     /// text.

@@ -17,6 +17,12 @@ use tokenizers::{
 
 use crate::error::TextError;
 
+/// The longest word, in bytes. The memory and the time of its encoding grow with it, and a long run
+/// of white space is a word of few tokens.
+pub(crate) const LONGEST_WORD: usize = 1 << 20;
+/// The longest word behind the pre-tokenizer, which may write a byte as a character of two.
+const LONGEST_WRITTEN: usize = 2 * LONGEST_WORD;
+
 /// Finds the added tokens of a text as the library does, but not where they are to be ordinary
 /// text.
 ///
@@ -115,7 +121,8 @@ impl Plain {
     /// `go_on` is called before each word, with the number of ids so far.
     ///
     /// # Errors
-    /// The library's errors, and [`TextError::Closed`] if `go_on` gives false.
+    /// The library's errors, [`TextError::Closed`] if `go_on` gives false, and
+    /// [`TextError::Undivided`] for a word that is too long.
     pub(crate) fn encode(
         &self,
         inner: &tokenizers::Tokenizer,
@@ -159,7 +166,12 @@ impl Plain {
         }
         let count = Cell::new(0);
         let stopped = Cell::new(false);
+        let longest = Cell::new(0);
         let tokenized = words.tokenize(|word| {
+            if word.get().len() > LONGEST_WRITTEN {
+                longest.set(word.get().len());
+                return Err("too long".into());
+            }
             if !go_on(count.get()) {
                 stopped.set(true);
                 return Err("stopped".into());
@@ -170,6 +182,9 @@ impl Plain {
         });
         if stopped.get() {
             return Err(TextError::Closed);
+        }
+        if longest.get() > 0 {
+            return Err(TextError::Undivided { bytes: longest.get(), limit: LONGEST_WRITTEN });
         }
         tokenized.map_err(failed)?;
         let encoding = words.into_encoding(None, 0, OffsetType::None).map_err(failed)?;

@@ -29,7 +29,7 @@ use crate::error::TextError;
 use crate::template::{ChatTemplate, Guard};
 use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
-use work::{Input, Job, Reply, Started, Tools};
+use work::{Input, Job, Reply, Started, Terms, Tools};
 
 /// Room for a template's recursion and a deeply nested tool description. Only used pages are real
 /// memory.
@@ -255,7 +255,8 @@ impl TextPool {
     /// A text that can't be short enough is refused before it is encoded. Encoding ends at the
     /// first token too many.
     pub fn within(&self, most: impl Into<Option<usize>>) -> Within<'_> {
-        Within { pool: self, most: most.into(), keep: None }
+        let terms = Terms { most: most.into(), ..Terms::default() };
+        Within { pool: self, terms, keep: None }
     }
 
     /// Encodes an input like [`Within::encode`], without a limit.
@@ -271,7 +272,7 @@ impl TextPool {
     /// # Errors
     /// The errors of [`TextPool::encode`]; [`TextError::Decode`] if the decoder refuses the tokens.
     pub async fn decode(&self, ids: Vec<i32>) -> Result<String, TextError> {
-        let decoded = self.run(Input::Ids(ids), None, None).await?.pop();
+        let decoded = self.run(Input::Ids(ids), Terms::default(), None).await?.pop();
         Ok(decoded.and_then(|decoded| decoded.text).unwrap_or_default())
     }
 
@@ -306,17 +307,17 @@ impl TextPool {
     async fn run(
         &self,
         input: Input,
-        most: Option<usize>,
+        terms: Terms,
         keep: Option<Keep>,
     ) -> Result<Vec<Encoded>, TextError> {
         let tokens = input.tokens();
         let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. } | Input::Ids(_));
         if is_tiny || self.mode == TextMode::Inline {
             self.shared.inputs.fetch_add(1, Ordering::Relaxed);
-            return input.encode(&self.shared.tools, most);
+            return input.encode(&self.shared.tools, terms);
         }
         let (reply, answer) = oneshot::channel();
-        self.shared.queue.push(Job { input, most, tokens, reply, keep })?;
+        self.shared.queue.push(Job { input, terms, tokens, reply, keep })?;
         answer.await.unwrap_or(Err(TextError::Closed))
     }
 }
@@ -324,11 +325,11 @@ impl TextPool {
 /// A value that lives as long as an input is in the pool.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
-/// A pool with a limit on the tokens of inputs.
+/// A pool with terms for inputs: a limit on their tokens, and a salt.
 #[derive(Debug, Clone)]
 pub struct Within<'a> {
     pool: &'a TextPool,
-    most: Option<usize>,
+    terms: Terms,
     keep: Option<Keep>,
 }
 
@@ -340,6 +341,13 @@ impl Within<'_> {
         Self { keep: Some(keep), ..self }
     }
 
+    /// Shares kept encodings with inputs of the same salt, and with no others. Otherwise the time
+    /// of an encoding would tell a client which texts others have sent.
+    #[must_use]
+    pub fn salted(self, salt: u64) -> Self {
+        Self { terms: Terms { salt, ..self.terms }, ..self }
+    }
+
     /// The token ids of one input.
     ///
     /// # Errors
@@ -348,7 +356,7 @@ impl Within<'_> {
     /// [`TextError::Encode`]: the input cannot be rendered or encoded. [`TextError::TooLong`]: it
     /// has more tokens than it may.
     pub async fn encode(self, input: TextInput) -> Result<Encoded, TextError> {
-        let mut encoded = self.pool.run(input.into(), self.most, self.keep).await?;
+        let mut encoded = self.pool.run(input.into(), self.terms, self.keep).await?;
         encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
     }
 
@@ -363,7 +371,7 @@ impl Within<'_> {
         add_special_tokens: bool,
     ) -> Result<Vec<Vec<i32>>, TextError> {
         let input = Input::Texts { texts, add_special_tokens };
-        let encoded = self.pool.run(input, self.most, self.keep).await?;
+        let encoded = self.pool.run(input, self.terms, self.keep).await?;
         Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
     }
 
@@ -376,7 +384,7 @@ impl Within<'_> {
         self,
         pairs: Vec<(Arc<str>, String)>,
     ) -> Result<Vec<(Vec<i32>, u32)>, TextError> {
-        let encoded = self.pool.run(Input::Pairs(pairs), self.most, self.keep).await?;
+        let encoded = self.pool.run(Input::Pairs(pairs), self.terms, self.keep).await?;
         let pair = |Encoded { ids, second, .. }| (ids, second.unwrap_or_default());
         Ok(encoded.into_iter().map(pair).collect())
     }

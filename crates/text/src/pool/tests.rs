@@ -232,7 +232,7 @@ fn a_long_input_that_is_cancelled_stops_between_pieces() {
             texts: pieces.iter().map(|&piece| piece.to_owned()).collect(),
             add_special_tokens: false,
         };
-        let job = Job { tokens: input.tokens(), input, most: None, reply, keep: None };
+        let job = Job { tokens: input.tokens(), input, terms: Terms::default(), reply, keep: None };
         (cut(job, &tools), answer, tools)
     };
     let text = prose(30_000, 1);
@@ -257,7 +257,7 @@ fn pieces_of_long_inputs_and_batches_take_turns() {
     let job = |text: &str| {
         let (reply, answer) = oneshot::channel();
         let input = Input::Texts { texts: vec![text.to_owned()], add_special_tokens: false };
-        (Job { tokens: input.tokens(), input, most: None, reply, keep: None }, answer)
+        (Job { tokens: input.tokens(), input, terms: Terms::default(), reply, keep: None }, answer)
     };
     let (first, _first_answer) = job(&text);
     let (second, _second_answer) = job(&text);
@@ -448,7 +448,7 @@ fn long_pieces_are_not_for_the_threads_that_others_wait_for() {
     let start = |text: String| {
         let (reply, answer) = oneshot::channel();
         let input = Input::Texts { texts: vec![text], add_special_tokens: false };
-        let job = Job { tokens: input.tokens(), input, most: None, reply, keep: None };
+        let job = Job { tokens: input.tokens(), input, terms: Terms::default(), reply, keep: None };
         (cut(job, &tools), answer)
     };
     // Two pieces that are cut, one that is not, two that are.

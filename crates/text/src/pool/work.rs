@@ -49,6 +49,15 @@ pub(super) enum Input {
     Chat(Box<Chat>),
 }
 
+/// The conditions of an input's encoding.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Terms {
+    /// Tokens that each text may have.
+    pub(super) most: Option<usize>,
+    /// Encodings are shared with inputs of the same salt.
+    pub(super) salt: u64,
+}
+
 /// See [`TextInput::Chat`].
 #[derive(Debug)]
 pub(super) struct Chat {
@@ -63,8 +72,7 @@ pub(super) struct Chat {
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) input: Input,
-    /// Tokens that each text may have.
-    pub(super) most: Option<usize>,
+    pub(super) terms: Terms,
     /// An estimate, at least one.
     pub(super) tokens: usize,
     pub(super) reply: Reply,
@@ -141,13 +149,16 @@ impl Input {
         1 + bytes / BYTES_A_TOKEN
     }
 
-    fn plan(self, tools: &Tools, most: Option<usize>) -> Result<Planned, TextError> {
+    fn plan(self, tools: &Tools, terms: Terms) -> Result<Planned, TextError> {
         match self {
             Self::Texts { texts, add_special_tokens } => {
-                let texts = Texts { texts, add_special_tokens, most, plain: Vec::new() };
+                let Terms { most, salt } = terms;
+                let texts = Texts { texts, add_special_tokens, most, salt, plain: Vec::new() };
                 Ok(Planned::Cut { work: tools.encoder.plan(texts)?, rendered: None })
             }
-            Self::Pairs(pairs) => Ok(Planned::Pairs(Pairs::new(pairs, &tools.encoder, most)?)),
+            Self::Pairs(pairs) => {
+                Ok(Planned::Pairs(Pairs::new(pairs, &tools.encoder, terms.most)?))
+            }
             Self::Ids(ids) => {
                 let text = Some(tools.encoder.tokenizer().decode(&ids, false)?);
                 Ok(Planned::Done(vec![Encoded { ids: Vec::new(), text, second: None }]))
@@ -155,20 +166,17 @@ impl Input {
             Self::Chat(chat) => {
                 let Rendered { text, client } = chat.render(tools)?;
                 let plain = tools.encoder.tokenizer().spelled(&text, &client);
-                let texts =
-                    Texts { texts: vec![text.clone()], add_special_tokens: false, most, plain };
+                let Terms { most, salt } = terms;
+                let texts = vec![text.clone()];
+                let texts = Texts { texts, add_special_tokens: false, most, salt, plain };
                 Ok(Planned::Cut { work: tools.encoder.plan(texts)?, rendered: Some(text) })
             }
         }
     }
 
     /// Does everything at once.
-    pub(super) fn encode(
-        self,
-        tools: &Tools,
-        most: Option<usize>,
-    ) -> Result<Vec<Encoded>, TextError> {
-        guarded(|| self.plan(tools, most)?.encode(tools, &|| true))
+    pub(super) fn encode(self, tools: &Tools, terms: Terms) -> Result<Vec<Encoded>, TextError> {
+        guarded(|| self.plan(tools, terms)?.encode(tools, &|| true))
     }
 }
 
@@ -204,6 +212,8 @@ impl Pairs {
         for (at, (first, second)) in pairs.iter().enumerate() {
             let fewest = tokenizer.fewest_ids(first) + tokenizer.fewest_ids(second);
             encoder.check_length(at, fewest, most)?;
+            encoder.check_words(first)?;
+            encoder.check_words(second)?;
             let length = first.len() + second.len();
             bytes += length;
             match pieces.last_mut() {
@@ -255,8 +265,8 @@ pub(super) enum Started {
 impl Job {
     /// Encodes an input, or cuts it if it is long.
     pub(super) fn start(self, tools: &Tools) -> Started {
-        let Self { input, most, reply, keep, .. } = self;
-        let planned = guarded(|| input.plan(tools, most));
+        let Self { input, terms, reply, keep, .. } = self;
+        let planned = guarded(|| input.plan(tools, terms));
         let result = match planned {
             Ok(planned) if planned.pieces() > 1 || planned.is_long(0) => {
                 let left = AtomicUsize::new(planned.pieces());

@@ -3,36 +3,28 @@
 mod content;
 mod generation;
 mod guard;
+mod isolated;
 mod json;
+mod program;
 mod python;
 mod shape;
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io;
-use std::sync::Arc;
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
 
 use jiff::Zoned;
-use minijinja::value::Serde;
-use minijinja::{Environment, Error, ErrorKind, Value};
 
 pub use content::ContentFormat;
 pub(crate) use guard::{Guard, Rendered};
+use isolated::RenderPool;
+pub use isolated::render_templates;
+pub(crate) use program::text_bytes;
+use program::{Program, Variables};
 
 use crate::error::TextError;
-use python::Printed;
 use shape::Shape;
-
-const NAME: &str = "chat_template";
-/// Instructions that a template may run for one chat: hundreds of thousands of messages with most
-/// templates, and about a second.
-const FUEL: u64 = 20_000_000;
-/// Macros and blocks inside each other; a tool's schema nests a few levels, of a few calls each.
-const RECURSION: usize = 250;
-/// Bytes that a template may print for one chat: this, and so much for each byte of the chat.
-const OUTPUT: usize = 4 << 20;
-const OUTPUT_A_BYTE: usize = 16;
 
 /// The tag that transformers puts after the message to be continued. It marks the place at which
 /// the rendered text has to be cut.
@@ -41,26 +33,32 @@ const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 /// The names under which messages carry reasoning; templates read the first.
 const REASONING_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-type Clock = Arc<dyn Fn() -> Zoned + Send + Sync>;
-
 /// A compiled chat template.
 ///
 /// It renders like `transformers.apply_chat_template`, with the same filters, functions and
 /// whitespace rules. Undefined names are empty, and Python's string and dictionary methods work.
 /// `{% generation %}` marks are accepted and mean nothing. The text is not tokenised here.
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    renderer: Renderer,
     source: String,
-    special_tokens: BTreeMap<String, String>,
     content_format: ContentFormat,
     shape: Shape,
+    /// The first error of a probe that cost too much. Later probes end with the same.
+    probes: Option<OnceLock<TextError>>,
+}
+
+/// The place at which a template runs.
+enum Renderer {
+    /// The caller's thread. The sizes of variables have no bound there.
+    Caller(Program),
+    /// Processes with a limit of memory and time.
+    Processes(RenderPool),
 }
 
 impl fmt::Debug for ChatTemplate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ChatTemplate")
             .field("content_format", &self.content_format)
-            .field("special_tokens", &self.special_tokens)
             .finish_non_exhaustive()
     }
 }
@@ -101,7 +99,8 @@ impl ChatTemplate {
     /// Compiles a template. `special_tokens` are more variables by name (`pad_token`, ...).
     ///
     /// # Errors
-    /// [`TextError::Template`] if the source is not a template.
+    /// [`TextError::Template`] if the source is not a template. [`TextError::Costly`] if a chat of
+    /// a few words is too expensive.
     pub fn new(
         source: &str,
         bos_token: Option<&str>,
@@ -114,7 +113,7 @@ impl ChatTemplate {
     /// Compiles a template like [`ChatTemplate::new`], with `clock` as the time of `strftime_now`.
     ///
     /// # Errors
-    /// [`TextError::Template`] if the source is not a template.
+    /// The errors of [`ChatTemplate::new`].
     pub fn with_clock(
         source: &str,
         bos_token: Option<&str>,
@@ -122,32 +121,47 @@ impl ChatTemplate {
         special_tokens: &BTreeMap<String, String>,
         clock: impl Fn() -> Zoned + Send + Sync + 'static,
     ) -> Result<Self, TextError> {
-        let mut environment = python::environment().map_err(|error| template_error(&error))?;
-        environment.set_fuel(Some(FUEL));
-        environment.set_recursion_limit(RECURSION);
-        environment.add_function("raise_exception", raise_exception);
-        let clock: Clock = Arc::new(clock);
-        environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
-        let plain = generation::without_generation_marks(source);
-        environment.add_template_owned(NAME, plain).map_err(|error| template_error(&error))?;
+        let tokens = all_tokens(bos_token, eos_token, special_tokens);
+        let program = Program::compile(source, tokens, Arc::new(clock))?;
+        Self::probed(Renderer::Caller(program), source)
+    }
 
-        let mut special_tokens = special_tokens.clone();
-        let named = [("bos_token", bos_token), ("eos_token", eos_token)];
-        special_tokens.extend(
-            named
-                .into_iter()
-                .filter_map(|(name, token)| Some((name.to_owned(), token?.to_owned()))),
-        );
+    /// Compiles a template like [`ChatTemplate::new`], to run in other processes. `start` gives the
+    /// command of a process that calls [`render_templates`].
+    ///
+    /// Such a process has a limit of memory and of time for each chat. If it exceeds one, it ends,
+    /// and the chat gets [`TextError::Costly`]. The next chat gets a new process.
+    ///
+    /// # Errors
+    /// The errors of [`ChatTemplate::new`], and [`TextError::Renderer`] if no process can be
+    /// started.
+    pub fn isolated(
+        source: &str,
+        bos_token: Option<&str>,
+        eos_token: Option<&str>,
+        special_tokens: &BTreeMap<String, String>,
+        start: impl Fn() -> Command + Send + Sync + 'static,
+    ) -> Result<Self, TextError> {
+        let tokens = all_tokens(bos_token, eos_token, special_tokens);
+        let pool = RenderPool::new(Box::new(start), source, &tokens)?;
+        Self::probed(Renderer::Processes(pool), source)
+    }
+
+    /// Renders short chats, to learn the template's form of messages.
+    fn probed(renderer: Renderer, source: &str) -> Result<Self, TextError> {
         let mut template = Self {
-            environment,
+            renderer,
             source: source.to_owned(),
-            special_tokens,
             content_format: ContentFormat::Either,
             shape: Shape::ANY,
+            probes: Some(OnceLock::new()),
         };
         template.content_format = ContentFormat::of(&template);
         template.shape = Shape::of(&template);
-        Ok(template)
+        match template.probes.take().and_then(OnceLock::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(template),
+        }
     }
 
     /// The form in which the template reads a message's content.
@@ -245,72 +259,42 @@ impl ChatTemplate {
         messages: &[serde_json::Value],
         request: &ChatRender<'_>,
     ) -> Result<String, TextError> {
-        let special =
-            self.special_tokens.iter().map(|(name, token)| (name.as_str(), Value::from(token)));
-        let kwargs = request.kwargs.into_iter().flatten();
-        let kwargs = kwargs.map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
-        let fixed = [
-            ("messages", Value::from(Serde(messages))),
-            ("tools", Value::from(Serde(request.tools))),
-            ("documents", Value::from(Serde(request.documents))),
-            ("add_generation_prompt", Value::from(request.add_generation_prompt)),
-        ];
-        // A later name replaces an earlier one: a caller's variable replaces a special token, and
-        // nothing replaces the chat itself.
-        let context = Value::from_pairs(special.chain(kwargs).chain(fixed));
-        let template =
-            self.environment.get_template(NAME).map_err(|error| template_error(&error))?;
-        let most = OUTPUT + OUTPUT_A_BYTE * chat_bytes(messages, request);
-        let printed = Printed::limited(most);
-        let mut out = Limited { bytes: Vec::new(), most };
-        let rendered = template.render_captured_to(context, &mut out);
-        drop(printed);
-        rendered.map_err(|error| template_error(&error))?;
-        String::from_utf8(out.bytes).map_err(|error| TextError::Template(error.to_string()))
-    }
-}
-
-/// The output of a template, up to a limit.
-struct Limited {
-    bytes: Vec<u8>,
-    most: usize,
-}
-
-impl io::Write for Limited {
-    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        if self.bytes.len() + text.len() > self.most {
-            return Err(io::Error::other(TooMuch));
+        if let Some(error) = self.probes.as_ref().and_then(OnceLock::get) {
+            return Err(error.clone());
         }
-        self.bytes.extend_from_slice(text);
-        Ok(text.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        let variables = Variables {
+            messages,
+            tools: request.tools,
+            documents: request.documents,
+            add_generation_prompt: request.add_generation_prompt,
+            kwargs: request.kwargs,
+        };
+        let rendered = match &self.renderer {
+            Renderer::Caller(program) => program.render(&variables),
+            Renderer::Processes(pool) => pool.render(&variables),
+        };
+        if let (Some(probes), Err(error @ (TextError::Costly(_) | TextError::Renderer(_)))) =
+            (&self.probes, &rendered)
+        {
+            // A probe that failed earlier stays the cause.
+            let _ = probes.set(error.clone());
+        }
+        rendered
     }
 }
 
-/// A template printed more than it may.
-#[derive(Debug, thiserror::Error)]
-#[error("it prints more than {OUTPUT} bytes and {OUTPUT_A_BYTE} for each byte of the chat")]
-struct TooMuch;
-
-/// Bytes of a chat's strings.
-fn chat_bytes(messages: &[serde_json::Value], request: &ChatRender<'_>) -> usize {
-    let given = [request.tools, request.documents].into_iter().flatten();
-    let kwargs = request.kwargs.into_iter().flat_map(serde_json::Map::values);
-    messages.iter().chain(given).chain(kwargs).map(text_bytes).sum()
-}
-
-/// Bytes of all strings in `value`, names not counted.
-pub(crate) fn text_bytes(value: &serde_json::Value) -> usize {
-    use serde_json::Value::{Array, Bool, Null, Number, Object, String};
-    match value {
-        String(text) => text.len(),
-        Array(values) => values.iter().map(text_bytes).sum(),
-        Object(fields) => fields.values().map(text_bytes).sum(),
-        Null | Bool(_) | Number(_) => 0,
-    }
+/// The special tokens by the names of their variables.
+fn all_tokens(
+    bos_token: Option<&str>,
+    eos_token: Option<&str>,
+    special_tokens: &BTreeMap<String, String>,
+) -> BTreeMap<String, String> {
+    let mut tokens = special_tokens.clone();
+    let named = [("bos_token", bos_token), ("eos_token", eos_token)];
+    tokens.extend(
+        named.into_iter().filter_map(|(name, token)| Some((name.to_owned(), token?.to_owned()))),
+    );
+    tokens
 }
 
 /// The message with its reasoning under the names that templates read, as transformers does:
@@ -346,61 +330,6 @@ fn cut_at_tag(mut rendered: String, final_text: &str) -> Result<String, TextErro
     Ok(rendered)
 }
 
-/// A template's own refusal: the message alone is for the client.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct Raised(String);
-
-fn raise_exception(message: &Value) -> Result<Value, Error> {
-    let message = message.to_string();
-    Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
-}
-
-/// An error of the writer hides its cause from `source`.
-fn is_too_much(cause: &(dyn std::error::Error + 'static)) -> bool {
-    let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
-    inner.is_some_and(|inner| inner.is::<TooMuch>())
-}
-
-fn strftime(now: &Zoned, format: &str) -> Result<String, Error> {
-    jiff::fmt::strtime::format(format, now)
-        .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}")))
-}
-
 fn refused(why: &str) -> TextError {
     TextError::Template(why.to_owned())
-}
-
-fn template_error(error: &Error) -> TextError {
-    let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(cause) = source {
-        if let Some(raised) = cause.downcast_ref::<Raised>() {
-            return TextError::Template(raised.0.clone());
-        }
-        if cause.downcast_ref::<TooMuch>().is_some() || is_too_much(cause) {
-            return TextError::Costly(TooMuch.to_string());
-        }
-        match cause.downcast_ref::<Error>() {
-            Some(error) if error.kind() == ErrorKind::OutOfFuel => {
-                return TextError::Costly(format!("it runs for more than {FUEL} instructions"));
-            }
-            Some(error) if error.detail() == Some("recursion limit exceeded") => {
-                return TextError::Costly(format!("it nests deeper than {RECURSION} calls"));
-            }
-            _ => source = cause.source(),
-        }
-    }
-    let mut text = error.to_string();
-    if let Some(cause) = std::error::Error::source(error) {
-        text = format!("{text}: {cause}");
-    }
-    TextError::Template(text)
-}
-
-/// Text for a filter: a string, or Python's `str` of another value.
-pub(crate) fn soft_string(value: &Value) -> Cow<'_, str> {
-    match value.as_str() {
-        Some(text) => Cow::Borrowed(text),
-        None => Cow::Owned(python::str(value)),
-    }
 }

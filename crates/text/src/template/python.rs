@@ -1,6 +1,7 @@
 //! Python's part in jinja2 templates: the printed form of values, and the methods of strings and
 //! dictionaries.
 
+use std::borrow::Cow;
 use std::cell::Cell;
 use std::fmt::Write as _;
 
@@ -8,7 +9,8 @@ use minijinja::value::{ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use minijinja_contrib::pycompat;
 
-use super::{TooMuch, json, soft_string};
+use super::json;
+use super::program::TooMuch;
 
 thread_local! {
     /// Bytes that the template on this thread may still print, into variables too.
@@ -70,6 +72,14 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
         !value.is_none() && (value.kind() == ValueKind::String || value.try_iter().is_ok())
     });
     Ok(environment)
+}
+
+/// Text for a filter: a string, or Python's `str` of another value.
+fn soft_string(value: &Value) -> Cow<'_, str> {
+    match value.as_str() {
+        Some(text) => Cow::Borrowed(text),
+        None => Cow::Owned(str(value)),
+    }
 }
 
 /// Python's `str(value)`; nothing for an undefined value.

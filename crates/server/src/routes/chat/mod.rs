@@ -51,7 +51,7 @@ pub(crate) async fn chat_completions(
     let tokens = Tokens { tokenizer, output: chat.tokens };
     let streaming = chat.streaming;
     let n = chat.generation.n;
-    let prepared = prepare(&state, chat, limits, &charge, "messages").await?;
+    let prepared = prepare(&state, chat, limits, (&peer, &charge), "messages").await?;
     drop(charge);
     let prompt_token_ids = tokens.output.ids.then(|| prepared.prompt.to_vec());
 

@@ -9,10 +9,11 @@ use super::calls;
 use crate::budget::Charge;
 use crate::ignored::ignore;
 use crate::images::{self, ImageFile, SeenPrompt};
+use crate::peers::Peer;
 use crate::state::Shared;
 use crate::submission::Submission;
 use crate::terms::Terms;
-use crate::text::encode_chat;
+use crate::text::{RequestText, encode_chat};
 
 /// A conversation as tokens.
 pub(crate) struct Rendered {
@@ -31,12 +32,12 @@ pub(crate) async fn render(
     state: &Shared,
     mut prompt: ChatPrompt,
     most: usize,
-    charge: &Arc<Charge>,
+    text: RequestText<'_>,
     param: &'static str,
 ) -> Result<Rendered, ApiError> {
     let parts = std::mem::take(&mut prompt.images);
     let files = images::read(state, parts, state.limits()?).await?;
-    let prompt = encode_chat(&state.text, prompt, most, charge, param).await?;
+    let prompt = encode_chat(text, prompt, most, param).await?;
     for name in prompt.ignored {
         ignore(state, name)?;
     }
@@ -47,7 +48,8 @@ pub(crate) async fn render(
     Ok(Rendered { seen, files, text: prompt.text })
 }
 
-/// Renders a conversation from `param`. Gives the constraint and the parser of its answer.
+/// Renders a conversation from `param`, for a client whose bytes were charged. Gives the constraint
+/// and the parser of its answer.
 ///
 /// # Errors
 /// The errors of [`render`]; or the form of the answer can't be enforced.
@@ -55,7 +57,7 @@ pub(crate) async fn prepare(
     state: &Shared,
     mut chat: ValidChat,
     limits: Limits,
-    charge: &Arc<Charge>,
+    (peer, charge): (&Peer, &Arc<Charge>),
     param: &'static str,
 ) -> Result<Submission, ApiError> {
     let continues = chat.prompt.continue_final_message;
@@ -64,7 +66,9 @@ pub(crate) async fn prepare(
         return Err(ApiError::invalid("prompt_logprobs", reason));
     }
     let most = limits.context_length as usize;
-    let Rendered { seen, files, text } = render(state, chat.prompt, most, charge, param).await?;
+    let salt = chat.generation.cache_salt.as_deref();
+    let pool = RequestText::new(state, peer, salt, charge);
+    let Rendered { seen, files, text } = render(state, chat.prompt, most, pool, param).await?;
     for name in &chat.tools.skipped {
         ignore(state, name)?;
     }

@@ -15,10 +15,12 @@ use super::chat::{CallIds, prepare, render};
 use crate::call::Call;
 use crate::ignored::ignore;
 use crate::limits::{self, Upload};
+use crate::peers::Peer;
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::stream::sse;
 use crate::stream::wire::Wire;
+use crate::text::RequestText;
 use answer::{Blocks, Writer};
 
 impl Admissible for MessagesRequest {
@@ -51,7 +53,7 @@ pub(crate) async fn messages(
 ) -> Result<Response, Failure> {
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let streamed = chat.streaming.is_some();
-    let submission = prepare(&state, chat, limits, &charge, "messages").await?;
+    let submission = prepare(&state, chat, limits, (&peer, &charge), "messages").await?;
     drop(charge);
     let name = peer.name("msg_");
     let call = Call::start(&state, vec![submission], streamed, arrived, &peer).await?;
@@ -85,13 +87,15 @@ pub(crate) struct TokenCount {
 )]
 pub(crate) async fn count_tokens(
     State(state): State<Shared>,
+    peer: Peer,
     body: Upload,
 ) -> Result<Response, Failure> {
     let (request, charge) = limits::read::<MessagesRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let most = super::tokenize::most_tokens(&state)?;
     let chat = validate(&state, request, state.limits()?)?;
-    let rendered = render(&state, chat.prompt, most, &charge, "messages").await?;
+    let text = RequestText::new(&state, &peer, chat.generation.cache_salt.as_deref(), &charge);
+    let rendered = render(&state, chat.prompt, most, text, "messages").await?;
     let input_tokens = u32::try_from(rendered.seen.ids.len()).unwrap_or(u32::MAX);
     Ok(reply::ok(&TokenCount { input_tokens }))
 }

@@ -24,7 +24,7 @@ use crate::stream::sse;
 use crate::stream::wire::Wire;
 use crate::submission::Submission;
 use crate::terms::Terms;
-use crate::text::encode_prompts;
+use crate::text::{RequestText, encode_prompts};
 use about::served;
 pub(crate) use about::{__path_ps, __path_show, __path_tags, __path_version};
 pub(crate) use about::{ps, show, tags, version};
@@ -131,13 +131,15 @@ async fn answer<T: Admissible<Valid = OllamaAsk>>(
         OllamaAsk::Chat(chat) => {
             let streamed = chat.streaming.is_some();
             let param = if kind == Kind::Chat { "messages" } else { "prompt" };
-            (prepare(&state, *chat, limits, &charge, param).await?, streamed)
+            (prepare(&state, *chat, limits, (&peer, &charge), param).await?, streamed)
         }
         OllamaAsk::Raw { prompt, generation, streamed } => {
             let terms = Arc::new(Terms::new(*generation, &state.model.eos, limits));
             let most = Some(limits.context_length as usize);
             let prompts = vec![Prompt::Text(prompt)];
-            let ids = encode_prompts(&state.text, prompts, true, most, "prompt", &charge).await?;
+            let salt = terms.generation.cache_salt.as_deref();
+            let text = RequestText::new(&state, &peer, salt, &charge);
+            let ids = encode_prompts(text, prompts, true, most, "prompt").await?;
             let ids = ids.into_iter().next().unwrap_or_default();
             (Submission::new(&state, ids, terms, limits, "prompt")?, streamed)
         }

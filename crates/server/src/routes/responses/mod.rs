@@ -116,7 +116,7 @@ pub(crate) async fn responses(
         return Err(ApiError::invalid("background", reason).into());
     }
     let streamed = chat.streaming.is_some();
-    let submission = prepare(&state, chat, limits, &charge, "input").await?;
+    let submission = prepare(&state, chat, limits, (&peer, &charge), "input").await?;
     drop((charge, front));
     let name = peer.name("resp_");
     let ids = CallIds { response: name.id.clone(), form: state.model.dialect.ids() };

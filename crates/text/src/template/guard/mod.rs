@@ -92,20 +92,26 @@ impl Guard {
         Some(guard)
     }
 
-    /// The tokens that change the rendering of a short chat when they are watched.
+    /// The tokens that change the rendering of a short chat when they are watched. Once such a chat
+    /// is too expensive, no more are tried: the start would take as long again for each.
     fn inspected_by(&self, template: &ChatTemplate) -> HashSet<String> {
-        let differs = |token: &&String| {
-            template.source.contains(token.as_str())
-                && [format!("a {token} b"), token.to_string(), format!("{token}b{token}")]
-                    .iter()
-                    .flat_map(|content| probes(content))
-                    .any(|messages| {
-                        let chat = ChatRender::new(&messages);
-                        template.render(&chat).is_ok()
-                            && matches!(self.render(template, &chat), Err(TextError::Guarded))
-                    })
-        };
-        self.tokens.iter().filter(differs).cloned().collect()
+        let mut inspected = HashSet::new();
+        for token in self.tokens.iter().filter(|token| template.source.contains(token.as_str())) {
+            let contents = [format!("a {token} b"), token.clone(), format!("{token}b{token}")];
+            for messages in contents.iter().flat_map(|content| probes(content)) {
+                let chat = ChatRender::new(&messages);
+                let rendered = template.render(&chat).map(|_| self.render(template, &chat));
+                match rendered {
+                    Ok(Err(TextError::Guarded)) => {
+                        inspected.insert(token.clone());
+                        break;
+                    }
+                    Err(TextError::Costly(_)) | Ok(Err(TextError::Costly(_))) => return inspected,
+                    _ => {}
+                }
+            }
+        }
+        inspected
     }
 
     /// Renders a chat. Gives the parts from clients, as far as special tokens need that.

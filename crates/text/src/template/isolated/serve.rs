@@ -1,0 +1,81 @@
+//! The process that renders: it limits itself, compiles its template, and answers until the stream
+//! ends.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use jiff::Zoned;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::super::program::Program;
+use super::wire::{Received, Setup, answer_to_bytes, read_frame, write_frame};
+use super::{MEMORY, SECONDS};
+use crate::error::TextError;
+
+/// The stack of the thread that renders. Only used pages are real memory.
+const STACK_BYTES: usize = 8 << 20;
+
+/// Renders chats for the server at the other end of standard input, a socket. Ends with the socket.
+///
+/// The process limits its own memory, and its processor time for each chat.
+///
+/// # Errors
+/// The socket breaks, or the system refuses a limit.
+pub fn render_templates() -> io::Result<()> {
+    limit_memory()?;
+    let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let thread = std::thread::Builder::new().name("render".to_owned()).stack_size(STACK_BYTES);
+    let ended = thread.spawn(move || answer_all(socket))?.join();
+    ended.unwrap_or_else(|_| Err(io::Error::other("the thread that renders panicked")))
+}
+
+fn answer_all(mut socket: UnixStream) -> io::Result<()> {
+    limit_time()?;
+    let Some(setup) = read_frame(&mut socket, usize::MAX)? else { return Ok(()) };
+    let setup = Setup::from_bytes(&setup).ok_or_else(malformed)?;
+    let compiled = Program::compile(&setup.source, setup.special_tokens, Arc::new(Zoned::now));
+    let program = match compiled {
+        Ok(program) => {
+            write_frame(&mut socket, &answer_to_bytes(&Ok(String::new())))?;
+            program
+        }
+        Err(error) => return write_frame(&mut socket, &answer_to_bytes(&Err(error))),
+    };
+    while let Some(chat) = read_frame(&mut socket, usize::MAX)? {
+        limit_time()?;
+        let chat = Received::from_bytes(&chat).ok_or_else(malformed)?;
+        let rendered: Result<String, TextError> = program.render(&chat.variables());
+        write_frame(&mut socket, &answer_to_bytes(&rendered))?;
+    }
+    Ok(())
+}
+
+fn malformed() -> io::Error {
+    io::Error::other("a message that is none")
+}
+
+/// Lets the process have [`MEMORY`] bytes of address space more, and leaves no core file.
+fn limit_memory() -> io::Result<()> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
+    let size = size.and_then(|size| size.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    let size = size.ok_or_else(|| io::Error::other("/proc/self/status has no VmSize"))?;
+    limit(Resource::As, (size << 10) + MEMORY as u64)?;
+    limit(Resource::Core, 0)
+}
+
+/// Lets the process compute for [`SECONDS`] from now on.
+fn limit_time() -> io::Result<()> {
+    let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs();
+    limit(Resource::Cpu, used + 1 + SECONDS)
+}
+
+/// Sets a soft limit, within the hard one.
+fn limit(resource: Resource, to: u64) -> io::Result<()> {
+    let maximum = getrlimit(resource).maximum;
+    let current = Some(maximum.map_or(to, |maximum| maximum.min(to)));
+    Ok(setrlimit(resource, Rlimit { current, maximum })?)
+}
