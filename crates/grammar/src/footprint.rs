@@ -5,7 +5,14 @@
 //! it. `crates/server/tests/resources/grammars.rs` compares this with what is allocated: it is not
 //! below that, and seldom above its double.
 
-use llguidance::earley::Parser;
+use std::collections::HashSet;
+
+use llguidance::earley::{CGrammar, Parser};
+
+/// Bytes of a symbol of the grammar, beside its name.
+const SYMBOL: usize = 600;
+/// Bytes of a place in a rule.
+const PLACE: usize = 48;
 
 /// Bytes of a template and of a matcher that is copied from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +35,22 @@ impl Footprint {
         let tables = lexer.num_bytes + nodes * 10 + states;
         let described = expressions.num_bytes() + expressions.len() * 8 + spec.lexemes.len() * 400;
         let copy = tables + described + text * 4;
-        // Symbols of rules, which only the template has, grow with the text.
-        Self { kept: 2 * copy + described + text * 4, copy }
+        Self { kept: 2 * copy + described + rules(parser.grammar()), copy }
     }
+}
+
+/// Bytes of the rules, which all copies share.
+fn rules(grammar: &CGrammar) -> usize {
+    let mut bytes = 0;
+    let mut seen = HashSet::from([grammar.start()]);
+    let mut rest = vec![grammar.start()];
+    while let Some(symbol) = rest.pop() {
+        bytes += SYMBOL + grammar.sym_data(symbol).name.len();
+        for &rule in grammar.rules_of(symbol) {
+            let (places, _, _) = grammar.rule_rhs(rule);
+            bytes += PLACE * (places.len() + 1);
+            rest.extend(places.iter().copied().filter(|&place| seen.insert(place)));
+        }
+    }
+    bytes
 }

@@ -195,8 +195,8 @@ async fn a_wait_that_is_too_long_is_the_servers_fault() {
 /// A grammar whose matcher takes some megabytes.
 fn heavy() -> Value {
     let doubled = |n: usize| format!("T{n}: T{} T{}\n", n + 1, n + 1);
-    let lines: String = (0..12).map(doubled).collect();
-    json!(format!("start: T0\n{lines}T12: /[ab]/\n"))
+    let lines: String = (0..13).map(doubled).collect();
+    json!(format!("start: T0\n{lines}T13: /[ab]/\n"))
 }
 
 #[tokio::test]
@@ -214,11 +214,11 @@ async fn each_choices_matcher_is_charged_before_it_is_submitted() {
     let address = server.address;
     let begin =
         |key: &str, body: Value| tokio::spawn(crate::client::send(address, keyed(key, &body)));
-    let running = begin("a", form(6));
-    for _ in 0..6 {
+    let running = begin("a", form(40));
+    for _ in 0..40 {
         server.submitted().await;
     }
-    let (status, retry, answer) = ask_as(&server, "b", form(6)).await;
+    let (status, retry, answer) = ask_as(&server, "b", form(40)).await;
     assert_eq!((status, retry.is_some()), (429, true), "{answer}");
     // A request without a form needs less.
     let plain = begin("b", completion(json!({"stream": true})));
