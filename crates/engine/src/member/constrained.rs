@@ -30,6 +30,10 @@ const MOST_US: u64 = 20_000;
 /// one in so many.
 const NEWEST: u64 = 8;
 
+/// The first masks of a request, of which nothing is known: the second one may copy the matcher of
+/// its form, and the first one does not.
+const UNKNOWN: u8 = 2;
+
 /// A live request's constraint.
 #[derive(Debug)]
 struct Held {
@@ -42,6 +46,8 @@ struct Held {
     mask: Option<Mask>,
     /// Microseconds that its next mask may take. Dear ones are forgotten slowly.
     expected_us: Option<u64>,
+    /// Its masks so far, as far as they are counted.
+    made: u8,
     /// A row has sat out, and no mask was cheap since.
     late: bool,
     /// The scheduler plans no row of it that samples.
@@ -94,6 +100,7 @@ impl Constrained {
                 said: Vec::new(),
                 mask: None,
                 expected_us: None,
+                made: 0,
                 late: false,
                 waits: false,
                 due: false,
@@ -150,7 +157,7 @@ impl Constrained {
             constraint,
             said: std::mem::take(&mut held.said),
             words,
-            expected_us: held.expected_us,
+            expected_us: held.expected_us.filter(|_| held.made >= UNKNOWN),
         })
     }
 
@@ -222,6 +229,7 @@ impl Member {
         self.stats.mask_budget_us = self.constrained.budget(members);
         self.make_masks(&ids, began + self.stats.mask_budget_us);
         let own = &mut self.constrained;
+        let mut idle = Vec::new();
         own.masks.step = step;
         for &id in &ids {
             // Whoever has ended meanwhile may sample what it likes.
@@ -237,6 +245,7 @@ impl Member {
                             (held.late, held.waits) = (true, true);
                             row = RowMask::NoToken;
                             self.stats.sat_out += 1;
+                            idle.extend(held.constraint.is_some().then_some(id));
                         }
                     }
                 }
@@ -250,6 +259,7 @@ impl Member {
                 mask.words = words;
             }
         }
+        self.begin_masks(&idle);
         self.stats.mask_wait_us += self.shared.clock.now_us().saturating_sub(began);
     }
 
@@ -322,6 +332,7 @@ impl Member {
             held.constraint = Some(constraint);
             let before = held.expected_us.unwrap_or(0);
             held.expected_us = Some(us.max(before - before / NEWEST));
+            held.made = held.made.saturating_add(1);
             held.late &= !is_cheap(us);
             own.missing -= usize::from(std::mem::take(&mut held.due));
             let scheduler = self.scheduler.as_mut().filter(|_| !is_cheap(us));

@@ -3,6 +3,7 @@
 mod device;
 mod harness;
 mod held;
+mod late;
 mod model;
 mod quarantine;
 mod rules;

@@ -1,4 +1,4 @@
-//! Requests with constraints: masks that follow their plans, whatever happens in between.
+//! An engine on a simulated device, and requests with constraints.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,19 +7,19 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    Allowed, Broken, Constraint, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread,
-    FinishReason, Hooks, Namer, Output, OutputSink, Policy, Request, RequestError, RequestId,
+    Allowed, Broken, Clock, Constraint, Engine, EngineConfig, EngineHandle, EngineRequest,
+    EngineThread, Executor, FinishReason, Hooks, Namer, Output, OutputSink, Peers, Policy, Request,
     Status,
 };
 use forebay_sim::{
     DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
 };
 
-const VOCAB: u32 = 1000;
+pub(crate) const VOCAB: u32 = 1000;
 /// Far longer than anything here takes: a test that reaches it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
+pub(crate) type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
 
 struct ChannelSink {
     outputs: Sender<Vec<Output>>,
@@ -37,16 +37,16 @@ impl OutputSink for ChannelSink {
 
 /// Allows a few tokens that all tokens before decide, and sometimes everything.
 #[derive(Debug)]
-struct Few {
-    said: Vec<i32>,
+pub(crate) struct Few {
+    pub(crate) said: Vec<i32>,
     /// Breaks when it is asked for the mask after so many tokens.
-    breaks_at: Option<usize>,
+    pub(crate) breaks_at: Option<usize>,
     /// Masks that were asked for.
-    asked: Arc<AtomicU64>,
+    pub(crate) asked: Arc<AtomicU64>,
 }
 
 /// What may follow `said`; `None`: everything.
-fn allowed(said: &[i32]) -> Option<[i32; 3]> {
+pub(crate) fn allowed(said: &[i32]) -> Option<[i32; 3]> {
     let mix =
         said.iter().fold(7_u64, |mix, &token| mix.wrapping_mul(31).wrapping_add(token as u64 + 1));
     (mix % 5 != 0).then(|| [mix % 1000, mix / 7 % 1000, mix / 49 % 1000].map(|id| id as i32))
@@ -76,25 +76,49 @@ impl Constraint for Few {
     }
 }
 
-struct Rig {
-    handle: EngineHandle,
-    control: SimControl,
-    outputs: Receiver<Vec<Output>>,
-    asked: Arc<AtomicU64>,
+pub(crate) struct Rig {
+    pub(crate) handle: EngineHandle,
+    pub(crate) control: SimControl,
+    pub(crate) clock: SimClock,
+    pub(crate) outputs: Receiver<Vec<Output>>,
+    pub(crate) asked: Arc<AtomicU64>,
     _thread: EngineThread,
 }
 
-#[derive(Debug, Default, PartialEq)]
-struct Story {
-    tokens: Vec<i32>,
-    end: Option<FinishReason>,
+/// What an engine of a test is made of.
+pub(crate) struct Parts {
+    pub(crate) pages: u32,
+    pub(crate) tokens_a_row: u32,
+    pub(crate) hook: Hook,
+    pub(crate) peers: Option<Box<dyn Peers>>,
+    pub(crate) clock: fn(SimClock) -> Arc<dyn Clock>,
+    pub(crate) executor: Box<dyn FnOnce(SimExecutor) -> Box<dyn Executor>>,
 }
 
-fn text() -> SimText {
+impl Default for Parts {
+    fn default() -> Self {
+        Self {
+            pages: 2000,
+            tokens_a_row: 1,
+            hook: quiet(),
+            peers: None,
+            clock: |clock| Arc::new(clock),
+            executor: Box::new(|executor| Box::new(executor)),
+        }
+    }
+}
+
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Story {
+    pub(crate) tokens: Vec<i32>,
+    pub(crate) end: Option<FinishReason>,
+}
+
+pub(crate) fn text() -> SimText {
     SimText::endless((0..VOCAB as i32).collect())
 }
 
-fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
+pub(crate) fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
     EngineConfig {
         max_running: 24,
         slots: 36,
@@ -119,7 +143,13 @@ fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
 }
 
 impl Rig {
-    fn start(config: EngineConfig, pages: u32, tokens_a_row: u32, hook: Hook) -> Self {
+    pub(crate) fn start(config: EngineConfig, pages: u32, tokens_a_row: u32, hook: Hook) -> Self {
+        let parts = Parts { pages, tokens_a_row, hook, ..Parts::default() };
+        Self::of(config, parts)
+    }
+
+    pub(crate) fn of(config: EngineConfig, parts: Parts) -> Self {
+        let Parts { pages, tokens_a_row, hook, peers, clock: clock_of, executor: around } = parts;
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row,
@@ -141,37 +171,49 @@ impl Rig {
         });
         let (sender, outputs) = channel();
         let sink = ChannelSink { outputs: sender, control: control.clone(), hook };
-        let (executor, clock) = (Box::new(executor), Arc::new(clock));
+        let hooks = Hooks { peers, ..Hooks::new(Box::new(sink)) };
         let (handle, thread) =
-            Engine::start(config, executor, clock, Hooks::new(Box::new(sink))).expect("thread");
+            Engine::start(config, around(executor), clock_of(clock.clone()), hooks)
+                .expect("thread");
         while handle.status() != Status::Ready {
             std::thread::yield_now();
         }
         // Virtual time would run away from the test's submits.
         control.hold();
-        Self { handle, control, outputs, asked: Arc::default(), _thread: thread }
+        Self { handle, control, clock, outputs, asked: Arc::default(), _thread: thread }
     }
 
-    fn submit(&self, id: u64, max_tokens: u32, constraint: Option<Few>) {
-        let request = Request { id, prompt: prompt(id).into(), max_tokens, ..Request::default() };
+    pub(crate) fn submit(&self, id: u64, max_tokens: u32, constraint: Option<Few>) {
         let constraint = constraint.map(|few| Box::new(few) as Box<dyn Constraint>);
+        self.submit_of(0, id, max_tokens, constraint);
+    }
+
+    pub(crate) fn submit_of(
+        &self,
+        client: u64,
+        id: u64,
+        max_tokens: u32,
+        constraint: Option<Box<dyn Constraint>>,
+    ) {
+        let prompt = prompt(id).into();
+        let request = Request { id, client, prompt, max_tokens, ..Request::default() };
         let request = EngineRequest { request, constraint, ..EngineRequest::default() };
         self.handle.submit(request).expect("room");
     }
 
-    fn few(&self) -> Few {
+    pub(crate) fn few(&self) -> Few {
         Few { said: Vec::new(), breaks_at: None, asked: Arc::clone(&self.asked) }
     }
 
     /// Two of three requests have a constraint.
-    fn submit_all(&self, count: u64) {
+    pub(crate) fn submit_all(&self, count: u64) {
         for id in 0..count {
             self.submit(id, length(id), (id % 3 != 0).then(|| self.few()));
         }
     }
 
     /// Lets time go on until `count` requests have ended.
-    fn follow(&self, count: usize) -> HashMap<u64, Story> {
+    pub(crate) fn follow(&self, count: usize) -> HashMap<u64, Story> {
         self.control.release();
         let mut stories: HashMap<u64, Story> = HashMap::new();
         let mut ended = 0;
@@ -188,21 +230,21 @@ impl Rig {
     }
 }
 
-fn quiet() -> Hook {
+pub(crate) fn quiet() -> Hook {
     Box::new(|_, _| {})
 }
 
-fn prompt(id: u64) -> Vec<i32> {
+pub(crate) fn prompt(id: u64) -> Vec<i32> {
     let own = 1 + (id as i32 * 7) % 60;
     (0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32).collect()
 }
 
-fn length(id: u64) -> u32 {
+pub(crate) fn length(id: u64) -> u32 {
     1 + (id as u32 * 13) % 90
 }
 
 /// All tokens obey their constraints, and free requests say what they would say alone.
-fn check(stories: &HashMap<u64, Story>) {
+pub(crate) fn check(stories: &HashMap<u64, Story>) {
     for (&id, story) in stories {
         assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
         assert_eq!(story.tokens.len(), length(id) as usize, "request {id}");
@@ -216,91 +258,5 @@ fn check(stories: &HashMap<u64, Story>) {
             }
             all.push(token);
         }
-    }
-}
-
-#[test]
-fn the_tokens_are_the_same_whatever_runs_ahead_or_is_short_or_dies() {
-    let reference = Rig::start(config(0, 0), 2000, 1, quiet());
-    reference.submit_all(60);
-    let expected = reference.follow(60);
-    check(&expected);
-    let masks = reference.handle.stats().hand.masks;
-    let constrained: u64 = (0..60).filter(|id| id % 3 != 0).map(|id| u64::from(length(id))).sum();
-    assert_eq!(masks, constrained, "one a token");
-    for (lookahead, pages, mask_threads, tokens_a_row, dies) in [
-        (1, 2000, 0, 1, false),
-        (1, 2000, 2, 1, false),
-        (1, 70, 2, 1, false),
-        (0, 70, 0, 1, true),
-        (1, 2000, 2, 1, true),
-        (1, 70, 0, 1, true),
-        (1, 2000, 2, 4, true),
-    ] {
-        let (mut kills, mut seen) = (0, 0);
-        let hook: Hook = Box::new(move |control, outputs| {
-            seen += outputs.len();
-            if dies && kills < 10 && seen > 150 {
-                (kills, seen) = (kills + 1, 0);
-                control.kill();
-            }
-        });
-        let rig = Rig::start(config(lookahead, mask_threads), pages, tokens_a_row, hook);
-        rig.submit_all(60);
-        let stories = rig.follow(60);
-        assert!(
-            stories == expected,
-            "lookahead {lookahead}, {pages} pages, {mask_threads} threads"
-        );
-        let stats = rig.handle.stats();
-        assert_eq!(stats.scheduler.preemptions > 0, pages == 70, "{stats:?}");
-        assert_eq!(stats.hand.deaths >= 10, dies, "{stats:?}");
-    }
-}
-
-#[test]
-fn a_constraint_that_breaks_ends_its_request_alone() {
-    for lookahead in [0, 1] {
-        let rig = Rig::start(config(lookahead, 0), 2000, 1, quiet());
-        rig.submit_all(12);
-        for id in 100..110 {
-            let few = Few { breaks_at: Some(id as usize - 100), ..rig.few() };
-            rig.submit(id, 50, Some(few));
-        }
-        let mut stories = rig.follow(22);
-        for id in 100..110 {
-            let story = stories.remove(&id).expect("it was told");
-            let why = RequestError::Constraint("it breaks here".into());
-            assert_eq!(story.end, Some(FinishReason::Error(why)));
-            assert_eq!(story.tokens.len(), id as usize - 100);
-        }
-        check(&stories);
-    }
-}
-
-#[test]
-fn a_request_that_goes_away_between_its_plan_and_its_mask_leaves_the_others_alone() {
-    for lookahead in [0, 1] {
-        let (mut seen, mut aborted) = (0, 100);
-        let (sender, aborts) = channel();
-        let hook: Hook = Box::new(move |_, outputs| {
-            seen += outputs.len();
-            while aborted < 110 && seen > 20 * (aborted - 99) {
-                sender.send(RequestId(aborted as u64)).expect("the test listens");
-                aborted += 1;
-            }
-        });
-        let rig = Rig::start(config(lookahead, 0), 2000, 1, hook);
-        rig.submit_all(12);
-        for id in 100..110 {
-            rig.submit(id, 150, Some(rig.few()));
-        }
-        let handle = rig.handle.clone();
-        let aborting =
-            std::thread::spawn(move || aborts.iter().take(10).for_each(|id| handle.abort(id)));
-        let mut stories = rig.follow(22);
-        aborting.join().expect("ten were told");
-        stories.retain(|id, _| *id < 100);
-        check(&stories);
     }
 }

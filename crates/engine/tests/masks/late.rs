@@ -1,0 +1,460 @@
+//! Masks that take longer than a step waits: their rows sit it out, and everybody else goes on.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
+
+use forebay_engine::{
+    Allowed, Broken, Clock, Constraint, EngineConfig, EngineHandle, Executor, FinishReason, Orphan,
+    Peers, RequestId, Signal, Wake,
+};
+use forebay_protocol::{StepMasks, StepPlan};
+use forebay_sim::{SimClock, SimExecutor};
+use parking_lot::{Condvar, Mutex};
+
+use crate::rig::{Few, Hook, PATIENCE, Parts, Rig, Story, allowed, check, config, length, quiet};
+
+/// Virtual microseconds of a dear mask: only mask threads make the next ones then.
+const DEAR_US: u64 = 5000;
+
+/// Lets masks through when it is opened.
+#[derive(Debug, Default)]
+struct Gate {
+    /// The gate was opened so often, and masks wait at it.
+    state: Mutex<(u64, usize)>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn open(&self) {
+        self.state.lock().0 += 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits until it is opened the next time.
+    fn pass(&self) {
+        let mut state = self.state.lock();
+        let opened = state.0;
+        state.1 += 1;
+        self.changed.notify_all();
+        self.changed.wait_while(&mut state, |state| state.0 == opened);
+        state.1 -= 1;
+    }
+
+    /// Waits until so many masks wait at it.
+    fn wait_for(&self, waiting: usize) {
+        let mut state = self.state.lock();
+        self.changed.wait_while(&mut state, |state| state.1 != waiting);
+    }
+}
+
+/// A constraint with something that happens before each mask.
+struct Slow<F> {
+    few: Few,
+    before: F,
+}
+
+impl<F> std::fmt::Debug for Slow<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.few.fmt(f)
+    }
+}
+
+impl<F: FnMut(&[i32]) + Send> Constraint for Slow<F> {
+    fn accept(&mut self, token: i32) -> Result<(), Broken> {
+        self.few.accept(token)
+    }
+
+    fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken> {
+        (self.before)(&self.few.said);
+        self.few.mask(words)
+    }
+}
+
+fn slow(few: Few, before: impl FnMut(&[i32]) + Send + 'static) -> Option<Box<dyn Constraint>> {
+    Some(Box::new(Slow { few, before }))
+}
+
+/// Waits at the gate before the mask after so many tokens. Masks before that are dear.
+fn gated(rig: &Rig, gate: &Arc<Gate>, at: usize) -> Option<Box<dyn Constraint>> {
+    let (gate, time) = (Arc::clone(gate), time_of(rig));
+    let mut passed = false;
+    slow(rig.few(), move |said| {
+        if said.len() < at {
+            time.fetch_add(DEAR_US, Ordering::SeqCst);
+        } else if said.len() == at && !std::mem::replace(&mut passed, true) {
+            gate.pass();
+        }
+    })
+}
+
+fn time_of(rig: &Rig) -> Arc<AtomicU64> {
+    match &rig.clock {
+        SimClock::Virtual(time) => Arc::clone(time),
+        SimClock::Real(_) => panic!("time is virtual here"),
+    }
+}
+
+fn own_thread() -> bool {
+    thread::current().name() == Some("engine")
+}
+
+/// Tokens that obey.
+fn check_few(story: &Story, count: usize) {
+    assert_eq!((story.end.as_ref(), story.tokens.len()), (Some(&FinishReason::Length), count));
+    for (at, token) in story.tokens.iter().enumerate() {
+        assert!(allowed(&story.tokens[..at]).is_none_or(|ids| ids.contains(token)));
+    }
+}
+
+impl Rig {
+    /// Lets time go on until all of these have ended.
+    fn until_ended(&self, stories: &mut HashMap<u64, Story>, ids: &[u64]) {
+        self.control.release();
+        let mut left: HashSet<u64> = ids.iter().copied().collect();
+        left.retain(|id| stories.get(id).is_none_or(|story| story.end.is_none()));
+        while !left.is_empty() {
+            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
+                let story = stories.entry(output.id.0).or_default();
+                story.tokens.extend(output.token.map(|token| token.id));
+                story.end = output.finish.or(story.end.take());
+                if story.end.is_some() {
+                    left.remove(&output.id.0);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn everybody_else_goes_on_while_a_mask_is_made() {
+    for (lookahead, at) in [(0, 0), (0, 2), (1, 0), (1, 2), (1, 5)] {
+        let rig = Rig::start(config(lookahead, 2), 2000, 1, quiet());
+        let gate = Arc::new(Gate::default());
+        rig.submit_of(1, 100, 30, gated(&rig, &gate, at));
+        let others: Vec<u64> = (0..15).step_by(3).collect();
+        others.iter().for_each(|&id| rig.submit(id, length(id), None));
+        let mut stories = HashMap::new();
+        rig.until_ended(&mut stories, &others);
+        gate.wait_for(1);
+        let late = stories.remove(&100).unwrap_or_default();
+        assert_eq!((late.tokens.len(), &late.end), (at, &None), "lookahead {lookahead}");
+        check(&stories);
+        // Whoever is late has no row before its mask is ready, so that none is computed for
+        // nothing. A mask before that may have been late too, where the machine is busy.
+        let stats = rig.handle.stats().hand;
+        assert!((1..=at as u64 + 1).contains(&stats.sat_out), "{stats:?}");
+        gate.open();
+        stories.insert(100, late);
+        rig.until_ended(&mut stories, &[100]);
+        check_few(&stories[&100], 30);
+    }
+}
+
+/// Time that stands still on mask threads, so that no mask is dear there.
+struct OwnTime(SimClock);
+
+impl Clock for OwnTime {
+    fn now_us(&self) -> u64 {
+        if thread::current().name() == Some("masks") { 0 } else { self.0.now_us() }
+    }
+}
+
+/// Masks that the engine's thread has made: in this step, and in the step with most of them.
+#[derive(Debug, Default)]
+struct Counts {
+    now: AtomicUsize,
+    most: AtomicUsize,
+}
+
+/// Counts the masks of each step.
+struct Counting(SimExecutor, Arc<Counts>);
+
+impl Executor for Counting {
+    fn start(&mut self) {
+        self.0.start();
+    }
+    fn submit(&mut self, plans: &[StepPlan]) {
+        self.0.submit(plans);
+    }
+    fn masks(&mut self, member: usize, masks: &StepMasks) {
+        let made = self.1.now.swap(0, Ordering::SeqCst);
+        self.1.most.fetch_max(made, Ordering::SeqCst);
+        self.0.masks(member, masks);
+    }
+    fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
+        self.0.wait(timeout_us)
+    }
+    fn stop(&mut self) {
+        self.0.stop();
+    }
+    fn waker(&self) -> Arc<dyn Wake> {
+        self.0.waker()
+    }
+}
+
+#[test]
+fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
+    const COST_US: u64 = 400;
+    let counts = Arc::new(Counts::default());
+    let counting = Arc::clone(&counts);
+    // Once everybody has said a little, time stands still until the test goes on.
+    let mut said: HashMap<u64, usize> = HashMap::new();
+    let (sender, held) = channel();
+    let hook: Hook = Box::new(move |control, outputs| {
+        outputs.iter().for_each(|output| *said.entry(output.id.0).or_default() += 1);
+        if said.len() == 21 && said.values().all(|&count| count >= 4) {
+            said.insert(0, 0);
+            control.hold();
+            sender.send(()).expect("the test listens");
+        }
+    });
+    let parts = Parts {
+        hook,
+        clock: |clock| Arc::new(OwnTime(clock)),
+        executor: Box::new(|executor| Box::new(Counting(executor, counting))),
+        ..Parts::default()
+    };
+    let rig = Rig::of(config(1, 1), parts);
+    let (cost, time) = (Arc::new(AtomicU64::new(0)), time_of(&rig));
+    for id in 1..22 {
+        let (cost, time, counts) = (Arc::clone(&cost), Arc::clone(&time), Arc::clone(&counts));
+        let before = move |_: &[i32]| {
+            let us = cost.load(Ordering::SeqCst);
+            if own_thread() && us > 0 {
+                counts.now.fetch_add(1, Ordering::SeqCst);
+                time.fetch_add(us, Ordering::SeqCst);
+            }
+        };
+        rig.submit_of(id, id, 150, slow(rig.few(), before));
+    }
+    rig.control.release();
+    held.recv_timeout(PATIENCE).expect("everybody says something");
+    // The only mask thread is kept busy.
+    let gate = Arc::new(Gate::default());
+    rig.submit_of(30, 100, 5, gated(&rig, &gate, 0));
+    cost.store(COST_US, Ordering::SeqCst);
+    rig.control.release();
+    gate.wait_for(1);
+    let sat_out = rig.handle.stats().hand.sat_out;
+    let mut told = rig.outputs.try_iter().flatten().count();
+    let goal = told + 400;
+    while told < goal {
+        told += rig.outputs.recv_timeout(PATIENCE).expect("outputs").len();
+    }
+    let stats = rig.handle.stats().hand;
+    let (most, fits) = (counts.most.load(Ordering::SeqCst), stats.mask_budget_us / COST_US);
+    assert!((1..=fits as usize + 1).contains(&most), "{most} in a step, and {fits} fit");
+    assert!(stats.sat_out > sat_out, "{stats:?}");
+    gate.open();
+}
+
+#[test]
+fn clients_take_turns_at_the_mask_threads() {
+    // Admission in the order of arrival.
+    let config = EngineConfig { fair: false, ..config(1, 1) };
+    let rig = Rig::start(config, 2000, 1, quiet());
+    let (gate, order) = (Arc::new(Gate::default()), Arc::new(Mutex::new(Vec::new())));
+    rig.submit_of(3, 100, 3, gated(&rig, &gate, 0));
+    let noted = |id: u64| {
+        let order = Arc::clone(&order);
+        slow(rig.few(), move |said| {
+            if said.is_empty() {
+                order.lock().push(id);
+            }
+        })
+    };
+    for id in 0..20 {
+        rig.submit_of(1, id, 3, noted(id));
+    }
+    rig.submit_of(2, 50, 3, noted(50));
+    // Whoever comes last has said something when all others have their first mask in the queue.
+    rig.submit_of(4, 60, 2, None);
+    let mut stories = HashMap::new();
+    rig.until_ended(&mut stories, &[60]);
+    gate.wait_for(1);
+    gate.open();
+    let all: Vec<u64> = (0..20).chain([50, 100]).collect();
+    rig.until_ended(&mut stories, &all);
+    let place = order.lock().iter().position(|&id| id == 50);
+    assert!(place.is_some_and(|place| place <= 1), "{:?}", order.lock());
+    all.iter().for_each(|id| check_few(&stories[id], 3));
+}
+
+/// Another engine, which takes what this one loses.
+struct Other(EngineHandle);
+
+impl Peers for Other {
+    fn up(&self, _: bool) {}
+    fn others_up(&self) -> bool {
+        true
+    }
+    fn others_live(&self) -> bool {
+        true
+    }
+    fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan> {
+        orphans.into_iter().for_each(|orphan| self.0.adopt(orphan));
+        Vec::new()
+    }
+    fn abort(&self, id: RequestId) {
+        self.0.abort(id);
+    }
+}
+
+#[test]
+fn a_request_goes_to_another_engine_while_its_mask_is_made() {
+    let taker = Rig::start(config(1, 1), 2000, 1, quiet());
+    let peers = Some(Box::new(Other(taker.handle.clone())) as Box<dyn Peers>);
+    let giver = Rig::of(config(1, 1), Parts { peers, ..Parts::default() });
+    let gate = Arc::new(Gate::default());
+    giver.submit_of(1, 100, 30, gated(&giver, &gate, 4));
+    // This one's next mask waits in the queue behind it.
+    giver.submit_of(2, 101, 30, gated(&giver, &gate, 1000));
+    giver.submit_of(3, 0, 40, None);
+    let mut stories = HashMap::new();
+    giver.until_ended(&mut stories, &[0]);
+    gate.wait_for(1);
+    giver.control.kill();
+    taker.control.release();
+    while taker.handle.stats().scheduler.waiting + taker.handle.stats().scheduler.running == 0 {
+        thread::yield_now();
+    }
+    // What they have said before its death comes from the giver.
+    for output in giver.outputs.try_iter().flatten() {
+        let story = stories.entry(output.id.0).or_default();
+        story.tokens.extend(output.token.map(|token| token.id));
+        story.end = output.finish.or(story.end.take());
+    }
+    let told = |id: &u64| stories.get(id).is_none_or(|story| story.end.is_none());
+    let live: Vec<u64> = [100, 101].into_iter().filter(told).collect();
+    assert!(live.contains(&100));
+    let mut others = HashMap::new();
+    gate.open();
+    taker.until_ended(&mut others, &live);
+    for id in [100, 101] {
+        let mut story = stories.remove(&id).unwrap_or_default();
+        let rest = others.remove(&id).unwrap_or_default();
+        story.tokens.extend(rest.tokens);
+        story.end = story.end.or(rest.end);
+        check_few(&story, 30);
+    }
+}
+
+#[test]
+fn an_aborted_request_leaves_its_place_while_its_mask_is_made() {
+    let rig = Rig::start(config(1, 1), 2000, 1, quiet());
+    let gate = Arc::new(Gate::default());
+    rig.submit_of(1, 100, 30, gated(&rig, &gate, 1));
+    rig.submit_of(1, 101, 30, gated(&rig, &gate, 1));
+    rig.submit(0, length(0) + 20, None);
+    let mut stories = HashMap::new();
+    rig.until_ended(&mut stories, &[0]);
+    gate.wait_for(1);
+    rig.handle.abort(RequestId(100));
+    rig.handle.abort(RequestId(101));
+    rig.until_ended(&mut stories, &[100, 101]);
+    for id in [100, 101] {
+        assert_eq!(stories[&id].end, Some(FinishReason::Abort));
+    }
+    assert_eq!(rig.handle.stats().scheduler.running, 0);
+    gate.open();
+    rig.submit_of(1, 7, 9, gated(&rig, &gate, 1000));
+    rig.until_ended(&mut stories, &[7]);
+    check_few(&stories[&7], 9);
+}
+
+/// Follows requests whose masks are late now and then. Opens the gate at each delivery, and where
+/// nothing else happens.
+fn follow_late(rig: &Rig, gate: &Gate, count: usize) -> HashMap<u64, Story> {
+    rig.control.release();
+    let mut stories: HashMap<u64, Story> = HashMap::new();
+    let (mut ended, mut quiet) = (0, 0);
+    while ended < count {
+        let outputs = match rig.outputs.recv_timeout(Duration::from_millis(5)) {
+            Ok(outputs) => outputs,
+            Err(RecvTimeoutError::Disconnected) => panic!("the engine is gone"),
+            Err(RecvTimeoutError::Timeout) => {
+                quiet += 1;
+                assert!(quiet < 10_000, "nothing happens any more");
+                gate.open();
+                continue;
+            }
+        };
+        quiet = 0;
+        for output in outputs {
+            let story = stories.entry(output.id.0).or_default();
+            assert!(story.end.is_none(), "something after the end: {output:?}");
+            story.tokens.extend(output.token.map(|token| token.id));
+            ended += usize::from(output.finish.is_some());
+            story.end = output.finish;
+        }
+    }
+    stories
+}
+
+#[test]
+fn the_tokens_are_the_same_whichever_rows_sit_out() {
+    let reference = Rig::start(config(0, 0), 2000, 1, quiet());
+    reference.submit_all(40);
+    let expected = reference.follow(40);
+    for (lookahead, threads, pages, tokens_a_row, dies) in [
+        (0, 1, 2000, 1, false),
+        (1, 1, 2000, 1, false),
+        (1, 3, 70, 1, false),
+        (1, 2, 2000, 1, true),
+        (0, 2, 70, 1, true),
+        (1, 2, 2000, 3, true),
+    ] {
+        let gate = Arc::new(Gate::default());
+        let opened = Arc::clone(&gate);
+        let (mut kills, mut seen) = (0, 0);
+        let hook: Hook = Box::new(move |control, outputs| {
+            opened.open();
+            seen += outputs.len();
+            if dies && kills < 6 && seen > 150 {
+                (kills, seen) = (kills + 1, 0);
+                control.kill();
+            }
+        });
+        let rig = Rig::start(config(lookahead, threads), pages, tokens_a_row, hook);
+        for id in 0..40_u64 {
+            let gate = Arc::clone(&gate);
+            let constraint = slow(rig.few(), move |said| {
+                let mix = said
+                    .iter()
+                    .fold(id, |mix, &token| mix.wrapping_mul(31).wrapping_add(token as u64));
+                // The engine's thread would wait for itself.
+                if mix % 13 == 0 && !own_thread() {
+                    gate.pass();
+                }
+            });
+            rig.submit_of(0, id, length(id), constraint.filter(|_| id % 3 != 0));
+        }
+        let stories = follow_late(&rig, &gate, 40);
+        let what = format!("lookahead {lookahead}, {threads} threads, {pages} pages, {dies}");
+        assert!(stories == expected, "{what}");
+        let stats = rig.handle.stats();
+        assert!(stats.hand.sat_out > 0, "{what}: {stats:?}");
+        assert_eq!(stats.scheduler.preemptions > 0, pages == 70, "{what}: {stats:?}");
+        assert_eq!(stats.hand.deaths >= 6, dies, "{what}: {stats:?}");
+    }
+}
+
+#[test]
+fn a_constraint_that_panics_ends_its_request_alone() {
+    for threads in [0, 1] {
+        let rig = Rig::start(config(1, threads), 2000, 1, quiet());
+        rig.submit_all(9);
+        let before = |said: &[i32]| assert!(said.len() < 3, "this is a part of the test");
+        rig.submit_of(1, 100, 30, slow(rig.few(), before));
+        let mut stories = HashMap::new();
+        rig.until_ended(&mut stories, &(0..9).chain([100]).collect::<Vec<u64>>());
+        let story = stories.remove(&100).unwrap_or_default();
+        assert_eq!(story.tokens.len(), 3);
+        assert!(matches!(story.end, Some(FinishReason::Error(_))), "{:?}", story.end);
+        check(&stories);
+    }
+}

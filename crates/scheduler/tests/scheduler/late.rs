@@ -1,0 +1,62 @@
+//! Masks that are not ready, step by step.
+
+use forebay_protocol::{Row, Want};
+use forebay_scheduler::Request;
+
+use crate::harness::{Harness, config, request};
+
+fn masked(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
+    Request { masked: true, ..request(id, prompt, max_tokens) }
+}
+
+fn rows(harness: &Harness) -> Vec<(u32, u32, Want)> {
+    harness.plan.rows().map(|Row { start, length, want, .. }| (start, length, want)).collect()
+}
+
+#[test]
+fn a_row_that_sits_out_gives_no_token_and_its_last_position_comes_again() {
+    for depth in [1, 2] {
+        let mut harness = Harness::new(config(), depth);
+        harness.submit(masked(0, vec![1; 8], 3));
+        harness.submit(request(1, vec![2; 3], 9));
+        assert!(harness.plan());
+        assert_eq!(harness.sit_out(1), 1);
+        assert_eq!(harness.plan(), depth == 2, "the other one goes on");
+        assert!(harness.apply());
+        assert!(harness.clients[&0].tokens.is_empty());
+        let stats = harness.scheduler.stats();
+        assert_eq!(stats.prompt_tokens, 7 + 3, "the last position counts when it comes again");
+        harness.plan();
+        assert_eq!(rows(&harness).len(), 1, "it waits");
+        harness.mask_ready(None);
+        let mut again = Vec::new();
+        while harness.clients[&0].tokens.is_empty() {
+            harness.plan();
+            again.extend(rows(&harness).into_iter().filter(|row| row.2 == Want::Masked));
+            harness.apply();
+        }
+        assert_eq!(again[0], (7, 1, Want::Masked));
+        assert_eq!(harness.scheduler.stats().prompt_tokens, 8 + 3);
+        harness.drain();
+    }
+}
+
+#[test]
+fn whoever_waits_computes_what_it_knows_and_nobody_waits_for_it() {
+    let mut harness = Harness::new(config(), 1);
+    harness.was_reset = true;
+    harness.submit(masked(0, vec![1; 12], 3));
+    harness.wait_for_mask(0);
+    harness.submit(request(1, vec![2; 3], 2));
+    while harness.clients[&1].end.is_none() {
+        assert!(harness.plan());
+        harness.apply();
+    }
+    assert!(!harness.plan(), "but the last position");
+    let view = harness.scheduler.views().next().expect("it lives");
+    assert_eq!((view.computed, view.generated), (11, 0));
+    harness.mask_ready(None);
+    assert!(harness.plan());
+    assert_eq!(rows(&harness), [(11, 1, Want::Masked)]);
+    harness.drain();
+}
