@@ -26,13 +26,13 @@ impl Growth {
     /// # Errors
     /// [`TextError::Load`] if the file's own tokens, or the texts of single tokens, become too
     /// long.
-    pub(crate) fn of(file: &Value) -> Result<Self, TextError> {
-        let growth = Self::of_steps(&file["normalizer"], "normalizers");
+    pub(crate) fn new(file: &Value) -> Result<Self, TextError> {
+        let growth = Self::from_steps(&file["normalizer"], "normalizers");
         let added = file["added_tokens"].as_array().into_iter().flatten();
         let lengths = added.filter_map(|token| Some(token["content"].as_str()?.len()));
         let (count, bytes) = lengths.fold((0, 0), |(count, all), length| (count + 1, all + length));
         growth.check(bytes + count).map_err(|_| too_large("normalizer"))?;
-        let decoded = Self::of_steps(&file["decoder"], "decoders");
+        let decoded = Self::from_steps(&file["decoder"], "decoders");
         decoded.check(longest_token(file)).map_err(|_| too_large("decoder"))?;
         Ok(growth)
     }
@@ -51,11 +51,11 @@ impl Growth {
         )))
     }
 
-    fn of_steps(step: &Value, inner: &str) -> Self {
+    fn from_steps(step: &Value, inner: &str) -> Self {
         if let Some(steps) = step[inner].as_array() {
             return steps
                 .iter()
-                .map(|step| Self::of_steps(step, inner))
+                .map(|step| Self::from_steps(step, inner))
                 .fold(Self::NONE, Self::then);
         }
         let content = step["content"].as_str().map_or(0, str::len) as f64;
@@ -109,7 +109,7 @@ mod tests {
     use crate::Tokenizer;
 
     fn of(normalizer: &Value) -> Growth {
-        Growth::of(&json!({"normalizer": normalizer})).expect("a growth")
+        Growth::new(&json!({"normalizer": normalizer})).expect("a growth")
     }
 
     fn replace(pattern: &Value, content: &str) -> Value {

@@ -121,7 +121,7 @@ impl Tokenizer {
     pub fn from_bytes_for(json: &[u8], backend: Backend) -> Result<Self, TextError> {
         let load = |error: &dyn std::fmt::Display| TextError::Load(error.to_string());
         let file: Value = serde_json::from_slice(json).map_err(|error| load(&error))?;
-        let growth = Growth::of(&file)?;
+        let growth = Growth::new(&file)?;
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| load(&error))?;
         inner.with_truncation(None).map_err(|error| load(&error))?;
         inner.with_padding(None);

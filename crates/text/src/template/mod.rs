@@ -50,7 +50,7 @@ pub struct ChatTemplate {
 /// The place at which a template runs.
 enum Renderer {
     /// The caller's thread. The sizes of variables have no bound there.
-    Caller(Program),
+    Caller(Box<Program>),
     /// Processes with a limit of memory and time.
     Processes(RenderPool),
 }
@@ -123,7 +123,7 @@ impl ChatTemplate {
     ) -> Result<Self, TextError> {
         let tokens = all_tokens(bos_token, eos_token, special_tokens);
         let program = Program::compile(source, tokens, Arc::new(clock))?;
-        Self::probed(Renderer::Caller(program), source)
+        Self::probed(Renderer::Caller(Box::new(program)), source)
     }
 
     /// Compiles a template like [`ChatTemplate::new`], to run in other processes. `start` gives the

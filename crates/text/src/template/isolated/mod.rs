@@ -11,7 +11,7 @@ mod wire;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io;
+use std::io::{self, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -72,31 +72,35 @@ impl RenderPool {
 
     /// The text of a chat.
     pub(super) fn render(&self, chat: &Variables<'_>) -> Result<String, TextError> {
-        let mut process = match self.living() {
+        let message = variables_to_bytes(chat);
+        let mut process = match self.asked(&message) {
             Some(process) => process,
-            None => self.started()?,
+            None => {
+                let mut process = self.started()?;
+                process.ask(&message)?;
+                process
+            }
         };
-        let most = chat.most_output().max(ERROR_BYTES);
-        let rendered = process.answer(&variables_to_bytes(chat), most)?;
+        let rendered = process.answer(chat.most_output().max(ERROR_BYTES))?;
         self.idle.lock().push(process);
         rendered
     }
 
-    /// An idle process that has not been ended by others.
-    fn living(&self) -> Option<RenderProcess> {
-        let mut idle = self.idle.lock();
-        while let Some(mut process) = idle.pop() {
-            if matches!(process.child.try_wait(), Ok(None)) {
+    /// An idle process that has taken a message. One that others have ended takes none.
+    fn asked(&self, message: &[u8]) -> Option<RenderProcess> {
+        loop {
+            let mut process = self.idle.lock().pop()?;
+            if process.ask(message).is_ok() {
                 return Some(process);
             }
         }
-        None
     }
 
     fn started(&self) -> Result<RenderProcess, TextError> {
         let mut process = RenderProcess::spawn((self.start)())
             .map_err(|error| TextError::Renderer(error.to_string()))?;
-        process.answer(&self.setup, ERROR_BYTES)??;
+        process.ask(&self.setup)?;
+        process.answer(ERROR_BYTES)??;
         Ok(process)
     }
 }
@@ -105,7 +109,7 @@ impl RenderPool {
 #[derive(Debug)]
 struct RenderProcess {
     child: Child,
-    socket: UnixStream,
+    socket: BufReader<UnixStream>,
 }
 
 impl RenderProcess {
@@ -122,24 +126,31 @@ impl RenderProcess {
         // A signal of the terminal is for the server, which may finish chats first.
         command.process_group(0).stdin(OwnedFd::from(far));
         command.stdout(Stdio::null()).stderr(Stdio::null());
-        Ok(Self { child: command.spawn()?, socket: near })
+        Ok(Self { child: command.spawn()?, socket: BufReader::new(near) })
     }
 
-    /// Sends a message and gives the answer to it, of at most `most` bytes. After an outer error
-    /// the process is of no further use.
-    fn answer(
-        &mut self,
-        message: &[u8],
-        most: usize,
-    ) -> Result<Result<String, TextError>, TextError> {
-        let answer = write_frame(&mut self.socket, message)
-            .and_then(|()| read_frame(&mut self.socket, ANSWER_HEAD + most));
-        match answer {
+    /// Sends a message. After an error the process is of no further use.
+    fn ask(&mut self, message: &[u8]) -> Result<(), TextError> {
+        write_frame(self.socket.get_mut(), message).map_err(|error| self.fault(&error))
+    }
+
+    /// Waits for the answer to a message, of at most `most` bytes. After an outer error the process
+    /// is of no further use.
+    fn answer(&mut self, most: usize) -> Result<Result<String, TextError>, TextError> {
+        match read_frame(&mut self.socket, ANSWER_HEAD + most) {
             Ok(Some(answer)) => answer_from_bytes(answer)
                 .ok_or_else(|| TextError::Renderer("it gave no answer".to_owned())),
             Ok(None) => Err(self.end()),
-            Err(error) if ended(&error) => Err(self.end()),
-            Err(error) => Err(TextError::Renderer(error.to_string())),
+            Err(error) => Err(self.fault(&error)),
+        }
+    }
+
+    /// The error of a chat for which the socket failed.
+    fn fault(&mut self, error: &io::Error) -> TextError {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        match error.kind() {
+            BrokenPipe | ConnectionReset | UnexpectedEof => self.end(),
+            _ => TextError::Renderer(error.to_string()),
         }
     }
 
@@ -159,11 +170,6 @@ impl Drop for RenderProcess {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-fn ended(error: &io::Error) -> bool {
-    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
 /// The meaning of a process's end during a rendering.

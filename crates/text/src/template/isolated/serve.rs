@@ -1,10 +1,11 @@
 //! The process that renders: it limits itself, compiles its template, and answers until the stream
 //! ends.
 
-use std::io;
+use std::io::{self, BufReader};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use jiff::Zoned;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -17,6 +18,8 @@ use crate::error::TextError;
 
 /// The stack of the thread that renders. Only used pages are real memory.
 const STACK_BYTES: usize = 8 << 20;
+/// The time after which a chat gets a limit of its own. To set one for each takes system calls.
+const SLACK: Duration = Duration::from_secs(1);
 
 /// Renders chats for the server at the other end of standard input, a socket. Ends with the socket.
 ///
@@ -33,8 +36,9 @@ pub fn render_templates() -> io::Result<()> {
 }
 
 fn answer_all(mut socket: UnixStream) -> io::Result<()> {
-    limit_time()?;
-    let Some(setup) = read_frame(&mut socket, usize::MAX)? else { return Ok(()) };
+    let mut limited = limit_time()?;
+    let mut requests = BufReader::new(socket.try_clone()?);
+    let Some(setup) = read_frame(&mut requests, usize::MAX)? else { return Ok(()) };
     let setup = Setup::from_bytes(&setup).ok_or_else(malformed)?;
     let compiled = Program::compile(&setup.source, setup.special_tokens, Arc::new(Zoned::now));
     let program = match compiled {
@@ -44,8 +48,11 @@ fn answer_all(mut socket: UnixStream) -> io::Result<()> {
         }
         Err(error) => return write_frame(&mut socket, &answer_to_bytes(&Err(error))),
     };
-    while let Some(chat) = read_frame(&mut socket, usize::MAX)? {
-        limit_time()?;
+    while let Some(chat) = read_frame(&mut requests, usize::MAX)? {
+        // The thread that renders has used no more time than has passed.
+        if limited.elapsed() >= SLACK {
+            limited = limit_time()?;
+        }
         let chat = Received::from_bytes(&chat).ok_or_else(malformed)?;
         let rendered: Result<String, TextError> = program.render(&chat.variables());
         write_frame(&mut socket, &answer_to_bytes(&rendered))?;
@@ -67,10 +74,13 @@ fn limit_memory() -> io::Result<()> {
     limit(Resource::Core, 0)
 }
 
-/// Lets the process compute for [`SECONDS`] from now on.
-fn limit_time() -> io::Result<()> {
-    let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs();
-    limit(Resource::Cpu, used + 1 + SECONDS)
+/// Lets the process compute for [`SECONDS`] from now on, and for [`SLACK`] more. Gives the present
+/// time.
+fn limit_time() -> io::Result<Instant> {
+    let now = Instant::now();
+    let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + 1;
+    limit(Resource::Cpu, used + SECONDS + SLACK.as_secs())?;
+    Ok(now)
 }
 
 /// Sets a soft limit, within the hard one.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
 
-use super::super::{ChatRender, ChatTemplate, Guard};
+use super::super::{ChatRender, ChatTemplate, Guard, Renderer};
 use super::{RenderProcess, render_templates};
 use crate::error::TextError;
 
@@ -141,6 +141,20 @@ fn it_renders_as_the_same_process_would() {
 }
 
 #[test]
+fn a_process_that_others_ended_is_replaced() {
+    let template = isolated("{{ messages[0].content }}").expect("a template");
+    let chat = user("text");
+    for _ in 0..2 {
+        assert_eq!(template.render(&ChatRender::new(&chat)).as_deref(), Ok("text"));
+        let Renderer::Processes(pool) = &template.renderer else { panic!("no processes") };
+        let mut idle = pool.idle.lock();
+        assert_eq!(idle.len(), 1);
+        idle[0].child.kill().expect("a process");
+        idle[0].child.wait().expect("an end");
+    }
+}
+
+#[test]
 fn what_is_no_template_is_said_so() {
     let refused = isolated("{% if %}");
     assert!(matches!(refused, Err(TextError::Template(_))), "{refused:?}");
@@ -158,7 +172,8 @@ fn a_process_has_no_variables_but_a_few() {
     let mut process = RenderProcess::spawn(start()).expect("a process");
     // It answers to its first message once it has begun to run.
     let setup = super::Setup { source: String::new(), special_tokens: BTreeMap::new() };
-    process.answer(&setup.to_bytes(), 100).expect("an answer").expect("a template");
+    process.ask(&setup.to_bytes()).expect("a process");
+    process.answer(100).expect("an answer").expect("a template");
     let environ = std::fs::read(format!("/proc/{}/environ", process.child.id())).expect("a file");
     let names: Vec<&[u8]> = environ
         .split(|&byte| byte == 0)

@@ -31,15 +31,22 @@ pub(super) const ERROR_BYTES: usize = 64 << 10;
 /// Bytes of an answer besides its text.
 pub(super) const ANSWER_HEAD: usize = 1;
 
+/// A message of up to so many bytes is written together with its length: a system call takes
+/// longer than its copy.
+const COPIED_BYTES: usize = 64 << 10;
+
 /// Writes a message with its length.
 pub(super) fn write_frame(stream: &mut UnixStream, frame: &[u8]) -> io::Result<()> {
-    let length = u32::try_from(frame.len()).map_err(io::Error::other)?;
-    stream.write_all(&length.to_le_bytes())?;
+    let length = u32::try_from(frame.len()).map_err(io::Error::other)?.to_le_bytes();
+    if frame.len() <= COPIED_BYTES {
+        return stream.write_all(&[&length, frame].concat());
+    }
+    stream.write_all(&length)?;
     stream.write_all(frame)
 }
 
 /// Reads a message of at most `most` bytes; `None` at the end of the stream.
-pub(super) fn read_frame(stream: &mut UnixStream, most: usize) -> io::Result<Option<Vec<u8>>> {
+pub(super) fn read_frame(stream: &mut impl Read, most: usize) -> io::Result<Option<Vec<u8>>> {
     let mut length = [0; 4];
     if let Err(error) = stream.read_exact(&mut length) {
         let ended = error.kind() == io::ErrorKind::UnexpectedEof;
