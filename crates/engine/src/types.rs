@@ -283,6 +283,7 @@ pub struct HandStats {
     #[serde(rename = "hand_deaths")]
     pub deaths: u64,
     /// The number of these deaths that were kills by the kernel, because memory had run out.
+    #[serde(rename = "hand_memory_kills")]
     pub memory_kills: u64,
     /// The number of requests that were replayed after a death.
     pub replayed: u64,

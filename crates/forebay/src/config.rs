@@ -29,6 +29,9 @@ use crate::tiers::{HostSize, HostTier};
 
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
+/// The same where a control group has a limit, because such memory is there for this server. With
+/// the quarter for requests it leaves enough to the brain.
+const LIMITED_MEM_FRACTION: f64 = 0.6;
 /// The default of `--mem-fraction-static` on CUDA. Other programs take little, and the memory of a
 /// step was measured.
 const CUDA_MEM_FRACTION: f64 = 0.9;
@@ -292,6 +295,8 @@ impl Config {
             mem_fraction_static: mem_fraction(
                 schedule.mem_fraction_static,
                 cuda,
+                // Other machines have limits of their own.
+                memory.limit.is_some() && !apart,
                 if apart { ranks } else { hands },
             ),
             max_total_tokens: schedule.max_total_tokens,
@@ -525,12 +530,13 @@ pub(crate) fn slots(running: u32) -> u32 {
 }
 
 /// The share of free memory for a hand. The hands of a CPU look at the same free memory at about
-/// the same time: `together` of them divide it.
-pub(crate) fn mem_fraction(given: Option<f64>, cuda: bool, together: u32) -> f64 {
+/// the same time: `together` of them divide it. `limited`: a control group limits the memory.
+pub(crate) fn mem_fraction(given: Option<f64>, cuda: bool, limited: bool, together: u32) -> f64 {
     if cuda {
         return given.unwrap_or(CUDA_MEM_FRACTION);
     }
-    given.unwrap_or(CPU_MEM_FRACTION) / f64::from(together)
+    let usual = if limited { LIMITED_MEM_FRACTION } else { CPU_MEM_FRACTION };
+    given.unwrap_or(usual) / f64::from(together)
 }
 
 pub(crate) fn dtype(flag: Dtype, cuda: bool) -> &'static str {

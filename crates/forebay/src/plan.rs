@@ -42,7 +42,7 @@ struct MemoryFlags {
     #[arg(long, value_name = "GB", value_parser = gigabytes, conflicts_with = "trace")]
     device_memory: Option<u64>,
     /// The share of the device's free memory for weights and KV pages [default: 0.9 on CUDA, else
-    /// 0.3, divided among the ranks].
+    /// 0.3, or 0.6 where a control group limits the memory here; divided among the ranks].
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction, conflicts_with = "trace")]
     mem_fraction_static: Option<f64>,
     /// Arithmetic; `auto` is bfloat16 on CUDA and if the processor computes it natively.
@@ -65,6 +65,11 @@ struct MemoryFlags {
 }
 
 impl MemoryFlags {
+    /// True if the memory is that of this process, and a control group limits it.
+    fn limited(&self) -> bool {
+        self.device_memory.is_none() && Machine::here().memory().limit.is_some()
+    }
+
     /// Bytes that are free on a rank's device; `None`: nobody knows.
     fn free(&self) -> Option<u64> {
         let here = || Machine::here().memory().available;
@@ -140,7 +145,12 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
         context_length,
         chunked_prefill_size: plan.chunked_prefill_size,
         max_running_requests: plan.max_running_requests,
-        mem_fraction_static: mem_fraction(memory.mem_fraction_static, cuda, arrangement.hands()),
+        mem_fraction_static: mem_fraction(
+            memory.mem_fraction_static,
+            cuda,
+            memory.limited(),
+            arrangement.hands(),
+        ),
         max_total_tokens: plan.max_total_tokens,
         world_size: arrangement.ranks,
         expert_parallel: arrangement.expert_parallel,
