@@ -108,6 +108,7 @@ mod owner;
 mod payload;
 mod picture;
 mod recovery;
+mod shares;
 mod thread;
 mod types;
 mod waiting;
@@ -118,7 +119,7 @@ pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Phase, Place,
+    BlockEvent, BlockHash, FairQueue, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Phase, Place,
     Planned, Policy, PromptImage, PromptTail, Request, RequestView, SavePolicy,
     Stats as SchedulerStats,
 };
@@ -127,6 +128,7 @@ pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepN
 pub use member::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
+pub use shares::{Holdings, Shares};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,
