@@ -119,8 +119,8 @@ pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, FairQueue, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Phase, Place,
-    Planned, Policy, PromptImage, PromptTail, Request, RequestView, SavePolicy,
+    BlockEvent, BlockHash, FairQueue, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Phase,
+    Place, Planned, Policy, PromptImage, PromptTail, Request, RequestView, SavePolicy,
     Stats as SchedulerStats,
 };
 pub use handle::{EngineHandle, Size};

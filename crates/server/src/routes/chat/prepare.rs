@@ -35,7 +35,7 @@ pub(crate) async fn render(
     param: &'static str,
 ) -> Result<Rendered, ApiError> {
     let parts = std::mem::take(&mut prompt.images);
-    let files = images::read(state, parts, state.limits()?).await?;
+    let files = images::read(state, parts, state.limits()?, charge).await?;
     let prompt = encode_chat(&state.text, prompt, most, charge, param).await?;
     for name in prompt.ignored {
         ignore(state, name)?;
