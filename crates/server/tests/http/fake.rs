@@ -36,12 +36,10 @@ pub(crate) const EOS: i32 = 2;
 pub(crate) const HIDDEN: u32 = 4;
 /// Bytes that payloads may take.
 pub(crate) const MEMORY: usize = 1024;
-/// The same where patches of images come as well.
-pub(crate) const IMAGE_MEMORY: usize = 8 << 20;
-/// Bytes of requests, of which a part is set aside for pixels.
-pub(crate) const PIXEL_BYTES: usize = 160 << 20;
-/// The largest number of pixels of an image.
-pub(crate) const MOST_PIXELS: u64 = 8 << 20;
+const IMAGE_MEMORY: usize = 8 << 20;
+/// Bytes of requests, of which half is set aside for pixels: less than the largest image takes.
+const PIXEL_BYTES: usize = 160 << 20;
+const MOST_PIXELS: u64 = 8 << 20;
 /// The token that stands for an image.
 pub(crate) const IMAGE: i32 = 7;
 /// Large requests that may wait.
@@ -50,7 +48,6 @@ const TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t.function.name }}\
     {% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}\
     {% if add_generation_prompt %}assistant:{% endif %}";
 
-/// What the server did to the engine.
 /// A request that the engine got.
 #[derive(Debug)]
 pub(crate) struct Submitted {
@@ -460,10 +457,7 @@ impl TestServer {
         let egress_config = EgressConfig { threads: 2, capacity: 256, window };
         let (sink, egress) = forebay_server::egress(&metrics, egress_config, &guard).unwrap();
         let mut sink: Box<dyn OutputSink> = Box::new(sink);
-        let task = match kind {
-            ModelKind::Pools(task) => Some(task),
-            ModelKind::Text | ModelKind::Sees => None,
-        };
+        let task = if let ModelKind::Pools(task) = kind { Some(task) } else { None };
         let images = (kind == ModelKind::Sees).then(|| ImageModel {
             processing: Processing::new(16, 2, 1024, 1 << 20).unwrap(),
             token: IMAGE,
