@@ -459,7 +459,7 @@ impl TestServer {
         let mut sink: Box<dyn OutputSink> = Box::new(sink);
         let task = if let ModelKind::Pools(task) = kind { Some(task) } else { None };
         let images = (kind == ModelKind::Sees).then(|| ImageModel {
-            processing: Processing::new(16, 2, 1024, 1 << 20).unwrap(),
+            processing: Processing::new(16, 2, 1024, 1 << 14).unwrap(),
             token: IMAGE,
             most: 16,
             limits: forebay_vision::Limits { max_pixels: MOST_PIXELS, ..Default::default() },
