@@ -149,6 +149,12 @@ def test_a_key_on_the_command_line_is_warned_of(serve: Serve, tiny: Model) -> No
         assert server.http.get("/v1/models", headers={"X-Api-Key": key}).status_code == 200
 
 
+def test_several_keys_without_one_of_administrators_are_warned_of(serve: Serve, tiny: Model) -> None:
+    keys = ("--api-key", "a", "--api-key", "b")
+    assert "without --admin-api-key" in serve(tiny, *SIM, *keys).log()
+    assert "without --admin-api-key" not in serve(tiny, *SIM, *keys, "--admin-api-key", "c").log()
+
+
 def test_a_root_path(serve: Serve, tiny: Model) -> None:
     server = serve(tiny, *SIM, "--root-path", "/llm")
     for path in ("/llm/v1/models", "/v1/models"):

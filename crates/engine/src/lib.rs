@@ -110,6 +110,7 @@ mod owner;
 mod payload;
 mod picture;
 mod recovery;
+mod shares;
 mod thread;
 mod types;
 mod waiting;
@@ -120,8 +121,8 @@ pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Phase, Place,
-    Planned, Policy, PromptImage, PromptTail, Request, RequestView, SavePolicy,
+    BlockEvent, BlockHash, FairQueue, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Phase,
+    Place, Planned, Policy, PromptImage, PromptTail, Request, RequestView, SavePolicy,
     Stats as SchedulerStats,
 };
 pub use handle::{EngineHandle, Size};
@@ -129,6 +130,7 @@ pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepN
 pub use member::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
+pub use shares::{Holdings, Shares};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,

@@ -1,8 +1,8 @@
 //! The waiting line: its requests, each client's share of it, and the expected wait.
 
-use std::collections::HashMap;
-
 use parking_lot::Mutex;
+
+use crate::shares::{Holdings, Shares};
 
 /// The largest number of waiting probes, whatever else waits.
 const PROBES: usize = 16;
@@ -13,17 +13,15 @@ const LONGEST_S: u64 = 60;
 
 /// Requests that were submitted and not admitted yet, of all engines that share it.
 ///
-/// A client that is alone may fill the queue. As soon as others wait, it gets no more than half of
-/// it. A further quarter is for clients with only a few waiting requests. So a full queue is full
-/// for the clients that filled it.
+/// Each client has its share of the places ([`Shares`]). A quarter more is for clients with only a
+/// few waiting requests.
 #[derive(Debug, Default)]
 pub struct Waiting(Mutex<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    requests: usize,
+    requests: Holdings,
     tokens: u64,
-    clients: HashMap<u64, usize>,
     probes: usize,
     rate: Rate,
 }
@@ -83,20 +81,14 @@ impl Waiting {
             inner.probes += 1;
             return Ok(());
         }
-        let own = inner.clients.get(&place.client).copied().unwrap_or(0);
-        let alone = own == inner.requests;
-        let share = if alone { limit } else { (limit / 2).max(1) };
-        let few = !alone && own < (limit / 16).max(1);
-        let room = if few { limit.saturating_add((limit / 4).max(1)) } else { limit };
-        if own >= share || inner.requests >= room {
+        let was_empty = inner.requests.all() == 0;
+        if !inner.requests.take(place.client, 1, Shares::of_places(limit)) {
             return Err(inner.retry_after(now_us));
         }
-        if inner.requests == 0 {
+        if was_empty {
             inner.rate.since_us = now_us;
         }
-        inner.requests += 1;
         inner.tokens = inner.tokens.saturating_add(place.tokens);
-        *inner.clients.entry(place.client).or_default() += 1;
         Ok(())
     }
 
@@ -126,15 +118,9 @@ impl Inner {
             self.probes = self.probes.saturating_sub(1);
             return;
         }
-        self.requests = self.requests.saturating_sub(1);
+        self.requests.give_back(place.client, 1);
         self.tokens = self.tokens.saturating_sub(place.tokens);
-        if let Some(own) = self.clients.get_mut(&place.client) {
-            *own -= 1;
-            if *own == 0 {
-                self.clients.remove(&place.client);
-            }
-        }
-        if self.requests == 0 {
+        if self.requests.all() == 0 {
             self.rate.roll(now_us);
         }
     }

@@ -26,6 +26,12 @@ use crate::place::Place;
 /// The time for one address before the next one is tried.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
+/// The least number of bytes that a file takes.
+const LEAST: usize = 64 << 10;
+
+/// Asked before a file takes so many bytes in all; false: there is no room.
+pub(crate) type Room<'a> = &'a mut (dyn FnMut(usize) -> bool + Send);
+
 /// An answer, and the task that reads it from the connection.
 #[derive(Debug)]
 pub(crate) struct Answer {
@@ -53,8 +59,9 @@ impl Answer {
         self.response.headers().get(name)?.to_str().ok()
     }
 
-    /// The body, if it has at most `limit` bytes.
-    pub(crate) async fn body(mut self, limit: usize) -> Result<Bytes, FetchError> {
+    /// The body, if it has at most `limit` bytes and there is `room` for it. It takes no more than
+    /// twice of what has come, whatever length it declares.
+    pub(crate) async fn body(mut self, limit: usize, room: Room<'_>) -> Result<Bytes, FetchError> {
         let encoding = self.response.headers().get(CONTENT_ENCODING);
         if encoding.is_some_and(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {
             return Err(FetchError::Encoded(self.host.clone()));
@@ -63,12 +70,21 @@ impl Answer {
         if length.is_some_and(|length| length > limit as u64) {
             return Err(FetchError::TooLarge(limit));
         }
-        let mut file = BytesMut::with_capacity(length.unwrap_or_default() as usize);
+        let most = length.map_or(limit, |length| length as usize);
+        let mut file = BytesMut::new();
         while let Some(frame) = self.response.frame().await {
             let frame = frame.map_err(|_| FetchError::Broken(self.host.clone()))?;
             if let Some(data) = frame.data_ref() {
                 if data.len() > limit - file.len() {
                     return Err(FetchError::TooLarge(limit));
+                }
+                let all = file.len() + data.len();
+                if all > file.capacity() {
+                    let capacity = (2 * file.capacity()).max(LEAST).min(most).max(all);
+                    if !room(capacity) {
+                        return Err(FetchError::NoRoom);
+                    }
+                    file.reserve(capacity - file.len());
                 }
                 file.extend_from_slice(data);
             }

@@ -59,6 +59,9 @@ pub enum FetchError {
     /// The file is too long.
     #[error("the file has more than {0} bytes, which are the limit")]
     TooLarge(usize),
+    /// The caller has no room for the file.
+    #[error("there is no room for the file")]
+    NoRoom,
     /// The connection ended before the file, or the answer is not HTTP.
     #[error("the answer of {0} broke off")]
     Broken(String),

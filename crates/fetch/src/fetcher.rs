@@ -13,7 +13,7 @@ use url::Url;
 
 use crate::address::{is_public, is_public_or_private};
 use crate::config::{Config, Domains, InvalidConfig};
-use crate::connection::{self, Answer};
+use crate::connection::{self, Answer, Room};
 use crate::error::FetchError;
 use crate::local::Folder;
 use crate::place::{self, Place};
@@ -79,39 +79,47 @@ impl Fetcher {
         })))
     }
 
-    /// The largest number of bytes of a file.
-    #[must_use]
-    pub fn max_bytes(&self) -> usize {
-        self.0.max_bytes
-    }
-
-    /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. To drop the future
-    /// closes its connection.
+    /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. `room` is asked
+    /// before the file takes so many bytes in all, and ends the fetch with false. To drop the
+    /// future closes its connection.
     ///
     /// # Errors
     /// One clause for the client. See [`FetchError`].
-    pub async fn fetch(&self, url: &str) -> Result<Bytes, FetchError> {
+    pub async fn fetch(
+        &self,
+        url: &str,
+        mut room: impl FnMut(usize) -> bool + Send,
+    ) -> Result<Bytes, FetchError> {
         let url = place::parse(url)?;
         let work = async {
-            if url.scheme() == "file" { self.local(url).await } else { self.remote(url).await }
+            if url.scheme() == "file" {
+                self.local(url, &mut room).await
+            } else {
+                self.remote(url, &mut room).await
+            }
         };
         let waited = tokio::time::timeout(self.0.timeout, work).await;
         waited.unwrap_or_else(|_| Err(FetchError::TooSlow(self.0.timeout)))
     }
 
-    async fn local(&self, url: Url) -> Result<Bytes, FetchError> {
+    async fn local(&self, url: Url, room: Room<'_>) -> Result<Bytes, FetchError> {
         let folder = self.0.folder.clone().ok_or(FetchError::NoLocalFiles)?;
         let limit = self.0.max_bytes;
-        let reading = tokio::task::spawn_blocking(move || folder.read(&url, limit));
+        let opening = tokio::task::spawn_blocking(move || folder.find(&url, limit));
+        let file = opening.await.unwrap_or(Err(FetchError::NoSuchFile))?;
+        if !room(file.bytes()) {
+            return Err(FetchError::NoRoom);
+        }
+        let reading = tokio::task::spawn_blocking(move || file.read());
         reading.await.unwrap_or(Err(FetchError::NoSuchFile))
     }
 
-    async fn remote(&self, mut url: Url) -> Result<Bytes, FetchError> {
+    async fn remote(&self, mut url: Url, room: Room<'_>) -> Result<Bytes, FetchError> {
         for _ in 0..=self.0.max_redirects {
             let answer = self.ask(&url).await?;
             let host = || url.host_str().unwrap_or_default().to_owned();
             match answer.status() {
-                200 => return answer.body(self.0.max_bytes).await,
+                200 => return answer.body(self.0.max_bytes, room).await,
                 301 | 302 | 303 | 307 | 308 => {
                     let to = answer.header(LOCATION).and_then(|to| url.join(to).ok());
                     url = to.ok_or_else(|| FetchError::BadRedirect(host()))?;

@@ -12,11 +12,11 @@
 //! # runtime.block_on(async {
 //! let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
 //! let fetcher = Fetcher::new(&Config { local: Some(folder.into()), ..Config::default() })?;
-//! let file = fetcher.fetch(&format!("file://{}/Cargo.toml", folder.display())).await?;
+//! let file = fetcher.fetch(&format!("file://{}/Cargo.toml", folder.display()), |_| true).await?;
 //! assert!(file.starts_with(b"[package]"));
 //!
-//! assert!(fetcher.fetch("file:///etc/hostname").await.is_err(), "it is outside of the folder");
-//! assert!(fetcher.fetch("http://127.0.0.1/").await.is_err(), "it is this machine");
+//! assert!(fetcher.fetch("file:///etc/hostname", |_| true).await.is_err(), "it is outside of the folder");
+//! assert!(fetcher.fetch("http://127.0.0.1/", |_| true).await.is_err(), "it is this machine");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! # })?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())

@@ -26,7 +26,7 @@ impl Folder {
 
     /// The file at `url`, of at most `limit` bytes, if it is in the folder once all links are
     /// followed.
-    pub(crate) fn read(&self, url: &Url, limit: usize) -> Result<Bytes, FetchError> {
+    pub(crate) fn find(&self, url: &Url, limit: usize) -> Result<LocalFile, FetchError> {
         let path = url.to_file_path().map_err(|()| FetchError::NoSuchFile)?;
         let real = fs::canonicalize(path).map_err(|_| FetchError::NoSuchFile)?;
         // A pipe or a device could be waited for without end.
@@ -34,11 +34,32 @@ impl Folder {
             return Err(FetchError::NoSuchFile);
         }
         let file = File::open(real).map_err(|_| FetchError::NoSuchFile)?;
-        let mut bytes = Vec::new();
-        file.take(limit as u64 + 1).read_to_end(&mut bytes).map_err(|_| FetchError::NoSuchFile)?;
-        if bytes.len() > limit {
-            return Err(FetchError::TooLarge(limit));
+        let bytes = file.metadata().map_err(|_| FetchError::NoSuchFile)?.len();
+        match usize::try_from(bytes) {
+            Ok(bytes) if bytes <= limit => Ok(LocalFile { file, bytes }),
+            _ => Err(FetchError::TooLarge(limit)),
         }
+    }
+}
+
+/// An open file in the folder.
+#[derive(Debug)]
+pub(crate) struct LocalFile {
+    file: File,
+    bytes: usize,
+}
+
+impl LocalFile {
+    /// Bytes that it had when it was opened.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// These bytes, whatever was added meanwhile.
+    pub(crate) fn read(self) -> Result<Bytes, FetchError> {
+        let mut bytes = Vec::with_capacity(self.bytes);
+        let mut file = self.file.take(self.bytes as u64);
+        file.read_to_end(&mut bytes).map_err(|_| FetchError::NoSuchFile)?;
         Ok(bytes.into())
     }
 }

@@ -21,6 +21,11 @@ use crate::{Config, FetchError, Fetcher};
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 const LIMIT: usize = 100_000;
 
+/// There is room for any file.
+fn anything(_: usize) -> bool {
+    true
+}
+
 /// Stands for the test of public addresses: only the address that the server listens at is one.
 fn only_here(address: IpAddr) -> bool {
     address == HERE
@@ -129,7 +134,7 @@ async fn saying(text: &'static str) -> u16 {
 /// Fetches `http://images.test` from a server that says `text`.
 async fn fetched(text: &'static str) -> Result<String, FetchError> {
     let port = saying(text).await;
-    let file = fetcher().fetch(&format!("http://images.test:{port}/")).await?;
+    let file = fetcher().fetch(&format!("http://images.test:{port}/"), anything).await?;
     Ok(String::from_utf8(file.to_vec()).unwrap())
 }
 
@@ -142,7 +147,7 @@ async fn a_file_is_fetched_and_little_is_said() {
     })
     .await;
     let url = format!("http://images.test:{port}/a%20b?c=d#fragment");
-    assert_eq!(fetcher().fetch(&url).await.unwrap(), "file");
+    assert_eq!(fetcher().fetch(&url, anything).await.unwrap(), "file");
     let head = heads.recv().await.unwrap();
     assert!(head.starts_with("GET /a%20b?c=d HTTP/1.1\r\n"), "{head}");
     assert!(head.contains(&format!("host: images.test:{port}\r\n")), "{head}");
@@ -160,7 +165,7 @@ async fn a_body_in_chunks_and_one_until_the_end() {
 
 #[tokio::test]
 async fn urls_that_are_not_asked() {
-    let refused = async |url: &str| fetcher().fetch(url).await.unwrap_err();
+    let refused = async |url: &str| fetcher().fetch(url, anything).await.unwrap_err();
     assert_eq!(refused("no url").await, FetchError::BadUrl);
     assert_eq!(
         refused(&format!("http://images.test/{}", "a".repeat(9000))).await,
@@ -180,7 +185,8 @@ async fn urls_that_are_not_asked() {
 #[tokio::test]
 async fn without_a_list_the_ports_are_the_webs() {
     let open = Config { allowed_domains: Vec::new(), ..config() };
-    let refused = async |url: &str| fetcher_of(&open, names()).fetch(url).await.unwrap_err();
+    let refused =
+        async |url: &str| fetcher_of(&open, names()).fetch(url, anything).await.unwrap_err();
     assert_eq!(refused("http://images.test:6379/").await, FetchError::Port(6379));
     assert_eq!(refused("https://images.test:22/").await, FetchError::Port(22));
     // These are asked for, and only their addresses are wrong.
@@ -195,7 +201,7 @@ async fn without_a_list_the_ports_are_the_webs() {
 async fn turned_off_nothing_is_resolved() {
     let (names, off) = (names(), Config { remote: false, ..config() });
     let asked = Arc::clone(&names.asked);
-    let error = fetcher_of(&off, names).fetch("http://images.test/").await.unwrap_err();
+    let error = fetcher_of(&off, names).fetch("http://images.test/", anything).await.unwrap_err();
     assert_eq!((error, asked.load(Ordering::Relaxed)), (FetchError::Off, 0));
 }
 
@@ -230,11 +236,11 @@ async fn special_addresses_in_urls() {
         "127.0.0.1.",
         "１２７.0.0.1",
     ] {
-        let error = fetcher.fetch(&format!("http://{host}/")).await.unwrap_err();
+        let error = fetcher.fetch(&format!("http://{host}/"), anything).await.unwrap_err();
         assert!(matches!(error, FetchError::NotPublic(_)), "{host}: {error}");
     }
     let open = Fetcher::new(&Config { allow_private: true, ..Config::default() }).unwrap();
-    let error = open.fetch("http://169.254.169.254/latest/meta-data").await.unwrap_err();
+    let error = open.fetch("http://169.254.169.254/latest/meta-data", anything).await.unwrap_err();
     assert_eq!(error, FetchError::NotPublic("169.254.169.254".into()));
 }
 
@@ -248,16 +254,16 @@ async fn a_private_network_is_asked_where_that_is_allowed() {
         allowed_domains: vec!["localhost".into()],
         ..Config::default()
     };
-    assert_eq!(Fetcher::new(&allow).unwrap().fetch(&url).await.unwrap(), "file");
+    assert_eq!(Fetcher::new(&allow).unwrap().fetch(&url, anything).await.unwrap(), "file");
     let refuse = Config { allow_private: false, ..allow };
-    let error = Fetcher::new(&refuse).unwrap().fetch(&url).await.unwrap_err();
+    let error = Fetcher::new(&refuse).unwrap().fetch(&url, anything).await.unwrap_err();
     assert_eq!(error, FetchError::NotPublic("localhost".into()));
 }
 
 #[tokio::test]
 async fn one_private_address_among_several_is_enough() {
     let port = saying("HTTP/1.1 200 OK\r\n\r\nfile").await;
-    let error = fetcher().fetch(&format!("http://both.test:{port}/")).await.unwrap_err();
+    let error = fetcher().fetch(&format!("http://both.test:{port}/"), anything).await.unwrap_err();
     assert_eq!(error, FetchError::NotPublic("both.test".into()));
 }
 
@@ -269,10 +275,10 @@ async fn the_address_that_was_checked_is_dialled() {
     let asked = Arc::clone(&names.asked);
     let fetcher = fetcher_of(&config(), names);
     let url = format!("http://turning.test:{port}/");
-    assert_eq!(fetcher.fetch(&url).await.unwrap(), "file");
+    assert_eq!(fetcher.fetch(&url, anything).await.unwrap(), "file");
     assert_eq!(asked.load(Ordering::Relaxed), 1);
     assert_eq!(
-        fetcher.fetch(&url).await.unwrap_err(),
+        fetcher.fetch(&url, anything).await.unwrap_err(),
         FetchError::NotPublic("turning.test".into())
     );
 }
@@ -290,7 +296,7 @@ async fn redirected(to: &'static str) -> Result<String, FetchError> {
         say(&mut stream, &answer).await;
     })
     .await;
-    let file = fetcher().fetch(&format!("http://images.test:{port}/")).await?;
+    let file = fetcher().fetch(&format!("http://images.test:{port}/"), anything).await?;
     Ok(String::from_utf8(file.to_vec()).unwrap())
 }
 
@@ -323,7 +329,7 @@ async fn three_redirects_are_followed_and_no_fourth() {
             say(&mut stream, &answer).await;
         })
         .await;
-        let file = fetcher().fetch(&format!("http://images.test:{port}/{count}")).await?;
+        let file = fetcher().fetch(&format!("http://images.test:{port}/{count}"), anything).await?;
         Ok(String::from_utf8(file.to_vec()).unwrap())
     }
     assert_eq!(hops(3).await.unwrap(), "file");
@@ -339,7 +345,7 @@ async fn sizes_are_checked_before_and_while_a_body_is_read() {
         while stream.write_all(&[b'a'; 4096]).await.is_ok() {}
     })
     .await;
-    let endless = fetcher().fetch(&format!("http://images.test:{port}/")).await;
+    let endless = fetcher().fetch(&format!("http://images.test:{port}/"), anything).await;
     assert_eq!(endless.unwrap_err(), FetchError::TooLarge(LIMIT));
     let exact = |length: usize| {
         serve(move |mut stream, _| async move {
@@ -353,7 +359,8 @@ async fn sizes_are_checked_before_and_while_a_body_is_read() {
             .await;
         })
     };
-    let fetch = async |port: u16| fetcher().fetch(&format!("http://images.test:{port}/")).await;
+    let fetch =
+        async |port: u16| fetcher().fetch(&format!("http://images.test:{port}/"), anything).await;
     assert_eq!(fetch(exact(LIMIT).await).await.unwrap().len(), LIMIT);
     assert_eq!(fetch(exact(LIMIT + 1).await).await.unwrap_err(), FetchError::TooLarge(LIMIT));
 }
@@ -374,7 +381,8 @@ async fn slow_servers_are_given_up() {
     })
     .await;
     for port in [silent, dripping] {
-        let error = fetcher().fetch(&format!("http://images.test:{port}/")).await.unwrap_err();
+        let error =
+            fetcher().fetch(&format!("http://images.test:{port}/"), anything).await.unwrap_err();
         assert_eq!(error, FetchError::TooSlow(Duration::from_millis(500)));
     }
 }
@@ -388,7 +396,7 @@ async fn a_slow_name_server_is_given_up() {
         }
     }
     let fetcher = Fetcher::build(&config(), Box::new(Silent), only_here, RootCertStore::empty());
-    let error = fetcher.unwrap().fetch("http://images.test/").await.unwrap_err();
+    let error = fetcher.unwrap().fetch("http://images.test/", anything).await.unwrap_err();
     assert_eq!(error, FetchError::TooSlow(Duration::from_millis(500)));
 }
 
@@ -413,7 +421,8 @@ async fn answers_that_are_no_files() {
 #[tokio::test]
 async fn nobody_listens() {
     let free = TcpListener::bind((HERE, 0)).await.unwrap().local_addr().unwrap().port();
-    let error = fetcher().fetch(&format!("http://images.test:{free}/")).await.unwrap_err();
+    let error =
+        fetcher().fetch(&format!("http://images.test:{free}/"), anything).await.unwrap_err();
     assert_eq!(error, FetchError::Unreachable("images.test".into()));
 }
 
@@ -445,10 +454,14 @@ async fn certificates_are_checked() {
     roots.add(certificate).unwrap();
     let trusting = Fetcher::build(&config(), Box::new(names()), only_here, roots).unwrap();
     let url = format!("https://localhost:{port}/");
-    assert_eq!(trusting.fetch(&url).await.unwrap(), "file");
-    let other = trusting.fetch(&format!("https://images.test:{port}/")).await.unwrap_err();
+    assert_eq!(trusting.fetch(&url, anything).await.unwrap(), "file");
+    let other =
+        trusting.fetch(&format!("https://images.test:{port}/"), anything).await.unwrap_err();
     assert_eq!(other, FetchError::Untrusted("images.test".into()));
-    assert_eq!(fetcher().fetch(&url).await.unwrap_err(), FetchError::Untrusted("localhost".into()));
+    assert_eq!(
+        fetcher().fetch(&url, anything).await.unwrap_err(),
+        FetchError::Untrusted("localhost".into())
+    );
 }
 
 #[tokio::test]
@@ -465,8 +478,9 @@ async fn files_below_a_folder_and_no_others() {
     std::fs::write(folder.join("large"), vec![0; LIMIT + 1]).unwrap();
     let config = Config { local: Some(folder.clone()), remote: false, ..config() };
     let fetcher = fetcher_of(&config, names());
-    let read =
-        async |name: &str| fetcher.fetch(&format!("file://{}/{name}", folder.display())).await;
+    let read = async |name: &str| {
+        fetcher.fetch(&format!("file://{}/{name}", folder.display()), anything).await
+    };
     assert_eq!(read("a%20b").await.unwrap(), "images/a b");
     assert_eq!(read("more/c").await.unwrap(), "images/more/c");
     assert_eq!(read("inside").await.unwrap(), "images/more/c");
@@ -482,10 +496,48 @@ async fn files_below_a_folder_and_no_others() {
     ] {
         assert_eq!(read(name).await.unwrap_err(), FetchError::NoSuchFile, "{name}");
     }
-    assert_eq!(fetcher.fetch("file:///dev/zero").await.unwrap_err(), FetchError::NoSuchFile);
-    assert_eq!(fetcher.fetch("file://host/a").await.unwrap_err(), FetchError::NoSuchFile);
+    assert_eq!(
+        fetcher.fetch("file:///dev/zero", anything).await.unwrap_err(),
+        FetchError::NoSuchFile
+    );
+    assert_eq!(fetcher.fetch("file://host/a", anything).await.unwrap_err(), FetchError::NoSuchFile);
     assert_eq!(read("large").await.unwrap_err(), FetchError::TooLarge(LIMIT));
     assert!(Fetcher::new(&Config { local: Some(place.path().join("none")), ..config }).is_err());
+}
+
+/// What is declared costs nothing, and what comes is asked for before it is kept.
+#[tokio::test]
+async fn room_is_asked_for_as_a_file_grows() {
+    let (sender, mut closed) = tokio::sync::mpsc::unbounded_channel();
+    let port = serve(move |mut stream, _| {
+        let sender = sender.clone();
+        async move {
+            let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {LIMIT}\r\n\r\n");
+            say(&mut stream, &head).await;
+            say(&mut stream, &"a".repeat(70_000)).await;
+            // It reads nothing more, and sees the end of the connection.
+            while stream.read_u8().await.is_ok() {}
+            sender.send(()).unwrap();
+        }
+    })
+    .await;
+    let mut asked = Vec::new();
+    let room = |bytes| {
+        asked.push(bytes);
+        bytes < LIMIT
+    };
+    let refused = fetcher().fetch(&format!("http://images.test:{port}/"), room).await;
+    assert_eq!(refused.unwrap_err(), FetchError::NoRoom);
+    assert_eq!(asked, [64 << 10, LIMIT], "twice as much, and no more than is declared");
+    closed.recv().await.expect("the connection ends with the fetch");
+
+    let place = tempfile::tempdir().unwrap();
+    std::fs::write(place.path().join("file"), vec![7; 5000]).unwrap();
+    let config = Config { local: Some(place.path().to_owned()), ..config() };
+    let url = format!("file://{}/file", place.path().display());
+    let fetcher = fetcher_of(&config, names());
+    assert_eq!(fetcher.fetch(&url, |bytes| bytes < 5000).await.unwrap_err(), FetchError::NoRoom);
+    assert_eq!(fetcher.fetch(&url, |bytes| bytes == 5000).await.unwrap().len(), 5000);
 }
 
 #[tokio::test]
@@ -501,7 +553,8 @@ async fn a_dropped_fetch_closes_its_connection() {
     })
     .await;
     let url = format!("http://images.test:{port}/");
-    let waited = tokio::time::timeout(Duration::from_millis(50), fetcher().fetch(&url)).await;
+    let waited =
+        tokio::time::timeout(Duration::from_millis(50), fetcher().fetch(&url, anything)).await;
     assert!(waited.is_err());
     closed.recv().await.unwrap();
 }

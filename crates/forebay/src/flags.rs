@@ -165,7 +165,8 @@ pub(crate) struct HttpFlags {
     /// of one processor].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) text_threads: Option<u16>,
-    /// Threads that parse large requests and put embeddings into the arena.
+    /// Threads that parse large requests and put embeddings into the arena. For a model that sees
+    /// images, as many more decode them.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) intake_threads: u16,
     /// Have the engine thread do the work of the intake threads, so that every step waits for it.

@@ -26,7 +26,9 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::Config;
-use crate::flags::{Device, Egress, LoadFormat, Quantization, ServeFlags, visible_keys};
+use crate::flags::{
+    AccessFlags, Device, Egress, LoadFormat, Quantization, ServeFlags, visible_keys,
+};
 use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
@@ -136,7 +138,11 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         true => IntakeMode::Engine(Arc::new(engine.clone())),
         false => IntakeMode::Threads(config.intake_threads.into()),
     };
-    let intake = Intake::start(intake_mode, Arc::new(arena), config.max_queued_requests, &guard)?;
+    let pixel_bytes = info.images.map_or(0, |images| {
+        images.decoding_bytes(config.intake_threads.into(), config.max_request_bytes_in_flight)
+    });
+    let queue = config.max_queued_requests;
+    let intake = Intake::start(intake_mode, Arc::new(arena), queue, pixel_bytes, &guard)?;
     let text = Arc::new(text);
     let state = AppState::new(
         server,
@@ -178,6 +184,9 @@ fn open(flags: &ServeFlags) -> Result<(Bound, Option<TcpListener>, ServerConfig)
         flags.replicas.ranks.dp_size,
     )?;
     let (api_keys, admin_keys) = (flags.access.keys()?, flags.access.admin_keys()?);
+    if let Some(warning) = AccessFlags::shared_administration(&api_keys, &admin_keys) {
+        warn!("{warning}");
+    }
     let access = flags.access.access(bound.loopback()?.as_deref(), &api_keys);
     let tls = flags.access.tls()?;
     let door = ServerConfig {

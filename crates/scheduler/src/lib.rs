@@ -91,6 +91,7 @@
 mod apply;
 mod config;
 mod event;
+mod fair;
 mod held;
 mod images;
 mod integrity;
@@ -124,6 +125,7 @@ use crate::slab::{Handle, Slab};
 
 pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower};
 pub use crate::event::{ApplyError, Event, Finish, HostStats, ImageStats, SparseStats, Stats};
+pub use crate::fair::FairQueue;
 pub use crate::images::{PromptImage, image_words};
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};

@@ -1,26 +1,18 @@
 //! Waiting requests, and the order in which they are admitted.
 //!
 //! Ranks (priorities) are served one after the other. Within a rank, requests that were admitted
-//! before go first, by arrival. The others take turns by client, and each client's own requests go
-//! by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). The cost of a
-//! request is its prompt and the tokens that it may generate. The next request of its client starts
-//! at its end in virtual time, and the earliest start goes first. Virtual time grows by an even
-//! share of the admitted work, so a stream of new clients cannot keep an older one waiting for
-//! ever. When no request of a rank waits, its clients have no debts any more.
+//! before go first, by arrival. The others take turns by client ([`FairQueue`]). The cost of a
+//! request is its prompt and the tokens that it may generate. When no request of a rank waits, its
+//! clients have no debts any more.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use crate::Handle;
+use crate::fair::FairQueue;
 use crate::request::Key;
 
 /// The rank before every priority.
 pub(crate) const PROBE_RANK: i64 = i64::MIN;
-/// Units of virtual time a token, so that an even share of a small cost is more than nothing.
-const UNITS: u64 = 256;
-/// The number of idle clients that a rank remembers before it forgets those without debts. It never
-/// remembers more than twice as many.
-const REMEMBERED: usize = 1 << 14;
-
 /// The data of a waiting request that its turn depends on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ticket {
@@ -38,37 +30,8 @@ pub(crate) struct Queue {
     fair: bool,
     /// The requests that were admitted before.
     returning: BTreeMap<Key, Ticket>,
-    /// The lanes by rank. None is empty.
-    lanes: BTreeMap<i64, Lane>,
-}
-
-/// The requests of one rank that were never admitted.
-#[derive(Debug, Default)]
-struct Lane {
-    /// Virtual time, in units.
-    now: u64,
-    /// Clients with waiting requests, by the start of their first one and then by its arrival.
-    turns: BTreeMap<(u64, i64), u64>,
-    clients: HashMap<u64, Account>,
-    /// The number of remembered clients at which those without debts are looked for.
-    sweep_at: usize,
-}
-
-/// A client's requests of one rank.
-#[derive(Debug, Default)]
-struct Account {
-    /// The start of its first waiting request, or of its next one, which is the end of the last
-    /// admitted one.
-    start: u64,
-    /// The waiting requests, by arrival.
-    waiting: BTreeMap<i64, Ticket>,
-}
-
-impl Account {
-    /// The client's place among the clients that wait.
-    fn turn(&self) -> Option<(u64, i64)> {
-        self.waiting.first_key_value().map(|(&arrival, _)| (self.start, arrival))
-    }
+    /// The requests that were never admitted, by rank. No lane is empty.
+    lanes: BTreeMap<i64, FairQueue<Ticket>>,
 }
 
 impl Queue {
@@ -82,7 +45,8 @@ impl Queue {
             self.returning.insert(ticket.key, ticket);
         } else {
             let client = self.client(&ticket);
-            self.lanes.entry(ticket.key.rank).or_default().insert(client, ticket);
+            let lane = self.lanes.entry(ticket.key.rank).or_default();
+            lane.insert(client, ticket.key.arrival, ticket.cost, ticket);
         }
     }
 
@@ -92,7 +56,7 @@ impl Queue {
         let fresh = self.lanes.first_key_value();
         match (returning, fresh) {
             (Some(ticket), Some((&rank, _))) if ticket.key.rank <= rank => Some(*ticket),
-            (_, Some((_, lane))) => lane.first(),
+            (_, Some((_, lane))) => lane.first().copied(),
             (ticket, None) => ticket.copied(),
         }
     }
@@ -100,10 +64,7 @@ impl Queue {
     /// Some of those whose turn comes soon: by rank, and then client by client. Whoever was
     /// admitted before goes first.
     pub(crate) fn upcoming(&self, count: usize) -> Vec<Ticket> {
-        let fresh = self.lanes.values().flat_map(|lane| {
-            let clients = lane.turns.values().map(|client| &lane.clients[client]);
-            clients.flat_map(|account| account.waiting.values())
-        });
+        let fresh = self.lanes.values().flat_map(FairQueue::upcoming);
         self.returning.values().chain(fresh).take(count).copied().collect()
     }
 
@@ -116,7 +77,7 @@ impl Queue {
 
     /// The next request of a rank among those that were never admitted. Others may go before it.
     pub(crate) fn first_fresh(&self, rank: i64) -> Option<Ticket> {
-        self.lanes.get(&rank)?.first()
+        self.lanes.get(&rank)?.first().copied()
     }
 
     /// Takes out a request that is admitted: its client has had its turn.
@@ -145,8 +106,7 @@ impl Queue {
     /// True if a request waits.
     pub(crate) fn contains(&self, ticket: &Ticket) -> bool {
         let Ticket { key, handle, .. } = ticket;
-        let account = || self.lanes.get(&key.rank)?.clients.get(&self.client(ticket));
-        let waiting = || account()?.waiting.get(&key.arrival);
+        let waiting = || self.lanes.get(&key.rank)?.get(self.client(ticket), key.arrival);
         self.returning.get(key).or_else(waiting).is_some_and(|found| found.handle == *handle)
     }
 
@@ -160,87 +120,22 @@ impl Queue {
         }
         let (client, rank) = (self.client(ticket), ticket.key.rank);
         if let Some(lane) = self.lanes.get_mut(&rank) {
-            lane.take(client, ticket, admitted);
-            if lane.turns.is_empty() {
+            lane.take(client, ticket.key.arrival, admitted);
+            if lane.is_empty() {
                 self.lanes.remove(&rank);
             }
         }
     }
 }
 
-impl Lane {
-    fn insert(&mut self, client: u64, ticket: Ticket) {
-        let account = self.clients.entry(client).or_default();
-        match account.turn() {
-            Some(turn) if turn.1 > ticket.key.arrival => _ = self.turns.remove(&turn),
-            Some(_) => {}
-            None => account.start = account.start.max(self.now),
-        }
-        account.waiting.insert(ticket.key.arrival, ticket);
-        self.turns.extend(account.turn().map(|turn| (turn, client)));
-    }
-
-    fn first(&self) -> Option<Ticket> {
-        let (_, client) = self.turns.first_key_value()?;
-        self.clients[client].waiting.first_key_value().map(|(_, ticket)| *ticket)
-    }
-
-    fn take(&mut self, client: u64, ticket: &Ticket, admitted: bool) {
-        let active = self.turns.len() as u64;
-        let Some(account) = self.clients.get_mut(&client) else { return };
-        if let Some(turn) = account.turn() {
-            self.turns.remove(&turn);
-        }
-        if account.waiting.remove(&ticket.key.arrival).is_some() && admitted {
-            let cost = ticket.cost.saturating_mul(UNITS).max(1);
-            // One more than there are: who comes next is to be ahead of those who have just had
-            // their turn.
-            let share = cost.div_ceil(active + 1);
-            self.now = self.now.max(account.start).saturating_add(share);
-            account.start = account.start.saturating_add(cost);
-        }
-        match account.turn() {
-            Some(turn) => _ = self.turns.insert(turn, client),
-            None if account.start <= self.now => _ = self.clients.remove(&client),
-            None => self.sweep(),
-        }
-    }
-
-    fn charge(&mut self, client: u64, tokens: u64) {
-        let account = self.clients.entry(client).or_default();
-        match account.turn() {
-            Some(turn) => _ = self.turns.remove(&turn),
-            None => account.start = account.start.max(self.now),
-        }
-        account.start = account.start.saturating_add(tokens.saturating_mul(UNITS));
-        match account.turn() {
-            Some(turn) => _ = self.turns.insert(turn, client),
-            None => self.sweep(),
-        }
-    }
-
-    /// Forgets clients that owe nothing, now and then, and all that have nothing here once there
-    /// are too many.
-    fn sweep(&mut self) {
-        let idle = self.clients.len() - self.turns.len();
-        if idle <= self.sweep_at.max(64) {
-            return;
-        }
-        let now = self.now;
-        self.clients.retain(|_, account| !account.waiting.is_empty() || account.start > now);
-        let left = self.clients.len() - self.turns.len();
-        if left > REMEMBERED {
-            self.clients.retain(|_, account| !account.waiting.is_empty());
-        }
-        self.sweep_at = (2 * left).min(2 * REMEMBERED);
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use proptest::prelude::*;
 
     use super::*;
+    use crate::fair::{REMEMBERED, UNITS};
     use crate::slab::Slab;
 
     /// The same algorithm in plain words. It searches everything each time, and forgets no client
@@ -457,7 +352,7 @@ mod tests {
             queue.insert(ticket(handle, at, at as u64, 1 + at as u64 % 1000), false);
             let first = queue.first().expect("some wait");
             queue.admitted(&first);
-            let known = queue.lanes[&0].clients.len();
+            let known = queue.lanes[&0].known();
             assert!(known <= 2 * REMEMBERED + 2, "{known} clients are known");
         }
         while let Some(ticket) = queue.first() {

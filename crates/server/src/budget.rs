@@ -3,14 +3,25 @@
 //! Each queue has a bound, but its requests may be small or large: a thousand texts may be
 //! gigabytes. So a request is charged for its memory before that is allocated. A request that does
 //! not fit is refused at once. A request is charged twice. One charge is for its body and the
-//! values made of it, until its prompts are token ids. The other is for its choices, until the
-//! answer has ended. When their form is compiled, what it takes is added to that.
+//! values made of it, until its prompts are token ids. The other is for its choices and its answer,
+//! until that has been sent. When their form is compiled, what it takes is added to that.
+//!
+//! Clients share the budget as they share the queue ([`Shares`]). As long as less than half of it
+//! is taken, a charge is two atomic additions. Only beyond that is a lock taken.
 
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use forebay_api::ApiError;
+use forebay_engine::Shares;
+use parking_lot::Mutex;
+use rustc_hash::FxBuildHasher;
+use tokio::time::Instant;
+
+use crate::client::ClientId;
 
 /// Bytes of memory for each byte of a body: the body, its copy in one piece, and the parsed values.
 pub(crate) const UNREAD: usize = 4;
@@ -25,27 +36,96 @@ const REQUEST: usize = 4096;
 const CHOICE: usize = 4096;
 /// Bytes of a token id.
 const TOKEN: usize = size_of::<i32>();
+/// Bytes of a log-probability as numbers: an id, and a value.
+const LOGPROB: usize = 8;
+/// The approximate number of bytes of JSON for a log-probability: its token's text, the number, and
+/// its token's bytes one by one.
+pub(crate) const LOGPROB_JSON: usize = 96;
 /// Bytes of a generated token: its id here and in the engine, and its text.
 const GENERATED: usize = 12;
-/// Bytes of a candidate among log-probabilities.
-const CANDIDATE: usize = 64;
 /// Tokens that a choice is expected to generate at most. Few answers get so long. The rest of a
-/// long context would be too much to set aside for each.
+/// long context would be too much to set aside for each, and is charged when it comes.
 const EXPECTED: u32 = 4096;
+/// Bytes of an element of a vector: twice as a number, and as JSON.
+const ELEMENT: usize = 2 * size_of::<f32>() + 16;
+/// Bytes by which the charge of an answer that is longer than expected grows.
+const GROWTH: usize = 256 << 10;
 
-/// The budget. Cheap to clone; a charge is one atomic addition, giving it back another.
+/// The part of the budget that is the reserve.
+const RESERVE: usize = 8;
+/// The part of the budget that is little for a client, and the least that is: a few chats.
+const LITTLE: usize = 1024;
+const LEAST_LITTLE: usize = 256 << 10;
+/// The time for which a client that has asked counts among those who ask.
+const ASKING: Duration = Duration::from_secs(10);
+/// The maps over which clients are spread, each with a lock.
+const SHARDS: usize = 16;
+
+/// The budget. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct Budget(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    limit: usize,
+    shares: Shares,
     used: AtomicUsize,
+    /// The clients with charges.
+    accounts: [Mutex<HashMap<ClientId, Weak<Account>, FxBuildHasher>>; SHARDS],
+    askers: Mutex<Askers>,
+}
+
+/// The last two clients that asked while more than half was taken.
+#[derive(Debug, Default)]
+struct Askers([Option<(ClientId, Instant)>; 2]);
+
+impl Askers {
+    /// Notes that a client asks. True if another one has done so lately.
+    fn ask(&mut self, client: ClientId, now: Instant) -> bool {
+        let [last, before] = &mut self.0;
+        if last.is_some_and(|(asker, _)| asker != client) {
+            *before = *last;
+        }
+        *last = Some((client, now));
+        before.is_some_and(|(asker, at)| asker != client && now < at + ASKING)
+    }
+}
+
+/// The bytes of a client.
+#[derive(Debug)]
+struct Account {
+    client: ClientId,
+    bytes: AtomicUsize,
+    budget: Arc<Inner>,
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        let mut shard = self.budget.shard(self.client).lock();
+        // Another account may have taken its place meanwhile.
+        if shard.get(&self.client).is_some_and(|account| account.strong_count() == 0) {
+            shard.remove(&self.client);
+        }
+    }
+}
+
+impl Inner {
+    fn shard(&self, client: ClientId) -> &Mutex<HashMap<ClientId, Weak<Account>, FxBuildHasher>> {
+        // The numbers of clients are hashes.
+        &self.accounts[(client.0 % SHARDS as u64) as usize]
+    }
 }
 
 impl Budget {
     pub(crate) fn new(limit: usize) -> Self {
-        Self(Arc::new(Inner { limit, used: AtomicUsize::new(0) }))
+        let reserve = limit / RESERVE;
+        let shares = Shares {
+            limit: limit - reserve,
+            reserve,
+            little: (limit / LITTLE).max(LEAST_LITTLE).min(reserve / 4),
+        };
+        let accounts = std::array::from_fn(|_| Mutex::default());
+        let (used, askers) = (AtomicUsize::new(0), Mutex::default());
+        Self(Arc::new(Inner { shares, used, accounts, askers }))
     }
 
     /// Bytes that are charged now.
@@ -53,17 +133,28 @@ impl Budget {
         self.0.used.load(Ordering::Relaxed)
     }
 
-    /// A charge of nothing yet.
-    pub(crate) fn open(&self) -> Charge {
-        Charge { budget: self.clone(), bytes: AtomicUsize::new(0) }
+    /// A charge of nothing yet, to `client`.
+    pub(crate) fn open(&self, client: ClientId) -> Charge {
+        let mut shard = self.0.shard(client).lock();
+        let account = shard.get(&client).and_then(Weak::upgrade).unwrap_or_else(|| {
+            let budget = Arc::clone(&self.0);
+            let account = Arc::new(Account { client, bytes: AtomicUsize::new(0), budget });
+            shard.insert(client, Arc::downgrade(&account));
+            account
+        });
+        Charge { account, bytes: AtomicUsize::new(0) }
     }
 
     /// Charges a request for its choices.
     ///
     /// # Errors
     /// As [`Charge::set`].
-    pub(crate) fn choices(&self, prompts: impl Iterator<Item = Size>) -> Result<Charge, ApiError> {
-        self.charge(prompts.map(|size| size.bytes()).fold(0, usize::saturating_add))
+    pub(crate) fn choices(
+        &self,
+        client: ClientId,
+        prompts: impl Iterator<Item = Size>,
+    ) -> Result<Charge, ApiError> {
+        self.charge(client, prompts.map(|size| size.bytes()).fold(0, usize::saturating_add))
     }
 
     /// Charges a request for prompts of so many tokens in all, which are pooled.
@@ -72,16 +163,17 @@ impl Budget {
     /// As [`Charge::set`].
     pub(crate) fn inputs(
         &self,
+        client: ClientId,
         inputs: usize,
         tokens: usize,
         size: usize,
     ) -> Result<Charge, ApiError> {
-        let vector = size * size_of::<f32>();
-        self.charge(inputs.saturating_mul(CHOICE + 2 * vector).saturating_add(2 * TOKEN * tokens))
+        let vectors = inputs.saturating_mul(CHOICE + ELEMENT * size);
+        self.charge(client, vectors.saturating_add(2 * TOKEN * tokens))
     }
 
-    fn charge(&self, bytes: usize) -> Result<Charge, ApiError> {
-        let charge = self.open();
+    fn charge(&self, client: ClientId, bytes: usize) -> Result<Charge, ApiError> {
+        let charge = self.open(client);
         charge.set(bytes)?;
         Ok(charge)
     }
@@ -100,58 +192,64 @@ pub(crate) struct Size {
     pub(crate) allowed: usize,
     /// Log-probabilities of each token of the prompt.
     pub(crate) told: usize,
+    /// Bytes of the answer that repeat the prompt, and what is told of it.
+    pub(crate) repeated: usize,
 }
 
 impl Size {
     fn bytes(&self) -> usize {
-        let Self { prompt, max_tokens, choices, candidates, allowed, told } = *self;
+        let Self { prompt, max_tokens, choices, candidates, allowed, told, repeated } = *self;
         let tokens = max_tokens.min(EXPECTED) as usize;
         // An admitted choice has the prompt's tokens once more.
-        let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + CANDIDATE * candidates);
+        let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + LOGPROB_JSON * candidates);
         // Choices share the ids that are allowed, and so do prompts: each counts them, which is
         // more than enough.
-        (TOKEN * (prompt + allowed) + CANDIDATE * told * prompt)
+        (TOKEN * (prompt + allowed) + LOGPROB * told * prompt)
+            .saturating_add(repeated)
             .saturating_add(choice.saturating_mul(choices))
     }
 }
 
 /// The charge of a request, until it is dropped.
 pub(crate) struct Charge {
-    budget: Budget,
+    account: Arc<Account>,
     bytes: AtomicUsize,
 }
 
 impl fmt::Debug for Charge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes", self.bytes.load(Ordering::Relaxed))
+        write!(f, "{} bytes", self.bytes())
     }
 }
 
 impl Charge {
+    /// The client that is charged.
+    pub(crate) fn client(&self) -> ClientId {
+        self.account.client
+    }
+
+    /// Another charge of nothing yet, to the same client.
+    pub(crate) fn beside(&self) -> Self {
+        Self { account: Arc::clone(&self.account), bytes: AtomicUsize::new(0) }
+    }
+
+    /// Bytes that it is.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
     /// Charges `bytes` in all.
     ///
     /// # Errors
-    /// The budget is spent, or is smaller than that. The charge is unchanged then.
+    /// The budget is spent, or the client's share of it, or they are smaller than that. The charge
+    /// is unchanged then.
     pub(crate) fn set(&self, bytes: usize) -> Result<(), ApiError> {
-        let Inner { limit, used } = &*self.budget.0;
-        let before = self.bytes.load(Ordering::Relaxed);
+        let before = self.bytes();
         if bytes <= before {
-            used.fetch_sub(before - bytes, Ordering::Relaxed);
+            self.give_back(before - bytes);
         } else {
-            if bytes > *limit {
-                return Err(ApiError::RequestTooLarge { bytes, limit: *limit });
-            }
-            let more = bytes - before;
-            let all = used.fetch_add(more, Ordering::Relaxed).saturating_add(more);
-            if all > *limit {
-                used.fetch_sub(more, Ordering::Relaxed);
-                let reason = format!(
-                    "requests in flight take {} of {limit} bytes (--max-request-bytes-in-flight), and \
-                     this one needs {more}",
-                    all - more
-                );
-                return Err(ApiError::Overloaded { reason });
-            }
+            self.check(bytes)?;
+            self.take(bytes - before)?;
         }
         self.bytes.store(bytes, Ordering::Relaxed);
         Ok(())
@@ -165,13 +263,55 @@ impl Charge {
         self.set(self.bytes.load(Ordering::Relaxed).saturating_add(bytes))
     }
 
+    /// Charges `bytes` in all, if it is less so far.
+    ///
+    /// # Errors
+    /// As [`Charge::set`].
+    pub(crate) fn at_least(&self, bytes: usize) -> Result<(), ApiError> {
+        if bytes > self.bytes() { self.set(bytes) } else { Ok(()) }
+    }
+
+    /// Charges an answer of which so many bytes wait, in steps.
+    ///
+    /// # Errors
+    /// As [`Charge::set`].
+    pub(crate) fn answer(&self, bytes: usize) -> Result<(), ApiError> {
+        if bytes <= self.bytes() {
+            return Ok(());
+        }
+        self.set(bytes.next_multiple_of(GROWTH)).or_else(|_| self.set(bytes))
+    }
+
+    /// Charges no more than `bytes` from now on.
+    pub(crate) fn shrink(&self, bytes: usize) {
+        let more = self.bytes().saturating_sub(bytes);
+        self.give_back(more);
+        self.bytes.fetch_sub(more, Ordering::Relaxed);
+    }
+
+    /// Refuses what would not fit either if nothing else were in flight.
+    ///
+    /// # Errors
+    /// It never fits.
+    pub(crate) fn check(&self, bytes: usize) -> Result<(), ApiError> {
+        let limit = self.account.budget.shares.limit;
+        if bytes > limit { Err(ApiError::RequestTooLarge { bytes, limit }) } else { Ok(()) }
+    }
+
+    /// Refuses a body of so many bytes that never fits.
+    ///
+    /// # Errors
+    /// It never fits.
+    pub(crate) fn check_unread(&self, body: usize) -> Result<(), ApiError> {
+        self.check(unread(body))
+    }
+
     /// Charges a body of which so many bytes have come, or will come.
     ///
     /// # Errors
     /// The errors of [`Charge::set`].
     pub(crate) fn unread(&self, body: usize) -> Result<(), ApiError> {
-        let bytes = REQUEST.saturating_add(body.saturating_mul(UNREAD));
-        if bytes > self.bytes.load(Ordering::Relaxed) { self.set(bytes) } else { Ok(()) }
+        self.at_least(unread(body))
     }
 
     /// Charges the parsed form of a body of `body` bytes. Its embeddings take `embeds` bytes on
@@ -182,11 +322,42 @@ impl Charge {
     pub(crate) fn read(&self, body: usize, embeds: usize, values: usize) -> Result<(), ApiError> {
         self.set(REQUEST + body * READ + embeds + values * VALUE)
     }
+
+    fn take(&self, more: usize) -> Result<(), ApiError> {
+        let Account { client, bytes, budget } = &*self.account;
+        let all = budget.used.fetch_add(more, Ordering::Relaxed);
+        let own = bytes.fetch_add(more, Ordering::Relaxed);
+        // Nobody has more than half of what is not half full.
+        if all.saturating_add(more) <= budget.shares.half() {
+            return Ok(());
+        }
+        let others = budget.askers.lock().ask(*client, Instant::now());
+        let alone = own >= all && !others;
+        if budget.shares.admits(own, all, more, alone) {
+            return Ok(());
+        }
+        self.give_back(more);
+        let Shares { limit, .. } = budget.shares;
+        let reason = format!(
+            "requests in flight take {all} of {limit} bytes (--max-request-bytes-in-flight), {own} of \
+             them this client's, which may have half beside others, and this one needs {more}"
+        );
+        Err(ApiError::Overloaded { reason })
+    }
+
+    fn give_back(&self, less: usize) {
+        self.account.budget.used.fetch_sub(less, Ordering::Relaxed);
+        self.account.bytes.fetch_sub(less, Ordering::Relaxed);
+    }
+}
+
+fn unread(body: usize) -> usize {
+    REQUEST.saturating_add(body.saturating_mul(UNREAD))
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.budget.0.used.fetch_sub(*self.bytes.get_mut(), Ordering::Relaxed);
+        self.give_back(self.bytes());
     }
 }
 
@@ -194,24 +365,33 @@ impl Drop for Charge {
 mod tests {
     use super::*;
 
+    const A: ClientId = ClientId(1);
+    const B: ClientId = ClientId(2);
+    const MIB: usize = 1 << 20;
+
     #[test]
     fn what_is_charged_is_given_back_however_it_ends() {
-        let budget = Budget::new(1000);
-        let (first, second) = (budget.charge(600).unwrap(), budget.charge(400).unwrap());
-        assert_eq!(budget.used(), 1000);
-        let refused = budget.charge(1).unwrap_err();
+        let budget = Budget::new(800);
+        let (first, second) = (budget.charge(A, 400).unwrap(), budget.charge(A, 300).unwrap());
+        assert_eq!(budget.used(), 700);
+        let refused = budget.charge(A, 1).unwrap_err();
         assert_eq!((refused.status(), refused.retry_after().is_some()), (429, true));
         first.set(100).unwrap();
-        assert_eq!(budget.used(), 500);
-        assert!(first.set(601).is_err(), "and what it had stays");
-        assert_eq!(budget.used(), 500);
+        assert_eq!(budget.used(), 400);
+        assert!(first.set(401).is_err(), "and what it had stays");
+        assert_eq!(budget.used(), 400);
+        first.shrink(50);
+        first.shrink(60);
+        assert_eq!(budget.used(), 350);
         drop((first, second));
         assert_eq!(budget.used(), 0);
+        let clients: usize = budget.0.accounts.iter().map(|shard| shard.lock().len()).sum();
+        assert_eq!(clients, 0, "nothing is remembered of clients without charges");
     }
 
     #[test]
     fn what_never_fits_is_not_told_to_come_again() {
-        let refused = Budget::new(1000).charge(1001).unwrap_err();
+        let refused = Budget::new(800).charge(A, 701).unwrap_err();
         assert_eq!((refused.status(), refused.retry_after()), (413, None));
         assert!(refused.to_string().contains("--max-request-bytes-in-flight"), "{refused}");
     }
@@ -219,7 +399,7 @@ mod tests {
     #[test]
     fn a_body_is_charged_before_and_after_it_is_parsed() {
         let budget = Budget::new(1 << 20);
-        let charge = budget.open();
+        let charge = budget.open(A);
         charge.unread(1000).unwrap();
         let unread = budget.used();
         charge.unread(10).unwrap();
@@ -227,5 +407,56 @@ mod tests {
         assert!(unread >= 4000);
         charge.read(1000, 0, 0).unwrap();
         assert!(budget.used() < unread);
+    }
+
+    /// Charges of a MiB, until one is refused.
+    fn fill(budget: &Budget, client: ClientId) -> Vec<Charge> {
+        std::iter::from_fn(|| budget.charge(client, MIB).ok()).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_client_has_half_while_another_asks() {
+        let budget = Budget::new(64 * MIB);
+        let mut first = fill(&budget, A);
+        assert_eq!(first.len(), 56, "alone it has all but the reserve");
+        assert!(budget.charge(B, MIB).is_err(), "there is no room for this");
+        first.truncate(20);
+        first.extend(fill(&budget, A));
+        assert_eq!(first.len(), 28, "another one has asked lately, and was refused");
+        let second = fill(&budget, B);
+        assert_eq!(second.len(), 28);
+        tokio::time::advance(ASKING).await;
+        assert!(budget.charge(A, MIB).is_err(), "the other one holds its half");
+        drop(second);
+        first.extend(fill(&budget, A));
+        assert_eq!(first.len(), 56, "and now nobody else asks");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn small_requests_find_room_whoever_holds_the_rest() {
+        let budget = Budget::new(64 * MIB);
+        let _most = fill(&budget, A);
+        let small = 60 << 10;
+        let mut held = Vec::new();
+        for client in 2..30 {
+            let own: Vec<_> =
+                (0..4).map(|_| budget.charge(ClientId(client), small).unwrap()).collect();
+            assert!(budget.charge(ClientId(client), small).is_err(), "that is little no more");
+            held.push(own);
+        }
+        assert!(budget.charge(A, small).is_err(), "the reserve is not for the one with the rest");
+    }
+
+    #[test]
+    fn a_longer_answer_than_expected_is_charged_as_it_comes() {
+        let budget = Budget::new(64 * MIB);
+        let charge = budget.charge(A, 100).unwrap();
+        charge.answer(90).unwrap();
+        assert_eq!(budget.used(), 100);
+        for bytes in (0..20 * MIB).step_by(1000) {
+            charge.answer(bytes).unwrap();
+            assert!((bytes..=bytes + GROWTH + 100).contains(&budget.used()));
+        }
+        assert!(charge.answer(64 * MIB).is_err());
     }
 }

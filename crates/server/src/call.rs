@@ -14,6 +14,7 @@ use forebay_engine::{
 use forebay_grammar::Constraints;
 
 use crate::alive::LiveGuard;
+use crate::answer::AnswerWriter;
 use crate::budget::Charge;
 use crate::constrain;
 use crate::engine::Engine;
@@ -22,7 +23,7 @@ use crate::peers::{Peer, Resume};
 use crate::state::Shared;
 use crate::stream::delta::{Delta, End};
 use crate::stream::egress::Registration;
-use crate::stream::mailbox::{Receiver, Sender, Wake, mailbox};
+use crate::stream::mailbox::{Bounds, Receiver, Sender, Wake, mailbox};
 use crate::stream::mode::EgressMode;
 use crate::stream::outlet::{Chunk, Encoder, Outlet};
 use crate::stream::speller::Speller;
@@ -45,7 +46,10 @@ pub(crate) struct Call {
     /// The part of a stream that the client has already, from another brain.
     before: Option<Delta>,
     _live: LiveGuard,
-    _charge: Charge,
+    /// The charge for the choices and the answer.
+    charge: Arc<Charge>,
+    /// The largest number of bytes of a whole answer.
+    limit: usize,
 }
 
 /// A call's request, as each of its choices needs it.
@@ -73,7 +77,13 @@ impl Call {
         arrived: Instant,
         peer: &Peer,
     ) -> Result<Self, ApiError> {
-        let charge = state.budget.choices(submissions.iter().map(Submission::size))?;
+        let unread = state.config.max_unread_bytes;
+        let repeated = submissions.iter().map(Submission::repeated).fold(0, usize::saturating_add);
+        if repeated > unread {
+            return Err(ApiError::AnswerTooLarge { limit: unread });
+        }
+        let sizes = submissions.iter().map(Submission::size);
+        let charge = Arc::new(state.budget.choices(peer.client(), sizes)?);
         let resume = peer.resume();
         if let Some(resume) = resume {
             check_resume(resume, &submissions, streamed, state)?;
@@ -112,7 +122,8 @@ impl Call {
             }
             restricted.push(constraints);
         }
-        let (senders, receiver) = mailbox(tally, wake, state.config.max_unread_bytes);
+        let bounds = Bounds { limit: unread, repeated, charge: Arc::clone(&charge) };
+        let (senders, receiver) = mailbox(tally, wake, bounds);
         let span = tracing::info_span!(
             "request",
             id = tracing::field::Empty,
@@ -128,7 +139,8 @@ impl Call {
             span,
             before,
             _live: state.enter(peer),
-            _charge: charge,
+            charge,
+            limit: unread,
         };
         let mut senders = senders.into_iter();
         let from = Origin { state, peer, streamed, arrived, said };
@@ -152,7 +164,7 @@ impl Call {
         let prompt_tokens = submission.prompt_tokens();
         let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
         let names = shared_names(state, salt, &submission);
-        let Submission { prompt, embeds, images, files, terms, max_tokens } = submission;
+        let Submission { prompt, embeds, images, files, terms, max_tokens, .. } = submission;
         let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
             Arc::new(Shown::new(Arc::clone(file), &state.intake))
         };
@@ -202,7 +214,7 @@ impl Call {
                 },
                 priority: generation.priority,
                 cache_salt: salt,
-                client: peer.client(),
+                client: peer.client().0,
                 probe: peer.is_probe(),
                 masked: false,
                 prompt_logprobs: told,
@@ -224,6 +236,11 @@ impl Call {
             self.alive.push(Some(id));
         }
         Ok(())
+    }
+
+    /// A writer of the whole answer.
+    pub(crate) fn writer(&self) -> AnswerWriter {
+        AnswerWriter::new(self.limit, &self.charge)
     }
 
     /// Tokens so far.

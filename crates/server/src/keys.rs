@@ -22,7 +22,7 @@ impl Keys {
     }
 
     /// The number of keys.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.0.len()
     }
 

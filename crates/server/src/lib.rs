@@ -18,10 +18,12 @@
 //! | 1 or more | [`egress()`] | detokenisation, stop strings, chunks, request metrics |
 //! | 1, where the model pools | [`pooled()`] | vectors to the requests that wait for them, request metrics |
 //! | 1 or more | [`Intake`] | parsing of large bodies, embeddings into the arena |
+//! | as many, where the model sees images | [`Intake`] | pixels to patches in the arena |
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod access;
 mod alive;
+mod answer;
 mod budget;
 mod call;
 mod caller;
@@ -36,6 +38,7 @@ mod images;
 mod intake;
 mod keys;
 mod limits;
+mod line;
 mod live;
 mod loaded;
 mod loading;

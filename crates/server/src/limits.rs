@@ -25,6 +25,10 @@ use crate::state::Shared;
 /// The time for which a refused body is read and dropped, so that a client that is still sending
 /// can read the answer.
 const LINGER: Duration = Duration::from_secs(5);
+/// Bytes of a body that are charged before they come, and a part of what has come. Who declares a
+/// large body and sends little of it holds little.
+const STEP: usize = 16 << 10;
+const STEP_PART: usize = 4;
 
 /// A request's body, and whose it is.
 pub(crate) struct Upload {
@@ -66,7 +70,7 @@ where
 {
     let images = state.model.images.is_some() && takes_images(T::PARAMS);
     let limit = body_limit(state, images || takes_embeds(T::PARAMS));
-    let charge = Arc::new(state.budget.open());
+    let charge = Arc::new(state.budget.open(upload.client));
     let turns = state.intake.turns();
     let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
     let (request, unread) = state.intake.parse(pieces, limit, &charge).await?;
@@ -79,7 +83,7 @@ where
 /// A body as it came, for any route.
 pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Charge), ApiError> {
     let limit = body_limit(state, true);
-    let charge = state.budget.open();
+    let charge = state.budget.open(upload.client);
     let turns = state.intake.turns();
     let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
     Ok((pieces.join(), charge))
@@ -131,19 +135,25 @@ async fn read_frames(
     turns: &Turns,
     charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
-    // No more than the limit, which was checked.
-    let declared = usize::try_from(body.size_hint().lower()).unwrap_or(0);
+    let hint = body.size_hint();
+    // What is declared was compared with the limit, and has to fit an empty server.
+    let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    charge.check_unread(size(hint.lower()))?;
+    let most = hint.upper().map_or(usize::MAX, size);
     let mut pieces = Pieces::default();
     let mut so_far = 0;
     let (mut turn, mut pace): (Option<Turn>, _) = (None, Pace::Steady);
+    let mut charged = None;
     loop {
+        if charged.is_none_or(|charged| so_far >= charged) {
+            let step = STEP.max(so_far / STEP_PART);
+            let next = so_far.saturating_add(step).min(most.max(so_far));
+            charge.unread(next)?;
+            charged = Some(next);
+        }
         if so_far >= LARGE_BODY && turn.is_none() {
             turn = Some(turns.take(client, pace).await);
         }
-        // Who waits for a turn holds no more than what has come.
-        let expected = if declared <= LARGE_BODY || turn.is_some() { declared } else { 0 };
-        let come = if so_far > expected { so_far.next_multiple_of(LARGE_BODY) } else { expected };
-        charge.unread(come)?;
         let in_time = match &turn {
             None => None,
             Some(turn) => timeout_at(turn.deadline(), body.frame()).await.ok(),
@@ -204,7 +214,7 @@ mod tests {
     }
 
     fn free() -> Charge {
-        Budget::new(usize::MAX).open()
+        Budget::new(usize::MAX).open(CLIENT)
     }
 
     async fn all(body: Body, limit: usize) -> Result<Bytes, ApiError> {

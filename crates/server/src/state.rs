@@ -70,8 +70,9 @@ impl AppState {
         blocks: Option<BlockLog>,
     ) -> Self {
         let clients = Clients::new(config.trusted_proxies.clone());
+        let pixels = intake.pixel_bytes();
         let inner = Inner {
-            budget: Budget::new(config.max_request_bytes_in_flight),
+            budget: Budget::new(config.max_request_bytes_in_flight.saturating_sub(pixels)),
             store: Store::new(config.responses),
             loaded: Loaded::default(),
             live: Live::default(),

@@ -5,11 +5,22 @@ use std::sync::Arc;
 use forebay_api::{ApiError, Generation, Limits, MaxTokens};
 use forebay_engine::{Embeds, PromptImage};
 
-use crate::budget::Size;
+use crate::budget::{LOGPROB_JSON, Size};
 use crate::ignored::note;
 use crate::images::ImageFile;
 use crate::state::Shared;
 use crate::terms::{Terms, check_tokens};
+
+/// The parts of an answer that repeat a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Repetition {
+    /// Choices that have them.
+    pub(crate) choices: usize,
+    /// Bytes of the prompt itself in each choice.
+    pub(crate) bytes: usize,
+    /// Log-probabilities in each choice, for each token of the prompt that has some.
+    pub(crate) logprobs: usize,
+}
 
 /// One prompt with its parameters.
 pub(crate) struct Submission {
@@ -22,6 +33,7 @@ pub(crate) struct Submission {
     pub(crate) terms: Arc<Terms>,
     /// Tokens to generate.
     pub(crate) max_tokens: u32,
+    pub(crate) repetition: Repetition,
 }
 
 impl Submission {
@@ -46,24 +58,46 @@ impl Submission {
             note(format!("max_tokens={max_tokens}"));
         }
         check_tokens(&prompt, limits, param)?;
-        let images = Arc::default();
-        Ok(Self { prompt: prompt.into(), embeds: None, images, files: vec![], terms, max_tokens })
+        let logprobs = told(&terms.generation);
+        Ok(Self {
+            prompt: prompt.into(),
+            embeds: None,
+            images: Arc::default(),
+            files: Vec::new(),
+            terms,
+            max_tokens,
+            repetition: Repetition { choices: 1, bytes: 0, logprobs },
+        })
     }
 
     pub(crate) fn prompt_tokens(&self) -> u32 {
         u32::try_from(self.prompt.len()).unwrap_or(u32::MAX)
     }
 
+    /// Bytes of the answer that repeat the prompt, and what is told of it.
+    pub(crate) fn repeated(&self) -> usize {
+        let Repetition { choices, bytes, logprobs } = self.repetition;
+        let first = self.terms.generation.prompt_logprobs.map_or(0, |tail| tail.first as usize);
+        let tokens = self.prompt.len().saturating_sub(first);
+        choices.saturating_mul(bytes + tokens * logprobs * LOGPROB_JSON)
+    }
+
     /// The largest amount of memory that it may take.
     pub(crate) fn size(&self) -> Size {
-        let Generation { sampling, prompt_logprobs, n, .. } = &self.terms.generation;
+        let Generation { sampling, n, .. } = &self.terms.generation;
         Size {
             prompt: self.prompt.len(),
             max_tokens: self.max_tokens,
             choices: *n as usize,
             candidates: sampling.logprobs.map_or(0, |top| 1 + usize::from(top)),
             allowed: sampling.allowed.as_ref().map_or(0, |ids| ids.len()),
-            told: prompt_logprobs.map_or(0, |tail| 1 + usize::from(tail.most)),
+            told: told(&self.terms.generation),
+            repeated: self.repeated(),
         }
     }
+}
+
+/// Log-probabilities of each token of a prompt.
+fn told(generation: &Generation) -> usize {
+    generation.prompt_logprobs.map_or(0, |tail| 1 + usize::from(tail.most))
 }

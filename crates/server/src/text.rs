@@ -16,7 +16,7 @@ pub(crate) struct RequestText<'a> {
     pool: &'a TextPool,
     /// Kept encodings are shared with requests of the same salt, as blocks are.
     salt: u64,
-    charge: &'a Arc<Charge>,
+    pub(crate) charge: &'a Arc<Charge>,
 }
 
 impl<'a> RequestText<'a> {

@@ -6,6 +6,7 @@ use crate::format::Format;
 use crate::jpeg::Frame;
 use crate::limits::Limits;
 use crate::orientation::Orientation;
+use crate::processing::Processing;
 
 /// The facts about an image at the beginning of its file. They are enough for its grid, without any
 /// pixel.
@@ -68,6 +69,13 @@ impl Header {
     /// The orientation of the stored image.
     pub fn orientation(&self) -> Orientation {
         self.orientation
+    }
+
+    /// The largest number of bytes that the image takes while it is prepared: its decoder, the
+    /// pixels at each step, and the patches.
+    pub fn decoding_bytes(&self, processing: &Processing) -> usize {
+        let turned = self.orientation != Orientation::UPRIGHT;
+        Limits::preparing_bytes(self.size(), turned, processing)
     }
 
     /// Bytes of the image in three bytes a pixel.

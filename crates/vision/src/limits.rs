@@ -1,6 +1,7 @@
 //! The limits on an image.
 
 use crate::error::ImageError;
+use crate::processing::Processing;
 
 /// The limits on an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,6 +29,30 @@ impl Limits {
     /// coefficients.
     pub(crate) fn decoder_bytes(pixels: u64) -> u64 {
         pixels.saturating_mul(16).saturating_add(16 << 20)
+    }
+
+    /// The largest number of bytes that an image within the limits takes while it is prepared.
+    pub fn decoding_bytes(&self, processing: &Processing) -> usize {
+        let side = u32::try_from(self.max_pixels.isqrt() + 1).unwrap_or(u32::MAX);
+        let square = Self::preparing_bytes((side, side), true, processing);
+        // Other shapes are rounded to a few more positions.
+        square.saturating_add(square / 16)
+    }
+
+    /// Bytes of an upright image of this size while it is prepared. A stored one may be `turned`.
+    pub(crate) fn preparing_bytes(
+        (width, height): (u32, u32),
+        turned: bool,
+        processing: &Processing,
+    ) -> usize {
+        let grid = processing.grid(width, height);
+        let (wide, high) = processing.resized(grid);
+        let rgb = |width, height| 3 * u64::from(width) * u64::from(height);
+        let stored = rgb(width, height) * if turned { 2 } else { 1 };
+        let resized = rgb(wide, height).saturating_add(rgb(wide, high));
+        let decoder = Self::decoder_bytes(u64::from(width) * u64::from(height));
+        let all = decoder.saturating_add(stored).saturating_add(resized);
+        usize::try_from(all).unwrap_or(usize::MAX).saturating_add(processing.bytes(grid))
     }
 
     pub(crate) fn check(&self, width: u32, height: u32) -> Result<(), ImageError> {

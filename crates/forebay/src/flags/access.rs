@@ -65,6 +65,14 @@ impl AccessFlags {
             .map(Keys::new)
     }
 
+    /// A warning if clients share what only an operator should do.
+    pub(crate) fn shared_administration(keys: &Keys, admin_keys: &Keys) -> Option<&'static str> {
+        (keys.len() > 1 && admin_keys.is_empty()).then_some(
+            "without --admin-api-key each of the API keys can drain and flush the server, and read \
+             /server_info, /v1/loads and /v1/live",
+        )
+    }
+
     /// The hosts and pages that may use a server. `loopback` is its address if it is bound to
     /// nothing else.
     pub(crate) fn access(&self, loopback: Option<&str>, keys: &Keys) -> Access {
@@ -169,6 +177,17 @@ mod tests {
             assert!(flags(&["--api-key", wrong]).keys().is_err(), "{wrong}");
         }
         assert!(flags(&["--api-key-file", "/dev/null"]).keys().is_err());
+    }
+
+    #[test]
+    fn several_keys_without_an_administrator_are_warned_of() {
+        let warned = |keys: &[&str], admin: &[&str]| {
+            let [keys, admin] = [keys, admin].map(|all| Keys::new(all.iter().copied()));
+            AccessFlags::shared_administration(&keys, &admin).is_some()
+        };
+        assert!(warned(&["a", "b"], &[]));
+        assert!(!warned(&["a", "b"], &["c"]), "they can't");
+        assert!(!warned(&["a"], &[]) && !warned(&[], &[]), "there is one client");
     }
 
     #[test]

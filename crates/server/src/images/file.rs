@@ -11,13 +11,13 @@ use tokio::runtime::Handle;
 
 use super::model::ImageModel;
 use crate::budget::Charge;
-use crate::intake::Intake;
+use crate::intake::{Cost, Intake};
 
 /// Bytes of a buffer that a thread keeps for the next image.
 const KEPT: usize = 32 << 20;
 
 thread_local! {
-    /// An intake thread's preparer of images, and the patches before they are in the arena.
+    /// A thread's preparer of images, and the patches before they are in the arena.
     static WORKSHOP: RefCell<(Preparer, Vec<u8>)> = RefCell::default();
 }
 
@@ -28,7 +28,7 @@ pub(crate) struct ImageFile {
     processing: Processing,
     id: ImageId,
     param: String,
-    _charge: Charge,
+    charge: Charge,
 }
 
 impl fmt::Debug for ImageFile {
@@ -52,7 +52,7 @@ impl ImageFile {
         let header = Header::read(&bytes, limits)?;
         let id = Identity::of(&bytes, &processing);
         let id = ImageId(u128::from_be_bytes(*id.as_bytes()));
-        Ok(Self { bytes, header, processing, id, param, _charge: charge })
+        Ok(Self { bytes, header, processing, id, param, charge })
     }
 
     /// Rows and columns of positions.
@@ -77,6 +77,11 @@ impl ImageFile {
 
     fn patch_bytes(&self) -> usize {
         self.processing.bytes(self.positions())
+    }
+
+    /// The largest amount of memory that its pixels take while they become patches.
+    pub(crate) fn decoding_bytes(&self) -> usize {
+        self.header.decoding_bytes(&self.processing)
     }
 
     /// Decodes the file and writes its patches where the hand reads them.
@@ -122,8 +127,12 @@ impl Picture for Shown {
     fn place(&self, placement: Placement) {
         let (file, intake) = (Arc::clone(&self.file), Arc::clone(&self.intake));
         self.runtime.spawn(async move {
-            let bytes = file.patch_bytes();
-            let placed = intake.place_patches(bytes, move |payload| file.write(payload)).await;
+            let (client, bytes) = (file.charge.client(), file.patch_bytes());
+            // Time goes by pixels, as memory does.
+            let memory = file.decoding_bytes();
+            let cost = Cost { time: memory as u64, memory };
+            let write = move |payload: &dyn Payload| file.write(payload);
+            let placed = intake.place_patches(client, bytes, cost, write).await;
             placement.done(placed);
         });
     }

@@ -1,9 +1,9 @@
 //! Images of requests: from URLs to positions of the prompt, and to patches in the arena if the
 //! engine needs them.
 //!
-//! The intake threads do the long work: base64, hashes, pixels. A request is submitted when the
-//! headers of its images are read. Pixels are decoded only if the scheduler has the image nowhere.
-//! So an image that was seen before costs neither patches nor tower.
+//! The intake threads read base64 and hashes. A request is submitted when the headers of its images
+//! are read. Pixels are decoded only if the scheduler has the image nowhere, on threads of their
+//! own. So an image that was seen before costs neither patches nor tower.
 
 mod file;
 pub(crate) mod model;
@@ -24,7 +24,8 @@ pub(crate) use prompt::{SeenPrompt, spread};
 use crate::budget::Charge;
 use crate::state::Shared;
 
-/// Reads the files of a conversation's images, and their headers.
+/// Reads the files of a conversation's images, and their headers. The client of `charge` is charged
+/// for them.
 ///
 /// # Errors
 /// An image is invalid, too large, or not available. The error names the part of the first.
@@ -32,14 +33,16 @@ pub(crate) async fn read(
     state: &Shared,
     parts: Vec<ImagePart>,
     limits: Limits,
+    charge: &Charge,
 ) -> Result<Vec<Arc<ImageFile>>, ApiError> {
     let Some(model) = state.model.images.filter(|_| !parts.is_empty()) else {
         return Ok(Vec::new());
     };
     let mut reading = JoinSet::new();
     for (index, part) in parts.into_iter().enumerate() {
-        let state = Arc::clone(state);
-        reading.spawn(async move { (index, read_one(&state, model, part).await) });
+        // A file is charged until its request has ended: the device may have to be given it again.
+        let (state, charge) = (Arc::clone(state), charge.beside());
+        reading.spawn(async move { (index, read_one(&state, model, part, charge).await) });
     }
     let mut read = reading.join_all().await;
     // Of several that are wrong the first is named.
@@ -56,6 +59,15 @@ pub(crate) async fn read(
             );
             return Err(ApiError::invalid(param, reason));
         }
+        let (bytes, most) = (file.decoding_bytes(), state.intake.pixel_bytes());
+        if bytes > most {
+            let param = file.param();
+            let reason = format!(
+                "`{param}`: the image takes up to {bytes} bytes to decode, and {most} are set aside \
+                 for that: --max-request-bytes-in-flight makes that more"
+            );
+            return Err(ApiError::invalid(param, reason));
+        }
     }
     Ok(files)
 }
@@ -64,15 +76,16 @@ async fn read_one(
     state: &Shared,
     model: ImageModel,
     part: ImagePart,
+    charge: Charge,
 ) -> Result<Arc<ImageFile>, ApiError> {
     let ImagePart { param, url } = part;
-    // A file is charged until its request has ended: the device may have to be given it again.
-    let charge = state.budget.open();
+    let client = charge.client();
     let told = |error: ImageError| image_error(&param, &error);
     let fetched = match DataUrl::parse(&url).map_err(told)? {
         Some(_) => None,
         None => Some(fetch(state, &param, &url, &charge).await?),
     };
+    let bytes = fetched.as_ref().map_or(url.len(), Bytes::len);
     let work = move || {
         let told = |error: ImageError| image_error(&param, &error);
         let bytes = match (fetched, DataUrl::parse(&url).map_err(told)?) {
@@ -86,17 +99,29 @@ async fn read_one(
         charge.set(bytes.len())?;
         ImageFile::new(bytes, &model, param.clone(), charge).map_err(told)
     };
-    let file = state.intake.read(work).await?;
+    let file = state.intake.read(client, bytes, work).await?;
     Ok(Arc::new(file))
 }
 
-/// The file of the network, or of this machine, that the image in `param` is. How large it is shows
-/// only in the end, so the most is charged.
+/// The file of the network, or of this machine, that the image in `param` is. It is charged as it
+/// comes.
 async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Result<Bytes, ApiError> {
     let refused = |error: FetchError| ApiError::invalid(param, format!("`{param}`: {error}"));
     let fetcher = state.model.fetcher.as_ref().ok_or(FetchError::Off).map_err(refused)?;
-    charge.set(fetcher.max_bytes())?;
-    fetcher.fetch(url).await.map_err(refused)
+    let _permit = state.intake.fetches().take(charge.client()).await;
+    let mut full = None;
+    let room = |bytes| match charge.at_least(bytes) {
+        Ok(()) => true,
+        Err(error) => {
+            full = Some(error);
+            false
+        }
+    };
+    let file = fetcher.fetch(url, room).await;
+    match full {
+        Some(error) => Err(error),
+        None => file.map_err(refused),
+    }
 }
 
 /// The error for a client about the image in `param`.

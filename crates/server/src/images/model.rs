@@ -14,3 +14,13 @@ pub struct ImageModel {
     /// The limits of one image.
     pub limits: forebay_vision::Limits,
 }
+
+impl ImageModel {
+    /// Bytes to set aside for `threads` threads that decode images, of all bytes of requests. It is
+    /// enough for the largest images, or half of all.
+    #[must_use]
+    pub fn decoding_bytes(&self, threads: usize, of_requests: usize) -> usize {
+        let largest = self.limits.decoding_bytes(&self.processing);
+        largest.saturating_mul(threads.max(1)).min(of_requests / 2)
+    }
+}

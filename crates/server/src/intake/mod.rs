@@ -5,6 +5,9 @@
 //! first waits in line for room there (`room`). Then the intake threads convert the data and write
 //! it there, once. Only then is the request submitted. If the client goes away, its room is given
 //! back, at any point of this way.
+//!
+//! Pixels have threads of their own. An image of a few KB can take seconds, and nothing else waits
+//! for it. Everywhere clients take turns.
 
 pub(crate) mod body;
 mod room;
@@ -18,20 +21,27 @@ use forebay_api::limits::{Limited, Weight};
 use forebay_api::{ApiError, EmbeddedPrompt, parse_request};
 use forebay_engine::{Dtype, Embeds, Payload, Payloads, PictureError, Placed};
 use serde::de::DeserializeOwned;
-use tokio::sync::Semaphore;
 
 use crate::budget::Charge;
+use crate::client::ClientId;
 use crate::engine::Engine;
 use crate::guard::Guard;
+use crate::line::Line;
 use body::{BodyLimit, Pieces};
 use room::Room;
 use turns::Turns;
+pub(crate) use workers::Cost;
 use workers::Workers;
 
 /// Bytes from which on parsing takes many times as long as a change of thread.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
+/// Files that are fetched from elsewhere at a time, and those of them that are one client's.
+const FETCHES: usize = 256;
+const FETCHES_EACH: usize = 16;
+
 /// The threads of the intake.
+#[derive(Clone)]
 pub enum IntakeMode {
     /// This many threads of its own.
     Threads(usize),
@@ -42,8 +52,13 @@ pub enum IntakeMode {
 /// The intake: it parses large bodies and writes payloads into memory that the hand reads.
 pub struct Intake {
     workers: Workers,
+    /// The threads that decode images; `None`: the model takes none.
+    pixels: Option<Workers>,
+    /// Bytes that decoding may take at a time.
+    pixel_bytes: usize,
     room: Room,
     turns: Turns,
+    fetches: Arc<Line>,
 }
 
 /// Counts of waiting requests, and of bytes in the arena.
@@ -61,7 +76,8 @@ pub(crate) struct IntakeStats {
 
 impl Intake {
     /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most
-    /// `queue` requests wait for room in `payloads`.
+    /// `queue` requests wait for room in `payloads`. As many threads again decode images. They take
+    /// at most `pixel_bytes` of memory at a time; with 0 there are none.
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -69,24 +85,39 @@ impl Intake {
         mode: IntakeMode,
         payloads: Arc<dyn Payloads>,
         queue: usize,
+        pixel_bytes: usize,
         guard: &Guard,
     ) -> io::Result<Self> {
-        let queue = queue.min(Semaphore::MAX_PERMITS);
         // As many large bodies are read at a time as are parsed.
         let turns = match &mode {
             IntakeMode::Threads(count) => (*count).max(1),
             IntakeMode::Engine(_) => 1,
         };
+        let pixels = (pixel_bytes > 0)
+            .then(|| Workers::start(mode.clone(), "image", queue, pixel_bytes, guard));
         Ok(Self {
-            workers: Workers::start(mode, queue, guard)?,
+            workers: Workers::start(mode, "intake", queue, usize::MAX, guard)?,
+            pixels: pixels.transpose()?,
+            pixel_bytes,
             room: Room::new(payloads, queue),
             turns: Turns::new(turns),
+            fetches: Line::new(FETCHES, FETCHES_EACH),
         })
     }
 
     /// The turns of clients that may read a large body now.
     pub(crate) fn turns(&self) -> &Turns {
         &self.turns
+    }
+
+    /// The permits to fetch a file from elsewhere.
+    pub(crate) fn fetches(&self) -> &Arc<Line> {
+        &self.fetches
+    }
+
+    /// Bytes that are set aside for decoding images.
+    pub(crate) fn pixel_bytes(&self) -> usize {
+        self.pixel_bytes
     }
 
     /// This moment.
@@ -114,46 +145,55 @@ impl Intake {
         }
         // Whoever leaves meanwhile leaves the body, and what was charged for it.
         let charge = Arc::clone(charge);
-        self.workers.begin(move || parse_body(body, limit, &charge)).await
+        let (client, cost) = (charge.client(), Cost { time: body.len() as u64, memory: 0 });
+        self.workers.begin(client, cost, move || parse_body(body, limit, &charge)).await
     }
 
-    /// Runs `work` on an intake thread, for long reads of parts of a request.
+    /// Runs `work` on `bytes` bytes on an intake thread, for long reads of parts of a request of
+    /// `client`.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
+        client: ClientId,
+        bytes: usize,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
-        self.workers.begin(work).await
+        self.workers.begin(client, Cost { time: bytes as u64, memory: 0 }, work).await
     }
 
-    /// Has `write` put so many bytes of patches where the hand reads them.
+    /// Has `write` put so many bytes of patches of an image of `client` where the hand reads them,
+    /// on a thread for images.
     ///
     /// # Errors
     /// There will never be room, too many wait for it, or `write` fails.
     pub(crate) async fn place_patches(
         &self,
+        client: ClientId,
         bytes: usize,
+        cost: Cost,
         write: impl FnOnce(&dyn Payload) -> Result<(), PictureError> + Send + 'static,
     ) -> Placed {
         let failed = |error: ApiError| PictureError::Failed(error.to_string());
-        let payload = self.room.take(bytes, "messages").await.map_err(failed)?;
+        let payload = self.room.take(client, bytes, "messages").await.map_err(failed)?;
         let payload: Arc<dyn Payload> = payload.into();
         let work = move || Ok(write(&*payload).map(|()| payload));
-        self.workers.go_on(work).await.map_err(failed)?
+        let workers = self.pixels.as_ref().unwrap_or(&self.workers);
+        workers.run(Some(client), cost, work).await.map_err(failed)?
     }
 
-    /// Puts the embeddings of a request's prompts, from `param`, into the memory that the hand
+    /// Puts the embeddings of prompts of `client`, from `param`, into the memory that the hand
     /// reads. Gives the number of positions and the place of each.
     ///
     /// # Errors
     /// There will never be room, too many requests wait for room, or an element is not finite.
     pub(crate) async fn place(
         &self,
+        client: ClientId,
         prompts: Vec<EmbeddedPrompt>,
         dtype: Dtype,
         param: &'static str,
     ) -> Result<Vec<(u32, Embeds)>, ApiError> {
         let bytes = prompts.iter().map(|prompt| prompt.bytes(dtype)).sum();
-        let payload: Arc<dyn Payload> = self.room.take(bytes, param).await?.into();
+        let payload: Arc<dyn Payload> = self.room.take(client, bytes, param).await?.into();
         let write = move || -> Result<Vec<(u32, Embeds)>, ApiError> {
             let mut at = 0;
             let mut placed = Vec::with_capacity(prompts.len());
@@ -196,5 +236,54 @@ fn no_memory(error: io::Error) -> ApiError {
     ApiError::Internal {
         reason: format!("the arena could not be written: {error}"),
         code: Some("arena_write"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use room::tests::memory;
+
+    const A: ClientId = ClientId(1);
+    const B: ClientId = ClientId(2);
+
+    /// Images of one client hold up neither the reading of others nor an image of another client.
+    #[tokio::test]
+    async fn pixels_hold_up_nothing_else_and_clients_take_turns() {
+        let mode = IntakeMode::Threads(1);
+        let intake =
+            Arc::new(Intake::start(mode, memory(), 100, 1 << 30, &Guard::default()).unwrap());
+        let cost = |pixels: u64| Cost { time: pixels, memory: pixels as usize };
+        let (release, held) = mpsc::channel::<()>();
+        let (note, order) = mpsc::channel();
+        let image = |client, pixels, work: Box<dyn FnOnce() + Send>| {
+            let (intake, note) = (Arc::clone(&intake), note.clone());
+            tokio::spawn(async move {
+                let write = move |_: &dyn Payload| {
+                    work();
+                    note.send(client).unwrap();
+                    Ok(())
+                };
+                intake.place_patches(client, 1, cost(pixels), write).await.map(drop)
+            })
+        };
+        let mut images = vec![image(A, 49_000_000, Box::new(move || held.recv().unwrap()))];
+        images.extend((1..24).map(|_| image(A, 49_000_000, Box::new(|| ()))));
+        images.push(image(B, 4096, Box::new(|| ())));
+        while intake.pixels.as_ref().unwrap().queued() < 24 {
+            tokio::task::yield_now().await;
+        }
+        // The thread for images is held, and bodies are read all the same.
+        assert_eq!(intake.read(B, 64 << 10, || Ok(7)).await, Ok(7));
+        release.send(()).unwrap();
+        for image in images {
+            image.await.unwrap().unwrap();
+        }
+        drop(note);
+        let order: Vec<ClientId> = order.iter().collect();
+        let place = order.iter().position(|&client| client == B).unwrap();
+        assert!(place <= 2, "after {place} images of another client");
     }
 }

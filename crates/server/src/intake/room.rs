@@ -1,19 +1,23 @@
-//! The line of requests that wait for room in the arena.
+//! The line of requests that wait for room in the arena, in which clients take turns.
 
 use std::sync::Arc;
 
 use forebay_api::ApiError;
-use forebay_engine::{Payload, Payloads};
-use tokio::sync::{Mutex, Notify, Semaphore};
+use forebay_engine::{Holdings, Payload, Payloads, Shares};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
 
-/// Room in the arena, given in the order of the requests. A small request does not overtake a large
-/// one, which would never get any.
+use crate::client::ClientId;
+use crate::line::Line;
+
+/// Room in the arena, given by turns of the clients. A small request does not overtake a large one
+/// whose turn it is, which would never get any.
 pub(crate) struct Room {
     payloads: Arc<dyn Payloads>,
     freed: Arc<Notify>,
     /// Held by the first request in line.
-    turn: Mutex<()>,
-    places: Semaphore,
+    turn: Arc<Line>,
+    waiting: Mutex<Holdings>,
     limit: usize,
 }
 
@@ -24,12 +28,12 @@ impl Room {
         let told = Arc::clone(&freed);
         // Only the first in line listens. If it is between two looks, the notice is kept for it.
         payloads.on_freed(Box::new(move || told.notify_one()));
-        Self { payloads, freed, turn: Mutex::new(()), places: Semaphore::new(limit), limit }
+        Self { payloads, freed, turn: Line::new(1, 1), waiting: Mutex::default(), limit }
     }
 
     /// The number of requests in line, those included that are about to get their room.
     pub(crate) fn in_line(&self) -> usize {
-        self.limit - self.places.available_permits()
+        self.waiting.lock().all()
     }
 
     /// Reserved bytes of the arena.
@@ -37,10 +41,11 @@ impl Room {
         self.payloads.used()
     }
 
-    /// Waits for room for `bytes` bytes, all at once: who has some and waited for more could wait
-    /// for ever. Dropping the future leaves the line.
+    /// Waits for room for `bytes` bytes of `client`, all at once: who has some and waited for more
+    /// could wait for ever. Dropping the future leaves the line.
     pub(crate) async fn take(
         &self,
+        client: ClientId,
         bytes: usize,
         param: &'static str,
     ) -> Result<Box<dyn Payload>, ApiError> {
@@ -48,11 +53,16 @@ impl Room {
         if bytes > limit {
             return Err(ApiError::PayloadTooLarge { param, bytes, limit });
         }
-        let _place = self.places.try_acquire().map_err(|_| {
-            let reason = format!("{} requests wait for room in the arena", self.limit);
-            ApiError::Overloaded { reason }
-        })?;
-        let _turn = self.turn.lock().await;
+        if !self.waiting.lock().take(client.0, 1, Shares::of_places(self.limit)) {
+            let reason = format!(
+                "{} requests wait for room in the arena, {} at most and half of them one client's",
+                self.in_line(),
+                self.limit
+            );
+            return Err(ApiError::Overloaded { reason });
+        }
+        let _place = Place { room: self, client };
+        let _turn = self.turn.take(client).await;
         loop {
             if let Some(payload) = self.payloads.reserve(bytes) {
                 return Ok(payload);
@@ -62,8 +72,20 @@ impl Room {
     }
 }
 
+/// A place in the line.
+struct Place<'a> {
+    room: &'a Room,
+    client: ClientId,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.room.waiting.lock().give_back(self.client.0, 1);
+    }
+}
+
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::future::Future;
     use std::io;
     use std::pin::{Pin, pin};
@@ -71,6 +93,9 @@ mod tests {
     use std::task::{Context, Poll, Waker};
 
     use super::*;
+
+    const ONE: ClientId = ClientId(1);
+    const OTHER: ClientId = ClientId(2);
 
     /// A number of bytes, wherever they are.
     #[derive(Clone, Default)]
@@ -126,10 +151,15 @@ mod tests {
         }
     }
 
-    fn room(limit: usize) -> Room {
+    /// Memory with room for 100 bytes.
+    pub(in crate::intake) fn memory() -> Arc<dyn Payloads> {
         let bytes = Bytes::default();
         bytes.free.store(100, Ordering::SeqCst);
-        Room::new(Arc::new(bytes), limit)
+        Arc::new(bytes)
+    }
+
+    fn room(limit: usize) -> Room {
+        Room::new(memory(), limit)
     }
 
     fn poll<F: Future>(future: Pin<&mut F>) -> Poll<F::Output> {
@@ -149,10 +179,10 @@ mod tests {
     #[test]
     fn nobody_overtakes_and_whoever_leaves_makes_room_in_the_line() {
         let room = room(10);
-        let first = got(pin!(room.take(60, "p")));
-        let mut large = Box::pin(room.take(90, "p"));
-        let mut small = Box::pin(room.take(30, "p"));
-        let mut last = Box::pin(room.take(20, "p"));
+        let first = got(pin!(room.take(ONE, 60, "p")));
+        let mut large = Box::pin(room.take(ONE, 90, "p"));
+        let mut small = Box::pin(room.take(ONE, 30, "p"));
+        let mut last = Box::pin(room.take(ONE, 20, "p"));
         assert!(poll(large.as_mut()).is_pending());
         assert!(poll(small.as_mut()).is_pending(), "it would fit, but it is not its turn");
         assert!(poll(last.as_mut()).is_pending());
@@ -164,18 +194,36 @@ mod tests {
         let last = got(last.as_mut());
         assert_eq!(room.in_line(), 0);
         drop((small, last));
-        got(pin!(room.take(100, "p")));
+        got(pin!(room.take(ONE, 100, "p")));
+    }
+
+    #[test]
+    fn clients_take_turns_and_share_the_line() {
+        let room = room(8);
+        let all = got(pin!(room.take(ONE, 100, "p")));
+        let mut many: Vec<_> = (0..8).map(|_| Box::pin(room.take(ONE, 100, "p"))).collect();
+        assert!(many.iter_mut().all(|one| poll(one.as_mut()).is_pending()));
+        assert!(matches!(poll(pin!(room.take(ONE, 1, "p"))), Poll::Ready(Err(_))), "it is full");
+        let mut other = Box::pin(room.take(OTHER, 100, "p"));
+        assert!(poll(other.as_mut()).is_pending(), "but not for another client");
+        drop(all);
+        drop(got(many[0].as_mut()));
+        drop(got(many[1].as_mut()));
+        assert!(poll(many[2].as_mut()).is_pending(), "it is the other client's turn");
+        drop(got(other.as_mut()));
+        assert_eq!(room.in_line(), 6);
+        drop(got(many[2].as_mut()));
     }
 
     #[test]
     fn room_that_came_back_between_two_looks_is_not_missed() {
         let room = room(10);
-        let first = got(pin!(room.take(100, "p")));
-        let mut second = Box::pin(room.take(100, "p"));
+        let first = got(pin!(room.take(ONE, 100, "p")));
+        let mut second = Box::pin(room.take(ONE, 100, "p"));
         // The notice comes when nobody listens.
         drop(first);
         let second = got(second.as_mut());
-        let mut third = Box::pin(room.take(50, "p"));
+        let mut third = Box::pin(room.take(ONE, 50, "p"));
         assert!(poll(third.as_mut()).is_pending());
         drop(second);
         got(third.as_mut());
@@ -184,14 +232,14 @@ mod tests {
     #[test]
     fn the_line_is_bounded() {
         let room = room(2);
-        let all = got(pin!(room.take(100, "p")));
-        let mut waiting = [Box::pin(room.take(1, "p")), Box::pin(room.take(1, "p"))];
+        let all = got(pin!(room.take(ONE, 100, "p")));
+        let mut waiting = [Box::pin(room.take(ONE, 1, "p")), Box::pin(room.take(ONE, 1, "p"))];
         for one in &mut waiting {
             assert!(poll(one.as_mut()).is_pending());
         }
-        let refused = poll(pin!(room.take(1, "p")));
+        let refused = poll(pin!(room.take(ONE, 1, "p")));
         assert!(matches!(refused, Poll::Ready(Err(ApiError::Overloaded { .. }))));
-        let never = poll(pin!(room.take(101, "p")));
+        let never = poll(pin!(room.take(ONE, 101, "p")));
         let expected = ApiError::PayloadTooLarge { param: "p", bytes: 101, limit: 100 };
         assert!(matches!(never, Poll::Ready(Err(error)) if error == expected));
         drop(all);

@@ -4,15 +4,13 @@
 //! are shorter. So a fast client never waits for a slow one. Turns go to clients, not to bodies. A
 //! client with forty bodies waits for one turn of each other client between two of its own.
 
-use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
-use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::client::ClientId;
+use crate::line::{Line, Permit};
 
 /// Bytes a second that have to arrive during a turn.
 const RATE: u64 = 10_000_000;
@@ -48,44 +46,17 @@ impl Pace {
     }
 }
 
-/// Turns of one pace.
-#[derive(Debug, Default)]
-struct Lane {
-    free: usize,
-    /// Turns that were given, ever.
-    given: u64,
-    /// Clients that wait, in the order of their turns.
-    order: VecDeque<ClientId>,
-    waiting: HashMap<ClientId, VecDeque<oneshot::Sender<Turn>>>,
-}
-
-impl Lane {
-    /// Whoever is next; the client's other bodies go behind all other clients'.
-    fn next(&mut self) -> Option<oneshot::Sender<Turn>> {
-        let client = self.order.pop_front()?;
-        let bodies = self.waiting.get_mut(&client)?;
-        let next = bodies.pop_front();
-        if bodies.is_empty() {
-            self.waiting.remove(&client);
-        } else {
-            self.order.push_back(client);
-        }
-        next
-    }
-}
-
 /// The turns of both paces.
 #[derive(Debug)]
 pub(crate) struct Turns {
-    steady: Arc<Mutex<Lane>>,
-    slow: Arc<Mutex<Lane>>,
+    steady: Arc<Line>,
+    slow: Arc<Line>,
 }
 
 /// The right to send, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Turn {
-    /// The lane of the turn; `None` for a turn that was not taken.
-    lane: Option<Arc<Mutex<Lane>>>,
+    _permit: Permit,
     pace: Pace,
     began: Instant,
     window: Instant,
@@ -95,53 +66,31 @@ pub(crate) struct Turn {
 impl Turns {
     /// `count` steady bodies at a time, and one slow one.
     pub(crate) fn new(count: usize) -> Self {
-        let lane = |free| Arc::new(Mutex::new(Lane { free, ..Lane::default() }));
-        Self { steady: lane(count.max(1)), slow: lane(1) }
-    }
-
-    fn lane(&self, pace: Pace) -> &Arc<Mutex<Lane>> {
-        match pace {
-            Pace::Steady => &self.steady,
-            Pace::Slow => &self.slow,
-        }
+        let count = count.max(1);
+        Self { steady: Line::new(count, count), slow: Line::new(1, 1) }
     }
 
     /// Waits for a turn of `client`. Dropping the future gives it up.
     pub(crate) async fn take(&self, client: ClientId, pace: Pace) -> Turn {
-        let lane = self.lane(pace);
-        let waiting = {
-            let mut inside = lane.lock();
-            if inside.free > 0 {
-                inside.free -= 1;
-                inside.given += 1;
-                return Turn::new(Some(Arc::clone(lane)), pace);
-            }
-            let (sender, waiting) = oneshot::channel();
-            let bodies = inside.waiting.entry(client).or_default();
-            bodies.push_back(sender);
-            if bodies.len() == 1 {
-                inside.order.push_back(client);
-            }
-            waiting
+        let line = match pace {
+            Pace::Steady => &self.steady,
+            Pace::Slow => &self.slow,
         };
-        match waiting.await {
-            // It begins when it is taken, not when it was given.
-            Ok(turn) => turn.restarted(),
-            // Lanes live as long as their turns; without them, nobody has to wait.
-            Err(_) => Turn::new(None, pace),
-        }
+        let permit = line.take(client).await;
+        let now = Instant::now();
+        Turn { _permit: permit, pace, began: now, window: now, arrived: 0 }
     }
 
     /// Turns that were given, of either pace.
     #[cfg(test)]
     pub(crate) fn given(&self) -> u64 {
-        self.steady.lock().given + self.slow.lock().given
+        self.steady.given() + self.slow.given()
     }
 
     /// The number of free steady turns.
     #[cfg(test)]
     pub(crate) fn free(&self) -> usize {
-        self.steady.lock().free
+        self.steady.free()
     }
 }
 
@@ -156,17 +105,6 @@ pub(crate) enum Verdict {
 }
 
 impl Turn {
-    fn new(lane: Option<Arc<Mutex<Lane>>>, pace: Pace) -> Self {
-        let now = Instant::now();
-        Self { lane, pace, began: now, window: now, arrived: 0 }
-    }
-
-    fn restarted(mut self) -> Self {
-        let now = Instant::now();
-        (self.began, self.window) = (now, now);
-        self
-    }
-
     /// The time at which the turn is lost, unless bytes arrive before.
     pub(crate) fn deadline(&self) -> Instant {
         (Instant::now() + PATIENCE).min(self.window + self.pace.window())
@@ -186,22 +124,5 @@ impl Turn {
         } else {
             Verdict::GoesOn
         }
-    }
-}
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        let Some(lane) = self.lane.take() else { return };
-        let mut inside = lane.lock();
-        while let Some(next) = inside.next() {
-            inside.given += 1;
-            match next.send(Self::new(Some(Arc::clone(&lane)), self.pace)) {
-                Ok(()) => return,
-                // It has left the line.
-                Err(mut unwanted) => unwanted.lane = None,
-            }
-            inside.given -= 1;
-        }
-        inside.free += 1;
     }
 }

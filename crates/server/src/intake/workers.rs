@@ -1,15 +1,21 @@
-//! The threads for the work of large requests.
+//! Threads for the work of requests.
+//!
+//! Work of requests that have begun goes first. The rest goes by turns of the clients, and each
+//! piece counts with its estimated cost. So a client with much work waits behind one with little.
 
+use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use crossbeam_channel::{Receiver, Sender, select_biased, unbounded};
 use forebay_api::ApiError;
-use tokio::sync::{Semaphore, oneshot};
+use forebay_engine::{FairQueue, Holdings, Shares};
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::oneshot;
 
 use super::IntakeMode;
+use crate::client::ClientId;
 use crate::engine::Engine;
 use crate::guard::Guard;
 
@@ -17,69 +23,149 @@ use crate::guard::Guard;
 /// the ones that wait.
 const NICENESS: i32 = 10;
 
-type Job = Box<dyn FnOnce() + Send>;
+type Work = Box<dyn FnOnce() + Send>;
+
+/// The estimated cost of a piece of work.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Cost {
+    /// Units that only compare with those of the same threads, such as bytes that are read.
+    pub(crate) time: u64,
+    /// Bytes of memory while it runs, where the threads have a bound of it.
+    pub(crate) memory: usize,
+}
+
+struct Job {
+    work: Work,
+    memory: usize,
+}
 
 /// See the module.
 pub(crate) struct Workers {
     lanes: Lanes,
     threads: Vec<JoinHandle<()>>,
-    /// The places of requests that begin. Requests that have begun are never more than the arena
-    /// has room for.
-    places: Arc<Semaphore>,
+    /// The requests that wait to begin. Requests that have begun are never more than the arena has
+    /// room for.
+    waiting: Arc<Mutex<Holdings>>,
+    /// The bound of these.
     queue: usize,
 }
 
-#[derive(Clone, Copy)]
-enum Lane {
-    /// The lane of requests that have room in the arena. They go first, because others wait for
-    /// that room.
-    Begun,
-    New,
+enum Lanes {
+    Threads(Arc<Lane>),
+    Engine(Arc<dyn Engine>),
 }
 
-enum Lanes {
-    Threads { begun: Sender<Job>, new: Sender<Job> },
-    Engine(Arc<dyn Engine>),
-    Closed,
+/// The work that waits for a thread.
+#[derive(Default)]
+struct Lane {
+    jobs: Mutex<Jobs>,
+    /// There is work that may be done, or no more will come.
+    news: Condvar,
+}
+
+#[derive(Default)]
+struct Jobs {
+    /// Work of requests that have room in the arena. It goes first, because others wait for that
+    /// room.
+    begun: VecDeque<Job>,
+    new: FairQueue<Job>,
+    arrivals: i64,
+    /// Bytes that running work may take, and those of them that are free.
+    most: usize,
+    memory: usize,
+    closed: bool,
+}
+
+impl Jobs {
+    fn new(memory: usize) -> Self {
+        Self { most: memory, memory, ..Self::default() }
+    }
+
+    /// The next piece of work, if there is memory for it. What does not fit now keeps its turn.
+    fn next(&mut self) -> Option<Job> {
+        let next = self.begun.front().or_else(|| self.new.first())?;
+        self.memory = self.memory.checked_sub(next.memory)?;
+        self.begun.pop_front().or_else(|| self.new.pop(|_| true).map(|(_, job)| job))
+    }
+
+    fn is_empty(&self) -> bool {
+        self.begun.is_empty() && self.new.is_empty()
+    }
+}
+
+/// A place among the requests that wait to begin.
+struct Place {
+    waiting: Arc<Mutex<Holdings>>,
+    client: ClientId,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.waiting.lock().give_back(self.client.0, 1);
+    }
 }
 
 impl Workers {
-    pub(crate) fn start(mode: IntakeMode, queue: usize, guard: &Guard) -> io::Result<Self> {
+    /// Starts threads whose names begin with `name`. Their work takes at most `memory` bytes at a
+    /// time, as far as its cost says.
+    pub(crate) fn start(
+        mode: IntakeMode,
+        name: &str,
+        queue: usize,
+        memory: usize,
+        guard: &Guard,
+    ) -> io::Result<Self> {
         let mut threads = Vec::new();
         let lanes = match mode {
             IntakeMode::Engine(engine) => Lanes::Engine(engine),
             IntakeMode::Threads(count) => {
-                let ((begun, first), (new, second)) = (unbounded(), unbounded());
+                let lane =
+                    Arc::new(Lane { jobs: Mutex::new(Jobs::new(memory)), ..Lane::default() });
                 for index in 0..count.max(1) {
-                    let (first, second) = (first.clone(), second.clone());
-                    let name = format!("intake-{index}");
-                    threads.push(guard.spawn(name, move || work(&first, &second))?);
+                    let worker = Worker(Arc::clone(&lane));
+                    let name = format!("{name}-{index}");
+                    threads.push(guard.spawn(name, move || work(&worker.0))?);
                 }
-                Lanes::Threads { begun, new }
+                Lanes::Threads(lane)
             }
         };
-        Ok(Self { lanes, threads, places: Arc::new(Semaphore::new(queue)), queue })
+        Ok(Self { lanes, threads, waiting: Arc::default(), queue })
     }
 
     /// The number of requests that have not begun.
     pub(crate) fn waiting(&self) -> usize {
-        self.queue - self.places.available_permits()
+        self.waiting.lock().all()
     }
 
-    /// The first work of a request, if there is a place in the queue.
+    /// Pieces of work that wait for a thread.
+    #[cfg(test)]
+    pub(super) fn queued(&self) -> usize {
+        let Lanes::Threads(lane) = &self.lanes else { return 0 };
+        let jobs = lane.jobs.lock();
+        jobs.begun.len() + jobs.new.upcoming().count()
+    }
+
+    /// The first work of a request of `client`, if there is a place in the queue.
     pub(crate) async fn begin<T: Send + 'static>(
         &self,
+        client: ClientId,
+        cost: Cost,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| {
-            let reason = format!("{} large requests wait to be read", self.queue);
-            ApiError::Overloaded { reason }
-        })?;
+        if !self.waiting.lock().take(client.0, 1, Shares::of_places(self.queue)) {
+            let reason = format!(
+                "{} large requests wait to be read, {} at most and half of them one client's",
+                self.waiting(),
+                self.queue
+            );
+            return Err(ApiError::Overloaded { reason });
+        }
+        let place = Place { waiting: Arc::clone(&self.waiting), client };
         let work = move || {
             drop(place);
             work()
         };
-        self.run(Lane::New, work).await
+        self.run(Some(client), cost, work).await
     }
 
     /// More work of a request that has room in the arena.
@@ -87,17 +173,19 @@ impl Workers {
         &self,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
-        self.run(Lane::Begun, work).await
+        self.run(None, Cost::default(), work).await
     }
 
-    /// Dropping the future cancels work that has not been started.
-    async fn run<T: Send + 'static>(
+    /// Work that takes its client's turn. Without a client it goes first. Dropping the future
+    /// cancels work that has not been started.
+    pub(crate) async fn run<T: Send + 'static>(
         &self,
-        lane: Lane,
+        client: Option<ClientId>,
+        cost: Cost,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         let (reply, answer) = oneshot::channel();
-        let job: Job = Box::new(move || {
+        let work: Work = Box::new(move || {
             if reply.is_closed() {
                 return;
             }
@@ -109,16 +197,8 @@ impl Workers {
             let _ = reply.send(result);
         });
         match &self.lanes {
-            Lanes::Threads { begun, new } => {
-                let to = match lane {
-                    Lane::Begun => begun,
-                    Lane::New => new,
-                };
-                // Threads end when the lanes are closed, and they are open.
-                let _ = to.send(job);
-            }
-            Lanes::Engine(engine) => engine.run(job),
-            Lanes::Closed => {}
+            Lanes::Threads(lane) => lane.push(client, cost, work),
+            Lanes::Engine(engine) => engine.run(work),
         }
         answer.await.unwrap_or(Err(ApiError::Draining))
     }
@@ -126,7 +206,10 @@ impl Workers {
 
 impl Drop for Workers {
     fn drop(&mut self) {
-        self.lanes = Lanes::Closed;
+        if let Lanes::Threads(lane) = &self.lanes {
+            lane.jobs.lock().closed = true;
+            lane.news.notify_all();
+        }
         for thread in self.threads.drain(..) {
             // Jobs catch their panics, so there is nothing to learn from how it ended.
             let _ = thread.join();
@@ -134,37 +217,188 @@ impl Drop for Workers {
     }
 }
 
-fn work(begun: &Receiver<Job>, new: &Receiver<Job>) {
+impl Lane {
+    fn push(&self, client: Option<ClientId>, cost: Cost, work: Work) {
+        let mut jobs = self.jobs.lock();
+        if jobs.closed {
+            return;
+        }
+        // What needs more than all of it runs alone.
+        let job = Job { work, memory: cost.memory.min(jobs.most) };
+        match client {
+            None => jobs.begun.push_back(job),
+            Some(client) => {
+                jobs.arrivals += 1;
+                let arrival = jobs.arrivals;
+                jobs.new.insert(client.0, arrival, cost.time, job);
+            }
+        }
+        self.news.notify_one();
+    }
+
+    /// Waits for work; `None`: there is none, and no more will come.
+    fn next(&self) -> Option<Job> {
+        let mut jobs = self.jobs.lock();
+        loop {
+            if let Some(job) = jobs.next() {
+                return Some(job);
+            }
+            if jobs.closed && jobs.is_empty() {
+                return None;
+            }
+            self.news.wait(&mut jobs);
+        }
+    }
+
+    fn done(&self, memory: usize) {
+        if memory > 0 {
+            self.jobs.lock().memory += memory;
+            // The next one may need the memory of several.
+            self.news.notify_all();
+        }
+    }
+}
+
+/// A thread's end of its lane. Without the thread no work is done, so nobody is to wait for it.
+struct Worker(Arc<Lane>);
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let mut jobs = self.0.jobs.lock();
+        jobs.closed = true;
+        // What it owns is dropped without the lock.
+        let left = (std::mem::take(&mut jobs.begun), std::mem::take(&mut jobs.new));
+        drop(jobs);
+        drop(left);
+    }
+}
+
+fn work(lane: &Lane) {
     // Everybody may stand back, but where it is refused there is nothing else to be done.
     let _ = rustix::process::nice(NICENESS);
-    loop {
-        let job = select_biased! {
-            recv(begun) -> job => job,
-            recv(new) -> job => job,
-        };
-        match job {
-            Ok(job) => job(),
-            Err(_) => return,
-        }
+    while let Some(Job { work, memory }) = lane.next() {
+        work();
+        lane.done(memory);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
+
+    const NO_COST: Cost = Cost { time: 1, memory: 0 };
 
     #[tokio::test]
     async fn a_thread_that_panics_leaves_nobody_waiting_and_the_server_knows() {
         let guard = Guard::default();
-        let workers = Workers::start(IntakeMode::Threads(1), 4, &guard).unwrap();
-        let contained = workers.begin::<()>(|| panic!("on this input")).await;
+        let workers =
+            Workers::start(IntakeMode::Threads(1), "intake", 4, usize::MAX, &guard).unwrap();
+        let client = ClientId(1);
+        let contained = workers.begin::<()>(client, NO_COST, || panic!("on this input")).await;
         assert!(matches!(contained, Err(ApiError::Internal { .. })));
         assert_eq!(guard.cause(), None, "one request's panic is its own");
-        let Lanes::Threads { new, .. } = &workers.lanes else { panic!("it has threads") };
-        new.send(Box::new(|| panic!("not on an input"))).unwrap();
-        let late = workers.begin(|| Ok(())).await;
+        let Lanes::Threads(lane) = &workers.lanes else { panic!("it has threads") };
+        lane.push(None, NO_COST, Box::new(|| panic!("not on an input")));
+        let late = workers.begin(client, NO_COST, || Ok(())).await;
         assert_eq!(late, Err(ApiError::Draining));
         let cause = guard.cause().expect("it is known by then");
         assert!(cause.starts_with("the thread intake-0 panicked"), "{cause}");
+    }
+
+    /// A thread that is held until the sender is used, and the order in which work was done.
+    struct Held {
+        workers: Arc<Workers>,
+        release: mpsc::Sender<()>,
+        done: mpsc::Receiver<&'static str>,
+        note: mpsc::Sender<&'static str>,
+    }
+
+    impl Held {
+        fn new(queue: usize) -> Self {
+            let guard = Guard::default();
+            let mode = IntakeMode::Threads(1);
+            let workers = Workers::start(mode, "held", queue, usize::MAX, &guard).unwrap();
+            let (release, held) = mpsc::channel();
+            let Lanes::Threads(lane) = &workers.lanes else { panic!("it has threads") };
+            lane.push(None, NO_COST, Box::new(move || held.recv().unwrap()));
+            let (note, done) = mpsc::channel();
+            Self { workers: Arc::new(workers), release, done, note }
+        }
+
+        fn push(&self, client: u64, time: u64, name: &'static str) {
+            let Lanes::Threads(lane) = &self.workers.lanes else { panic!("it has threads") };
+            let note = self.note.clone();
+            let work = Box::new(move || note.send(name).unwrap());
+            lane.push(Some(ClientId(client)), Cost { time, memory: 0 }, work);
+        }
+    }
+
+    #[test]
+    fn clients_take_turns_by_what_their_work_costs() {
+        let held = Held::new(100);
+        for _ in 0..24 {
+            held.push(1, 50_000_000, "large");
+        }
+        for _ in 0..10 {
+            held.push(2, 4_000, "small");
+        }
+        held.release.send(()).unwrap();
+        let order: Vec<_> = held.done.iter().take(34).collect();
+        let last = order.iter().rposition(|&name| name == "small").unwrap();
+        assert!(last <= 11, "one large one and ten small ones: {order:?}");
+    }
+
+    #[tokio::test]
+    async fn one_client_does_not_fill_the_queue_of_another() {
+        let held = Held::new(16);
+        let begin = |client| {
+            let workers = Arc::clone(&held.workers);
+            tokio::spawn(async move { workers.begin(ClientId(client), NO_COST, || Ok(())).await })
+        };
+        let first: Vec<_> = (0..30).map(|_| begin(1)).collect();
+        while held.workers.waiting() < 16 {
+            tokio::task::yield_now().await;
+        }
+        let other = begin(2);
+        while held.workers.waiting() < 17 {
+            tokio::task::yield_now().await;
+        }
+        held.release.send(()).unwrap();
+        other.await.unwrap().expect("there was a place for it");
+        let mut served = 0;
+        for one in first {
+            served += usize::from(one.await.unwrap().is_ok());
+        }
+        assert_eq!((served, held.workers.waiting()), (16, 0));
+    }
+
+    /// Two threads, and memory for one piece of work at a time.
+    #[test]
+    fn running_work_takes_no_more_memory_than_there_is() {
+        let guard = Guard::default();
+        let mode = IntakeMode::Threads(2);
+        let workers = Workers::start(mode, "image", 100, 1000, &guard).unwrap();
+        let Lanes::Threads(lane) = &workers.lanes else { panic!("it has threads") };
+        let running = Arc::new(Mutex::new((0, 0)));
+        let (note, done) = mpsc::channel();
+        for at in 0..200_u64 {
+            let (running, note) = (Arc::clone(&running), note.clone());
+            let memory = if at % 3 == 0 { 900 } else { 400 };
+            let work = Box::new(move || {
+                let mut now = running.lock();
+                now.0 += memory;
+                now.1 = now.1.max(now.0);
+                drop(now);
+                std::thread::yield_now();
+                running.lock().0 -= memory;
+                note.send(()).unwrap();
+            });
+            lane.push(Some(ClientId(at % 5)), Cost { time: 1, memory }, work);
+        }
+        assert_eq!(done.iter().take(200).count(), 200, "and nothing waits for ever");
+        let most = running.lock().1;
+        assert!(most <= 1000, "{most} bytes at a time");
     }
 }

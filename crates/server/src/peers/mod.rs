@@ -85,9 +85,9 @@ impl FromRequestParts<Shared> for Peer {
 }
 
 impl Peer {
-    /// The client whose share of the queue the request takes.
-    pub(crate) fn client(&self) -> u64 {
-        self.client.map_or(0, |client| client.0)
+    /// The client whose shares the request takes.
+    pub(crate) fn client(&self) -> ClientId {
+        self.client.unwrap_or(ClientId(0))
     }
 
     /// True if the server asks itself.

@@ -28,7 +28,7 @@ pub(crate) struct PooledCall {
     usage: PoolingUsage,
     span: tracing::Span,
     _live: LiveGuard,
-    _charge: Charge,
+    charge: Arc<Charge>,
 }
 
 /// The parameters and the receiver of a call's inputs.
@@ -66,7 +66,7 @@ impl PooledCall {
             check_tokens(&input.tokens, limits, param)?;
         }
         let all = inputs.iter().map(|input| input.tokens.len()).sum();
-        let charge = state.budget.inputs(inputs.len(), all, model.size)?;
+        let charge = state.budget.inputs(peer.client(), inputs.len(), all, model.size)?;
         let ids: Vec<RequestId> = inputs.iter().map(|_| state.next_id()).collect();
         let tokens = |input: &Input| u32::try_from(input.tokens.len()).unwrap_or(u32::MAX);
         let prompt_tokens: Vec<u32> = inputs.iter().map(tokens).collect();
@@ -88,7 +88,7 @@ impl PooledCall {
             usage,
             span,
             _live: state.enter(peer),
-            _charge: charge,
+            charge: Arc::new(charge),
         };
         let salt = peer.salt(state, cache_salt.as_deref());
         for (input, &id) in inputs.into_iter().zip(&ids) {
@@ -102,7 +102,7 @@ impl PooledCall {
                 spec: SlotSpec { pooling, ..SlotSpec::default() },
                 priority,
                 cache_salt: salt,
-                client: peer.client(),
+                client: peer.client().0,
                 probe: peer.is_probe(),
                 ..Request::default()
             };
@@ -121,6 +121,11 @@ impl PooledCall {
     pub(crate) fn named(self, id: &str) -> Self {
         self.span.record("id", id);
         self
+    }
+
+    /// The charge for the inputs and the answer.
+    pub(crate) fn charge(&self) -> Arc<Charge> {
+        Arc::clone(&self.charge)
     }
 
     /// Tokens of all inputs.

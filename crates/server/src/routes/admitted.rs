@@ -9,7 +9,7 @@ use forebay_api::{ApiError, Limits};
 use serde::de::DeserializeOwned;
 
 use crate::budget::Charge;
-use crate::client::KeyId;
+use crate::client::{ClientId, KeyId};
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::Failure;
@@ -46,6 +46,7 @@ pub(crate) struct Door<'a> {
     /// Headers that complete the body.
     pub(crate) routing: &'a Routing,
     pub(crate) key: KeyId,
+    pub(crate) client: ClientId,
 }
 
 /// A request that may be computed.
@@ -81,7 +82,8 @@ impl<T: Admissible> FromRequest<Shared> for Admitted<T> {
         let model = state.model_name(body.model())?;
         body.suits(state)?;
         let limits = state.admit()?;
-        let valid = body.validate_at(&Door { state, limits, routing: &routing, key })?;
+        let door = Door { state, limits, routing: &routing, key, client: charge.client() };
+        let valid = body.validate_at(&door)?;
         let state = Arc::clone(state);
         let admission = Admission { state, peer, arrived, model, limits, routing, charge };
         Ok(Self { admission, valid })

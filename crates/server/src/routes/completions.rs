@@ -14,6 +14,7 @@ use serde_json::{Map, Value};
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::wording::{matched_stop, stop_reason, token_name};
 use crate::call::Call;
+use crate::client::ClientId;
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, Logprobs};
@@ -23,7 +24,7 @@ use crate::stream::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::stream::sse;
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
-use crate::submission::Submission;
+use crate::submission::{Repetition, Submission};
 use crate::terms::Terms;
 use crate::text::{RequestText, encode_prompts, text_error};
 
@@ -64,7 +65,7 @@ pub(crate) async fn completions(
     let told = generation.prompt_logprobs.is_some();
     let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
     let echoes = if valid.echo { given(&valid.prompts) } else { Vec::new() };
-    let submissions = match valid.prompts {
+    let mut submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {
             let most = Some(limits.context_length as usize);
             let special = valid.add_special_tokens;
@@ -76,11 +77,16 @@ pub(crate) async fn completions(
                 .map(|ids| Submission::new(&state, ids, Arc::clone(&terms), limits, "prompt"));
             submissions.collect::<Result<Vec<_>, _>>()?
         }
-        CompletionPrompts::Embeds(embeds) => embedded(&state, embeds, &terms, limits).await?,
+        CompletionPrompts::Embeds(embeds) => {
+            embedded(&state, embeds, &terms, limits, charge.client()).await?
+        }
     };
     let echoes = echo_texts(&state, echoes, &submissions, skip_special).await?;
     drop(charge);
 
+    for (echo, submission) in echoes.iter().zip(&mut submissions) {
+        submission.repetition = shown.repetition(echo.as_deref(), &submission.prompt, n);
+    }
     let prompts = echoes.into_iter().zip(&submissions);
     let mut states: Vec<ChoiceState> = prompts
         .flat_map(|(echo, submission)| std::iter::repeat_n((echo, &submission.prompt), n))
@@ -107,17 +113,17 @@ pub(crate) async fn completions(
         }
     }
     let deltas = most_likely(deltas, made, n);
-    let choices = (0..).zip(deltas).zip(&mut states);
-    Ok(reply::ok(&Completion {
+    let choices = (0..).zip(deltas).zip(states);
+    let choices = choices.map(|((index, mut delta), mut state)| state.choice(index, &mut delta));
+    let completion = Completion {
         id: name.id,
         object: "text_completion",
         created: name.created,
         model,
-        choices: choices
-            .map(|((index, mut delta), state)| state.choice(index, &mut delta))
-            .collect(),
+        choices: Vec::new(),
         usage: call.tally().usage(),
-    }))
+    };
+    call.writer().filled(&completion, "choices", choices)
 }
 
 /// The `n` choices of each prompt's `made` ones whose tokens are the most likely on average, the
@@ -152,6 +158,7 @@ async fn embedded(
     embeds: PromptEmbeds,
     terms: &Arc<Terms>,
     limits: Limits,
+    client: ClientId,
 ) -> Result<Vec<Submission>, ApiError> {
     const PARAM: &str = "prompt_embeds";
     let (hidden_size, dtype) = state.embeddings()?;
@@ -159,7 +166,7 @@ async fn embedded(
     for prompt in &prompts {
         terms.generation.room(prompt.rows() as usize, limits, PARAM)?;
     }
-    let placed = state.intake.place(prompts, dtype, PARAM).await?;
+    let placed = state.intake.place(client, prompts, dtype, PARAM).await?;
     let submissions = placed.into_iter().map(|(rows, embeds)| {
         // The tokens only say how many positions there are.
         let tokens = vec![0; rows as usize];
@@ -216,6 +223,22 @@ struct Shown {
     top: Option<u8>,
     /// The log-probabilities of the prompt, apart from the answer's, with so many alternatives.
     apart: Option<u8>,
+}
+
+impl Shown {
+    /// The parts of `choices` choices that repeat a prompt, which begins with `echo` where its text
+    /// is wanted.
+    fn repetition(self, echo: Option<&str>, prompt: &[i32], choices: usize) -> Repetition {
+        /// The digits of an id, and a comma.
+        const ID: usize = 8;
+        let of_text = self.top.filter(|_| echo.is_some());
+        let lists = [of_text, self.apart].into_iter().flatten();
+        Repetition {
+            choices,
+            bytes: echo.map_or(0, str::len) + if self.tokens.ids { ID * prompt.len() } else { 0 },
+            logprobs: lists.map(|top| 1 + usize::from(top)).sum(),
+        }
+    }
 }
 
 /// The state of a choice between chunks.

@@ -11,9 +11,11 @@ use forebay_api::{
 use serde::Deserialize;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
+use crate::answer::AnswerWriter;
+use crate::budget::Charge;
 use crate::names::random_hex;
 use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, scores};
-use crate::reply::{self, Failure};
+use crate::reply::Failure;
 use crate::state::{Shared, now};
 use crate::text::RequestText;
 
@@ -88,14 +90,16 @@ pub(crate) async fn embeddings(
 ) -> Result<Response, Failure> {
     let name = admission.model.clone();
     let id = format!("embd-{}", random_hex());
-    let Embedded { vectors, wanted, usage, large } = embed(admission, valid, &id).await?;
-    let write = move || reply::ok(&response(vectors, wanted, id, name, usage));
+    let embedded = embed(admission, valid, &id).await?;
+    let writer = embedded.writer();
+    let Embedded { vectors, wanted, usage, large, .. } = embedded;
+    let write = move || writer.value(&response(vectors, wanted, id, name, usage));
     if large {
         let written = tokio::task::spawn_blocking(write).await;
-        return Ok(written
-            .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?);
+        return written
+            .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?;
     }
-    Ok(write())
+    write()
 }
 
 /// Vectors of texts.
@@ -106,6 +110,14 @@ pub(super) struct Embedded {
     pub(super) usage: PoolingUsage,
     /// True if writing the vectors takes long.
     large: bool,
+    charge: Arc<Charge>,
+}
+
+impl Embedded {
+    /// A writer of the answer. Its size follows from the inputs, which were charged for it.
+    pub(super) fn writer(&self) -> AnswerWriter {
+        AnswerWriter::new(usize::MAX, &self.charge)
+    }
 }
 
 /// Has the texts of a request computed; the request is called `id` in traces.
@@ -131,7 +143,8 @@ pub(super) async fn embed(
     let wanted =
         Form { dimensions: valid.dimensions, normalize: valid.normalize, format: valid.format };
     let large = vectors.len() * model.size >= LARGE;
-    Ok(Embedded { vectors, wanted, usage: call.usage(), large })
+    let (usage, charge) = (call.usage(), call.charge());
+    Ok(Embedded { vectors, wanted, usage, large, charge })
 }
 
 /// Gives the model's output for texts, vectors or scores, as vLLM's route of this name does.
@@ -150,7 +163,9 @@ pub(crate) async fn pooling(
     let (state, name) = (Arc::clone(&admission.state), admission.model.clone());
     let model = state.pooled_model()?;
     let id = format!("pool-{}", random_hex());
-    let Embedded { vectors, mut wanted, usage, .. } = embed(admission, valid, &id).await?;
+    let embedded = embed(admission, valid, &id).await?;
+    let writer = embedded.writer();
+    let Embedded { vectors, mut wanted, usage, .. } = embedded;
     let vectors: Vec<Box<[f32]>> = match model.task {
         PoolingTask::Embed => vectors,
         PoolingTask::Score => {
@@ -162,7 +177,7 @@ pub(crate) async fn pooling(
     let data = data
         .map(|(index, vector)| PoolingData { index, object: "pooling", data: form(vector, wanted) })
         .collect();
-    Ok(reply::ok(&PoolingResponse { id, object: "list", created: now(), model: name, data, usage }))
+    writer.value(&PoolingResponse { id, object: "list", created: now(), model: name, data, usage })
 }
 
 fn response(

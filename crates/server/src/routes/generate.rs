@@ -14,7 +14,7 @@ use super::admitted::{Admissible, Admission, Admitted, Door};
 use crate::call::Call;
 use crate::images::{self, SeenPrompt};
 use crate::names::random_hex;
-use crate::reply::{self, Failure};
+use crate::reply::Failure;
 use crate::stream::delta::{Candidate, Delta, End};
 use crate::stream::events;
 use crate::stream::outlet::Encoder;
@@ -25,6 +25,11 @@ use crate::stream::wire::Wire;
 use crate::submission::Submission;
 use crate::terms::Terms;
 use crate::text::{RequestText, encode_prompts};
+
+/// Bytes that an event of a stream may always repeat: as much as a few thousand tokens.
+const FREELY_REPEATED: usize = 64 << 10;
+/// The part of a larger event that has to be new.
+const REPEATS: usize = 16;
 
 impl Admissible for GenerateRequest {
     /// The parameter that carries prompts, and the rest.
@@ -68,7 +73,7 @@ pub(crate) async fn generate(
     let batch = Batch::new(valid.items, &terms, text, arrived);
     let Batch { prompts, terms, parts, shown, mut outputs, made } = batch;
     let most = Some(limits.context_length as usize);
-    let mut files = images::read(&state, parts, limits).await?.into_iter();
+    let mut files = images::read(&state, parts, limits, &charge).await?.into_iter();
     // All items have the salt of the request.
     let salt = terms.first().and_then(|terms| terms.generation.cache_salt.as_deref());
     let text = RequestText::new(&state, &peer, salt, &charge);
@@ -81,6 +86,8 @@ pub(crate) async fn generate(
             None => SeenPrompt { ids, images: Arc::default() },
         };
         let mut submission = Submission::new(&state, seen.ids, terms, limits, param)?;
+        // Each output lists what is told of the prompt.
+        submission.repetition.choices = submission.terms.generation.n as usize;
         (submission.images, submission.files) = (seen.images, files);
         Ok::<_, ApiError>(submission)
     });
@@ -107,16 +114,14 @@ pub(crate) async fn generate(
     for (output, told) in outputs.iter_mut().zip(told) {
         output.told = Arc::clone(told);
     }
-    let mut whole = Vec::with_capacity(deltas.len());
-    let tally = call.tally();
-    for ((choice, delta), mut output) in (0..).zip(deltas).zip(outputs) {
+    let (tally, is_list) = (call.tally(), valid.batch || deltas.len() != 1);
+    let mut all = (0..).zip(deltas).zip(outputs).map(|((choice, delta), mut output)| {
         output.total = delta;
-        whole.push(output.output(choice, None, &tally));
-    }
-    match <[GenerateOutput; 1]>::try_from(whole) {
-        Ok([one]) if !valid.batch => Ok(reply::ok(&one)),
-        Ok(batch) => Ok(reply::ok(&batch)),
-        Err(batch) => Ok(reply::ok(&batch)),
+        output.output(choice, None, &tally)
+    });
+    match all.next() {
+        Some(one) if !is_list => call.writer().value(&one),
+        first => call.writer().list(first.into_iter().chain(all)),
     }
 }
 
@@ -165,6 +170,7 @@ impl Batch {
                 start: generation.prompt_logprobs.map(|tail| tail.first - 1),
                 first: 0,
                 told: Arc::default(),
+                sent: None,
             };
             batch.outputs.extend((0..generation.n).map(output));
             batch.made.push(generation.n);
@@ -205,9 +211,24 @@ struct Accumulated {
     start: Option<u32>,
     first: i32,
     told: Arc<PromptLogprobs>,
+    /// The weight of the output at its last event.
+    sent: Option<usize>,
 }
 
 impl Accumulated {
+    /// True if an event is due. Each repeats all that came before. So the more that is, the more
+    /// has to be new, and all events together have a bounded number of bytes for each that is new.
+    fn is_due(&mut self) -> bool {
+        let weight = self.total.weight();
+        let all = weight + self.told.json();
+        let fresh = self.sent.map_or(all, |sent| weight - sent);
+        let due = all <= FREELY_REPEATED || fresh >= all / REPEATS || self.total.end.is_some();
+        if due {
+            self.sent = Some(weight);
+        }
+        due
+    }
+
     fn output(&self, choice: u32, index: Option<u32>, tally: &Tally) -> GenerateOutput {
         let usage = tally.usage_of(choice);
         let written = |id, logprob| LogprobTriple {
@@ -275,6 +296,9 @@ impl GenerateEncoder {
     ) -> serde_json::Result<()> {
         let output = &mut self.outputs[choice as usize];
         output.total.merge(delta);
+        if !output.is_due() {
+            return Ok(());
+        }
         events::event(&output.output(choice, self.batch.then_some(choice), tally), out)
     }
 }
@@ -311,5 +335,66 @@ impl Encoder for GenerateEncoder {
         for output in &mut self.outputs {
             output.total.merge(&mut before.clone());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stream of so many tokens with so many candidates each, and what is told of its prompt.
+    /// Gives the weight of all events together, and that of the last.
+    fn events(tokens: usize, candidates: i32, told: usize) -> (usize, usize, usize) {
+        let mut of_prompt = PromptLogprobs::default();
+        of_prompt.push(&forebay_engine::PromptLogprobs {
+            ranks: vec![1; told],
+            ids: vec![5; told * 21],
+            values: vec![-1.0; told * 21],
+        });
+        let mut output = Accumulated {
+            id: String::new(),
+            arrived: Instant::now(),
+            with_logprobs: candidates > 0,
+            text: None,
+            total: Delta::default(),
+            start: None,
+            first: 0,
+            told: Arc::new(of_prompt),
+            sent: None,
+        };
+        let likely: Vec<Candidate> = (0..candidates).map(|id| (id, -1.0)).collect();
+        let (mut all, mut last, mut count) = (0, 0, 0);
+        for at in 1..=tokens {
+            output.total.tokens.push(7);
+            output.total.parts.content("word");
+            output.total.logprobs.push(&likely);
+            output.total.end = (at == tokens).then_some(End::Length);
+            if output.is_due() {
+                last = output.total.weight() + output.told.json();
+                all += last;
+                count += 1;
+            }
+        }
+        (all, last, count)
+    }
+
+    #[test]
+    fn events_repeat_a_bounded_number_of_bytes_for_each_that_is_new() {
+        for (tokens, candidates, told) in
+            [(4096, 21, 0), (4096, 0, 8000), (100_000, 0, 0), (1, 1, 0), (100, 21, 8000)]
+        {
+            let (all, last, _) = events(tokens, candidates, told);
+            // The first event, the small ones, and the larger ones of which a part is new.
+            let most = (FREELY_REPEATED + 1) * tokens.min(16_000) / 2 + (REPEATS + 3) * last;
+            assert!(all <= most, "{tokens} {candidates} {told}: {all} bytes for {last}");
+            let quadratic = last.saturating_mul(tokens) / 2;
+            assert!(tokens < 1000 || all < quadratic / 8, "{all} of {quadratic}");
+        }
+    }
+
+    #[test]
+    fn a_short_stream_has_an_event_for_each_token() {
+        let (.., count) = events(2000, 0, 0);
+        assert_eq!(count, 2000);
     }
 }

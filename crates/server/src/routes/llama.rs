@@ -15,6 +15,7 @@ use utoipa::ToSchema;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::wording::matched_stop;
+use crate::answer::AnswerWriter;
 use crate::call::Call;
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
@@ -83,12 +84,10 @@ pub(crate) async fn completion(
     }
     let deltas = call.collect().await?;
     let tally = call.tally();
-    let all: Vec<LlamaCompletion> =
-        (0..).zip(&deltas).map(|(index, delta)| writer.completion(index, delta, &tally)).collect();
-    match <[LlamaCompletion; 1]>::try_from(all) {
-        Ok([one]) if !valid.batch => Ok(reply::ok(&one)),
-        Ok(batch) => Ok(reply::ok(&batch)),
-        Err(batch) => Ok(reply::ok(&batch)),
+    let all = (0..).zip(&deltas).map(|(index, delta)| writer.completion(index, delta, &tally));
+    match &deltas[..] {
+        [one] if !valid.batch => call.writer().value(&writer.completion(0, one, &tally)),
+        _ => call.writer().list(all),
     }
 }
 
@@ -220,7 +219,8 @@ pub(crate) async fn apply_template(
     };
     let text = RequestText::new(&state, &peer, None, &charge);
     let chat = encode_chat(text, *chat, most, "messages").await?;
-    Ok(reply::ok(&AppliedTemplate { prompt: chat.text }))
+    AnswerWriter::new(state.config.max_unread_bytes, &charge)
+        .value(&AppliedTemplate { prompt: chat.text })
 }
 
 /// Shows which rows of the device's tables are taken.

@@ -7,6 +7,7 @@ use forebay_api::{
 };
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
+use crate::answer::AnswerWriter;
 use crate::names::random_hex;
 use crate::pooling::{
     Place, PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
@@ -75,7 +76,9 @@ pub(crate) async fn rerank(
         relevance_score: found[index],
     });
     let model = admission.model;
-    Ok(reply::ok(&RerankResponse { id, model, usage, results: results.collect() }))
+    // Documents are those of the body, which is charged.
+    let response = RerankResponse { id, model, usage, results: results.collect() };
+    AnswerWriter::new(usize::MAX, &admission.charge).value(&response)
 }
 
 /// Scores how well the texts of pairs go together.

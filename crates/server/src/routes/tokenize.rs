@@ -7,14 +7,19 @@ use forebay_api::{
     TokenizeInput, TokenizeRequest, TokenizeResponse, TokenizedTexts,
 };
 
+use crate::answer::AnswerWriter;
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
-use crate::reply::{self, Failure};
+use crate::reply::Failure;
 use crate::state::Shared;
 use crate::text::{RequestText, encode_chat, encode_prompts, text_error};
 
 /// The least limit on tokens of these routes, for a model with a short context. A flag replaces it.
 const MOST_TOKENS: usize = 64 << 10;
+/// Bytes of a token in an answer: its id here and as JSON.
+const NUMBER: usize = 16;
+/// The same with its text.
+const NAMED: usize = 128;
 
 /// Turns text or a conversation into token ids.
 #[utoipa::path(
@@ -54,19 +59,23 @@ pub(crate) async fn tokenize(
         ApiError::TextTooLong { param, limit, .. } => too_many(&param, limit),
         other => other,
     })?;
+    let tokens: usize = encoded.iter().map(Vec::len).sum();
+    charge.at_least(tokens * if with_strings || with_pieces { NAMED } else { NUMBER })?;
+    let writer = AnswerWriter::new(state.config.max_unread_bytes, &charge);
     if many {
         let count = encoded.iter().map(Vec::len).collect();
-        return Ok(reply::ok(&TokenizedTexts { tokens: encoded, count, max_model_len }));
+        return writer.value(&TokenizedTexts { tokens: encoded, count, max_model_len });
     }
     let tokens = encoded.concat();
     if with_pieces {
         let piece = |&id: &i32| TokenPiece { id, piece: state.text.tokenizer().token_text(id) };
-        return Ok(reply::ok(&TokenPieces { tokens: tokens.iter().map(piece).collect() }));
+        return writer.value(&TokenPieces { tokens: tokens.iter().map(piece).collect() });
     }
     let tokenizer = state.text.tokenizer();
     let token_strs = with_strings
         .then(|| tokens.iter().map(|&id| tokenizer.id_to_token(id).unwrap_or_default()).collect());
-    Ok(reply::ok(&TokenizeResponse { count: tokens.len(), max_model_len, tokens, token_strs }))
+    let count = tokens.len();
+    writer.value(&TokenizeResponse { count, max_model_len, tokens, token_strs })
 }
 
 /// Turns token ids into text.
@@ -83,7 +92,7 @@ pub(crate) async fn detokenize(
     State(state): State<Shared>,
     body: Upload,
 ) -> Result<Response, Failure> {
-    let (request, _charge) = limits::read::<DetokenizeRequest>(body, &state).await?;
+    let (request, charge) = limits::read::<DetokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let tokens = request.validate(state.limits()?.vocab_size)?;
     let limit = most_tokens(&state)?;
@@ -92,8 +101,14 @@ pub(crate) async fn detokenize(
     }
     let decoded = state.text.decode(tokens).await;
     let prompt = decoded.map_err(|error| text_error(error, "tokens"))?;
+    // Three times here, and three times as JSON.
+    charge.at_least(6 * prompt.len())?;
     let (text, content) = (prompt.clone(), prompt.clone());
-    Ok(reply::ok(&DetokenizeResponse { prompt, text, content }))
+    AnswerWriter::new(state.config.max_unread_bytes, &charge).value(&DetokenizeResponse {
+        prompt,
+        text,
+        content,
+    })
 }
 
 fn too_many(param: &str, limit: usize) -> ApiError {

@@ -3,13 +3,11 @@
 use forebay_api::ApiError;
 use forebay_dialect::Parts;
 
+use crate::budget::LOGPROB_JSON;
 use crate::stream::prompt_logprobs::PromptLogprobs;
 
 /// Log-probabilities below this are written as this: JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
-/// The approximate number of bytes of JSON for a log-probability: its token's text, the number, and
-/// its token's bytes one by one.
-pub(crate) const LOGPROB_JSON: usize = 96;
 
 /// A token that could have been sampled, and the natural logarithm of its probability, which is
 /// finite.
@@ -153,7 +151,8 @@ impl Delta {
         self.called |= std::mem::take(&mut newer.called);
     }
 
-    /// The approximate number of bytes after encoding, never less than the present size.
+    /// The approximate number of bytes after encoding, without the prompt's log-probabilities, and
+    /// never less than the present size.
     pub(crate) fn weight(&self) -> usize {
         self.parts.weight()
             + self.tokens.len() * size_of::<i32>()

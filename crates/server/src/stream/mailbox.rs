@@ -18,6 +18,7 @@ use std::task::{Context, Poll, Waker};
 use forebay_api::ApiError;
 use parking_lot::Mutex;
 
+use crate::budget::Charge;
 use crate::stream::delta::{Delta, End};
 use crate::stream::line::{Line, Written};
 use crate::stream::outlet::{Chunk, Encoder, Outlet};
@@ -36,6 +37,27 @@ pub(crate) enum Wake {
     AtEnd,
 }
 
+/// The bounds of what waits for a client.
+pub(crate) struct Bounds {
+    /// The largest number of bytes.
+    pub(crate) limit: usize,
+    /// Bytes among them that repeat the prompts. They are known before anything has come.
+    pub(crate) repeated: usize,
+    /// The charge that what waits is part of.
+    pub(crate) charge: Arc<Charge>,
+}
+
+impl Bounds {
+    /// Takes so many bytes of deltas in.
+    fn admit(&self, unread: usize) -> Result<(), ApiError> {
+        let bytes = unread.saturating_add(self.repeated);
+        if bytes > self.limit {
+            return Err(ApiError::AnswerTooLarge { limit: self.limit });
+        }
+        self.charge.answer(bytes)
+    }
+}
+
 struct Inner {
     /// The pending deltas, by choice.
     deltas: Vec<Option<Delta>>,
@@ -46,11 +68,11 @@ struct Inner {
     tally: Tally,
     running: usize,
     failed: bool,
-    /// Weight of the pending deltas, and its limit.
+    /// Weight of the pending deltas.
     unread: usize,
-    limit: usize,
-    /// True if more than the limit was unread.
-    overflown: bool,
+    bounds: Bounds,
+    /// The error for all choices once more than the bounds was unread.
+    overflown: Option<ApiError>,
     /// True if the reader is gone.
     gone: bool,
     wake: Wake,
@@ -100,15 +122,18 @@ impl Inner {
     /// Keeps the delta until it is read; gives who is to be woken.
     fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
         let unread = self.unread + delta.weight();
-        if delta.end.is_none() && (self.overflown || unread > self.limit) {
-            if !self.overflown {
-                self.overflown = true;
+        if delta.end.is_none() && self.overflown.is_none() {
+            self.overflown = self.bounds.admit(unread).err();
+            if self.overflown.is_some() {
                 self.forget();
             }
-            delta.clear();
-            delta.end = Some(End::Error(ApiError::AnswerTooLarge { limit: self.limit }));
-        } else {
-            self.unread = unread;
+        }
+        match &self.overflown {
+            Some(error) if delta.end.is_none() => {
+                delta.clear();
+                delta.end = Some(End::Error(error.clone()));
+            }
+            _ => self.unread = unread,
         }
         if let Some(end) = &delta.end {
             self.running -= 1;
@@ -162,9 +187,9 @@ pub(crate) struct Receiver {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// A mailbox for the choices of `tally`. It holds unread deltas of about `limit` bytes
+/// A mailbox for the choices of `tally`. It holds unread deltas within `bounds`
 /// ([`Delta::weight`]).
-pub(crate) fn mailbox(tally: Tally, wake: Wake, limit: usize) -> (Vec<Sender>, Receiver) {
+pub(crate) fn mailbox(tally: Tally, wake: Wake, bounds: Bounds) -> (Vec<Sender>, Receiver) {
     let choices = tally.choices();
     let inner = Arc::new(Mutex::new(Inner {
         deltas: vec![None; choices],
@@ -174,8 +199,8 @@ pub(crate) fn mailbox(tally: Tally, wake: Wake, limit: usize) -> (Vec<Sender>, R
         running: choices,
         failed: false,
         unread: 0,
-        limit,
-        overflown: false,
+        bounds,
+        overflown: None,
         gone: false,
         wake,
         waker: None,
@@ -198,7 +223,7 @@ impl Sender {
             None => {
                 self.ended = delta.end.is_some();
                 let waker = inner.leave(self.choice, delta);
-                self.ended |= inner.overflown;
+                self.ended |= inner.overflown.is_some();
                 waker
             }
         };
@@ -306,10 +331,17 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
+    use crate::budget::Budget;
+    use crate::client::ClientId;
     use crate::stream::line::LineIo;
 
     /// Bytes that these tests never reach.
     const LIMIT: usize = 1 << 20;
+
+    fn bounds(limit: usize) -> Bounds {
+        let budget = Budget::new(1 << 30);
+        Bounds { limit, repeated: 0, charge: Arc::new(budget.open(ClientId(1))) }
+    }
 
     #[derive(Default)]
     struct Count(AtomicUsize);
@@ -350,7 +382,7 @@ mod tests {
 
     #[test]
     fn a_slow_reader_gets_merged_deltas_and_one_wake() {
-        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, LIMIT);
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, bounds(LIMIT));
         let count = Arc::new(Count::default());
         assert_eq!(take(&mut receiver, &count), None);
         for id in 0..3 {
@@ -367,7 +399,7 @@ mod tests {
 
     #[test]
     fn a_reader_of_the_whole_is_woken_once() {
-        let (mut senders, mut receiver) = mailbox(tally(2), Wake::AtEnd, LIMIT);
+        let (mut senders, mut receiver) = mailbox(tally(2), Wake::AtEnd, bounds(LIMIT));
         let count = Arc::new(Count::default());
         senders[0].send_delta(token(1));
         assert_eq!(take(&mut receiver, &count), None);
@@ -382,7 +414,7 @@ mod tests {
     #[test]
     fn a_lost_sender_ends_its_choice() {
         for wake in [Wake::Pending, Wake::AtEnd] {
-            let (senders, mut receiver) = mailbox(tally(2), wake, LIMIT);
+            let (senders, mut receiver) = mailbox(tally(2), wake, bounds(LIMIT));
             let count = Arc::new(Count::default());
             assert_eq!(take(&mut receiver, &count), None);
             drop(senders);
@@ -396,7 +428,7 @@ mod tests {
     #[test]
     fn what_nobody_reads_is_bounded_and_ends_in_an_error() {
         for wake in [Wake::Pending, Wake::EveryDelta, Wake::AtEnd] {
-            let (mut senders, mut receiver) = mailbox(tally(2), wake, 1000);
+            let (mut senders, mut receiver) = mailbox(tally(2), wake, bounds(1000));
             let count = Arc::new(Count::default());
             assert_eq!(take(&mut receiver, &count), None);
             senders[0].send_delta(token(7));
@@ -420,8 +452,24 @@ mod tests {
     }
 
     #[test]
+    fn what_repeats_the_prompt_takes_room_and_the_charge_grows_with_the_rest() {
+        let budget = Budget::new(1 << 20);
+        let charge = Arc::new(budget.open(ClientId(1)));
+        let bounds = Bounds { limit: 1 << 20, repeated: 600_000, charge };
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::AtEnd, bounds);
+        let mut sent = 0;
+        while senders[0].send(&mut token(8), &mut Chunk::default()) == Sent::Taken {
+            sent += token(8).weight();
+            assert!(budget.used() >= 600_000 + sent, "{} for {sent}", budget.used());
+        }
+        assert!(600_000 + sent <= 1 << 20, "{sent}");
+        let got = take(&mut receiver, &Arc::default()).unwrap();
+        assert!(matches!(got[0].1.end, Some(End::Error(ApiError::RequestTooLarge { .. }))));
+    }
+
+    #[test]
     fn what_is_read_makes_room() {
-        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, 100);
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, bounds(100));
         for id in 0..1000 {
             assert_eq!(senders[0].send(&mut token(id), &mut Chunk::default()), Sent::Taken);
             assert_eq!(take(&mut receiver, &Arc::default()), Some(vec![(0, token(id))]));
@@ -464,7 +512,7 @@ mod tests {
     async fn an_open_line_takes_deltas_past_the_reader() {
         let (line, mut client) = Line::pair().await;
         let mut io = LineIo(Arc::clone(&line));
-        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, LIMIT);
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, bounds(LIMIT));
         receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
         let count = Arc::new(Count::default());
         let wakes = || count.0.load(Ordering::Relaxed);
@@ -498,7 +546,7 @@ mod tests {
     async fn a_reader_that_has_gone_shuts_the_line() {
         let (line, _client) = Line::pair().await;
         let mut io = LineIo(Arc::clone(&line));
-        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, LIMIT);
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, bounds(LIMIT));
         receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
         assert_eq!(take(&mut receiver, &Arc::default()), None);
         io.flush().await.unwrap();
@@ -517,7 +565,7 @@ mod tests {
             moves in proptest::collection::vec((0u32..3, any::<bool>()), 0..60),
             wake in prop_oneof![Just(Wake::Pending), Just(Wake::EveryDelta)],
         ) {
-            let (mut senders, mut receiver) = mailbox(tally(3), wake, LIMIT);
+            let (mut senders, mut receiver) = mailbox(tally(3), wake, bounds(LIMIT));
             let count = Arc::new(Count::default());
             let mut sent = vec![Vec::new(); 3];
             let mut got: Vec<Delta> = vec![Delta::default(); 3];

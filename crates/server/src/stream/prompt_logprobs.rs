@@ -7,7 +7,8 @@ use forebay_api::{PromptTokenLogprob, PromptTokenLogprobs};
 use forebay_engine as engine;
 use forebay_text::Tokenizer;
 
-use crate::stream::delta::{Candidate, Delta, LOGPROB_JSON, Logprobs};
+use crate::budget::LOGPROB_JSON;
+use crate::stream::delta::{Candidate, Delta, Logprobs};
 
 /// The log-probabilities of a prompt's tokens, in order; as numbers, as [`Logprobs`] are.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -40,8 +41,14 @@ impl PromptLogprobs {
         self.ranks.clear();
     }
 
+    /// Bytes of memory. Those of the answer are known beforehand: `Submission::repeated`.
     pub(crate) fn weight(&self) -> usize {
-        self.tokens.candidates() * LOGPROB_JSON + self.ranks.len() * size_of::<i32>()
+        self.tokens.candidates() * size_of::<Candidate>() + self.ranks.len() * 2 * size_of::<i32>()
+    }
+
+    /// The approximate number of bytes of JSON.
+    pub(crate) fn json(&self) -> usize {
+        self.tokens.candidates() * LOGPROB_JSON
     }
 
     /// Each token and its log-probability, and the most likely ones in its place.

@@ -90,6 +90,15 @@ impl TestServer {
         self.send(post(path, body)).await
     }
 
+    /// The same in the background, with an API key.
+    #[allow(dead_code, reason = "the resource tests use it")]
+    pub(crate) fn begin_as(&self, key: &str, path: &str, body: &Value) -> JoinHandle<Pending> {
+        let mut request = post(path, body.to_string());
+        let key = format!("Bearer {key}").parse().unwrap();
+        request.headers_mut().insert("authorization", key);
+        tokio::spawn(send(self.address, request))
+    }
+
     /// POSTs JSON, and gives status and JSON.
     pub(crate) async fn post(&self, path: &str, body: Value) -> (u16, Value) {
         self.post_bytes(path, body.to_string()).await

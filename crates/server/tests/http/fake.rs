@@ -10,15 +10,18 @@ use forebay_api::GenerationDefaults;
 use forebay_dialect::{Choice, Dialect, Evidence};
 use forebay_engine::{
     Admission, BlockHash, Dtype, EngineHandle, EngineRequest, Facts, FinishReason, Namer, Output,
-    OutputSink, Ready, Request, RequestId, SampledToken, Stats, Status, SubmitError,
+    OutputSink, PromptLogprobs, Ready, Request, RequestId, SampledToken, Stats, Status,
+    SubmitError,
 };
+use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
-    AppState, EgressConfig, Engine, Guard, Intake, IntakeMode, Listener, Metrics, ModelInfo,
-    PooledModel, PoolingTask, ServerConfig,
+    AppState, EgressConfig, Engine, Guard, ImageModel, Intake, IntakeMode, Listener, Metrics,
+    ModelInfo, PooledModel, PoolingTask, ServerConfig,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
+use forebay_vision::Processing;
 use parking_lot::Mutex;
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -33,13 +36,18 @@ pub(crate) const EOS: i32 = 2;
 pub(crate) const HIDDEN: u32 = 4;
 /// Bytes that payloads may take.
 pub(crate) const MEMORY: usize = 1024;
+const IMAGE_MEMORY: usize = 8 << 20;
+/// Bytes of requests, of which half is set aside for pixels: less than the largest image takes.
+const PIXEL_BYTES: usize = 160 << 20;
+const MOST_PIXELS: u64 = 8 << 20;
+/// The token that stands for an image.
+pub(crate) const IMAGE: i32 = 7;
 /// Large requests that may wait.
 pub(crate) const QUEUE: usize = 3;
 const TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t.function.name }}\n{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
     {% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}\
     {% if add_generation_prompt %}assistant:{% endif %}";
 
-/// What the server did to the engine.
 /// A request that the engine got.
 #[derive(Debug)]
 pub(crate) struct Submitted {
@@ -67,6 +75,16 @@ pub(crate) enum Event {
 pub(crate) enum IntakeKind {
     Threads,
     Inline,
+}
+
+/// What the served model does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ModelKind {
+    Text,
+    Pools(PoolingTask),
+    /// It takes images, of this machine too.
+    #[allow(dead_code, reason = "the resource tests use it")]
+    Sees,
 }
 
 /// Where the engine panics in the thread that calls it.
@@ -171,13 +189,33 @@ impl Fake {
 
     /// Answers a pooled request with its number of tokens, its first token and where its second
     /// text begins; one of generation with `script`.
-    fn play(&self, request: &Request, script: &[i32]) {
+    pub(crate) fn play(&self, request: &Request, script: &[i32]) {
         let (id_of, spec) = (RequestId(request.id), &request.spec);
         if let Some(pooling) = spec.pooling {
             let numbers = [request.prompt.len() as i32, request.prompt[0], pooling.segment as i32];
             return self.vector(id_of, numbers.map(|n| n as f32));
         }
         let length = request.max_tokens as usize;
+        let mut told = request.prompt_logprobs.map(|tail| {
+            let tokens = &request.prompt[tail.first as usize..];
+            let top =
+                |id: i32| [id].into_iter().chain((0..i32::from(tail.most)).map(|at| 100 + at));
+            let ids: Vec<i32> = tokens.iter().flat_map(|&id| top(id)).collect();
+            let values = ids.iter().map(|&id| -1.5 - id as f32 / 7.0).collect();
+            PromptLogprobs { ranks: vec![3; tokens.len()], ids, values }
+        });
+        if length == 0 {
+            let (admission, finish) = (None, Some(FinishReason::Length));
+            let prompt = told.take();
+            self.deliver(vec![Output {
+                id: id_of,
+                admission,
+                prompt,
+                token: None,
+                pooled: None,
+                finish,
+            }]);
+        }
         for (index, &id) in script.iter().cycle().take(length).enumerate() {
             let finish = if spec.stop_ids.contains(&id) {
                 Some(FinishReason::Stop { token: id })
@@ -193,7 +231,7 @@ impl Fake {
             let output = Output {
                 id: id_of,
                 admission: (index == 0).then_some(Admission { cached_tokens: 1, queue_us: 5 }),
-                prompt: None,
+                prompt: told.take(),
                 token: Some(SampledToken { id, logprobs: spec.sampling.logprobs.map(entries) }),
                 pooled: None,
                 finish: finish.clone(),
@@ -293,6 +331,8 @@ impl Engine for Fake {
                 weight_bytes: 1,
                 kv_bytes: 1,
                 device: "fake".into(),
+                image_page_count: 64,
+                image_page_tokens: 64,
                 load_seconds: 0.5,
                 tokens_a_row: 1,
                 ..Ready::default()
@@ -342,7 +382,7 @@ impl TestServer {
     }
 
     pub(crate) async fn start(script: Option<&str>, change: fn(&mut ServerConfig)) -> Self {
-        Self::serving(script, Duration::ZERO, change, None, IntakeKind::Threads).await
+        Self::serving(script, Duration::ZERO, change, ModelKind::Text, IntakeKind::Threads).await
     }
 
     /// With a window between two chunks of a stream.
@@ -351,19 +391,27 @@ impl TestServer {
         window: Duration,
         change: fn(&mut ServerConfig),
     ) -> Self {
-        Self::serving(script, window, change, None, IntakeKind::Threads).await
+        Self::serving(script, window, change, ModelKind::Text, IntakeKind::Threads).await
     }
 
     /// With large requests read there.
     pub(crate) async fn with_intake(script: Option<&str>, intake: IntakeKind) -> Self {
-        Self::serving(script, Duration::ZERO, |_| {}, None, intake).await
+        Self::serving(script, Duration::ZERO, |_| {}, ModelKind::Text, intake).await
     }
 
     /// A server of a model that pools to three numbers, and squeezes scores; the test answers
     /// unless `plays`.
     pub(crate) async fn pooling(task: PoolingTask, plays: bool) -> Self {
-        let script = plays.then_some("a");
-        Self::serving(script, Duration::ZERO, |_| {}, Some(task), IntakeKind::Threads).await
+        Self::of_model(ModelKind::Pools(task), plays.then_some("a"), |_| {}).await
+    }
+
+    /// A server of such a model.
+    pub(crate) async fn of_model(
+        model: ModelKind,
+        script: Option<&str>,
+        change: fn(&mut ServerConfig),
+    ) -> Self {
+        Self::serving(script, Duration::ZERO, change, model, IntakeKind::Threads).await
     }
 
     /// With forms compiled by these settings, each after the hook was called.
@@ -375,7 +423,8 @@ impl TestServer {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (place, intake) = ((listener.into(), address), IntakeKind::Threads);
-        Self::serving_at(place, script, Duration::ZERO, change, None, intake, forms).await
+        let kind = ModelKind::Text;
+        Self::serving_at(place, script, Duration::ZERO, change, kind, intake, forms).await
     }
 
     /// With a listener of the test's.
@@ -385,21 +434,21 @@ impl TestServer {
         change: fn(&mut ServerConfig),
     ) -> Self {
         let nowhere = (listener.into(), SocketAddr::from(([0; 4], 0)));
-        let intake = IntakeKind::Threads;
-        Self::serving_at(nowhere, script, Duration::ZERO, change, None, intake, forms()).await
+        let (intake, kind) = (IntakeKind::Threads, ModelKind::Text);
+        Self::serving_at(nowhere, script, Duration::ZERO, change, kind, intake, forms()).await
     }
 
     async fn serving(
         script: Option<&str>,
         window: Duration,
         change: fn(&mut ServerConfig),
-        task: Option<PoolingTask>,
+        kind: ModelKind,
         intake: IntakeKind,
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let place = (listener.into(), address);
-        Self::serving_at(place, script, window, change, task, intake, forms()).await
+        Self::serving_at(place, script, window, change, kind, intake, forms()).await
     }
 
     async fn serving_at(
@@ -407,7 +456,7 @@ impl TestServer {
         script: Option<&str>,
         window: Duration,
         change: fn(&mut ServerConfig),
-        task: Option<PoolingTask>,
+        kind: ModelKind,
         intake: IntakeKind,
         (forms, hook): (GrammarConfig, CompileHook),
     ) -> Self {
@@ -421,6 +470,20 @@ impl TestServer {
         let egress_config = EgressConfig { threads: 2, capacity: 256, window };
         let (sink, egress) = forebay_server::egress(&metrics, egress_config, &guard).unwrap();
         let mut sink: Box<dyn OutputSink> = Box::new(sink);
+        let task = if let ModelKind::Pools(task) = kind { Some(task) } else { None };
+        let images = (kind == ModelKind::Sees).then(|| ImageModel {
+            processing: Processing::new(16, 2, 1024, 1 << 14).unwrap(),
+            token: IMAGE,
+            most: 16,
+            limits: forebay_vision::Limits { max_pixels: MOST_PIXELS, ..Default::default() },
+        });
+        let here = FetchConfig {
+            allow_private: true,
+            allowed_domains: vec!["127.0.0.1".to_owned()],
+            timeout: Duration::from_secs(3600),
+            ..FetchConfig::default()
+        };
+        let fetcher = images.map(|_| Fetcher::new(&here).unwrap());
         let pooling = task.map(|task| {
             let started = forebay_server::pooled(Arc::clone(&metrics), 256, &guard);
             let (pooled_sink, outputs) = started.unwrap();
@@ -467,8 +530,8 @@ impl TestServer {
             eos: [EOS].into(),
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
             pooling,
-            images: None,
-            fetcher: None,
+            images,
+            fetcher,
             grammars: Some(grammars.unwrap()),
             markers: None,
         };
@@ -476,8 +539,9 @@ impl TestServer {
             IntakeKind::Threads => IntakeMode::Threads(1),
             IntakeKind::Inline => IntakeMode::Engine(engine.clone()),
         };
-        let memory = Memory::new(MEMORY);
-        let intake = Intake::start(mode, Arc::new(memory.clone()), QUEUE, &guard).unwrap();
+        let memory = Memory::new(if images.is_some() { IMAGE_MEMORY } else { MEMORY });
+        let pixels = images.map_or(0, |images| images.decoding_bytes(1, PIXEL_BYTES));
+        let intake = Intake::start(mode, Arc::new(memory.clone()), QUEUE, pixels, &guard).unwrap();
         let text = Arc::new(text);
         let state =
             AppState::new(config, model, engine.clone(), text, intake, egress, metrics, None);

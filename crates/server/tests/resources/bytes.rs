@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::cases::{Case, cases, values};
 use crate::counting::{mark, peak};
 use crate::fake::{Event, TestServer};
-use crate::{SLACK, alone};
+use crate::{SLACK, alone, charged};
 
 /// Just below what a body may have.
 const LARGE: usize = (4 << 20) - 1024;
@@ -294,11 +294,6 @@ async fn a_prompt_is_echoed_from_one_place() {
     drop(pending);
 }
 
-fn charged(metrics: &str) -> f64 {
-    let line = metrics.lines().find(|line| line.starts_with("forebay:request_bytes_in_flight{"));
-    line.unwrap().rsplit(' ').next().unwrap().parse().unwrap()
-}
-
 /// Whoever does not fit the budget is told so at once, and what was charged is given back however a
 /// request ends.
 #[tokio::test]
@@ -331,8 +326,8 @@ async fn the_budget_is_kept_and_given_back() {
     }
     assert!(!pending.is_empty() && refused > 0, "{} and {refused}", pending.len());
     assert!(peak(start) <= BUDGET + SLACK, "{} bytes", peak(start));
-    let metrics = server.get("/metrics").await.1;
-    assert!(charged(&metrics) > 0.0 && charged(&metrics) <= BUDGET as f64);
+    let charged_now = charged(&server).await;
+    assert!(charged_now > 0 && charged_now <= BUDGET);
     // Clients that leave give back what they had.
     let choices = pending.len() * CHOICES as usize;
     drop(pending);
@@ -341,7 +336,7 @@ async fn the_budget_is_kept_and_given_back() {
         aborted += usize::from(matches!(server.event().await, Event::Abort(_)));
     }
     loop {
-        if charged(&server.get("/metrics").await.1) == 0.0 {
+        if charged(&server).await == 0 {
             break;
         }
         tokio::task::yield_now().await;

@@ -7,6 +7,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod answers;
 mod bytes;
 mod cases;
 #[path = "../http/client.rs"]
@@ -20,12 +21,22 @@ mod grammars;
 #[path = "../http/memory.rs"]
 #[allow(dead_code, reason = "the other tests use the rest")]
 mod memory;
+mod pixels;
+mod shares;
 mod work;
 
 use tokio::sync::{Mutex, MutexGuard};
 
 /// Bytes a body may take beyond its multiple.
 pub(crate) const SLACK: usize = 8 << 20;
+
+/// Bytes that requests are charged now.
+pub(crate) async fn charged(server: &fake::TestServer) -> usize {
+    let metrics = server.get("/metrics").await.1;
+    let line = metrics.lines().find(|line| line.starts_with("forebay:request_bytes_in_flight{"));
+    let number: f64 = line.unwrap().rsplit(' ').next().unwrap().parse().unwrap();
+    number as usize
+}
 
 /// Held by the test that measures: the allocator counts the whole process.
 pub(crate) async fn alone() -> MutexGuard<'static, ()> {

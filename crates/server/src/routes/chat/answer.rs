@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use forebay_api::{
-    ApiError, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatTokenLogprob,
-    ChatTopLogprob, FunctionCall, FunctionDelta, ResponseMessage, TokenOutput, ToolCall,
-    ToolCallDelta,
+    ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatTokenLogprob, ChatTopLogprob,
+    FunctionCall, FunctionDelta, ResponseMessage, TokenOutput, ToolCall, ToolCallDelta,
 };
 use forebay_dialect::{Ids, Part};
 use forebay_text::Tokenizer;
@@ -49,26 +48,17 @@ pub(super) struct Tokens {
     pub(super) output: TokenOutput,
 }
 
-/// A choice of a whole answer.
-///
-/// # Errors
-/// It has no end.
-pub(super) fn choice(
-    index: u32,
-    delta: &Delta,
-    tokens: &Tokens,
-    ids: &CallIds,
-) -> Result<ChatChoice, ApiError> {
-    let end = delta.end.as_ref().ok_or(ApiError::Aborted)?;
-    Ok(ChatChoice {
+/// A choice of a whole answer, which has its end.
+pub(super) fn choice(index: u32, delta: &Delta, tokens: &Tokens, ids: &CallIds) -> ChatChoice {
+    ChatChoice {
         index,
         message: message(index, delta, ids),
         logprobs: tokens.logprobs(&delta.logprobs),
         finish_reason: delta.finish_reason().unwrap_or_default(),
-        stop_reason: stop_reason(end),
-        matched_stop: matched_stop(end),
+        stop_reason: delta.end.as_ref().and_then(stop_reason),
+        matched_stop: delta.end.as_ref().and_then(matched_stop),
         token_ids: tokens.output.ids.then(|| delta.tokens.clone()),
-    })
+    }
 }
 
 fn message(choice: u32, delta: &Delta, ids: &CallIds) -> ResponseMessage {

@@ -69,16 +69,20 @@ pub(crate) async fn chat_completions(
     }
     let deltas = call.collect().await?;
     let told = deltas.first().zip(of_prompt);
-    let choices = (0..).zip(&deltas).map(|(index, delta)| choice(index, delta, &tokens, &ids));
-    Ok(reply::ok(&ChatCompletion {
+    if deltas.iter().any(|delta| delta.end.is_none()) {
+        return Err(ApiError::Aborted.into());
+    }
+    let completion = ChatCompletion {
         id: name.id,
         object: "chat.completion",
         created: name.created,
         model,
-        choices: choices.collect::<Result<_, _>>()?,
+        choices: Vec::new(),
         usage: call.tally().usage(),
         prompt_token_ids,
         prompt_logprobs: told
             .map(|(first, tail)| first.prompt.listed(tail.most, state.text.tokenizer())),
-    }))
+    };
+    let choices = (0..).zip(&deltas).map(|(index, delta)| choice(index, delta, &tokens, &ids));
+    call.writer().filled(&completion, "choices", choices)
 }

@@ -36,7 +36,7 @@ pub(crate) async fn render(
     param: &'static str,
 ) -> Result<Rendered, ApiError> {
     let parts = std::mem::take(&mut prompt.images);
-    let files = images::read(state, parts, state.limits()?).await?;
+    let files = images::read(state, parts, state.limits()?, text.charge).await?;
     let prompt = encode_chat(text, prompt, most, param).await?;
     for name in prompt.ignored {
         ignore(state, name)?;

@@ -65,7 +65,7 @@ pub(crate) async fn messages(
     }
     let deltas = call.collect().await?;
     let delta = deltas.first().ok_or(ApiError::Aborted)?;
-    Ok(reply::ok(&writer.message(delta, &call.tally())))
+    call.writer().value(&writer.message(delta, &call.tally()))
 }
 
 /// The number of tokens of a prompt.

@@ -152,7 +152,7 @@ async fn answer<T: Admissible<Valid = OllamaAsk>>(
     }
     let deltas = call.collect().await?;
     let delta = deltas.first().ok_or(ApiError::Aborted)?;
-    Ok(reply::ok(&writer.whole(delta, &call.tally())))
+    call.writer().value(&writer.whole(delta, &call.tally()))
 }
 
 /// Turns texts into vectors, in Ollama's words.
@@ -171,14 +171,16 @@ pub(crate) async fn embed(
 ) -> Result<Response, Failure> {
     let (model, arrived) = (admission.model.clone(), admission.arrived);
     let id = format!("ollama-{}", random_hex());
-    let Embedded { vectors, wanted, usage, .. } = embed_texts(admission, valid, &id).await?;
+    let embedded = embed_texts(admission, valid, &id).await?;
+    let writer = embedded.writer();
+    let Embedded { vectors, wanted, usage, .. } = embedded;
     let vectors: Vec<Vector> = vectors.into_iter().map(|vector| form(vector, wanted)).collect();
     let total = u64::try_from(arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    Ok(reply::ok(&json!({
+    writer.value(&json!({
         "model": model,
         "embeddings": vectors,
         "total_duration": total,
         "load_duration": 0,
         "prompt_eval_count": usage.prompt_tokens,
-    })))
+    }))
 }

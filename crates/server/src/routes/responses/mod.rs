@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use axum::extract::{Path, State};
-use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderName, HeaderValue};
 use axum::response::Response;
 use bytes::Bytes;
@@ -25,9 +24,10 @@ use utoipa::ToSchema;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::chat::{CallIds, prepare};
+use crate::answer::{AnswerWriter, charged};
 use crate::budget::Charge;
 use crate::call::Call;
-use crate::client::KeyId;
+use crate::client::{ClientId, KeyId};
 use crate::guard;
 use crate::ignored::ignore;
 use crate::peers::Peer;
@@ -73,7 +73,7 @@ impl Admissible for ResponsesRequest {
             None => Vec::new(),
         };
         // The conversation in front is rendered with the rest, and came with another request.
-        let front = state.budget.open();
+        let front = state.budget.open(door.client);
         front.set(before.iter().map(|turn| turn.bytes() * RENDERED).sum())?;
         let turns = before.iter().flat_map(|turn| turn.input.iter().chain(&turn.output));
         let said: Vec<&Item> = turns.collect();
@@ -107,7 +107,7 @@ pub(crate) async fn responses(
     let NextTurn { valid, owner, before, front } = turn;
     let ValidResponses { chat, kinds, input, store, background, sealed, echo } = valid;
     // These outlive the body.
-    let held = state.budget.open();
+    let held = charge.beside();
     let items: usize = input.iter().map(Item::bytes).sum();
     held.set(items + REPEATED * Value::from(echo.clone()).to_string().len())?;
     let kept = store && state.store.keeps();
@@ -144,7 +144,8 @@ pub(crate) async fn responses(
         } else {
             let deltas = call.collect().await?;
             let delta = deltas.first().ok_or(ApiError::Aborted)?;
-            reply::ok(&answer.whole(delta, &call.tally()).map_err(reply::unwritable)?)
+            let whole = answer.whole(delta, &call.tally()).map_err(reply::unwritable)?;
+            call.writer().value(&whole)?
         }
     };
     let headers = response.headers_mut();
@@ -170,7 +171,7 @@ async fn start(
     let call = Call::start(state, vec![submission], false, arrived, peer).await?;
     let mut call = call.named(id);
     let body = bytes(&answer.state("in_progress"));
-    let queued = bytes(&answer.state("queued"));
+    let queued = sent(state, peer.client(), bytes(&answer.state("queued")))?;
     let (kept, begin) = oneshot::channel();
     let (shared, name) = (Arc::clone(state), id.to_owned());
     let broken = answer.failed(&ApiError::Aborted);
@@ -193,7 +194,7 @@ async fn start(
     state.store.begin(owner, id, body, Some(task.abort_handle()));
     // Only a task that was stopped already hears nothing.
     let _ = kept.send(());
-    Ok(sent(queued))
+    Ok(queued)
 }
 
 /// Gives a kept response in its present state.
@@ -209,9 +210,10 @@ async fn start(
 pub(crate) async fn retrieve(
     State(state): State<Shared>,
     key: KeyId,
+    client: ClientId,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
-    Ok(sent(find(&state, owner(key), &id, None)?.body))
+    Ok(sent(&state, client, find(&state, owner(key), &id, None)?.body)?)
 }
 
 /// The confirmation that a response is gone.
@@ -256,6 +258,7 @@ pub(crate) async fn delete(
 pub(crate) async fn cancel(
     State(state): State<Shared>,
     key: KeyId,
+    client: ClientId,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
     let owner = owner(key);
@@ -272,7 +275,7 @@ pub(crate) async fn cancel(
             state.store.stop(owner, &id);
         }
     }
-    Ok(sent(find(&state, owner, &id, None)?.body))
+    Ok(sent(&state, client, find(&state, owner, &id, None)?.body)?)
 }
 
 /// Items of a response's own input.
@@ -299,17 +302,20 @@ pub(crate) struct ItemList {
 pub(crate) async fn input_items(
     State(state): State<Shared>,
     key: KeyId,
+    client: ClientId,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
     let kept = find(&state, owner(key), &id, None)?;
-    let data = kept.turns.last().map_or_else(Vec::new, |turn| turn.input.clone());
-    Ok(reply::ok(&ItemList {
+    let list = ItemList {
         object: "list",
-        data,
+        data: Vec::new(),
         first_id: None,
         last_id: None,
         has_more: false,
-    }))
+    };
+    let items = kept.turns.last().into_iter().flat_map(|turn| &turn.input);
+    let charge = Arc::new(state.budget.open(client));
+    AnswerWriter::new(state.config.max_unread_bytes, &charge).filled(&list, "data", items)
 }
 
 /// The owner of the key's responses in the store.
@@ -345,8 +351,9 @@ fn bytes(response: &Value) -> Bytes {
     Bytes::from(response.to_string())
 }
 
-fn sent(body: Bytes) -> Response {
-    let mut response = Response::new(body.into());
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    response
+/// A kept response on its way to `client`. It may leave the store before it has been read.
+fn sent(state: &Shared, client: ClientId, body: Bytes) -> Result<Response, ApiError> {
+    let charge = Arc::new(state.budget.open(client));
+    charge.set(body.len())?;
+    Ok(charged(body, charge))
 }

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Head};
 use crate::budget::Budget;
+use crate::client::ClientId;
 use crate::routes::chat::CallIds;
 use crate::routes::scripted::{deltas, events, said};
 use crate::stream::delta::{Delta, End};
@@ -26,7 +27,7 @@ fn answer() -> Answer {
             ids,
             kinds,
             sealed: true,
-            _held: Budget::new(0).open(),
+            _held: Budget::new(0).open(ClientId(1)),
         },
         None,
     )

@@ -1,0 +1,162 @@
+//! Turns of clients by cost.
+//!
+//! Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). The next item of a client starts
+//! at the end of its last one in virtual time, and the earliest start goes first. Virtual time
+//! grows by an even share of the work that was taken. So a stream of new clients cannot keep an
+//! older one waiting for ever.
+
+use std::collections::{BTreeMap, HashMap};
+
+/// Units of virtual time for a unit of cost, so that an even share of a small cost is more than
+/// nothing.
+pub(crate) const UNITS: u64 = 256;
+/// The number of idle clients that are remembered before those without debts are forgotten. There
+/// are never more than twice as many.
+pub(crate) const REMEMBERED: usize = 1 << 14;
+
+/// Waiting items of clients, which take turns by cost. A client's own items go by arrival.
+#[derive(Debug)]
+pub struct FairQueue<T> {
+    /// Virtual time, in units.
+    now: u64,
+    /// Clients with waiting items, by the start of their first one and then by its arrival.
+    turns: BTreeMap<(u64, i64), u64>,
+    clients: HashMap<u64, Account<T>>,
+    /// The number of remembered clients at which those without debts are looked for.
+    sweep_at: usize,
+}
+
+/// The items of a client.
+#[derive(Debug)]
+struct Account<T> {
+    /// The start of its first waiting item, or of its next one, which is the end of the last one
+    /// that had its turn.
+    start: u64,
+    /// The waiting items and their costs, by arrival.
+    waiting: BTreeMap<i64, (u64, T)>,
+}
+
+impl<T> Default for FairQueue<T> {
+    fn default() -> Self {
+        Self { now: 0, turns: BTreeMap::new(), clients: HashMap::new(), sweep_at: 0 }
+    }
+}
+
+impl<T> Default for Account<T> {
+    fn default() -> Self {
+        Self { start: 0, waiting: BTreeMap::new() }
+    }
+}
+
+impl<T> Account<T> {
+    /// The client's place among the clients that wait.
+    fn turn(&self) -> Option<(u64, i64)> {
+        self.waiting.first_key_value().map(|(&arrival, _)| (self.start, arrival))
+    }
+}
+
+impl<T> FairQueue<T> {
+    /// Puts an item of `client` in. `arrival` is a number that no waiting item has.
+    pub fn insert(&mut self, client: u64, arrival: i64, cost: u64, item: T) {
+        let account = self.clients.entry(client).or_default();
+        match account.turn() {
+            Some(turn) if turn.1 > arrival => _ = self.turns.remove(&turn),
+            Some(_) => {}
+            None => account.start = account.start.max(self.now),
+        }
+        account.waiting.insert(arrival, (cost, item));
+        self.turns.extend(account.turn().map(|turn| (turn, client)));
+    }
+
+    /// True if nothing waits.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.turns.is_empty()
+    }
+
+    /// The item that is next.
+    #[must_use]
+    pub fn first(&self) -> Option<&T> {
+        self.upcoming().next()
+    }
+
+    /// The items client by client, in the order of the clients' turns.
+    pub fn upcoming(&self) -> impl Iterator<Item = &T> {
+        let clients = self.turns.values().map(|client| &self.clients[client]);
+        clients.flat_map(|account| account.waiting.values().map(|(_, item)| item))
+    }
+
+    /// The item of `client` that arrived then, if it waits.
+    #[must_use]
+    pub fn get(&self, client: u64, arrival: i64) -> Option<&T> {
+        self.clients.get(&client)?.waiting.get(&arrival).map(|(_, item)| item)
+    }
+
+    /// Takes out the next item of those clients that `may` have one, and gives its client too.
+    pub fn pop(&mut self, may: impl Fn(u64) -> bool) -> Option<(u64, T)> {
+        let mut turns = self.turns.iter();
+        let (&(_, arrival), &client) = turns.find(|&(_, &client)| may(client))?;
+        Some((client, self.take(client, arrival, true)?))
+    }
+
+    /// Takes out an item, if it waits. With `charged` its client has had its turn; else the item
+    /// costs its client nothing.
+    pub fn take(&mut self, client: u64, arrival: i64, charged: bool) -> Option<T> {
+        let active = self.turns.len() as u64;
+        let account = self.clients.get_mut(&client)?;
+        if let Some(turn) = account.turn() {
+            self.turns.remove(&turn);
+        }
+        let taken = account.waiting.remove(&arrival);
+        if let (Some((cost, _)), true) = (&taken, charged) {
+            let cost = cost.saturating_mul(UNITS).max(1);
+            // One more than there are: who comes next is to be ahead of those who have just had
+            // their turn.
+            let share = cost.div_ceil(active + 1);
+            self.now = self.now.max(account.start).saturating_add(share);
+            account.start = account.start.saturating_add(cost);
+        }
+        match account.turn() {
+            Some(turn) => _ = self.turns.insert(turn, client),
+            None if account.start <= self.now => _ = self.clients.remove(&client),
+            None => self.sweep(),
+        }
+        taken.map(|(_, item)| item)
+    }
+
+    /// Charges a client for work beside its items.
+    pub fn charge(&mut self, client: u64, cost: u64) {
+        let account = self.clients.entry(client).or_default();
+        match account.turn() {
+            Some(turn) => _ = self.turns.remove(&turn),
+            None => account.start = account.start.max(self.now),
+        }
+        account.start = account.start.saturating_add(cost.saturating_mul(UNITS));
+        match account.turn() {
+            Some(turn) => _ = self.turns.insert(turn, client),
+            None => self.sweep(),
+        }
+    }
+
+    /// Forgets clients that owe nothing, now and then, and all that have nothing here once there
+    /// are too many.
+    fn sweep(&mut self) {
+        let idle = self.clients.len() - self.turns.len();
+        if idle <= self.sweep_at.max(64) {
+            return;
+        }
+        let now = self.now;
+        self.clients.retain(|_, account| !account.waiting.is_empty() || account.start > now);
+        let left = self.clients.len() - self.turns.len();
+        if left > REMEMBERED {
+            self.clients.retain(|_, account| !account.waiting.is_empty());
+        }
+        self.sweep_at = (2 * left).min(2 * REMEMBERED);
+    }
+
+    /// Clients that are remembered.
+    #[cfg(test)]
+    pub(crate) fn known(&self) -> usize {
+        self.clients.len()
+    }
+}

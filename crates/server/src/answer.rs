@@ -1,0 +1,223 @@
+//! Whole answers as JSON, within the bounds of what may wait for a client.
+//!
+//! An answer repeats things: a prompt's log-probabilities once a choice, for instance. So what is
+//! written is counted while it is written. Choices are made one after the other, and each is
+//! dropped once it has been written. The bytes are charged until they have been sent.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::http::HeaderValue;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::Response;
+use bytes::Bytes;
+use forebay_api::ApiError;
+use serde::Serialize;
+
+use crate::budget::Charge;
+use crate::reply::{Failure, unwritable};
+
+/// Writes an answer of at most so many bytes.
+pub(crate) struct AnswerWriter {
+    bytes: Vec<u8>,
+    limit: usize,
+    charge: Arc<Charge>,
+    /// The error that ended the writing.
+    error: Option<ApiError>,
+}
+
+/// Bytes that wait for a client, and their charge.
+struct Charged {
+    bytes: Bytes,
+    _charge: Arc<Charge>,
+}
+
+impl AsRef<[u8]> for Charged {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// A response of JSON whose bytes stay charged until they have been sent.
+pub(crate) fn charged(bytes: Bytes, charge: Arc<Charge>) -> Response {
+    let bytes = Bytes::from_owner(Charged { bytes, _charge: charge });
+    let mut response = Response::new(Body::from(bytes));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+impl Write for AnswerWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let all = self.bytes.len() + bytes.len();
+        let admitted = if all > self.limit {
+            Err(ApiError::AnswerTooLarge { limit: self.limit })
+        } else {
+            self.charge.answer(all)
+        };
+        if let Err(error) = admitted {
+            self.error = Some(error);
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AnswerWriter {
+    /// A writer of at most `limit` bytes, which `charge` pays for.
+    pub(crate) fn new(limit: usize, charge: &Arc<Charge>) -> Self {
+        Self { bytes: Vec::new(), limit, charge: Arc::clone(charge), error: None }
+    }
+
+    /// The answer is one value.
+    ///
+    /// # Errors
+    /// It is too large.
+    pub(crate) fn value<T: Serialize>(mut self, value: &T) -> Result<Response, Failure> {
+        self.json(value)?;
+        Ok(self.finish())
+    }
+
+    /// The answer is a list. An item is made when it is its turn.
+    ///
+    /// # Errors
+    /// It is too large.
+    pub(crate) fn list<T: Serialize>(
+        mut self,
+        items: impl Iterator<Item = T>,
+    ) -> Result<Response, Failure> {
+        self.items(items)?;
+        Ok(self.finish())
+    }
+
+    /// The answer is `value` with these items in its list `field`, which is empty.
+    ///
+    /// # Errors
+    /// It is too large.
+    pub(crate) fn filled<T: Serialize>(
+        mut self,
+        value: &impl Serialize,
+        field: &str,
+        items: impl Iterator<Item = T>,
+    ) -> Result<Response, Failure> {
+        let frame = serde_json::to_string(value).map_err(unwritable)?;
+        // Quotation marks within strings are escaped, so that this is found in no string.
+        let (before, after) = frame.split_once(&format!("\"{field}\":[]")).unwrap_or((&frame, ""));
+        debug_assert!(!after.is_empty(), "the value has the list");
+        self.raw(before)?;
+        self.raw("\"")?;
+        self.raw(field)?;
+        self.raw("\":")?;
+        self.items(items)?;
+        self.raw(after)?;
+        Ok(self.finish())
+    }
+
+    fn items<T: Serialize>(&mut self, items: impl Iterator<Item = T>) -> Result<(), Failure> {
+        self.raw("[")?;
+        for (at, item) in items.enumerate() {
+            if at > 0 {
+                self.raw(",")?;
+            }
+            self.json(&item)?;
+        }
+        self.raw("]")
+    }
+
+    fn json<T: Serialize>(&mut self, value: &T) -> Result<(), Failure> {
+        serde_json::to_writer(&mut *self, value).map_err(|error| self.failure(error))
+    }
+
+    fn raw(&mut self, text: &str) -> Result<(), Failure> {
+        let written = self.write_all(text.as_bytes());
+        written.map_err(|error| self.failure(serde_json::Error::io(error)))
+    }
+
+    fn failure(&mut self, error: serde_json::Error) -> Failure {
+        self.error.take().map_or_else(|| unwritable(error), Failure)
+    }
+
+    fn finish(self) -> Response {
+        let Self { bytes, charge, .. } = self;
+        // What the request took beside the answer is given back with the request.
+        charge.shrink(bytes.len());
+        charged(bytes.into(), charge)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt;
+    use serde_json::json;
+
+    use super::*;
+    use crate::budget::Budget;
+    use crate::client::ClientId;
+
+    fn charge(budget: &Budget) -> Arc<Charge> {
+        Arc::new(budget.open(ClientId(1)))
+    }
+
+    async fn text(response: Response) -> String {
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        String::from_utf8(body.to_vec()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn an_answer_is_charged_until_its_last_byte_is_gone() {
+        let budget = Budget::new(1 << 30);
+        let of_request = charge(&budget);
+        of_request.set(1 << 20).unwrap();
+        let value = json!({"text": "a".repeat(5000)});
+        let written = AnswerWriter::new(1 << 20, &of_request).value(&value).unwrap();
+        drop(of_request);
+        assert_eq!(budget.used(), value.to_string().len(), "the request is gone");
+        let body = written.into_body().collect().await.unwrap().to_bytes();
+        assert_eq!(body, value.to_string());
+        let rest = body.slice(4000..);
+        drop(body);
+        assert!(budget.used() > 5000, "a part of it waits");
+        drop(rest);
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_list_is_filled_item_by_item() {
+        let budget = Budget::new(1 << 30);
+        let head = json!({"name": "\"list\":[]", "list": [], "after": [[]]});
+        for count in 0..4 {
+            let items = (0..count).map(|at| json!({"at": at}));
+            let all: Vec<_> = items.clone().collect();
+            let filled =
+                AnswerWriter::new(1000, &charge(&budget)).filled(&head, "list", items.clone());
+            let expected = json!({"name": "\"list\":[]", "list": all, "after": [[]]});
+            assert_eq!(text(filled.unwrap()).await, expected.to_string());
+            let alone = AnswerWriter::new(1000, &charge(&budget)).list(items);
+            assert_eq!(text(alone.unwrap()).await, json!(all).to_string());
+        }
+    }
+
+    #[test]
+    fn no_item_is_made_beyond_the_limit_or_the_budget() {
+        let made = std::cell::Cell::new(0);
+        let items = || {
+            (0..1000).map(|_| {
+                made.set(made.get() + 1);
+                "x".repeat(98)
+            })
+        };
+        let budget = Budget::new(1 << 30);
+        let refused = AnswerWriter::new(1000, &charge(&budget)).list(items()).unwrap_err();
+        assert_eq!(refused.0, ApiError::AnswerTooLarge { limit: 1000 });
+        assert_eq!(made.replace(0), 10);
+        let small = Budget::new(2000);
+        let refused = AnswerWriter::new(1 << 20, &charge(&small)).list(items()).unwrap_err();
+        assert_eq!(refused.0.status(), 413, "{refused:?}");
+        assert_eq!((made.get(), small.used()), (18, 0));
+    }
+}
