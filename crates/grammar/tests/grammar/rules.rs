@@ -188,34 +188,6 @@ fn choices_go_their_own_ways_and_go_on_where_others_were() {
     }
 }
 
-#[test]
-fn a_matcher_that_grows_beyond_its_share_has_to_end() {
-    let bench = Bench::new(GrammarConfig { cache_bytes: 1 << 20, ..GrammarConfig::default() });
-    // Each token opens new states of the lexer.
-    let source = Some(Form::Regex("x0.*a.{18}b.{18}c.{18}".into()).into());
-    let mut both =
-        bench.constraints(Wanted { choices: 2, ..wanted(source) }).unwrap().choices.into_iter();
-    let (mut small, mut large) = (both.next().unwrap(), both.next().unwrap());
-    say(&mut *small, &bench.tokenizer.encode_as_text("x0").unwrap());
-    let mut words = [0; 64];
-    let mut state = 7_u64;
-    let broken = (0..2000).find_map(|_| {
-        if let Err(broken) = large.mask(&mut words) {
-            return Some(broken.to_string());
-        }
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        let from = (state >> 33) as usize % 2048;
-        let set = |id: &usize| words[id / 32] >> (id % 32) & 1 == 1;
-        let id = (from..2048).chain(0..from).find(set).unwrap();
-        large.accept(i32::try_from(id).unwrap()).unwrap();
-        None
-    });
-    assert!(broken.as_ref().is_some_and(|why| why.contains("have grown")), "{broken:?}");
-    drop(large);
-    assert!(small.mask(&mut words).is_ok());
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
