@@ -207,13 +207,12 @@ pub(super) mod tests {
         let mut other = Box::pin(room.take(OTHER, 100, "p"));
         assert!(poll(other.as_mut()).is_pending(), "but not for another client");
         drop(all);
-        let first = got(many[0].as_mut());
-        assert!(poll(many[1].as_mut()).is_pending());
-        drop(first);
-        assert!(poll(many[1].as_mut()).is_pending());
-        drop(got(other.as_mut()));
-        assert_eq!(room.in_line(), 7);
+        drop(got(many[0].as_mut()));
         drop(got(many[1].as_mut()));
+        assert!(poll(many[2].as_mut()).is_pending(), "it is the other client's turn");
+        drop(got(other.as_mut()));
+        assert_eq!(room.in_line(), 6);
+        drop(got(many[2].as_mut()));
     }
 
     #[test]

@@ -122,9 +122,9 @@ impl Workers {
                 let lane =
                     Arc::new(Lane { jobs: Mutex::new(Jobs::new(memory)), ..Lane::default() });
                 for index in 0..count.max(1) {
-                    let lane = Arc::clone(&lane);
+                    let worker = Worker(Arc::clone(&lane));
                     let name = format!("{name}-{index}");
-                    threads.push(guard.spawn(name, move || work(&lane))?);
+                    threads.push(guard.spawn(name, move || work(&worker.0))?);
                 }
                 Lanes::Threads(lane)
             }
@@ -259,24 +259,23 @@ impl Lane {
     }
 }
 
-/// Without the thread no work is done, so nobody is to wait for it.
-struct Ended<'a>(&'a Lane);
+/// A thread's end of its lane. Without the thread no work is done, so nobody is to wait for it.
+struct Worker(Arc<Lane>);
 
-impl Drop for Ended<'_> {
+impl Drop for Worker {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            let mut jobs = self.0.jobs.lock();
-            jobs.begun.clear();
-            jobs.new = FairQueue::default();
-            jobs.closed = true;
-        }
+        let mut jobs = self.0.jobs.lock();
+        jobs.closed = true;
+        // What it owns is dropped without the lock.
+        let left = (std::mem::take(&mut jobs.begun), std::mem::take(&mut jobs.new));
+        drop(jobs);
+        drop(left);
     }
 }
 
 fn work(lane: &Lane) {
     // Everybody may stand back, but where it is refused there is nothing else to be done.
     let _ = rustix::process::nice(NICENESS);
-    let _ended = Ended(lane);
     while let Some(Job { work, memory }) = lane.next() {
         work();
         lane.done(memory);
