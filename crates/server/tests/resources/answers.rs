@@ -32,7 +32,7 @@ fn multiplying() -> Vec<(&'static str, Value, usize)> {
             "/v1/completions",
             json!({"prompt": vec![&prompt; 64], "echo": true, "logprobs": 20, "prompt_logprobs": 20,
                    "n": 8, "max_tokens": 0}),
-            // With nothing to generate, only those that bring what is told of a prompt are computed.
+            // Without tokens only what is told of each prompt is computed.
             64,
         ),
         (
