@@ -42,7 +42,7 @@ pub(crate) enum Kind {
     /// Events that only this backend can go on with.
     Events,
     /// Events that another brain can go on with.
-    Tape(Tape, HeaderValue),
+    Tape(Box<Tape>, HeaderValue),
 }
 
 /// A response that has begun.
@@ -295,7 +295,7 @@ fn kind(head: &http::response::Parts, resume: Option<&Resume>, backend: &Backend
                     Tape::after(ids.to_vec(), Some(Arc::clone(share)), memory)
                 }
             };
-            Kind::Tape(tape, name)
+            Kind::Tape(Box::new(tape), name)
         }
         None => Kind::Events,
     }
