@@ -15,6 +15,8 @@ import pytest
 from tests.structure.repository import files, inside, read
 
 MADE = Path("python/forebay/protocol")
+# Masks follow a plan in a frame of their own, whose rows are not a plan's.
+MASKS = Path("crates/protocol/src/masks.rs")
 GENERATED = {MADE / "columns.py", MADE / "constants.py"}
 _BLOCK = re.compile(r"^(columns|record)! \{\n(.*?)^\}\n", re.MULTILINE | re.DOTALL)
 _COLUMN = re.compile(r"^ +\d+ (?:pub )?(\w+): ", re.MULTILINE)
@@ -70,7 +72,7 @@ def test_no_column_is_spelled_twice() -> None:
         str(path): spellings
         for path in files()
         if path.suffix in {".rs", ".py"} and inside(path, ["crates/protocol/src", "python/forebay"])
-        if path not in GENERATED and path.stem != "tests"
+        if path not in {*GENERATED, MASKS} and path.stem != "tests"
         if (spellings := second_spellings(read(path)))
     }
     assert not found

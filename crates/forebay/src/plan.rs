@@ -41,8 +41,8 @@ struct MemoryFlags {
     /// a CPU what this process may use here. Otherwise --max-total-tokens sets the pages].
     #[arg(long, value_name = "GB", value_parser = gigabytes, conflicts_with = "trace")]
     device_memory: Option<u64>,
-    /// The share of the device's free memory for weights and KV pages [default: 0.9 on CUDA, else
-    /// 0.3, or 0.6 where a control group limits the memory here; divided among the ranks].
+    /// The share of the device's free memory for weights and KV pages, divided among the ranks.
+    /// [default: 0.9 on CUDA, else 0.3, or 0.6 where a control group limits the memory here]
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction, conflicts_with = "trace")]
     mem_fraction_static: Option<f64>,
     /// Arithmetic; `auto` is bfloat16 on CUDA and if the processor computes it natively.

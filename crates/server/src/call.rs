@@ -116,7 +116,7 @@ impl Call {
         let mut restricted = Vec::with_capacity(submissions.len());
         for submission in &submissions {
             let constraints =
-                constrain::constraints(state, submission, said, peer.client()).await?;
+                constrain::constraints(state, submission, said, peer.client().0).await?;
             if let Some(constraints) = &constraints {
                 charge.add(constraints.bytes)?;
             }

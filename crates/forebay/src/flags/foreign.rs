@@ -1,8 +1,8 @@
-//! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself: each
+//! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself. Each
 //! means one of ours, is not needed here, or names a feature that is not there.
 //!
-//! Command lines are copied from other servers. A flag of this table gets an answer of its own,
-//! which the suggestions of the parser ("did you mean --trusted-proxies") would not give.
+//! Command lines are copied from other servers. A flag of this table gets an answer of its own. The
+//! parser's suggestions ("did you mean --trusted-proxies") would not help.
 
 use std::ffi::OsString;
 

@@ -37,8 +37,8 @@ pub(crate) struct ScheduleFlags {
     #[arg(long, visible_alias = "block-size", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) page_size: Option<u32>,
     /// The share of the device's free memory for weights, KV pages and, on CUDA, the memory of
-    /// steps; replicas on a CPU divide it [default: 0.9 on CUDA, else 0.3, or 0.6 where
-    /// a control group limits the memory].
+    /// steps. Replicas on a CPU divide it. [default: 0.9 on CUDA, else 0.3, or 0.6 where a control
+    /// group limits the memory]
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
     pub(crate) mem_fraction_static: Option<f64>,
     /// The size of the KV pool in tokens, instead of a share of memory.
