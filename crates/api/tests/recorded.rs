@@ -168,7 +168,12 @@ fn check(name: &str, fields: &Fields, run: impl Fn(&str) -> Outcome) {
         .filter(|(before, now)| before != now)
         .map(|(before, now)| format!("before {before}\n   now {now}"))
         .collect();
-    assert!(differences.is_empty(), "{name}: {} lines\n{}", differences.len(), differences.join("\n"));
+    assert!(
+        differences.is_empty(),
+        "{name}: {} lines\n{}",
+        differences.len(),
+        differences.join("\n")
+    );
     assert_eq!(recorded.lines().count(), report.lines().count(), "{name}");
 }
 
@@ -228,9 +233,7 @@ fn ollama_chat() {
 #[test]
 fn ollama_generate() {
     check("ollama_generate", &corpus::ollama_generate(), |body| {
-        outcome(body, |request: OllamaGenerateRequest, _| {
-            request.validate(true, &DEFAULTS, LIMITS)
-        })
+        outcome(body, |request: OllamaGenerateRequest, _| request.validate(true, &DEFAULTS, LIMITS))
     });
 }
 
@@ -295,9 +298,9 @@ fn detokenize() {
 /// The types of all requests, as `/openapi.json` has them.
 #[test]
 fn types() {
-    use utoipa::openapi::schema::Schema;
-    use utoipa::openapi::RefOr;
     use utoipa::ToSchema;
+    use utoipa::openapi::RefOr;
+    use utoipa::openapi::schema::Schema;
 
     fn add<T: ToSchema>(all: &mut Vec<(String, RefOr<Schema>)>) {
         all.push((T::name().into_owned(), T::schema()));

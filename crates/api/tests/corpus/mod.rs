@@ -80,9 +80,29 @@ fn numbers() -> Vec<Row> {
         row("skip_special_tokens", json!([false])),
         row("spaces_between_special_tokens", json!([false])),
         row("stream_interval", json!([4])),
-        row("logit_bias", json!([{"5": 1.5, "3": -2}, {"1000": 1}, {"5": 101}, {"5": "x"}, {"5": null}, biases(1025), {"x".repeat(65): 1}])),
-        row("stop", json!(["end", ["a", "b"], ["a", ""], list(16, json!("s")), list(17, json!("s")), text(4096), text(4097), [text(4000), text(97)], ["a", 1], ["a", text(4097)]])),
-        row("stop_token_ids", json!([[5, 2, 5], [1000], [-1], ids(1024), ids(1025), [1e12], [0.5], ["x"]])),
+        row(
+            "logit_bias",
+            json!([{"5": 1.5, "3": -2}, {"1000": 1}, {"5": 101}, {"5": "x"}, {"5": null}, biases(1025), {"x".repeat(65): 1}]),
+        ),
+        row(
+            "stop",
+            json!([
+                "end",
+                ["a", "b"],
+                ["a", ""],
+                list(16, json!("s")),
+                list(17, json!("s")),
+                text(4096),
+                text(4097),
+                [text(4000), text(97)],
+                ["a", 1],
+                ["a", text(4097)]
+            ]),
+        ),
+        row(
+            "stop_token_ids",
+            json!([[5, 2, 5], [1000], [-1], ids(1024), ids(1025), [1e12], [0.5], ["x"]]),
+        ),
     ]
 }
 
@@ -98,7 +118,10 @@ fn forms() -> Value {
 fn structures() -> Vec<Row> {
     vec![
         row("json_schema", forms()),
-        row("regex", json!(["a+", text(4096), text(1 << 16), text((1 << 16) + 1), text((1 << 20) + 1)])),
+        row(
+            "regex",
+            json!(["a+", text(4096), text(1 << 16), text((1 << 16) + 1), text((1 << 20) + 1)]),
+        ),
         row("ebnf", json!(["root ::= \"a\"", text(1 << 18), text((1 << 20) + 1)])),
         row("structural_tag", json!([{"format": {"type": "any_text"}}])),
     ]
@@ -184,35 +207,53 @@ fn openai() -> Vec<Row> {
 fn message(path: &str) -> Vec<Row> {
     let image = |url: Value| json!([{"type": "image_url", "image_url": url}]);
     let part = |values: Value| values;
-    within(path, vec![
-        row("role", json!(["assistant", text(256), text(257)])),
-        row("content", part(json!([
-            [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], [{"type": "text"}], [{"type": "audio"}],
-            [{"type": "text", "text": 3}], [{"text": "a"}], [{"type": text(257)}], [{"type": "text", "text": "a", "x": 1}],
-            image(json!("data:,a")), image(json!({"url": "http://a"})), image(json!({"url": "http://a", "detail": "low"})),
-            image(json!({"url": "http://a", "detail": "x"})), image(json!({"url": 3})), image(json!(3)), image(json!({"detail": "low"})),
-            image(json!({"url": "http://a", "y": 1})),
-            [{"type": "image_url"}], list(16385, json!({"type": "text", "text": ""})),
-        ]))),
-        row("name", json!(["n", text(257)])),
-        row("reasoning_content", json!([text(5000)])),
-        row("reasoning", json!([])),
-        row("thinking", json!([])),
-        row("tool_calls", json!([
-            [{"id": "c", "function": {"name": "f", "arguments": "{}"}}], [{"id": 3}], [{"function": {}}], nested(40), list(16384, json!(0)),
-        ])),
-        row("tool_call_id", json!(["c", text(257)])),
-        row("more", json!([])),
-    ])
+    within(
+        path,
+        vec![
+            row("role", json!(["assistant", text(256), text(257)])),
+            row(
+                "content",
+                part(json!([
+                    [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], [{"type": "text"}], [{"type": "audio"}],
+                    [{"type": "text", "text": 3}], [{"text": "a"}], [{"type": text(257)}], [{"type": "text", "text": "a", "x": 1}],
+                    image(json!("data:,a")), image(json!({"url": "http://a"})), image(json!({"url": "http://a", "detail": "low"})),
+                    image(json!({"url": "http://a", "detail": "x"})), image(json!({"url": 3})), image(json!(3)), image(json!({"detail": "low"})),
+                    image(json!({"url": "http://a", "y": 1})),
+                    [{"type": "image_url"}], list(16385, json!({"type": "text", "text": ""})),
+                ])),
+            ),
+            row("name", json!(["n", text(257)])),
+            row("reasoning_content", json!([text(5000)])),
+            row("reasoning", json!([])),
+            row("thinking", json!([])),
+            row(
+                "tool_calls",
+                json!([
+                    [{"id": "c", "function": {"name": "f", "arguments": "{}"}}], [{"id": 3}], [{"function": {}}], nested(40), list(16384, json!(0)),
+                ]),
+            ),
+            row("tool_call_id", json!(["c", text(257)])),
+            row("more", json!([])),
+        ],
+    )
 }
 
 fn conversation() -> Vec<Row> {
     let mut rows = vec![
-        row("messages", json!([list(4096, json!({"role": "user", "content": "a"})), list(4097, json!({"role": "user", "content": "a"})), [{"content": "hi"}], [{"role": "user"}], [["user", "hi"]]])),
+        row(
+            "messages",
+            json!([list(4096, json!({"role": "user", "content": "a"})), list(4097, json!({"role": "user", "content": "a"})), [{"content": "hi"}], [{"role": "user"}], [["user", "hi"]]]),
+        ),
         row("add_generation_prompt", json!([false])),
         row("continue_final_message", json!([])),
-        row("chat_template_kwargs", json!([{"x": {"y": [1, "z"]}}, {"x": nested(30)}, {"x": nested(40)}, {"x": list(16384, json!(0))}, {"x": "y".repeat(100)}])),
-        row("tools", json!([[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}], [{"type": "web_search"}], [{"type": 3}], [{"function": {"name": "a b"}}]])),
+        row(
+            "chat_template_kwargs",
+            json!([{"x": {"y": [1, "z"]}}, {"x": nested(30)}, {"x": nested(40)}, {"x": list(16384, json!(0))}, {"x": "y".repeat(100)}]),
+        ),
+        row(
+            "tools",
+            json!([[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}], [{"type": "web_search"}], [{"type": 3}], [{"function": {"name": "a b"}}]]),
+        ),
     ];
     rows.extend(message("messages.0"));
     rows
@@ -292,8 +333,21 @@ pub(crate) fn chat() -> Fields {
 
 fn prompts() -> Value {
     json!([
-        ["a", "b"], [1, 2], [[1], [2, 3]], ["a", 1], [1, {}], [[1, "x"]], [1000], [[1], [1000]], list(1024, json!("a")),
-        list(1025, json!("a")), ids(2000), list(1025, json!([1])), [1e12], [[1e12]], text(9000),
+        ["a", "b"],
+        [1, 2],
+        [[1], [2, 3]],
+        ["a", 1],
+        [1, {}],
+        [[1, "x"]],
+        [1000],
+        [[1], [1000]],
+        list(1024, json!("a")),
+        list(1025, json!("a")),
+        ids(2000),
+        list(1025, json!([1])),
+        [1e12],
+        [[1e12]],
+        text(9000),
     ])
 }
 
@@ -478,7 +532,11 @@ pub(crate) fn ollama_embed() -> Fields {
 
 pub(crate) fn ollama_show() -> Fields {
     let first = r#""model": "m""#;
-    let fields = vec![row("model", json!([text(1025)])), row("name", json!([text(1025)])), row("more", json!([]))];
+    let fields = vec![
+        row("model", json!([text(1025)])),
+        row("name", json!([text(1025)])),
+        row("more", json!([])),
+    ];
     Fields { base: parsed(first), fields, bodies: bodies(r#""name": "m""#) }
 }
 
