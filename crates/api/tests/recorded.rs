@@ -40,7 +40,7 @@ struct Outcome {
     weight: String,
 }
 
-fn outcome<T: serde::de::DeserializeOwned + Limited, V: Debug>(
+fn outcome<T: Limited, V: Debug>(
     body: &str,
     validate: impl FnOnce(T, &mut Vec<String>) -> Result<V, ApiError>,
 ) -> Outcome {
@@ -130,6 +130,7 @@ fn check(name: &str, fields: &Fields, run: impl Fn(&str) -> Outcome) {
     let mut report = String::new();
     let mut line = |label: &str, body: &str| {
         let Outcome { result, unread, weight } = run(body);
+        let is_valid = result.is_ok();
         let told = match result {
             Ok(valid) => short(&difference(&base, &valid)),
             Err(error) => {
@@ -144,7 +145,7 @@ fn check(name: &str, fields: &Fields, run: impl Fn(&str) -> Outcome) {
         if !unread.is_empty() {
             writeln!(report, "    without effect: {}", unread.join(", ")).expect("a string");
         }
-        if !matches!(weight.as_str(), "" | "0/0" | "1/0") {
+        if is_valid && !matches!(weight.as_str(), "" | "0/0" | "1/0") {
             writeln!(report, "    weight: {weight}").expect("a string");
         }
     };
@@ -324,7 +325,11 @@ fn types() {
     add::<DetokenizeRequest>(&mut all);
     let found: serde_json::Map<String, Value> = all
         .into_iter()
-        .map(|(name, schema)| (name, serde_json::to_value(schema).expect("JSON")))
+        .map(|(name, schema)| {
+            // Where a description is wrapped does not matter.
+            let text = serde_json::to_string(&schema).expect("JSON").replace("\\n", " ");
+            (name, serde_json::from_str(&text).expect("JSON"))
+        })
         .collect();
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/recorded/types.json");
     if std::env::var_os("RECORD").is_some() {
