@@ -266,16 +266,23 @@ mod tests {
     use safetensors::tensor::TensorView;
 
     use super::*;
+    use crate::limits::Bound;
+    use crate::parameter::{Line, own, tabled};
 
     fn file(stored: Stored, shape: &[usize], data: &[u8]) -> Vec<u8> {
         let view = TensorView::new(stored, shape.to_vec(), data).unwrap();
         safetensors::serialize([("any", view)], None).unwrap()
     }
 
-    #[derive(Debug, serde::Deserialize)]
+    /// A request with embeddings of prompts.
+    #[derive(Debug, Default)]
     struct Body {
         e: PromptEmbeds,
     }
+
+    const LINES: &[Line<Body>] = &[own("e", Bound::Embeds(9), "", |r, v| v.put(&mut r.e))];
+
+    tabled!(Body, "", [LINES]);
 
     fn parsed(files: &[&[u8]]) -> Result<PromptEmbeds, ApiError> {
         let texts: Vec<String> = files.iter().map(|file| BASE64_STANDARD.encode(file)).collect();
@@ -283,7 +290,7 @@ mod tests {
             [one] => serde_json::json!({"e": one}),
             many => serde_json::json!({"e": many}),
         };
-        Ok(crate::parse::<Body>(body.to_string().as_bytes())?.e)
+        Ok(crate::trial::request::<Body>(&body)?.e)
     }
 
     fn converted(prompt: &EmbeddedPrompt, dtype: Dtype) -> Result<Vec<u8>, ApiError> {
@@ -339,7 +346,7 @@ mod tests {
             (r#"{"e":[1]}"#, "e[0]"),
             (r#"{"e":7}"#, "e"),
         ] {
-            match crate::parse::<Body>(body.as_bytes()) {
+            match crate::parse_request::<Body>(body.as_bytes(), |_| Ok(())) {
                 Err(ApiError::Invalid { param, .. }) => assert_eq!(param, expected, "{body}"),
                 other => panic!("{body}: {other:?}"),
             }

@@ -7,6 +7,8 @@ use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::error::ApiError;
+use crate::limits::bounds::{WORD, param};
+use crate::limits::{Bound, Param};
 
 /// The URL of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,6 +50,8 @@ pub(crate) struct ImageObject {
     url: String,
     detail: Option<String>,
 }
+
+pub(crate) const IMAGE: &[Param] = &[param("url", Bound::Url), param("detail", WORD)];
 
 /// An image of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,59 +1,42 @@
-//! Parameters that are known but not served. Empty values are harmless, and others are refused.
+//! Values that ask for nothing.
+//!
+//! Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use.
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
 
-use crate::error::ApiError;
-
-/// An unsupported parameter: true if its value demands something.
-///
-/// Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use. These
-/// demand nothing.
+/// A value that is not kept: true if it asks for something.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Inert(bool);
+pub(crate) struct Inert(bool);
 
 impl Inert {
-    /// True if the value demands something.
-    pub fn asks(self) -> bool {
+    /// True if the value asks for something.
+    pub(crate) fn asks(self) -> bool {
         self.0
-    }
-
-    /// Refuses the parameter if it demands something.
-    pub fn refuse(self, param: &str) -> Result<(), ApiError> {
-        if self.0 { Err(ApiError::unsupported(param)) } else { Ok(()) }
     }
 }
 
-/// A parameter like `tool_choice`: `auto` and `none` demand nothing either.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Choice(bool);
-
-impl Choice {
-    /// Refuses the parameter if it demands something.
-    pub fn refuse(self, param: &str) -> Result<(), ApiError> {
-        Inert(self.0).refuse(param)
-    }
+/// True if a value asks for something. If there are `words`, they ask for nothing, and other
+/// strings do.
+pub(crate) fn asks(value: &RawValue, words: &[&str]) -> bool {
+    let mut deserializer = serde_json::Deserializer::from_str(value.get());
+    // A number that no type can hold is one all the same.
+    deserializer.deserialize_any(Asks { words }).unwrap_or(true)
 }
 
 impl<'de> Deserialize<'de> for Inert {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(Asks { nothing: str::is_empty }).map(Self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Choice {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let nothing = |text: &str| matches!(text, "auto" | "none");
-        deserializer.deserialize_any(Asks { nothing }).map(Self)
+        deserializer.deserialize_any(Asks { words: &[] }).map(Self)
     }
 }
 
 /// Tells whether a value asks for something, and keeps nothing of it.
-struct Asks {
-    /// The test of a string: true if it asks for nothing.
-    nothing: fn(&str) -> bool,
+struct Asks<'a> {
+    /// The strings that ask for nothing; none: the empty string.
+    words: &'a [&'a str],
 }
 
-impl<'de> Visitor<'de> for Asks {
+impl<'de> Visitor<'de> for Asks<'_> {
     type Value = bool;
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -72,7 +55,7 @@ impl<'de> Visitor<'de> for Asks {
         Ok(true)
     }
     fn visit_str<E>(self, value: &str) -> Result<bool, E> {
-        Ok(!(self.nothing)(value))
+        Ok(if self.words.is_empty() { !value.is_empty() } else { !self.words.contains(&value) })
     }
     fn visit_unit<E>(self) -> Result<bool, E> {
         Ok(false)
@@ -99,13 +82,16 @@ mod tests {
 
     #[test]
     fn empty_values_ask_for_nothing() {
-        for json in ["null", "false", "\"\"", "[]", "{}"] {
+        let asks = |json: &str, words: &[&str]| {
+            asks(&serde_json::from_str::<Box<RawValue>>(json).expect("JSON"), words)
+        };
+        for json in ["null", "false", "\"\"", "[]", "{}", "[ ]"] {
             assert_eq!(serde_json::from_str::<Inert>(json).unwrap(), Inert(false), "{json}");
+            assert!(!asks(json, &[]), "{json}");
         }
-        for json in ["true", "1", "-1", "0.5", "\"a\"", "[null]", "{\"a\":null}"] {
-            let inert = serde_json::from_str::<Inert>(json).unwrap();
-            assert_eq!(inert, Inert(true), "{json}");
-            assert_eq!(inert.refuse("tools"), Err(ApiError::unsupported("tools")));
+        for json in ["true", "1", "-1", "0.5", "1e999", "\"a\"", "[null]", "{\"a\":null}"] {
+            assert!(asks(json, &[]), "{json}");
         }
+        assert!(!asks("\"auto\"", &["auto"]) && asks("\"\"", &["auto"]));
     }
 }

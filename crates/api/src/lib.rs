@@ -1,11 +1,15 @@
 //! The types of the HTTP API: requests with their validation, responses, and errors. It has no
 //! server and no I/O.
 //!
-//! There are three dialects: OpenAI's chat completions and completions, with vLLM's common
-//! extensions, and SGLang's native `/generate`. All three become one validated [`Generation`].
-//! After that only the prompt's length is unchecked, which is known after the text is tokenised
-//! ([`Generation::room`]). Models that make vectors and scores have routes of their own: OpenAI's
-//! embeddings, Jina's and Cohere's rerank, and vLLM's score.
+//! Each API has a folder in `apis`: OpenAI's chats and completions with vLLM's common extensions,
+//! OpenAI's responses, Anthropic's messages, Ollama's, llama.cpp's and SGLang's. Their requests
+//! become one validated [`Generation`]. After that only the prompt's length is unchecked, which is
+//! known after the text is tokenised ([`Generation::room`]). Models that make vectors and scores
+//! have requests of their own: OpenAI's embeddings, Jina's and Cohere's rerank, and vLLM's score.
+//!
+//! A parameter is declared once: `params` has those that several APIs share, with name, bound,
+//! description and place. An API accepts one with a line in its table. One walk along a body reads
+//! it by the table.
 //!
 //! ```
 //! use forebay_api::{ApiError, ChatRequest, GenerationDefaults, Limits, parse_request};
@@ -30,86 +34,77 @@
 //! ```
 
 mod access;
+mod apis;
 mod chat;
-mod completions;
 mod content;
 mod cut;
-mod embeddings;
 mod embeds;
 mod error;
-mod generate;
 mod images;
 mod inert;
 pub mod limits;
-mod llama;
-mod messages;
-mod ollama;
-mod openai;
+mod parameter;
+#[rustfmt::skip]
+mod params;
 mod parse;
 pub mod peer;
+mod pooling;
 mod preference;
 mod prompt;
-mod rerank;
 mod response;
-mod responses;
 mod salt;
 mod sampling;
 mod structure;
-mod table;
-mod tokenize;
 mod tools;
 #[cfg(test)]
 mod trial;
 mod turns;
 
 pub use access::{Access, is_from_own_page};
-pub use chat::{
-    ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent, ReasoningOutput,
-    Rendering, ValidChat,
-};
-pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
-pub use content::TextOr;
-pub use embeddings::{
-    Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingData, PoolingResponse,
-    PoolingUsage, ValidEmbedding, Vector,
-};
-pub use embeds::{EmbeddedPrompt, PromptEmbeds};
-pub use error::{ApiError, ErrorBody, ErrorObject};
-pub use generate::{
-    GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput, GenerateRequest, GenerateSampling,
-    LogprobTriple, OneOrMany, ValidGenerate,
-};
-pub use images::{ImagePart, ImageUrl};
-pub use inert::{Choice, Inert};
-pub use llama::{
+pub use apis::anthropic::MessagesRequest;
+pub use apis::llama::{
     LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,
 };
-pub use messages::MessagesRequest;
-pub use ollama::{
+pub use apis::ollama::{
     OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest, OllamaShowRequest,
 };
-pub use openai::{StreamOptions, Streaming, TokenOutput};
-pub use parse::{Parsed, parse, parse_request};
-pub use preference::preference;
-pub use prompt::{Prompt, Prompts, Strings};
-pub use rerank::{
+pub use apis::openai::{
+    ChatRequest, CompletionPrompts, CompletionRequest, Embedding, EmbeddingRequest,
+    EmbeddingResponse, EncodingFormat, PoolingData, PoolingResponse, ValidCompletion,
+    ValidEmbedding, Vector,
+};
+pub use apis::ranking::{
     Document, Pairs, RerankDocument, RerankRequest, RerankResponse, RerankResult, ScoreData,
     ScoreRequest, ScoreResponse, ValidRerank,
 };
+pub use apis::responses::{
+    CUSTOM_INPUT, Item, ItemPart, ResponsesRequest, ToolKind, ValidResponses, sealed,
+};
+pub use apis::sglang::{
+    GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput, GenerateRequest, LogprobTriple,
+    ValidGenerate,
+};
+pub use apis::tokens::{
+    DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
+    TokenizeResponse, TokenizedTexts,
+};
+pub use apis::{ROUTES, RouteLimits};
+pub use chat::{ChatPrompt, Effort, ReasoningOutput, Streaming, TokenOutput, ValidChat};
+pub use content::TextOr;
+pub use embeds::{EmbeddedPrompt, PromptEmbeds};
+pub use error::{ApiError, ErrorBody, ErrorObject};
+pub use images::{ImagePart, ImageUrl};
+pub use parameter::Field;
+pub use parse::{Parsed, parse_request};
+pub use pooling::PoolingUsage;
+pub use preference::preference;
+pub use prompt::{Prompt, Prompts, Strings};
 pub use response::{
     ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatTokenLogprob,
     ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, CompletionTokensDetails,
     FunctionCall, FunctionDelta, ModelCard, ModelList, PromptTokenLogprob, PromptTokenLogprobs,
     PromptTokensDetails, ResponseMessage, StopReason, ToolCall, ToolCallDelta, Usage,
 };
-pub use responses::{
-    CUSTOM_INPUT, Item, ItemPart, ResponsesRequest, ToolKind, ValidResponses, sealed,
-};
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
-pub use structure::{JsonSchemaFormat, ResponseFormat, Structure, StructuredOutputs};
-pub use table::{ROUTES, RouteLimits};
-pub use tokenize::{
-    DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
-    TokenizeResponse, TokenizedTexts,
-};
+pub use structure::Structure;
 pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools, TextForm};

@@ -28,6 +28,12 @@ pub enum Prompts {
     TokenLists(Vec<Vec<i32>>),
 }
 
+impl Default for Prompts {
+    fn default() -> Self {
+        Self::Texts(Vec::new())
+    }
+}
+
 impl Prompts {
     /// True if there are several prompts in a batch.
     pub fn is_many(&self) -> bool {
@@ -202,6 +208,7 @@ impl<'de> Deserialize<'de> for Strings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::CompletionRequest;
 
     fn prompts(json: &str) -> Prompts {
         serde_json::from_str(json).unwrap()
@@ -224,13 +231,8 @@ mod tests {
             (r#"{"prompt":[1,99999999999]}"#, "prompt[1]"),
             (r#"{"prompt":7}"#, "prompt"),
         ];
-        #[derive(Debug, serde::Deserialize)]
-        struct Body {
-            #[expect(dead_code, reason = "only the error is looked at")]
-            prompt: Prompts,
-        }
         for (body, expected) in cases {
-            match crate::parse::<Body>(body.as_bytes()) {
+            match crate::parse_request::<CompletionRequest>(body.as_bytes(), |_| Ok(())) {
                 Err(ApiError::Invalid { param, .. }) => assert_eq!(param, expected, "{body}"),
                 other => panic!("{body}: {other:?}"),
             }

@@ -1,4 +1,4 @@
-//! Parameters that all dialects share, and their validation.
+//! Parameters that all APIs share, and their validation.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -171,14 +171,11 @@ pub fn choice_seed(seed: u64, choice: u32) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Shared parameters as the client gave them.
+/// The parameters of a generation as the client gave them, whichever API they came by.
 #[derive(Debug, Default)]
-pub(crate) struct Fields {
-    /// Path of the object they came in, with its dot.
-    pub(crate) prefix: &'static str,
-    /// The dialect's name for the number of tokens.
-    pub(crate) max_tokens_name: &'static str,
+pub(crate) struct GenerationParameters {
     pub(crate) max_tokens: Option<u32>,
+    /// The number of tokens for a client that gives none.
     pub(crate) default_max_tokens: Option<u32>,
     pub(crate) min_tokens: Option<u32>,
     pub(crate) n: Option<u32>,
@@ -193,7 +190,7 @@ pub(crate) struct Fields {
     pub(crate) logit_bias: Option<HashMap<String, f32>>,
     pub(crate) allowed_token_ids: Option<Vec<i32>>,
     pub(crate) stop: Option<Strings>,
-    pub(crate) include_stop_str_in_output: Option<bool>,
+    pub(crate) include_stop: Option<bool>,
     pub(crate) stop_token_ids: Option<Vec<i32>>,
     pub(crate) ignore_eos: Option<bool>,
     pub(crate) skip_special_tokens: Option<bool>,
@@ -212,15 +209,16 @@ pub(crate) struct Fields {
     pub(crate) prompt_logprobs: Option<PromptTail>,
 }
 
-impl Fields {
+impl GenerationParameters {
     /// Checks the limits of the model, and combinations of parameters. `defaults` fill absent
-    /// parameters. Each parameter by itself is within its limit ([`crate::limits`]).
+    /// parameters. Each parameter by itself is within its limit ([`crate::limits`]). `prefix` is
+    /// the path of the object they came in, with its dot.
     pub(crate) fn validate(
         self,
+        prefix: &str,
         defaults: &GenerationDefaults,
         limits: Limits,
     ) -> Result<Generation, ApiError> {
-        let prefix = self.prefix;
         let top_k = self.top_k.or(defaults.top_k).unwrap_or(0);
         let max_tokens = match (self.max_tokens, self.default_max_tokens) {
             (Some(wanted), _) => MaxTokens::Exactly(wanted),
@@ -271,7 +269,7 @@ impl Fields {
             n: self.n.unwrap_or(1),
             max_tokens,
             stop,
-            include_stop: self.include_stop_str_in_output.unwrap_or(false),
+            include_stop: self.include_stop.unwrap_or(false),
             stop_token_ids: ascending(stop_token_ids),
             ignore_eos: self.ignore_eos.unwrap_or(false),
             skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
@@ -279,7 +277,7 @@ impl Fields {
             stream_interval: self.stream_interval,
             preference,
             cache_salt: check_salt(self.cache_salt.as_deref())?,
-            structure: self.structure.resolve()?,
+            structure: self.structure.resolve(prefix)?,
             bad_words,
             thinking_budget: self.thinking_budget.and_then(|budget| u32::try_from(budget).ok()),
             prompt_logprobs: self.prompt_logprobs,
@@ -358,28 +356,43 @@ mod tests {
     use super::*;
     use crate::trial::LIMITS;
 
-    fn validate(fields: Fields) -> Result<Generation, ApiError> {
-        fields.validate(&GenerationDefaults::default(), LIMITS)
+    fn validate(parameters: GenerationParameters) -> Result<Generation, ApiError> {
+        parameters.validate("", &GenerationDefaults::default(), LIMITS)
     }
 
-    fn fields() -> Fields {
-        Fields { max_tokens_name: "max_tokens", ..Fields::default() }
+    fn fields() -> GenerationParameters {
+        GenerationParameters::default()
     }
 
     #[test]
     fn what_the_model_decides_is_checked_and_named() {
         let bias = |key: &str, value| Some(HashMap::from([(key.to_owned(), value)]));
         let cases = [
-            (Fields { max_tokens: Some(3), min_tokens: Some(4), ..fields() }, "min_tokens"),
-            (Fields { routed_dp_rank: Some(2), ..fields() }, "routed_dp_rank"),
-            (Fields { routed_dp_rank: Some(-1), ..fields() }, "routed_dp_rank"),
-            (Fields { routing_key: Some(String::new()), ..fields() }, "routing_key"),
-            (Fields { stop: Some(Strings(vec![String::new()])), ..fields() }, "stop[0]"),
-            (Fields { stop_token_ids: Some(vec![1, 1000]), ..fields() }, "stop_token_ids[1]"),
-            (Fields { allowed_token_ids: Some(vec![1000, 7]), ..fields() }, "allowed_token_ids[0]"),
-            (Fields { allowed_token_ids: Some(vec![]), ..fields() }, "allowed_token_ids"),
-            (Fields { logit_bias: bias("1000", 1.0), ..fields() }, "logit_bias.1000"),
-            (Fields { logit_bias: bias("x", 1.0), ..fields() }, "logit_bias.x"),
+            (
+                GenerationParameters { max_tokens: Some(3), min_tokens: Some(4), ..fields() },
+                "min_tokens",
+            ),
+            (GenerationParameters { routed_dp_rank: Some(2), ..fields() }, "routed_dp_rank"),
+            (GenerationParameters { routed_dp_rank: Some(-1), ..fields() }, "routed_dp_rank"),
+            (GenerationParameters { routing_key: Some(String::new()), ..fields() }, "routing_key"),
+            (
+                GenerationParameters { stop: Some(Strings(vec![String::new()])), ..fields() },
+                "stop[0]",
+            ),
+            (
+                GenerationParameters { stop_token_ids: Some(vec![1, 1000]), ..fields() },
+                "stop_token_ids[1]",
+            ),
+            (
+                GenerationParameters { allowed_token_ids: Some(vec![1000, 7]), ..fields() },
+                "allowed_token_ids[0]",
+            ),
+            (
+                GenerationParameters { allowed_token_ids: Some(vec![]), ..fields() },
+                "allowed_token_ids",
+            ),
+            (GenerationParameters { logit_bias: bias("1000", 1.0), ..fields() }, "logit_bias.1000"),
+            (GenerationParameters { logit_bias: bias("x", 1.0), ..fields() }, "logit_bias.x"),
         ];
         for (fields, expected) in cases {
             match validate(fields) {
@@ -394,7 +407,8 @@ mod tests {
 
     #[test]
     fn the_least_has_to_fit_the_room_too() {
-        let generation = validate(Fields { min_tokens: Some(50), ..fields() }).unwrap();
+        let generation =
+            validate(GenerationParameters { min_tokens: Some(50), ..fields() }).unwrap();
         let room = LIMITS.context_length as usize;
         assert_eq!(generation.room(room - 50, LIMITS, "prompt"), Ok(50));
         match generation.room(room - 49, LIMITS, "prompt") {
@@ -412,8 +426,8 @@ mod tests {
             min_p: None,
             repetition_penalty: Some(1.1),
         };
-        let fields = Fields { top_k: Some(-1), temperature: Some(0.0), ..fields() };
-        let sampling = fields.validate(&defaults, LIMITS).unwrap().sampling;
+        let fields = GenerationParameters { top_k: Some(-1), temperature: Some(0.0), ..fields() };
+        let sampling = fields.validate("", &defaults, LIMITS).unwrap().sampling;
         assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k), (0.0, 0.9, 0));
         assert_eq!(sampling.repetition_penalty, 1.1);
     }
@@ -421,7 +435,8 @@ mod tests {
     #[test]
     fn biases_are_sorted() {
         let given = (0..50).map(|id: i32| (id.to_string(), id as f32)).collect();
-        let generation = validate(Fields { logit_bias: Some(given), ..fields() }).unwrap();
+        let generation =
+            validate(GenerationParameters { logit_bias: Some(given), ..fields() }).unwrap();
         let ids: Vec<i32> = generation.sampling.logit_bias.iter().map(|&(id, _)| id).collect();
         assert_eq!(ids, (0..50).collect::<Vec<_>>());
     }
@@ -429,7 +444,8 @@ mod tests {
     #[test]
     fn stop_ids_are_eos_and_the_clients() {
         let mut generation =
-            validate(Fields { stop_token_ids: Some(vec![5, 2, 5]), ..fields() }).unwrap();
+            validate(GenerationParameters { stop_token_ids: Some(vec![5, 2, 5]), ..fields() })
+                .unwrap();
         assert_eq!(generation.stop_ids(&[3, 2])[..], [2, 3, 5]);
         generation.ignore_eos = true;
         assert_eq!(generation.stop_ids(&[2, 3])[..], [2, 5]);

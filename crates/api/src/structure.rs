@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use forebay_grammar::{CHOICES, Form, Source, Whitespace};
-use serde::Deserialize;
+use forebay_grammar::{CHOICES as FORM_CHOICES, Form, SCHEMA_BYTES, Source, Whitespace};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
+use crate::limits::bounds::{ANSWERS, GRAMMAR, NAME, PATTERN, SOURCE, WORD, param};
+use crate::limits::{Bound, Param, string_bytes};
 
 /// A requested form, and the parameter that errors name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,12 +22,34 @@ pub struct Structure {
     pub source: Source,
 }
 
-/// A JSON value as it stands in the body. Schemas are large, and nothing here looks into them.
-pub(crate) type Raw = Box<RawValue>;
+/// A JSON value as it stands in the body, within [`SOURCE`]. Schemas are large, and nothing here
+/// looks into them.
+#[derive(Debug, Clone)]
+pub(crate) struct Raw(Box<RawValue>);
+
+impl Raw {
+    /// The text of the value.
+    pub(crate) fn get(&self) -> &str {
+        self.0.get()
+    }
+}
+
+impl<'de> Deserialize<'de> for Raw {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        match string_bytes(raw.get()) {
+            Some(bytes) if bytes > SCHEMA_BYTES => {
+                let reason = format_args!("{bytes} bytes are more than {SCHEMA_BYTES}");
+                Err(D::Error::custom(reason))
+            }
+            _ => Ok(Self(raw)),
+        }
+    }
+}
 
 /// The `response_format` parameter.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
-pub struct ResponseFormat {
+pub(crate) struct ResponseFormat {
     /// `text`, `json_object`, `json_schema` or `structural_tag`.
     #[serde(rename = "type")]
     pub kind: String,
@@ -46,21 +71,24 @@ pub struct ResponseFormat {
 
 /// The `json_schema` of a `response_format`.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
-pub struct JsonSchemaFormat {
+pub(crate) struct JsonSchemaFormat {
     /// Accepted, without an effect.
+    #[expect(dead_code, reason = "its type is checked, and nothing else")]
     pub name: Option<String>,
     /// Accepted, without an effect.
+    #[expect(dead_code, reason = "its type is checked, and nothing else")]
     pub description: Option<String>,
     /// The schema.
     #[schema(value_type = Option<Object>)]
     pub(crate) schema: Option<Raw>,
     /// Accepted, without an effect: a schema is always enforced.
+    #[expect(dead_code, reason = "its type is checked, and nothing else")]
     pub strict: Option<bool>,
 }
 
 /// vLLM's `structured_outputs` parameter. Only one of its first six fields may be given.
 #[derive(Debug, Clone, Default, Deserialize, ToSchema)]
-pub struct StructuredOutputs {
+pub(crate) struct StructuredOutputs {
     /// A JSON schema, as an object or as text.
     #[schema(value_type = Option<Object>)]
     pub(crate) json: Option<Raw>,
@@ -80,16 +108,44 @@ pub struct StructuredOutputs {
     /// No white space in JSON.
     pub disable_any_whitespace: Option<bool>,
     /// Accepted, without an effect: there is one backend.
+    #[expect(dead_code, reason = "its type is checked, and nothing else")]
     pub disable_fallback: Option<bool>,
     /// Only false is served.
     pub disable_additional_properties: Option<bool>,
 }
 
+pub(crate) const RESPONSE_FORMAT: &[Param] = &[
+    param("type", WORD),
+    param("json_schema", Bound::Object(&[JSON_SCHEMA])),
+    param("schema", SOURCE),
+    param("format", SOURCE),
+    param("structures", SOURCE),
+    param("triggers", SOURCE),
+];
+
+pub(crate) const JSON_SCHEMA: &[Param] = &[
+    param("name", NAME),
+    param("description", Bound::Text(SCHEMA_BYTES)),
+    param("schema", SOURCE),
+    param("strict", Bound::Flag),
+];
+
+pub(crate) const STRUCTURED_OUTPUTS: &[Param] = &[
+    param("json", SOURCE),
+    param("regex", PATTERN),
+    param("choice", ANSWERS),
+    param("grammar", GRAMMAR),
+    param("json_object", Bound::Flag),
+    param("structural_tag", SOURCE),
+    param("whitespace_pattern", WORD),
+    param("disable_any_whitespace", Bound::Flag),
+    param("disable_fallback", Bound::Flag),
+    param("disable_additional_properties", Bound::Flag),
+];
+
 /// The parameters of vLLM's older spelling, and those of SGLang.
 #[derive(Debug, Default)]
 pub(crate) struct Spellings {
-    /// Path of the object they came in, with its dot.
-    pub(crate) prefix: &'static str,
     pub(crate) response_format: Option<ResponseFormat>,
     pub(crate) structured_outputs: Option<StructuredOutputs>,
     pub(crate) guided_json: Option<Raw>,
@@ -126,9 +182,9 @@ impl Found {
 }
 
 impl Spellings {
-    /// The requested form, of which there may be one.
-    pub(crate) fn resolve(self) -> Result<Option<Structure>, ApiError> {
-        let prefix = self.prefix;
+    /// The requested form, of which there may be one. `prefix` is the path of the object that the
+    /// parameters came in, with its dot.
+    pub(crate) fn resolve(self, prefix: &str) -> Result<Option<Structure>, ApiError> {
         let named = |name: &str| format!("{prefix}{name}");
         let mut found = Found::default();
         let mut whitespace = Whitespace::default();
@@ -237,8 +293,8 @@ fn grammar(text: Option<String>) -> Option<Form> {
 
 fn choice(choices: Option<Vec<String>>, param: &str) -> Result<Option<Form>, ApiError> {
     let Some(choices) = choices else { return Ok(None) };
-    if choices.is_empty() || choices.len() > CHOICES {
-        let reason = format!("`{param}`: {} choices are not from 1 to {CHOICES}", choices.len());
+    if choices.is_empty() {
+        let reason = format!("`{param}`: 0 choices are not from 1 to {FORM_CHOICES}");
         return Err(ApiError::invalid(param, reason));
     }
     Ok(Some(Form::Choice(choices.into())))
@@ -261,7 +317,7 @@ fn text(raw: Option<Raw>, param: &str) -> Result<Option<Arc<str>>, ApiError> {
     Ok(Some(json.into()))
 }
 
-fn value(raw: &RawValue, param: &str) -> Result<Value, ApiError> {
+fn value(raw: &Raw, param: &str) -> Result<Value, ApiError> {
     serde_json::from_str(raw.get())
         .map_err(|error| ApiError::invalid(param, format!("`{param}`: {error}")))
 }

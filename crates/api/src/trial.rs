@@ -1,6 +1,5 @@
 //! Bodies and limits of the tests of all requests.
 
-use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::limits::Limited;
@@ -11,7 +10,7 @@ pub(crate) const LIMITS: Limits =
     Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2, images: 0 };
 
 /// The request that a body is.
-pub(crate) fn request<T: DeserializeOwned + Limited>(body: &Value) -> Result<T, ApiError> {
+pub(crate) fn request<T: Limited>(body: &Value) -> Result<T, ApiError> {
     Ok(parse_request(body.to_string().as_bytes(), |_| Ok(()))?.request)
 }
 

@@ -66,7 +66,7 @@ fn body_limit(state: &Shared, embeds: bool) -> BodyLimit {
 /// Reads and parses a body. The charge is for the memory of the result, and has to be kept as long.
 pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<(T, Arc<Charge>), ApiError>
 where
-    T: DeserializeOwned + Limited + Send + 'static,
+    T: Limited + Send + 'static,
 {
     let images = state.model.images.is_some() && takes_images(T::PARAMS);
     let limit = body_limit(state, images || takes_embeds(T::PARAMS));

@@ -1,18 +1,23 @@
 //! The limits of a request: every parameter of every route, in one table.
 //!
-//! A walk compares a body with the table before anything is made of it ([`check`]). A value over
-//! its limit is refused with the parameter's name, and nothing is allocated for it. So a parsed
-//! request takes at most a few times its body's bytes. Later validation checks limits of the model:
-//! the context and the vocabulary.
+//! One walk reads a body and compares each value with its bound. A value over its limit is refused
+//! with the parameter's name. So a parsed request takes at most a few times its body's bytes. Later
+//! validation checks limits of the model: the context and the vocabulary.
 //!
-//! Every parameter is in the table: a test compares it with the fields of the request types. The
-//! server's resource tests make their cases from it.
+//! A parameter of a request is a line of a table (`parameter`), with its bound. An object in a
+//! parameter has a type with fields, and a list of their bounds beside the type: a test compares
+//! the two. The server's resource tests make their cases from both.
 
+pub(crate) mod bounds;
+mod checked;
 mod walk;
 
+use crate::error::ApiError;
+
 pub use crate::cut::{SHOWN_BYTES, cut};
-pub use walk::Weight;
-pub(crate) use walk::check;
+pub(crate) use checked::{Checked, Place, string_bytes};
+pub(crate) use walk::Step;
+pub use walk::{Walk, Weight};
 
 /// The largest number of stop strings.
 pub const STOPS: usize = 16;
@@ -135,7 +140,7 @@ pub enum Bound {
 }
 
 /// A parameter and its bound.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Param {
     /// The parameter's name, as clients write it.
     pub name: &'static str,
@@ -147,9 +152,15 @@ pub struct Param {
 pub type Params = &'static [&'static [Param]];
 
 /// A request type, with the limits of its parameters.
-pub trait Limited {
+pub trait Limited: Sized {
     /// Every parameter that the type reads.
     const PARAMS: Params;
+
+    /// Reads the body that `walk` is about to go along.
+    ///
+    /// # Errors
+    /// The first value that is no JSON, of a wrong type, over its limit or not served.
+    fn read(walk: &mut Walk<'_>) -> Result<Self, ApiError>;
 }
 
 /// True if one of these parameters has embeddings, which may be larger than everything else.

@@ -20,7 +20,6 @@ use std::sync::Arc;
 use forebay_api::limits::{Limited, Weight};
 use forebay_api::{ApiError, EmbeddedPrompt, parse_request};
 use forebay_engine::{Dtype, Embeds, Payload, Payloads, PictureError, Placed};
-use serde::de::DeserializeOwned;
 
 use crate::budget::Charge;
 use crate::client::ClientId;
@@ -138,7 +137,7 @@ impl Intake {
         charge: &Arc<Charge>,
     ) -> Result<(T, Vec<String>), ApiError>
     where
-        T: DeserializeOwned + Limited + Send + 'static,
+        T: Limited + Send + 'static,
     {
         if body.len() < LARGE_BODY {
             return parse_body(body, limit, charge);
@@ -219,7 +218,7 @@ fn parse_body<T>(
     charge: &Charge,
 ) -> Result<(T, Vec<String>), ApiError>
 where
-    T: DeserializeOwned + Limited,
+    T: Limited,
 {
     let body = body.join();
     let fits = |weight: Weight| {

@@ -6,7 +6,6 @@ use std::time::Instant;
 use axum::extract::{FromRequest, FromRequestParts, Request};
 use forebay_api::limits::Limited;
 use forebay_api::{ApiError, Limits};
-use serde::de::DeserializeOwned;
 
 use crate::budget::Charge;
 use crate::client::{ClientId, KeyId};
@@ -17,7 +16,7 @@ use crate::routing::Routing;
 use crate::state::Shared;
 
 /// A body that a route takes, and its checks.
-pub(crate) trait Admissible: DeserializeOwned + Limited + Send + 'static {
+pub(crate) trait Admissible: Limited + Send + 'static {
     /// A body in which only the prompt's length can be wrong.
     type Valid: Send;
 

@@ -32,7 +32,7 @@ impl Admissible for CompletionRequest {
     type Valid = ValidCompletion;
 
     fn model(&self) -> Option<&str> {
-        self.model.as_deref()
+        self.model()
     }
 
     fn validate_at(self, door: &Door<'_>) -> Result<ValidCompletion, ApiError> {

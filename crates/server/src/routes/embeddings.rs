@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use axum::response::Response;
-use forebay_api::limits::{Limited, Params};
+use forebay_api::limits::{Limited, Params, Walk};
 use forebay_api::{
     ApiError, Embedding, EmbeddingRequest, EmbeddingResponse, ErrorBody, PoolingData,
     PoolingResponse, PoolingUsage, ValidEmbedding,
 };
-use serde::Deserialize;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use crate::answer::AnswerWriter;
@@ -41,12 +40,14 @@ impl Admissible for EmbeddingRequest {
 }
 
 /// The same body where a model that scores is welcome too.
-#[derive(Deserialize)]
-#[serde(transparent)]
 pub(crate) struct Poolable(EmbeddingRequest);
 
 impl Limited for Poolable {
     const PARAMS: Params = EmbeddingRequest::PARAMS;
+
+    fn read(walk: &mut Walk<'_>) -> Result<Self, ApiError> {
+        EmbeddingRequest::read(walk).map(Self)
+    }
 }
 
 impl Admissible for Poolable {

@@ -8,7 +8,9 @@ use axum::extract::{Path, State};
 use axum::http::HeaderValue;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
-use forebay_api::{ApiError, ErrorBody, GenerateRequest, Limits, ModelCard, ModelList};
+use forebay_api::{
+    ApiError, ErrorBody, GenerateRequest, Limits, ModelCard, ModelList, parse_request,
+};
 use forebay_engine::{Preference, Stats, Status};
 use forebay_grammar::Grammars;
 use forebay_replicas::ReplicaReport;
@@ -192,8 +194,8 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
         "input_ids": [token],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true},
     });
-    let request: GenerateRequest =
-        serde_json::from_value(request).map_err(|error| reply::unwritable(error).0)?;
+    let request =
+        parse_request::<GenerateRequest>(request.to_string().as_bytes(), |_| Ok(()))?.request;
     let mut submissions = Vec::new();
     for generation in request.validate(&state.model.defaults, limits)?.generations {
         let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));

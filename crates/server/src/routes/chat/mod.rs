@@ -21,7 +21,7 @@ impl Admissible for ChatRequest {
     type Valid = ValidChat;
 
     fn model(&self) -> Option<&str> {
-        self.model.as_deref()
+        self.model()
     }
 
     fn validate_at(self, door: &Door<'_>) -> Result<ValidChat, ApiError> {

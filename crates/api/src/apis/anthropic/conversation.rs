@@ -1,0 +1,292 @@
+//! The conversation of a request of Anthropic's API: messages of blocks, which become turns.
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::content::TextOr;
+use crate::error::ApiError;
+use crate::images::ImageUrl;
+use crate::inert::Inert;
+use crate::limits::bounds::{WORD, param};
+use crate::limits::{Bound, Param};
+use crate::turns::{Content, Turns};
+
+/// The line that one client puts in front of its system prompt, with another number each time: it
+/// would empty the prefix cache.
+const BILLING: &str = "x-anthropic-billing-header:";
+
+/// The roles of messages. Anthropic has no system messages; some of its clients write them all the
+/// same.
+const ROLES: [&str; 3] = ["user", "assistant", "system"];
+
+/// A message.
+#[derive(Debug, Deserialize)]
+pub(crate) struct InMessage {
+    role: String,
+    content: TextOr<Block>,
+}
+
+impl InMessage {
+    /// True if the message is an answer that ends in text.
+    pub(super) fn is_begun_answer(&self) -> bool {
+        let ends_in_text = match &self.content {
+            TextOr::Text(_) => true,
+            TextOr::List(blocks) => blocks.last().is_some_and(|block| block.kind == "text"),
+        };
+        self.role == "assistant" && ends_in_text
+    }
+}
+
+/// A block of a message: a type, and the fields of that type.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Block {
+    #[serde(rename = "type")]
+    kind: String,
+    text: Option<String>,
+    thinking: Option<String>,
+    source: Option<Source>,
+    id: Option<String>,
+    name: Option<String>,
+    input: Option<Value>,
+    tool_use_id: Option<String>,
+    is_error: Option<bool>,
+    content: Option<TextOr<Inner>>,
+    /// The signature of a block of thinking, which this server made itself.
+    #[serde(default, rename = "signature")]
+    _signature: Inert,
+}
+
+/// A block within a result of a tool.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Inner {
+    #[serde(rename = "type")]
+    kind: String,
+    text: Option<String>,
+    source: Option<Source>,
+}
+
+/// The source of an image or a text: its data or its URL.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Source {
+    #[serde(rename = "type")]
+    kind: String,
+    media_type: Option<String>,
+    data: Option<String>,
+    url: Option<String>,
+}
+
+pub(crate) const MESSAGE: &[Param] =
+    &[param("role", WORD), param("content", Bound::Content(&[BLOCK]))];
+
+pub(crate) const BLOCK: &[Param] = &[
+    param("type", WORD),
+    param("text", Bound::Prompt),
+    param("thinking", Bound::Prompt),
+    param("source", Bound::Object(&[SOURCE_OF_BLOCK])),
+    param("id", WORD),
+    param("name", WORD),
+    param("input", Bound::Tree),
+    param("tool_use_id", WORD),
+    param("is_error", Bound::Flag),
+    param("content", Bound::Content(&[INNER])),
+    param("signature", Bound::Ignored),
+];
+
+pub(crate) const INNER: &[Param] = &[
+    param("type", WORD),
+    param("text", Bound::Prompt),
+    param("source", Bound::Object(&[SOURCE_OF_BLOCK])),
+];
+
+pub(crate) const SOURCE_OF_BLOCK: &[Param] = &[
+    param("type", WORD),
+    param("media_type", WORD),
+    param("data", Bound::Url),
+    param("url", Bound::Url),
+];
+
+pub(super) fn invalid(param: &str, reason: &str) -> ApiError {
+    ApiError::invalid(param, format!("`{param}`: {reason}"))
+}
+
+fn required<T>(value: Option<T>, path: &str, field: &str) -> Result<T, ApiError> {
+    value.ok_or_else(|| invalid(&format!("{path}.{field}"), "required and missing"))
+}
+
+/// The system prompt, without lines that are not for the model.
+pub(super) fn system_text(
+    system: TextOr<Block>,
+    ignored: &mut Vec<String>,
+) -> Result<Content, ApiError> {
+    let mut content = Content::default();
+    let blocks = match system {
+        TextOr::Text(text) => {
+            content.text(unbilled(text));
+            return Ok(content);
+        }
+        TextOr::List(blocks) => blocks,
+    };
+    for (at, block) in blocks.into_iter().enumerate() {
+        let path = format!("system[{at}]");
+        if block.kind != "text" {
+            ignored.push(format!("{path}.type={}", block.kind));
+            continue;
+        }
+        let text = required(block.text, &path, "text")?;
+        if !text.starts_with(BILLING) {
+            content.text(text);
+        }
+    }
+    Ok(content)
+}
+
+/// A system prompt without a line of billing in front of it.
+fn unbilled(text: String) -> String {
+    if !text.starts_with(BILLING) {
+        return text;
+    }
+    text.split_once('\n').map_or(String::new(), |(_, rest)| rest.to_owned())
+}
+
+/// Adds a message at `path`.
+pub(super) fn add(
+    turns: &mut Turns,
+    path: &str,
+    message: InMessage,
+    ignored: &mut Vec<String>,
+) -> Result<(), ApiError> {
+    let blocks = match message.content {
+        TextOr::List(blocks) => blocks,
+        TextOr::Text(text) if ROLES.contains(&message.role.as_str()) => {
+            let mut content = Content::default();
+            content.text(text);
+            turns.message(&message.role, content);
+            return Ok(());
+        }
+        TextOr::Text(_) => Vec::new(),
+    };
+    match message.role.as_str() {
+        "assistant" => blocks.into_iter().enumerate().try_for_each(|(at, block)| {
+            said(turns, &format!("{path}.content[{at}]"), block, ignored)
+        }),
+        "user" | "system" => {
+            let (mut content, mut results) = (Content::default(), Vec::new());
+            for (at, block) in blocks.into_iter().enumerate() {
+                let path = format!("{path}.content[{at}]");
+                if block.kind == "tool_result" {
+                    results.push((path, block));
+                } else {
+                    asked(turns, &mut content, &path, block, ignored)?;
+                }
+            }
+            // Answers stand behind their calls, and what the user says behind them.
+            for (path, block) in results {
+                result(turns, &path, block, ignored)?;
+            }
+            if !content.is_empty() {
+                turns.message(&message.role, content);
+            }
+            Ok(())
+        }
+        _ => Err(invalid(&format!("{path}.role"), "must be user or assistant")),
+    }
+}
+
+/// Adds a block of an answer.
+fn said(
+    turns: &mut Turns,
+    path: &str,
+    block: Block,
+    ignored: &mut Vec<String>,
+) -> Result<(), ApiError> {
+    match block.kind.as_str() {
+        "text" => turns.said(&required(block.text, path, "text")?),
+        "thinking" => turns.thought(&required(block.thinking, path, "thinking")?),
+        "tool_use" => {
+            let name = required(block.name, path, "name")?;
+            let input = block.input.unwrap_or_else(|| json!({}));
+            if !input.is_object() {
+                return Err(invalid(&format!("{path}.input"), "must be an object"));
+            }
+            turns.called(block.id, &name, input);
+        }
+        // Nobody here can read it.
+        "redacted_thinking" => {}
+        kind => ignored.push(format!("{path}.type={kind}")),
+    }
+    Ok(())
+}
+
+/// Adds a block of a question.
+fn asked(
+    turns: &mut Turns,
+    content: &mut Content,
+    path: &str,
+    block: Block,
+    ignored: &mut Vec<String>,
+) -> Result<(), ApiError> {
+    match block.kind.as_str() {
+        "text" => content.text(required(block.text, path, "text")?),
+        "image" => {
+            let image = required(block.source, path, "source")?.image(path)?;
+            turns.image(content, path, image)?;
+        }
+        "document" => {
+            let source = required(block.source, path, "source")?;
+            if source.kind != "text" {
+                return Err(ApiError::unsupported(format!("{path}.source.type={}", source.kind)));
+            }
+            content.text(required(source.data, path, "source.data")?);
+        }
+        kind => ignored.push(format!("{path}.type={kind}")),
+    }
+    Ok(())
+}
+
+/// Adds the answer of a tool.
+fn result(
+    turns: &mut Turns,
+    path: &str,
+    block: Block,
+    ignored: &mut Vec<String>,
+) -> Result<(), ApiError> {
+    let id = required(block.tool_use_id, path, "tool_use_id")?;
+    let mut content = Content::default();
+    if block.is_error == Some(true) {
+        content.text("Error:".to_owned());
+    }
+    match block.content {
+        None => {}
+        Some(TextOr::Text(text)) => content.text(text),
+        Some(TextOr::List(blocks)) => {
+            for (at, inner) in blocks.into_iter().enumerate() {
+                let path = format!("{path}.content[{at}]");
+                match inner.kind.as_str() {
+                    "text" => content.text(required(inner.text, &path, "text")?),
+                    "image" => {
+                        let image = required(inner.source, &path, "source")?.image(&path)?;
+                        turns.image(&mut content, &path, image)?;
+                    }
+                    kind => ignored.push(format!("{path}.type={kind}")),
+                }
+            }
+        }
+    }
+    turns.tool(Some(id), content);
+    Ok(())
+}
+
+impl Source {
+    /// The image that it is.
+    fn image(self, path: &str) -> Result<ImageUrl, ApiError> {
+        let url = match self.kind.as_str() {
+            "base64" => {
+                let data = required(self.data, path, "source.data")?;
+                format!("data:{};base64,{data}", self.media_type.unwrap_or_default())
+            }
+            "url" => required(self.url, path, "source.url")?,
+            kind => return Err(ApiError::unsupported(format!("{path}.source.type={kind}"))),
+        };
+        Ok(ImageUrl { url, detail: None })
+    }
+}

@@ -1,0 +1,220 @@
+//! The conversation of a chat: messages of parts.
+
+use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
+
+use crate::chat::{ChatPrompt, Effort};
+use crate::content::TextOr;
+use crate::error::ApiError;
+use crate::images::{IMAGE, ImageUrl, Images};
+use crate::limits::bounds::{WORD, param};
+use crate::limits::{Bound, Param};
+use crate::parameter::component;
+
+/// One message of a conversation.
+#[derive(Debug, Clone, serde::Deserialize, ToSchema)]
+pub(crate) struct ChatMessage {
+    /// `system`, `user`, `assistant`, `tool`, or another role of the chat template.
+    pub role: String,
+    /// A string, or a list of parts of type `text`.
+    #[schema(value_type = Option<String>)]
+    pub content: Option<MessageContent>,
+    /// The name of the speaker, for templates that use it.
+    pub name: Option<String>,
+    /// Reasoning of an earlier turn, for templates that use it.
+    pub reasoning_content: Option<String>,
+    /// The reasoning before the message, under another name.
+    pub reasoning: Option<String>,
+    /// The reasoning before the message, under another name.
+    pub thinking: Option<String>,
+    /// Tool calls of an earlier turn, for templates that use them.
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub tool_calls: Option<Vec<Value>>,
+    /// The call that a `tool` message answers.
+    pub tool_call_id: Option<String>,
+}
+
+/// Content of a message.
+pub(crate) type MessageContent = TextOr<ContentPart>;
+
+/// A part of a message.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
+pub(crate) struct ContentPart {
+    /// `text`; also `image_url`, if the model takes images.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// The text.
+    pub text: Option<String>,
+    /// The image.
+    pub image_url: Option<ImageUrl>,
+}
+
+pub(crate) const MESSAGE: &[Param] = &[
+    param("role", WORD),
+    param("content", Bound::Content(&[PART])),
+    param("name", WORD),
+    param("reasoning_content", Bound::Prompt),
+    param("reasoning", Bound::Prompt),
+    param("thinking", Bound::Prompt),
+    param("tool_calls", Bound::Tree),
+    param("tool_call_id", WORD),
+];
+
+pub(crate) const PART: &[Param] = &[
+    param("type", WORD),
+    param("text", Bound::Prompt),
+    param("image_url", Bound::Image(&[IMAGE])),
+];
+
+component!(ChatMessage);
+
+/// A client's wishes about the rendering of a conversation.
+#[derive(Debug, Default)]
+pub(crate) struct Rendering {
+    /// Let the template open the assistant's turn.
+    pub(crate) add_generation_prompt: Option<bool>,
+    /// Leave the last message open.
+    pub(crate) continue_final_message: Option<bool>,
+    /// Variables for the template.
+    pub(crate) kwargs: Option<Map<String, Value>>,
+    /// Descriptions of tools.
+    pub(crate) tools: Vec<Value>,
+    /// The effort of the model's reasoning.
+    pub(crate) effort: Effort,
+    /// The largest number of images; 0: the model takes none.
+    pub(crate) images: u32,
+}
+
+/// Checks the messages and brings them into the shape that templates expect.
+///
+/// # Errors
+/// There is no message, a part is not served, there are too many images, or both ways to end the
+/// prompt are requested.
+pub(crate) fn chat_prompt(
+    messages: Vec<ChatMessage>,
+    rendering: Rendering,
+) -> Result<ChatPrompt, ApiError> {
+    let Rendering {
+        add_generation_prompt,
+        continue_final_message,
+        kwargs,
+        tools,
+        effort,
+        images: most,
+    } = rendering;
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", "`messages`: at least one is needed"));
+    }
+    let continue_final_message = continue_final_message.unwrap_or(false);
+    if continue_final_message && add_generation_prompt == Some(true) {
+        return Err(ApiError::invalid(
+            "continue_final_message",
+            "`continue_final_message` and `add_generation_prompt` exclude each other",
+        ));
+    }
+    let mut images = Images::new(most);
+    let messages =
+        messages.into_iter().enumerate().map(|(index, m)| flatten(index, m, &mut images));
+    Ok(ChatPrompt {
+        messages: Value::Array(messages.collect::<Result<_, _>>()?),
+        images: images.found,
+        add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
+        continue_final_message,
+        tools: (!tools.is_empty()).then_some(Value::Array(tools)),
+        kwargs: kwargs.unwrap_or_default(),
+        effort,
+    })
+}
+
+/// Takes the part at `path`, which is no text; gives the template's view of it.
+fn take(path: &str, part: ContentPart, images: &mut Images) -> Result<Value, ApiError> {
+    if images.are_unseen() || part.kind != "image_url" {
+        return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));
+    }
+    let image = part.image_url.ok_or_else(|| {
+        let param = format!("{path}.image_url");
+        ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
+    })?;
+    images.take(path.to_owned(), || format!("{path}.image_url.detail"), image)?;
+    Ok(json!({"type": "image"}))
+}
+
+/// The template's view of message number `index`.
+fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Value, ApiError> {
+    let mut map = Map::new();
+    map.insert("role".into(), Value::String(message.role));
+    let content = match message.content {
+        None => Value::Null,
+        Some(MessageContent::Text(text)) => Value::String(text),
+        Some(MessageContent::List(parts)) => {
+            let (mut texts, mut views) = (Vec::with_capacity(parts.len()), Vec::new());
+            for (part_index, part) in parts.into_iter().enumerate() {
+                let path = || format!("messages[{index}].content[{part_index}]");
+                if part.kind != "text" {
+                    // Those before it were texts.
+                    views.extend(texts.drain(..).map(text_view));
+                    views.push(take(&path(), part, images)?);
+                    continue;
+                }
+                texts.push(part.text.ok_or_else(|| {
+                    let param = format!("{}.text", path());
+                    ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
+                })?);
+            }
+            if views.is_empty() {
+                Value::String(texts.join("\n"))
+            } else {
+                views.extend(texts.drain(..).map(text_view));
+                Value::Array(views)
+            }
+        }
+    };
+    map.insert("content".into(), content);
+    let reasoning = message.reasoning_content.or(message.reasoning).or(message.thinking);
+    let strings = [
+        ("name", message.name),
+        ("reasoning_content", reasoning),
+        ("tool_call_id", message.tool_call_id),
+    ];
+    for (key, value) in strings {
+        if let Some(value) = value {
+            map.insert(key.into(), Value::String(value));
+        }
+    }
+    if let Some(calls) = message.tool_calls.filter(|calls| !calls.is_empty()) {
+        check_calls(index, &calls)?;
+        map.insert("tool_calls".into(), Value::Array(calls));
+    }
+    Ok(Value::Object(map))
+}
+
+fn text_view(text: String) -> Value {
+    json!({"type": "text", "text": text})
+}
+
+/// Checks the calls of message number `index`. Without the check templates fail on wrong calls with
+/// useless messages.
+fn check_calls(index: usize, calls: &[Value]) -> Result<(), ApiError> {
+    for (number, call) in calls.iter().enumerate() {
+        let path = format!("messages[{index}].tool_calls[{number}]");
+        let wrong = |field: &str, reason: &str| {
+            let param = format!("{path}{field}");
+            Err(ApiError::invalid(param.clone(), format!("`{param}`: {reason}")))
+        };
+        let Value::Object(fields) = call else { return wrong("", "must be an object") };
+        if fields.get("id").is_some_and(|id| !id.is_string() && !id.is_null()) {
+            return wrong(".id", "must be a string");
+        }
+        let Some(Value::Object(function)) = fields.get("function") else {
+            return wrong(".function", "must be an object");
+        };
+        if !function.get("name").is_some_and(Value::is_string) {
+            return wrong(".function.name", "must be a string");
+        }
+        match function.get("arguments") {
+            None | Some(Value::Null | Value::String(_) | Value::Object(_)) => {}
+            Some(_) => return wrong(".function.arguments", "must be a string or an object"),
+        }
+    }
+    Ok(())
+}

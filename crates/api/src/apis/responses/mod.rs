@@ -1,0 +1,361 @@
+//! `POST /v1/responses`: requests of OpenAI's newer API, whose conversation is a list of items.
+
+mod item;
+mod tools;
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
+
+use crate::chat::{ChatPrompt, Effort, ReasoningOutput, Streaming, TokenOutput, ValidChat};
+use crate::content::TextOr;
+use crate::error::ApiError;
+use crate::inert::Inert;
+use crate::limits::{Bound, NAME_BYTES, Param, STOPS, WORD_BYTES};
+use crate::parameter::{Line, TEXT, component, own, p, refused, tabled};
+use crate::params::*;
+use crate::sampling::{GenerationDefaults, GenerationParameters, Limits};
+use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat};
+use crate::tools::OfferedTools;
+use crate::turns::{Content, Turns};
+pub(crate) use item::ITEM;
+#[cfg(test)]
+pub(crate) use item::ITEM_PART;
+pub use item::{Item, ItemPart, sealed};
+pub use tools::{CUSTOM_INPUT, ToolKind};
+use tools::{Functions, functions, named};
+
+/// A request of the Responses API.
+#[derive(Debug, Default)]
+pub struct ResponsesRequest {
+    generation: GenerationParameters,
+    /// The name of the model; the served one if absent.
+    pub model: Option<String>,
+    input: Option<TextOr<Item>>,
+    instructions: Option<String>,
+    /// The response that this one continues.
+    pub previous_response_id: Option<String>,
+    /// Keep the response, so that others can continue it; true if absent.
+    pub store: Option<bool>,
+    /// Answer at once, and compute in the background.
+    pub background: Option<bool>,
+    /// Send typed events.
+    pub stream: Option<bool>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    parallel_tool_calls: Option<bool>,
+    reasoning: Option<ResponsesReasoning>,
+    text: Option<ResponsesText>,
+    metadata: Option<Value>,
+    include: Option<Vec<String>>,
+}
+
+#[rustfmt::skip]
+const LINES: &[Line<ResponsesRequest>] = &[
+    own("model", NAME, "The name of the model; the served one if absent.", |r, v| v.put(&mut r.model)),
+    own("input", Bound::Content(&[ITEM]), "A string, or the items of the conversation that are new.", |r, v| v.put(&mut r.input)),
+    own("instructions", Bound::Prompt, "The instructions in front of the conversation, of this response only.", |r, v| v.put(&mut r.instructions)),
+    own("previous_response_id", NAME, "The response that this one continues.", |r, v| v.put(&mut r.previous_response_id)),
+    own("store", Bound::Flag, "Keep the response, so that others can continue it; true if absent.", |r, v| v.put(&mut r.store)),
+    own("background", Bound::Flag, "Answer at once, and compute in the background.", |r, v| v.put(&mut r.background)),
+    own("stream", Bound::Flag, "Send typed events.", |r, v| v.put(&mut r.stream)),
+    p("max_output_tokens", MAX_TOKENS).bounded(count(1)).described("The largest number of tokens to generate; the rest of the context if absent."),
+    p("temperature", TEMPERATURE),
+    p("top_p", TOP_P),
+    own("tools", Bound::Tree, "Functions that the model may call, and tools whose input is text.", |r, v| v.put(&mut r.tools)),
+    own("tool_choice", Bound::Tree, "`auto`, `none`, `required`, or an object that names a tool.", |r: &mut ResponsesRequest, v| v.put(&mut r.tool_choice)).shown(TEXT),
+    own("parallel_tool_calls", Bound::Flag, "True if an answer may have several calls; true if absent.", |r, v| v.put(&mut r.parallel_tool_calls)),
+    own("reasoning", Bound::Object(&[REASONING]), "The effort of the model's reasoning.", |r, v| v.put(&mut r.reasoning)),
+    own("text", Bound::Object(&[ANSWER]), "The form of the answer.", |r, v| v.put(&mut r.text)),
+    own("metadata", Bound::Tree, "Data that comes back with the response.", |r, v| v.put(&mut r.metadata)),
+    own("include", Bound::Strings { count: STOPS, each: WORD_BYTES, total: NAME_BYTES }, "Further parts of the response: `reasoning.encrypted_content`.", |r, v| v.put(&mut r.include)),
+    p("cache_salt", CACHE_SALT),
+    refused("conversation"),
+    refused("prompt"),
+];
+
+tabled!(ResponsesRequest, "A request of the Responses API.", [LINES], generation);
+
+/// The `reasoning` parameter.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+pub(crate) struct ResponsesReasoning {
+    /// The effort of the model's reasoning, for templates that ask; `none` means no reasoning.
+    effort: Option<String>,
+    /// Accepted: nothing is summarised, reasoning comes as it is.
+    #[serde(default, rename = "summary")]
+    #[schema(ignore)]
+    _summary: Inert,
+}
+
+/// The `text` parameter.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+pub(crate) struct ResponsesText {
+    /// The form of the answer.
+    format: Option<TextFormat>,
+}
+
+/// The form of an answer.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(crate) struct TextFormat {
+    /// `text`, `json_object` or `json_schema`.
+    #[serde(rename = "type")]
+    kind: String,
+    /// Accepted; no answer depends on it.
+    name: Option<String>,
+    /// The schema.
+    #[schema(value_type = Option<Object>)]
+    schema: Option<Raw>,
+    /// Accepted: a schema is always kept to the letter.
+    strict: Option<bool>,
+}
+
+pub(crate) const REASONING: &[Param] = &[param("effort", WORD), param("summary", Bound::Ignored)];
+
+pub(crate) const ANSWER: &[Param] = &[param("format", Bound::Object(&[TEXT_FORMAT]))];
+
+pub(crate) const TEXT_FORMAT: &[Param] = &[
+    param("type", WORD),
+    param("name", WORD),
+    param("schema", SOURCE),
+    param("strict", Bound::Flag),
+];
+
+component!(ResponsesReasoning, ResponsesText);
+
+/// A request that is checked, except for the prompt's length.
+#[derive(Debug)]
+pub struct ValidResponses {
+    /// The conversation, and the parameters that chats have too.
+    pub chat: ValidChat,
+    /// Tools that are no plain functions, by the names in the prompt.
+    pub kinds: Vec<(String, ToolKind)>,
+    /// The new items.
+    pub input: Vec<Item>,
+    /// True if the response is kept, so that others can continue it.
+    pub store: bool,
+    /// True if the answer comes at once and is computed in the background.
+    pub background: bool,
+    /// True if reasoning also comes in a form that clients send back without reading it.
+    pub sealed: bool,
+    /// The parts of the request that the response repeats.
+    pub echo: Map<String, Value>,
+}
+
+/// The largest number of bytes of tools that a response repeats: a stream has it three times.
+const ECHOED_TOOLS: usize = 1 << 16;
+
+impl ResponsesRequest {
+    /// Checks everything that can be checked before the prompt is tokenised. `before` holds the
+    /// items of earlier responses. The names of fields without an effect are added to `ignored`.
+    ///
+    /// # Errors
+    /// A parameter is out of range or not served; the error names the first.
+    pub fn validate(
+        self,
+        before: &[&Item],
+        defaults: &GenerationDefaults,
+        limits: Limits,
+        ignored: &mut Vec<String>,
+    ) -> Result<ValidResponses, ApiError> {
+        let background = self.background.unwrap_or(false);
+        if background && self.stream == Some(true) {
+            return Err(invalid("background", "a response in the background has no stream"));
+        }
+        if background && self.store == Some(false) {
+            return Err(invalid("background", "nobody could ask for it: `store` is false"));
+        }
+        let sealed = self.seals(ignored);
+        let mut echo = self.echo();
+        let input = match self.input {
+            None => Vec::new(),
+            Some(TextOr::Text(text)) => vec![Item::said_by_user(text)],
+            Some(TextOr::List(items)) => items,
+        };
+        if input.is_empty() && before.is_empty() {
+            return Err(invalid("input", "required and missing"));
+        }
+        let images = limits.images;
+        let turns = conversation(self.instructions, before, &input, images, ignored)?;
+        let functions = functions(self.tools.unwrap_or_default(), ignored)?;
+        let Offered { tools, paths, kinds } =
+            offered(functions, self.tool_choice, self.parallel_tool_calls)?;
+        let effort = self.reasoning.unwrap_or_default().effort;
+        let thinks = (effort.as_deref() == Some("none")).then_some(false);
+        let format = self.text.unwrap_or_default().format;
+        let mut parameters = self.generation;
+        parameters.structure.response_format = format.map(TextFormat::in_chat);
+        let mut generation =
+            parameters.validate("", defaults, limits).map_err(|error| placed(error, &paths))?;
+        if let Some(structure) = &mut generation.structure {
+            structure.param = in_text(&structure.param);
+        }
+        let (messages, images) = turns.finish();
+        let described = &tools.described;
+        let chat = ValidChat {
+            generation,
+            streaming: self.stream.unwrap_or(false).then(Streaming::default),
+            tokens: TokenOutput::default(),
+            reasoning: ReasoningOutput::Apart,
+            prompt: ChatPrompt {
+                messages,
+                images,
+                add_generation_prompt: true,
+                continue_final_message: false,
+                tools: (!described.is_empty()).then(|| Value::Array(described.clone())),
+                kwargs: Map::new(),
+                effort: Effort { level: effort, thinks },
+            },
+            tools,
+        };
+        let sampling = &chat.generation.sampling;
+        echo.insert("temperature".into(), json!(sampling.temperature));
+        echo.insert("top_p".into(), json!(sampling.top_p));
+        let store = self.store.unwrap_or(true);
+        Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
+    }
+
+    /// True if reasoning is to come in the form that clients send back. What else is to be included
+    /// has no effect.
+    fn seals(&self, ignored: &mut Vec<String>) -> bool {
+        let included = self.include.iter().flatten();
+        let (seals, others): (Vec<&String>, Vec<&String>) =
+            included.partition(|name| *name == "reasoning.encrypted_content");
+        ignored.extend(others.into_iter().map(|name| format!("include={name}")));
+        !seals.is_empty()
+    }
+
+    /// The parts of the request that the response repeats.
+    fn echo(&self) -> Map<String, Value> {
+        let tools = self.tools.as_deref().unwrap_or_default();
+        let bytes: usize = tools.iter().map(|tool| tool.to_string().len()).sum();
+        let tools = if bytes <= ECHOED_TOOLS { tools } else { &[] };
+        let format = self.text.as_ref().and_then(|text| text.format.as_ref());
+        let effort = self.reasoning.as_ref().and_then(|reasoning| reasoning.effort.as_ref());
+        let echo = json!({
+            "background": self.background.unwrap_or(false),
+            "instructions": self.instructions,
+            "max_output_tokens": self.generation.max_tokens,
+            "metadata": self.metadata.as_ref().unwrap_or(&json!({})),
+            "parallel_tool_calls": self.parallel_tool_calls.unwrap_or(true),
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": effort, "summary": null},
+            "store": self.store.unwrap_or(true),
+            "text": {"format": format.map_or_else(|| json!({"type": "text"}), TextFormat::echo)},
+            "tool_choice": self.tool_choice.as_ref().unwrap_or(&json!("auto")),
+            "tools": tools,
+            "truncation": "disabled",
+        });
+        match echo {
+            Value::Object(echo) => echo,
+            _ => Map::new(),
+        }
+    }
+}
+
+impl TextFormat {
+    /// The format without the schema, which may be large.
+    fn echo(&self) -> Value {
+        match self.kind.as_str() {
+            "json_schema" => json!({
+                "type": self.kind,
+                "name": self.name,
+                "strict": self.strict,
+                "schema": {},
+            }),
+            _ => json!({"type": self.kind}),
+        }
+    }
+
+    fn in_chat(self) -> ResponseFormat {
+        let Self { kind, name, schema, strict } = self;
+        let json_schema = (kind == "json_schema").then(|| JsonSchemaFormat {
+            name,
+            schema,
+            strict,
+            ..JsonSchemaFormat::default()
+        });
+        ResponseFormat { kind, json_schema, ..ResponseFormat::default() }
+    }
+}
+
+/// The conversation: `before`, and behind it the `input`.
+fn conversation(
+    instructions: Option<String>,
+    before: &[&Item],
+    input: &[Item],
+    most_images: u32,
+    ignored: &mut Vec<String>,
+) -> Result<Turns, ApiError> {
+    let mut turns = Turns::new(most_images);
+    if let Some(instructions) = instructions {
+        let mut content = Content::default();
+        content.text(instructions);
+        turns.message("system", content);
+    }
+    for (index, item) in before.iter().enumerate() {
+        // What was wrong with it has been said before.
+        item.add(&mut turns, &format!("previous_response_id[{index}]"), &mut Vec::new())?;
+    }
+    for (index, item) in input.iter().enumerate() {
+        item.add(&mut turns, &format!("input[{index}]"), ignored)?;
+    }
+    Ok(turns)
+}
+
+/// The tools of a request.
+struct Offered {
+    tools: OfferedTools,
+    /// Their places in the request.
+    paths: Vec<String>,
+    kinds: Vec<(String, ToolKind)>,
+}
+
+fn offered(
+    Functions { functions, paths, kinds, texts }: Functions,
+    choice: Option<Value>,
+    parallel: Option<bool>,
+) -> Result<Offered, ApiError> {
+    let choice = choice.map(|choice| named(choice, &kinds));
+    let mut tools = OfferedTools::new(Some(functions), choice.as_ref(), parallel)
+        .map_err(|error| placed(error, &paths))?;
+    for (tool, path) in tools.functions.iter_mut().zip(&paths) {
+        tool.path = format!("{path}.parameters");
+    }
+    if let Some(demand) = &mut tools.demand {
+        demand.param = in_tools(&demand.param, &paths);
+    }
+    tools.bind(texts);
+    Ok(Offered { tools, paths, kinds })
+}
+
+/// An error with the parameter's name in this API, for an error with its name in the chat API.
+fn placed(error: ApiError, paths: &[String]) -> ApiError {
+    match error {
+        ApiError::Invalid { param, reason } => {
+            let renamed = |text: &str| in_text(&in_tools(text, paths));
+            ApiError::Invalid { param: renamed(&param), reason: renamed(&reason) }
+        }
+        other => other,
+    }
+}
+
+/// `paths`: of the tools in the request.
+fn in_tools(text: &str, paths: &[String]) -> String {
+    let named = |text: String, (number, path): (usize, &String)| {
+        text.replace(&format!("tools[{number}].function"), path)
+    };
+    paths.iter().enumerate().rev().fold(text.to_owned(), named)
+}
+
+fn in_text(text: &str) -> String {
+    text.replace("response_format.json_schema", "text.format")
+        .replace("response_format", "text.format")
+}
+
+fn invalid(param: &str, reason: &str) -> ApiError {
+    ApiError::invalid(param, format!("`{param}`: {reason}"))
+}
+
+fn required<T>(value: Option<T>, path: &str, field: &str) -> Result<T, ApiError> {
+    value.ok_or_else(|| invalid(&format!("{path}.{field}"), "required and missing"))
+}

@@ -1,0 +1,33 @@
+//! Bounds that many parameters have.
+
+use forebay_grammar::{CHOICES, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES};
+
+use super::{Bound, LOGPROBS, NAME_BYTES, Param, WORD_BYTES};
+
+/// A number of tokens or the like, at least `least`.
+pub(crate) const fn count(least: u32) -> Bound {
+    Bound::Number { least: least as f64, most: u32::MAX as f64 }
+}
+
+/// Numbers, each from the smallest to the largest of its type.
+pub(crate) const I32: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
+pub(crate) const I64: Bound = Bound::Number { least: i64::MIN as f64, most: i64::MAX as f64 };
+/// A number of tokens, or -1.
+pub(crate) const COUNT_OR_ALL: Bound = Bound::Number { least: -1.0, most: u32::MAX as f64 };
+/// A number of alternatives for a token's log-probability.
+pub(crate) const ALTERNATIVES: Bound = Bound::Number { least: 0.0, most: LOGPROBS as f64 };
+/// The name of a model, a user or a request.
+pub(crate) const NAME: Bound = Bound::Text(NAME_BYTES);
+/// A role, a type or another word.
+pub(crate) const WORD: Bound = Bound::Text(WORD_BYTES);
+/// The form of an answer, as JSON or as text.
+pub(crate) const SOURCE: Bound = Bound::Form(SCHEMA_BYTES);
+pub(crate) const PATTERN: Bound = Bound::Form(REGEX_BYTES);
+pub(crate) const GRAMMAR: Bound = Bound::Form(GRAMMAR_BYTES);
+/// Texts; the answer is one of them.
+pub(crate) const ANSWERS: Bound =
+    Bound::Strings { count: CHOICES, each: GRAMMAR_BYTES, total: GRAMMAR_BYTES };
+/// A parameter of an object that is no table: its type has the fields.
+pub(crate) const fn param(name: &'static str, bound: Bound) -> Param {
+    Param { name, bound }
+}

@@ -1,0 +1,317 @@
+//! Parameters of requests, each declared once: name, bound, description, and place of its value.
+//!
+//! A request type has a table of [`Line`]s. One walk along a body reads it: each value goes to its
+//! line's place, within the line's bound. The documentation is made of the same lines.
+
+mod kind;
+mod object;
+mod schema;
+mod value;
+
+pub(crate) use kind::{Components, Kind, component, opaque};
+pub(crate) use object::read_body;
+pub(crate) use schema::{add_components, object_schema};
+pub(crate) use value::{OneOrMany, Value};
+
+use crate::error::ApiError;
+use crate::limits::{Bound, Param};
+use crate::sampling::GenerationParameters;
+
+/// Moves a value to its place.
+pub(crate) type Put<R> = fn(&mut R, Value<'_, '_>) -> Result<(), ApiError>;
+
+/// A request whose parameters are in a table.
+pub(crate) trait Tabled: Default + 'static {
+    /// The name of the type, in errors and in the documentation.
+    const NAME: &'static str;
+    /// The description of the type.
+    const DESCRIPTION: &'static str;
+    /// The parameters, in groups.
+    const LINES: &'static [&'static [Line<Self>]];
+}
+
+/// A request that generates text.
+pub(crate) trait Generates: Tabled {
+    /// The parameters of the generation.
+    fn generation(&mut self) -> &mut GenerationParameters;
+}
+
+/// Types in the documentation of values that several types may have.
+pub(crate) const TEXT: &str = r#"{"type": ["string", "null"]}"#;
+pub(crate) const SWITCH: &str = r#"{"type": ["boolean", "null"]}"#;
+pub(crate) const OBJECTS: &str = r#"{"type": "array", "items": {"type": "object"}}"#;
+
+/// A parameter of the generation, which several APIs have.
+#[derive(Clone, Copy)]
+pub(crate) struct Parameter {
+    aliases: &'static [&'static str],
+    pub(crate) bound: Bound,
+    description: &'static str,
+    note: &'static str,
+    shown: Option<&'static str>,
+    put: Put<GenerationParameters>,
+}
+
+impl Parameter {
+    pub(crate) const fn new(
+        bound: Bound,
+        description: &'static str,
+        put: Put<GenerationParameters>,
+    ) -> Self {
+        Self { aliases: &[], bound, description, note: "", shown: None, put }
+    }
+
+    /// The parameter with older names.
+    pub(crate) const fn also(self, aliases: &'static [&'static str]) -> Self {
+        Self { aliases, ..self }
+    }
+
+    /// The parameter with another type in the documentation.
+    pub(crate) const fn shown(self, schema: &'static str) -> Self {
+        Self { shown: Some(schema), ..self }
+    }
+
+    /// The parameter with a remark for the page of the API.
+    pub(crate) const fn note(self, note: &'static str) -> Self {
+        Self { note, ..self }
+    }
+}
+
+/// The treatment of a parameter.
+pub(crate) enum Target<R> {
+    /// The value has a place in the request.
+    Own(Put<R>),
+    /// The value has a place among the parameters of the generation.
+    Generation { of: fn(&mut R) -> &mut GenerationParameters, put: Put<GenerationParameters> },
+    /// A value that asks for something is refused, other than these words.
+    Refused(&'static [&'static str]),
+    /// The value is skipped.
+    Skipped,
+}
+
+impl<R> Clone for Target<R> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<R> Copy for Target<R> {}
+
+/// A parameter of an API.
+pub(crate) struct Line<R> {
+    pub(crate) param: Param,
+    pub(crate) aliases: &'static [&'static str],
+    pub(crate) description: &'static str,
+    pub(crate) note: &'static str,
+    pub(crate) is_required: bool,
+    /// True if the documentation of types leaves it out.
+    pub(crate) is_hidden: bool,
+    /// The type in the documentation, if it is not that of the place.
+    shown: Option<&'static str>,
+    pub(crate) target: Target<R>,
+}
+
+impl<R> Clone for Line<R> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<R> Copy for Line<R> {}
+
+/// A line with a parameter of the generation.
+pub(crate) const fn p<R: Generates>(name: &'static str, parameter: Parameter) -> Line<R> {
+    Line {
+        param: Param { name, bound: parameter.bound },
+        aliases: parameter.aliases,
+        description: parameter.description,
+        note: parameter.note,
+        is_required: false,
+        is_hidden: false,
+        shown: parameter.shown,
+        target: Target::Generation { of: R::generation, put: parameter.put },
+    }
+}
+
+/// A line with a parameter of one API.
+pub(crate) const fn own<R>(
+    name: &'static str,
+    bound: Bound,
+    description: &'static str,
+    put: Put<R>,
+) -> Line<R> {
+    Line {
+        param: Param { name, bound },
+        description,
+        is_hidden: false,
+        target: Target::Own(put),
+        ..refused(name)
+    }
+}
+
+/// A line with a parameter that is known and not served.
+pub(crate) const fn refused<R>(name: &'static str) -> Line<R> {
+    Line {
+        param: Param { name, bound: Bound::Ignored },
+        aliases: &[],
+        description: "",
+        note: "",
+        is_required: false,
+        is_hidden: true,
+        shown: None,
+        target: Target::Refused(&[]),
+    }
+}
+
+/// A line with a parameter that has no effect, whatever its value is.
+pub(crate) const fn skipped<R>(name: &'static str) -> Line<R> {
+    Line { target: Target::Skipped, ..refused(name) }
+}
+
+impl<R> Line<R> {
+    /// The line of a parameter without which there is no request.
+    pub(crate) const fn required(self) -> Self {
+        Self { is_required: true, ..self }
+    }
+
+    /// The line without a part in the documentation of types.
+    pub(crate) const fn hidden(self) -> Self {
+        Self { is_hidden: true, ..self }
+    }
+
+    /// The line with other names of the parameter.
+    pub(crate) const fn also(self, aliases: &'static [&'static str]) -> Self {
+        Self { aliases, ..self }
+    }
+
+    /// The line with another type in the documentation.
+    pub(crate) const fn shown(self, schema: &'static str) -> Self {
+        Self { shown: Some(schema), ..self }
+    }
+
+    /// The line with the API's own bound.
+    pub(crate) const fn bounded(self, bound: Bound) -> Self {
+        Self { param: Param { name: self.param.name, bound }, ..self }
+    }
+
+    /// The line with the API's own description.
+    pub(crate) const fn described(self, description: &'static str) -> Self {
+        Self { description, ..self }
+    }
+
+    /// The line with a remark for the page of the API.
+    pub(crate) const fn note(self, note: &'static str) -> Self {
+        Self { note, ..self }
+    }
+
+    /// The line of a parameter that is refused unless it is one of `words`.
+    pub(crate) const fn unless(self, words: &'static [&'static str]) -> Self {
+        Self { target: Target::Refused(words), ..self }
+    }
+
+    /// The parameter's own `name`, if it is one of its names.
+    fn named(&self, name: &str) -> Option<&'static str> {
+        let mut names = std::iter::once(&self.param.name).chain(self.aliases);
+        names.find(|known| **known == name).copied()
+    }
+}
+
+/// A parameter of a request, for its documentation.
+#[derive(Debug, Clone, Copy)]
+pub struct Field {
+    /// The name, as clients write it.
+    pub name: &'static str,
+    /// True if the parameter is served; false if a value that asks for something is refused.
+    pub is_served: bool,
+    /// True if the types of `/openapi.json` do not have it.
+    pub is_hidden: bool,
+    /// The meaning of the value.
+    pub description: &'static str,
+    /// A remark for the page of the API.
+    pub note: &'static str,
+}
+
+/// The parameters of a request.
+pub(crate) fn fields<R: Tabled>() -> Vec<Field> {
+    let lines = R::LINES.iter().flat_map(|group| group.iter());
+    let field = |line: &Line<R>| Field {
+        name: line.param.name,
+        is_served: !matches!(line.target, Target::Refused(_)),
+        is_hidden: line.is_hidden,
+        description: line.description,
+        note: line.note,
+    };
+    lines.map(field).collect()
+}
+
+/// The number of names in `lines`.
+pub(crate) const fn names<R>(lines: &[Line<R>]) -> usize {
+    let (mut count, mut at) = (lines.len(), 0);
+    while at < lines.len() {
+        count += lines[at].aliases.len();
+        at += 1;
+    }
+    count
+}
+
+/// The names in `lines` with their bounds.
+pub(crate) const fn params<R, const N: usize>(lines: &[Line<R>]) -> [Param; N] {
+    let mut all = [Param { name: "", bound: Bound::Ignored }; N];
+    let (mut count, mut at) = (0, 0);
+    while at < lines.len() {
+        all[count] = lines[at].param;
+        count += 1;
+        let mut alias = 0;
+        while alias < lines[at].aliases.len() {
+            all[count] = Param { name: lines[at].aliases[alias], bound: lines[at].param.bound };
+            (count, alias) = (count + 1, alias + 1);
+        }
+        at += 1;
+    }
+    all
+}
+
+/// Gives a request type its table: name, description, groups of lines, and the way to the
+/// parameters of the generation if there are any.
+macro_rules! tabled {
+    ($kind:ident, $description:literal, [$($group:expr),+] $(, $($field:ident).+)?) => {
+        impl $crate::parameter::Tabled for $kind {
+            const NAME: &'static str = stringify!($kind);
+            const DESCRIPTION: &'static str = $description;
+            const LINES: &'static [&'static [$crate::parameter::Line<Self>]] = &[$($group),+];
+        }
+
+        $(impl $crate::parameter::Generates for $kind {
+            fn generation(&mut self) -> &mut $crate::sampling::GenerationParameters {
+                &mut self.$($field).+
+            }
+        })?
+
+        impl $crate::limits::Limited for $kind {
+            const PARAMS: $crate::limits::Params = &[$(
+                &$crate::parameter::params::<$kind, { $crate::parameter::names::<$kind>($group) }>($group)
+            ),+];
+
+            fn read(walk: &mut $crate::limits::Walk<'_>) -> Result<Self, $crate::error::ApiError> {
+                $crate::parameter::read_body(walk)
+            }
+        }
+
+        impl utoipa::PartialSchema for $kind {
+            fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::schema::Schema> {
+                $crate::parameter::object_schema::<$kind>()
+            }
+        }
+
+        impl utoipa::ToSchema for $kind {
+            fn name() -> std::borrow::Cow<'static, str> {
+                stringify!($kind).into()
+            }
+
+            fn schemas(all: &mut $crate::parameter::Components) {
+                $crate::parameter::add_components::<$kind>(all);
+            }
+        }
+    };
+}
+pub(crate) use tabled;

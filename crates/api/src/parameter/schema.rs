@@ -1,0 +1,89 @@
+//! The documentation of a request type, made of its table.
+
+use serde_json::{Map, Value as Json, json};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::Schema;
+
+use super::kind::Components;
+use super::{Kind, Line, Tabled, Target, Value};
+
+/// The type of a parameter's place.
+pub(super) struct Described {
+    schema: Json,
+    is_optional: bool,
+    add_components: fn(&mut Components),
+}
+
+impl Described {
+    pub(super) fn new<T: Kind>() -> Self {
+        let add_components = T::add_components;
+        Self { schema: T::schema(), is_optional: T::IS_OPTIONAL, add_components }
+    }
+
+    /// The type of an object with a table.
+    pub(super) fn object<T: Tabled>(is_optional: bool) -> Self {
+        let reference = json!({"$ref": format!("#/components/schemas/{}", T::NAME)});
+        let schema =
+            if is_optional { json!({"oneOf": [reference, {"type": "null"}]}) } else { reference };
+        let add_components: fn(&mut Components) = |all| {
+            all.push((T::NAME.to_owned(), object_schema::<T>()));
+            add_components::<T>(all);
+        };
+        Self { schema, is_optional: true, add_components }
+    }
+}
+
+fn lines<R: Tabled>() -> impl Iterator<Item = &'static Line<R>> {
+    R::LINES.iter().flat_map(|group| group.iter()).filter(|line| !line.is_hidden)
+}
+
+fn described<R: Tabled>(line: &Line<R>) -> Option<Described> {
+    let mut found = None;
+    let mut request = R::default();
+    let value = Value::describe(&mut found);
+    let put = match line.target {
+        Target::Own(put) => put(&mut request, value),
+        Target::Generation { of, put } => put(of(&mut request), value),
+        Target::Refused(_) | Target::Skipped => return None,
+    };
+    // A place that is described refuses nothing.
+    put.ok()?;
+    let shown = line.shown.and_then(|schema| serde_json::from_str(schema).ok());
+    found.map(|found| Described { schema: shown.unwrap_or(found.schema), ..found })
+}
+
+/// The schema of a request.
+pub(crate) fn object_schema<R: Tabled>() -> RefOr<Schema> {
+    let (mut properties, mut required) = (Map::new(), Vec::new());
+    for line in lines::<R>() {
+        let Some(Described { mut schema, is_optional, .. }) = described(line) else { continue };
+        if !line.description.is_empty() {
+            // Of a reference the description is beside it.
+            let is_one_of = schema.get("oneOf").is_some();
+            let place = if is_one_of { &mut schema["oneOf"][0] } else { &mut schema };
+            place["description"] = json!(line.description);
+        }
+        if line.is_required {
+            required.push(line.param.name);
+        }
+        debug_assert!(!line.is_required || !is_optional, "{}", line.param.name);
+        properties.insert(line.param.name.to_owned(), schema);
+    }
+    let mut schema = json!({"type": "object", "properties": properties});
+    if !R::DESCRIPTION.is_empty() {
+        schema["description"] = json!(R::DESCRIPTION);
+    }
+    if !required.is_empty() {
+        schema["required"] = json!(required);
+    }
+    serde_json::from_value(schema).unwrap_or_else(|_| RefOr::T(Schema::default()))
+}
+
+/// Adds the schemas of the types that a request refers to.
+pub(crate) fn add_components<R: Tabled>(all: &mut Components) {
+    for line in lines::<R>() {
+        if let Some(described) = described(line) {
+            (described.add_components)(all);
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! A value on its way from a body to its place.
+
+use std::fmt;
+
+use serde::de::{DeserializeOwned, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::object::read_object;
+use super::schema::Described;
+use super::{Kind, Tabled};
+use crate::error::ApiError;
+use crate::limits::{Bound, Checked, Place, Step, Walk, string_bytes};
+
+/// A parameter that a client gives once, or once for each prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum OneOrMany<T> {
+    /// An object.
+    One(T),
+    /// A list.
+    Many(Vec<T>),
+}
+
+/// A value that a line moves to its place.
+pub(crate) struct Value<'v, 'de>(Source<'v, 'de>);
+
+enum Source<'v, 'de> {
+    /// The value is read from a body.
+    Body { raw: &'de RawValue, bound: Bound, walk: &'v mut Walk<'de> },
+    /// The documentation asks for the type of the place.
+    Documentation(&'v mut Option<Described>),
+}
+
+impl<'v, 'de> Value<'v, 'de> {
+    pub(super) fn read(raw: &'de RawValue, bound: Bound, walk: &'v mut Walk<'de>) -> Self {
+        Self(Source::Body { raw, bound, walk })
+    }
+
+    pub(super) fn describe(described: &'v mut Option<Described>) -> Self {
+        Self(Source::Documentation(described))
+    }
+
+    /// Reads the value into `place`.
+    pub(crate) fn put<T: DeserializeOwned + Kind>(self, place: &mut T) -> Result<(), ApiError> {
+        match self.0 {
+            Source::Body { raw, bound, walk } => {
+                *place = read(raw, bound, walk)?;
+            }
+            Source::Documentation(described) => *described = Some(Described::new::<T>()),
+        }
+        Ok(())
+    }
+
+    /// Checks the type of the value, and drops it.
+    pub(crate) fn skip<T: DeserializeOwned + Kind + Default>(self) -> Result<(), ApiError> {
+        self.put(&mut T::default())
+    }
+
+    /// Reads an object along the table of its type.
+    pub(crate) fn object<T: Tabled>(self, place: &mut T) -> Result<(), ApiError> {
+        match self.0 {
+            Source::Body { raw, walk, .. } => *place = read_object(raw.get(), walk)?,
+            Source::Documentation(described) => {
+                *described = Some(Described::object::<T>(false));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads an object, or a list of them.
+    pub(crate) fn objects<T: Tabled>(
+        self,
+        place: &mut Option<OneOrMany<T>>,
+    ) -> Result<(), ApiError> {
+        let (raw, bound, walk) = match self.0 {
+            Source::Body { raw, bound, walk } => (raw.get(), bound, walk),
+            Source::Documentation(described) => {
+                *described = Some(Described::object::<T>(true));
+                return Ok(());
+            }
+        };
+        *place = match raw.as_bytes().first() {
+            Some(b'n') => None,
+            Some(b'{') => Some(OneOrMany::One(read_object(raw, walk)?)),
+            _ => {
+                let mut deserializer = serde_json::Deserializer::from_str(raw);
+                let checked = Checked::new(&mut deserializer, Place::new(bound, walk));
+                let list = serde::Deserializer::deserialize_any(checked, ListVisitor);
+                let list = list.map_err(|error| walk.explain(&error, raw))?;
+                let mut many = Vec::with_capacity(list.len());
+                for (index, raw) in list.into_iter().enumerate() {
+                    walk.enter(Step::Index(index));
+                    many.push(read_object(raw.get(), walk)?);
+                    walk.leave();
+                }
+                Some(OneOrMany::Many(many))
+            }
+        };
+        Ok(())
+    }
+}
+
+fn read<'de, T: DeserializeOwned>(
+    raw: &'de RawValue,
+    bound: Bound,
+    walk: &mut Walk<'de>,
+) -> Result<T, ApiError> {
+    let text = raw.get();
+    // One word of several is not looked at by visitors of strings.
+    if let (Bound::Text(most), Some(bytes)) = (bound, string_bytes(text))
+        && bytes > most
+    {
+        return Err(walk.invalid(&format!("{bytes} bytes are more than {most}")));
+    }
+    let mut deserializer = serde_json::Deserializer::from_str(text);
+    T::deserialize(Checked::new(&mut deserializer, Place::new(bound, walk)))
+        .map_err(|error| walk.explain(&error, text))
+}
+
+/// The texts of the entries of a list of objects.
+struct ListVisitor;
+
+impl<'de> Visitor<'de> for ListVisitor {
+    type Value = Vec<&'de RawValue>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object or a list of objects")
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+        let mut entries = Vec::new();
+        while let Some(entry) = seq.next_element()? {
+            entries.push(entry);
+        }
+        Ok(entries)
+    }
+}

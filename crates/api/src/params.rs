@@ -1,0 +1,46 @@
+//! The parameters that several APIs have, each with its bounds, its description and its place.
+//!
+//! An API accepts one with a line in its table.
+
+pub(crate) use crate::limits::bounds::*;
+use crate::limits::{
+    ALLOWED_IDS, BAD_WORD_BYTES, BAD_WORDS, BIASES, Bound, CACHE_SALT_BYTES, CHOICES,
+    ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS,
+};
+use crate::parameter::{Parameter, TEXT};
+
+const PENALTY: Bound = Bound::Number { least: -2.0, most: 2.0 };
+/// The smallest number above 0 that is one for the device too.
+const ABOVE_0: f64 = f32::MIN_POSITIVE as f64;
+
+pub(crate) const TEMPERATURE: Parameter = Parameter::new(Bound::Number { least: 0.0, most: f32::MAX as f64 }, "The temperature; 0 is greedy.", |g, v| v.put(&mut g.temperature));
+pub(crate) const TOP_P: Parameter = Parameter::new(Bound::Number { least: ABOVE_0, most: 1.0 }, "The share of probability that is kept (nucleus sampling).", |g, v| v.put(&mut g.top_p));
+pub(crate) const TOP_K: Parameter = Parameter::new(Bound::Number { least: -1.0, most: i32::MAX as f64 }, "The number of candidates; -1 or 0 is off.", |g, v| v.put(&mut g.top_k));
+pub(crate) const MIN_P: Parameter = Parameter::new(Bound::Number { least: 0.0, most: 1.0 }, "The share of the largest probability below which tokens are dropped.", |g, v| v.put(&mut g.min_p));
+pub(crate) const SEED: Parameter = Parameter::new(I64, "The seed, which makes sampling repeatable.", |g, v| v.put(&mut g.seed));
+pub(crate) const N: Parameter = Parameter::new(Bound::Number { least: 1.0, most: CHOICES as f64 }, "Choices to generate for each prompt.", |g, v| v.put(&mut g.n));
+pub(crate) const PRESENCE_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens.", |g, v| v.put(&mut g.presence_penalty));
+pub(crate) const FREQUENCY_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens, for each occurrence.", |g, v| v.put(&mut g.frequency_penalty));
+// Logits are divided and multiplied by it: far outside, they are no numbers any more.
+pub(crate) const REPETITION_PENALTY: Parameter = Parameter::new(Bound::Number { least: 1e-3, most: 1e3 }, "A number that divides positive logits of earlier tokens, and multiplies negative ones.", |g, v| v.put(&mut g.repetition_penalty));
+pub(crate) const LOGIT_BIAS: Parameter = Parameter::new(Bound::Biases(BIASES), "Numbers that are added to the logits, by token id.", |g, v| v.put(&mut g.logit_bias));
+pub(crate) const ALLOWED_TOKEN_IDS: Parameter = Parameter::new(Bound::Ids(ALLOWED_IDS), "The only token ids that may be sampled.", |g, v| v.put(&mut g.allowed_token_ids));
+pub(crate) const STOP: Parameter = Parameter::new(Bound::Strings { count: STOPS, each: STOP_BYTES, total: STOP_BYTES }, "A string or a list of strings that end the text.", |g, v| v.put(&mut g.stop));
+pub(crate) const STOP_TOKEN_IDS: Parameter = Parameter::new(Bound::Ids(STOP_IDS), "Token ids that end the text.", |g, v| v.put(&mut g.stop_token_ids));
+pub(crate) const INCLUDE_STOP: Parameter = Parameter::new(Bound::Flag, "Keep the stop string in the output.", |g, v| v.put(&mut g.include_stop));
+pub(crate) const IGNORE_EOS: Parameter = Parameter::new(Bound::Flag, "Go on after an end-of-sequence token.", |g, v| v.put(&mut g.ignore_eos));
+pub(crate) const SKIP_SPECIAL_TOKENS: Parameter = Parameter::new(Bound::Flag, "Leave special tokens out of the text.", |g, v| v.put(&mut g.skip_special_tokens)).note("Marks of calls and reasoning are read all the same.");
+pub(crate) const SPACES_BETWEEN_SPECIAL_TOKENS: Parameter = Parameter::new(Bound::Flag, "Accepted, without an effect: tokenizers with fast detokenisation have no such spaces.", |_, v| v.skip::<Option<bool>>());
+pub(crate) const MAX_TOKENS: Parameter = Parameter::new(count(0), "The largest number of tokens to generate.", |g, v| v.put(&mut g.max_tokens));
+pub(crate) const MIN_TOKENS: Parameter = Parameter::new(count(0), "Tokens to generate before a stop string or stop token counts.", |g, v| v.put(&mut g.min_tokens));
+pub(crate) const PRIORITY: Parameter = Parameter::new(I32, "The priority; larger is sooner, under the priority policy.", |g, v| v.put(&mut g.priority));
+pub(crate) const STREAM_INTERVAL: Parameter = Parameter::new(count(1), "The number of tokens for a chunk of the stream; the server's flag if absent. The first token does not wait.", |g, v| v.put(&mut g.stream_interval));
+pub(crate) const ROUTING_KEY: Parameter = Parameter::new(Bound::Text(ROUTING_KEY_BYTES), "Requests with the same key are computed by the same replica.", |g, v| v.put(&mut g.routing_key));
+pub(crate) const ROUTED_DP_RANK: Parameter = Parameter::new(I64, "The number of the replica for the request; `data_parallel_rank` is its older name.", |g, v| v.put(&mut g.routed_dp_rank)).also(&["data_parallel_rank"]);
+pub(crate) const CACHE_SALT: Parameter = Parameter::new(Bound::Text(CACHE_SALT_BYTES), "Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.", |g, v| v.put(&mut g.cache_salt));
+pub(crate) const BAD_WORDS_LIST: Parameter = Parameter::new(Bound::Strings { count: BAD_WORDS, each: STOP_BYTES, total: BAD_WORD_BYTES }, "Words that the answer does not have.", |g, v| v.put(&mut g.bad_words));
+pub(crate) const THINKING_BUDGET: Parameter = Parameter::new(COUNT_OR_ALL, "The largest number of tokens of the reasoning before the answer. Then the reasoning is ended. -1: without a limit.", |g, v| v.put(&mut g.thinking_budget)).also(&["thinking_token_budget", "reasoning_budget"]).note("Also `thinking_token_budget`, `reasoning_budget`.");
+pub(crate) const JSON_SCHEMA: Parameter = Parameter::new(SOURCE, "The form of the answer: a JSON schema, as text or as an object.", |g, v| v.put(&mut g.structure.json_schema)).shown(TEXT);
+pub(crate) const REGEX: Parameter = Parameter::new(PATTERN, "The form of the answer: a regular expression.", |g, v| v.put(&mut g.structure.regex));
+pub(crate) const EBNF: Parameter = Parameter::new(GRAMMAR, "The form of the answer: a grammar in GBNF.", |g, v| v.put(&mut g.structure.ebnf));
+pub(crate) const STRUCTURAL_TAG: Parameter = Parameter::new(SOURCE, "The form of the answer: a structural tag, as text or as an object.", |g, v| v.put(&mut g.structure.structural_tag)).shown(TEXT);
