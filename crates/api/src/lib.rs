@@ -80,6 +80,7 @@ pub use apis::ranking::{
 pub use apis::responses::{
     CUSTOM_INPUT, Item, ItemPart, ResponsesRequest, ToolKind, ValidResponses, sealed,
 };
+pub use apis::router::RegistrationRequest;
 pub use apis::sglang::{
     GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput, GenerateRequest, LogprobTriple,
     ValidGenerate,

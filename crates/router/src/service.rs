@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use forebay_api::peer::DEATHS_HEADER;
-use forebay_api::{ApiError, parse};
+use forebay_api::{ApiError, RegistrationRequest, parse_request};
 use forebay_webui::{FeedBody, page};
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::json;
 
 use crate::admission::{client, operator};
@@ -226,14 +226,6 @@ async fn pass_on(
     }
 }
 
-/// A backend that registers.
-#[derive(Debug, Deserialize)]
-struct Registration {
-    url: String,
-    /// Seconds until the registration expires, unless it is renewed; a minute if absent.
-    ttl: Option<f64>,
-}
-
 async fn own_answer(
     worker: &Arc<Worker>,
     own: Own,
@@ -304,10 +296,11 @@ async fn registration(
     client(request.headers(), std::slice::from_ref(key))?;
     let time = shared.config.receive_timeout;
     let (body, _held) = collect(request.into_body(), REGISTRATION, &shared.budget, time).await?;
-    let registration: Registration = parse(&body)?;
-    let url = BackendUrl::parse(&registration.url)
-        .map_err(|error| ApiError::invalid("url", error.to_string()))?;
-    Ok((url, registration.ttl))
+    let parsed = parse_request::<RegistrationRequest>(&body, |_| Ok(()))?;
+    let RegistrationRequest { url, ttl } = parsed.request;
+    let url =
+        BackendUrl::parse(&url).map_err(|error| ApiError::invalid("url", error.to_string()))?;
+    Ok((url, ttl.map(f64::from)))
 }
 
 fn register(

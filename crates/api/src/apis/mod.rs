@@ -6,6 +6,7 @@ pub(crate) mod ollama;
 pub(crate) mod openai;
 pub(crate) mod ranking;
 pub(crate) mod responses;
+pub(crate) mod router;
 pub(crate) mod sglang;
 pub(crate) mod tokens;
 
