@@ -365,13 +365,13 @@ fn sizes(
         eps: shape.rms_norm_eps as f32,
     };
     let page_bytes = 2 * (sizes.pool_bytes() * shape.layers) as u64;
+    let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
+    let taken = weight_bytes + if shape.headless { 0 } else { slices };
     let pages = match config.max_total_tokens {
         Some(tokens) => tokens / u64::from(config.page_size),
         None => {
-            let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
-            let steps = if shape.headless { 0 } else { slices };
             let share = (config.mem_fraction_static * available as f64) as u64;
-            let fitting = share.saturating_sub(weight_bytes + steps) / page_bytes;
+            let fitting = share.saturating_sub(taken) / page_bytes;
             let of_slot = u64::from(config.context_length.div_ceil(config.page_size));
             // More than every slot can fill is never taken from memory; a fixed number is taken as
             // it is.
@@ -382,7 +382,7 @@ fn sizes(
         return Err(HandError::Config(format!(
             "no memory for a single page of {page_size} tokens: {} MiB of weights and of what a step takes, {} MiB available, \
              mem_fraction_static {}, max_total_tokens {:?}",
-            weight_bytes >> 20,
+            taken >> 20,
             available >> 20,
             config.mem_fraction_static,
             config.max_total_tokens

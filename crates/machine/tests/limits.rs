@@ -233,6 +233,12 @@ fn a_limit_beyond_the_machine_is_none() {
 }
 
 #[test]
+fn no_more_is_available_than_there_is() {
+    let info = "proc/meminfo|MemTotal: 1048576 kB\nMemAvailable: 2097152 kB\n";
+    assert_eq!(limits(&[info]), (None, GIB));
+}
+
+#[test]
 fn quotas_follow_the_chain() {
     let group = "proc/self/cgroup|0::/a/b\n";
     let own = "sys/fs/cgroup/a/b/cpu.max|max 100000\n";
