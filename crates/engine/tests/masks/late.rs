@@ -280,7 +280,8 @@ fn clients_take_turns_at_the_mask_threads() {
     let all: Vec<u64> = (0..20).chain([50, 100]).collect();
     rig.until_ended(&mut stories, &all);
     let place = order.lock().iter().position(|&id| id == 50);
-    assert!(place.is_some_and(|place| place <= 1), "{:?}", order.lock());
+    // One of the other client's may have begun before, and one may have come first.
+    assert!(place.is_some_and(|place| place <= 2), "{:?}", order.lock());
     all.iter().for_each(|id| check_few(&stories[id], 3));
 }
 
