@@ -286,14 +286,14 @@ mod tests {
             queue.charge(&fined, 1000);
             prop_assert_eq!(queue.first().map(|t| t.client), None, "nobody waits, and nobody owes");
             queue.insert(other, false);
-            for at in 1..40_usize {
-                queue.insert(ticket(handles[at], at as i64, 1, cost), false);
+            for (at, &handle) in (1..40).zip(&handles[1..]) {
+                queue.insert(ticket(handle, at, 1, cost), false);
             }
             if idle {
                 queue.charge(&fined, charged * cost);
             }
-            for at in 40..80_usize {
-                queue.insert(ticket(handles[at], at as i64, 0, cost), false);
+            for (at, &handle) in (40..80).zip(&handles[40..]) {
+                queue.insert(ticket(handle, at, 0, cost), false);
             }
             if !idle {
                 queue.charge(&fined, charged * cost);
