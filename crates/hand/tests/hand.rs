@@ -245,7 +245,7 @@ fn large_plans_are_written_once_for_all_ranks() {
 #[test]
 fn a_rank_s_end_is_that_of_all() {
     for (behaviour, reason) in [
-        ("is killed", "rank 1: killed (signal 9"),
+        ("is killed", "rank 1: killed by signal 9"),
         ("lies", "ranks 0 and 1 disagree in step 2: token 0: 0, 1"),
     ] {
         let mut group = executor(ranks(behaviour, 3));
@@ -310,7 +310,7 @@ fn the_ranks_of_a_step_group_get_plans_of_their_own() {
 #[test]
 fn a_step_group_dies_whole() {
     for (behaviour, reason) in [
-        ("is killed", "rank 1: killed (signal 9"),
+        ("is killed", "rank 1: killed by signal 9"),
         ("skips", "ranks 0 and 1 disagree in step 2: the other rank is in step 3"),
     ] {
         let mut group = executor(step_group(behaviour));

@@ -102,12 +102,12 @@ struct Faults {
 impl SimControl {
     /// Kills the group as `kill -9` would.
     pub fn kill(&self) {
-        self.change(|faults| faults.kill = Some(Signal::Died("killed (signal 9)".into())));
+        self.change(|faults| faults.kill = Some(Signal::Died("killed by signal 9".into())));
     }
 
     /// Kills one rank of a step group; the others end with it.
     pub fn kill_rank(&self, rank: usize) {
-        let why = format!("rank {rank}: killed (signal 9)");
+        let why = format!("rank {rank}: killed by signal 9");
         self.change(|faults| faults.kill = Some(Signal::Died(why)));
     }
 

@@ -139,7 +139,7 @@ class ResultColumns:
 
     step: int = 0
     tokens: Int32s = ints(0)
-    """Those of each row that samples, in row order."""
+    """Those of each row that samples and does not sit out, in row order."""
     row_errors: Int32s = ints(0)
     """One a row, in row order: 0 fine, 1 the logits, also those of a prompt's tokens, or the vector were not finite."""
     logprob_counts: Int32s = ints(0)
@@ -154,7 +154,7 @@ class ResultColumns:
     pooled: Float32s = floats(0)
     """The vectors of the pooled rows, in row order, one after the other and all equally long."""
     token_counts: Int32s = ints(0)
-    """Tokens of each row that samples, at least 1; absent: one each."""
+    """Tokens of each row that samples and does not sit out, at least 1; absent: one each."""
     copied: Int32s = ints(0, COPY_END_WORDS)
     """(`ticket`, `error`): The copies that ended since the last result: `error` 0 done, 1 could not be done."""
     copy_timing: Int32s = ints(0)

@@ -24,7 +24,7 @@ fn file(rows: usize, values: impl Fn(usize) -> f32) -> String {
     BASE64_STANDARD.encode([&length[..], &header, &data].concat())
 }
 
-fn rows(rows: usize) -> String {
+pub(crate) fn rows(rows: usize) -> String {
     file(rows, |at| at as f32)
 }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use serde_json::{Value, json};
 
 use crate::fake::{EOS, TestServer};
+use crate::intake::rows;
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -63,7 +64,7 @@ async fn only_embeddings_may_be_large() {
     // Unknown parameters count as any other byte does.
     for (route, body, flag) in [
         ("/v1/completions", json!({"prompt": "a", "x": filler}), "--max-json-bytes"),
-        ("/v1/completions", json!({"prompt_embeds": "AA==", "x": filler}), "--max-json-bytes"),
+        ("/v1/completions", json!({"prompt_embeds": rows(1), "x": filler}), "--max-json-bytes"),
         ("/v1/completions", json!({"prompt_embeds": filler.repeat(6)}), "--max-body-bytes"),
         (CHAT, json!({"messages": [], "prompt_embeds": filler}), "--max-json-bytes"),
         ("/generate", json!({"text": "a", "prompt_embeds": filler}), "--max-json-bytes"),
