@@ -31,7 +31,7 @@ fn multiplying() -> Vec<(&'static str, Value, usize)> {
         (
             "/v1/completions",
             json!({"prompt": vec![&prompt; 64], "echo": true, "logprobs": 20, "prompt_logprobs": 20,
-                   "n": 8, "max_tokens": 0}),
+                   "n": 4, "max_tokens": 0}),
             // Without tokens only what is told of each prompt is computed.
             64,
         ),
@@ -79,10 +79,17 @@ fn multiplying() -> Vec<(&'static str, Value, usize)> {
 async fn answered(route: &str, body: &Value, choices: usize) -> (usize, u16, Vec<u8>) {
     let mut server = TestServer::driven().await;
     let script = server.encode("a");
-    let pending = server.begin(route, body);
+    let mut pending = server.begin(route, body);
     let mut requests = Vec::new();
-    for _ in 0..choices {
-        requests.push(server.submitted().await);
+    while requests.len() < choices {
+        tokio::select! {
+            request = server.submitted() => requests.push(request),
+            early = &mut pending => {
+                let (status, answer) = early.unwrap().read().await;
+                let answer = String::from_utf8_lossy(&answer).into_owned();
+                panic!("{route}: {status} after {} choices: {answer:.300}", requests.len());
+            }
+        }
     }
     let charged = charged(&server).await;
     for request in &requests {
@@ -164,7 +171,7 @@ async fn what_repeats_too_much_is_refused_at_once() {
 #[tokio::test]
 async fn a_whole_answer_is_held_to_the_bytes_that_may_wait() {
     let _alone = alone().await;
-    let server = TestServer::start(Some("a"), |config| config.max_unread_bytes = 20_000).await;
+    let server = TestServer::start(Some("a"), |config| config.max_unread_bytes = 10_000).await;
     let messages = json!([{"role": "user", "content": "a"}]);
     let body = json!({"messages": messages, "n": 128, "max_tokens": 2});
     let (status, answer) = server.post("/v1/chat/completions", body).await;
