@@ -23,7 +23,8 @@ BESIDE_TABLES = {
 _IMPORT = re.compile(r"^(?:pub(?:\(crate\))? )?use .*?;\n", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"//.*")
 _TABLE = re.compile(
-    r"^ *(?:pub(?:\(\w+\))? )?const \w+:[^=;]*\b(?:Line<|Param\b|Parameter\b|Bound\b)[^=;]*=.*?;\n", re.DOTALL | re.MULTILINE
+    r"^ *(?:pub(?:\(\w+\))? )?const \w+:[^=;]*\b(?:Line<|Param\b|Parameter\b|Bound\b)[^=;]*=.*?;\n",
+    re.DOTALL | re.MULTILINE,
 )
 _LIMIT = re.compile(r"^pub const (\w+):", re.MULTILINE)
 

@@ -107,8 +107,7 @@ impl Runner {
             (0..wanted.len()).filter(|&at| of_rows[at] != Mask::NoToken).collect();
         let found = self.sample(&logits, &wanted, (&drawn, &of_rows));
         self.logits = logits;
-        let asked =
-            drawn.iter().any(|&at| self.tables.slots[wanted[at].0].logprobs().is_some());
+        let asked = drawn.iter().any(|&at| self.tables.slots[wanted[at].0].logprobs().is_some());
         for (&at, sampled) in drawn.iter().zip(&found) {
             self.keep(wanted[at], columns.sampling[at], sampled, result);
             if asked {
