@@ -23,31 +23,50 @@ const DEAR_US: u64 = 5000;
 /// Lets masks through when it is opened.
 #[derive(Debug, Default)]
 struct Gate {
-    /// The gate was opened so often, and masks wait at it.
-    state: Mutex<(u64, usize)>,
+    state: Mutex<State>,
     changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    opened: u64,
+    /// Masks that wait at it.
+    waiting: usize,
+    /// It stays open.
+    over: bool,
+}
+
+/// A test's gate. It stays open after the test, so that a failure does not hang.
+#[derive(Debug, Default)]
+struct OwnGate(Arc<Gate>);
+
+impl Drop for OwnGate {
+    fn drop(&mut self) {
+        self.0.state.lock().over = true;
+        self.0.open();
+    }
 }
 
 impl Gate {
     fn open(&self) {
-        self.state.lock().0 += 1;
+        self.state.lock().opened += 1;
         self.changed.notify_all();
     }
 
     /// Waits until it is opened the next time.
     fn pass(&self) {
         let mut state = self.state.lock();
-        let opened = state.0;
-        state.1 += 1;
+        let opened = state.opened;
+        state.waiting += 1;
         self.changed.notify_all();
-        self.changed.wait_while(&mut state, |state| state.0 == opened);
-        state.1 -= 1;
+        self.changed.wait_while(&mut state, |state| !state.over && state.opened == opened);
+        state.waiting -= 1;
     }
 
     /// Waits until so many masks wait at it.
     fn wait_for(&self, waiting: usize) {
         let mut state = self.state.lock();
-        self.changed.wait_while(&mut state, |state| state.1 != waiting);
+        self.changed.wait_while(&mut state, |state| state.waiting != waiting);
     }
 }
 
@@ -133,13 +152,13 @@ impl Rig {
 fn everybody_else_goes_on_while_a_mask_is_made() {
     for (lookahead, at) in [(0, 0), (0, 2), (1, 0), (1, 2), (1, 5)] {
         let rig = Rig::start(config(lookahead, 2), 2000, 1, quiet());
-        let gate = Arc::new(Gate::default());
-        rig.submit_of(1, 100, 30, gated(&rig, &gate, at));
+        let gate = OwnGate::default();
+        rig.submit_of(1, 100, 30, gated(&rig, &gate.0, at));
         let others: Vec<u64> = (0..15).step_by(3).collect();
         others.iter().for_each(|&id| rig.submit(id, length(id), None));
         let mut stories = HashMap::new();
         rig.until_ended(&mut stories, &others);
-        gate.wait_for(1);
+        gate.0.wait_for(1);
         let late = stories.remove(&100).unwrap_or_default();
         assert_eq!((late.tokens.len(), &late.end), (at, &None), "lookahead {lookahead}");
         check(&stories);
@@ -147,7 +166,7 @@ fn everybody_else_goes_on_while_a_mask_is_made() {
         // nothing. A mask before that may have been late too, where the machine is busy.
         let stats = rig.handle.stats().hand;
         assert!((1..=at as u64 + 1).contains(&stats.sat_out), "{stats:?}");
-        gate.open();
+        gate.0.open();
         stories.insert(100, late);
         rig.until_ended(&mut stories, &[100]);
         check_few(&stories[&100], 30);
@@ -234,11 +253,11 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
     rig.control.release();
     held.recv_timeout(PATIENCE).expect("everybody says something");
     // The only mask thread is kept busy.
-    let gate = Arc::new(Gate::default());
-    rig.submit_of(30, 100, 5, gated(&rig, &gate, 0));
+    let gate = OwnGate::default();
+    rig.submit_of(30, 100, 5, gated(&rig, &gate.0, 0));
     cost.store(COST_US, Ordering::SeqCst);
     rig.control.release();
-    gate.wait_for(1);
+    gate.0.wait_for(1);
     let sat_out = rig.handle.stats().hand.sat_out;
     let mut told = rig.outputs.try_iter().flatten().count();
     let goal = told + 400;
@@ -249,7 +268,7 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
     let (most, fits) = (counts.most.load(Ordering::SeqCst), stats.mask_budget_us / COST_US);
     assert!((1..=fits as usize + 1).contains(&most), "{most} in a step, and {fits} fit");
     assert!(stats.sat_out > sat_out, "{stats:?}");
-    gate.open();
+    gate.0.open();
 }
 
 #[test]
@@ -257,8 +276,8 @@ fn clients_take_turns_at_the_mask_threads() {
     // Admission in the order of arrival.
     let config = EngineConfig { fair: false, ..config(1, 1) };
     let rig = Rig::start(config, 2000, 1, quiet());
-    let (gate, order) = (Arc::new(Gate::default()), Arc::new(Mutex::new(Vec::new())));
-    rig.submit_of(3, 100, 3, gated(&rig, &gate, 0));
+    let (gate, order) = (OwnGate::default(), Arc::new(Mutex::new(Vec::new())));
+    rig.submit_of(3, 100, 3, gated(&rig, &gate.0, 0));
     let noted = |id: u64| {
         let order = Arc::clone(&order);
         slow(rig.few(), move |said| {
@@ -275,8 +294,8 @@ fn clients_take_turns_at_the_mask_threads() {
     rig.submit_of(4, 60, 2, None);
     let mut stories = HashMap::new();
     rig.until_ended(&mut stories, &[60]);
-    gate.wait_for(1);
-    gate.open();
+    gate.0.wait_for(1);
+    gate.0.open();
     let all: Vec<u64> = (0..20).chain([50, 100]).collect();
     rig.until_ended(&mut stories, &all);
     let place = order.lock().iter().position(|&id| id == 50);
@@ -310,14 +329,14 @@ fn a_request_goes_to_another_engine_while_its_mask_is_made() {
     let taker = Rig::start(config(1, 1), 2000, 1, quiet());
     let peers = Some(Box::new(Other(taker.handle.clone())) as Box<dyn Peers>);
     let giver = Rig::of(config(1, 1), Parts { peers, ..Parts::default() });
-    let gate = Arc::new(Gate::default());
-    giver.submit_of(1, 100, 30, gated(&giver, &gate, 4));
+    let gate = OwnGate::default();
+    giver.submit_of(1, 100, 30, gated(&giver, &gate.0, 4));
     // This one's next mask waits in the queue behind it.
-    giver.submit_of(2, 101, 30, gated(&giver, &gate, 1000));
+    giver.submit_of(2, 101, 30, gated(&giver, &gate.0, 1000));
     giver.submit_of(3, 0, 40, None);
     let mut stories = HashMap::new();
     giver.until_ended(&mut stories, &[0]);
-    gate.wait_for(1);
+    gate.0.wait_for(1);
     giver.control.kill();
     taker.control.release();
     while taker.handle.stats().scheduler.waiting + taker.handle.stats().scheduler.running == 0 {
@@ -333,7 +352,7 @@ fn a_request_goes_to_another_engine_while_its_mask_is_made() {
     let live: Vec<u64> = [100, 101].into_iter().filter(told).collect();
     assert!(live.contains(&100));
     let mut others = HashMap::new();
-    gate.open();
+    gate.0.open();
     taker.until_ended(&mut others, &live);
     for id in [100, 101] {
         let mut story = stories.remove(&id).unwrap_or_default();
@@ -347,13 +366,13 @@ fn a_request_goes_to_another_engine_while_its_mask_is_made() {
 #[test]
 fn an_aborted_request_leaves_its_place_while_its_mask_is_made() {
     let rig = Rig::start(config(1, 1), 2000, 1, quiet());
-    let gate = Arc::new(Gate::default());
-    rig.submit_of(1, 100, 30, gated(&rig, &gate, 1));
-    rig.submit_of(1, 101, 30, gated(&rig, &gate, 1));
+    let gate = OwnGate::default();
+    rig.submit_of(1, 100, 30, gated(&rig, &gate.0, 1));
+    rig.submit_of(1, 101, 30, gated(&rig, &gate.0, 1));
     rig.submit(0, length(0) + 20, None);
     let mut stories = HashMap::new();
     rig.until_ended(&mut stories, &[0]);
-    gate.wait_for(1);
+    gate.0.wait_for(1);
     rig.handle.abort(RequestId(100));
     rig.handle.abort(RequestId(101));
     rig.until_ended(&mut stories, &[100, 101]);
@@ -361,8 +380,8 @@ fn an_aborted_request_leaves_its_place_while_its_mask_is_made() {
         assert_eq!(stories[&id].end, Some(FinishReason::Abort));
     }
     assert_eq!(rig.handle.stats().scheduler.running, 0);
-    gate.open();
-    rig.submit_of(1, 7, 9, gated(&rig, &gate, 1000));
+    gate.0.open();
+    rig.submit_of(1, 7, 9, gated(&rig, &gate.0, 1000));
     rig.until_ended(&mut stories, &[7]);
     check_few(&stories[&7], 9);
 }
@@ -409,8 +428,8 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
         (0, 2, 70, 1, true),
         (1, 2, 2000, 3, true),
     ] {
-        let gate = Arc::new(Gate::default());
-        let opened = Arc::clone(&gate);
+        let gate = OwnGate::default();
+        let opened = Arc::clone(&gate.0);
         let (mut kills, mut seen) = (0, 0);
         let hook: Hook = Box::new(move |control, outputs| {
             opened.open();
@@ -422,7 +441,7 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
         });
         let rig = Rig::start(config(lookahead, threads), pages, tokens_a_row, hook);
         for id in 0..40_u64 {
-            let gate = Arc::clone(&gate);
+            let gate = Arc::clone(&gate.0);
             let constraint = slow(rig.few(), move |said| {
                 let mix = said
                     .iter()
@@ -434,7 +453,7 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
             });
             rig.submit_of(0, id, length(id), constraint.filter(|_| id % 3 != 0));
         }
-        let stories = follow_late(&rig, &gate, 40);
+        let stories = follow_late(&rig, &gate.0, 40);
         let what = format!("lookahead {lookahead}, {threads} threads, {pages} pages, {dies}");
         assert!(stories == expected, "{what}");
         let stats = rig.handle.stats();
