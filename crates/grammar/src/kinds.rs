@@ -249,15 +249,14 @@ pub(crate) fn defined(
             Value::Object(map) => {
                 rest.extend(map.values());
                 let target = map.get("$ref").and_then(Value::as_str);
-                match target.map(|target| definition(root, target)) {
-                    Some(Some((key, name, definition))) => {
-                        if found.insert((key, name), definition).is_none() {
-                            rest.push(definition);
-                        }
-                    }
+                let Some(target) = target else { continue };
+                let Some((key, name, definition)) = definition(root, target) else {
                     // It may be the name of an anchor in any of them.
-                    Some(None) => all = true,
-                    None => {}
+                    all = true;
+                    continue;
+                };
+                if found.insert((key, name), definition).is_none() {
+                    rest.push(definition);
                 }
             }
             _ => {}

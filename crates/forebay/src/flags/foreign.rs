@@ -1,5 +1,5 @@
-//! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself. Each
-//! means one of ours, is not needed here, or names a feature that is not there.
+//! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself.
+//! Each means one of ours, is not needed here, or names a feature that is not there.
 //!
 //! Command lines are copied from other servers. A flag of this table gets an answer of its own. The
 //! parser's suggestions ("did you mean --trusted-proxies") would not help.
