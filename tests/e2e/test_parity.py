@@ -142,6 +142,10 @@ def test_concurrent_completions_are_those_of_transformers(scene: Scene) -> None:
         assert scene.server.metric("vllm:num_preemptions_total") > 0
 
 
+CLOSE = 2e-4
+"""The largest error of a log-probability in float32. The reference's own sums differ among processors by half of it."""
+
+
 def test_native_tokens_and_logprobs_are_those_of_transformers(scene: Scene) -> None:
     answers = native_together(scene.server, [native(case) for case in scene.cases])
     for case, answer in zip(scene.cases, answers, strict=True):
@@ -149,9 +153,9 @@ def test_native_tokens_and_logprobs_are_those_of_transformers(scene: Scene) -> N
         meta = answer["meta_info"]
         chosen = torch.tensor([logprob for logprob, _, _ in meta["output_token_logprobs"]])
         wanted = case.logprobs.gather(1, torch.tensor(case.tokens)[:, None])[:, 0]
-        torch.testing.assert_close(chosen, wanted, atol=1e-4, rtol=0)
+        torch.testing.assert_close(chosen, wanted, atol=CLOSE, rtol=0)
         top = torch.tensor([[logprob for logprob, _, _ in tops] for tops in meta["output_top_logprobs"]])
-        torch.testing.assert_close(top, case.logprobs.topk(TOP).values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(top, case.logprobs.topk(TOP).values, atol=CLOSE, rtol=0)
     cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
     assert (cached > 0) == scene.setting.cache
 
