@@ -25,7 +25,7 @@ TEXTS = 24
 SMOLLM2_TEXTS = int(os.environ.get("FOREBAY_SMOLLM2_TEXTS", "6"))
 """The same for the model of which each takes a second or two: `make test-slow` takes more."""
 SUM = 2e-3
-"""The largest error of a sum of log-probabilities in float32. PyTorch's own sums differ among processors by half of it."""
+"""The largest error of a sum of log-probabilities in float32. PyTorch's own sums differ by half of it."""
 SMALL = ("--chunked-prefill-size", "32", "--page-size", "4", "--max-total-tokens", "1024")
 POOL = ("--max-total-tokens", "384")
 SETTINGS = {
