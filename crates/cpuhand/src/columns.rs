@@ -129,7 +129,8 @@ impl Columns {
             };
             let offset = offset as usize;
             let bytes = until * row_bytes;
-            let Some(inputs) = arena.read(offset, bytes).filter(|_| offset.is_multiple_of(width)) else {
+            let Some(inputs) = arena.read(offset, bytes).filter(|_| offset.is_multiple_of(width))
+            else {
                 let (end, all) = (offset + bytes, arena.bytes());
                 return wrong(format!("embeddings at bytes {offset}..{end} of an arena of {all}"));
             };
