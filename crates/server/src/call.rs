@@ -12,11 +12,12 @@ use forebay_engine::{
     BlockHash, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
 };
 use forebay_grammar::Constraints;
+use forebay_http::Charge;
 
 use crate::alive::LiveGuard;
 use crate::answer::AnswerWriter;
-use crate::budget::Charge;
 use crate::constrain;
+use crate::cost;
 use crate::engine::Engine;
 use crate::images::{ImageFile, Shown};
 use crate::peers::{Peer, Resume};
@@ -83,7 +84,7 @@ impl Call {
             return Err(ApiError::AnswerTooLarge { limit: unread });
         }
         let sizes = submissions.iter().map(Submission::size);
-        let charge = Arc::new(state.budget.choices(peer.client(), sizes)?);
+        let charge = Arc::new(state.budget.charge(peer.client(), cost::choices(sizes))?);
         let resume = peer.resume();
         if let Some(resume) = resume {
             check_resume(resume, &submissions, streamed, state)?;

@@ -9,16 +9,13 @@ use forebay_dialect::Dialect;
 use forebay_engine::Namer;
 use forebay_fetch::Fetcher;
 use forebay_grammar::{Grammars, Markers};
+use forebay_http::{Guard, Keys, Tls, TrustedProxies};
 use serde_json::{Map, Value};
 
-use crate::client::TrustedProxies;
-use crate::guard::Guard;
 use crate::images::model::ImageModel;
-use crate::keys::Keys;
 use crate::pooling::model::PooledModel;
 use crate::store::StoreConfig;
 use crate::stream::mode::EgressMode;
-use crate::tls::Tls;
 
 /// The rule for clients that share cached blocks.
 #[derive(Debug, Clone)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use forebay_api::{ApiError, Generation, Limits, MaxTokens};
 use forebay_engine::{Embeds, PromptImage};
 
-use crate::budget::{LOGPROB_JSON, Size};
+use crate::cost::{LOGPROB_JSON, Size};
 use crate::ignored::note;
 use crate::images::ImageFile;
 use crate::state::Shared;

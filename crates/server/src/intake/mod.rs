@@ -10,6 +10,7 @@
 //! for it. Everywhere clients take turns.
 
 pub(crate) mod body;
+mod line;
 mod room;
 pub(crate) mod turns;
 mod workers;
@@ -20,13 +21,12 @@ use std::sync::Arc;
 use forebay_api::limits::{Limited, Weight};
 use forebay_api::{ApiError, EmbeddedPrompt, parse_request};
 use forebay_engine::{Dtype, Embeds, Payload, Payloads, PictureError, Placed};
+use forebay_http::{Charge, ClientId, Guard};
 
-use crate::budget::Charge;
-use crate::client::ClientId;
+use crate::cost::read;
 use crate::engine::Engine;
-use crate::guard::Guard;
-use crate::line::Line;
 use body::{BodyLimit, Pieces};
+use line::Line;
 use room::Room;
 use turns::Turns;
 pub(crate) use workers::Cost;
@@ -227,7 +227,7 @@ where
     };
     let parsed = parse_request::<T>(&body, fits)?;
     let Weight { values, embeds } = parsed.weight;
-    charge.read(body.len().saturating_sub(embeds), embeds, values)?;
+    charge.set(read(body.len().saturating_sub(embeds), embeds, values))?;
     Ok((parsed.request, parsed.unread))
 }
 

@@ -24,9 +24,9 @@ use forebay_api::peer::{
     BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER,
     RouterTag, STREAM_HEADER, StreamName, encode_blocks, read_ids, sample_blocks, write_comment,
 };
+use forebay_http::{ClientId, KeyId};
 use subtle::ConstantTimeEq;
 
-use crate::client::{ClientId, KeyId};
 use crate::limits::{self, Upload};
 use crate::names::random_hex;
 use crate::reply::Failure;

@@ -5,14 +5,15 @@ use std::time::Instant;
 
 use forebay_api::{ApiError, Limits, PoolingUsage};
 use forebay_engine::{EngineRequest, Pooling, Preference, Request, RequestId, SlotSpec};
+use forebay_http::Charge;
 use tokio::sync::oneshot;
 
 use super::inputs::Input;
 use super::lane::{Answer, Expected};
 use super::model::PooledModel;
 use crate::alive::LiveGuard;
-use crate::budget::Charge;
 use crate::call::{CHOICES_A_TURN, check_priority, submit_error};
+use crate::cost;
 use crate::engine::Engine;
 use crate::peers::Peer;
 use crate::state::Shared;
@@ -66,7 +67,8 @@ impl PooledCall {
             check_tokens(&input.tokens, limits, param)?;
         }
         let all = inputs.iter().map(|input| input.tokens.len()).sum();
-        let charge = state.budget.inputs(peer.client(), inputs.len(), all, model.size)?;
+        let cost = cost::inputs(inputs.len(), all, model.size);
+        let charge = state.budget.charge(peer.client(), cost)?;
         let ids: Vec<RequestId> = inputs.iter().map(|_| state.next_id()).collect();
         let tokens = |input: &Input| u32::try_from(input.tokens.len()).unwrap_or(u32::MAX);
         let prompt_tokens: Vec<u32> = inputs.iter().map(tokens).collect();

@@ -12,9 +12,9 @@ use std::time::Instant;
 use crossbeam_channel::{Receiver, Sender};
 use forebay_api::ApiError;
 use forebay_engine::{FinishReason, Output, OutputSink, RequestId};
+use forebay_http::Guard;
 use tokio::sync::oneshot;
 
-use crate::guard::Guard;
 use crate::metrics::{Metrics, Timeline};
 use crate::stream::egress::request_error;
 

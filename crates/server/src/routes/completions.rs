@@ -8,13 +8,13 @@ use forebay_api::{
     CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds, PromptTokenLogprobs, TokenOutput,
     ValidCompletion,
 };
+use forebay_http::ClientId;
 use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::wording::{matched_stop, stop_reason, token_name};
 use crate::call::Call;
-use crate::client::ClientId;
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, Logprobs};

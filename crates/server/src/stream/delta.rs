@@ -3,7 +3,7 @@
 use forebay_api::ApiError;
 use forebay_dialect::Parts;
 
-use crate::budget::LOGPROB_JSON;
+use crate::cost::LOGPROB_JSON;
 use crate::stream::prompt_logprobs::PromptLogprobs;
 
 /// Log-probabilities below this are written as this: JSON has no minus infinity.

@@ -16,11 +16,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use forebay_api::ApiError;
+use forebay_http::{Charge, Line, Written};
 use parking_lot::Mutex;
 
-use crate::budget::Charge;
 use crate::stream::delta::{Delta, End};
-use crate::stream::line::{Line, Written};
 use crate::stream::outlet::{Chunk, Encoder, Outlet};
 use crate::stream::tally::Tally;
 
@@ -54,7 +53,7 @@ impl Bounds {
         if bytes > self.limit {
             return Err(ApiError::AnswerTooLarge { limit: self.limit });
         }
-        self.charge.answer(bytes)
+        Ok(self.charge.answer(bytes)?)
     }
 }
 
@@ -327,19 +326,28 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::task::Wake as _;
 
+    use forebay_http::{ByteBudget, ClientId, LineIo, Socket};
     use proptest::prelude::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::budget::Budget;
-    use crate::client::ClientId;
-    use crate::stream::line::LineIo;
+
+    /// A line and its client.
+    async fn line() -> (Arc<Line>, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let socket = listener.accept().await.unwrap().0;
+        // The runtime has to see once that the socket takes data.
+        socket.writable().await.unwrap();
+        (Line::new(Socket::Tcp(socket)), client)
+    }
 
     /// Bytes that these tests never reach.
     const LIMIT: usize = 1 << 20;
 
     fn bounds(limit: usize) -> Bounds {
-        let budget = Budget::new(1 << 30);
+        let budget = ByteBudget::new(1 << 30);
         Bounds { limit, repeated: 0, charge: Arc::new(budget.open(ClientId(1))) }
     }
 
@@ -453,7 +461,7 @@ mod tests {
 
     #[test]
     fn what_repeats_the_prompt_takes_room_and_the_charge_grows_with_the_rest() {
-        let budget = Budget::new(1 << 20);
+        let budget = ByteBudget::new(1 << 20);
         let charge = Arc::new(budget.open(ClientId(1)));
         let bounds = Bounds { limit: 1 << 20, repeated: 600_000, charge };
         let (mut senders, mut receiver) = mailbox(tally(1), Wake::AtEnd, bounds);
@@ -510,7 +518,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_open_line_takes_deltas_past_the_reader() {
-        let (line, mut client) = Line::pair().await;
+        let (line, mut client) = line().await;
         let mut io = LineIo(Arc::clone(&line));
         let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, bounds(LIMIT));
         receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
@@ -544,7 +552,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_reader_that_has_gone_shuts_the_line() {
-        let (line, _client) = Line::pair().await;
+        let (line, _client) = line().await;
         let mut io = LineIo(Arc::clone(&line));
         let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, bounds(LIMIT));
         receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });

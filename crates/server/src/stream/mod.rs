@@ -10,13 +10,11 @@
 //! - [`events`]: the bytes of server-sent events.
 //! - [`outlet`]: the loan by which the egress thread writes a streamed response's events.
 //! - [`wire`]: the connection of a request, for its answer.
-//! - [`line`]: the socket of that connection, which the egress thread writes to as well.
 //! - [`sse`]: the frames of a response body, from the mailbox's content.
 
 pub(crate) mod delta;
 pub(crate) mod egress;
 pub(crate) mod events;
-pub(crate) mod line;
 pub(crate) mod mailbox;
 pub(crate) mod mode;
 pub(crate) mod outlet;

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use forebay_api::ApiError;
+use forebay_http::Line;
 
 use crate::stream::delta::Delta;
 use crate::stream::events;
-use crate::stream::line::Line;
 use crate::stream::tally::Tally;
 
 /// Writes the events of one dialect. A delta never has an error for an end.

@@ -7,7 +7,7 @@ use forebay_api::{PromptTokenLogprob, PromptTokenLogprobs};
 use forebay_engine as engine;
 use forebay_text::Tokenizer;
 
-use crate::budget::LOGPROB_JSON;
+use crate::cost::LOGPROB_JSON;
 use crate::stream::delta::{Candidate, Delta, Logprobs};
 
 /// The log-probabilities of a prompt's tokens, in order; as numbers, as [`Logprobs`] are.

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use forebay_api::{ApiError, Calls, ChatPrompt, Limits, OfferedTools, ReasoningOutput, ValidChat};
 use forebay_dialect::{Reading, Start, Tools};
+use forebay_http::Charge;
 
 use super::calls;
-use crate::budget::Charge;
 use crate::ignored::ignore;
 use crate::images::{self, ImageFile, SeenPrompt};
 use crate::peers::Peer;

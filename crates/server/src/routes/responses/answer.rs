@@ -5,13 +5,13 @@ use std::collections::HashMap;
 
 use forebay_api::{ApiError, ToolKind, Usage, sealed};
 use forebay_dialect::Part;
+use forebay_http::Charge;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::input::Input;
 use super::keep::Keeper;
-use crate::budget::Charge;
 use crate::routes::chat::CallIds;
 use crate::stream::delta::Delta;
 use crate::stream::events;

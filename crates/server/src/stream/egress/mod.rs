@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use forebay_api::ApiError;
 use forebay_engine::{Output, OutputSink, RequestId};
+use forebay_http::Guard;
 use rustc_hash::FxBuildHasher;
 
 use crate::engine::Engine;
-use crate::guard::Guard;
 use crate::metrics::Metrics;
 use crate::stream::delta::End;
 use crate::stream::mailbox::{self, Sent};

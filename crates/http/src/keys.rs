@@ -27,7 +27,8 @@ impl Keys {
     }
 
     /// The key at a place.
-    pub(crate) fn text(&self, at: usize) -> Option<&str> {
+    #[must_use]
+    pub fn text(&self, at: usize) -> Option<&str> {
         self.0.get(at).map(|key| &**key)
     }
 
@@ -38,7 +39,8 @@ impl Keys {
 
     /// The place of the key that these headers carry. Takes the same time wherever a wrong key
     /// differs and whichever right one it is.
-    pub(crate) fn shown(&self, headers: &HeaderMap) -> Option<usize> {
+    #[must_use]
+    pub fn shown(&self, headers: &HeaderMap) -> Option<usize> {
         let given = given(headers)?;
         let mut found = None;
         for (at, key) in self.0.iter().enumerate() {

@@ -2,9 +2,7 @@
 //!
 //! Each queue has a bound, but its requests may be small or large: a thousand texts may be
 //! gigabytes. So a request is charged for its memory before that is allocated. A request that does
-//! not fit is refused at once. A request is charged twice. One charge is for its body and the
-//! values made of it, until its prompts are token ids. The other is for its choices and its answer,
-//! until that has been sent. When their form is compiled, what it takes is added to that.
+//! not fit is refused at once.
 //!
 //! Clients share the budget as they share the queue ([`Shares`]). As long as less than half of it
 //! is taken, a charge is two atomic additions. Only beyond that is a lock taken.
@@ -15,39 +13,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use forebay_api::ApiError;
-use forebay_engine::Shares;
+use forebay_fair::{Refusal, Shares};
 use parking_lot::Mutex;
 use rustc_hash::FxBuildHasher;
 use tokio::time::Instant;
 
 use crate::client::ClientId;
 
-/// Bytes of memory for each byte of a body: the body, its copy in one piece, and the parsed values.
-pub(crate) const UNREAD: usize = 4;
-/// Bytes of a parsed request for each byte of its body: the strings, the rendered prompt, its token
-/// ids.
-const READ: usize = 3;
-/// Bytes of a JSON value that is kept as such, with the template's copy.
-const VALUE: usize = 512;
-/// Bytes of a request of any kind.
-const REQUEST: usize = 4096;
-/// Bytes of a choice: its places in the queue, the egress and the mailbox.
-const CHOICE: usize = 4096;
-/// Bytes of a token id.
-const TOKEN: usize = size_of::<i32>();
-/// Bytes of a log-probability as numbers: an id, and a value.
-const LOGPROB: usize = 8;
-/// The approximate number of bytes of JSON for a log-probability: its token's text, the number, and
-/// its token's bytes one by one.
-pub(crate) const LOGPROB_JSON: usize = 96;
-/// Bytes of a generated token: its id here and in the engine, and its text.
-const GENERATED: usize = 12;
-/// Tokens that a choice is expected to generate at most. Few answers get so long. The rest of a
-/// long context would be too much to set aside for each, and is charged when it comes.
-const EXPECTED: u32 = 4096;
-/// Bytes of an element of a vector: twice as a number, and as JSON.
-const ELEMENT: usize = 2 * size_of::<f32>() + 16;
 /// Bytes by which the charge of an answer that is longer than expected grows.
 const GROWTH: usize = 256 << 10;
 
@@ -63,7 +35,7 @@ const SHARDS: usize = 16;
 
 /// The budget. Cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Budget(Arc<Inner>);
+pub struct ByteBudget(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
@@ -115,8 +87,10 @@ impl Inner {
     }
 }
 
-impl Budget {
-    pub(crate) fn new(limit: usize) -> Self {
+impl ByteBudget {
+    /// A budget of `limit` bytes, of which a part is the reserve.
+    #[must_use]
+    pub fn new(limit: usize) -> Self {
         let reserve = limit / RESERVE;
         let shares = Shares {
             limit: limit - reserve,
@@ -129,12 +103,14 @@ impl Budget {
     }
 
     /// Bytes that are charged now.
-    pub(crate) fn used(&self) -> usize {
+    #[must_use]
+    pub fn used(&self) -> usize {
         self.0.used.load(Ordering::Relaxed)
     }
 
     /// A charge of nothing yet, to `client`.
-    pub(crate) fn open(&self, client: ClientId) -> Charge {
+    #[must_use]
+    pub fn open(&self, client: ClientId) -> Charge {
         let mut shard = self.0.shard(client).lock();
         let account = shard.get(&client).and_then(Weak::upgrade).unwrap_or_else(|| {
             let budget = Arc::clone(&self.0);
@@ -145,73 +121,19 @@ impl Budget {
         Charge { account, bytes: AtomicUsize::new(0) }
     }
 
-    /// Charges a request for its choices.
+    /// A charge of `bytes` to `client`.
     ///
     /// # Errors
     /// As [`Charge::set`].
-    pub(crate) fn choices(
-        &self,
-        client: ClientId,
-        prompts: impl Iterator<Item = Size>,
-    ) -> Result<Charge, ApiError> {
-        self.charge(client, prompts.map(|size| size.bytes()).fold(0, usize::saturating_add))
-    }
-
-    /// Charges a request for prompts of so many tokens in all, which are pooled.
-    ///
-    /// # Errors
-    /// As [`Charge::set`].
-    pub(crate) fn inputs(
-        &self,
-        client: ClientId,
-        inputs: usize,
-        tokens: usize,
-        size: usize,
-    ) -> Result<Charge, ApiError> {
-        let vectors = inputs.saturating_mul(CHOICE + ELEMENT * size);
-        self.charge(client, vectors.saturating_add(2 * TOKEN * tokens))
-    }
-
-    fn charge(&self, client: ClientId, bytes: usize) -> Result<Charge, ApiError> {
+    pub fn charge(&self, client: ClientId, bytes: usize) -> Result<Charge, Refusal> {
         let charge = self.open(client);
         charge.set(bytes)?;
         Ok(charge)
     }
 }
 
-/// The sizes of a prompt and its choices.
-pub(crate) struct Size {
-    /// Tokens of the prompt.
-    pub(crate) prompt: usize,
-    /// The largest number of tokens of a choice.
-    pub(crate) max_tokens: u32,
-    pub(crate) choices: usize,
-    /// Log-probabilities of each token.
-    pub(crate) candidates: usize,
-    /// Ids that are the only ones allowed.
-    pub(crate) allowed: usize,
-    /// Log-probabilities of each token of the prompt.
-    pub(crate) told: usize,
-    /// Bytes of the answer that repeat the prompt, and what is told of it.
-    pub(crate) repeated: usize,
-}
-
-impl Size {
-    fn bytes(&self) -> usize {
-        let Self { prompt, max_tokens, choices, candidates, allowed, told, repeated } = *self;
-        let tokens = max_tokens.min(EXPECTED) as usize;
-        // An admitted choice has the prompt's tokens once more.
-        let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + LOGPROB_JSON * candidates);
-        // Choices share the ids that are allowed, and so do prompts: each counts them, which is
-        // more than enough.
-        (TOKEN * (prompt + allowed) + LOGPROB * told * prompt)
-            .saturating_add(repeated)
-            .saturating_add(choice.saturating_mul(choices))
-    }
-}
-
 /// The charge of a request, until it is dropped.
-pub(crate) struct Charge {
+pub struct Charge {
     account: Arc<Account>,
     bytes: AtomicUsize,
 }
@@ -224,17 +146,20 @@ impl fmt::Debug for Charge {
 
 impl Charge {
     /// The client that is charged.
-    pub(crate) fn client(&self) -> ClientId {
+    #[must_use]
+    pub fn client(&self) -> ClientId {
         self.account.client
     }
 
     /// Another charge of nothing yet, to the same client.
-    pub(crate) fn beside(&self) -> Self {
+    #[must_use]
+    pub fn beside(&self) -> Self {
         Self { account: Arc::clone(&self.account), bytes: AtomicUsize::new(0) }
     }
 
     /// Bytes that it is.
-    pub(crate) fn bytes(&self) -> usize {
+    #[must_use]
+    pub fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }
 
@@ -243,7 +168,7 @@ impl Charge {
     /// # Errors
     /// The budget is spent, or the client's share of it, or they are smaller than that. The charge
     /// is unchanged then.
-    pub(crate) fn set(&self, bytes: usize) -> Result<(), ApiError> {
+    pub fn set(&self, bytes: usize) -> Result<(), Refusal> {
         let before = self.bytes();
         if bytes <= before {
             self.give_back(before - bytes);
@@ -259,7 +184,7 @@ impl Charge {
     ///
     /// # Errors
     /// As [`Charge::set`].
-    pub(crate) fn add(&self, bytes: usize) -> Result<(), ApiError> {
+    pub fn add(&self, bytes: usize) -> Result<(), Refusal> {
         self.set(self.bytes.load(Ordering::Relaxed).saturating_add(bytes))
     }
 
@@ -267,7 +192,7 @@ impl Charge {
     ///
     /// # Errors
     /// As [`Charge::set`].
-    pub(crate) fn at_least(&self, bytes: usize) -> Result<(), ApiError> {
+    pub fn at_least(&self, bytes: usize) -> Result<(), Refusal> {
         if bytes > self.bytes() { self.set(bytes) } else { Ok(()) }
     }
 
@@ -275,7 +200,7 @@ impl Charge {
     ///
     /// # Errors
     /// As [`Charge::set`].
-    pub(crate) fn answer(&self, bytes: usize) -> Result<(), ApiError> {
+    pub fn answer(&self, bytes: usize) -> Result<(), Refusal> {
         if bytes <= self.bytes() {
             return Ok(());
         }
@@ -283,7 +208,7 @@ impl Charge {
     }
 
     /// Charges no more than `bytes` from now on.
-    pub(crate) fn shrink(&self, bytes: usize) {
+    pub fn shrink(&self, bytes: usize) {
         let more = self.bytes().saturating_sub(bytes);
         self.give_back(more);
         self.bytes.fetch_sub(more, Ordering::Relaxed);
@@ -293,37 +218,12 @@ impl Charge {
     ///
     /// # Errors
     /// It never fits.
-    pub(crate) fn check(&self, bytes: usize) -> Result<(), ApiError> {
+    pub fn check(&self, bytes: usize) -> Result<(), Refusal> {
         let limit = self.account.budget.shares.limit;
-        if bytes > limit { Err(ApiError::RequestTooLarge { bytes, limit }) } else { Ok(()) }
+        if bytes > limit { Err(Refusal::TooLarge { bytes, limit }) } else { Ok(()) }
     }
 
-    /// Refuses a body of so many bytes that never fits.
-    ///
-    /// # Errors
-    /// It never fits.
-    pub(crate) fn check_unread(&self, body: usize) -> Result<(), ApiError> {
-        self.check(unread(body))
-    }
-
-    /// Charges a body of which so many bytes have come, or will come.
-    ///
-    /// # Errors
-    /// The errors of [`Charge::set`].
-    pub(crate) fn unread(&self, body: usize) -> Result<(), ApiError> {
-        self.at_least(unread(body))
-    }
-
-    /// Charges the parsed form of a body of `body` bytes. Its embeddings take `embeds` bytes on
-    /// top, and `values` JSON values were kept.
-    ///
-    /// # Errors
-    /// The errors of [`Charge::set`].
-    pub(crate) fn read(&self, body: usize, embeds: usize, values: usize) -> Result<(), ApiError> {
-        self.set(REQUEST + body * READ + embeds + values * VALUE)
-    }
-
-    fn take(&self, more: usize) -> Result<(), ApiError> {
+    fn take(&self, more: usize) -> Result<(), Refusal> {
         let Account { client, bytes, budget } = &*self.account;
         let all = budget.used.fetch_add(more, Ordering::Relaxed);
         let own = bytes.fetch_add(more, Ordering::Relaxed);
@@ -338,21 +238,13 @@ impl Charge {
         }
         self.give_back(more);
         let Shares { limit, .. } = budget.shares;
-        let reason = format!(
-            "requests in flight take {all} of {limit} bytes (--max-request-bytes-in-flight), {own} of \
-             them this client's, which may have half beside others, and this one needs {more}"
-        );
-        Err(ApiError::Overloaded { reason })
+        Err(Refusal::Full { all, own, more, limit })
     }
 
     fn give_back(&self, less: usize) {
         self.account.budget.used.fetch_sub(less, Ordering::Relaxed);
         self.account.bytes.fetch_sub(less, Ordering::Relaxed);
     }
-}
-
-fn unread(body: usize) -> usize {
-    REQUEST.saturating_add(body.saturating_mul(UNREAD))
 }
 
 impl Drop for Charge {
@@ -371,11 +263,11 @@ mod tests {
 
     #[test]
     fn what_is_charged_is_given_back_however_it_ends() {
-        let budget = Budget::new(800);
+        let budget = ByteBudget::new(800);
         let (first, second) = (budget.charge(A, 400).unwrap(), budget.charge(A, 300).unwrap());
         assert_eq!(budget.used(), 700);
         let refused = budget.charge(A, 1).unwrap_err();
-        assert_eq!((refused.status(), refused.retry_after().is_some()), (429, true));
+        assert_eq!(refused, Refusal::Full { all: 700, own: 700, more: 1, limit: 700 });
         first.set(100).unwrap();
         assert_eq!(budget.used(), 400);
         assert!(first.set(401).is_err(), "and what it had stays");
@@ -391,32 +283,18 @@ mod tests {
 
     #[test]
     fn what_never_fits_is_not_told_to_come_again() {
-        let refused = Budget::new(800).charge(A, 701).unwrap_err();
-        assert_eq!((refused.status(), refused.retry_after()), (413, None));
-        assert!(refused.to_string().contains("--max-request-bytes-in-flight"), "{refused}");
-    }
-
-    #[test]
-    fn a_body_is_charged_before_and_after_it_is_parsed() {
-        let budget = Budget::new(1 << 20);
-        let charge = budget.open(A);
-        charge.unread(1000).unwrap();
-        let unread = budget.used();
-        charge.unread(10).unwrap();
-        assert_eq!(budget.used(), unread, "it only grows while it is read");
-        assert!(unread >= 4000);
-        charge.read(1000, 0, 0).unwrap();
-        assert!(budget.used() < unread);
+        let refused = ByteBudget::new(800).charge(A, 701).unwrap_err();
+        assert_eq!(refused, Refusal::TooLarge { bytes: 701, limit: 700 });
     }
 
     /// Charges of a MiB, until one is refused.
-    fn fill(budget: &Budget, client: ClientId) -> Vec<Charge> {
+    fn fill(budget: &ByteBudget, client: ClientId) -> Vec<Charge> {
         std::iter::from_fn(|| budget.charge(client, MIB).ok()).collect()
     }
 
     #[tokio::test(start_paused = true)]
     async fn one_client_has_half_while_another_asks() {
-        let budget = Budget::new(64 * MIB);
+        let budget = ByteBudget::new(64 * MIB);
         let mut first = fill(&budget, A);
         assert_eq!(first.len(), 56, "alone it has all but the reserve");
         assert!(budget.charge(B, MIB).is_err(), "there is no room for this");
@@ -434,7 +312,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn small_requests_find_room_whoever_holds_the_rest() {
-        let budget = Budget::new(64 * MIB);
+        let budget = ByteBudget::new(64 * MIB);
         let _most = fill(&budget, A);
         let small = 60 << 10;
         let mut held = Vec::new();
@@ -449,7 +327,7 @@ mod tests {
 
     #[test]
     fn a_longer_answer_than_expected_is_charged_as_it_comes() {
-        let budget = Budget::new(64 * MIB);
+        let budget = ByteBudget::new(64 * MIB);
         let charge = budget.charge(A, 100).unwrap();
         charge.answer(90).unwrap();
         assert_eq!(budget.used(), 100);

@@ -14,8 +14,10 @@ use crate::client::Remote;
 
 /// A connection's socket.
 #[derive(Debug)]
-pub(crate) enum Socket {
+pub enum Socket {
+    /// A connection to an address.
     Tcp(TcpStream),
+    /// A connection to a path of the file system.
     Unix(UnixStream),
 }
 

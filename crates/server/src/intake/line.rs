@@ -4,10 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use forebay_engine::FairQueue;
+use forebay_http::ClientId;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
-
-use crate::client::ClientId;
 
 /// A number of permits. If all are taken, clients wait, and take turns. A client with forty tasks
 /// waits for one turn of each other client between two of its own.

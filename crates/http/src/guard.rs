@@ -84,7 +84,7 @@ impl Guard {
     }
 
     fn report(&self, who: &str, panic: &(dyn Any + Send)) {
-        let cause = format!("{who} panicked: {}", message(panic));
+        let cause = format!("{who} panicked: {}", panic_message(panic));
         tracing::error!("{cause}");
         // The first is the cause of what follows.
         self.0.send_if_modified(|first| {
@@ -96,7 +96,10 @@ impl Guard {
 }
 
 /// Runs `work` up to its end or its panic.
-pub(crate) async fn contained<T>(work: impl Future<Output = T>) -> Result<T, Box<dyn Any + Send>> {
+///
+/// # Errors
+/// The panic.
+pub async fn contained<T>(work: impl Future<Output = T>) -> Result<T, Box<dyn Any + Send>> {
     let mut work = pin!(work);
     std::future::poll_fn(|context| {
         match catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(context))) {
@@ -108,7 +111,8 @@ pub(crate) async fn contained<T>(work: impl Future<Output = T>) -> Result<T, Box
 }
 
 /// The message of a panic.
-pub(crate) fn message(panic: &(dyn Any + Send)) -> &str {
+#[must_use]
+pub fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
 }

@@ -1,4 +1,12 @@
-//! Shares of something limited that all clients take from.
+//! Shares of something limited that all clients take from: places in a queue, or bytes.
+//!
+//! ```
+//! use forebay_fair::{Holdings, Shares};
+//!
+//! let (shares, mut held) = (Shares::of_places(8), Holdings::default());
+//! assert!(held.take(1, 8, shares), "alone, a client may have all");
+//! assert!(!held.take(1, 1, shares) && held.take(2, 1, shares), "the reserve is for others");
+//! ```
 
 use std::collections::HashMap;
 
@@ -39,6 +47,29 @@ impl Shares {
         let room = if few { self.limit.saturating_add(self.reserve) } else { self.limit };
         own <= share && all.saturating_add(more) <= room
     }
+}
+
+/// The reason for which a client gets no more bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// The bytes would not fit either if nobody held any.
+    TooLarge {
+        /// The requested bytes.
+        bytes: usize,
+        /// The bytes that a client alone may have.
+        limit: usize,
+    },
+    /// Too much is held now.
+    Full {
+        /// The bytes that all clients hold.
+        all: usize,
+        /// Those of them that this client holds.
+        own: usize,
+        /// The requested bytes.
+        more: usize,
+        /// The bytes that a client alone may have.
+        limit: usize,
+    },
 }
 
 /// The amounts that clients hold, under the rule of [`Shares`].

@@ -20,29 +20,32 @@ use tokio::time::timeout;
 use tower::ServiceExt;
 
 use crate::client::Remote;
+use crate::line::{Line, LineIo};
 use crate::places::Seat;
 use crate::socket::Socket;
 use crate::stall::Stalling;
-use crate::stream::line::{Line, LineIo};
 use crate::tls::Tls;
 
 /// The state that all connections of a listener share.
-#[derive(Clone)]
-pub(crate) struct Setup {
-    pub(crate) router: Router,
+#[derive(Debug, Clone)]
+pub struct ConnectionSetup {
+    /// The routes. Each request has the [`Remote`] in its extensions, and the [`Line`] where the
+    /// connection is not encrypted.
+    pub router: Router,
     /// The longest time for a head, and for a TLS handshake, to arrive.
-    pub(crate) header_timeout: Duration,
+    pub header_timeout: Duration,
     /// The longest time in which a client may take no bytes although some wait for it.
-    pub(crate) send_timeout: Duration,
+    pub send_timeout: Duration,
     /// True if a connection may carry a second request.
-    pub(crate) keep_alive: bool,
-    pub(crate) tls: Option<Tls>,
+    pub keep_alive: bool,
+    /// Certificate and key; `None`: the connections are not encrypted.
+    pub tls: Option<Tls>,
 }
 
 /// Answers the requests of a connection until it ends, its place is needed, or its client has left
 /// a request alone.
 pub(crate) async fn run(
-    setup: Setup,
+    setup: ConnectionSetup,
     socket: Socket,
     remote: Remote,
     seat: Seat,
@@ -73,7 +76,7 @@ pub(crate) async fn run(
 }
 
 async fn answer(
-    setup: &Setup,
+    setup: &ConnectionSetup,
     io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     line: Option<&Arc<Line>>,
     remote: Remote,

@@ -4,10 +4,13 @@
 //! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy tells the
 //! address.
 
+use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
+use std::sync::Arc;
 
+use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use ipnet::IpNet;
@@ -19,16 +22,17 @@ const FORWARDED_FOR: &str = "x-forwarded-for";
 const PREFIX_BITS: u32 = 64;
 
 /// A client, as a number that means nothing outside this process and is never 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct ClientId(pub(crate) u64);
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ClientId(pub u64);
 
 /// The place of the API key of a request; `None`: no key is required, or the key is wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct KeyId(pub(crate) Option<usize>);
+pub struct KeyId(pub Option<usize>);
 
 /// The other end of a connection, in the extensions of each of its requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Remote {
+pub enum Remote {
+    /// The address of a client or a proxy.
     Ip(IpAddr),
     /// A process of this machine, over a Unix socket.
     Local,
@@ -91,19 +95,23 @@ fn address(text: &str) -> Option<IpAddr> {
     Some(parsed.ok()?.to_canonical())
 }
 
-/// Tells clients apart.
-#[derive(Debug)]
-pub(crate) struct Clients {
+/// The numbers of clients.
+#[derive(Debug, Default)]
+pub struct Clients {
     hasher: RandomState,
     proxies: TrustedProxies,
 }
 
 impl Clients {
-    pub(crate) fn new(proxies: TrustedProxies) -> Self {
+    /// Clients of which `proxies` may tell the address.
+    #[must_use]
+    pub fn new(proxies: TrustedProxies) -> Self {
         Self { hasher: RandomState::new(), proxies }
     }
 
-    fn id(&self, key: KeyId, remote: Remote, headers: &HeaderMap) -> ClientId {
+    /// The client with a key, or at the end of the way that the headers tell.
+    #[must_use]
+    pub fn id(&self, key: KeyId, remote: Remote, headers: &HeaderMap) -> ClientId {
         let hash = if let KeyId(Some(key)) = key {
             self.hasher.hash_one((0u8, key))
         } else {
@@ -120,10 +128,43 @@ impl Clients {
     }
 
     /// The client of a request with this head, and its place in `keys`.
-    pub(crate) fn identify(&self, keys: &Keys, parts: &Parts) -> (ClientId, KeyId) {
+    fn identify(&self, keys: &Keys, parts: &Parts) -> (ClientId, KeyId) {
         let key = KeyId(keys.shown(&parts.headers));
         let remote = parts.extensions.get().copied().unwrap_or(Remote::Local);
         (self.id(key, remote, &parts.headers), key)
+    }
+}
+
+/// The state of a server that knows its clients. Handlers get the client of their request with it.
+pub trait HasClients: Send + Sync + 'static {
+    /// The clients and the accepted keys.
+    fn clients(&self) -> (&Clients, &Keys);
+}
+
+/// Identifies a request once. Later calls get the same answer.
+fn identified<S: HasClients>(parts: &mut Parts, state: &S) -> (ClientId, KeyId) {
+    if let Some(known) = parts.extensions.get() {
+        return *known;
+    }
+    let (clients, keys) = state.clients();
+    let found = clients.identify(keys, parts);
+    parts.extensions.insert(found);
+    found
+}
+
+impl<S: HasClients> FromRequestParts<Arc<S>> for ClientId {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, state: &Arc<S>) -> Result<Self, Infallible> {
+        Ok(identified(parts, &**state).0)
+    }
+}
+
+impl<S: HasClients> FromRequestParts<Arc<S>> for KeyId {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, state: &Arc<S>) -> Result<Self, Infallible> {
+        Ok(identified(parts, &**state).1)
     }
 }
 

@@ -19,7 +19,6 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::socket::Socket;
-
 use crate::stall::Transport;
 
 const SHUT: u8 = 0;
@@ -28,7 +27,7 @@ const OPEN: u8 = 2;
 
 /// A socket with a gate beside hyper.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub struct Line {
     socket: Socket,
     gate: AtomicU8,
     /// The end of a chunk that the socket did not take whole.
@@ -37,7 +36,7 @@ pub(crate) struct Line {
 
 /// The fate of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Written {
+pub enum Written {
     /// The socket has taken the chunk.
     Whole,
     /// The line is shut and holds the bytes: the connection's task must be woken to write the rest.
@@ -45,7 +44,9 @@ pub(crate) enum Written {
 }
 
 impl Line {
-    pub(crate) fn new(socket: Socket) -> Arc<Self> {
+    /// The line of a connection that is shut at first.
+    #[must_use]
+    pub fn new(socket: Socket) -> Arc<Self> {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
     }
 
@@ -57,22 +58,23 @@ impl Line {
     }
 
     /// Lets the line open as soon as hyper has written its bytes.
-    pub(crate) fn ask(&self) {
+    pub fn ask(&self) {
         let _ = self.gate.compare_exchange(SHUT, ASKED, Ordering::AcqRel, Ordering::Acquire);
     }
 
     /// Shuts the line: from here on, hyper writes.
-    pub(crate) fn shut(&self) {
+    pub fn shut(&self) {
         self.gate.store(SHUT, Ordering::Release);
     }
 
     /// True if [`Line::write`] may be called.
-    pub(crate) fn is_open(&self) -> bool {
+    #[must_use]
+    pub fn is_open(&self) -> bool {
         self.gate.load(Ordering::Acquire) == OPEN
     }
 
     /// Writes without a wait. The line must be open, and nobody may ask or shut meanwhile.
-    pub(crate) fn write(&self, chunk: &[u8]) -> Written {
+    pub fn write(&self, chunk: &[u8]) -> Written {
         let taken = match self.socket.try_write(chunk) {
             Ok(taken) if taken == chunk.len() => return Written::Whole,
             Ok(taken) => taken,
@@ -116,7 +118,7 @@ impl Line {
 
 /// hyper's end of a line.
 #[derive(Debug)]
-pub(crate) struct LineIo(pub(crate) Arc<Line>);
+pub struct LineIo(pub Arc<Line>);
 
 impl AsyncRead for LineIo {
     fn poll_read(
@@ -193,21 +195,19 @@ mod tests {
 
     use super::*;
 
-    impl Line {
-        /// A line and its client.
-        pub(crate) async fn pair() -> (Arc<Self>, TcpStream) {
-            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-            let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-            let socket = listener.accept().await.unwrap().0;
-            // The runtime has to see once that the socket takes data.
-            socket.writable().await.unwrap();
-            (Self::new(Socket::Tcp(socket)), client)
-        }
+    /// A line and its client.
+    async fn pair() -> (Arc<Line>, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let socket = listener.accept().await.unwrap().0;
+        // The runtime has to see once that the socket takes data.
+        socket.writable().await.unwrap();
+        (Line::new(Socket::Tcp(socket)), client)
     }
 
     #[tokio::test]
     async fn it_opens_only_when_asked_and_flushed() {
-        let (line, _client) = Line::pair().await;
+        let (line, _client) = pair().await;
         let mut io = LineIo(Arc::clone(&line));
         io.flush().await.unwrap();
         assert!(!line.is_open());
@@ -224,7 +224,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_a_full_socket_did_not_take_comes_before_what_hyper_writes() {
-        let (line, mut client) = Line::pair().await;
+        let (line, mut client) = pair().await;
         let mut io = LineIo(Arc::clone(&line));
         line.ask();
         io.flush().await.unwrap();
@@ -259,7 +259,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_client_that_has_gone_is_hypers_to_find() {
-        let (line, client) = Line::pair().await;
+        let (line, client) = pair().await;
         let mut io = LineIo(Arc::clone(&line));
         rustix::net::sockopt::set_socket_linger(&client, Some(Duration::ZERO)).unwrap();
         drop(client);
