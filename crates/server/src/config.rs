@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use forebay_api::{Access, GenerationDefaults};
 use forebay_dialect::Dialect;
+use forebay_egress::EgressMode;
 use forebay_engine::Namer;
 use forebay_fetch::Fetcher;
 use forebay_grammar::{Grammars, Markers};
@@ -15,7 +16,6 @@ use serde_json::{Map, Value};
 use crate::images::model::ImageModel;
 use crate::pooling::model::PooledModel;
 use crate::store::StoreConfig;
-use crate::stream::mode::EgressMode;
 
 /// The rule for clients that share cached blocks.
 #[derive(Debug, Clone)]

@@ -4,6 +4,8 @@
 //! prompts are token ids. The other is for its choices and its answer, until that has been sent.
 //! When their form is compiled, what it takes is added to that.
 
+use forebay_egress::LOGPROB_JSON;
+
 /// Bytes of memory for each byte of a body: the body, its copy in one piece, and the parsed values.
 const UNREAD: usize = 4;
 /// Bytes of a parsed request for each byte of its body: the strings, the rendered prompt, its token
@@ -19,9 +21,6 @@ const CHOICE: usize = 4096;
 const TOKEN: usize = size_of::<i32>();
 /// Bytes of a log-probability as numbers: an id, and a value.
 const LOGPROB: usize = 8;
-/// The approximate number of bytes of JSON for a log-probability: its token's text, the number, and
-/// its token's bytes one by one.
-pub(crate) const LOGPROB_JSON: usize = 96;
 /// Bytes of a generated token: its id here and in the engine, and its text.
 const GENERATED: usize = 12;
 /// Tokens that a choice is expected to generate at most. Few answers get so long. The rest of a

@@ -4,7 +4,7 @@
 //! large ones on other threads. `forebay-api` validates, and the text pool tokenises. `call`
 //! registers each choice with the egress thread and submits it to the engine. The answer goes out
 //! through [`EgressSink`] to the egress thread, which makes text of the outputs. The egress thread
-//! writes chunks of a stream to the socket itself (`line`). Everything else waits in the request's
+//! writes chunks of a stream to the socket itself ([`forebay_http::Line`]). Everything else waits in the request's
 //! mailbox, from which the response takes it (`sse`). That is an answer in one piece, chunks for a
 //! slow reader, and every end. A dropped response aborts its requests. The outputs of a model that
 //! pools are vectors, and take another way ([`PooledSink`], `pooling`).
@@ -28,7 +28,6 @@ mod call;
 mod config;
 mod constrain;
 mod cost;
-mod engine;
 mod ignored;
 mod images;
 mod intake;
@@ -36,7 +35,6 @@ mod limits;
 mod live;
 mod loaded;
 mod loading;
-mod metrics;
 mod names;
 mod peers;
 mod pooling;
@@ -46,25 +44,25 @@ mod routes;
 mod routing;
 mod serve;
 mod shapes;
+mod sse;
 mod state;
 mod store;
-mod stream;
 mod submission;
-mod terms;
 mod text;
+mod wire;
 
 pub use config::{ModelInfo, ServerConfig, Sharing};
-pub use engine::Engine;
 pub use forebay_api::Access;
+pub use forebay_egress::{
+    Egress, EgressConfig, EgressMode, EgressSink, Engine, Metrics, Pooled, PooledSink, egress,
+    pooled,
+};
 pub use forebay_http::{Guard, Keys, Listener, Tls, TrustedProxies};
 pub use images::ImageModel;
 pub use intake::{Intake, IntakeMode};
-pub use metrics::Metrics;
 pub use peers::{BlockLog, ReplicaBlocks};
-pub use pooling::{Pooled, PooledModel, PooledSink, PoolingTask, pooled};
+pub use pooling::{PooledModel, PoolingTask};
 pub use reserve::HealthThread;
 pub use serve::serve;
 pub use state::AppState;
 pub use store::StoreConfig;
-pub use stream::egress::{Egress, EgressConfig, EgressSink, egress};
-pub use stream::mode::EgressMode;

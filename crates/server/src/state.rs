@@ -5,17 +5,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::{ModelInfo, ServerConfig};
-use crate::engine::Engine;
 use crate::intake::Intake;
 use crate::live::shown::Live;
 use crate::loaded::Loaded;
-use crate::metrics::Metrics;
 use crate::peers::book::Book;
 use crate::peers::log::BlockLog;
 use crate::store::Store;
-use crate::stream::egress::Egress;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
+use forebay_egress::{Egress, Engine, Metrics};
 use forebay_engine::{Dtype, RequestId, Status};
 use forebay_http::{ByteBudget, Clients, HasClients, Keys};
 use forebay_text::TextPool;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use forebay_api::ApiError;
+use forebay_egress::Engine;
 use forebay_engine::FairQueue;
 use forebay_fair::{Holdings, Shares};
 use forebay_http::{ClientId, Guard};
@@ -17,7 +18,6 @@ use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
 use super::IntakeMode;
-use crate::engine::Engine;
 
 /// The priority of these threads, in steps of `nice`. If processors are short, these threads are
 /// the ones that wait.

@@ -4,20 +4,18 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use forebay_api::{ApiError, Limits, PoolingUsage};
+use forebay_egress::{Engine, PooledAnswer, PooledRegistration, check_tokens};
 use forebay_engine::{EngineRequest, Pooling, Preference, Request, RequestId, SlotSpec};
 use forebay_http::Charge;
 use tokio::sync::oneshot;
 
 use super::inputs::Input;
-use super::lane::{Answer, Expected};
 use super::model::PooledModel;
 use crate::alive::LiveGuard;
 use crate::call::{CHOICES_A_TURN, check_priority, submit_error};
 use crate::cost;
-use crate::engine::Engine;
 use crate::peers::Peer;
 use crate::state::Shared;
-use crate::terms::check_tokens;
 
 /// Engine requests of one client request. To drop it aborts those that have not ended. So a client
 /// that has gone frees its slots and pages.
@@ -25,7 +23,7 @@ pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,
     /// Empty once all have ended.
     alive: Vec<RequestId>,
-    answer: oneshot::Receiver<Answer>,
+    answer: oneshot::Receiver<PooledAnswer>,
     usage: PoolingUsage,
     span: tracing::Span,
     _live: LiveGuard,
@@ -82,7 +80,9 @@ impl PooledCall {
             finish = tracing::field::Empty,
         );
         let (reply, answer) = oneshot::channel();
-        model.outputs.expect(Expected { ids: ids.clone(), prompt_tokens, arrived, reply })?;
+        let ids_of_call = ids.clone();
+        let expected = PooledRegistration { ids: ids_of_call, prompt_tokens, arrived, reply };
+        model.outputs.expect(expected)?;
         let mut call = Self {
             engine: Arc::clone(&state.engine),
             alive: Vec::with_capacity(ids.len()),
@@ -139,7 +139,7 @@ impl PooledCall {
     ///
     /// # Errors
     /// The error of the first input that was not served; the others are aborted.
-    pub(crate) async fn collect(&mut self) -> Answer {
+    pub(crate) async fn collect(&mut self) -> PooledAnswer {
         let gone =
             || ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" };
         let answer = (&mut self.answer).await.unwrap_or_else(|_| Err(gone()));

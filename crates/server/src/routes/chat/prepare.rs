@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use forebay_api::{ApiError, Calls, ChatPrompt, Limits, OfferedTools, ReasoningOutput, ValidChat};
 use forebay_dialect::{Reading, Start, Tools};
+use forebay_egress::Terms;
 use forebay_http::Charge;
 
 use super::calls;
@@ -12,7 +13,6 @@ use crate::images::{self, ImageFile, SeenPrompt};
 use crate::peers::Peer;
 use crate::state::Shared;
 use crate::submission::Submission;
-use crate::terms::Terms;
 use crate::text::{RequestText, encode_chat};
 
 /// A conversation as tokens.

@@ -30,11 +30,11 @@ use crate::call::Call;
 use crate::ignored::ignore;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::sse;
 use crate::state::Shared;
 use crate::store::{Kept, Owner, Turn};
-use crate::stream::sse;
-use crate::stream::wire::Wire;
 use crate::submission::Submission;
+use crate::wire::Wire;
 use answer::{Answer, Head};
 use keep::Keeper;
 

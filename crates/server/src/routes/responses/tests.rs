@@ -2,6 +2,7 @@ use std::collections::HashMap;
 
 use forebay_api::ToolKind;
 use forebay_dialect::Ids;
+use forebay_egress::{Delta, End, EventEncoder, Tally};
 use forebay_http::{ByteBudget, ClientId};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
@@ -9,9 +10,6 @@ use serde_json::{Map, Value, json};
 use super::answer::{Answer, Head};
 use crate::routes::chat::CallIds;
 use crate::routes::scripted::{deltas, events, said};
-use crate::stream::delta::{Delta, End};
-use crate::stream::outlet::Encoder;
-use crate::stream::tally::Tally;
 
 fn answer() -> Answer {
     let ids = CallIds { response: "resp_1".into(), form: Ids::Free };

@@ -3,20 +3,19 @@
 use forebay_api::ApiError;
 use forebay_dialect::Parts;
 
-use crate::cost::LOGPROB_JSON;
-use crate::stream::prompt_logprobs::PromptLogprobs;
+use crate::prompt_logprobs::PromptLogprobList;
 
 /// Log-probabilities below this are written as this: JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
 
 /// A token that could have been sampled, and the natural logarithm of its probability, which is
 /// finite.
-pub(crate) type Candidate = (i32, f32);
+pub type Candidate = (i32, f32);
 
 /// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. Text is made of them
 /// when they are written, so that a reader who is slow holds up numbers only.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Logprobs {
+pub struct Logprobs {
     /// The candidates of all tokens, in order. Of each token the sampled one is first, then come
     /// the most likely ones, descending.
     candidates: Vec<Candidate>,
@@ -26,13 +25,13 @@ pub(crate) struct Logprobs {
 
 impl Logprobs {
     /// True if there are none.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
     /// Appends a token's candidates, the sampled one first. Without that one, there is nothing to
     /// append.
-    pub(crate) fn push(&mut self, candidates: &[Candidate]) {
+    pub fn push(&mut self, candidates: &[Candidate]) {
         if candidates.is_empty() {
             return;
         }
@@ -42,7 +41,7 @@ impl Logprobs {
     }
 
     /// The sampled candidate of each token, and its most likely ones.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Candidate, &[Candidate])> {
+    pub fn iter(&self) -> impl Iterator<Item = (Candidate, &[Candidate])> {
         let starts = [0].into_iter().chain(self.ends.iter().copied());
         starts.zip(&self.ends).filter_map(|(start, &end)| {
             let (sampled, top) = self.candidates[start as usize..end as usize].split_first()?;
@@ -56,7 +55,7 @@ impl Logprobs {
     }
 
     /// Candidates of all tokens.
-    pub(crate) fn candidates(&self) -> usize {
+    pub fn candidates(&self) -> usize {
         self.candidates.len()
     }
 
@@ -72,9 +71,13 @@ impl Logprobs {
     }
 }
 
+/// The approximate number of bytes of JSON for a log-probability: its token's text, the number, and
+/// its token's bytes one by one.
+pub const LOGPROB_JSON: usize = 96;
+
 /// The reason of a choice's end.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum End {
+pub enum End {
     /// End-of-sequence was sampled.
     Eos(i32),
     /// A stop token of the client was sampled.
@@ -91,24 +94,24 @@ pub(crate) enum End {
 
 /// The new part of a choice since the last delta.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Delta {
+pub struct Delta {
     /// The new text. Some tokens' text may still be held back.
-    pub(crate) parts: Parts,
+    pub parts: Parts,
     /// New tokens, a stop token included.
-    pub(crate) tokens: Vec<i32>,
+    pub tokens: Vec<i32>,
     /// The number of tokens that are reasoning.
-    pub(crate) reasoning_tokens: u32,
+    pub reasoning_tokens: u32,
     /// The log-probabilities of each of `tokens`, if requested.
-    pub(crate) logprobs: Logprobs,
+    pub logprobs: Logprobs,
     /// The log-probabilities of the prompt's tokens, if requested. All have come with the first
     /// token.
-    pub(crate) prompt: PromptLogprobs,
+    pub prompt: PromptLogprobList,
     /// The number of prompt tokens found in the prefix cache; it comes with the first token.
-    pub(crate) cached_tokens: Option<u32>,
+    pub cached_tokens: Option<u32>,
     /// Set in the last delta.
-    pub(crate) end: Option<End>,
+    pub end: Option<End>,
     /// True at the end if the choice has a complete call of a tool, which the model has chosen.
-    pub(crate) called: bool,
+    pub called: bool,
 }
 
 impl Delta {
@@ -118,7 +121,7 @@ impl Delta {
     /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the
     /// answer is complete. Where the client has named the tool, nothing was chosen, and it is
     /// complete: OpenAI and vLLM say `stop` there (vLLM's #25054).
-    pub(crate) fn finish_reason(&self) -> Option<&'static str> {
+    pub fn finish_reason(&self) -> Option<&'static str> {
         match (self.end.as_ref()?, self.called) {
             (End::Error(_), _) => None,
             (End::Length, _) => Some("length"),
@@ -128,7 +131,7 @@ impl Delta {
     }
 
     /// Removes the content and keeps the memory.
-    pub(crate) fn clear(&mut self) {
+    pub fn clear(&mut self) {
         self.parts.clear();
         self.tokens.clear();
         self.reasoning_tokens = 0;
@@ -140,7 +143,7 @@ impl Delta {
     }
 
     /// Adds what came later and leaves it empty.
-    pub(crate) fn merge(&mut self, newer: &mut Self) {
+    pub fn merge(&mut self, newer: &mut Self) {
         self.parts.append(&mut newer.parts);
         self.tokens.append(&mut newer.tokens);
         self.reasoning_tokens += std::mem::take(&mut newer.reasoning_tokens);
@@ -153,7 +156,7 @@ impl Delta {
 
     /// The approximate number of bytes after encoding, without the prompt's log-probabilities, and
     /// never less than the present size.
-    pub(crate) fn weight(&self) -> usize {
+    pub fn weight(&self) -> usize {
         self.parts.weight()
             + self.tokens.len() * size_of::<i32>()
             + self.logprobs.candidates() * LOGPROB_JSON

@@ -7,20 +7,19 @@ use forebay_api::{PromptTokenLogprob, PromptTokenLogprobs};
 use forebay_engine as engine;
 use forebay_text::Tokenizer;
 
-use crate::cost::LOGPROB_JSON;
-use crate::stream::delta::{Candidate, Delta, Logprobs};
+use crate::delta::{Candidate, Delta, LOGPROB_JSON, Logprobs};
 
 /// The log-probabilities of a prompt's tokens, in order; as numbers, as [`Logprobs`] are.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct PromptLogprobs {
+pub struct PromptLogprobList {
     tokens: Logprobs,
     /// The rank of each token.
     ranks: Vec<i32>,
 }
 
-impl PromptLogprobs {
+impl PromptLogprobList {
     /// Appends log-probabilities from the engine.
-    pub(crate) fn push(&mut self, more: &engine::PromptLogprobs) {
+    pub fn push(&mut self, more: &engine::PromptLogprobs) {
         let entries = more.ids.len().checked_div(more.ranks.len()).unwrap_or(0).max(1);
         let mut candidates = Vec::with_capacity(entries);
         for (ids, values) in more.ids.chunks(entries).zip(more.values.chunks(entries)) {
@@ -42,27 +41,23 @@ impl PromptLogprobs {
     }
 
     /// Bytes of memory. Those of the answer are known beforehand: `Submission::repeated`.
-    pub(crate) fn weight(&self) -> usize {
+    pub fn weight(&self) -> usize {
         self.tokens.candidates() * size_of::<Candidate>() + self.ranks.len() * 2 * size_of::<i32>()
     }
 
     /// The approximate number of bytes of JSON.
-    pub(crate) fn json(&self) -> usize {
+    pub fn json(&self) -> usize {
         self.tokens.candidates() * LOGPROB_JSON
     }
 
     /// Each token and its log-probability, and the most likely ones in its place.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Candidate, &[Candidate])> {
+    pub fn iter(&self) -> impl Iterator<Item = (Candidate, &[Candidate])> {
         self.tokens.iter()
     }
 
     /// The log-probabilities in vLLM's form, with `most` of the most likely tokens; the first token
     /// has none.
-    pub(crate) fn listed(
-        &self,
-        most: u8,
-        tokenizer: &Tokenizer,
-    ) -> Vec<Option<PromptTokenLogprobs>> {
+    pub fn listed(&self, most: u8, tokenizer: &Tokenizer) -> Vec<Option<PromptTokenLogprobs>> {
         let of_token = |((token, top), &rank): ((Candidate, &[Candidate]), &i32)| {
             let top = &top[..top.len().min(most.into())];
             let entry = |(id, logprob): Candidate, rank| {
@@ -82,7 +77,7 @@ impl PromptLogprobs {
 
 /// Choices of a stream that show log-probabilities of their prompts. What comes before those are
 /// complete is held back.
-pub(crate) struct Awaited {
+pub struct Awaited {
     /// The prompt of each choice, and true for the choice that brings them.
     choices: Vec<(usize, bool)>,
     prompts: Vec<Told>,
@@ -92,13 +87,13 @@ pub(crate) struct Awaited {
 
 #[derive(Default)]
 struct Told {
-    logprobs: Arc<PromptLogprobs>,
+    logprobs: Arc<PromptLogprobList>,
     complete: bool,
 }
 
 impl Awaited {
     /// Makes the state for prompts with so many choices each.
-    pub(crate) fn new(choices: impl Iterator<Item = u32>) -> Self {
+    pub fn new(choices: impl Iterator<Item = u32>) -> Self {
         let (mut all, mut prompts) = (Vec::new(), Vec::new());
         for (prompt, n) in choices.enumerate() {
             all.extend((0..n).map(|choice| (prompt, choice == 0)));
@@ -109,7 +104,7 @@ impl Awaited {
     }
 
     /// Takes a delta in; gives what can be shown now, and leaves `delta` empty.
-    pub(crate) fn take(&mut self, choice: u32, delta: &mut Delta) -> Vec<(u32, Delta)> {
+    pub fn take(&mut self, choice: u32, delta: &mut Delta) -> Vec<(u32, Delta)> {
         let (prompt, brings) = self.choices[choice as usize];
         let told = &mut self.prompts[prompt];
         if told.complete {
@@ -130,17 +125,17 @@ impl Awaited {
     }
 
     /// The log-probabilities of a choice's prompt that were told so far.
-    pub(crate) fn told(&self, choice: u32) -> &Arc<PromptLogprobs> {
+    pub fn told(&self, choice: u32) -> &Arc<PromptLogprobList> {
         &self.prompts[self.choices[choice as usize].0].logprobs
     }
 }
 
 /// Takes the log-probabilities of each prompt's first choice, once all have ended. `choices` is the
 /// number for each prompt.
-pub(crate) fn told(
+pub fn told(
     deltas: &mut [Delta],
     choices: impl Iterator<Item = u32>,
-) -> Vec<Arc<PromptLogprobs>> {
+) -> Vec<Arc<PromptLogprobList>> {
     let mut at = 0;
     let first = |n: u32| {
         let told = deltas.get_mut(at).map(|delta| std::mem::take(&mut delta.prompt));
@@ -157,10 +152,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::stream::delta::End;
+    use crate::delta::End;
 
-    fn told_of(ranks: &[i32], ids: &[i32], values: &[f32]) -> PromptLogprobs {
-        let mut told = PromptLogprobs::default();
+    fn told_of(ranks: &[i32], ids: &[i32], values: &[f32]) -> PromptLogprobList {
+        let mut told = PromptLogprobList::default();
         let more = engine::PromptLogprobs {
             ranks: ranks.to_vec(),
             ids: ids.to_vec(),

@@ -16,23 +16,25 @@ use forebay_http::Guard;
 use tokio::sync::oneshot;
 
 use crate::metrics::{Metrics, Timeline};
-use crate::stream::egress::request_error;
+use crate::threads::request_error;
 
 /// A call's answer: the vectors of its inputs, in their order, as the model made them.
-pub(super) type Answer = Result<Vec<Box<[f32]>>, ApiError>;
+pub type PooledAnswer = Result<Vec<Box<[f32]>>, ApiError>;
 
-/// A call that waits.
-pub(super) struct Expected {
+/// A call that waits for vectors.
+pub struct PooledRegistration {
     /// The ids of the inputs, at least one; the first one's name is the call's.
-    pub(super) ids: Vec<RequestId>,
+    pub ids: Vec<RequestId>,
     /// Tokens of each.
-    pub(super) prompt_tokens: Vec<u32>,
-    pub(super) arrived: Instant,
-    pub(super) reply: oneshot::Sender<Answer>,
+    pub prompt_tokens: Vec<u32>,
+    /// The time at which the client's request came.
+    pub arrived: Instant,
+    /// The receiver of the answer.
+    pub reply: oneshot::Sender<PooledAnswer>,
 }
 
 enum Message {
-    Expect(Expected),
+    Expect(PooledRegistration),
     Outputs(Vec<Output>),
     Forget(Vec<RequestId>),
     AbortAll,
@@ -74,17 +76,20 @@ pub struct Pooled {
 
 impl Pooled {
     /// Announces a call; to be called before its inputs are submitted.
-    pub(super) fn expect(&self, expected: Expected) -> Result<(), ApiError> {
+    ///
+    /// # Errors
+    /// The thread has ended.
+    pub fn expect(&self, expected: PooledRegistration) -> Result<(), ApiError> {
         self.lane.send(Message::Expect(expected)).map_err(|_| engine_gone())
     }
 
     /// Takes back a call that could not be submitted, all of its inputs.
-    pub(super) fn forget(&self, ids: Vec<RequestId>) {
+    pub fn forget(&self, ids: Vec<RequestId>) {
         let _ = self.lane.send(Message::Forget(ids));
     }
 
     /// Ends every call. Its waiter aborts its inputs.
-    pub(crate) fn abort_all(&self) {
+    pub fn abort_all(&self) {
         let _ = self.lane.send(Message::AbortAll);
     }
 }
@@ -119,7 +124,7 @@ struct Input {
 struct Call {
     vectors: Vec<Box<[f32]>>,
     missing: usize,
-    reply: oneshot::Sender<Answer>,
+    reply: oneshot::Sender<PooledAnswer>,
 }
 
 /// The state of the thread.
@@ -163,8 +168,8 @@ impl Owner {
         }
     }
 
-    fn expect(&mut self, expected: Expected) {
-        let Expected { ids, prompt_tokens, arrived, reply } = expected;
+    fn expect(&mut self, expected: PooledRegistration) {
+        let PooledRegistration { ids, prompt_tokens, arrived, reply } = expected;
         let Some(&call) = ids.first() else { return };
         if self.engine_gone {
             // Whoever has stopped waiting needs no answer, here and below.
@@ -225,7 +230,7 @@ mod tests {
         let (mut sink, pooled) = pooled(metrics, 4, &guard).unwrap();
         let (reply, answer) = oneshot::channel();
         let (ids, arrived) = (vec![RequestId(1)], Instant::now());
-        let expected = Expected { ids, prompt_tokens: vec![1], arrived, reply };
+        let expected = PooledRegistration { ids, prompt_tokens: vec![1], arrived, reply };
         pooled.expect(expected).unwrap();
         pooled.lane.send(Message::Panic).unwrap();
         assert!(answer.await.is_err(), "whoever waits learns that there will be no answer");

@@ -7,12 +7,12 @@ use forebay_api::ApiError;
 use forebay_engine::{FinishReason, Output, PictureError, RequestError};
 
 use super::Registration;
+use crate::delta::{Delta, End};
 use crate::engine::Engine;
+use crate::mailbox::{self, Sent};
 use crate::metrics::Timeline;
-use crate::stream::delta::{Delta, End};
-use crate::stream::mailbox::{self, Sent};
-use crate::stream::outlet::Chunk;
-use crate::stream::speller::{Found, Speller};
+use crate::outlet::Chunk;
+use crate::speller::{EarlyEnd, Speller};
 
 /// The approximate largest number of bytes that are gathered for a chunk, for any interval.
 const MOST_GATHERED: usize = 64 << 10;
@@ -106,7 +106,7 @@ impl Stream {
 
     /// Ends it with an error.
     pub(super) fn fail(self, error: ApiError) {
-        self.sender.fail(error);
+        self.sender.finish(End::Error(error));
     }
 
     /// Adds an output to the gathered parts.
@@ -142,8 +142,8 @@ impl Stream {
             found = self.speller.finish(complete, &mut scratch.fresh, &mut self.delta.parts);
         }
         self.delta.end = match found {
-            Some(Found::Stop(index)) => Some(End::Text(self.speller.stop(index))),
-            Some(Found::Call) => Some(End::Call),
+            Some(EarlyEnd::Stop(index)) => Some(End::Text(self.speller.stop(index))),
+            Some(EarlyEnd::Call) => Some(End::Call),
             None => end,
         };
         self.delta.called = self.delta.end.is_some() && self.speller.has_called();

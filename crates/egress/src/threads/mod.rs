@@ -21,11 +21,11 @@ use forebay_engine::{Output, OutputSink, RequestId};
 use forebay_http::Guard;
 use rustc_hash::FxBuildHasher;
 
+use crate::delta::End;
 use crate::engine::Engine;
+use crate::mailbox::{self, Sent};
 use crate::metrics::Metrics;
-use crate::stream::delta::End;
-use crate::stream::mailbox::{self, Sent};
-use crate::stream::speller::Speller;
+use crate::speller::Speller;
 use stream::{Due, Scratch, Stream};
 
 pub(crate) use stream::request_error;
@@ -46,18 +46,23 @@ pub struct EgressConfig {
 }
 
 /// The facts of a request that the egress thread needs.
-pub(crate) struct Registration {
-    pub(crate) id: RequestId,
-    pub(crate) sender: mailbox::Sender,
-    pub(crate) engine: Arc<dyn Engine>,
+pub struct Registration {
+    /// The request's name, as the engine has it.
+    pub id: RequestId,
+    /// The request's side of its mailbox.
+    pub sender: mailbox::Sender,
+    /// The engine, which is told when a stop string ends the request.
+    pub engine: Arc<dyn Engine>,
     /// The speller. If the stream began at another brain, the speller has read the tokens so far.
-    pub(crate) speller: Speller,
+    pub speller: Speller,
     /// The end-of-sequence ids, to tell them from the client's own stop tokens.
-    pub(crate) eos: Arc<[i32]>,
-    pub(crate) prompt_tokens: u32,
-    pub(crate) arrived: Instant,
+    pub eos: Arc<[i32]>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// The time at which the client's request came.
+    pub arrived: Instant,
     /// The number of tokens for a chunk; `None`: the answer comes in one piece.
-    pub(crate) interval: Option<u32>,
+    pub interval: Option<u32>,
 }
 
 enum Message {
@@ -113,7 +118,10 @@ pub struct Egress {
 
 impl Egress {
     /// Announces a request; to be called before it is submitted.
-    pub(crate) fn register(&self, registration: Registration) -> Result<(), ApiError> {
+    ///
+    /// # Errors
+    /// The egress thread has ended.
+    pub fn register(&self, registration: Registration) -> Result<(), ApiError> {
         let lane = self.lanes.of(registration.id);
         lane.send(Message::Register(Box::new(registration))).map_err(|_| ApiError::Internal {
             reason: "the egress thread has ended".into(),
@@ -122,12 +130,12 @@ impl Egress {
     }
 
     /// Takes back the registration of a request that could not be submitted.
-    pub(crate) fn forget(&self, id: RequestId) {
+    pub fn forget(&self, id: RequestId) {
         let _ = self.lanes.of(id).send(Message::Forget(id));
     }
 
     /// Aborts every request; each gets its end at once.
-    pub(crate) fn abort_all(&self) {
+    pub fn abort_all(&self) {
         self.lanes.send_all(|| Message::AbortAll);
     }
 }
@@ -282,7 +290,7 @@ impl Owner {
 
     fn register(&mut self, registration: Registration) {
         if self.engine_gone {
-            return registration.sender.fail(engine_gone());
+            return registration.sender.finish(End::Error(engine_gone()));
         }
         let id = registration.id;
         self.streams.insert(id, Stream::new(registration, self.window));

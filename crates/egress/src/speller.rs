@@ -11,7 +11,7 @@ use crate::terms::Terms;
 /// Makes text of tokens and parts of text. It holds back text that may become a stop string, and
 /// finds stop strings. It looks for them only in text for the reader.
 #[derive(Debug)]
-pub(crate) struct Speller {
+pub struct Speller {
     detokenizer: Detokenizer,
     /// Finds reasoning and calls; `None`: all is text.
     parser: Option<Box<Reader>>,
@@ -34,7 +34,7 @@ struct Reader {
 
 /// A reason that ends an answer before the engine does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Found {
+pub enum EarlyEnd {
     /// The stop string with this number.
     Stop(usize),
     /// The end of the only demanded call.
@@ -44,7 +44,7 @@ pub(crate) enum Found {
 impl Speller {
     /// Makes a speller at the start of a request's text. `marks`: special tokens that a dialect is
     /// read by, ascending.
-    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms, marks: &Arc<[i32]>) -> Self {
+    pub fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms, marks: &Arc<[i32]>) -> Self {
         let Generation { include_stop, skip_special_tokens, .. } = &terms.generation;
         let parser = terms.reading.as_ref().map(|reading| {
             Box::new(Reader { parser: Parser::new(reading.clone()), fresh: Parts::default() })
@@ -63,13 +63,13 @@ impl Speller {
 
     /// Appends the text of a token. `ends` is true for the stop token that ended the request.
     /// `fresh` is a buffer.
-    pub(crate) fn push(
+    pub fn push(
         &mut self,
         id: i32,
         ends: bool,
         fresh: &mut String,
         out: &mut Parts,
-    ) -> Option<Found> {
+    ) -> Option<EarlyEnd> {
         fresh.clear();
         self.tokens += 1;
         if !ends || self.include_stop {
@@ -86,12 +86,12 @@ impl Speller {
     }
 
     /// Appends held text, because the request has ended. `complete` is false if it became too long.
-    pub(crate) fn finish(
+    pub fn finish(
         &mut self,
         complete: bool,
         fresh: &mut String,
         out: &mut Parts,
-    ) -> Option<Found> {
+    ) -> Option<EarlyEnd> {
         fresh.clear();
         self.detokenizer.finish(fresh);
         let found = match self.parser.take() {
@@ -101,7 +101,7 @@ impl Speller {
                 reader.parser.finish(complete, &mut reader.fresh);
                 let found = self.pass(&mut reader, out);
                 self.parser = Some(reader);
-                found.filter(|found| *found != Found::Call)
+                found.filter(|found| *found != EarlyEnd::Call)
             }
         };
         if found.is_none() {
@@ -111,22 +111,22 @@ impl Speller {
     }
 
     /// True if a call is complete that the client has not named.
-    pub(crate) fn has_called(&self) -> bool {
+    pub fn has_called(&self) -> bool {
         self.parser.as_ref().is_some_and(|reader| reader.parser.has_chosen())
     }
 
     /// True if the last token was one of reasoning.
-    pub(crate) fn reasons(&self) -> bool {
+    pub fn reasons(&self) -> bool {
         self.reasons
     }
 
     /// A stop string that was found.
-    pub(crate) fn stop(&self, index: usize) -> String {
+    pub fn stop(&self, index: usize) -> String {
         self.stops.text(index).to_owned()
     }
 
     /// Passes on the read parts.
-    fn pass(&mut self, reader: &mut Reader, out: &mut Parts) -> Option<Found> {
+    fn pass(&mut self, reader: &mut Reader, out: &mut Parts) -> Option<EarlyEnd> {
         let mut found = None;
         for part in reader.fresh.iter() {
             if let Part::Content(text) = part {
@@ -141,15 +141,15 @@ impl Speller {
             }
         }
         reader.fresh.clear();
-        found.or(reader.parser.is_over().then_some(Found::Call))
+        found.or(reader.parser.is_over().then_some(EarlyEnd::Call))
     }
 
     /// Appends text for the reader, and looks for stop strings in it.
-    fn content(&mut self, fresh: &str, out: &mut Parts) -> Option<Found> {
+    fn content(&mut self, fresh: &str, out: &mut Parts) -> Option<EarlyEnd> {
         if self.tokens <= self.min_tokens {
             out.content(fresh);
             return None;
         }
-        out.content_with(|out| self.stops.push(fresh, out)).map(Found::Stop)
+        out.content_with(|out| self.stops.push(fresh, out)).map(EarlyEnd::Stop)
     }
 }

@@ -2,11 +2,11 @@
 
 use forebay_api::Usage;
 
-use crate::stream::delta::Delta;
+use crate::delta::Delta;
 
 /// Tokens of a call so far.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Tally {
+pub struct Tally {
     /// Prompt tokens of each prompt.
     prompts: Vec<u32>,
     /// Prompt tokens of each prompt found in the prefix cache.
@@ -25,7 +25,7 @@ pub(crate) struct Tally {
 
 impl Tally {
     /// Makes the tally of prompts of these numbers of tokens, each with this number of choices.
-    pub(crate) fn new(prompts: impl Iterator<Item = (u32, u32)>) -> Self {
+    pub fn new(prompts: impl Iterator<Item = (u32, u32)>) -> Self {
         let mut tally = Self::default();
         for (index, (tokens, choices)) in prompts.enumerate() {
             tally.prompts.push(tokens);
@@ -38,12 +38,12 @@ impl Tally {
     }
 
     /// Has the usage say nothing of the prefix cache.
-    pub(crate) fn hide_cached(&mut self) {
+    pub fn hide_cached(&mut self) {
         self.hidden = true;
     }
 
     /// Adds the number of reasoning tokens to the usage.
-    pub(crate) fn show_reasoning(&mut self) {
+    pub fn show_reasoning(&mut self) {
         self.reasons = true;
     }
 
@@ -56,35 +56,35 @@ impl Tally {
     }
 
     /// Choices of all prompts.
-    pub(crate) fn choices(&self) -> usize {
+    pub fn choices(&self) -> usize {
         self.generated.len()
     }
 
     /// Tokens of all prompts.
-    pub(crate) fn prompt_tokens(&self) -> u32 {
+    pub fn prompt_tokens(&self) -> u32 {
         self.prompts.iter().sum()
     }
 
     /// Tokens generated in all choices.
-    pub(crate) fn generated_tokens(&self) -> u32 {
+    pub fn generated_tokens(&self) -> u32 {
         self.generated.iter().sum()
     }
 
     /// The usage of the whole call: each prompt is counted once.
-    pub(crate) fn usage(&self) -> Usage {
+    pub fn usage(&self) -> Usage {
         let cached = self.shown(self.cached.iter().sum());
         let usage = Usage::new(self.prompt_tokens(), self.generated_tokens(), cached);
         self.told(usage, self.reasoning.iter().sum())
     }
 
     /// The usage before the first token.
-    pub(crate) fn usage_before(&self) -> Usage {
+    pub fn usage_before(&self) -> Usage {
         let usage = Usage::new(self.prompt_tokens(), 0, self.shown(self.cached.iter().sum()));
         self.told(usage, 0)
     }
 
     /// The usage of one choice.
-    pub(crate) fn usage_of(&self, choice: u32) -> Usage {
+    pub fn usage_of(&self, choice: u32) -> Usage {
         let prompt = self.prompt_of[choice as usize];
         let generated = self.generated[choice as usize];
         let usage = Usage::new(self.prompts[prompt], generated, self.shown(self.cached[prompt]));
@@ -92,7 +92,7 @@ impl Tally {
     }
 
     /// Counts the tokens of a delta.
-    pub(crate) fn add(&mut self, choice: u32, delta: &Delta) {
+    pub fn add(&mut self, choice: u32, delta: &Delta) {
         let prompt = self.prompt_of[choice as usize];
         self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);
         self.reasoning[choice as usize] += delta.reasoning_tokens;

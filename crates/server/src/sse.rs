@@ -14,16 +14,17 @@ use axum::response::Response;
 use bytes::Bytes;
 use forebay_api::ApiError;
 use forebay_api::peer::{RESUME_HEADER, StreamName};
+use forebay_egress::{
+    Delta, End, EventEncoder, Outlet,
+    events::{DONE, event},
+};
 use hyper::body::Frame;
 
 use crate::call::Call;
 use crate::peers::Peer;
 use crate::reply::Failure;
 use crate::state::Shared;
-use crate::stream::delta::{Delta, End};
-use crate::stream::events::{DONE, event};
-use crate::stream::outlet::{Encoder, Outlet};
-use crate::stream::wire::Wire;
+use crate::wire::Wire;
 
 /// The body of a streamed response. To drop it drops the call, which aborts its engine requests.
 struct EventBody {
@@ -104,11 +105,11 @@ impl HttpBody for EventBody {
 pub(crate) fn stream(
     state: &Shared,
     mut call: Call,
-    encoder: impl Encoder,
+    encoder: impl EventEncoder,
     wire: Wire,
     (peer, name): (&Peer, &StreamName),
 ) -> Result<Response, Failure> {
-    let mut encoder: Box<dyn Encoder> = Box::new(encoder);
+    let mut encoder: Box<dyn EventEncoder> = Box::new(encoder);
     if let Some(before) = call.take_before() {
         if !encoder.resumable() {
             let reason = format!("`{RESUME_HEADER}`: such a stream cannot be gone on with");

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use axum::extract::FromRequestParts;
 use axum::http::Version;
 use axum::http::request::Parts;
+use forebay_egress::EgressMode;
 use forebay_http::Line;
 
 use crate::state::Shared;
-use crate::stream::mode::EgressMode;
 
 /// The line for chunks past hyper; `None`: direct writes are switched off, or answers have no
 /// chunks (HTTP/1.0).

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use forebay_api::ApiError;
 use forebay_http::Line;
 
-use crate::stream::delta::Delta;
-use crate::stream::events;
-use crate::stream::tally::Tally;
+use crate::delta::Delta;
+use crate::events;
+use crate::tally::Tally;
 
 /// Writes the events of one dialect. A delta never has an error for an end.
-pub(crate) trait Encoder: Send + 'static {
+pub trait EventEncoder: Send + 'static {
     /// Appends the events of a delta, which may be taken apart.
     fn delta(
         &mut self,
@@ -46,10 +46,11 @@ pub(crate) trait Encoder: Send + 'static {
 }
 
 /// The loan of a streamed response.
-pub(crate) struct Outlet {
-    pub(crate) encoder: Box<dyn Encoder>,
+pub struct Outlet {
+    /// Writes the events.
+    pub encoder: Box<dyn EventEncoder>,
     /// `None`: everything goes through the response.
-    pub(crate) line: Option<Arc<Line>>,
+    pub line: Option<Arc<Line>>,
 }
 
 /// A buffer for one chunk of HTTP/1.1's chunked coding (RFC 9112, section 7.1), used again and

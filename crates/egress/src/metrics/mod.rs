@@ -3,6 +3,7 @@
 //! Counts of the engine are read at the scrape. The egress thread observes requests.
 
 mod http;
+mod parts;
 mod sources;
 
 use std::time::{Duration, Instant};
@@ -17,11 +18,11 @@ use prometheus::{
 };
 
 use self::http::HttpMetrics;
+pub use self::parts::{IntakeStats, PartStats};
 use self::sources::{
     COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS,
     PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS, WAITING,
 };
-use crate::intake::IntakeStats;
 
 /// Bounds of vLLM's histogram of the time to the first token, in seconds.
 const FIRST_TOKEN: &[f64] = &[
@@ -181,19 +182,6 @@ impl Registrar {
     }
 }
 
-/// Numbers of the server's parts beside the replicas.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Parts {
-    /// The counts of the text pool.
-    pub(crate) text: TextStats,
-    /// The counts of the threads that compile forms of answers.
-    pub(crate) grammars: GrammarStats,
-    /// The counts of the way of large requests.
-    pub(crate) intake: IntakeStats,
-    /// Log lines that were dropped because the writer was behind.
-    pub(crate) dropped: u64,
-}
-
 impl Metrics {
     /// Metrics with the labels of the model's served name and the replica. Token histograms reach
     /// up to `context_length`.
@@ -324,12 +312,12 @@ impl Metrics {
     }
 
     /// The head of an answer was sent, so long after its request came.
-    pub(crate) fn answered(&self, handler: &str, method: &str, status: u16, took: Duration) {
+    pub fn answered(&self, handler: &str, method: &str, status: u16, took: Duration) {
         self.http.answered(handler, method, status, took);
     }
 
     /// A prompt with `n` choices was submitted.
-    pub(crate) fn submitted(&self, n: u32) {
+    pub fn submitted(&self, n: u32) {
         self.requests.choices.observe(f64::from(n));
     }
 
@@ -375,10 +363,10 @@ impl Metrics {
     ///
     /// # Errors
     /// The encoder fails.
-    pub(crate) fn render(
+    pub fn render(
         &self,
         replicas: &[ReplicaReport],
-        parts: &Parts,
+        parts: &PartStats,
     ) -> prometheus::Result<Vec<u8>> {
         for (read, report) in self.replicas.iter().zip(replicas) {
             read.lock().read(report);
@@ -426,7 +414,7 @@ mod tests {
         stats.scheduler.pages_free = 3;
         stats.scheduler.prompt_tokens = 7;
         stats.hand.idle_us = 1_500_000;
-        let parts = Parts {
+        let parts = PartStats {
             text: TextStats { waiting: 2, cache_hits: 5, ..TextStats::default() },
             grammars: GrammarStats { compiled: 8, trie_us: 2_500_000, ..GrammarStats::default() },
             intake: IntakeStats { in_line: 4, ..IntakeStats::default() },

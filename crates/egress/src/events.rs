@@ -11,9 +11,10 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
-use crate::stream::mode::EgressMode;
+use crate::mode::EgressMode;
 
-pub(crate) const DONE: &[u8] = b"data: [DONE]\n\n";
+/// The last event of a stream of OpenAI's APIs.
+pub const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// JSON without the characters that end a line in Unicode but not in server-sent events. Some
 /// clients cut streams with Python's `splitlines`, as httpx does. They would cut an event at such a
@@ -45,18 +46,14 @@ fn write_json<T: Serialize + ?Sized>(value: &T, out: &mut Vec<u8>) -> serde_json
 }
 
 /// Appends a line of JSON, where a stream is made of those.
-pub(crate) fn line<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
+pub fn line<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     write_json(value, out)?;
     out.push(b'\n');
     Ok(())
 }
 
 /// Appends an event that has a name.
-pub(crate) fn named<T: Serialize>(
-    name: &str,
-    value: &T,
-    out: &mut Vec<u8>,
-) -> serde_json::Result<()> {
+pub fn named<T: Serialize>(name: &str, value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     out.extend_from_slice(b"event: ");
     out.extend_from_slice(name.as_bytes());
     out.push(b'\n');
@@ -64,7 +61,7 @@ pub(crate) fn named<T: Serialize>(
 }
 
 /// Appends an event.
-pub(crate) fn event<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
+pub fn event<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     out.extend_from_slice(b"data: ");
     write_json(value, out)?;
     out.extend_from_slice(b"\n\n");
@@ -81,7 +78,7 @@ struct Head {
 }
 
 /// Events of OpenAI's dialects.
-pub(crate) struct Chunks {
+pub struct Chunks {
     head: Head,
     streaming: Streaming,
     /// An event up to its choices. `None`: every chunk is written as a whole.
@@ -91,14 +88,14 @@ pub(crate) struct Chunks {
 }
 
 /// An event with one text in it, all but that text.
-pub(crate) struct Cut {
+pub struct Cut {
     before: Vec<u8>,
     after: Vec<u8>,
 }
 
 impl Cut {
     /// Appends the event with its text.
-    pub(crate) fn write(&self, text: &str, out: &mut Vec<u8>) -> serde_json::Result<()> {
+    pub fn write(&self, text: &str, out: &mut Vec<u8>) -> serde_json::Result<()> {
         out.extend_from_slice(&self.before);
         write_json(text, out)?;
         out.extend_from_slice(&self.after);
@@ -109,7 +106,7 @@ impl Cut {
 impl Chunks {
     /// Chunks of the response `name`. All that is the same in every chunk is written once, unless
     /// `egress` is the naive one.
-    pub(crate) fn new(
+    pub fn new(
         name: &StreamName,
         object: &'static str,
         model: &str,
@@ -131,12 +128,12 @@ impl Chunks {
     }
 
     /// Puts the prompt's token ids into the first chunk.
-    pub(crate) fn with_prompt(self, prompt_token_ids: Option<Vec<i32>>) -> Self {
+    pub fn with_prompt(self, prompt_token_ids: Option<Vec<i32>>) -> Self {
         Self { prompt_token_ids, ..self }
     }
 
     /// Appends the first chunk.
-    pub(crate) fn first<T: Serialize>(
+    pub fn first<T: Serialize>(
         &mut self,
         choice: &T,
         usage: impl FnOnce() -> Usage,
@@ -156,7 +153,7 @@ impl Chunks {
     }
 
     /// Appends a chunk with one choice.
-    pub(crate) fn choice<T: Serialize>(
+    pub fn choice<T: Serialize>(
         &self,
         choice: &T,
         usage: impl FnOnce() -> Usage,
@@ -168,11 +165,7 @@ impl Chunks {
 
     /// The event with this choice, cut around the value of its one field `field`, an empty string.
     /// `None`: chunks differ in more than that.
-    pub(crate) fn cut<T: Serialize>(
-        &self,
-        choice: &T,
-        field: &str,
-    ) -> serde_json::Result<Option<Cut>> {
+    pub fn cut<T: Serialize>(&self, choice: &T, field: &str) -> serde_json::Result<Option<Cut>> {
         if self.streaming.continuous_usage || self.prepared.is_none() {
             return Ok(None);
         }
@@ -187,7 +180,7 @@ impl Chunks {
     }
 
     /// Appends the chunk that has only the usage, if requested.
-    pub(crate) fn usage(&self, usage: Usage, out: &mut Vec<u8>) -> serde_json::Result<()> {
+    pub fn usage(&self, usage: Usage, out: &mut Vec<u8>) -> serde_json::Result<()> {
         if !self.streaming.include_usage {
             return Ok(());
         }

@@ -7,22 +7,23 @@ use forebay_dialect::{Place, Reading};
 use forebay_text::StopTable;
 
 /// The state that prompts with the same parameters share, and all their choices.
-pub(crate) struct Terms {
-    pub(crate) generation: Generation,
-    /// Ascending, each once.
-    pub(crate) stop_ids: Arc<[i32]>,
+pub struct Terms {
+    /// The parameters of the request. Their stop strings are in `stops`.
+    pub generation: Generation,
+    /// Ids of tokens that end an answer, ascending, each once.
+    pub stop_ids: Arc<[i32]>,
     /// The stop strings.
-    pub(crate) stops: Arc<StopTable>,
+    pub stops: Arc<StopTable>,
     /// The settings of the parser of answers; `None`: answers are text.
-    pub(crate) reading: Option<Reading>,
+    pub reading: Option<Reading>,
     /// The part of an answer at which the prompt leaves a model that reasons; `None`: the tokens
     /// show it.
-    pub(crate) thinks: Option<Place>,
+    pub thinks: Option<Place>,
 }
 
 impl Terms {
     /// Makes the terms with the end-of-sequence ids that the model of `limits` can make.
-    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
+    pub fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
         let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
         let mut stop_ids = generation.stop_ids(eos);
         if first_unknown(&stop_ids, limits.vocab_size).is_some() {
@@ -35,7 +36,10 @@ impl Terms {
 
 /// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids
 /// were checked before: this is for texts, whose tokenizer may know more tokens than the model.
-pub(crate) fn check_tokens(ids: &[i32], limits: Limits, param: &str) -> Result<(), ApiError> {
+///
+/// # Errors
+/// The model does not have a token.
+pub fn check_tokens(ids: &[i32], limits: Limits, param: &str) -> Result<(), ApiError> {
     let Some(id) = first_unknown(ids, limits.vocab_size) else { return Ok(()) };
     let reason = format!(
         "`{param}`: the text has token {id}, and the model has only those below {}",

@@ -5,7 +5,7 @@ use forebay_grammar::GrammarStats;
 use forebay_replicas::ReplicaReport;
 use forebay_text::TextStats;
 
-use crate::intake::IntakeStats;
+use super::parts::IntakeStats;
 
 /// Reads one number of a snapshot.
 pub(super) type Read<S> = fn(&S) -> f64;
