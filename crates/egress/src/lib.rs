@@ -10,15 +10,15 @@
 //! In the order of the way:
 //!
 //! - `threads`: the threads that take the engine's outputs. Each request belongs to one of them.
-//! - `speller`: from one choice's tokens to the text that may be sent, under the request's [`Terms`].
+//! - `speller`: from one choice's tokens to the text that may be sent, under the [`Terms`].
 //! - `delta`: the new text, log-probabilities and end of a choice.
 //! - `tally`: the tokens of a call, for its usage.
 //! - [`mailbox`]: the place of a delta before its response takes it.
 //! - [`events`]: the bytes of server-sent events.
 //! - `outlet`: the loan by which the egress thread writes a streamed response's events.
 //!
-//! The outputs of a model that pools are vectors, and take another way ([`PooledSink`]). The threads
-//! observe requests for [`Metrics`].
+//! The outputs of a model that pools are vectors, and take another way ([`PooledSink`]). The
+//! threads observe requests for [`Metrics`].
 //!
 //! ```
 //! use forebay_egress::events;

@@ -1,8 +1,8 @@
 //! The HTTP face of a server: its connections, and what is known of a client before its request is
 //! read. Nothing here knows a model or an API.
 //!
-//! [`Connections`] accepts, within the places of a listener, and answers requests with the routes of
-//! a [`ConnectionSetup`]. A connection is encrypted by [`Tls`], and cut once its client takes
+//! [`Connections`] accepts, within the places of a listener, and answers requests with the routes
+//! of a [`ConnectionSetup`]. A connection is encrypted by [`Tls`], and cut once its client takes
 //! nothing for too long. A [`Line`] lets another thread write the chunks of an answer past hyper.
 //! [`Keys`] and [`Clients`] tell whose request it is, and a [`ByteBudget`] what it may take. A
 //! [`Guard`] watches over threads.

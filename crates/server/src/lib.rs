@@ -4,10 +4,10 @@
 //! large ones on other threads. `forebay-api` validates, and the text pool tokenises. `call`
 //! registers each choice with the egress thread and submits it to the engine. The answer goes out
 //! through [`EgressSink`] to the egress thread, which makes text of the outputs. The egress thread
-//! writes chunks of a stream to the socket itself ([`forebay_http::Line`]). Everything else waits in
-//! the request's mailbox, from which the response takes it (`sse`). That is an answer in one piece,
-//! chunks for a slow reader, and every end. A dropped response aborts its requests. The outputs of a
-//! model that pools are vectors, and take another way ([`PooledSink`], `pooling`).
+//! writes chunks of a stream to the socket itself ([`forebay_http::Line`]). Everything else waits
+//! in the request's mailbox, from which the response takes it (`sse`). That is an answer in one
+//! piece, chunks for a slow reader, and every end. A dropped response aborts its requests. The
+//! outputs of a model that pools are vectors, and take another way ([`PooledSink`], `pooling`).
 //!
 //! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
 //! with which another brain goes on with a stream.

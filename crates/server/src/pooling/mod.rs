@@ -1,8 +1,8 @@
 //! Requests for vectors. They are submitted input by input, and answered with the last vector.
 //!
-//! A model that pools makes no text, so its outputs go past the egress thread. Their way from
-//! the engine is in `forebay_egress`, and routes wait for a `call`. `inputs` makes prompts of texts. `vectors` works
-//! on the model's output.
+//! A model that pools makes no text, so its outputs go past the egress thread. Their way from the
+//! engine is in `forebay_egress`, and routes wait for a `call`. `inputs` makes prompts of texts.
+//! `vectors` works on the model's output.
 
 mod call;
 mod inputs;
