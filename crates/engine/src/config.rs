@@ -198,6 +198,6 @@ mod tests {
     #[test]
     fn long_times_have_no_end() {
         assert_eq!(micros(Duration::from_micros(1500)), 1500);
-        assert_eq!(micros(Duration::MAX), u64::MAX);
+        assert_eq!(micros(Duration::from_secs(1 << 60)), u64::MAX);
     }
 }
