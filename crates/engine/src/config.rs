@@ -13,8 +13,6 @@ pub struct EngineConfig {
     /// Rows of the device tables; more than `max_running_requests`, because a slot is retired
     /// before it is free.
     pub slots: u32,
-    /// Rows of the device tables beyond `max_running_requests`.
-    pub spare_slots: u32,
     /// Positions of a page.
     pub page_size: u32,
     /// The largest number of tokens of a step.
@@ -60,18 +58,12 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
-    /// The default of `slots`, with the usual spare ones.
+    /// The default of `slots`. A slot is free again only when the last step in flight that named it
+    /// is done. Without spares, requests that end together would leave their successors waiting for
+    /// a step.
     #[must_use]
     pub fn usual_slots(max_running_requests: u32) -> u32 {
-        max_running_requests + Self::usual_spare_slots(max_running_requests)
-    }
-
-    /// The default of `spare_slots`. A slot is free again only when the last step in flight that
-    /// named it is done. Without spares, requests that end together would leave their successors
-    /// waiting for a step.
-    #[must_use]
-    pub fn usual_spare_slots(max_running_requests: u32) -> u32 {
-        max_running_requests.div_ceil(2)
+        max_running_requests + max_running_requests.div_ceil(2)
     }
 }
 
@@ -82,7 +74,6 @@ impl Default for EngineConfig {
         Self {
             max_running_requests,
             slots: Self::usual_slots(max_running_requests),
-            spare_slots: Self::usual_spare_slots(max_running_requests),
             page_size: 16,
             chunked_prefill_size: 1024,
             prefix_cache: true,

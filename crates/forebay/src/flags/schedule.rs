@@ -13,9 +13,6 @@ pub(crate) struct ScheduleFlags {
     /// The largest number of requests that run at a time.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = EngineConfig::default().max_running_requests, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) max_running_requests: u32,
-    /// Rows of the device's tables beyond --max-running-requests [default: half of that].
-    #[arg(long, value_name = "SLOTS", value_parser = clap::value_parser!(u32).range(..=65536))]
-    pub(crate) spare_slots: Option<u32>,
     /// The largest number of requests that wait; more are answered 429. One client has at most half
     /// of it while others wait, and for clients with few requests waiting there is a quarter more.
     #[arg(long, default_value_t = EngineConfig::default().max_queued_requests)]
@@ -65,13 +62,9 @@ impl ScheduleFlags {
     /// The engine's settings by these flags; `usual` has the others, and the defaults for the
     /// device.
     pub(crate) fn engine(&self, usual: EngineConfig) -> EngineConfig {
-        let running = self.max_running_requests;
-        let usual_spare = EngineConfig::usual_spare_slots(running);
-        let spare_slots = self.spare_slots.unwrap_or(usual_spare);
         EngineConfig {
-            max_running_requests: running,
-            slots: running + spare_slots,
-            spare_slots,
+            max_running_requests: self.max_running_requests,
+            slots: EngineConfig::usual_slots(self.max_running_requests),
             max_queued_requests: self.max_queued_requests,
             queue_timeout: self.queue_timeout,
             fair_queueing: !self.disable_fair_queueing,
