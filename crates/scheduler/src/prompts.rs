@@ -8,8 +8,9 @@
 
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
-use crate::request::Entry;
-use crate::{Event, Finish, FlightRow, Handle, Scheduler};
+use crate::entry::Entry;
+use crate::steps::{Flight, FlightRow};
+use crate::{Event, Finish, Scheduler};
 
 /// The tokens of a prompt whose log-probabilities a client wants: all from one position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +47,7 @@ impl Entry {
     }
 
     /// The tokens of the prompt that a row of positions `start .. end` in `slot` gives.
-    fn given_by(&self, slot: u32, start: u32, end: u32) -> Option<PromptLogprobsWant> {
+    pub(crate) fn given_by(&self, slot: u32, start: u32, end: u32) -> Option<PromptLogprobsWant> {
         let tail = self.untold()?;
         let first = tail.first.max(start + 1);
         let count = (end + 1).min(self.prompt_len).checked_sub(first).filter(|&count| count > 0)?;
@@ -54,44 +55,27 @@ impl Entry {
     }
 }
 
+/// The number of `length` positions that a row of a request may have, so that the log-probabilities
+/// of its prompt have room in the result beside others'. The first row to give any may always have
+/// one position.
+pub(crate) fn room_in_result(
+    building: &Flight,
+    step_words: usize,
+    entry: &Entry,
+    length: u32,
+) -> u32 {
+    let start = entry.computed;
+    let Some(want) = entry.given_by(0, start, start + length) else { return length };
+    let left = building.answers_left(step_words, want.most);
+    if want.count <= left { length } else { want.first - 1 + left - start }
+}
+
+/// True if a row of a request may give log-probabilities of its prompt, if it wants any.
+pub(crate) fn has_room_in_result(building: &Flight, step_words: usize, entry: &Entry) -> bool {
+    entry.untold().is_none_or(|tail| building.answers_left(step_words, tail.most.into()) > 0)
+}
+
 impl Scheduler {
-    /// The number of `length` positions that a row may have, so that the log-probabilities of its
-    /// prompt have room in the result beside others'. The first row to give any may always have one
-    /// position.
-    pub(crate) fn room_in_result(&self, handle: Handle, length: u32) -> u32 {
-        let entry = &self.requests[handle];
-        let start = entry.computed;
-        let Some(want) = entry.given_by(0, start, start + length) else { return length };
-        let left = self.answers_left(want.most);
-        if want.count <= left { length } else { want.first - 1 + left - start }
-    }
-
-    /// True if a row of a request may give log-probabilities of its prompt, if it wants any.
-    pub(crate) fn has_room_in_result(&self, handle: Handle) -> bool {
-        let untold = self.requests[handle].untold();
-        untold.is_none_or(|tail| self.answers_left(tail.most.into()) > 0)
-    }
-
-    /// The number of tokens that the result still has room for.
-    fn answers_left(&self, most: u32) -> u32 {
-        let taken = self.building.answer_words;
-        let each = PromptLogprobsWant::answer_words(1, most);
-        let left = self.config.step_words.saturating_sub(taken) / each;
-        u32::try_from(left.max(usize::from(taken == 0))).unwrap_or(u32::MAX)
-    }
-
-    /// Notes the prompt's tokens for which a new row gives log-probabilities.
-    pub(crate) fn wanted_of(
-        &mut self,
-        handle: Handle,
-        slot: u32,
-        (start, end): (u32, u32),
-    ) -> Option<PromptLogprobsWant> {
-        let want = self.requests[handle].given_by(slot, start, end)?;
-        self.building.answer_words += PromptLogprobsWant::answer_words(want.count, want.most);
-        Some(want)
-    }
-
     /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
     /// ended.
     pub(crate) fn tell_prompt(
@@ -100,7 +84,7 @@ impl Scheduler {
         given: PromptLogprobsOf<'_>,
         events: &mut Vec<Event>,
     ) -> bool {
-        let (Some(want), entry) = (row.prompt, &mut self.requests[row.handle]) else { return true };
+        let (Some(want), entry) = (row.prompt, &mut self.roster[row.handle]) else { return true };
         let Some(tail) = &mut entry.request.prompt_logprobs else { return true };
         debug_assert!(want.first <= tail.first, "results come in order, without a gap");
         let told = tail.first - want.first;
@@ -113,7 +97,7 @@ impl Scheduler {
         if !complete || entry.generates() {
             return true;
         }
-        self.offer_blocks(row.handle);
+        self.memory.offer_blocks(entry);
         events.push(Event::Finished { id, reason: Finish::Length });
         self.remove(row.handle);
         false

@@ -2,7 +2,9 @@
 
 use serde::Serialize;
 
-use crate::{Flight, Scheduler, State};
+use crate::Scheduler;
+use crate::entry::State;
+use crate::steps::Flight;
 
 /// The work of a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -72,7 +74,7 @@ impl Scheduler {
     /// The work of the newest plan.
     #[must_use]
     pub fn planned(&self) -> Planned {
-        self.planned
+        self.steps.planned
     }
 
     /// The live requests, those with a slot first.
@@ -82,7 +84,7 @@ impl Scheduler {
     }
 
     fn views_of(&self, residents: bool) -> impl Iterator<Item = RequestView> {
-        let entries = self.requests.iter().map(|(_, entry)| entry);
+        let entries = self.roster.iter().map(|(_, entry)| entry);
         let entries = entries.filter(move |entry| entry.state.residence().is_some() == residents);
         entries.map(|entry| RequestView {
             id: entry.request.id,

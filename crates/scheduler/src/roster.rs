@@ -1,0 +1,327 @@
+//! The live requests, the slots, and the ordered sets of those who have one.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::{Bound, Index, IndexMut};
+
+use forebay_kvcache::Namer;
+
+use crate::config::SchedulerConfig;
+use crate::entry::{Entry, Residence, State};
+use crate::request::{Key, Request};
+use crate::retirement::Retirement;
+use crate::slab::{Handle, Slab};
+
+/// All live requests, by handle.
+#[derive(Debug)]
+pub(crate) struct Roster {
+    requests: Slab<Entry>,
+    by_id: HashMap<u64, Handle>,
+    next_arrival: i64,
+    /// The arrival number for the next request that another scheduler had admitted.
+    next_return: i64,
+
+    slots: u32,
+    max_running: u32,
+    free_slots: Vec<u32>,
+    retired: Retirement<u32>,
+
+    /// Everybody with a slot.
+    residents: BTreeMap<Key, Handle>,
+    /// The residents in prefill.
+    prefills: BTreeMap<Key, Handle>,
+    /// The residents whose blocks come back from the host tier.
+    arriving: BTreeMap<Key, Handle>,
+    /// The residents in decode, in the order of their rows.
+    decodes: Vec<Handle>,
+}
+
+impl Roster {
+    pub(crate) fn new(config: &SchedulerConfig) -> Self {
+        Self {
+            requests: Slab::new(),
+            by_id: HashMap::new(),
+            next_arrival: 0,
+            next_return: i64::MIN,
+            slots: config.slots,
+            max_running: config.max_running,
+            free_slots: (0..config.slots).rev().collect(),
+            retired: Retirement::default(),
+            residents: BTreeMap::new(),
+            prefills: BTreeMap::new(),
+            arriving: BTreeMap::new(),
+            decodes: Vec::new(),
+        }
+    }
+
+    /// Takes a request in. It has no slot yet.
+    pub(crate) fn add(&mut self, request: Request, rank: i64, namer: &Namer) -> Handle {
+        let counter =
+            if request.past.admitted { &mut self.next_return } else { &mut self.next_arrival };
+        let key = Key { rank, arrival: *counter };
+        *counter += 1;
+        let id = request.id;
+        let handle = self.requests.insert(Entry::new(request, key, namer));
+        let previous = self.by_id.insert(id, handle);
+        debug_assert!(previous.is_none(), "two live requests with id {id}");
+        handle
+    }
+
+    /// Takes a request out that has no slot. `None`: it is gone already.
+    pub(crate) fn remove(&mut self, handle: Handle) -> Option<Entry> {
+        let entry = self.requests.remove(handle)?;
+        debug_assert!(entry.state.residence().is_none(), "it has been retired");
+        self.by_id.remove(&entry.request.id);
+        Some(entry)
+    }
+
+    pub(crate) fn find(&self, id: u64) -> Option<Handle> {
+        self.by_id.get(&id).copied()
+    }
+
+    pub(crate) fn get(&self, handle: Handle) -> Option<&Entry> {
+        self.requests.get(handle)
+    }
+
+    /// All requests, in an order that is the same in every run.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Handle, &Entry)> {
+        self.requests.iter()
+    }
+
+    /// All requests, in an order that is the same in every run.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (Handle, &mut Entry)> {
+        self.requests.iter_mut()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    pub(crate) fn residents(&self) -> &BTreeMap<Key, Handle> {
+        &self.residents
+    }
+
+    pub(crate) fn prefills(&self) -> &BTreeMap<Key, Handle> {
+        &self.prefills
+    }
+
+    pub(crate) fn arriving(&self) -> &BTreeMap<Key, Handle> {
+        &self.arriving
+    }
+
+    pub(crate) fn decodes(&self) -> &[Handle] {
+        &self.decodes
+    }
+
+    /// Calls `each` for the residents, the most important first.
+    pub(crate) fn for_each_resident(&mut self, mut each: impl FnMut(&mut Entry)) {
+        self.residents.values().for_each(|&handle| each(&mut self.requests[handle]));
+    }
+
+    /// Calls `each` for the residents whose blocks come back, the most important first.
+    pub(crate) fn for_each_arriving(&mut self, mut each: impl FnMut(&mut Entry)) {
+        self.arriving.values().for_each(|&handle| each(&mut self.requests[handle]));
+    }
+
+    /// True if one more may run: any request, or a probe.
+    pub(crate) fn has_place(&self, probe: bool) -> bool {
+        (self.residents.len() as u64) < u64::from(self.max_running) + u64::from(probe)
+    }
+
+    pub(crate) fn has_free_slot(&self) -> bool {
+        !self.free_slots.is_empty()
+    }
+
+    pub(crate) fn take_slot(&mut self) -> Option<u32> {
+        self.free_slots.pop()
+    }
+
+    /// Frees a slot that no plan has named.
+    pub(crate) fn free_slot(&mut self, slot: u32) {
+        self.free_slots.push(slot);
+    }
+
+    /// Retires a slot until the result of `last_step` is applied.
+    pub(crate) fn retire_slot(&mut self, last_step: u64, slot: u32) {
+        self.free_slots.extend(self.retired.retire(last_step, slot));
+    }
+
+    /// Notes that the result of a step has come.
+    pub(crate) fn answered(&mut self, step: u64) {
+        self.retired.answered(step);
+    }
+
+    /// Frees the slots that no step in flight names.
+    pub(crate) fn free_retired(&mut self) {
+        self.free_slots.extend(self.retired.take_returned());
+    }
+
+    /// Makes all slots free, because the device is gone.
+    pub(crate) fn free_all_slots(&mut self) {
+        self.free_slots = (0..self.slots).rev().collect();
+    }
+
+    /// Makes a waiting request a resident that waits for copies, and has no row before.
+    pub(crate) fn begin_arriving(
+        &mut self,
+        handle: Handle,
+        residence: Residence,
+        pending: VecDeque<u32>,
+    ) {
+        let entry = &mut self.requests[handle];
+        entry.state = State::Arriving { residence, pending };
+        self.residents.insert(entry.key, handle);
+        self.arriving.insert(entry.key, handle);
+    }
+
+    /// Makes a waiting request a resident in prefill.
+    pub(crate) fn begin_prefill(&mut self, handle: Handle, residence: Residence) {
+        let entry = &mut self.requests[handle];
+        entry.state = State::Prefill(residence);
+        self.residents.insert(entry.key, handle);
+        self.prefills.insert(entry.key, handle);
+    }
+
+    /// The most important resident whose copies have ended, and that goes before all in prefill
+    /// from there on.
+    pub(crate) fn next_arrived(&self, from: Bound<Key>) -> Option<Handle> {
+        let before = self.prefills.range((from, Bound::Unbounded)).next().map(|(key, _)| key);
+        let arrived = |handle: &Handle| self.requests[*handle].state.has_arrived();
+        let (key, &handle) = self.arriving.iter().find(|(_, handle)| arrived(handle))?;
+        before.is_none_or(|before| key < before).then_some(handle)
+    }
+
+    /// A resident's last known position is planned. Afterwards it decodes, or it samples nothing
+    /// and has no further row.
+    pub(crate) fn end_prefill(&mut self, handle: Handle, decodes: bool) {
+        let entry = &mut self.requests[handle];
+        entry.state = match std::mem::replace(&mut entry.state, State::Waiting) {
+            State::Prefill(residence) => {
+                self.prefills.remove(&entry.key);
+                if decodes {
+                    self.decodes.push(handle);
+                    State::Decode { residence, at: self.decodes.len() - 1 }
+                } else {
+                    State::Planned(residence)
+                }
+            }
+            other => other,
+        };
+    }
+
+    /// Takes slot and pages from a request. It waits again. `None`: it had none.
+    pub(crate) fn take_residence(&mut self, handle: Handle) -> Option<Residence> {
+        let entry = &mut self.requests[handle];
+        if let State::Prefill(_) | State::Decode { .. } = entry.state {
+            entry.lost = entry.computed;
+        }
+        (entry.cached, entry.computed, entry.repeats) = (0, 0, false);
+        let key = entry.key;
+        let residence = match std::mem::replace(&mut entry.state, State::Waiting) {
+            State::Waiting => return None,
+            State::Arriving { residence, .. } => {
+                self.arriving.remove(&key);
+                residence
+            }
+            State::Prefill(residence) => {
+                self.prefills.remove(&key);
+                residence
+            }
+            State::Planned(residence) => residence,
+            State::Decode { residence, at } => {
+                self.decodes.swap_remove(at);
+                if let Some(&moved) = self.decodes.get(at)
+                    && let State::Decode { at: place, .. } = &mut self.requests[moved].state
+                {
+                    *place = at;
+                }
+                residence
+            }
+        };
+        self.residents.remove(&key);
+        Some(residence)
+    }
+
+    /// Takes the residence of a request whose copies have ended. `None`: it does not wait for any.
+    pub(crate) fn take_arrived(&mut self, handle: Handle) -> Option<Residence> {
+        let entry = &mut self.requests[handle];
+        match std::mem::replace(&mut entry.state, State::Waiting) {
+            State::Arriving { residence, .. } => {
+                self.arriving.remove(&entry.key);
+                Some(residence)
+            }
+            other => {
+                entry.state = other;
+                None
+            }
+        }
+    }
+
+    /// Takes all requests out, the most important first. None has a slot.
+    pub(crate) fn take_all(&mut self) -> impl Iterator<Item = Entry> {
+        let mut keys: Vec<_> = self.requests.iter().map(|(at, entry)| (entry.key, at)).collect();
+        keys.sort_unstable_by_key(|&(key, _)| key);
+        self.by_id.clear();
+        keys.into_iter().filter_map(|(_, handle)| self.requests.remove(handle))
+    }
+
+    /// Checks that each request is in its sets, and each slot in one place.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let mut slots = vec![0_u32; self.slots as usize];
+        let entries = || self.requests.iter().map(|(_, entry)| entry);
+        let taken = entries().filter_map(|entry| entry.state.residence()).map(|r| r.slot);
+        for slot in taken.chain(self.retired.iter().copied()).chain(self.free_slots.clone()) {
+            slots[slot as usize] += 1;
+        }
+        if let Some(slot) = slots.iter().position(|&places| places != 1) {
+            return Err(format!("slot {slot} is in {} places", slots[slot]));
+        }
+        for (handle, entry) in self.requests.iter() {
+            let (key, resident) = (&entry.key, entry.state.residence().is_some());
+            let (mut arriving, mut prefill, mut misplaced) = (false, false, false);
+            match entry.state {
+                State::Arriving { .. } => arriving = true,
+                State::Prefill(_) => prefill = true,
+                State::Decode { at, .. } => misplaced = self.decodes.get(at) != Some(&handle),
+                State::Waiting | State::Planned(_) => {}
+            }
+            let places = [
+                ("by_id", self.find(entry.request.id) == Some(handle), true),
+                ("residents", self.residents.get(key) == Some(&handle), resident),
+                ("prefills", self.prefills.get(key) == Some(&handle), prefill),
+                ("arriving", self.arriving.get(key) == Some(&handle), arriving),
+                ("another's place among the decodes", misplaced, false),
+            ];
+            if let Some((place, is, _)) = places.iter().find(|(_, is, should)| is != should) {
+                return Err(format!("request {} in {place}: {is}", entry.request.id));
+            }
+        }
+        let residents = entries().filter(|entry| entry.state.residence().is_some()).count();
+        let planned = entries().filter(|entry| matches!(entry.state, State::Planned(_))).count();
+        let rest = self.arriving.len() + self.prefills.len() + self.decodes.len();
+        let listed = [
+            ("id", self.by_id.len(), self.requests.len()),
+            ("residents", self.residents.len(), residents),
+            ("arriving, prefills, decodes and planned", rest + planned, residents),
+        ];
+        match listed.into_iter().find(|(_, listed, expected)| listed != expected) {
+            None => Ok(()),
+            Some((what, listed, expected)) => {
+                Err(format!("{what}: {listed} listed, {expected} exist"))
+            }
+        }
+    }
+}
+
+impl Index<Handle> for Roster {
+    type Output = Entry;
+
+    fn index(&self, handle: Handle) -> &Entry {
+        &self.requests[handle]
+    }
+}
+
+impl IndexMut<Handle> for Roster {
+    fn index_mut(&mut self, handle: Handle) -> &mut Entry {
+        &mut self.requests[handle]
+    }
+}
