@@ -2,42 +2,33 @@
 
 use std::ops::Bound;
 
-use forebay_protocol::StepPlan;
-
 use crate::entry::{Residence, State};
 use crate::memory::Leased;
-use crate::prompts::has_room_in_result;
 use crate::request::Key;
+use crate::steps::Draft;
 use crate::words::has_words;
 use crate::{Event, Handle, Scheduler};
 
 impl Scheduler {
-    pub(crate) fn plan_prefills(
-        &mut self,
-        budget: &mut u32,
-        plan: &mut StepPlan,
-        events: &mut Vec<Event>,
-    ) {
+    pub(crate) fn plan_prefills(&mut self, budget: &mut u32, draft: &mut Draft<'_>) {
         let mut from = Bound::Unbounded;
         while *budget > 0 {
-            if let Some(handle) = self.next_arrived(from, plan) {
-                self.arrive(handle, plan, events);
+            if let Some(handle) = self.next_arrived(from, draft) {
+                self.arrive(handle, draft);
             }
             // Each is either done with its prefill and leaves the map, or takes all that is left of
             // the budget, or it gets its pages one by one, or it waits for an image, or the result
             // has no room for more of what it gives.
-            let prefills = self.roster.prefills();
+            let prefills = &self.roster.prefills;
             let Some((&key, &handle)) = prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
             let entry = &self.roster[handle];
-            let grows = |residence: &Residence| residence.pages.grow_in_prefill();
-            let in_parts =
-                entry.state.residence().is_some_and(grows) || self.images.are_ahead(entry);
+            let in_parts = entry.grows_in_prefill() || self.images.are_ahead(entry);
             let planned = if in_parts && self.memory.lacks_page(entry) {
                 0
             } else {
-                self.push_row(handle, *budget, plan)
+                self.push_row(handle, *budget, draft)
             };
             *budget -= planned;
             if in_parts || planned == 0 {
@@ -48,21 +39,22 @@ impl Scheduler {
 
     /// The most important request whose blocks have come back. It has to go before all in prefill
     /// from there on, and the plan must have room for it.
-    fn next_arrived(&self, from: Bound<Key>, plan: &StepPlan) -> Option<Handle> {
+    fn next_arrived(&self, from: Bound<Key>, draft: &Draft<'_>) -> Option<Handle> {
         let arrived = self.roster.next_arrived(from);
-        arrived.filter(|&handle| self.has_room_in_plan(handle, plan))
+        arrived.filter(|&handle| self.has_room_in_plan(handle, draft))
     }
 
     /// True if the plan and its result have room for a new request too.
-    fn has_room_in_plan(&self, handle: Handle, plan: &StepPlan) -> bool {
-        let (building, entry) = (&self.steps.building, &self.roster[handle]);
-        (!plan.writes_slots() || has_words(&self.config, &self.memory, building, entry, plan))
-            && has_room_in_result(building, self.config.step_words, entry)
+    fn has_room_in_plan(&self, handle: Handle, draft: &Draft<'_>) -> bool {
+        let entry = &self.roster[handle];
+        let answers = |most| draft.flight.answers_left(self.config.step_words, most);
+        (!draft.plan.writes_slots() || has_words(&self.config, &self.memory, draft, entry))
+            && entry.has_room_in_result(answers)
     }
 
     /// Admits waiting requests in the order of their turns, as long as the plan has room.
-    pub(crate) fn admit(&mut self, budget: &mut u32, plan: &mut StepPlan, events: &mut Vec<Event>) {
-        while *budget > 0 && self.roster.has_place(self.turns.has_probe()) {
+    pub(crate) fn admit(&mut self, budget: &mut u32, draft: &mut Draft<'_>) {
+        while *budget > 0 && self.roster.has_place(self.turns.queue.has_probe()) {
             let Some(ticket) = self.turns.next() else { return };
             let (key, handle) = (ticket.key, ticket.handle);
             let entry = &self.roster[handle];
@@ -72,28 +64,28 @@ impl Scheduler {
             // A prompt that must not be cut waits for a step with room for all of it, unless it is
             // longer than any has.
             let most = self.memory.row_limit(entry.total, *budget);
-            if most > *budget && !self.steps.building.rows.is_empty() {
+            if most > *budget && !draft.flight.rows.is_empty() {
                 return;
             }
             let returns = self.returns();
-            if !self.has_room_in_plan(handle, plan)
+            if !self.has_room_in_plan(handle, draft)
                 || self.turns.is_blocked(key, returns)
                 || !self.roster.has_place(entry.request.probe)
             {
                 return;
             }
-            let Some(slot) = self.roster.take_slot() else { return };
+            let Some(slot) = self.roster.free_slots.pop() else { return };
             let Some(leased) = self.memory.lease_with_prefix(&mut self.roster[handle]) else {
-                self.roster.free_slot(slot);
+                self.roster.free_slots.push(slot);
                 self.turns.block(key, returns);
                 return;
             };
-            self.turns.admitted(&ticket);
-            self.move_in(handle, slot, leased, plan, events);
+            self.turns.queue.admitted(&ticket);
+            self.move_in(handle, slot, leased, draft);
             if let State::Arriving { .. } = self.roster[handle].state {
                 continue;
             }
-            *budget = budget.saturating_sub(self.push_row(handle, most, plan));
+            *budget = budget.saturating_sub(self.push_row(handle, most, draft));
         }
     }
 
@@ -110,14 +102,14 @@ impl Scheduler {
         }
         loop {
             if self.roster.has_place(false)
-                && let Some(slot) = self.roster.take_slot()
+                && let Some(slot) = self.roster.free_slots.pop()
             {
                 if let Some(leased) = self.memory.lease_with_prefix(&mut self.roster[handle]) {
                     return Some((slot, leased));
                 }
-                self.roster.free_slot(slot);
+                self.roster.free_slots.push(slot);
             }
-            let (_, &victim) = self.roster.residents().last_key_value()?;
+            let (_, &victim) = self.roster.residents.last_key_value()?;
             self.preempt(victim, events);
         }
     }
@@ -129,8 +121,7 @@ impl Scheduler {
         handle: Handle,
         slot: u32,
         leased: Leased,
-        plan: &mut StepPlan,
-        events: &mut Vec<Event>,
+        draft: &mut Draft<'_>,
     ) {
         let Leased { pages, pending, restored } = leased;
         let entry = &mut self.roster[handle];
@@ -148,36 +139,30 @@ impl Scheduler {
             self.counters.recomputed_tokens += u64::from(lost);
         }
         let (id, restoring) = (entry.request.id, !pending.is_empty());
-        events.push(Event::Admitted { id, cached_tokens, replayed, restoring });
-        self.turns.moved_in(entry.request.client, handle);
+        draft.events.push(Event::Admitted { id, cached_tokens, replayed, restoring });
+        self.turns.shares.moved_in(entry.request.client, handle);
         let residence = Residence { slot, pages, images: vec![], passed: 0, last_step: 0 };
         if restoring {
             self.roster.begin_arriving(handle, residence, pending);
         } else {
-            self.begin_prefill(handle, residence, plan, events);
+            self.begin_prefill(handle, residence, draft);
         }
     }
 
     /// A request's blocks are on the device: it goes on with the rest.
-    pub(crate) fn arrive(&mut self, handle: Handle, plan: &mut StepPlan, events: &mut Vec<Event>) {
+    pub(crate) fn arrive(&mut self, handle: Handle, draft: &mut Draft<'_>) {
         if let Some(residence) = self.roster.take_arrived(handle) {
-            events.push(Event::Arrived { id: self.roster[handle].request.id });
-            self.begin_prefill(handle, residence, plan, events);
+            draft.events.push(Event::Arrived { id: self.roster[handle].request.id });
+            self.begin_prefill(handle, residence, draft);
         }
     }
 
     /// Writes slot and pages of a resident into the plan: from here on it has rows.
-    fn begin_prefill(
-        &mut self,
-        handle: Handle,
-        mut residence: Residence,
-        plan: &mut StepPlan,
-        events: &mut Vec<Event>,
-    ) {
+    fn begin_prefill(&mut self, handle: Handle, mut residence: Residence, draft: &mut Draft<'_>) {
         let entry = &self.roster[handle];
-        plan.write_slot(&entry.slot(residence.slot));
-        residence.pages.write_tables(residence.slot, plan);
-        self.images.begin(handle, entry, &mut residence, plan, events);
+        draft.plan.write_slot(&entry.slot(residence.slot));
+        residence.pages.write_tables(residence.slot, draft.plan);
+        self.images.begin(handle, entry, &mut residence, draft);
         self.roster.begin_prefill(handle, residence);
     }
 }

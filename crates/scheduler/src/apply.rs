@@ -46,7 +46,7 @@ impl Scheduler {
             };
             let mut tokens = sampled.by_ref().take(count);
             let prompt = prompts.take(row);
-            if self.roster.get(row.handle).is_none() {
+            if self.roster.requests.get(row.handle).is_none() {
                 // They are nobody's.
             } else if error != ROW_OK {
                 self.not_finite(row.handle, events);

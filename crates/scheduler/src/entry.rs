@@ -138,12 +138,17 @@ impl Entry {
         NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec }
     }
 
+    /// True if a resident gets its pages one by one in prefill too.
+    pub(crate) fn grows_in_prefill(&self) -> bool {
+        self.state.residence().is_some_and(|residence| residence.pages.grow_in_prefill())
+    }
+
     /// The request that another scheduler can go on with.
     pub(crate) fn into_request(mut self) -> Request {
         if !self.tokens.is_empty() {
             self.request.generated = self.tokens.split_off(self.prompt_len as usize);
             self.request.prompt = self.tokens.into();
-            self.request.names = self.blocks.into_names();
+            self.request.names = self.blocks.names.into();
         }
         self.request
     }
@@ -177,7 +182,7 @@ impl Entry {
         self.tokens = Vec::with_capacity(known + left.min(SPARE_TOKENS));
         self.tokens.extend_from_slice(&prompt);
         self.tokens.extend_from_slice(&generated);
-        self.blocks.set_names(std::mem::take(&mut self.request.names).to_vec());
+        self.blocks.names = std::mem::take(&mut self.request.names).to_vec();
     }
 
     /// True if there is a position to compute now that is not planned yet. The last token that the
@@ -201,7 +206,7 @@ impl Entry {
         namer: &Namer,
     ) -> &[BlockHash] {
         self.blocks.extend(blocks, page_size, namer, &self.tokens, &self.request.images);
-        &self.blocks.names()[..blocks]
+        &self.blocks.names[..blocks]
     }
 
     /// Checks that the numbers agree with the request's rows in flight.

@@ -3,19 +3,17 @@
 use forebay_protocol::StepPlan;
 
 use crate::memory::Room;
-use crate::{Event, Handle, Scheduler};
+use crate::steps::Draft;
+use crate::{Handle, Scheduler};
 
 impl Scheduler {
     /// Gives a page to each decoding request whose next position begins one, the most important
     /// first.
-    pub(crate) fn grow_decodes(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) {
+    pub(crate) fn grow_decodes(&mut self, draft: &mut Draft<'_>) {
         let mut needy = std::mem::take(&mut self.needy);
         let roster = &self.roster;
-        let grows = |handle: &&Handle| {
-            let residence = roster[**handle].state.residence();
-            residence.is_some_and(|residence| residence.pages.grow_in_prefill())
-        };
-        for &handle in roster.decodes().iter().chain(roster.prefills().values().filter(grows)) {
+        let grows = |handle: &&Handle| roster[**handle].grows_in_prefill();
+        for &handle in roster.decodes.iter().chain(roster.prefills.values().filter(grows)) {
             let entry = &roster[handle];
             if entry.plannable() && self.memory.lacks_page(entry) {
                 needy.push((entry.key, handle));
@@ -25,7 +23,7 @@ impl Scheduler {
         for (_, handle) in needy.drain(..) {
             // The ones before it may have had to take its pages.
             if self.roster[handle].state.residence().is_some() {
-                self.grow(handle, plan, events);
+                self.grow(handle, draft);
             }
         }
         self.needy = needy;
@@ -34,17 +32,17 @@ impl Scheduler {
     /// Gives a page to a resident if it lacks one, preempting the least important residents for it,
     /// in the end itself. If retired pages are on their way back, it skips this step. If copies
     /// alone hold pages, it skips too instead of preempting itself.
-    pub(crate) fn grow(&mut self, handle: Handle, plan: &mut StepPlan, events: &mut Vec<Event>) {
+    pub(crate) fn grow(&mut self, handle: Handle, draft: &mut Draft<'_>) {
         if !self.memory.lacks_page(&self.roster[handle]) {
             return;
         }
         loop {
             let Some(residence) = self.roster[handle].state.residence_mut() else { return };
-            if self.memory.add_page(residence, plan) || self.awaits_retired() {
+            if self.memory.add_page(residence, draft.plan) || self.awaits_retired() {
                 return;
             }
-            let Some((_, &victim)) = self.roster.residents().last_key_value() else { return };
-            match self.memory.make_room(&mut self.roster, plan) {
+            let Some((_, &victim)) = self.roster.residents.last_key_value() else { return };
+            match self.memory.make_room(&mut self.roster, draft.plan) {
                 Room::Made => continue,
                 Room::WithCopies => return,
                 Room::None => {}
@@ -53,17 +51,16 @@ impl Scheduler {
                 return;
             }
             if let Some(residence) = self.roster[victim].state.residence() {
-                plan.forget_slot(residence.slot);
+                draft.plan.forget_slot(residence.slot);
             }
-            self.preempt(victim, events);
+            self.preempt(victim, draft.events);
         }
     }
 
     /// True if pages or images come back with a step in flight.
     fn awaits_retired(&self) -> bool {
         let next = self.steps.next();
-        self.memory.retired().is_awaited_before(next)
-            || self.images.retired().is_awaited_before(next)
+        self.memory.retired.is_awaited_before(next) || self.images.retired.is_awaited_before(next)
     }
 
     /// Keeps pages ready for growth and for the next request, where running requests can drop some.
@@ -77,6 +74,6 @@ impl Scheduler {
     fn lacking_pages(&self) -> Option<Handle> {
         let next = self.turns.next_blocked(self.returns())?;
         let place = self.roster.has_place(self.roster[next].request.probe);
-        (place && self.roster.has_free_slot()).then_some(next)
+        (place && !self.roster.free_slots.is_empty()).then_some(next)
     }
 }

@@ -32,7 +32,7 @@ impl Scheduler {
 
     /// Ids of the held requests, in an order that is the same in every run.
     pub fn held(&self) -> impl Iterator<Item = u64> {
-        let held = self.roster.iter().filter(|(_, entry)| entry.request.held);
+        let held = self.roster.requests.iter().filter(|(_, entry)| entry.request.held);
         held.map(|(_, entry)| entry.request.id)
     }
 }

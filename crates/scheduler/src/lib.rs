@@ -213,7 +213,7 @@ impl Scheduler {
     /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live
     /// request has to fit into the pages if it runs alone.
     pub fn resize(&mut self, pages: u32, host_pages: u32) {
-        debug_assert!(self.in_flight() == 0 && self.roster.residents().is_empty(), "it was reset");
+        debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
         self.memory.resize(pages, host_pages);
         self.turns.unblock();
     }
@@ -266,10 +266,10 @@ impl Scheduler {
     /// The numbers of this moment.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let residents = self.roster.residents();
+        let residents = &self.roster.residents;
         let mut stats = Stats {
             running: residents.len(),
-            waiting: self.roster.len() - residents.len(),
+            waiting: self.roster.requests.len() - residents.len(),
             images: self.images.stats(),
             ..self.counters
         };
@@ -304,7 +304,7 @@ impl Scheduler {
 
     /// Ids of the live requests, in an order that is the same in every run.
     pub fn live(&self) -> impl Iterator<Item = u64> {
-        self.roster.iter().map(|(_, entry)| entry.request.id)
+        self.roster.requests.iter().map(|(_, entry)| entry.request.id)
     }
 
     /// Walks over all state and compares. All pages and slots are accounted for. Each request's
@@ -318,10 +318,7 @@ impl Scheduler {
         self.images.check(&self.roster)?;
         self.roster.check()?;
         self.turns.check(&self.roster)?;
-        if !self.steps.building.rows.is_empty() {
-            return Err("rows of a plan that was not made".into());
-        }
-        for (handle, entry) in self.roster.iter() {
+        for (handle, entry) in self.roster.requests.iter() {
             self.memory.check_pages(entry)?;
             entry.check(self.steps.rows_of(handle)).map_err(|wrong| {
                 let Entry { cached, computed, total, .. } = entry;

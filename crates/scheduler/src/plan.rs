@@ -3,10 +3,9 @@
 
 use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
-use crate::entry::{Residence, State};
+use crate::entry::State;
 use crate::images::visible;
-use crate::prompts::room_in_result;
-use crate::steps::FlightRow;
+use crate::steps::{Draft, FlightRow};
 use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
 
 impl Scheduler {
@@ -14,101 +13,99 @@ impl Scheduler {
     /// `plan` is empty then, but `events` may report preemptions. While copies are under way, there
     /// is always a plan.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
-        self.steps.begin(plan);
+        plan.begin(self.steps.next());
         // Where a row may give several tokens, how many they were decides where the next one
         // begins. To plan for the others meanwhile would split the batch for good.
         let most = if self.config.tokens_a_row == 1 { MAX_IN_FLIGHT } else { 1 };
         if self.in_flight() >= most || !self.quarantine_permits() {
             return false;
         }
+        let mut draft = Draft { plan, events, flight: self.steps.begin() };
         let decodes = match self.turns.suspect() {
-            Some(suspect) => self.plan_suspect(suspect, plan, events),
-            None => self.plan_everybody(plan, events),
+            Some(suspect) => self.plan_suspect(suspect, &mut draft),
+            None => self.plan_everybody(&mut draft),
         };
+        let Draft { plan, flight, .. } = draft;
         // The hand executes in order, so the next plan may share what this one computes. This one
         // may not: its rows run side by side.
-        for row in &self.steps.building.rows[decodes..] {
+        for row in &flight.rows[decodes..] {
             self.memory.offer_blocks(&mut self.roster[row.handle]);
         }
         self.memory.plan_copies(plan);
-        if self.steps.building.rows.is_empty() && !plan.has_images() {
+        if flight.rows.is_empty() && !plan.has_images() {
             let asks = self.in_flight() == 0 && self.copies_outstanding() > 0;
             let copies = plan.copies().len() > 0 || asks;
             if !copies && !plan.writes_tables() {
+                self.steps.reuse(flight);
                 return false;
             }
             plan.wait(if copies { MAX_WAIT_US } else { 1 });
         }
-        self.steps.launch(decodes);
+        self.steps.launch(flight, decodes);
         true
     }
 
     /// Makes an empty plan, by which this scheduler takes part in the next step of its step group.
     /// It had no plan when it was asked for one, or must not have one now.
     pub fn idle_plan(&mut self, plan: &mut StepPlan) {
-        self.steps.begin(plan);
-        self.steps.launch(0);
+        plan.begin(self.steps.next());
+        let flight = self.steps.begin();
+        self.steps.launch(flight, 0);
     }
 
     /// Plans rows for all requests with room. Gives the number of decode rows.
-    fn plan_everybody(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> usize {
-        self.give_way(events);
-        self.keep_pages_ready(plan);
-        self.grow_decodes(plan, events);
-        self.plan_decodes(plan);
-        let decodes = self.steps.building.rows.len();
-        self.plan_images(None, plan, events);
+    fn plan_everybody(&mut self, draft: &mut Draft<'_>) -> usize {
+        self.give_way(draft.events);
+        self.keep_pages_ready(draft.plan);
+        self.grow_decodes(draft);
+        self.plan_decodes(draft);
+        let decodes = draft.flight.rows.len();
+        self.images.plan(&mut self.roster, None, draft);
         let left = self.config.token_budget.saturating_sub(decodes as u32);
         // Without the floor, enough decoding requests would starve prefill for ever.
         let mut budget = left.max(self.config.page_size);
-        self.plan_prefills(&mut budget, plan, events);
-        self.admit(&mut budget, plan, events);
+        self.plan_prefills(&mut budget, draft);
+        self.admit(&mut budget, draft);
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
         decodes
     }
 
     /// Plans a row for a suspect and for no other request. The others wait, and keep the pages that
     /// the suspect does not need. Gives the number of decode rows.
-    fn plan_suspect(
-        &mut self,
-        handle: Handle,
-        plan: &mut StepPlan,
-        events: &mut Vec<Event>,
-    ) -> usize {
+    fn plan_suspect(&mut self, handle: Handle, draft: &mut Draft<'_>) -> usize {
         if self.roster[handle].state.residence().is_none() {
-            let Some((slot, leased)) = self.make_room(handle, events) else { return 0 };
-            self.move_in(handle, slot, leased, plan, events);
+            let Some((slot, leased)) = self.make_room(handle, draft.events) else { return 0 };
+            self.move_in(handle, slot, leased, draft);
         }
         if self.roster[handle].state.has_arrived() {
-            self.arrive(handle, plan, events);
+            self.arrive(handle, draft);
         }
-        self.keep_pages_ready(plan);
-        let grows = |residence: &Residence| residence.pages.grow_in_prefill();
-        if self.roster[handle].state.residence().is_some_and(grows) {
-            self.grow(handle, plan, events);
+        self.keep_pages_ready(draft.plan);
+        if self.roster[handle].grows_in_prefill() {
+            self.grow(handle, draft);
         }
         // Pages of a victim that is not in flight are back at once, and then nothing else would
         // bring the next plan.
-        while !self.plan_images(Some(handle), plan, events)
-            && !plan.has_images()
+        while !self.images.plan(&mut self.roster, Some(handle), draft)
+            && !draft.plan.has_images()
             && let Some(victim) = self.images.holder(handle, &self.roster)
         {
-            self.preempt(victim, events);
+            self.preempt(victim, draft.events);
         }
         let entry = &self.roster[handle];
         match entry.state {
             State::Prefill(_) if !self.memory.lacks_page(entry) => {
                 let budget = self.config.token_budget.max(self.config.page_size);
                 let most = self.memory.row_limit(entry.total, budget);
-                self.push_row(handle, most, plan);
+                self.push_row(handle, most, draft);
                 0
             }
             State::Decode { .. } if entry.plannable() => {
-                self.grow(handle, plan, events);
+                self.grow(handle, draft);
                 let entry = &self.roster[handle];
                 let decodes = matches!(entry.state, State::Decode { .. });
                 let fits = decodes && !self.memory.lacks_page(entry);
-                if fits { self.push_row(handle, 1, plan) as usize } else { 0 }
+                if fits { self.push_row(handle, 1, draft) as usize } else { 0 }
             }
             State::Prefill(_)
             | State::Arriving { .. }
@@ -118,37 +115,28 @@ impl Scheduler {
         }
     }
 
-    fn plan_decodes(&mut self, plan: &mut StepPlan) {
-        for at in 0..self.roster.decodes().len() {
-            let handle = self.roster.decodes()[at];
+    fn plan_decodes(&mut self, draft: &mut Draft<'_>) {
+        for at in 0..self.roster.decodes.len() {
+            let handle = self.roster.decodes[at];
             let entry = &self.roster[handle];
             if entry.plannable() && !self.memory.lacks_page(entry) {
-                self.push_row(handle, 1, plan);
+                self.push_row(handle, 1, draft);
             }
         }
     }
 
-    fn plan_images(
-        &mut self,
-        only: Option<Handle>,
-        plan: &mut StepPlan,
-        events: &mut Vec<Event>,
-    ) -> bool {
-        self.images.plan(&mut self.roster, only, &mut self.steps.building, plan, events)
-    }
-
     /// Plans up to `most` of a resident's positions. Gives their number. The row that reaches
     /// `total` samples, and then the request decodes. A pooled request has no further rows then.
-    pub(crate) fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
-        let building = &mut self.steps.building;
+    pub(crate) fn push_row(&mut self, handle: Handle, most: u32, draft: &mut Draft<'_>) -> u32 {
+        let Draft { plan, flight, .. } = draft;
         let entry = &mut self.roster[handle];
         let Some(residence) = entry.state.residence() else { return 0 };
         let (slot, pages) = (residence.slot, residence.pages.len() as u32);
         let most =
             most.min(visible(entry)).min(entry.permitted()).min(residence.pages.longest_row());
         let (start, goal) = (entry.computed, entry.goal());
-        let length =
-            room_in_result(building, self.config.step_words, entry, most.min(goal - start));
+        let answers = |most| flight.answers_left(self.config.step_words, most);
+        let length = entry.room_in_result(most.min(goal - start), answers);
         if length == 0 {
             return 0;
         }
@@ -172,13 +160,13 @@ impl Scheduler {
         // What a row that sat out has computed was saved with it.
         let fresh = start + u32::from(std::mem::take(&mut entry.repeats));
         if let Some(residence) = entry.state.residence_mut() {
-            residence.last_step = building.step;
+            residence.last_step = flight.step;
             self.memory.save_rows(&residence.pages, fresh..end, plan);
         }
         plan.push_row(Row { slot, start, length, want });
         prompt.into_iter().for_each(|want| plan.want_prompt_logprobs(want));
-        building.push(FlightRow { handle, start, end, want, prompt, sits_out: false });
-        self.images.pass(entry, building.step);
+        flight.push(FlightRow { handle, start, end, want, prompt, sits_out: false });
+        self.images.pass(entry, flight.step);
         if end == goal {
             self.roster.end_prefill(handle, want.samples());
         }

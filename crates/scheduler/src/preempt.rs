@@ -15,7 +15,7 @@ impl Scheduler {
     /// Preempts the requests that wait for a copy which failed. They compute the missing blocks.
     pub(crate) fn preempt_waiters(&mut self, ticket: u32, events: &mut Vec<Event>) {
         let waits = |&handle: &Handle| self.roster[handle].state.waits_for(ticket);
-        let waiters: Vec<Handle> = self.roster.arriving().values().copied().filter(waits).collect();
+        let waiters: Vec<Handle> = self.roster.arriving.values().copied().filter(waits).collect();
         waiters.into_iter().for_each(|handle| self.send_back(handle, events));
     }
 
@@ -41,7 +41,7 @@ impl Scheduler {
         self.images.stop(&self.roster[handle], &self.roster);
         let entry = &mut self.roster[handle];
         self.memory.note_use(entry, &residence.pages);
-        self.turns.moved_out(entry.request.client);
+        self.turns.shares.moved_out(entry.request.client);
         let last_step = residence.last_step;
         self.memory.retire(last_step, residence.pages);
         residence
@@ -54,9 +54,9 @@ impl Scheduler {
 
     /// Notes that the result of a step has come. What only this step named may be freed.
     pub(crate) fn answered(&mut self, step: u64) {
-        self.memory.answered(step);
-        self.images.answered(step);
-        self.roster.answered(step);
+        self.memory.retired.answered(step);
+        self.images.retired.answered(step);
+        self.roster.retired.answered(step);
     }
 
     /// Frees what no step in flight names.
@@ -68,19 +68,19 @@ impl Scheduler {
 
     /// Frees everything, whatever is in flight, because the device or the scheduler is gone.
     pub(crate) fn free_everything(&mut self) {
-        self.turns.forget_promise();
+        self.turns.shares.forget_promise();
         while let Some(flight) = self.steps.in_flight.pop_front() {
             self.answered(flight.step);
             self.free_retired();
         }
-        while let Some((_, &handle)) = self.roster.residents().first_key_value() {
+        while let Some((_, &handle)) = self.roster.residents.first_key_value() {
             self.retire(handle);
         }
     }
 
     /// The number of pages and images that came back from retirement so far.
     pub(crate) fn returns(&self) -> u64 {
-        self.memory.retired().returns() + self.images.retired().returns()
+        self.memory.retired.returns() + self.images.retired.returns()
     }
 
     /// Makes room for the next request if its client has nothing running ([`Turns::who_gives_way`]).

@@ -9,7 +9,7 @@
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
 use crate::entry::Entry;
-use crate::steps::{Flight, FlightRow};
+use crate::steps::FlightRow;
 use crate::{Event, Finish, Scheduler};
 
 /// The tokens of a prompt whose log-probabilities a client wants: all from one position on.
@@ -53,26 +53,21 @@ impl Entry {
         let count = (end + 1).min(self.prompt_len).checked_sub(first).filter(|&count| count > 0)?;
         Some(PromptLogprobsWant { slot, first, count, most: tail.most.into() })
     }
-}
 
-/// The number of `length` positions that a row of a request may have, so that the log-probabilities
-/// of its prompt have room in the result beside others'. The first row to give any may always have
-/// one position.
-pub(crate) fn room_in_result(
-    building: &Flight,
-    step_words: usize,
-    entry: &Entry,
-    length: u32,
-) -> u32 {
-    let start = entry.computed;
-    let Some(want) = entry.given_by(0, start, start + length) else { return length };
-    let left = building.answers_left(step_words, want.most);
-    if want.count <= left { length } else { want.first - 1 + left - start }
-}
+    /// The number of `length` positions that its next row may have, so that the log-probabilities
+    /// of its prompt have room in the result beside others'. `answers`: the number of tokens with
+    /// room there ([`crate::steps::Flight::answers_left`]).
+    pub(crate) fn room_in_result(&self, length: u32, answers: impl Fn(u32) -> u32) -> u32 {
+        let start = self.computed;
+        let Some(want) = self.given_by(0, start, start + length) else { return length };
+        let left = answers(want.most);
+        if want.count <= left { length } else { want.first - 1 + left - start }
+    }
 
-/// True if a row of a request may give log-probabilities of its prompt, if it wants any.
-pub(crate) fn has_room_in_result(building: &Flight, step_words: usize, entry: &Entry) -> bool {
-    entry.untold().is_none_or(|tail| building.answers_left(step_words, tail.most.into()) > 0)
+    /// True if a row may give log-probabilities of its prompt, if it wants any.
+    pub(crate) fn has_room_in_result(&self, answers: impl Fn(u32) -> u32) -> bool {
+        self.untold().is_none_or(|tail| answers(tail.most.into()) > 0)
+    }
 }
 
 impl Scheduler {

@@ -48,7 +48,7 @@ impl Scheduler {
         let mut marks = Vec::new();
         if blame == Blame::Requests {
             for (handle, end) in self.steps.work() {
-                match self.roster.get(handle) {
+                match self.roster.requests.get(handle) {
                     None => {}
                     Some(entry) if entry.mark().is_some() => poisoned.push(handle),
                     Some(_) => marks.push((handle, end)),
@@ -76,7 +76,7 @@ impl Scheduler {
             let mark = &mut self.roster[handle].request.past.suspect;
             *mark = Some(mark.map_or(end, |mark| mark.max(end)));
         }
-        for (handle, entry) in self.roster.iter_mut() {
+        for (handle, entry) in self.roster.requests.iter_mut() {
             entry.total = entry.known();
             if !entry.request.held {
                 self.turns.line_up_again(handle, entry);

@@ -62,6 +62,23 @@ impl<T> Retirement<T> {
     }
 }
 
+/// Checks that a pool counts as many leases of each page as owners have.
+pub(crate) fn check_leases(
+    what: &str,
+    owned: impl Iterator<Item = u32>,
+    pages: u32,
+    counted: impl Fn(u32) -> u32,
+) -> Result<(), String> {
+    let mut leases = vec![0_u32; pages as usize];
+    owned.for_each(|page| leases[page as usize] += 1);
+    match leases.iter().zip(0..).find(|&(&owned, page)| owned != counted(page)) {
+        None => Ok(()),
+        Some((owned, page)) => {
+            Err(format!("{what} {page}: {owned} leases of {} exist", counted(page)))
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,13 +8,13 @@ use forebay_kvcache::Namer;
 use crate::config::SchedulerConfig;
 use crate::entry::{Entry, Residence, State};
 use crate::request::{Key, Request};
-use crate::retirement::Retirement;
+use crate::retirement::{Retirement, check_leases};
 use crate::slab::{Handle, Slab};
 
 /// All live requests, by handle.
 #[derive(Debug)]
 pub(crate) struct Roster {
-    requests: Slab<Entry>,
+    pub(crate) requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
     next_arrival: i64,
     /// The arrival number for the next request that another scheduler had admitted.
@@ -22,17 +22,17 @@ pub(crate) struct Roster {
 
     slots: u32,
     max_running: u32,
-    free_slots: Vec<u32>,
-    retired: Retirement<u32>,
+    pub(crate) free_slots: Vec<u32>,
+    pub(crate) retired: Retirement<u32>,
 
     /// Everybody with a slot.
-    residents: BTreeMap<Key, Handle>,
+    pub(crate) residents: BTreeMap<Key, Handle>,
     /// The residents in prefill.
-    prefills: BTreeMap<Key, Handle>,
+    pub(crate) prefills: BTreeMap<Key, Handle>,
     /// The residents whose blocks come back from the host tier.
-    arriving: BTreeMap<Key, Handle>,
+    pub(crate) arriving: BTreeMap<Key, Handle>,
     /// The residents in decode, in the order of their rows.
-    decodes: Vec<Handle>,
+    pub(crate) decodes: Vec<Handle>,
 }
 
 impl Roster {
@@ -78,76 +78,14 @@ impl Roster {
         self.by_id.get(&id).copied()
     }
 
-    pub(crate) fn get(&self, handle: Handle) -> Option<&Entry> {
-        self.requests.get(handle)
-    }
-
-    /// All requests, in an order that is the same in every run.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Handle, &Entry)> {
-        self.requests.iter()
-    }
-
-    /// All requests, in an order that is the same in every run.
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (Handle, &mut Entry)> {
-        self.requests.iter_mut()
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.requests.len()
-    }
-
-    pub(crate) fn residents(&self) -> &BTreeMap<Key, Handle> {
-        &self.residents
-    }
-
-    pub(crate) fn prefills(&self) -> &BTreeMap<Key, Handle> {
-        &self.prefills
-    }
-
-    pub(crate) fn arriving(&self) -> &BTreeMap<Key, Handle> {
-        &self.arriving
-    }
-
-    pub(crate) fn decodes(&self) -> &[Handle] {
-        &self.decodes
-    }
-
-    /// Calls `each` for the residents, the most important first.
-    pub(crate) fn for_each_resident(&mut self, mut each: impl FnMut(&mut Entry)) {
-        self.residents.values().for_each(|&handle| each(&mut self.requests[handle]));
-    }
-
-    /// Calls `each` for the residents whose blocks come back, the most important first.
-    pub(crate) fn for_each_arriving(&mut self, mut each: impl FnMut(&mut Entry)) {
-        self.arriving.values().for_each(|&handle| each(&mut self.requests[handle]));
-    }
-
     /// True if one more may run: any request, or a probe.
     pub(crate) fn has_place(&self, probe: bool) -> bool {
         (self.residents.len() as u64) < u64::from(self.max_running) + u64::from(probe)
     }
 
-    pub(crate) fn has_free_slot(&self) -> bool {
-        !self.free_slots.is_empty()
-    }
-
-    pub(crate) fn take_slot(&mut self) -> Option<u32> {
-        self.free_slots.pop()
-    }
-
-    /// Frees a slot that no plan has named.
-    pub(crate) fn free_slot(&mut self, slot: u32) {
-        self.free_slots.push(slot);
-    }
-
     /// Retires a slot until the result of `last_step` is applied.
     pub(crate) fn retire_slot(&mut self, last_step: u64, slot: u32) {
         self.free_slots.extend(self.retired.retire(last_step, slot));
-    }
-
-    /// Notes that the result of a step has come.
-    pub(crate) fn answered(&mut self, step: u64) {
-        self.retired.answered(step);
     }
 
     /// Frees the slots that no step in flight names.
@@ -266,15 +204,10 @@ impl Roster {
 
     /// Checks that each request is in its sets, and each slot in one place.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let mut slots = vec![0_u32; self.slots as usize];
         let entries = || self.requests.iter().map(|(_, entry)| entry);
         let taken = entries().filter_map(|entry| entry.state.residence()).map(|r| r.slot);
-        for slot in taken.chain(self.retired.iter().copied()).chain(self.free_slots.clone()) {
-            slots[slot as usize] += 1;
-        }
-        if let Some(slot) = slots.iter().position(|&places| places != 1) {
-            return Err(format!("slot {slot} is in {} places", slots[slot]));
-        }
+        let slots = taken.chain(self.retired.iter().copied()).chain(self.free_slots.clone());
+        check_leases("slot", slots, self.slots, |_| 1)?;
         for (handle, entry) in self.requests.iter() {
             let (key, resident) = (&entry.key, entry.state.residence().is_some());
             let (mut arriving, mut prefill, mut misplaced) = (false, false, false);

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use forebay_protocol::{PromptLogprobsWant, StepPlan, Want};
 
+use crate::event::Event;
 use crate::slab::Handle;
 use crate::view::Planned;
 
@@ -75,14 +76,20 @@ impl Flight {
     }
 }
 
+/// A step under construction.
+pub(crate) struct Draft<'a> {
+    pub(crate) plan: &'a mut StepPlan,
+    pub(crate) events: &'a mut Vec<Event>,
+    pub(crate) flight: Flight,
+}
+
 /// All steps whose results are outstanding.
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
     /// The number of steps so far.
     count: u64,
     pub(crate) in_flight: VecDeque<Flight>,
-    /// The plan under construction, and emptied ones to use again.
-    pub(crate) building: Flight,
+    /// Emptied ones to use again.
     spare: Vec<Flight>,
     pub(crate) planned: Planned,
 }
@@ -93,20 +100,19 @@ impl Steps {
         self.count + 1
     }
 
-    pub(crate) fn begin(&mut self, plan: &mut StepPlan) {
-        plan.begin(self.next());
-        self.building.step = self.next();
+    /// The next step, empty.
+    pub(crate) fn begin(&mut self) -> Flight {
+        Flight { step: self.next(), ..self.spare.pop().unwrap_or_default() }
     }
 
     /// The plan that was made is in flight; `decodes` of its rows decode.
-    pub(crate) fn launch(&mut self, decodes: usize) {
-        self.planned = Planned::of(&self.building, decodes);
+    pub(crate) fn launch(&mut self, flight: Flight, decodes: usize) {
+        self.planned = Planned::of(&flight, decodes);
         self.count += 1;
-        let empty = self.spare.pop().unwrap_or_default();
-        self.in_flight.push_back(std::mem::replace(&mut self.building, empty));
+        self.in_flight.push_back(flight);
     }
 
-    /// Keeps the memory of a step that was answered.
+    /// Keeps the memory of a step that was answered, or not made.
     pub(crate) fn reuse(&mut self, mut flight: Flight) {
         flight.clear();
         self.spare.push(flight);

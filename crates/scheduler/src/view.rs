@@ -84,7 +84,7 @@ impl Scheduler {
     }
 
     fn views_of(&self, residents: bool) -> impl Iterator<Item = RequestView> {
-        let entries = self.roster.iter().map(|(_, entry)| entry);
+        let entries = self.roster.requests.iter().map(|(_, entry)| entry);
         let entries = entries.filter(move |entry| entry.state.residence().is_some() == residents);
         entries.map(|entry| RequestView {
             id: entry.request.id,

@@ -11,7 +11,7 @@ use crate::config::SchedulerConfig;
 use crate::entry::Entry;
 use crate::images::prompt::image_words;
 use crate::memory::Memory;
-use crate::steps::Flight;
+use crate::steps::Draft;
 
 /// The size in words up to which a plan may admit a further request: 16 MiB, which the hand reads
 /// in some milliseconds.
@@ -46,9 +46,8 @@ pub(crate) fn check_slots(slots: u32) {
 pub(crate) fn has_words(
     config: &SchedulerConfig,
     memory: &Memory,
-    building: &Flight,
+    draft: &Draft<'_>,
     entry: &Entry,
-    plan: &StepPlan,
 ) -> bool {
     // What it still shares becomes its own, and part of the slot.
     let shared = entry.known() as usize - entry.tokens.len();
@@ -57,6 +56,7 @@ pub(crate) fn has_words(
         + ROW_WORDS
         + memory.words(entry.total, config.token_budget)
         + image_words(&entry.request.images) as usize;
-    let vectors = building.pooled + usize::from(entry.pools());
-    plan.words() + words <= config.step_words && vectors * config.vector_size as usize <= STEP_WORDS
+    let vectors = draft.flight.pooled + usize::from(entry.pools());
+    draft.plan.words() + words <= config.step_words
+        && vectors * config.vector_size as usize <= STEP_WORDS
 }

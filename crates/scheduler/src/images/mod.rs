@@ -24,15 +24,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use forebay_kvcache::{ImageId, ImageLease, ImagePool};
-use forebay_protocol::{Grid, StepPlan};
+use forebay_protocol::Grid;
 
 use crate::config::Tower;
 use crate::entry::{Entry, Residence};
 use crate::event::{Event, ImageStats};
 use crate::request::Key;
-use crate::retirement::Retirement;
+use crate::retirement::{Retirement, check_leases};
 use crate::roster::Roster;
 use crate::slab::Handle;
+use crate::steps::Draft;
 use prompt::PromptImage;
 
 /// Work that is left before a needed image is on pages.
@@ -59,7 +60,7 @@ pub(crate) struct Images {
     given_up: Vec<u32>,
     /// The places of patches that no plan will read.
     unread: Vec<u32>,
-    retired: Retirement<ImageLease>,
+    pub(crate) retired: Retirement<ImageLease>,
     counters: ImageStats,
 }
 
@@ -132,21 +133,20 @@ impl Images {
         handle: Handle,
         entry: &Entry,
         residence: &mut Residence,
-        plan: &mut StepPlan,
-        events: &mut Vec<Event>,
+        draft: &mut Draft<'_>,
     ) {
         for (index, image) in entry.request.images.iter().enumerate() {
             let behind = image.end() <= entry.computed;
             let count = self.pages_of(image.span.grid);
             let lease = if behind { None } else { self.pool.find(image.id, count) };
-            plan.write_image_span(residence.slot, image.span, pages(lease.as_ref()));
+            draft.plan.write_image_span(residence.slot, image.span, pages(lease.as_ref()));
             if behind {
                 self.counters.in_prefix += 1;
                 residence.passed += 1;
             } else if lease.is_some() {
                 self.counters.in_pages += 1;
             } else if !self.work.contains_key(&image.id) {
-                self.want(image.id, entry.request.id, index, events);
+                self.want(image.id, entry.request.id, index, draft.events);
             }
             residence.images.push(lease);
         }
@@ -246,18 +246,9 @@ impl Images {
         }
     }
 
-    /// Notes that the result of a step has come.
-    pub(crate) fn answered(&mut self, step: u64) {
-        self.retired.answered(step);
-    }
-
     /// Frees the image pages that no step in flight names.
     pub(crate) fn free_retired(&mut self) {
         self.retired.take_returned().into_iter().for_each(|lease| self.pool.release(lease));
-    }
-
-    pub(crate) fn retired(&self) -> &Retirement<ImageLease> {
-        &self.retired
     }
 
     pub(crate) fn stats(&self) -> ImageStats {
@@ -273,7 +264,7 @@ impl Images {
 
     /// Checks that leases of image pages belong to residents, to the tower, or to retired requests.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
-        let residents = || roster.iter().filter_map(|(_, entry)| entry.state.residence());
+        let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.state.residence());
         let in_work = self.work.values().filter_map(|work| match work {
             Work::Encoding { pages, .. } => Some(pages),
             Work::Wanted | Work::Placed { .. } => None,
@@ -282,16 +273,8 @@ impl Images {
             .flat_map(|residence| residence.images.iter().flatten())
             .chain(self.retired.iter())
             .chain(in_work);
-        let mut leases = vec![0_u32; self.pool.size() as usize];
-        for page in owned.flat_map(ImageLease::pages) {
-            leases[page as usize] += 1;
-        }
-        for (page, &owned) in leases.iter().enumerate() {
-            let counted = self.pool.leases(page as u32);
-            if owned != counted {
-                return Err(format!("image page {page}: {owned} leases of {counted} exist"));
-            }
-        }
+        let owned = owned.flat_map(ImageLease::pages);
+        check_leases("image page", owned, self.pool.size(), |page| self.pool.leases(page))?;
         let ahead = |residence: &&Residence| residence.passed < residence.images.len();
         let (listed, seeing) = (self.seeing.len(), residents().filter(ahead).count());
         if listed == seeing {

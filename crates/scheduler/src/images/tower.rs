@@ -3,14 +3,13 @@
 use std::sync::Arc;
 
 use forebay_kvcache::{ImageId, ImageLease};
-use forebay_protocol::{StepPlan, TowerWork};
+use forebay_protocol::TowerWork;
 
 use super::prompt::PromptImage;
 use super::{Images, Work, pages};
-use crate::event::Event;
 use crate::roster::Roster;
 use crate::slab::Handle;
-use crate::steps::{Flight, FlightImage};
+use crate::steps::{Draft, FlightImage};
 
 /// The tower's next work.
 enum Next {
@@ -27,12 +26,10 @@ impl Images {
         &mut self,
         roster: &mut Roster,
         only: Option<Handle>,
-        building: &mut Flight,
-        plan: &mut StepPlan,
-        events: &mut Vec<Event>,
+        draft: &mut Draft<'_>,
     ) -> bool {
-        self.given_up.drain(..).for_each(|number| plan.give_up_image(number));
-        self.look_again(roster, building.step, plan, events);
+        self.given_up.drain(..).for_each(|number| draft.plan.give_up_image(number));
+        self.look_again(roster, draft);
         let mut budget = self.tower.budget.max(1);
         let mut first = true;
         while budget > 0 {
@@ -48,25 +45,19 @@ impl Images {
             let Some(work) = self.advance(&image, most) else { return true };
             first = false;
             budget = budget.saturating_sub(u64::from(work.end - work.first) * cost);
-            building.read.extend(work.patches);
-            building.towers.push(FlightImage { handle, end: image.end() });
+            draft.flight.read.extend(work.patches);
+            draft.flight.towers.push(FlightImage { handle, end: image.end() });
             if work.end == self.tower.layers {
-                self.finish(roster, work, image.id, building.step, plan);
+                self.finish(roster, work, image.id, draft);
             } else {
-                plan.push_image(work, pages(None));
+                draft.plan.push_image(work, pages(None));
             }
         }
         true
     }
 
     /// Whoever has come to an image whose pages were given up meanwhile looks for it again.
-    fn look_again(
-        &mut self,
-        roster: &mut Roster,
-        step: u64,
-        plan: &mut StepPlan,
-        events: &mut Vec<Event>,
-    ) {
+    fn look_again(&mut self, roster: &mut Roster, draft: &mut Draft<'_>) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {
             let entry = &mut roster[handle];
@@ -79,10 +70,10 @@ impl Images {
             }
             *lease = self.pool.find(image.id, self.pages_of(image.span.grid));
             if lease.is_some() {
-                plan.write_image_span(slot, image.span, pages(lease.as_ref()));
-                residence.last_step = step;
+                draft.plan.write_image_span(slot, image.span, pages(lease.as_ref()));
+                residence.last_step = draft.flight.step;
             } else {
-                self.want(image.id, id, at, events);
+                self.want(image.id, id, at, draft.events);
             }
         }
     }
@@ -161,27 +152,20 @@ impl Images {
 
     /// Notes that the last layers of an image are planned. Requests that need the image get its
     /// pages.
-    fn finish(
-        &mut self,
-        roster: &mut Roster,
-        work: TowerWork,
-        id: ImageId,
-        step: u64,
-        plan: &mut StepPlan,
-    ) {
+    fn finish(&mut self, roster: &mut Roster, work: TowerWork, id: ImageId, draft: &mut Draft<'_>) {
         let Some(Work::Encoding { pages: done, .. }) = self.work.remove(&id) else { return };
         self.counters.encoded += 1;
         self.pool.publish(&done, id);
-        plan.push_image(work, pages(Some(&done)));
+        draft.plan.push_image(work, pages(Some(&done)));
         for handle in self.seeing.values() {
             let entry = &mut roster[*handle];
             let prompt = Arc::clone(&entry.request.images);
             let Some(residence) = entry.state.residence_mut() else { continue };
             let slots = prompt.iter().zip(&mut residence.images).skip(residence.passed);
             for (image, lease) in slots.filter(|(image, lease)| image.id == id && lease.is_none()) {
-                plan.write_image_span(residence.slot, image.span, pages(Some(&done)));
+                draft.plan.write_image_span(residence.slot, image.span, pages(Some(&done)));
                 *lease = Some(self.pool.join(&done));
-                residence.last_step = step;
+                residence.last_step = draft.flight.step;
             }
         }
         self.pool.release(done);

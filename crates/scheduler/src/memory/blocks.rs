@@ -1,7 +1,5 @@
 //! The blocks of a request.
 
-use std::sync::Arc;
-
 use forebay_kvcache::{BlockHash, Namer};
 
 use crate::images::prompt::PromptImage;
@@ -12,7 +10,7 @@ pub(crate) struct Blocks {
     /// The parent of the first block.
     root: BlockHash,
     /// The known names; empty before the first admission.
-    names: Vec<BlockHash>,
+    pub(crate) names: Vec<BlockHash>,
     /// True if the blocks were brought back from the host tier before the request's turn, once.
     pub(super) prefetched: bool,
     /// True if the request was sparse when it ran last.
@@ -22,18 +20,6 @@ pub(crate) struct Blocks {
 impl Blocks {
     pub(crate) fn new(root: BlockHash) -> Self {
         Self { root, names: Vec::new(), prefetched: false, was_sparse: false }
-    }
-
-    pub(crate) fn names(&self) -> &[BlockHash] {
-        &self.names
-    }
-
-    pub(crate) fn set_names(&mut self, names: Vec<BlockHash>) {
-        self.names = names;
-    }
-
-    pub(crate) fn into_names(self) -> Arc<[BlockHash]> {
-        self.names.into()
     }
 
     /// Names blocks up to number `blocks` of a request with these tokens and images.

@@ -1,7 +1,11 @@
 //! Invariants of memory.
 
+use forebay_kvcache::Lease;
+
+use super::pages::Pages;
 use super::{Kind, Memory};
 use crate::entry::Entry;
+use crate::retirement::check_leases;
 use crate::roster::Roster;
 
 impl Memory {
@@ -9,29 +13,15 @@ impl Memory {
     /// from the pools.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         self.tiers.check_integrity()?;
+        let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.state.residence());
+        let pages = || residents().map(|residence| &residence.pages).chain(self.retired.iter());
+        let hot = pages().flat_map(Pages::leases).map(Lease::page);
+        let hot = hot.chain(self.tiers.leased_by_copies());
+        let host = pages().flat_map(|pages| &pages.host).map(Lease::page);
+        let host = host.chain(self.tiers.host_leased_by_copies());
         let host_pages = self.host.map_or(0, |host| host.pages);
-        let mut hot = vec![0_u32; self.pages as usize];
-        let mut host = vec![0_u32; host_pages as usize];
-        let residents = roster.iter().filter_map(|(_, entry)| entry.state.residence());
-        for pages in residents.map(|residence| &residence.pages).chain(self.retired.iter()) {
-            pages.leases().for_each(|lease| hot[lease.page() as usize] += 1);
-            pages.host.iter().for_each(|lease| host[lease.page() as usize] += 1);
-        }
-        self.tiers.leased_by_copies().for_each(|page| hot[page as usize] += 1);
-        self.tiers.host_leased_by_copies().for_each(|page| host[page as usize] += 1);
-        let hot = hot
-            .iter()
-            .zip(0..)
-            .map(|(&owned, page)| (format!("page {page}"), owned, self.tiers.hot().leases(page)));
-        let host = host.iter().zip(0..).map(|(&owned, page)| {
-            (format!("host page {page}"), owned, self.tiers.host_leases(page))
-        });
-        match hot.chain(host).find(|(_, owned, counted)| owned != counted) {
-            None => Ok(()),
-            Some((page, owned, counted)) => {
-                Err(format!("{page}: {owned} leases of {counted} exist"))
-            }
-        }
+        check_leases("page", hot, self.pages, |page| self.tiers.hot().leases(page))?;
+        check_leases("host page", host, host_pages, |page| self.tiers.host_leases(page))
     }
 
     /// Checks that a resident has the pages that its positions are in.

@@ -36,7 +36,7 @@ impl Memory {
         if self.host.is_none() {
             return;
         }
-        let names = entry.blocks.names();
+        let names = &entry.blocks.names;
         let names = &names[..names.len().min(pages.len())];
         self.tiers.touch(names);
         // A block that is being saved is nobody's latest use yet, and the last one is saved last.
@@ -134,13 +134,13 @@ impl Memory {
     ) -> bool {
         let restore_us = result.copy_timing.unwrap_or_default().restore_us;
         self.rates.restored(self.tiers.moves().restored - before.restored, restore_us);
-        roster.for_each_arriving(|entry| {
-            if let State::Arriving { pending, .. } = &mut entry.state {
+        for &handle in roster.arriving.values() {
+            if let State::Arriving { pending, .. } = &mut roster.requests[handle].state {
                 while pending.front().is_some_and(|&ticket| !self.tiers.is_under_way(ticket)) {
                     pending.pop_front();
                 }
             }
-        });
+        }
         self.touch_finished();
         self.tiers.hot().available() > before.available || matches!(self.kind, Kind::Backed(_))
     }

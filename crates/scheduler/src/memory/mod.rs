@@ -52,7 +52,7 @@ pub(crate) struct Memory {
     prefix_cache: bool,
     namer: Namer,
     host: Option<HostTier>,
-    retired: Retirement<Pages>,
+    pub(crate) retired: Retirement<Pages>,
     rates: RestoreRates,
     /// Leading blocks of requests that ended before all of these were saved.
     unfinished: Vec<Vec<BlockHash>>,
@@ -191,7 +191,7 @@ impl Memory {
         let Entry { state, blocks, .. } = entry;
         let Some(Residence { pages, .. }) = state.residence_mut() else { return };
         for block in named as usize..ready as usize {
-            let name = blocks.names()[block];
+            let name = blocks.names[block];
             let fresh = match (&pages.hot[block], pages.host.get(block)) {
                 (Some(hot), None) => self.tiers.name(hot, name),
                 (Some(hot), Some(host)) => self.tiers.name_backed(hot, host, name),
@@ -206,7 +206,7 @@ impl Memory {
 
     /// Forgets all blocks of a request, also shared ones, because their content can't be trusted.
     pub(crate) fn forget_blocks(&mut self, entry: &Entry) {
-        entry.blocks.names().iter().for_each(|&name| self.tiers.forget(name));
+        entry.blocks.names.iter().for_each(|&name| self.tiers.forget(name));
     }
 
     /// Retires pages until the result of `last_step` is applied.
@@ -216,20 +216,11 @@ impl Memory {
         }
     }
 
-    /// Notes that the result of a step has come.
-    pub(crate) fn answered(&mut self, step: u64) {
-        self.retired.answered(step);
-    }
-
     /// Frees the pages that no step in flight names.
     pub(crate) fn free_retired(&mut self) {
         for pages in self.retired.take_returned() {
             pages.free(&mut self.tiers);
         }
-    }
-
-    pub(crate) fn retired(&self) -> &Retirement<Pages> {
-        &self.retired
     }
 
     /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now.
@@ -253,10 +244,10 @@ impl Memory {
         stats.pages_held = pages.held as usize;
         stats.pages_cached = pages.cached as usize;
         stats.pages_free = pages.free as usize;
-        stats.host = HostStats { arriving: roster.arriving().len(), ..self.host_stats() };
+        stats.host = HostStats { arriving: roster.arriving.len(), ..self.host_stats() };
         stats.sparse = self.sparse_counters;
         if let Kind::Backed(_) = self.kind {
-            let residents = roster.residents().values();
+            let residents = roster.residents.values();
             let residences = residents.filter_map(|&handle| roster[handle].state.residence());
             stats.sparse.requests = residences.filter(|r| r.pages.is_sparse()).count();
         }

@@ -56,7 +56,7 @@ impl Memory {
         }
         let mut leased = Leased::default();
         leased.pages.hot.reserve_exact(count);
-        for (found, &name) in found.into_iter().zip(entry.blocks.names()) {
+        for (found, &name) in found.into_iter().zip(&entry.blocks.names) {
             let (lease, ticket) = match found {
                 Found::Hot(lease) => (Some(lease), None),
                 Found::Arriving(lease, ticket) => (Some(lease), Some(ticket)),
@@ -140,8 +140,8 @@ impl Memory {
             return;
         }
         // Those who run may need a page each before these come free again.
-        let mut room = self.tiers.hot().spare().saturating_sub(roster.residents().len() as u32);
-        for ticket in turns.upcoming(host.prefetch as usize) {
+        let mut room = self.tiers.hot().spare().saturating_sub(roster.residents.len() as u32);
+        for ticket in turns.queue.upcoming(host.prefetch as usize) {
             let entry = &mut roster[ticket.handle];
             let pages = entry.total.div_ceil(page_size);
             if room == 0 {

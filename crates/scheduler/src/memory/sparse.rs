@@ -69,7 +69,7 @@ impl Memory {
         }
         let mut leased = Leased::default();
         entry.cached = found.len() as u32 * self.page_size;
-        for (block, &name) in found.into_iter().zip(entry.blocks.names()) {
+        for (block, &name) in found.into_iter().zip(&entry.blocks.names) {
             let BackedBlock { host, hot, pending, indexed, .. } = block;
             leased.restored += u32::from(hot.is_none());
             let (hot, ticket) = match hot {
@@ -104,7 +104,7 @@ impl Memory {
         // Its own pages come one by one: it gives up the first before it needs the last.
         let room = (self.tiers.hot().available(), self.tiers.host_available());
         if room.0 < sparse.row_pages + 1 || room.1 < 1 {
-            for (block, &name) in found.iter().zip(entry.blocks.names()) {
+            for (block, &name) in found.iter().zip(&entry.blocks.names) {
                 if !block.saved && !self.tiers.will_be_saved(name) {
                     self.tiers.want_saved(name);
                 }
@@ -114,7 +114,7 @@ impl Memory {
         }
         let mut leased = Leased::default();
         entry.cached = found.len() as u32 * self.page_size;
-        for (block, &name) in found.into_iter().zip(entry.blocks.names()) {
+        for (block, &name) in found.into_iter().zip(&entry.blocks.names) {
             let BackedBlock { host, hot, pending, indexed, .. } = block;
             if !indexed {
                 leased.pending.push_back(self.tiers.restore_index(name, &host));
@@ -134,7 +134,9 @@ impl Memory {
     /// Has sparse requests drop newly saved pages.
     pub(crate) fn drop_saved(&mut self, roster: &mut Roster, plan: &mut StepPlan) {
         if let Kind::Backed(_) = self.kind {
-            roster.for_each_resident(|entry| self.drop_saved_of(entry, plan));
+            for &handle in roster.residents.values() {
+                self.drop_saved_of(&mut roster.requests[handle], plan);
+            }
         }
     }
 
@@ -223,7 +225,7 @@ impl Memory {
                 .filter(|hot| self.tiers.can_drop(hot) && self.tiers.hot().leases(hot.page()) == 1);
             (given.count() as u32).checked_sub(sparse.row_pages).filter(|&gain| gain > 0)
         };
-        let gains = roster.decodes().iter().filter_map(|&handle| Some((gain(handle)?, handle)));
+        let gains = roster.decodes.iter().filter_map(|&handle| Some((gain(handle)?, handle)));
         // Of equals the least important one.
         let best = gains.max_by_key(|&(gain, handle)| (gain, roster[handle].key));
         let Some((_, handle)) = best else { return false };
@@ -252,7 +254,7 @@ impl Memory {
     /// True if residents could drop more after saves. Failed saves are requested again.
     fn saves_will_help(&mut self, roster: &Roster) -> bool {
         let mut unsaved = false;
-        for handle in roster.decodes().iter().chain(roster.prefills().values()) {
+        for handle in roster.decodes.iter().chain(roster.prefills.values()) {
             let entry = &roster[*handle];
             let Some(Residence { pages, .. }) = entry.state.residence() else { continue };
             let keep = pages.len().saturating_sub(Sparse::TAIL as usize);
@@ -263,7 +265,7 @@ impl Memory {
                 let name = match self.tiers.name_of(hot) {
                     None if index < pages.named as usize => {
                         // Another's page held its block, or it was forgotten.
-                        let name = entry.blocks.names()[index];
+                        let name = entry.blocks.names[index];
                         if !self.tiers.name_backed(hot, &pages.host[index], name) {
                             continue;
                         }

@@ -25,8 +25,8 @@ pub(crate) struct Turns {
     fair: bool,
     token_budget: u32,
     /// The waiting requests, without the suspects.
-    queue: Queue,
-    shares: Shares,
+    pub(crate) queue: Queue,
+    pub(crate) shares: Shares,
     /// The waiting request that did not fit, and the number of returns to the pools then. Until
     /// something comes back, looking again is a waste.
     blocked: Option<(Key, u64)>,
@@ -109,16 +109,6 @@ impl Turns {
         self.shares.promised().or_else(|| self.queue.first())
     }
 
-    /// Some of those whose turn comes soon.
-    pub(crate) fn upcoming(&self, count: usize) -> Vec<Ticket> {
-        self.queue.upcoming(count)
-    }
-
-    /// True if a request waits that goes before all others.
-    pub(crate) fn has_probe(&self) -> bool {
-        self.queue.has_probe()
-    }
-
     /// True if a request lacked pages, and none came back since. `returns` counts returns.
     pub(crate) fn is_blocked(&self, key: Key, returns: u64) -> bool {
         self.blocked == Some((key, returns))
@@ -140,25 +130,6 @@ impl Turns {
     pub(crate) fn unblock(&mut self) {
         self.blocked = None;
         self.shares.changed();
-    }
-
-    /// Takes out a request that becomes a resident: its client has had its turn.
-    pub(crate) fn admitted(&mut self, ticket: &Ticket) {
-        self.queue.admitted(ticket);
-    }
-
-    /// Notes that a request of a client has become a resident.
-    pub(crate) fn moved_in(&mut self, client: u64, handle: Handle) {
-        self.shares.moved_in(client, handle);
-    }
-
-    /// Notes that a client has a resident less.
-    pub(crate) fn moved_out(&mut self, client: u64) {
-        self.shares.moved_out(client);
-    }
-
-    pub(crate) fn forget_promise(&mut self) {
-        self.shares.forget_promise();
     }
 
     /// Lets nobody wait.
@@ -227,7 +198,7 @@ impl Turns {
     /// Checks that each request waits where it should, and each client's share.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         let mut counts = HashMap::new();
-        for (handle, entry) in roster.iter() {
+        for (handle, entry) in roster.requests.iter() {
             let (resident, held) = (entry.state.residence().is_some(), entry.request.held);
             let suspect = entry.mark().is_some() && !held;
             let places = [

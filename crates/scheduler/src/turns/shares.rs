@@ -14,7 +14,7 @@ const YIELD_SHARE: u64 = 4;
 
 /// Each client's share of the running requests.
 #[derive(Debug, Default)]
-pub(super) struct Shares {
+pub(crate) struct Shares {
     /// Residents of each client that has any.
     residents: HashMap<u64, u32>,
     /// The next request to be admitted, for which another gave way.
@@ -26,20 +26,20 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    pub(super) fn promised(&self) -> Option<Ticket> {
+    pub(crate) fn promised(&self) -> Option<Ticket> {
         self.promised
     }
 
-    pub(super) fn changed(&mut self) {
+    pub(crate) fn changed(&mut self) {
         self.settled = false;
     }
 
-    pub(super) fn moved_in(&mut self, client: u64, handle: Handle) {
+    pub(crate) fn moved_in(&mut self, client: u64, handle: Handle) {
         *self.residents.entry(client).or_default() += 1;
         self.gone(handle);
     }
 
-    pub(super) fn moved_out(&mut self, client: u64) {
+    pub(crate) fn moved_out(&mut self, client: u64) {
         if let Some(count) = self.residents.get_mut(&client) {
             *count -= 1;
             if *count == 0 {
@@ -50,34 +50,34 @@ impl Shares {
     }
 
     /// A request does not wait any more.
-    pub(super) fn gone(&mut self, handle: Handle) {
+    pub(crate) fn gone(&mut self, handle: Handle) {
         self.promised.take_if(|ticket| ticket.handle == handle);
         self.settled = false;
     }
 
-    pub(super) fn forget_promise(&mut self) {
+    pub(crate) fn forget_promise(&mut self) {
         self.promised = None;
         self.settled = false;
     }
 
     /// Residents that each client has.
-    pub(super) fn counts(&self) -> &HashMap<u64, u32> {
+    pub(crate) fn counts(&self) -> &HashMap<u64, u32> {
         &self.residents
     }
 
     /// True if a look at this step may find that a request has to give way.
-    pub(super) fn may_change(&self, step: u64) -> bool {
+    pub(crate) fn may_change(&self, step: u64) -> bool {
         !self.settled && step >= self.rested_at
     }
 
     /// Notes that a look has found nothing to change.
-    pub(super) fn settle(&mut self) {
+    pub(crate) fn settle(&mut self) {
         self.settled = true;
     }
 
     /// Promises the next admission to a request for which another gives way now. That one loses
     /// `lost` computed positions.
-    pub(super) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32, token_budget: u32) {
+    pub(crate) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32, token_budget: u32) {
         let steps = (YIELD_SHARE * u64::from(lost)).div_ceil(u64::from(token_budget.max(1)));
         self.promised = Some(ticket);
         self.rested_at = step + 1 + steps;
@@ -85,14 +85,14 @@ impl Shares {
 
     /// The least important resident of a client with more than an even share, and no more important
     /// than the request. `None`: nobody has to give way for the request.
-    pub(super) fn who_gives_way(&self, ticket: &Ticket, roster: &Roster) -> Option<Handle> {
+    pub(crate) fn who_gives_way(&self, ticket: &Ticket, roster: &Roster) -> Option<Handle> {
         let counts = &self.residents;
         let admitted = roster[ticket.handle].request.past.admitted;
         if counts.contains_key(&ticket.client) || admitted {
             return None;
         }
-        let even = (roster.residents().len() / (counts.len() + 1)).max(1);
-        let least = roster.residents().iter().rev();
+        let even = (roster.residents.len() / (counts.len() + 1)).max(1);
+        let least = roster.residents.iter().rev();
         least
             .take_while(|(key, _)| key.rank >= ticket.key.rank)
             .map(|(_, &handle)| handle)
