@@ -5,16 +5,16 @@ use std::ops::Bound;
 use crate::entry::{Residence, State};
 use crate::memory::Leased;
 use crate::request::Key;
-use crate::steps::Draft;
+use crate::steps::NewStep;
 use crate::words::has_words;
 use crate::{Event, Handle, Scheduler};
 
 impl Scheduler {
-    pub(crate) fn plan_prefills(&mut self, budget: &mut u32, draft: &mut Draft<'_>) {
+    pub(crate) fn plan_prefills(&mut self, budget: &mut u32, step: &mut NewStep<'_>) {
         let mut from = Bound::Unbounded;
         while *budget > 0 {
-            if let Some(handle) = self.next_arrived(from, draft) {
-                self.arrive(handle, draft);
+            if let Some(handle) = self.next_arrived(from, step) {
+                self.arrive(handle, step);
             }
             // Each is either done with its prefill and leaves the map, or takes all that is left of
             // the budget, or it gets its pages one by one, or it waits for an image, or the result
@@ -28,7 +28,7 @@ impl Scheduler {
             let planned = if in_parts && self.memory.lacks_page(entry) {
                 0
             } else {
-                self.push_row(handle, *budget, draft)
+                self.push_row(handle, *budget, step)
             };
             *budget -= planned;
             if in_parts || planned == 0 {
@@ -39,21 +39,21 @@ impl Scheduler {
 
     /// The most important request whose blocks have come back. It has to go before all in prefill
     /// from there on, and the plan must have room for it.
-    fn next_arrived(&self, from: Bound<Key>, draft: &Draft<'_>) -> Option<Handle> {
+    fn next_arrived(&self, from: Bound<Key>, step: &NewStep<'_>) -> Option<Handle> {
         let arrived = self.roster.next_arrived(from);
-        arrived.filter(|&handle| self.has_room_in_plan(handle, draft))
+        arrived.filter(|&handle| self.has_room_in_plan(handle, step))
     }
 
     /// True if the plan and its result have room for a new request too.
-    fn has_room_in_plan(&self, handle: Handle, draft: &Draft<'_>) -> bool {
+    fn has_room_in_plan(&self, handle: Handle, step: &NewStep<'_>) -> bool {
         let entry = &self.roster[handle];
-        let answers = |most| draft.flight.answers_left(self.config.step_words, most);
-        (!draft.plan.writes_slots() || has_words(&self.config, &self.memory, draft, entry))
+        let answers = |most| step.flight.answers_left(self.config.step_words, most);
+        (!step.plan.writes_slots() || has_words(&self.config, &self.memory, step, entry))
             && entry.has_room_in_result(answers)
     }
 
     /// Admits waiting requests in the order of their turns, as long as the plan has room.
-    pub(crate) fn admit(&mut self, budget: &mut u32, draft: &mut Draft<'_>) {
+    pub(crate) fn admit(&mut self, budget: &mut u32, step: &mut NewStep<'_>) {
         while *budget > 0 && self.roster.has_place(self.turns.queue.has_probe()) {
             let Some(ticket) = self.turns.next() else { return };
             let (key, handle) = (ticket.key, ticket.handle);
@@ -64,11 +64,11 @@ impl Scheduler {
             // A prompt that must not be cut waits for a step with room for all of it, unless it is
             // longer than any has.
             let most = self.memory.row_limit(entry.total, *budget);
-            if most > *budget && !draft.flight.rows.is_empty() {
+            if most > *budget && !step.flight.rows.is_empty() {
                 return;
             }
             let returns = self.returns();
-            if !self.has_room_in_plan(handle, draft)
+            if !self.has_room_in_plan(handle, step)
                 || self.turns.is_blocked(key, returns)
                 || !self.roster.has_place(entry.request.probe)
             {
@@ -81,11 +81,11 @@ impl Scheduler {
                 return;
             };
             self.turns.queue.admitted(&ticket);
-            self.move_in(handle, slot, leased, draft);
+            self.move_in(handle, slot, leased, step);
             if let State::Arriving { .. } = self.roster[handle].state {
                 continue;
             }
-            *budget = budget.saturating_sub(self.push_row(handle, most, draft));
+            *budget = budget.saturating_sub(self.push_row(handle, most, step));
         }
     }
 
@@ -121,7 +121,7 @@ impl Scheduler {
         handle: Handle,
         slot: u32,
         leased: Leased,
-        draft: &mut Draft<'_>,
+        step: &mut NewStep<'_>,
     ) {
         let Leased { pages, pending, restored } = leased;
         let entry = &mut self.roster[handle];
@@ -139,30 +139,30 @@ impl Scheduler {
             self.counters.recomputed_tokens += u64::from(lost);
         }
         let (id, restoring) = (entry.request.id, !pending.is_empty());
-        draft.events.push(Event::Admitted { id, cached_tokens, replayed, restoring });
+        step.events.push(Event::Admitted { id, cached_tokens, replayed, restoring });
         self.turns.shares.moved_in(entry.request.client, handle);
         let residence = Residence { slot, pages, images: vec![], passed: 0, last_step: 0 };
         if restoring {
             self.roster.begin_arriving(handle, residence, pending);
         } else {
-            self.begin_prefill(handle, residence, draft);
+            self.begin_prefill(handle, residence, step);
         }
     }
 
     /// A request's blocks are on the device: it goes on with the rest.
-    pub(crate) fn arrive(&mut self, handle: Handle, draft: &mut Draft<'_>) {
+    pub(crate) fn arrive(&mut self, handle: Handle, step: &mut NewStep<'_>) {
         if let Some(residence) = self.roster.take_arrived(handle) {
-            draft.events.push(Event::Arrived { id: self.roster[handle].request.id });
-            self.begin_prefill(handle, residence, draft);
+            step.events.push(Event::Arrived { id: self.roster[handle].request.id });
+            self.begin_prefill(handle, residence, step);
         }
     }
 
     /// Writes slot and pages of a resident into the plan: from here on it has rows.
-    fn begin_prefill(&mut self, handle: Handle, mut residence: Residence, draft: &mut Draft<'_>) {
+    fn begin_prefill(&mut self, handle: Handle, mut residence: Residence, step: &mut NewStep<'_>) {
         let entry = &self.roster[handle];
-        draft.plan.write_slot(&entry.slot(residence.slot));
-        residence.pages.write_tables(residence.slot, draft.plan);
-        self.images.begin(handle, entry, &mut residence, draft);
+        step.plan.write_slot(&entry.slot(residence.slot));
+        residence.pages.write_tables(residence.slot, step.plan);
+        self.images.begin(handle, entry, &mut residence, step);
         self.roster.begin_prefill(handle, residence);
     }
 }

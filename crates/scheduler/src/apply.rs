@@ -148,6 +148,33 @@ impl Scheduler {
         }
     }
 
+    /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
+    /// ended.
+    fn tell_prompt(
+        &mut self,
+        row: &FlightRow,
+        given: PromptLogprobsOf<'_>,
+        events: &mut Vec<Event>,
+    ) -> bool {
+        let (Some(want), entry) = (row.prompt, &mut self.roster[row.handle]) else { return true };
+        let Some(tail) = &mut entry.request.prompt_logprobs else { return true };
+        debug_assert!(want.first <= tail.first, "results come in order, without a gap");
+        let told = tail.first - want.first;
+        if told >= want.count {
+            return true;
+        }
+        tail.first = want.first + want.count;
+        let (id, complete) = (entry.request.id, tail.first == entry.prompt_len);
+        events.push(Event::PromptLogprobs { id, logprobs: given.from(told, want.most) });
+        if !complete || entry.generates() {
+            return true;
+        }
+        self.memory.offer_blocks(entry);
+        events.push(Event::Finished { id, reason: Finish::Length });
+        self.remove(row.handle);
+        false
+    }
+
     fn count_prompt(&mut self, row: &FlightRow, events: &mut Vec<Event>) {
         let entry = &self.roster[row.handle];
         // The last position of a row that sits out counts when it comes again.

@@ -3,13 +3,13 @@
 use forebay_protocol::StepPlan;
 
 use crate::memory::Room;
-use crate::steps::Draft;
+use crate::steps::NewStep;
 use crate::{Handle, Scheduler};
 
 impl Scheduler {
     /// Gives a page to each decoding request whose next position begins one, the most important
     /// first.
-    pub(crate) fn grow_decodes(&mut self, draft: &mut Draft<'_>) {
+    pub(crate) fn grow_decodes(&mut self, step: &mut NewStep<'_>) {
         let mut needy = std::mem::take(&mut self.needy);
         let roster = &self.roster;
         let grows = |handle: &&Handle| roster[**handle].grows_in_prefill();
@@ -23,7 +23,7 @@ impl Scheduler {
         for (_, handle) in needy.drain(..) {
             // The ones before it may have had to take its pages.
             if self.roster[handle].state.residence().is_some() {
-                self.grow(handle, draft);
+                self.grow(handle, step);
             }
         }
         self.needy = needy;
@@ -32,17 +32,17 @@ impl Scheduler {
     /// Gives a page to a resident if it lacks one, preempting the least important residents for it,
     /// in the end itself. If retired pages are on their way back, it skips this step. If copies
     /// alone hold pages, it skips too instead of preempting itself.
-    pub(crate) fn grow(&mut self, handle: Handle, draft: &mut Draft<'_>) {
+    pub(crate) fn grow(&mut self, handle: Handle, step: &mut NewStep<'_>) {
         if !self.memory.lacks_page(&self.roster[handle]) {
             return;
         }
         loop {
             let Some(residence) = self.roster[handle].state.residence_mut() else { return };
-            if self.memory.add_page(residence, draft.plan) || self.awaits_retired() {
+            if self.memory.add_page(residence, step.plan) || self.awaits_retired() {
                 return;
             }
             let Some((_, &victim)) = self.roster.residents.last_key_value() else { return };
-            match self.memory.make_room(&mut self.roster, draft.plan) {
+            match self.memory.make_room(&mut self.roster, step.plan) {
                 Room::Made => continue,
                 Room::WithCopies => return,
                 Room::None => {}
@@ -51,9 +51,9 @@ impl Scheduler {
                 return;
             }
             if let Some(residence) = self.roster[victim].state.residence() {
-                draft.plan.forget_slot(residence.slot);
+                step.plan.forget_slot(residence.slot);
             }
-            self.preempt(victim, draft.events);
+            self.preempt(victim, step.events);
         }
     }
 

@@ -135,8 +135,9 @@ pub use crate::event::{ApplyError, Event, Finish, HostStats, ImageStats, SparseS
 pub use crate::images::prompt::{PromptImage, image_words};
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
+pub use crate::steps::Planned;
 pub use crate::turns::fair::FairQueue;
-pub use crate::view::{Phase, Planned, RequestView};
+pub use crate::view::{Phase, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
 /// The largest number of plans whose results are outstanding. With one plan at a time the caller

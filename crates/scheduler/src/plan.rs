@@ -5,7 +5,7 @@ use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
 use crate::entry::State;
 use crate::images::visible;
-use crate::steps::{Draft, FlightRow};
+use crate::steps::{FlightRow, NewStep};
 use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
 
 impl Scheduler {
@@ -20,12 +20,12 @@ impl Scheduler {
         if self.in_flight() >= most || !self.quarantine_permits() {
             return false;
         }
-        let mut draft = Draft { plan, events, flight: self.steps.begin() };
+        let mut step = NewStep { plan, events, flight: self.steps.begin() };
         let decodes = match self.turns.suspect() {
-            Some(suspect) => self.plan_suspect(suspect, &mut draft),
-            None => self.plan_everybody(&mut draft),
+            Some(suspect) => self.plan_suspect(suspect, &mut step),
+            None => self.plan_everybody(&mut step),
         };
-        let Draft { plan, flight, .. } = draft;
+        let NewStep { plan, flight, .. } = step;
         // The hand executes in order, so the next plan may share what this one computes. This one
         // may not: its rows run side by side.
         for row in &flight.rows[decodes..] {
@@ -54,58 +54,58 @@ impl Scheduler {
     }
 
     /// Plans rows for all requests with room. Gives the number of decode rows.
-    fn plan_everybody(&mut self, draft: &mut Draft<'_>) -> usize {
-        self.give_way(draft.events);
-        self.keep_pages_ready(draft.plan);
-        self.grow_decodes(draft);
-        self.plan_decodes(draft);
-        let decodes = draft.flight.rows.len();
-        self.images.plan(&mut self.roster, None, draft);
+    fn plan_everybody(&mut self, step: &mut NewStep<'_>) -> usize {
+        self.give_way(step.events);
+        self.keep_pages_ready(step.plan);
+        self.grow_decodes(step);
+        self.plan_decodes(step);
+        let decodes = step.flight.rows.len();
+        self.images.plan(&mut self.roster, None, step);
         let left = self.config.token_budget.saturating_sub(decodes as u32);
         // Without the floor, enough decoding requests would starve prefill for ever.
         let mut budget = left.max(self.config.page_size);
-        self.plan_prefills(&mut budget, draft);
-        self.admit(&mut budget, draft);
+        self.plan_prefills(&mut budget, step);
+        self.admit(&mut budget, step);
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
         decodes
     }
 
     /// Plans a row for a suspect and for no other request. The others wait, and keep the pages that
     /// the suspect does not need. Gives the number of decode rows.
-    fn plan_suspect(&mut self, handle: Handle, draft: &mut Draft<'_>) -> usize {
+    fn plan_suspect(&mut self, handle: Handle, step: &mut NewStep<'_>) -> usize {
         if self.roster[handle].state.residence().is_none() {
-            let Some((slot, leased)) = self.make_room(handle, draft.events) else { return 0 };
-            self.move_in(handle, slot, leased, draft);
+            let Some((slot, leased)) = self.make_room(handle, step.events) else { return 0 };
+            self.move_in(handle, slot, leased, step);
         }
         if self.roster[handle].state.has_arrived() {
-            self.arrive(handle, draft);
+            self.arrive(handle, step);
         }
-        self.keep_pages_ready(draft.plan);
+        self.keep_pages_ready(step.plan);
         if self.roster[handle].grows_in_prefill() {
-            self.grow(handle, draft);
+            self.grow(handle, step);
         }
         // Pages of a victim that is not in flight are back at once, and then nothing else would
         // bring the next plan.
-        while !self.images.plan(&mut self.roster, Some(handle), draft)
-            && !draft.plan.has_images()
+        while !self.images.plan(&mut self.roster, Some(handle), step)
+            && !step.plan.has_images()
             && let Some(victim) = self.images.holder(handle, &self.roster)
         {
-            self.preempt(victim, draft.events);
+            self.preempt(victim, step.events);
         }
         let entry = &self.roster[handle];
         match entry.state {
             State::Prefill(_) if !self.memory.lacks_page(entry) => {
                 let budget = self.config.token_budget.max(self.config.page_size);
                 let most = self.memory.row_limit(entry.total, budget);
-                self.push_row(handle, most, draft);
+                self.push_row(handle, most, step);
                 0
             }
             State::Decode { .. } if entry.plannable() => {
-                self.grow(handle, draft);
+                self.grow(handle, step);
                 let entry = &self.roster[handle];
                 let decodes = matches!(entry.state, State::Decode { .. });
                 let fits = decodes && !self.memory.lacks_page(entry);
-                if fits { self.push_row(handle, 1, draft) as usize } else { 0 }
+                if fits { self.push_row(handle, 1, step) as usize } else { 0 }
             }
             State::Prefill(_)
             | State::Arriving { .. }
@@ -115,20 +115,20 @@ impl Scheduler {
         }
     }
 
-    fn plan_decodes(&mut self, draft: &mut Draft<'_>) {
+    fn plan_decodes(&mut self, step: &mut NewStep<'_>) {
         for at in 0..self.roster.decodes.len() {
             let handle = self.roster.decodes[at];
             let entry = &self.roster[handle];
             if entry.plannable() && !self.memory.lacks_page(entry) {
-                self.push_row(handle, 1, draft);
+                self.push_row(handle, 1, step);
             }
         }
     }
 
     /// Plans up to `most` of a resident's positions. Gives their number. The row that reaches
     /// `total` samples, and then the request decodes. A pooled request has no further rows then.
-    pub(crate) fn push_row(&mut self, handle: Handle, most: u32, draft: &mut Draft<'_>) -> u32 {
-        let Draft { plan, flight, .. } = draft;
+    pub(crate) fn push_row(&mut self, handle: Handle, most: u32, step: &mut NewStep<'_>) -> u32 {
+        let NewStep { plan, flight, .. } = step;
         let entry = &mut self.roster[handle];
         let Some(residence) = entry.state.residence() else { return 0 };
         let (slot, pages) = (residence.slot, residence.pages.len() as u32);

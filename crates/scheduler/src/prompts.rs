@@ -10,7 +10,6 @@ use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
 use crate::entry::Entry;
 use crate::steps::FlightRow;
-use crate::{Event, Finish, Scheduler};
 
 /// The tokens of a prompt whose log-probabilities a client wants: all from one position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,35 +69,6 @@ impl Entry {
     }
 }
 
-impl Scheduler {
-    /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
-    /// ended.
-    pub(crate) fn tell_prompt(
-        &mut self,
-        row: &FlightRow,
-        given: PromptLogprobsOf<'_>,
-        events: &mut Vec<Event>,
-    ) -> bool {
-        let (Some(want), entry) = (row.prompt, &mut self.roster[row.handle]) else { return true };
-        let Some(tail) = &mut entry.request.prompt_logprobs else { return true };
-        debug_assert!(want.first <= tail.first, "results come in order, without a gap");
-        let told = tail.first - want.first;
-        if told >= want.count {
-            return true;
-        }
-        tail.first = want.first + want.count;
-        let (id, complete) = (entry.request.id, tail.first == entry.prompt_len);
-        events.push(Event::PromptLogprobs { id, logprobs: given.from(told, want.most) });
-        if !complete || entry.generates() {
-            return true;
-        }
-        self.memory.offer_blocks(entry);
-        events.push(Event::Finished { id, reason: Finish::Length });
-        self.remove(row.handle);
-        false
-    }
-}
-
 /// The log-probabilities of a row's prompt, as a result has them.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct PromptLogprobsOf<'a> {
@@ -124,7 +94,7 @@ impl<'a> PromptLogprobsOf<'a> {
     }
 
     /// The log-probabilities without the first `told` tokens.
-    fn from(self, told: u32, most: u32) -> PromptLogprobs {
+    pub(crate) fn from(self, told: u32, most: u32) -> PromptLogprobs {
         let (tokens, entries) = (told as usize, told as usize * (1 + most as usize));
         PromptLogprobs {
             ranks: self.ranks[tokens..].to_vec(),

@@ -4,37 +4,7 @@ use serde::Serialize;
 
 use crate::Scheduler;
 use crate::entry::State;
-use crate::steps::Flight;
-
-/// The work of a plan.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Planned {
-    /// Rows that decode.
-    pub decode_rows: u32,
-    /// Rows that compute known tokens of a prompt.
-    pub prefill_rows: u32,
-    /// Positions of all rows.
-    pub tokens: u32,
-    /// Images in the tower.
-    pub images: u32,
-}
-
-impl Planned {
-    pub(crate) fn of(flight: &Flight, decodes: usize) -> Self {
-        Self {
-            decode_rows: decodes as u32,
-            prefill_rows: (flight.rows.len() - decodes) as u32,
-            tokens: flight.rows.iter().map(|row| row.end - row.start).sum(),
-            images: flight.towers.len() as u32,
-        }
-    }
-
-    /// True if the device computes anything.
-    #[must_use]
-    pub fn computes(&self) -> bool {
-        self.tokens > 0 || self.images > 0
-    }
-}
+use crate::steps::Planned;
 
 /// The phase of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]

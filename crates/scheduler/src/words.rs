@@ -11,7 +11,7 @@ use crate::config::SchedulerConfig;
 use crate::entry::Entry;
 use crate::images::prompt::image_words;
 use crate::memory::Memory;
-use crate::steps::Draft;
+use crate::steps::NewStep;
 
 /// The size in words up to which a plan may admit a further request: 16 MiB, which the hand reads
 /// in some milliseconds.
@@ -46,7 +46,7 @@ pub(crate) fn check_slots(slots: u32) {
 pub(crate) fn has_words(
     config: &SchedulerConfig,
     memory: &Memory,
-    draft: &Draft<'_>,
+    step: &NewStep<'_>,
     entry: &Entry,
 ) -> bool {
     // What it still shares becomes its own, and part of the slot.
@@ -56,7 +56,7 @@ pub(crate) fn has_words(
         + ROW_WORDS
         + memory.words(entry.total, config.token_budget)
         + image_words(&entry.request.images) as usize;
-    let vectors = draft.flight.pooled + usize::from(entry.pools());
-    draft.plan.words() + words <= config.step_words
+    let vectors = step.flight.pooled + usize::from(entry.pools());
+    step.plan.words() + words <= config.step_words
         && vectors * config.vector_size as usize <= STEP_WORDS
 }

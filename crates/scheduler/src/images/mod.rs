@@ -4,9 +4,9 @@
 //! An image that a resident needs and that is on no image page is *wanted*, and an event says so.
 //! The caller then puts its patches where the hand reads them
 //! ([`crate::Scheduler::image_placed`]). Then it waits for the tower, which computes one image at a
-//! time, some layers a step ([`Tower::budget`]). So no stream waits for a whole image. The last layers write the output to
-//! image pages, which stay as long as there is room. The next request with that image needs neither
-//! patches nor tower.
+//! time, some layers a step ([`Tower::budget`]). So no stream waits for a whole image. The last
+//! layers write the output to image pages, which stay as long as there is room. The next request
+//! with that image needs neither patches nor tower.
 //!
 //! A request has rows up to the first of its images that is not there yet. It leases the pages of
 //! those ahead of it, and gives them back as soon as its rows are past them. If pages run short,
@@ -33,7 +33,7 @@ use crate::request::Key;
 use crate::retirement::{Retirement, check_leases};
 use crate::roster::Roster;
 use crate::slab::Handle;
-use crate::steps::Draft;
+use crate::steps::NewStep;
 use prompt::PromptImage;
 
 /// Work that is left before a needed image is on pages.
@@ -133,20 +133,20 @@ impl Images {
         handle: Handle,
         entry: &Entry,
         residence: &mut Residence,
-        draft: &mut Draft<'_>,
+        step: &mut NewStep<'_>,
     ) {
         for (index, image) in entry.request.images.iter().enumerate() {
             let behind = image.end() <= entry.computed;
             let count = self.pages_of(image.span.grid);
             let lease = if behind { None } else { self.pool.find(image.id, count) };
-            draft.plan.write_image_span(residence.slot, image.span, pages(lease.as_ref()));
+            step.plan.write_image_span(residence.slot, image.span, pages(lease.as_ref()));
             if behind {
                 self.counters.in_prefix += 1;
                 residence.passed += 1;
             } else if lease.is_some() {
                 self.counters.in_pages += 1;
             } else if !self.work.contains_key(&image.id) {
-                self.want(image.id, entry.request.id, index, draft.events);
+                self.want(image.id, entry.request.id, index, step.events);
             }
             residence.images.push(lease);
         }

@@ -9,7 +9,7 @@ use super::prompt::PromptImage;
 use super::{Images, Work, pages};
 use crate::roster::Roster;
 use crate::slab::Handle;
-use crate::steps::{Draft, FlightImage};
+use crate::steps::{FlightImage, NewStep};
 
 /// The tower's next work.
 enum Next {
@@ -26,10 +26,10 @@ impl Images {
         &mut self,
         roster: &mut Roster,
         only: Option<Handle>,
-        draft: &mut Draft<'_>,
+        step: &mut NewStep<'_>,
     ) -> bool {
-        self.given_up.drain(..).for_each(|number| draft.plan.give_up_image(number));
-        self.look_again(roster, draft);
+        self.given_up.drain(..).for_each(|number| step.plan.give_up_image(number));
+        self.look_again(roster, step);
         let mut budget = self.tower.budget.max(1);
         let mut first = true;
         while budget > 0 {
@@ -45,19 +45,19 @@ impl Images {
             let Some(work) = self.advance(&image, most) else { return true };
             first = false;
             budget = budget.saturating_sub(u64::from(work.end - work.first) * cost);
-            draft.flight.read.extend(work.patches);
-            draft.flight.towers.push(FlightImage { handle, end: image.end() });
+            step.flight.read.extend(work.patches);
+            step.flight.towers.push(FlightImage { handle, end: image.end() });
             if work.end == self.tower.layers {
-                self.finish(roster, work, image.id, draft);
+                self.finish(roster, work, image.id, step);
             } else {
-                draft.plan.push_image(work, pages(None));
+                step.plan.push_image(work, pages(None));
             }
         }
         true
     }
 
     /// Whoever has come to an image whose pages were given up meanwhile looks for it again.
-    fn look_again(&mut self, roster: &mut Roster, draft: &mut Draft<'_>) {
+    fn look_again(&mut self, roster: &mut Roster, step: &mut NewStep<'_>) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {
             let entry = &mut roster[handle];
@@ -70,10 +70,10 @@ impl Images {
             }
             *lease = self.pool.find(image.id, self.pages_of(image.span.grid));
             if lease.is_some() {
-                draft.plan.write_image_span(slot, image.span, pages(lease.as_ref()));
-                residence.last_step = draft.flight.step;
+                step.plan.write_image_span(slot, image.span, pages(lease.as_ref()));
+                residence.last_step = step.flight.step;
             } else {
-                self.want(image.id, id, at, draft.events);
+                self.want(image.id, id, at, step.events);
             }
         }
     }
@@ -152,20 +152,26 @@ impl Images {
 
     /// Notes that the last layers of an image are planned. Requests that need the image get its
     /// pages.
-    fn finish(&mut self, roster: &mut Roster, work: TowerWork, id: ImageId, draft: &mut Draft<'_>) {
+    fn finish(
+        &mut self,
+        roster: &mut Roster,
+        work: TowerWork,
+        id: ImageId,
+        step: &mut NewStep<'_>,
+    ) {
         let Some(Work::Encoding { pages: done, .. }) = self.work.remove(&id) else { return };
         self.counters.encoded += 1;
         self.pool.publish(&done, id);
-        draft.plan.push_image(work, pages(Some(&done)));
+        step.plan.push_image(work, pages(Some(&done)));
         for handle in self.seeing.values() {
             let entry = &mut roster[*handle];
             let prompt = Arc::clone(&entry.request.images);
             let Some(residence) = entry.state.residence_mut() else { continue };
             let slots = prompt.iter().zip(&mut residence.images).skip(residence.passed);
             for (image, lease) in slots.filter(|(image, lease)| image.id == id && lease.is_none()) {
-                draft.plan.write_image_span(residence.slot, image.span, pages(Some(&done)));
+                step.plan.write_image_span(residence.slot, image.span, pages(Some(&done)));
                 *lease = Some(self.pool.join(&done));
-                residence.last_step = draft.flight.step;
+                residence.last_step = step.flight.step;
             }
         }
         self.pool.release(done);
