@@ -2,7 +2,7 @@
 
 use std::ops::Bound;
 
-use crate::entry::{Residence, State};
+use crate::entry::{Residence, Stage};
 use crate::memory::Leased;
 use crate::request::Key;
 use crate::steps::NewStep;
@@ -82,10 +82,9 @@ impl Scheduler {
             };
             self.turns.queue.admitted(&ticket);
             self.move_in(handle, slot, leased, step);
-            if let State::Arriving { .. } = self.roster[handle].state {
-                continue;
+            if let Some(Stage::Prefill) = self.roster[handle].stage() {
+                *budget = budget.saturating_sub(self.push_row(handle, most, step));
             }
-            *budget = budget.saturating_sub(self.push_row(handle, most, step));
         }
     }
 
@@ -141,28 +140,27 @@ impl Scheduler {
         let (id, restoring) = (entry.request.id, !pending.is_empty());
         step.events.push(Event::Admitted { id, cached_tokens, replayed, restoring });
         self.turns.shares.moved_in(entry.request.client, handle);
-        let residence = Residence { slot, pages, images: vec![], passed: 0, last_step: 0 };
-        if restoring {
-            self.roster.begin_arriving(handle, residence, pending);
-        } else {
-            self.begin_prefill(handle, residence, step);
+        let stage = if restoring { Stage::Arriving(pending) } else { Stage::Prefill };
+        let (images, passed, last_step) = (vec![], 0, 0);
+        self.roster.move_in(handle, Residence { slot, pages, images, passed, last_step, stage });
+        if !restoring {
+            self.write_slot(handle, step);
         }
     }
 
     /// A request's blocks are on the device: it goes on with the rest.
     pub(crate) fn arrive(&mut self, handle: Handle, step: &mut NewStep<'_>) {
-        if let Some(residence) = self.roster.take_arrived(handle) {
-            step.events.push(Event::Arrived { id: self.roster[handle].request.id });
-            self.begin_prefill(handle, residence, step);
-        }
+        self.roster.arrive(handle);
+        step.events.push(Event::Arrived { id: self.roster[handle].request.id });
+        self.write_slot(handle, step);
     }
 
     /// Writes slot and pages of a resident into the plan: from here on it has rows.
-    fn begin_prefill(&mut self, handle: Handle, mut residence: Residence, step: &mut NewStep<'_>) {
-        let entry = &self.roster[handle];
-        step.plan.write_slot(&entry.slot(residence.slot));
-        residence.pages.write_tables(residence.slot, step.plan);
-        self.images.begin(handle, entry, &mut residence, step);
-        self.roster.begin_prefill(handle, residence);
+    fn write_slot(&mut self, handle: Handle, step: &mut NewStep<'_>) {
+        let entry = &mut self.roster[handle];
+        let Some(Residence { slot, pages, .. }) = &entry.residence else { return };
+        step.plan.write_slot(&entry.slot(*slot));
+        pages.write_tables(*slot, step.plan);
+        self.images.begin(handle, entry, step);
     }
 }

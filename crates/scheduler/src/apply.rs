@@ -2,7 +2,7 @@
 
 use forebay_protocol::{COPY_OK, CopyEnd, ROW_OK, SampledLogprobs, StepResult, Want};
 
-use crate::entry::State;
+use crate::entry::Stage;
 use crate::prompts::PromptLogprobsOf;
 use crate::steps::{Flight, FlightRow};
 use crate::{ApplyError, Event, Finish, Handle, Scheduler};
@@ -118,7 +118,7 @@ impl Scheduler {
             if !std::mem::take(&mut first) {
                 entry.total += 1;
                 // If it has lost its pages meanwhile, it computes all of them again.
-                if let State::Decode { .. } = entry.state {
+                if let Some(Stage::Decode { .. }) = entry.stage() {
                     entry.computed += 1;
                 }
             }

@@ -22,55 +22,22 @@ pub(crate) struct Residence {
     pub(crate) passed: usize,
     /// The last step whose plan names the slot or the pages.
     pub(crate) last_step: u64,
+    pub(crate) stage: Stage,
 }
 
-/// The state of a request.
+/// The stage of a request while it runs.
 #[derive(Debug)]
-pub(crate) enum State {
-    /// The request is in a queue, and owns nothing.
-    Waiting,
+pub(crate) enum Stage {
     /// The leading blocks of the request come back from the host tier by these copies. No plan has
     /// named its slot and pages yet.
-    Arriving { residence: Residence, pending: VecDeque<u32> },
+    Arriving(VecDeque<u32>),
     /// Computing tokens that it knows.
-    Prefill(Residence),
-    /// One token a step, each from the one before. `at` is its index in the scheduler's list.
-    Decode { residence: Residence, at: usize },
+    Prefill,
+    /// One token a step, each from the one before. `at` is its index in the roster's list.
+    Decode { at: usize },
     /// All that it needs is planned: its vector, or the last log-probabilities of its prompt, will
     /// come with the last step that names it.
-    Planned(Residence),
-}
-
-impl State {
-    /// True if the request waited for copies, and all have ended.
-    pub(crate) fn has_arrived(&self) -> bool {
-        matches!(self, Self::Arriving { pending, .. } if pending.is_empty())
-    }
-
-    /// True if the request waits for this copy.
-    pub(crate) fn waits_for(&self, ticket: u32) -> bool {
-        matches!(self, Self::Arriving { pending, .. } if pending.contains(&ticket))
-    }
-
-    pub(crate) fn residence(&self) -> Option<&Residence> {
-        match self {
-            Self::Waiting => None,
-            Self::Arriving { residence, .. }
-            | Self::Prefill(residence)
-            | Self::Decode { residence, .. }
-            | Self::Planned(residence) => Some(residence),
-        }
-    }
-
-    pub(crate) fn residence_mut(&mut self) -> Option<&mut Residence> {
-        match self {
-            Self::Waiting => None,
-            Self::Arriving { residence, .. }
-            | Self::Prefill(residence)
-            | Self::Decode { residence, .. }
-            | Self::Planned(residence) => Some(residence),
-        }
-    }
+    Planned,
 }
 
 /// A live request. `cached <= computed <= total`, everything else follows.
@@ -92,7 +59,8 @@ pub(crate) struct Entry {
     pub(crate) computed: u32,
     /// Tokens that exist, or will at least when the steps in flight are done.
     pub(crate) total: u32,
-    pub(crate) state: State,
+    /// `None`: it waits, and owns nothing.
+    pub(crate) residence: Option<Residence>,
     pub(crate) blocks: Blocks,
     /// Positions that were computed when it lost its pages.
     pub(crate) lost: u32,
@@ -118,7 +86,7 @@ impl Entry {
             cached: 0,
             computed: 0,
             total: prompt_len + request.generated.len() as u32,
-            state: State::Waiting,
+            residence: None,
             blocks: Blocks::new(namer.root(request.cache_salt)),
             lost: 0,
             waits: false,
@@ -138,9 +106,19 @@ impl Entry {
         NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec }
     }
 
+    /// The stage of a resident.
+    pub(crate) fn stage(&self) -> Option<&Stage> {
+        self.residence.as_ref().map(|residence| &residence.stage)
+    }
+
+    /// True if the request waited for copies, and all have ended.
+    pub(crate) fn has_arrived(&self) -> bool {
+        matches!(self.stage(), Some(Stage::Arriving(pending)) if pending.is_empty())
+    }
+
     /// True if a resident gets its pages one by one in prefill too.
     pub(crate) fn grows_in_prefill(&self) -> bool {
-        self.state.residence().is_some_and(|residence| residence.pages.grow_in_prefill())
+        self.residence.as_ref().is_some_and(|residence| residence.pages.grow_in_prefill())
     }
 
     /// The request that another scheduler can go on with.
@@ -220,19 +198,19 @@ impl Entry {
         let pending = rows.clone().filter(|row| row.want.samples()).count() as u32;
         let told = format!("{} known, {pending} in flight", self.known());
         ensure(self.known() + pending == total, &told)?;
-        match &self.state {
-            State::Waiting => ensure(computed == 0, "but it owns no page"),
-            State::Prefill(_) => Ok(()),
-            State::Decode { .. } => ensure(computed + 1 == total, "but it decodes"),
-            State::Planned(_) => {
+        let Some(Residence { stage, last_step, .. }) = &self.residence else {
+            return ensure(computed == 0, "but it owns no page");
+        };
+        match stage {
+            Stage::Prefill => Ok(()),
+            Stage::Decode { .. } => ensure(computed + 1 == total, "but it decodes"),
+            Stage::Planned => {
                 let last = |row: &&FlightRow| row.want == Want::Vector || row.prompt.is_some();
                 let ends = rows.filter(last).any(|row| row.end == computed);
                 ensure(computed == self.goal() && ends, "but all is planned")
             }
             // Rows of an earlier stay may still be in flight.
-            State::Arriving { residence, .. } => {
-                ensure(residence.last_step == 0 && computed == cached, "but it arrives")
-            }
+            Stage::Arriving(_) => ensure(*last_step == 0 && computed == cached, "but it arrives"),
         }
     }
 }

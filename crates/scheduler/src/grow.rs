@@ -22,7 +22,7 @@ impl Scheduler {
         needy.sort_unstable();
         for (_, handle) in needy.drain(..) {
             // The ones before it may have had to take its pages.
-            if self.roster[handle].state.residence().is_some() {
+            if self.roster[handle].residence.is_some() {
                 self.grow(handle, step);
             }
         }
@@ -37,7 +37,7 @@ impl Scheduler {
             return;
         }
         loop {
-            let Some(residence) = self.roster[handle].state.residence_mut() else { return };
+            let Some(residence) = self.roster[handle].residence.as_mut() else { return };
             if self.memory.add_page(residence, step.plan) || self.awaits_retired() {
                 return;
             }
@@ -50,7 +50,7 @@ impl Scheduler {
             if victim == handle && self.memory.expects_pages() {
                 return;
             }
-            if let Some(residence) = self.roster[victim].state.residence() {
+            if let Some(residence) = self.roster[victim].residence.as_ref() {
                 step.plan.forget_slot(residence.slot);
             }
             self.preempt(victim, step.events);

@@ -13,7 +13,7 @@ impl Scheduler {
     pub fn hold(&mut self, id: u64) {
         let Some(handle) = self.roster.find(id) else { return };
         let entry = &mut self.roster[handle];
-        debug_assert!(entry.state.residence().is_none(), "{id} has been admitted");
+        debug_assert!(entry.residence.is_none(), "{id} has been admitted");
         entry.request.held = true;
         self.turns.leave(&entry.ticket(handle));
     }

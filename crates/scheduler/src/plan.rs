@@ -3,7 +3,7 @@
 
 use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
-use crate::entry::State;
+use crate::entry::Stage;
 use crate::images::visible;
 use crate::steps::{FlightRow, NewStep};
 use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
@@ -73,11 +73,11 @@ impl Scheduler {
     /// Plans a row for a suspect and for no other request. The others wait, and keep the pages that
     /// the suspect does not need. Gives the number of decode rows.
     fn plan_suspect(&mut self, handle: Handle, step: &mut NewStep<'_>) -> usize {
-        if self.roster[handle].state.residence().is_none() {
+        if self.roster[handle].residence.is_none() {
             let Some((slot, leased)) = self.make_room(handle, step.events) else { return 0 };
             self.move_in(handle, slot, leased, step);
         }
-        if self.roster[handle].state.has_arrived() {
+        if self.roster[handle].has_arrived() {
             self.arrive(handle, step);
         }
         self.keep_pages_ready(step.plan);
@@ -93,25 +93,21 @@ impl Scheduler {
             self.preempt(victim, step.events);
         }
         let entry = &self.roster[handle];
-        match entry.state {
-            State::Prefill(_) if !self.memory.lacks_page(entry) => {
+        match entry.stage() {
+            Some(Stage::Prefill) if !self.memory.lacks_page(entry) => {
                 let budget = self.config.token_budget.max(self.config.page_size);
                 let most = self.memory.row_limit(entry.total, budget);
                 self.push_row(handle, most, step);
                 0
             }
-            State::Decode { .. } if entry.plannable() => {
+            Some(Stage::Decode { .. }) if entry.plannable() => {
                 self.grow(handle, step);
                 let entry = &self.roster[handle];
-                let decodes = matches!(entry.state, State::Decode { .. });
+                let decodes = matches!(entry.stage(), Some(Stage::Decode { .. }));
                 let fits = decodes && !self.memory.lacks_page(entry);
                 if fits { self.push_row(handle, 1, step) as usize } else { 0 }
             }
-            State::Prefill(_)
-            | State::Arriving { .. }
-            | State::Decode { .. }
-            | State::Planned(_)
-            | State::Waiting => 0,
+            _ => 0,
         }
     }
 
@@ -130,7 +126,7 @@ impl Scheduler {
     pub(crate) fn push_row(&mut self, handle: Handle, most: u32, step: &mut NewStep<'_>) -> u32 {
         let NewStep { plan, flight, .. } = step;
         let entry = &mut self.roster[handle];
-        let Some(residence) = entry.state.residence() else { return 0 };
+        let Some(residence) = entry.residence.as_ref() else { return 0 };
         let (slot, pages) = (residence.slot, residence.pages.len() as u32);
         let most =
             most.min(visible(entry)).min(entry.permitted()).min(residence.pages.longest_row());
@@ -159,7 +155,7 @@ impl Scheduler {
         entry.total += u32::from(want.samples());
         // What a row that sat out has computed was saved with it.
         let fresh = start + u32::from(std::mem::take(&mut entry.repeats));
-        if let Some(residence) = entry.state.residence_mut() {
+        if let Some(residence) = entry.residence.as_mut() {
             residence.last_step = flight.step;
             self.memory.save_rows(&residence.pages, fresh..end, plan);
         }

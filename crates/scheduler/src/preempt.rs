@@ -1,5 +1,6 @@
 //! The ways in which requests lose slot and pages.
 
+use crate::entry::Stage;
 use crate::slab::Handle;
 use crate::{Event, Scheduler};
 
@@ -14,7 +15,10 @@ impl Scheduler {
 
     /// Preempts the requests that wait for a copy which failed. They compute the missing blocks.
     pub(crate) fn preempt_waiters(&mut self, ticket: u32, events: &mut Vec<Event>) {
-        let waits = |&handle: &Handle| self.roster[handle].state.waits_for(ticket);
+        let waits = |&handle: &Handle| {
+            let stage = self.roster[handle].stage();
+            matches!(stage, Some(Stage::Arriving(pending)) if pending.contains(&ticket))
+        };
         let waiters: Vec<Handle> = self.roster.arriving.values().copied().filter(waits).collect();
         waiters.into_iter().for_each(|handle| self.send_back(handle, events));
     }

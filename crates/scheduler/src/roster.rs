@@ -1,12 +1,12 @@
 //! The live requests, the slots, and the ordered sets of those who have one.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::ops::{Bound, Index, IndexMut};
 
 use forebay_kvcache::Namer;
 
 use crate::config::SchedulerConfig;
-use crate::entry::{Entry, Residence, State};
+use crate::entry::{Entry, Residence, Stage};
 use crate::request::{Key, Request};
 use crate::retirement::{Retirement, check_leases};
 use crate::slab::{Handle, Slab};
@@ -69,7 +69,7 @@ impl Roster {
     /// Takes a request out that has no slot. `None`: it is gone already.
     pub(crate) fn remove(&mut self, handle: Handle) -> Option<Entry> {
         let entry = self.requests.remove(handle)?;
-        debug_assert!(entry.state.residence().is_none(), "it has been retired");
+        debug_assert!(entry.residence.is_none(), "it has been retired");
         self.by_id.remove(&entry.request.id);
         Some(entry)
     }
@@ -98,32 +98,33 @@ impl Roster {
         self.free_slots = (0..self.slots).rev().collect();
     }
 
-    /// Makes a waiting request a resident that waits for copies, and has no row before.
-    pub(crate) fn begin_arriving(
-        &mut self,
-        handle: Handle,
-        residence: Residence,
-        pending: VecDeque<u32>,
-    ) {
+    /// Makes a waiting request a resident, which waits for copies or begins its prefill.
+    pub(crate) fn move_in(&mut self, handle: Handle, residence: Residence) {
         let entry = &mut self.requests[handle];
-        entry.state = State::Arriving { residence, pending };
+        let set = match residence.stage {
+            Stage::Arriving(_) => &mut self.arriving,
+            _ => &mut self.prefills,
+        };
+        set.insert(entry.key, handle);
         self.residents.insert(entry.key, handle);
-        self.arriving.insert(entry.key, handle);
+        entry.residence = Some(residence);
     }
 
-    /// Makes a waiting request a resident in prefill.
-    pub(crate) fn begin_prefill(&mut self, handle: Handle, residence: Residence) {
+    /// A resident's copies have ended: it begins its prefill.
+    pub(crate) fn arrive(&mut self, handle: Handle) {
         let entry = &mut self.requests[handle];
-        entry.state = State::Prefill(residence);
-        self.residents.insert(entry.key, handle);
-        self.prefills.insert(entry.key, handle);
+        if let Some(residence) = &mut entry.residence {
+            residence.stage = Stage::Prefill;
+            self.arriving.remove(&entry.key);
+            self.prefills.insert(entry.key, handle);
+        }
     }
 
     /// The most important resident whose copies have ended, and that goes before all in prefill
     /// from there on.
     pub(crate) fn next_arrived(&self, from: Bound<Key>) -> Option<Handle> {
         let before = self.prefills.range((from, Bound::Unbounded)).next().map(|(key, _)| key);
-        let arrived = |handle: &Handle| self.requests[*handle].state.has_arrived();
+        let arrived = |handle: &Handle| self.requests[*handle].has_arrived();
         let (key, &handle) = self.arriving.iter().find(|(_, handle)| arrived(handle))?;
         before.is_none_or(|before| key < before).then_some(handle)
     }
@@ -132,66 +133,39 @@ impl Roster {
     /// and has no further row.
     pub(crate) fn end_prefill(&mut self, handle: Handle, decodes: bool) {
         let entry = &mut self.requests[handle];
-        entry.state = match std::mem::replace(&mut entry.state, State::Waiting) {
-            State::Prefill(residence) => {
-                self.prefills.remove(&entry.key);
-                if decodes {
-                    self.decodes.push(handle);
-                    State::Decode { residence, at: self.decodes.len() - 1 }
-                } else {
-                    State::Planned(residence)
-                }
+        if let Some(Residence { stage: stage @ Stage::Prefill, .. }) = &mut entry.residence {
+            self.prefills.remove(&entry.key);
+            *stage = Stage::Planned;
+            if decodes {
+                *stage = Stage::Decode { at: self.decodes.len() };
+                self.decodes.push(handle);
             }
-            other => other,
-        };
+        }
     }
 
     /// Takes slot and pages from a request. It waits again. `None`: it had none.
     pub(crate) fn take_residence(&mut self, handle: Handle) -> Option<Residence> {
         let entry = &mut self.requests[handle];
-        if let State::Prefill(_) | State::Decode { .. } = entry.state {
+        if let Some(Stage::Prefill | Stage::Decode { .. }) = entry.stage() {
             entry.lost = entry.computed;
         }
         (entry.cached, entry.computed, entry.repeats) = (0, 0, false);
-        let key = entry.key;
-        let residence = match std::mem::replace(&mut entry.state, State::Waiting) {
-            State::Waiting => return None,
-            State::Arriving { residence, .. } => {
-                self.arriving.remove(&key);
-                residence
-            }
-            State::Prefill(residence) => {
-                self.prefills.remove(&key);
-                residence
-            }
-            State::Planned(residence) => residence,
-            State::Decode { residence, at } => {
+        let (key, residence) = (entry.key, entry.residence.take()?);
+        self.residents.remove(&key);
+        match residence.stage {
+            Stage::Arriving(_) => _ = self.arriving.remove(&key),
+            Stage::Prefill => _ = self.prefills.remove(&key),
+            Stage::Planned => {}
+            Stage::Decode { at } => {
                 self.decodes.swap_remove(at);
                 if let Some(&moved) = self.decodes.get(at)
-                    && let State::Decode { at: place, .. } = &mut self.requests[moved].state
+                    && let Some(moved) = &mut self.requests[moved].residence
                 {
-                    *place = at;
+                    moved.stage = Stage::Decode { at };
                 }
-                residence
-            }
-        };
-        self.residents.remove(&key);
-        Some(residence)
-    }
-
-    /// Takes the residence of a request whose copies have ended. `None`: it does not wait for any.
-    pub(crate) fn take_arrived(&mut self, handle: Handle) -> Option<Residence> {
-        let entry = &mut self.requests[handle];
-        match std::mem::replace(&mut entry.state, State::Waiting) {
-            State::Arriving { residence, .. } => {
-                self.arriving.remove(&entry.key);
-                Some(residence)
-            }
-            other => {
-                entry.state = other;
-                None
             }
         }
+        Some(residence)
     }
 
     /// Takes all requests out, the most important first. None has a slot.
@@ -205,17 +179,17 @@ impl Roster {
     /// Checks that each request is in its sets, and each slot in one place.
     pub(crate) fn check(&self) -> Result<(), String> {
         let entries = || self.requests.iter().map(|(_, entry)| entry);
-        let taken = entries().filter_map(|entry| entry.state.residence()).map(|r| r.slot);
+        let taken = entries().filter_map(|entry| entry.residence.as_ref()).map(|r| r.slot);
         let slots = taken.chain(self.retired.iter().copied()).chain(self.free_slots.clone());
         check_leases("slot", slots, self.slots, |_| 1)?;
         for (handle, entry) in self.requests.iter() {
-            let (key, resident) = (&entry.key, entry.state.residence().is_some());
+            let (key, resident) = (&entry.key, entry.residence.is_some());
             let (mut arriving, mut prefill, mut misplaced) = (false, false, false);
-            match entry.state {
-                State::Arriving { .. } => arriving = true,
-                State::Prefill(_) => prefill = true,
-                State::Decode { at, .. } => misplaced = self.decodes.get(at) != Some(&handle),
-                State::Waiting | State::Planned(_) => {}
+            match entry.stage() {
+                Some(Stage::Arriving(_)) => arriving = true,
+                Some(Stage::Prefill) => prefill = true,
+                Some(Stage::Decode { at }) => misplaced = self.decodes.get(*at) != Some(&handle),
+                Some(Stage::Planned) | None => {}
             }
             let places = [
                 ("by_id", self.find(entry.request.id) == Some(handle), true),
@@ -228,8 +202,9 @@ impl Roster {
                 return Err(format!("request {} in {place}: {is}", entry.request.id));
             }
         }
-        let residents = entries().filter(|entry| entry.state.residence().is_some()).count();
-        let planned = entries().filter(|entry| matches!(entry.state, State::Planned(_))).count();
+        let residents = entries().filter(|entry| entry.residence.is_some()).count();
+        let planned =
+            entries().filter(|entry| matches!(entry.stage(), Some(Stage::Planned))).count();
         let rest = self.arriving.len() + self.prefills.len() + self.decodes.len();
         let listed = [
             ("id", self.by_id.len(), self.requests.len()),

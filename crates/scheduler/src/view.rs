@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::Scheduler;
-use crate::entry::State;
+use crate::entry::Stage;
 use crate::steps::Planned;
 
 /// The phase of a request.
@@ -55,13 +55,13 @@ impl Scheduler {
 
     fn views_of(&self, residents: bool) -> impl Iterator<Item = RequestView> {
         let entries = self.roster.requests.iter().map(|(_, entry)| entry);
-        let entries = entries.filter(move |entry| entry.state.residence().is_some() == residents);
+        let entries = entries.filter(move |entry| entry.residence.is_some() == residents);
         entries.map(|entry| RequestView {
             id: entry.request.id,
-            phase: match entry.state {
-                State::Waiting | State::Arriving { .. } => Phase::Queued,
-                State::Prefill(_) | State::Planned(_) => Phase::Prefill,
-                State::Decode { .. } => Phase::Decode,
+            phase: match entry.stage() {
+                None | Some(Stage::Arriving(_)) => Phase::Queued,
+                Some(Stage::Prefill | Stage::Planned) => Phase::Prefill,
+                Some(Stage::Decode { .. }) => Phase::Decode,
             },
             prompt: entry.prompt_len,
             cached: entry.cached,

@@ -27,7 +27,7 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         debug_assert_eq!(entry.total, row.end + 1, "no later plan was made");
         entry.total -= 1;
-        if entry.state.residence().is_some() {
+        if entry.residence.is_some() {
             (entry.computed, entry.repeats) = (entry.computed - 1, true);
         }
         entry.waits = true;

@@ -128,13 +128,8 @@ impl Images {
     }
 
     /// Gives a resident's images to the plan. Images that are nowhere become wanted.
-    pub(crate) fn begin(
-        &mut self,
-        handle: Handle,
-        entry: &Entry,
-        residence: &mut Residence,
-        step: &mut NewStep<'_>,
-    ) {
+    pub(crate) fn begin(&mut self, handle: Handle, entry: &mut Entry, step: &mut NewStep<'_>) {
+        let Some(residence) = &mut entry.residence else { return };
         for (index, image) in entry.request.images.iter().enumerate() {
             let behind = image.end() <= entry.computed;
             let count = self.pages_of(image.span.grid);
@@ -194,7 +189,7 @@ impl Images {
             return;
         }
         let (certain, prompt) = (entry.certain(), Arc::clone(&entry.request.images));
-        let Some(residence) = entry.state.residence_mut() else { return };
+        let Some(residence) = entry.residence.as_mut() else { return };
         while prompt.get(residence.passed).is_some_and(|image| image.end() <= certain) {
             let lease = residence.images[residence.passed].take();
             residence.passed += 1;
@@ -233,7 +228,7 @@ impl Images {
             |image: &PromptImage| matches!(self.work.get(&image.id), Some(Work::Encoding { .. }));
         self.seeing.values().rev().copied().find(|&handle| {
             let entry = &roster[handle];
-            let leases = entry.state.residence().map_or(&[][..], |residence| &residence.images);
+            let leases = entry.residence.as_ref().map_or(&[][..], |residence| &residence.images);
             let holds = leases.iter().any(Option::is_some);
             handle != except && (holds || entry.request.images.iter().any(encoding))
         })
@@ -264,7 +259,7 @@ impl Images {
 
     /// Checks that leases of image pages belong to residents, to the tower, or to retired requests.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
-        let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.state.residence());
+        let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.residence.as_ref());
         let in_work = self.work.values().filter_map(|work| match work {
             Work::Encoding { pages, .. } => Some(pages),
             Work::Wanted | Work::Placed { .. } => None,
@@ -297,13 +292,13 @@ fn needs(entry: &Entry, image: ImageId) -> bool {
         let ahead = entry.request.images.iter().zip(&residence.images).skip(residence.passed);
         ahead.into_iter().any(|(own, lease)| own.id == image && lease.is_none())
     };
-    entry.state.residence().is_some_and(lacks)
+    entry.residence.as_ref().is_some_and(lacks)
 }
 
 /// The largest number of positions that images allow for one row of a request now.
 pub(crate) fn visible(entry: &Entry) -> u32 {
     // Rows end before the first image that is not there.
-    let missing = entry.state.residence().and_then(|residence| {
+    let missing = entry.residence.as_ref().and_then(|residence| {
         let ahead = residence.images.iter().enumerate().skip(residence.passed);
         ahead.filter(|(_, lease)| lease.is_none()).map(|(at, _)| at).next()
     });

@@ -62,7 +62,7 @@ impl Images {
         for handle in seeing {
             let entry = &mut roster[handle];
             let (id, prompt) = (entry.request.id, Arc::clone(&entry.request.images));
-            let Some(residence) = entry.state.residence_mut() else { continue };
+            let Some(residence) = entry.residence.as_mut() else { continue };
             let (at, slot) = (residence.passed, residence.slot);
             let (image, lease) = (&prompt[at], &mut residence.images[at]);
             if lease.is_some() || self.work.contains_key(&image.id) {
@@ -83,7 +83,7 @@ impl Images {
         let mut next = None;
         for &handle in self.seeing.values().filter(|&&handle| only.is_none_or(|o| o == handle)) {
             let entry = &roster[handle];
-            let Some(residence) = entry.state.residence() else { continue };
+            let Some(residence) = entry.residence.as_ref() else { continue };
             let ahead = entry.request.images.iter().zip(&residence.images).skip(residence.passed);
             for (nth, (&image, lease)) in ahead.enumerate() {
                 match self.work.get(&image.id).filter(|_| lease.is_none()) {
@@ -166,7 +166,7 @@ impl Images {
         for handle in self.seeing.values() {
             let entry = &mut roster[*handle];
             let prompt = Arc::clone(&entry.request.images);
-            let Some(residence) = entry.state.residence_mut() else { continue };
+            let Some(residence) = entry.residence.as_mut() else { continue };
             let slots = prompt.iter().zip(&mut residence.images).skip(residence.passed);
             for (image, lease) in slots.filter(|(image, lease)| image.id == id && lease.is_none()) {
                 step.plan.write_image_span(residence.slot, image.span, pages(Some(&done)));
@@ -182,7 +182,7 @@ impl Images {
     fn free_ahead(&mut self, roster: &mut Roster) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {
-            let Some(residence) = roster[handle].state.residence_mut() else { continue };
+            let Some(residence) = roster[handle].residence.as_mut() else { continue };
             let last_step = residence.last_step;
             let ahead = residence.images.iter_mut().skip(residence.passed + 1);
             let images: Vec<ImageLease> = ahead.filter_map(Option::take).collect();

@@ -13,7 +13,7 @@ impl Memory {
     /// from the pools.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         self.tiers.check_integrity()?;
-        let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.state.residence());
+        let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.residence.as_ref());
         let pages = || residents().map(|residence| &residence.pages).chain(self.retired.iter());
         let hot = pages().flat_map(Pages::leases).map(Lease::page);
         let hot = hot.chain(self.tiers.leased_by_copies());
@@ -27,7 +27,7 @@ impl Memory {
     /// Checks that a resident has the pages that its positions are in.
     pub(crate) fn check_pages(&self, entry: &Entry) -> Result<(), String> {
         let (id, computed) = (entry.request.id, entry.computed);
-        let Some(residence) = entry.state.residence() else { return Ok(()) };
+        let Some(residence) = entry.residence.as_ref() else { return Ok(()) };
         let count = residence.pages.len();
         let behind = if let Kind::Backed(_) = self.kind { count } else { 0 };
         if residence.pages.host.len() != behind {

@@ -8,7 +8,7 @@ use forebay_protocol::{COPY_OK, CopyEnd, PageCopy, StepPlan, StepResult};
 use super::pages::Pages;
 use super::{Kind, Memory};
 use crate::config::{HostTier, SavePolicy};
-use crate::entry::{Entry, State};
+use crate::entry::{Entry, Residence, Stage};
 use crate::event::HostStats;
 use crate::roster::Roster;
 
@@ -135,7 +135,8 @@ impl Memory {
         let restore_us = result.copy_timing.unwrap_or_default().restore_us;
         self.rates.restored(self.tiers.moves().restored - before.restored, restore_us);
         for &handle in roster.arriving.values() {
-            if let State::Arriving { pending, .. } = &mut roster.requests[handle].state {
+            let residence = &mut roster.requests[handle].residence;
+            if let Some(Residence { stage: Stage::Arriving(pending), .. }) = residence {
                 while pending.front().is_some_and(|&ticket| !self.tiers.is_under_way(ticket)) {
                     pending.pop_front();
                 }

@@ -147,7 +147,7 @@ impl Memory {
 
     /// True if the next position of a resident begins a page that it does not have.
     pub(crate) fn lacks_page(&self, entry: &Entry) -> bool {
-        let pages = entry.state.residence().map_or(0, |residence| residence.pages.len() as u32);
+        let pages = entry.residence.as_ref().map_or(0, |residence| residence.pages.len() as u32);
         entry.computed >= pages * self.page_size && !matches!(self.kind, Kind::Nothing)
     }
 
@@ -183,13 +183,12 @@ impl Memory {
         let by_rows = matches!(self.kind, Kind::Backed(sparse) if sparse.save_rows);
         let saves = self.host.is_some_and(|host| host.policy == SavePolicy::WriteThrough);
         let ready = entry.certain() / page_size;
-        let named = entry.state.residence().map_or(ready, |residence| residence.pages.named);
+        let named = entry.residence.as_ref().map_or(ready, |residence| residence.pages.named);
         if !self.caches(entry) || named >= ready {
             return;
         }
         entry.name_blocks(ready as usize, page_size as usize, &self.namer);
-        let Entry { state, blocks, .. } = entry;
-        let Some(Residence { pages, .. }) = state.residence_mut() else { return };
+        let Entry { residence: Some(Residence { pages, .. }), blocks, .. } = entry else { return };
         for block in named as usize..ready as usize {
             let name = blocks.names[block];
             let fresh = match (&pages.hot[block], pages.host.get(block)) {
@@ -248,7 +247,7 @@ impl Memory {
         stats.sparse = self.sparse_counters;
         if let Kind::Backed(_) = self.kind {
             let residents = roster.residents.values();
-            let residences = residents.filter_map(|&handle| roster[handle].state.residence());
+            let residences = residents.filter_map(|&handle| roster[handle].residence.as_ref());
             stats.sparse.requests = residences.filter(|r| r.pages.is_sparse()).count();
         }
     }

@@ -15,7 +15,7 @@ use super::pages::Pages;
 use super::prefix::Leased;
 use super::{Kind, Memory, Room};
 use crate::config::Sparse;
-use crate::entry::{Entry, Residence, State};
+use crate::entry::{Entry, Residence, Stage};
 use crate::roster::Roster;
 use crate::slab::Handle;
 
@@ -175,10 +175,12 @@ impl Memory {
 
     /// Drops saved pages of a sparse request, from the front on.
     fn drop_saved_of(&mut self, entry: &mut Entry, plan: &mut StepPlan) {
-        let Some(residence) = running(&mut entry.state).filter(|r| r.pages.is_sparse()) else {
+        let Some(Residence { slot, pages, last_step, stage, .. }) = &mut entry.residence else {
             return;
         };
-        let Residence { slot, pages, last_step, .. } = residence;
+        if !pages.is_sparse() || !matches!(stage, Stage::Prefill | Stage::Decode { .. }) {
+            return;
+        }
         let keep = (pages.len() as u32).saturating_sub(Sparse::TAIL);
         let mut dropped = Pages::default();
         while pages.settled < keep {
@@ -215,7 +217,7 @@ impl Memory {
     fn make_sparse(&mut self, sparse: Sparse, roster: &mut Roster, plan: &mut StepPlan) -> bool {
         let gain = |handle: Handle| {
             let entry = &roster[handle];
-            let pages = entry.state.residence().filter(|r| !r.pages.is_sparse()).map(|r| &r.pages);
+            let pages = entry.residence.as_ref().filter(|r| !r.pages.is_sparse()).map(|r| &r.pages);
             let able = entry.plannable() && entry.request.spec.embeds.is_none();
             let pages = pages.filter(|_| able)?;
             let keep = pages.len().saturating_sub(Sparse::TAIL as usize);
@@ -229,8 +231,8 @@ impl Memory {
         // Of equals the least important one.
         let best = gains.max_by_key(|&(gain, handle)| (gain, roster[handle].key));
         let Some((_, handle)) = best else { return false };
-        let Some(residence) = running(&mut roster[handle].state) else { return false };
-        let Residence { slot, pages, last_step, .. } = residence;
+        let residence = &mut roster[handle].residence;
+        let Some(Residence { slot, pages, last_step, .. }) = residence else { return false };
         let keep = pages.len() - Sparse::TAIL as usize;
         let (mut dropped, mut rows) = (Pages::default(), Vec::new());
         for (index, page) in pages.hot[..keep].iter_mut().enumerate() {
@@ -256,7 +258,7 @@ impl Memory {
         let mut unsaved = false;
         for handle in roster.decodes.iter().chain(roster.prefills.values()) {
             let entry = &roster[*handle];
-            let Some(Residence { pages, .. }) = entry.state.residence() else { continue };
+            let Some(Residence { pages, .. }) = entry.residence.as_ref() else { continue };
             let keep = pages.len().saturating_sub(Sparse::TAIL as usize);
             for (index, hot) in pages.hot[..keep].iter().enumerate() {
                 let Some(hot) = hot.as_ref().filter(|hot| !self.tiers.can_drop(hot)) else {
@@ -310,13 +312,5 @@ impl Memory {
         counters.in_rows += u64::from(rows.in_rows);
         counters.missed += u64::from(rows.missed);
         counters.waited_us += u64::from(result.copy_wait_us.unwrap_or(0));
-    }
-}
-
-/// The residence of a request that has rows.
-fn running(state: &mut State) -> Option<&mut Residence> {
-    match state {
-        State::Prefill(residence) | State::Decode { residence, .. } => Some(residence),
-        State::Waiting | State::Arriving { .. } | State::Planned(_) => None,
     }
 }

@@ -94,7 +94,7 @@ impl Turns {
     pub(crate) fn clear_suspect(&mut self, handle: Handle, entry: &mut Entry) {
         entry.request.past.suspect = None;
         self.suspects.remove(&entry.key);
-        if entry.state.residence().is_none() {
+        if entry.residence.is_none() {
             self.line_up(handle, entry);
         }
     }
@@ -199,7 +199,7 @@ impl Turns {
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         let mut counts = HashMap::new();
         for (handle, entry) in roster.requests.iter() {
-            let (resident, held) = (entry.state.residence().is_some(), entry.request.held);
+            let (resident, held) = (entry.residence.is_some(), entry.request.held);
             let suspect = entry.mark().is_some() && !held;
             let places = [
                 (
