@@ -87,9 +87,8 @@ impl Scheduler {
         self.memory.retired.returns() + self.images.retired.returns()
     }
 
-    /// Makes room for the next request if its client has nothing running ([`Turns::who_gives_way`]).
-    ///
-    /// [`Turns::who_gives_way`]: crate::turns::Turns::who_gives_way
+    /// Preempts a resident for the next request, if one has to give way
+    /// ([`crate::turns::Turns::who_gives_way`]).
     pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
         let (step, returns) = (self.steps.next(), self.returns());
         if let Some((victim, ticket)) = self.turns.who_gives_way(&self.roster, step, returns) {

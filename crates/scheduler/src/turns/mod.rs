@@ -67,7 +67,7 @@ impl Turns {
             self.suspects.insert(entry.key, handle);
         } else {
             self.queue.insert(entry.ticket(handle), entry.request.past.admitted);
-            self.shares.changed();
+            self.shares.settled = false;
         }
     }
 
@@ -106,7 +106,7 @@ impl Turns {
 
     /// The waiting request whose turn it is. No request overtakes it.
     pub(crate) fn next(&self) -> Option<Ticket> {
-        self.shares.promised().or_else(|| self.queue.first())
+        self.shares.promised.or_else(|| self.queue.first())
     }
 
     /// True if a request lacked pages, and none came back since. `returns` counts returns.
@@ -123,13 +123,13 @@ impl Turns {
     /// Notes that a request lacks pages.
     pub(crate) fn block(&mut self, key: Key, returns: u64) {
         self.blocked = Some((key, returns));
-        self.shares.changed();
+        self.shares.settled = false;
     }
 
     /// Has the next request look for pages again.
     pub(crate) fn unblock(&mut self) {
         self.blocked = None;
-        self.shares.changed();
+        self.shares.settled = false;
     }
 
     /// Lets nobody wait.
@@ -138,9 +138,9 @@ impl Turns {
         self.suspects.clear();
     }
 
-    /// The resident that gives way to the next request, if the request's client has nothing
-    /// running: the least important one of a client with more than an even share, and no more
-    /// important than the request. The request is then the next to be admitted.
+    /// The resident that gives way, and the next request whose client has nothing running. It is
+    /// the least important resident of a client with more than an even share, and no more important
+    /// than the request. The request is then the next to be admitted.
     ///
     /// This happens once a step at most, and so seldom that repeated computation takes only a part
     /// of all steps. It runs before any request has a row, since the resident that gives way must
@@ -161,11 +161,11 @@ impl Turns {
         }) {
             return None;
         }
-        self.shares.settle();
+        self.shares.settled = true;
         // Those that were admitted before go first, but not for ever before a client that has
         // nothing.
         let fresh = || self.queue.first_fresh(next?.key.rank);
-        let ticket = self.shares.promised().or_else(fresh)?;
+        let ticket = self.shares.promised.or_else(fresh)?;
         let victim = self.shares.who_gives_way(&ticket, roster)?;
         Some((victim, ticket))
     }
@@ -217,11 +217,11 @@ impl Turns {
                 *counts.entry(entry.request.client).or_default() += 1;
             }
         }
-        let listed = self.shares.counts();
+        let listed = &self.shares.residents;
         if *listed != counts {
             return Err(format!("shares: {listed:?} listed, {counts:?} exist"));
         }
-        match self.shares.promised().filter(|ticket| !self.queue.contains(ticket)) {
+        match self.shares.promised.filter(|ticket| !self.queue.contains(ticket)) {
             None => Ok(()),
             Some(ticket) => Err(format!("{ticket:?} does not wait")),
         }

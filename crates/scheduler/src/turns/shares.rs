@@ -16,24 +16,16 @@ const YIELD_SHARE: u64 = 4;
 #[derive(Debug, Default)]
 pub(crate) struct Shares {
     /// Residents of each client that has any.
-    residents: HashMap<u64, u32>,
+    pub(super) residents: HashMap<u64, u32>,
     /// The next request to be admitted, for which another gave way.
-    promised: Option<Ticket>,
+    pub(super) promised: Option<Ticket>,
     /// The step before which no request has to give way.
     rested_at: u64,
     /// True if no request had to give way at the last look, and nothing has changed since.
-    settled: bool,
+    pub(super) settled: bool,
 }
 
 impl Shares {
-    pub(crate) fn promised(&self) -> Option<Ticket> {
-        self.promised
-    }
-
-    pub(crate) fn changed(&mut self) {
-        self.settled = false;
-    }
-
     pub(crate) fn moved_in(&mut self, client: u64, handle: Handle) {
         *self.residents.entry(client).or_default() += 1;
         self.gone(handle);
@@ -60,19 +52,9 @@ impl Shares {
         self.settled = false;
     }
 
-    /// Residents that each client has.
-    pub(crate) fn counts(&self) -> &HashMap<u64, u32> {
-        &self.residents
-    }
-
     /// True if a look at this step may find that a request has to give way.
     pub(crate) fn may_change(&self, step: u64) -> bool {
         !self.settled && step >= self.rested_at
-    }
-
-    /// Notes that a look has found nothing to change.
-    pub(crate) fn settle(&mut self) {
-        self.settled = true;
     }
 
     /// Promises the next admission to a request for which another gives way now. That one loses

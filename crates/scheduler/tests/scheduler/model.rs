@@ -357,7 +357,8 @@ fn pair_ops() -> impl Strategy<Value = Vec<PairOp>> {
 
 /// No order depends on hashing or on the time: the same calls give the same plans, events and
 /// states. The stories are the same in each run, so the printed digest says if a change to the
-/// scheduler changes any plan: `STORIES=5000 cargo test -p forebay-scheduler digest -- --nocapture`.
+/// scheduler changes any plan:
+/// `STORIES=5000 cargo test -p forebay-scheduler same_digest -- --nocapture`.
 #[test]
 fn the_same_calls_give_the_same_digest() {
     let stories = std::env::var("STORIES").map_or(100, |count| count.parse().expect("a number"));
