@@ -149,16 +149,8 @@ impl HostTier {
 
     /// The tier as sparse decoding needs it: computed blocks are saved, and saved ones are not
     /// computed again.
-    pub(crate) fn with(self, sparse: Option<Sparse>) -> Self {
-        match sparse {
-            None => self,
-            Some(_) => Self {
-                policy: SavePolicy::WriteThrough,
-                prefetch: 0,
-                restore_preempted: true,
-                ..self
-            },
-        }
+    pub(crate) fn for_sparse(self) -> Self {
+        Self { policy: SavePolicy::WriteThrough, prefetch: 0, restore_preempted: true, ..self }
     }
 
     /// The default of `copies_a_step`. With it saves keep up with a prefill of `token_budget`

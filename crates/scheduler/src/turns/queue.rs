@@ -7,21 +7,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::Handle;
-use crate::fair::FairQueue;
-use crate::request::Key;
+use super::fair::FairQueue;
+use crate::request::{Key, Ticket};
 
 /// The rank before every priority.
 pub(crate) const PROBE_RANK: i64 = i64::MIN;
-/// The data of a waiting request that its turn depends on.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Ticket {
-    pub(crate) key: Key,
-    pub(crate) handle: Handle,
-    pub(crate) client: u64,
-    /// Tokens that it may come to.
-    pub(crate) cost: u64,
-}
 
 /// All waiting requests but the suspects.
 #[derive(Debug)]
@@ -135,8 +125,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::fair::{REMEMBERED, UNITS};
-    use crate::slab::Slab;
+    use crate::slab::{Handle, Slab};
+    use crate::turns::fair::{REMEMBERED, UNITS};
 
     /// The same algorithm in plain words. It searches everything each time, and forgets no client
     /// while any request of the rank waits.
