@@ -19,7 +19,6 @@ pub(crate) fn start(
     flags: &GrammarFlags,
     tokenizer: &Arc<Tokenizer>,
     model: &Model,
-    eos: &[i32],
     guard: &Guard,
 ) -> io::Result<Option<Grammars>> {
     if flags.no_grammar || model.pooling.is_some() {
@@ -34,6 +33,7 @@ pub(crate) fn start(
     };
     let guard = guard.clone();
     let start: ThreadStart = Arc::new(move |thread, work| guard.start(thread, work));
+    let eos = &model.eos_token_ids;
     Grammars::new(config, Arc::clone(tokenizer), eos, model.vocab_size, &start).map(Some)
 }
 

@@ -54,7 +54,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let python = find_python(flags.run.python.as_deref());
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
-    let model = fetch(&python, name, flags.source(), weights, flags.run.hand)?;
+    let mut model = fetch(&python, name, flags.source(), weights, flags.run.hand)?;
     let mut config = Config::resolve(flags, &model)?;
     if !config.cpu_affinity.brain.is_empty() {
         affinity::pin(&config.cpu_affinity.brain)?;
@@ -66,16 +66,18 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     }
 
     let backend = flags.text.tokenizer_backend.into();
-    let tokenizer = Arc::new(Tokenizer::from_file_for(&model.tokenizer, backend)?);
-    let eos = vocabulary::check(&tokenizer, &model)?;
-    let template = chat_template(flags, &model)?.map(Arc::new);
+    let added = &model.tokenizer_config;
+    let tokenizer = Arc::new(Tokenizer::from_file_with(&model.tokenizer, backend, added)?);
+    model.eos_token_ids = vocabulary::check(&tokenizer, &model)?;
+    let mut template = chat_template(flags, &model)?;
     if template.is_none() && model.pooling.is_none() {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
-    let (dialect, marks, facts) = dialect::find(&flags.dialect, template.as_ref(), &tokenizer)?;
+    let (dialect, marks, facts) = dialect::find(&flags.dialect, template.as_mut(), &tokenizer)?;
+    let template = template.map(Arc::new);
     config.chat = model.pooling.is_none().then_some(facts);
     let text = flags.text.pool(&config, tokenizer.clone(), template, &guard)?;
-    let grammars = grammar::start(&flags.grammar, &tokenizer, &model, &eos, &guard)?;
+    let grammars = grammar::start(&flags.grammar, &tokenizer, &model, &guard)?;
     let metrics = Arc::new(Metrics::new(
         &config.served_model_names[0],
         config.context_length,
@@ -116,7 +118,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
         root: name.to_owned(),
-        eos: eos.into(),
+        eos: model.eos_token_ids.clone().into(),
         defaults: config.sampling_defaults,
         pooling,
         tokenizer_config: model.tokenizer_config.clone(),
@@ -426,17 +428,23 @@ async fn serve(
 }
 
 fn chat_template(flags: &ServeFlags, model: &Model) -> Result<Option<ChatTemplate>> {
-    let source = match &flags.loading.chat_template {
-        Some(file) => Some(
-            std::fs::read_to_string(file)
-                .with_context(|| format!("--chat-template {}", file.display()))?,
-        ),
-        None => model.chat_template.clone(),
-    };
-    let Some(source) = source else { return Ok(None) };
     let (bos, eos) = (model.bos_token.as_deref(), model.eos_token.as_deref());
     let tokens = model.named_special_tokens();
-    let template = ChatTemplate::isolated(&source, bos, eos, &tokens, text::renderer)
-        .context("the chat template, with chats of a few words")?;
-    Ok(Some(template))
+    let compile = |source: &str| {
+        ChatTemplate::isolated(source, bos, eos, &tokens, text::renderer)
+            .context("the chat template, with chats of a few words")
+    };
+    if let Some(file) = &flags.loading.chat_template {
+        let source = std::fs::read_to_string(file)
+            .with_context(|| format!("--chat-template {}", file.display()))?;
+        return compile(&source).map(Some);
+    }
+    let tool_use = model.tool_use_template()?;
+    let Some(source) = model.chat_template.as_ref().or(tool_use.as_ref()) else { return Ok(None) };
+    let template = compile(source)?;
+    let other = tool_use.as_ref().filter(|tool_use| *tool_use != source);
+    Ok(Some(match other {
+        Some(tool_use) => template.with_tool_use(compile(tool_use)?),
+        None => template,
+    }))
 }
