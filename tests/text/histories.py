@@ -215,7 +215,11 @@ def nothing_of(empty: str | None, null: str | None) -> str | None:
 def only_null(source: str, render: Render, *, parts: bool) -> bool:
     """True if calls are shown only beside null."""
     given: tuple[Any, ...] = ({"k": "probe"}, '{"k":"probe"}')
-    return all(probes(render, source, "", arguments, parts=parts) is None for arguments in given)
+
+    def shows(content: Any) -> bool:
+        return any(probes(render, source, content, arguments, parts=parts) is not None for arguments in given)
+
+    return shows(None) and not shows("")
 
 
 def cases(render: Render) -> Iterator[tuple[str, int, str]]:
