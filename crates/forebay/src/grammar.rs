@@ -18,12 +18,12 @@ pub(crate) fn start(
     config: Option<GrammarConfig>,
     tokenizer: &Arc<Tokenizer>,
     model: &Model,
-    eos: &[i32],
     guard: &Guard,
 ) -> io::Result<Option<Grammars>> {
     let Some(config) = config else { return Ok(None) };
     let guard = guard.clone();
     let start: ThreadStart = Arc::new(move |thread, work| guard.start(thread, work));
+    let eos = &model.eos_token_ids;
     Grammars::new(config, Arc::clone(tokenizer), eos, model.vocab_size, &start).map(Some)
 }
 

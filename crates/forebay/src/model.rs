@@ -117,6 +117,20 @@ impl Model {
         size.and_then(|size| u32::try_from(size).ok()).unwrap_or_default()
     }
 
+    /// The template for chats with tools, if the model has one beside its default: in the list of
+    /// its tokenizer's configuration, or in a folder of its own.
+    pub(crate) fn tool_use_template(&self) -> Result<Option<String>> {
+        const NAME: &str = "tool_use";
+        let file = self.directory.join("additional_chat_templates").join(format!("{NAME}.jinja"));
+        if self.format == "safetensors" && file.is_file() {
+            let source = std::fs::read_to_string(&file);
+            return source.map(Some).with_context(|| format!("{}", file.display()));
+        }
+        let listed = self.tokenizer_config.get("chat_template").and_then(Value::as_array);
+        let named = listed.into_iter().flatten().rfind(|item| item["name"] == NAME);
+        Ok(named.and_then(|item| item["template"].as_str()).map(str::to_owned))
+    }
+
     /// The other special tokens that chat templates may name as variables.
     pub(crate) fn named_special_tokens(&self) -> BTreeMap<String, String> {
         let content = |value: &Value| match value {

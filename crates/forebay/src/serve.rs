@@ -34,9 +34,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     // Taken before minutes of downloads, so that a port in use is said at once.
     let (listeners, access) = Listeners::open(flags)?;
     let python = find_python(flags.run.python.as_deref());
-    let (model, mut resolved) = load(flags, name, &python, access)?;
+    let (mut model, mut resolved) = load(flags, name, &python, access)?;
     let guard = &process.guard;
-    let language = Language::load(flags, &model, &mut resolved, guard)?;
+    let language = Language::load(flags, &mut model, &mut resolved, guard)?;
     let (outputs, sinks) = Outputs::start(&model, &resolved, guard)?;
     let tokenizer = &language.tokenizer;
     let engines = Engines::start(flags, &python, &model, &resolved, tokenizer, &sinks, guard)?;

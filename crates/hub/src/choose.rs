@@ -10,7 +10,7 @@ use crate::name::HubName;
 /// Says which shards hold which weights.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
-const SMALL_FILES: [&str; 11] = [
+const SMALL_FILES: [&str; 12] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -18,11 +18,18 @@ const SMALL_FILES: [&str; 11] = [
     "special_tokens_map.json",
     "chat_template.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "preprocessor_config.json",
     "processor_config.json",
     "modules.json",
     "sentence_bert_config.json",
 ];
+/// The configuration of an adapter, and what is said about one.
+pub(crate) const ADAPTER: &str = "adapter_config.json";
+pub(crate) const IS_ADAPTER: &str =
+    "is an adapter, which has no weights of its own: merge it into its base model, or serve that";
+/// Words in the names of GGUF files that belong to a model and are none.
+const COMPANIONS: [&str; 2] = ["mmproj", "imatrix"];
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 
@@ -40,6 +47,9 @@ pub(crate) fn choose(name: &HubName, names: &[String], weights: bool) -> Result<
     let ggufs = ggufs(name, names)?;
     if !ggufs.is_empty() {
         return Ok(Choice::Gguf(ggufs));
+    }
+    if has(names, ADAPTER) && !has(names, "config.json") {
+        return Err(HubError::Repository(format!("{} {IS_ADAPTER}", name.repository)));
     }
     if weights {
         safetensors(names)?;
@@ -122,13 +132,16 @@ fn ggufs(name: &HubName, names: &[String]) -> Result<Vec<String>, HubError> {
     ggufs.sort_unstable();
     let chosen: Vec<&str> = match (&name.file, &name.quant) {
         (Some(file), _) => ggufs.iter().copied().filter(|name| name == file).collect(),
-        (None, Some(quant)) => ggufs.iter().copied().filter(|name| has_word(name, quant)).collect(),
+        (None, Some(quant)) => {
+            let models = ggufs.iter().copied().filter(|name| !is_companion(name));
+            models.filter(|name| has_word(name, quant)).collect()
+        }
         (None, None) => {
             let safetensors = names.iter().any(|name| name.ends_with(".safetensors"));
             if safetensors || ggufs.is_empty() {
                 return Ok(Vec::new());
             }
-            ggufs.clone()
+            ggufs.iter().copied().filter(|name| !is_companion(name)).collect()
         }
     };
     let repository = &name.repository;
@@ -150,6 +163,7 @@ fn ggufs(name: &HubName, names: &[String]) -> Result<Vec<String>, HubError> {
         (Some(word), _) | (None, Some(word)) if chosen.is_empty() => {
             format!("no GGUF file '{word}'")
         }
+        _ if chosen.is_empty() => "no GGUF file that is a model".to_owned(),
         _ => "several GGUF files".to_owned(),
     };
     let all = ggufs.join(", ");
@@ -168,6 +182,13 @@ fn all_parts(repository: &str, parts: Vec<String>) -> Result<Vec<String>, HubErr
         return Ok(parts);
     }
     Err(HubError::Repository(format!("{repository} lacks {}", missing.join(", "))))
+}
+
+/// True for a GGUF file that belongs to a model and is none: the projector of its images, or the
+/// importance matrix of its quantisation.
+pub(crate) fn is_companion(name: &str) -> bool {
+    let file = name.rsplit('/').next().unwrap_or(name);
+    COMPANIONS.iter().any(|word| has_word(&file.replace('_', "-"), word))
 }
 
 /// The stem and the numbers of `stem-00002-of-00003.gguf`.
@@ -228,6 +249,19 @@ mod tests {
         );
         assert!(chosen("a/b", all).unwrap_err().starts_with("a/b has several GGUF files; name"));
         assert_eq!(chosen("a/b:Q8_0", "config.json").unwrap_err(), "a/b has no GGUF files");
+    }
+
+    #[test]
+    fn files_beside_a_model_are_none() {
+        let all = "t-Q8_0.gguf mmproj-t-Q8_0.gguf t.imatrix.gguf imatrix.gguf t_mmproj_f16.gguf";
+        assert_eq!(chosen("a/b", all), gguf("t-Q8_0.gguf"));
+        assert_eq!(chosen("a/b:Q8_0", all), gguf("t-Q8_0.gguf"));
+        let error = chosen("a/b", "mmproj-t.gguf").unwrap_err();
+        assert!(error.starts_with("a/b has no GGUF file that is a model; name one"), "{error}");
+        assert!(chosen("a/b", &format!("{all} t-Q4_0.gguf")).unwrap_err().contains("several"));
+        let adapter = "adapter_config.json adapter_model.safetensors tokenizer.json";
+        let error = chosen("a/b", adapter).unwrap_err();
+        assert!(error.starts_with("a/b is an adapter, which has no weights"), "{error}");
     }
 
     #[test]

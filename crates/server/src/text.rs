@@ -7,6 +7,7 @@ use forebay_text::{TextError, TextInput, TextPool, Within};
 use serde_json::Value;
 
 use crate::budget::Charge;
+use crate::ignored::note_generic_tools;
 use crate::peers::Peer;
 use crate::state::Shared;
 
@@ -61,6 +62,9 @@ pub(crate) async fn encode_chat(
             let reason = "`tools`: the model's chat template shows it no tools; --chat-template \
                           replaces it, and `tool_choice: none` leaves them out";
             return Err(ApiError::invalid("tools", reason));
+        }
+        if chat.tools.is_some() && template.has_generic_tools() {
+            note_generic_tools();
         }
         ignored = ask_to_think(template.source(), &mut chat);
     }

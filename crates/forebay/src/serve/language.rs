@@ -17,8 +17,6 @@ use crate::{dialect, grammar, text, vocabulary};
 /// The parts that read and write the model's language, with their threads.
 pub(super) struct Language {
     pub(super) tokenizer: Arc<Tokenizer>,
-    /// End-of-sequence token ids.
-    pub(super) eos: Vec<i32>,
     pub(super) dialect: Dialect,
     /// Special tokens that are marks of the dialect.
     pub(super) marks: Arc<[i32]>,
@@ -27,42 +25,51 @@ pub(super) struct Language {
 }
 
 impl Language {
-    /// Reads the model's files and starts the threads. Notes the form of chats among the settings.
+    /// Reads the model's files and starts the threads. Notes the form of chats among the settings,
+    /// and all ends of turns in the model.
     pub(super) fn load(
         flags: &ServeFlags,
-        model: &Model,
+        model: &mut Model,
         resolved: &mut Resolved,
         guard: &Guard,
     ) -> Result<Self> {
         let backend = resolved.model.tokenizer_backend.into();
-        let tokenizer = Arc::new(Tokenizer::from_file_for(&model.tokenizer, backend)?);
-        let eos = vocabulary::check(&tokenizer, model)?;
-        let template = chat_template(flags, model)?.map(Arc::new);
+        let added = &model.tokenizer_config;
+        let tokenizer = Arc::new(Tokenizer::from_file_with(&model.tokenizer, backend, added)?);
+        model.eos_token_ids = vocabulary::check(&tokenizer, model)?;
+        let mut template = chat_template(flags, model)?;
         if template.is_none() && model.pooling.is_none() {
             warn!("the model has no chat template: /v1/chat/completions will answer 400");
         }
-        let found = dialect::find(&flags.dialect, template.as_ref(), &tokenizer)?;
+        let found = dialect::find(&flags.dialect, template.as_mut(), &tokenizer)?;
         let (dialect, marks, facts) = found;
+        let template = template.map(Arc::new);
         resolved.model.chat = model.pooling.is_none().then_some(facts);
         let settings = &resolved.server;
         let text = text::pool(&settings.text, Arc::clone(&tokenizer), template, guard)?;
-        let grammars = grammar::start(settings.grammar, &tokenizer, model, &eos, guard)?;
-        Ok(Self { tokenizer, eos, dialect, marks, text, grammars })
+        let grammars = grammar::start(settings.grammar, &tokenizer, model, guard)?;
+        Ok(Self { tokenizer, dialect, marks, text, grammars })
     }
 }
 
 fn chat_template(flags: &ServeFlags, model: &Model) -> Result<Option<ChatTemplate>> {
-    let source = match &flags.loading.chat_template {
-        Some(file) => Some(
-            std::fs::read_to_string(file)
-                .with_context(|| format!("--chat-template {}", file.display()))?,
-        ),
-        None => model.chat_template.clone(),
-    };
-    let Some(source) = source else { return Ok(None) };
     let (bos, eos) = (model.bos_token.as_deref(), model.eos_token.as_deref());
     let tokens = model.named_special_tokens();
-    let template = ChatTemplate::isolated(&source, bos, eos, &tokens, text::renderer)
-        .context("the chat template, with chats of a few words")?;
-    Ok(Some(template))
+    let compile = |source: &str| {
+        ChatTemplate::isolated(source, bos, eos, &tokens, text::renderer)
+            .context("the chat template, with chats of a few words")
+    };
+    if let Some(file) = &flags.loading.chat_template {
+        let source = std::fs::read_to_string(file)
+            .with_context(|| format!("--chat-template {}", file.display()))?;
+        return compile(&source).map(Some);
+    }
+    let tool_use = model.tool_use_template()?;
+    let Some(source) = model.chat_template.as_ref().or(tool_use.as_ref()) else { return Ok(None) };
+    let template = compile(source)?;
+    let other = tool_use.as_ref().filter(|tool_use| *tool_use != source);
+    Ok(Some(match other {
+        Some(tool_use) => template.with_tool_use(compile(tool_use)?),
+        None => template,
+    }))
 }
