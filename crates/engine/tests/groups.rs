@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     Allowed, Broken, Constraint, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread,
-    Executor, FinishReason, Hooks, Namer, Output, OutputSink, Policy, Request, RequestError,
-    RequestId, Signal, Status, Wake,
+    Executor, FinishReason, Hooks, Output, OutputSink, Request, RequestError, RequestId, Signal,
+    Status, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
 use forebay_sim::{
@@ -141,25 +141,16 @@ struct Story {
 
 fn config() -> EngineConfig {
     EngineConfig {
-        max_running: 6,
+        max_running_requests: 6,
         slots: 9,
         page_size: PAGE_SIZE,
-        token_budget: 16,
-        prefix_cache: true,
-        namer: Namer::open(),
-        policy: Policy::Fcfs,
-        fair: true,
-        lookahead: 1,
-        max_queued: 100_000,
-        queue_timeout_us: 0,
+        chunked_prefill_size: 16,
+        max_queued_requests: 100_000,
         context_length: 200,
-        watchdog_us: 10_000_000,
-        load_timeout_us: 0,
-        restart_limit: 3,
+        watchdog_timeout: Duration::from_secs(10),
+        load_timeout: Duration::ZERO,
         mask_threads: 0,
-        mask_share: 10,
-        image_budget: 0,
-        host: None,
+        ..EngineConfig::default()
     }
 }
 
@@ -178,19 +169,14 @@ impl Group {
             ..DeviceModel::INSTANT
         };
         let sim = SimConfig {
-            tokens_a_row: 1,
-            host_pages: 0,
             clock: clock.clone(),
             timing: Timing { model, ..Timing::default() },
-            hot_row_tokens: 0,
             seed,
             load_us: 1_000_000,
             page_count: PAGES,
             vocab_size: VOCAB,
-            hidden_size: 4,
             text: text(),
-            device: "sim".into(),
-            tower: None,
+            ..SimConfig::default()
         };
         let (inner, control) = SimExecutor::group(sim, members);
         let given = Lives::default();
@@ -502,7 +488,7 @@ fn run(members: usize, lookahead: u32, seed: u64, events: Vec<(u64, Event)>) -> 
             }
         }
     });
-    let config = EngineConfig { lookahead, restart_limit: 1000, ..config() };
+    let config = EngineConfig { lookahead, hand_restarts: 1000, ..config() };
     let group = Group::start(members as u32, config, seed, Some(hook));
     // What it says begins the rest.
     group.rig.handles[0].submit(request(u64::MAX, vec![1], 1)).expect("room");

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use forebay_cpuhand::{Asked, serves, why_no_codes};
+use forebay_hand::HandConfig;
 use forebay_weights::ModelError;
 use serde::Serialize;
 
-use crate::config::Config;
 use crate::flags::Hand;
 use crate::model::Model;
 use crate::python;
@@ -27,24 +27,22 @@ impl Chosen {
         Self { hand: "torch", hand_reason: Some(why.into()) }
     }
 
-    /// Chooses for a configuration that is resolved in everything else.
-    pub(crate) fn of(flag: Hand, config: &Config, model: &Model) -> Result<Self> {
-        if config.simulated.is_some() {
+    /// Chooses a hand for this configuration, of a group of so many ranks.
+    pub(crate) fn new(flag: Hand, config: &HandConfig, ranks: u32, model: &Model) -> Result<Self> {
+        if config.device == "sim" {
             return Ok(Self { hand: "none", hand_reason: Some("the device is simulated".into()) });
         }
         let kernels = std::env::var("FOREBAY_KERNELS").ok();
-        let quantization = config.quantization.map(crate::flags::Quantization::name);
-        let kv_cache_dtype = config.kv_cache_dtype.told();
         let asked = Asked {
             config: &model.config,
             pooling: model.pooling.as_ref().map(|pooling| pooling.kind.as_str()),
             sees: model.images.is_some(),
-            device: config.device,
-            quantization: quantization.as_deref(),
-            kv_cache_dtype: kv_cache_dtype.as_deref(),
+            device: &config.device,
+            quantization: config.quantization.as_deref(),
+            kv_cache_dtype: config.kv_cache_dtype.as_deref(),
             page_size: config.page_size,
-            ranks: config.arrangement.ranks,
-            host_tier: config.host_tier.is_some(),
+            ranks,
+            host_tier: config.host_bytes.is_some() || config.host_ratio.is_some(),
             attention_backend: config.attention_backend.is_some(),
             context_length: config.context_length.into(),
             kernels: kernels.as_deref(),

@@ -8,9 +8,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tokio::time::sleep;
 use tracing::{error, info};
 
-use crate::config::Simulated;
 use crate::dialect::ChatFacts;
 use crate::model::Task;
+use crate::resolve::Simulated;
 
 const LOADING_POLL: Duration = Duration::from_millis(50);
 

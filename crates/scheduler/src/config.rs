@@ -4,9 +4,11 @@ use forebay_kvcache::Namer;
 use serde::Serialize;
 
 /// The order of admission.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Policy {
     /// The order of arrival.
+    #[default]
     Fcfs,
     /// The order of priority, larger first, then of arrival.
     Priority,

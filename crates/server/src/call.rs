@@ -398,7 +398,7 @@ fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> De
 
 /// Refuses a priority that clients may not ask for.
 pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiError> {
-    let most = state.config.max_client_priority;
+    let most = state.config.max_client_priority.unwrap_or(u32::MAX);
     if priority.unsigned_abs() <= most {
         return Ok(());
     }

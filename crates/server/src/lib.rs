@@ -77,7 +77,7 @@ pub use pooling::{Pooled, PooledModel, PooledSink, PoolingTask, pooled};
 pub use reserve::HealthThread;
 pub use serve::serve;
 pub use socket::Listener;
-pub use state::AppState;
+pub use state::{AppState, ServerParts};
 pub use store::StoreConfig;
 pub use stream::egress::{Egress, EgressConfig, EgressSink, egress};
 pub use stream::mode::EgressMode;

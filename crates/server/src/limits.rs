@@ -72,7 +72,8 @@ where
     let limit = body_limit(state, images || takes_embeds(T::PARAMS));
     let charge = Arc::new(state.budget.open(upload.client));
     let turns = state.intake.turns();
-    let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
+    let (pieces, _turn) =
+        collect(upload, limit, state.config.receive_timeout, turns, &charge).await?;
     let (request, unread) = state.intake.parse(pieces, limit, &charge).await?;
     for name in unread {
         ignore(state, &name)?;
@@ -85,7 +86,8 @@ pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Char
     let limit = body_limit(state, true);
     let charge = state.budget.open(upload.client);
     let turns = state.intake.turns();
-    let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
+    let (pieces, _turn) =
+        collect(upload, limit, state.config.receive_timeout, turns, &charge).await?;
     Ok((pieces.join(), charge))
 }
 

@@ -73,7 +73,7 @@ impl HealthThread {
     /// The system has no room for a thread, or the listener can't be polled.
     pub fn start(listener: TcpListener, state: &AppState) -> io::Result<Self> {
         let state = Arc::clone(state.shared());
-        let guard = state.config.guard.clone();
+        let guard = state.guard.clone();
         listener.set_nonblocking(true)?;
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let listener = {

@@ -96,7 +96,7 @@ impl Connections {
         let config = &state.config;
         let usual = Setup {
             router: routes::router(Arc::clone(state)),
-            header_timeout: config.header_timeout,
+            header_timeout: config.receive_timeout,
             send_timeout: config.send_timeout,
             keep_alive: true,
             tls: config.tls.clone(),

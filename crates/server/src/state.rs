@@ -8,6 +8,7 @@ use crate::budget::Budget;
 use crate::client::Clients;
 use crate::config::{ModelInfo, ServerConfig};
 use crate::engine::Engine;
+use crate::guard::Guard;
 use crate::intake::Intake;
 use crate::live::shown::Live;
 use crate::loaded::Loaded;
@@ -20,8 +21,35 @@ use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
 use forebay_engine::{Dtype, RequestId, Status};
 use forebay_text::TextPool;
+use serde_json::Value;
 
-/// The parts of the server.
+/// The parts that a server is made of.
+pub struct ServerParts {
+    /// The settings.
+    pub config: ServerConfig,
+    /// The resolved configuration of the whole program, for /server_info.
+    pub info: Value,
+    /// The watch over the threads; /health reports its findings.
+    pub guard: Guard,
+    /// Log lines that were dropped because the writer was behind, for /metrics.
+    pub log_lines_dropped: Arc<AtomicU64>,
+    /// The served model.
+    pub model: ModelInfo,
+    /// The engines.
+    pub engine: Arc<dyn Engine>,
+    /// The threads that tokenise.
+    pub text: Arc<TextPool>,
+    /// The threads that read bodies.
+    pub intake: Intake,
+    /// The other end of the sink that the engines were started with.
+    pub egress: Egress,
+    /// The metrics.
+    pub metrics: Arc<Metrics>,
+    /// The log that hears of the engines' prefix caches, if there are any.
+    pub blocks: Option<BlockLog>,
+}
+
+/// The state of a server.
 #[derive(Clone)]
 pub struct AppState(Shared);
 
@@ -31,6 +59,12 @@ pub(crate) type Shared = Arc<Inner>;
 /// See [`AppState`].
 pub(crate) struct Inner {
     pub(crate) config: ServerConfig,
+    /// The resolved configuration of the whole program, for /server_info.
+    pub(crate) info: Value,
+    /// The watch over the threads; /health reports its findings.
+    pub(crate) guard: Guard,
+    /// Log lines that were dropped because the writer was behind, for /metrics.
+    pub(crate) log_lines_dropped: Arc<AtomicU64>,
     pub(crate) model: ModelInfo,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) text: Arc<TextPool>,
@@ -53,22 +87,10 @@ pub(crate) struct Inner {
 }
 
 impl AppState {
-    /// Puts the parts together. `egress` is the other end of the sink that `engine` was started
-    /// with, `blocks` the log that hears of its prefix caches, if there are any.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one for each part, and they are put together once"
-    )]
-    pub fn new(
-        config: ServerConfig,
-        model: ModelInfo,
-        engine: Arc<dyn Engine>,
-        text: Arc<TextPool>,
-        intake: Intake,
-        egress: Egress,
-        metrics: Arc<Metrics>,
-        blocks: Option<BlockLog>,
-    ) -> Self {
+    /// Puts the parts together.
+    pub fn new(parts: ServerParts) -> Self {
+        let ServerParts { config, info, guard, log_lines_dropped, model, engine, .. } = parts;
+        let ServerParts { text, intake, egress, metrics, blocks, .. } = parts;
         let clients = Clients::new(config.trusted_proxies.clone());
         let pixels = intake.pixel_bytes();
         let inner = Inner {
@@ -77,6 +99,9 @@ impl AppState {
             loaded: Loaded::default(),
             live: Live::default(),
             config,
+            info,
+            guard,
+            log_lines_dropped,
             model,
             engine,
             text,
@@ -118,7 +143,7 @@ impl Inner {
 
     /// The engine's state; failed as well when a thread of the server has panicked.
     pub(crate) fn status(&self) -> Status {
-        match self.config.guard.cause() {
+        match self.guard.cause() {
             Some(cause) => Status::Failed(cause),
             None => self.engine.status(),
         }

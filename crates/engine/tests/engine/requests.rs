@@ -201,7 +201,10 @@ fn an_abort_frees_everything_and_ends_once() {
 
 #[test]
 fn the_queue_is_bounded_and_drains() {
-    let rig = Rig::start(EngineConfig { max_queued: 5, max_running: 1, ..config() }, 500);
+    let rig = Rig::start(
+        EngineConfig { max_queued_requests: 5, max_running_requests: 1, ..config() },
+        500,
+    );
     let mut taken = 0;
     let refused = loop {
         match rig.handle.submit(request(taken, vec![1, 2, 3], 200)) {

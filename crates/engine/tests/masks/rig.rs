@@ -8,8 +8,7 @@ use std::time::Duration;
 
 use forebay_engine::{
     Allowed, Broken, Clock, Constraint, Engine, EngineConfig, EngineHandle, EngineRequest,
-    EngineThread, Executor, FinishReason, Hooks, Namer, Output, OutputSink, Peers, Policy, Request,
-    Status,
+    EngineThread, Executor, FinishReason, Hooks, Output, OutputSink, Peers, Request, Status,
 };
 use forebay_sim::{
     DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
@@ -120,25 +119,17 @@ pub(crate) fn text() -> SimText {
 
 pub(crate) fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
     EngineConfig {
-        max_running: 24,
+        max_running_requests: 24,
         slots: 36,
         page_size: 4,
-        token_budget: 48,
-        prefix_cache: true,
-        namer: Namer::open(),
-        policy: Policy::Fcfs,
-        fair: true,
+        chunked_prefill_size: 48,
         lookahead,
-        max_queued: 1000,
-        queue_timeout_us: 0,
+        max_queued_requests: 1000,
         context_length: 256,
-        watchdog_us: 10_000_000,
-        load_timeout_us: 0,
-        restart_limit: 3,
+        watchdog_timeout: Duration::from_secs(10),
+        load_timeout: Duration::ZERO,
         mask_threads,
-        mask_share: 10,
-        image_budget: 1000,
-        host: None,
+        ..EngineConfig::default()
     }
 }
 
@@ -153,21 +144,16 @@ impl Rig {
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row,
-            host_pages: 0,
-            hot_row_tokens: 0,
             clock: clock.clone(),
             timing: Timing {
                 model: DeviceModel { step_us: 1000.0, row_us: 10.0, ..DeviceModel::INSTANT },
                 ..Timing::default()
             },
-            seed: 0,
             load_us: 1_000_000,
             page_count: pages,
             vocab_size: VOCAB,
-            hidden_size: 4,
             text: text(),
-            device: "sim".into(),
-            tower: None,
+            ..SimConfig::default()
         });
         let (sender, outputs) = channel();
         let sink = ChannelSink { outputs: sender, control: control.clone(), hook };

@@ -235,7 +235,7 @@ fn what_says_nothing_is_no_reason_to_refuse() {
 
 #[test]
 fn a_lenient_operator_lets_more_through() {
-    let lenient = Bench::new(GrammarConfig { lenient: true, ..GrammarConfig::default() });
+    let lenient = Bench::new(GrammarConfig { grammar_lenient: true, ..GrammarConfig::default() });
     let form = schema(
         json!({"type": "array", "uniqueItems": true, "items": {"oneOf": [{"type": "integer"}, {"minimum": 2}]}}),
     );

@@ -258,7 +258,7 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
             Err(drained) => drained.to_string(),
             Ok(()) => status_line(state.status()),
         },
-        config: state.config.info.clone(),
+        config: state.info.clone(),
         facts: json!(state.engine.facts()),
         internal_states: state.engine.replicas().iter().map(internal_state).collect(),
     })
@@ -350,7 +350,7 @@ pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Fai
         text: state.text.stats(),
         grammars: state.model.grammars.as_ref().map(Grammars::stats).unwrap_or_default(),
         intake: IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() },
-        dropped: state.config.log_lines_dropped.load(Ordering::Relaxed),
+        dropped: state.log_lines_dropped.load(Ordering::Relaxed),
     };
     let written = state.metrics.render(&state.engine.replicas(), &parts);
     let text = written.map_err(|error| {

@@ -64,8 +64,8 @@ fn models(state: &Shared) -> Vec<Value> {
 }
 
 fn details(state: &Shared) -> Value {
-    let info = &state.config.info["model"];
-    let quantization = state.config.info["quantization"].as_str();
+    let info = &state.info["model"];
+    let quantization = state.info["quantization"].as_str();
     let family = info["config"]["model_type"].as_str().unwrap_or_default();
     json!({
         "parent_model": "",
@@ -93,7 +93,7 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     let name = request.model.or(request.name);
     let name = name.ok_or_else(|| ApiError::invalid("model", "`model`: required and missing"))?;
     state.model_name(served(Some(&name)))?;
-    let config = &state.config.info["model"]["config"];
+    let config = &state.info["model"]["config"];
     let family = config["model_type"].as_str().unwrap_or_default();
     let limits = state.limits()?;
     let mut capabilities = Vec::new();
