@@ -1,4 +1,4 @@
-"""Models that transformers computes inside the hand: tokens and log-probabilities of `generate`, however steps are cut."""
+"""Models that transformers computes inside the hand: the tokens of `generate`, however steps are cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from forebay.runner.runner import ModelRunner
-from forebay.state.slots import PlanError
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from tests.hand.called_models import ARCHITECTURES, PLAIN, VOCABULARY, WITH_STATES, called_runner, calls_of, model_of
 from tests.hand.support import MiniBrain, Request, Sampling
@@ -178,4 +177,3 @@ def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
 
 
 assert set(QUICK) <= {*PLAIN, *WITH_STATES}
-assert PlanError

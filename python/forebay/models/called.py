@@ -189,11 +189,11 @@ class CalledModel:
         self._load(None, config=config_of(Path(self._directory)), state_dict=dict(weights))
 
     def _load(self, directory: str | None, **given: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
         how = {"dtype": self.params.dtype, "attn_implementation": self._attention.name, "trust_remote_code": False}
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            # With the loading info the result is a pair, which its annotations do not know.
+            read: Callable[..., Any] = type(self._model).from_pretrained
+            model, found = read(
                 directory, use_safetensors=True, local_files_only=True, output_loading_info=True, **how, **given
             )
         except (OSError, ValueError, RuntimeError) as error:
@@ -304,7 +304,7 @@ def made_of(config: Any, attention: str, dtype: torch.dtype, device: torch.devic
         raise UnsupportedModelError(f"the code of {config.model_type} has an attention of its own ({error})") from error
     except ValueError as error:
         raise UnsupportedModelError(" ".join(str(error).split())) from error
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     return model.requires_grad_(False)
 
 

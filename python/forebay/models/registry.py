@@ -45,7 +45,7 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
 
 
 def build_called(config: CalledConfig, directory: str, params: Parameters, ops: Ops) -> CalledModel:
-    """The model of a folder that transformers computes. Its weights are on no device. Raises `UnsupportedModelError`."""
+    """The model of a folder that transformers computes, without its weights. Raises `UnsupportedModelError`."""
     return CalledModel(config, directory, params, CpuAttention(), ops)
 
 

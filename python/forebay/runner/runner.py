@@ -362,7 +362,7 @@ class ModelRunner:
             what += "; they were kept by an earlier start and are removed: the next one reads the model's own files"
         raise NotFiniteError(what)
 
-    def facts(self) -> dict[str, int | str]:
+    def facts(self) -> dict[str, int | str | bool]:
         """The facts for `ready`, except the loading time."""
         return {
             "page_count": self.kv.page_count,
@@ -377,6 +377,7 @@ class ModelRunner:
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             "blocks": self._blocks,
+            "tokens_only": isinstance(self.model, CalledModel),
             **({} if self.images is None else self.images.facts()),
         }
 
