@@ -203,6 +203,11 @@ pub(crate) struct ModelFlags {
     /// Encoders, and repositories that say that they are embedders, need no flag.
     #[arg(long)]
     pub(crate) is_embedding: bool,
+    /// The code that computes the model: `native` is Forebay's, `transformers` is the modelling code
+    /// of that library in PyTorch, which is some times slower and serves nearly every model. `auto`
+    /// is `native` where there is such code for the model, and else `transformers`.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) model_impl: ModelImpl,
     /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,
@@ -474,6 +479,26 @@ pub(crate) enum Device {
     /// A CPU whose work is done as late as an accelerator's may be, for tests.
     #[value(hide = true)]
     Deferred,
+}
+
+/// The code that computes a model.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModelImpl {
+    #[default]
+    Auto,
+    Native,
+    Transformers,
+}
+
+impl ModelImpl {
+    /// The name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Native => "native",
+            Self::Transformers => "transformers",
+        }
+    }
 }
 
 /// The hand on a CPU.

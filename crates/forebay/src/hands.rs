@@ -32,6 +32,9 @@ impl Chosen {
         if config.device == "sim" {
             return Ok(Self { hand: "none", hand_reason: Some("the device is simulated".into()) });
         }
+        if model.called.is_some() {
+            return Self::of_called(flag, config, ranks, model);
+        }
         let kernels = std::env::var("FOREBAY_KERNELS").ok();
         let asked = Asked {
             config: &model.config,
@@ -66,6 +69,35 @@ impl Chosen {
             // Whatever is wrong with the model, the reference says it.
             Err(ModelError::Broken(what)) => Ok(Self::torch(what)),
         }
+    }
+
+    /// The hand for a model that transformers' code computes.
+    fn of_called(flag: Hand, config: &HandConfig, ranks: u32, model: &Model) -> Result<Self> {
+        let refused = [
+            (flag == Hand::Rust, "--hand rust"),
+            (ranks > 1, "several ranks"),
+            (config.quantization.as_deref().is_some_and(|name| name != "auto"), "--quantization"),
+            (config.kv_cache_dtype.is_some(), "--kv-cache-dtype"),
+            (config.hot_row_tokens.is_some(), "--enable-hisparse"),
+            (
+                config.attention_backend.as_deref().is_some_and(|name| name != "torch"),
+                "--attention-backend",
+            ),
+        ];
+        if let Some((_, what)) = refused.into_iter().find(|&(wanted, _)| wanted) {
+            bail!(
+                "transformers' own code computes {}, for which there is not {what}: leave it off",
+                model.name
+            );
+        }
+        let states = if model.has_states() {
+            "; its recurrent states have no prefix cache"
+        } else {
+            ""
+        };
+        Ok(Self::torch(format!(
+            "transformers' own code has this model, and native code would be faster{states}"
+        )))
     }
 
     /// The program to start, and its arguments.

@@ -11,10 +11,10 @@ use forebay_weights::ModelError;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::flags::{Hand, ServeFlags};
+use crate::flags::{Hand, ModelImpl, ServeFlags};
 use crate::models;
 
-/// The output of `python -m forebay.weights.describe`.
+/// The output of `python -m forebay.models.describe`.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Model {
     pub(crate) name: String,
@@ -35,8 +35,24 @@ pub(crate) struct Model {
     /// The way from an image to patches; `None`: the model takes none.
     #[serde(default)]
     pub(crate) images: Option<Images>,
+    /// What transformers' code, which computes the model, needs of the engine; `None`: native code
+    /// computes it.
+    #[serde(default)]
+    pub(crate) called: Option<Called>,
     /// The folder for files that Forebay makes of models.
     pub(crate) cache: PathBuf,
+}
+
+/// The findings of a probe of a model that transformers' code computes, as
+/// `forebay.weights.called` describes them.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+pub(crate) struct Called {
+    /// Bytes of the recurrent states of a request; 0: the model has none.
+    pub(crate) state_bytes: u64,
+    pub(crate) hidden_size: u32,
+    /// The values that only the hand reads.
+    #[serde(flatten)]
+    pub(crate) rest: Map<String, Value>,
 }
 
 /// A model's processing of images, as `forebay.weights.vision` describes it. A position of the
@@ -92,8 +108,17 @@ impl Pooling {
 impl Model {
     /// True if the model keeps one row a position in place of keys and values.
     pub(crate) fn is_latent(&self) -> bool {
+        // Transformers' code keeps the keys and values of all heads.
+        if self.called.is_some() {
+            return false;
+        }
         let rank = self.config.get("kv_lora_rank").and_then(Value::as_u64);
         rank.is_some_and(|rank| rank > 0)
+    }
+
+    /// True if layers keep a state of all earlier positions, which no prefix of a request has.
+    pub(crate) fn has_states(&self) -> bool {
+        self.called.as_ref().is_some_and(|called| called.state_bytes > 0)
     }
 
     /// The part that a hand is told.
@@ -105,12 +130,16 @@ impl Model {
             "config": self.config,
             "pooling": self.pooling,
             "images": self.images,
+            "called": self.called,
             "cache": self.cache,
         })
     }
 
     /// Elements of an embedding; 0 where the configuration does not say.
     pub(crate) fn hidden_size(&self) -> u32 {
+        if let Some(called) = &self.called {
+            return called.hidden_size;
+        }
         // A model that sees images has its decoder's numbers apart.
         let config = self.config.get("text_config").and_then(Value::as_object);
         let size = config.unwrap_or(&self.config).get("hidden_size").and_then(Value::as_u64);
@@ -154,6 +183,7 @@ pub(crate) struct Source<'a> {
     pub(crate) offline: bool,
     /// True if the model should pool, also one that could generate.
     pub(crate) embedding: bool,
+    pub(crate) model_impl: ModelImpl,
 }
 
 impl ServeFlags {
@@ -164,6 +194,7 @@ impl ServeFlags {
             download_dir: self.loading.download_dir.as_deref(),
             offline: self.loading.offline,
             embedding: self.loading.is_embedding,
+            model_impl: self.loading.model_impl,
         }
     }
 }
@@ -202,7 +233,10 @@ fn describe_any(
     source: Source<'_>,
     weights: bool,
 ) -> Result<Model> {
-    if hand == Hand::Torch {
+    if source.model_impl == ModelImpl::Transformers && hand == Hand::Rust {
+        bail!("--model-impl transformers: the Rust hand has native code only; leave --hand off");
+    }
+    if hand == Hand::Torch || source.model_impl == ModelImpl::Transformers {
         return describe(python, name, found, cache, source, weights);
     }
     let files = forebay_weights::Source {
@@ -253,7 +287,8 @@ fn describe(
     crate::python::check(python)?;
     let mut command = Command::new(python);
     without_keys(&mut command);
-    command.args(crate::python::arguments("forebay.weights.describe")).arg(&found.path);
+    command.args(crate::python::arguments("forebay.models.describe")).arg(&found.path);
+    command.args(["--model-impl", source.model_impl.name()]);
     if let Some(name) = &found.name {
         command.args(["--name", name]);
     }
@@ -272,7 +307,7 @@ fn describe(
     if !output.status.success() {
         bail!("the model {name} is not available (see above)");
     }
-    serde_json::from_slice(&output.stdout).context("forebay.weights.describe printed no model")
+    serde_json::from_slice(&output.stdout).context("forebay.models.describe printed no model")
 }
 
 /// The interpreter to use: named, beside this program, of the active virtual environment, or on the

@@ -185,12 +185,17 @@ impl Inner {
         Ok(facts.hand.image_page_count.saturating_mul(facts.hand.image_page_tokens))
     }
 
-    /// Elements of an embedding of the loaded model, and their type.
+    /// Elements of an embedding of the loaded model, and their type, for prompts of embeddings in
+    /// `param`.
     ///
     /// # Errors
-    /// It has not been loaded yet.
-    pub(crate) fn embeddings(&self) -> Result<(u32, Dtype), ApiError> {
+    /// It has not been loaded yet, or it takes tokens only.
+    pub(crate) fn embeddings(&self, param: &str) -> Result<(u32, Dtype), ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
+        if facts.hand.tokens_only {
+            let reason = format!("`{param}`: transformers' own code computes this model, which takes tokens only");
+            return Err(ApiError::invalid(param, reason));
+        }
         Ok((facts.hand.hidden_size, facts.hand.dtype))
     }
 

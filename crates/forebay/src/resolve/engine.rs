@@ -49,7 +49,9 @@ pub(super) fn resolve(
     let grammar = &flags.grammar;
     Ok(EngineConfig {
         context_length,
-        prefix_cache: scheduling.prefix_cache && !pooling.is_some_and(Pooling::counts_all),
+        prefix_cache: scheduling.prefix_cache
+            && !pooling.is_some_and(Pooling::counts_all)
+            && !model.has_states(),
         namer: secret::namer(flags.sharing.cache_secret_file.as_deref())?,
         watchdog_timeout: flags.run.watchdog_timeout,
         load_timeout: flags.run.load_timeout,

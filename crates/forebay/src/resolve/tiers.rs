@@ -91,6 +91,12 @@ pub(super) fn engine(
             "a host tier keeps blocks of the prefix cache, and this model's vectors are means of states that all have to be computed"
         );
     }
+    if model.has_states() {
+        bail!(
+            "a host tier keeps keys and values, and layers of {} keep recurrent states, which no tier has yet",
+            model.name
+        );
+    }
     if is_sparse && flags.sim.sim_tokens_a_row.is_some_and(|tokens| tokens > 1) {
         bail!(
             "--sim-tokens-a-row does not go with --enable-hisparse: a sparse row gives one token"
