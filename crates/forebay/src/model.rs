@@ -1,8 +1,10 @@
 //! Finds the model, downloads missing files, and has a subprocess of the interpreter describe it.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use forebay_hand::without_keys;
@@ -10,6 +12,8 @@ use forebay_hub::{Found, ModelName, Settings};
 use forebay_weights::ModelError;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use tempfile::TempDir;
+use tracing::warn;
 
 use crate::flags::{Hand, ModelImpl, ServeFlags};
 use crate::models;
@@ -41,6 +45,11 @@ pub(crate) struct Model {
     pub(crate) called: Option<Called>,
     /// The folder for files that Forebay makes of models.
     pub(crate) cache: PathBuf,
+    /// The folder of the tokenizer that was rebuilt where no cache can be written. It goes with the
+    /// model.
+    #[serde(skip)]
+    #[expect(dead_code, reason = "its end removes the folder")]
+    temporary: Option<Arc<TempDir>>,
 }
 
 /// The findings of a probe of a model that transformers' code computes, as
@@ -210,8 +219,12 @@ pub(crate) fn fetch(
     let missing = || format!("the model {name} is not available");
     let settings = Settings::from_env(source.download_dir, source.offline).with_context(missing)?;
     let cache = settings.cache.clone();
-    let describe =
-        |found: &Found, weights| describe_any(python, (name, hand), found, &cache, source, weights);
+    let (made, temporary) = rebuilding_folder(&cache)?;
+    let describe = |found: &Found, weights| {
+        let model = describe_any(python, (name, hand), found, &made, source, weights)?;
+        // Packed weights are too large for a temporary folder.
+        Ok(Model { cache: cache.clone(), temporary: temporary.clone(), ..model })
+    };
     let hub = models::hub(settings, python)?;
     let named = ModelName::parse(name, source.revision).with_context(missing)?;
     let mut found = hub.find(&named, weights).with_context(missing)?;
@@ -221,6 +234,23 @@ pub(crate) fn fetch(
         hub.complete(&mut found).with_context(missing)?;
     }
     describe(&found, weights)
+}
+
+/// The folder for tokenizers that are rebuilt from GGUF files: the cache, or a temporary one where
+/// the cache can't be written.
+fn rebuilding_folder(cache: &Path) -> Result<(PathBuf, Option<Arc<TempDir>>)> {
+    let folder = cache.join("gguf");
+    let made = std::fs::create_dir_all(&folder).and_then(|()| tempfile::tempfile_in(&folder));
+    let Err(error) = made else { return Ok((cache.to_owned(), None)) };
+    let own = std::fs::Permissions::from_mode(0o700);
+    let folder = tempfile::Builder::new().prefix("forebay-").permissions(own).tempdir();
+    let folder = folder.context("no folder for files that are made of models")?;
+    warn!(
+        "{} can't be written ({error}): what is made of the model is made again at each start; --download-dir or FOREBAY_CACHE names \
+         another folder",
+        cache.display()
+    );
+    Ok((folder.path().to_owned(), Some(Arc::new(folder))))
 }
 
 /// Describes `found` by its files. The interpreter describes models that are not known here. Both
@@ -324,4 +354,59 @@ pub(crate) fn find_python(named: Option<&Path>) -> PathBuf {
         .flat_map(|dir| [dir.join("python3"), dir.join("python")])
         .find(|python| python.is_file())
         .unwrap_or_else(|| "python3".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cache_that_can_t_be_written_has_a_temporary_one_beside_it() {
+        let root = tempfile::tempdir().expect("a folder");
+        let cache = root.path().join("cache");
+        let (made, temporary) = rebuilding_folder(&cache).expect("a folder");
+        assert_eq!((made, temporary.is_none()), (cache, true));
+        // A file where the folder should be, which not even the superuser can write below.
+        let file = root.path().join("file");
+        std::fs::write(&file, "").expect("a file");
+        let (made, temporary) = rebuilding_folder(&file).expect("a folder");
+        let temporary = temporary.expect("a temporary folder");
+        assert_eq!(made, temporary.path());
+        let mode = std::fs::metadata(&made).expect("a folder").permissions().mode();
+        assert_eq!(mode & 0o077, 0, "others can't put a tokenizer there");
+        drop(temporary);
+        assert!(!made.exists());
+    }
+
+    fn model(tokenizer_config: Value, directory: &Path) -> Model {
+        let description = json!({
+            "name": "m", "format": "safetensors", "directory": directory, "files": [], "config": {}, "tokenizer": "t",
+            "tokenizer_config": tokenizer_config, "chat_template": "d", "generation_config": {}, "eos_token_ids": [],
+            "bos_token": null, "eos_token": null, "context_length": 1, "vocab_size": 1, "pooling": null, "cache": "c",
+        });
+        serde_json::from_value(description).expect("a model")
+    }
+
+    #[test]
+    fn the_template_for_tools_is_in_a_list_or_in_a_folder() {
+        let root = tempfile::tempdir().expect("a folder");
+        let found =
+            |config: Value| model(config, root.path()).tool_use_template().expect("no error");
+        let one = |name: &str| json!({"name": name, "template": format!("of {name}")});
+        for (config, expected) in [
+            (json!({}), None),
+            (json!({"chat_template": "d"}), None),
+            (json!({"chat_template": [one("default"), one("rag")]}), None),
+            (
+                json!({"chat_template": [one("default"), one("tool_use")]}),
+                Some("of tool_use".to_owned()),
+            ),
+        ] {
+            assert_eq!(found(config.clone()), expected, "{config}");
+        }
+        let folder = root.path().join("additional_chat_templates");
+        std::fs::create_dir(&folder).expect("a folder");
+        std::fs::write(folder.join("tool_use.jinja"), "of the file").expect("a file");
+        assert_eq!(found(json!({})), Some("of the file".to_owned()));
+    }
 }

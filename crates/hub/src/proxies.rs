@@ -37,8 +37,8 @@ impl Proxies {
     }
 }
 
-/// Reads the forms that curl, Python and Go know. Commas or blanks are between them. A name may have
-/// a dot or `*.` before it, and a port behind it. An address may be in brackets.
+/// Reads the forms that curl, Python and Go know, with commas or blanks between them. A name may
+/// have a dot or `*.` before it, and a port behind it. An address may be in brackets.
 fn exceptions(list: &str) -> Vec<Exception> {
     let entries = list.split([',', ' ', '\t', '\n']).filter(|entry| !entry.is_empty());
     entries.map(Exception::new).collect()
