@@ -188,9 +188,6 @@ fn describe_any(
     source: Source<'_>,
     weights: bool,
 ) -> Result<Model> {
-    if hand == Hand::Torch {
-        return describe(python, name, found, cache, source, weights);
-    }
     let files = forebay_weights::Source {
         path: &found.path,
         name: found.name.as_deref(),
@@ -199,12 +196,20 @@ fn describe_any(
         embedding: source.embedding,
     };
     let why = match forebay_weights::describe(files) {
+        Ok(_) if hand == Hand::Torch => {
+            return describe(python, name, found, cache, source, weights);
+        }
         Ok(description) => {
             return serde_json::from_value(description).context("a description without a model");
         }
         Err(error) => error,
     };
     match why {
+        // An interpreter with PyTorch would refuse it too, and need not be installed for that.
+        ModelError::Unserved(_) => {
+            Err(why).with_context(|| format!("the model {name} is not available"))
+        }
+        _ if hand == Hand::Torch => describe(python, name, found, cache, source, weights),
         ModelError::Elsewhere(what) if hand == Hand::Rust => {
             bail!("--hand rust: the Rust hand does not have {what}; leave the flag off")
         }
