@@ -1,6 +1,7 @@
 //! The parts and architectures that no hand computes. A part leaves this list when the first hand
 //! has it; the other hand then names it among what it lacks.
 
+use super::Family;
 use super::experts::Experts;
 use super::shape::{
     Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, QkNorm, Scales, Shape,
@@ -37,7 +38,7 @@ impl ModelError {
         let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
         Self::Unserved(format!(
             "the architecture {name}{why}: try transformers or vLLM, or a model of {}",
-            served()
+            titles(|_| true)
         ))
     }
 
@@ -46,16 +47,16 @@ impl ModelError {
         let known = NOT_SERVED.iter().find(|(_, known, _)| *known == name && !name.is_empty());
         let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
         Self::Unserved(format!(
-            "the GGUF architecture '{name}'{why}: try llama.cpp, or a model of {}",
-            served()
+            "the GGUF architecture '{name}'{why}: try llama.cpp, or a file of {}",
+            titles(|family| family.gguf.is_some())
         ))
     }
 }
 
-/// The families of text, by their names in documents.
-fn served() -> String {
-    let titles = super::ALL.iter().map(|family| family.title);
-    titles.collect::<Vec<_>>().join("; ")
+/// Some families, by their names in documents.
+fn titles(which: fn(&Family) -> bool) -> String {
+    let families = super::ALL.into_iter().filter(|family| which(family));
+    families.map(|family| family.title).collect::<Vec<_>>().join("; ")
 }
 
 impl Shape {
