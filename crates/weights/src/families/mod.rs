@@ -18,6 +18,7 @@ mod glm4_moe;
 mod glm_dsa;
 mod llama;
 mod mistral;
+mod phi3;
 mod qwen2;
 mod qwen2_5_vl;
 mod qwen3;
@@ -51,7 +52,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 12] = [
+pub const ALL: [&Family; 13] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &qwen2::FAMILY,
@@ -62,6 +63,7 @@ pub const ALL: [&Family; 12] = [
     &deepseek_v3::FAMILY,
     &deepseek_v32::FAMILY,
     &glm_dsa::FAMILY,
+    &phi3::FAMILY,
     &qwen2_5_vl::FAMILY,
     &qwen3_vl::FAMILY,
 ];
