@@ -18,7 +18,6 @@ mod glm4_moe;
 mod glm_dsa;
 mod llama;
 mod mistral;
-mod phi3;
 mod qwen2;
 mod qwen2_5_vl;
 mod qwen3;
@@ -52,7 +51,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 13] = [
+pub const ALL: [&Family; 12] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &qwen2::FAMILY,
@@ -63,7 +62,6 @@ pub const ALL: [&Family; 13] = [
     &deepseek_v3::FAMILY,
     &deepseek_v32::FAMILY,
     &glm_dsa::FAMILY,
-    &phi3::FAMILY,
     &qwen2_5_vl::FAMILY,
     &qwen3_vl::FAMILY,
 ];
