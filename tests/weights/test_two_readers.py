@@ -141,6 +141,18 @@ def test_a_config_without_architectures(tmp_path: Path, model_type: str) -> None
     assert one["vocab_size"] == config.vocab_size
 
 
+def test_an_encoder_without_architectures(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"embeddings.LayerNorm.bias": torch.zeros(48)}, folder / "w.safetensors")
+    config = BertConfig(hidden_size=48, num_attention_heads=4, vocab_size=131)
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": None}))
+    (folder / "tokenizer.json").write_text("{}")
+    one, other = both(folder, tmp_path)
+    assert one == other
+    assert one["pooling"]["kind"] == "cls"
+
+
 @pytest.mark.parametrize(
     ("number", "kind"), [(0, "last"), (1, "causal_mean"), (2, None), (3, "last"), (4, None), (5, None)]
 )
