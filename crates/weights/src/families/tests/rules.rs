@@ -1,5 +1,5 @@
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::Path;
 
 use serde_json::json;
 
@@ -136,7 +136,7 @@ fn copy(family: &Family) -> Family {
     }
 }
 
-fn write(path: &PathBuf, name: &str, stored: &[usize], values: &[f32]) {
+fn write(path: &Path, name: &str, stored: &[usize], values: &[f32]) {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     let header = json!({name: {"dtype": "F32", "shape": stored, "data_offsets": [0, bytes.len()]}});
     let header = header.to_string();
