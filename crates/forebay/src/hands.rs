@@ -66,6 +66,7 @@ impl Chosen {
             Err(ModelError::Elsewhere(what)) => {
                 Ok(Self::torch(format!("the Rust hand does not have {what}")))
             }
+            Err(error @ ModelError::Unserved(_)) => Err(error.into()),
             // Whatever is wrong with the model, the reference says it.
             Err(ModelError::Broken(what)) => Ok(Self::torch(what)),
         }

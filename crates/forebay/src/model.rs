@@ -263,10 +263,10 @@ fn describe_any(
     source: Source<'_>,
     weights: bool,
 ) -> Result<Model> {
-    if source.model_impl == ModelImpl::Transformers && hand == Hand::Rust {
-        bail!("--model-impl transformers: the Rust hand has native code only; leave --hand off");
-    }
-    if hand == Hand::Torch || source.model_impl == ModelImpl::Transformers {
+    if source.model_impl == ModelImpl::Transformers {
+        if hand == Hand::Rust {
+            bail!("--model-impl transformers: the Rust hand has native code only; leave --hand off");
+        }
         return describe(python, name, found, cache, source, weights);
     }
     let files = forebay_weights::Source {
@@ -277,12 +277,28 @@ fn describe_any(
         embedding: source.embedding,
     };
     let why = match forebay_weights::describe(files) {
+        Ok(_) if hand == Hand::Torch => {
+            return describe(python, name, found, cache, source, weights);
+        }
         Ok(description) => {
             return serde_json::from_value(description).context("a description without a model");
         }
         Err(error) => error,
     };
     match why {
+        ModelError::Unserved(_) if hand == Hand::Rust || !may_be_called(found, source) => {
+            Err(why).with_context(|| format!("the model {name} is not available"))
+        }
+        ModelError::Unserved(_) => {
+            describe(python, name, found, cache, source, weights).or_else(|error| {
+                if without_interpreter(&error) {
+                    let native = format!("the model {name} has no native code: {why}");
+                    return Err(error.context(native));
+                }
+                Err(error)
+            })
+        }
+        _ if hand == Hand::Torch => describe(python, name, found, cache, source, weights),
         ModelError::Elsewhere(what) if hand == Hand::Rust => {
             bail!("--hand rust: the Rust hand does not have {what}; leave the flag off")
         }
@@ -296,13 +312,23 @@ fn describe_any(
         ModelError::Broken(_) => {
             describe(python, name, found, cache, source, weights).or_else(|error| {
                 // Without an interpreter this program says itself what is wrong.
-                if error.is::<std::io::Error>() || error.is::<crate::python::Incomplete>() {
+                if without_interpreter(&error) {
                     return Err(why).with_context(|| format!("the model {name} is not available"));
                 }
                 Err(error)
             })
         }
     }
+}
+
+/// True if transformers' code may compute a model that native code does not have.
+fn may_be_called(found: &Found, source: Source<'_>) -> bool {
+    source.model_impl == ModelImpl::Auto && found.path.join("config.json").is_file()
+}
+
+/// True if no interpreter with our packages could be asked.
+fn without_interpreter(error: &anyhow::Error) -> bool {
+    error.is::<std::io::Error>() || error.is::<crate::python::Incomplete>()
 }
 
 /// Asks the interpreter what `found` is.

@@ -22,6 +22,7 @@ from forebay.weights.config import ModelConfig, shape_of, token_ids
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.files import read_json
+from forebay.weights.index import INDEX, read_index
 from forebay.weights.pooling import Pooling, read_pooling
 from forebay.weights.sizes import one_line, size
 from forebay.weights.vision import read_preprocessing
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 
 _IMAGE_TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -51,7 +52,7 @@ _SAMPLING = {
 }
 # What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold all metadata of any
 # known model, and of this number: it goes up with every change to what is rebuilt.
-_REBUILD_VERSION = 2
+_REBUILD_VERSION = 3
 _KEY_BYTES = 32 << 20
 
 
@@ -160,19 +161,21 @@ def gguf_parts(path: Path) -> list[Path]:
 def _safetensors_names(present: Iterable[str], directory: Path) -> list[str]:
     """The names of a model directory's files with weights, in order. Raises ModelError."""
     names = sorted(present)
-    if _INDEX in names:
-        index = read_json(directory / _INDEX)
-        shards = sorted(set(index.get("weight_map", {}).values()))
+    placed = read_index(directory)
+    if placed is not None:
+        shards = sorted(set(placed.values()))
         missing = sorted(set(shards) - set(names))
-        if missing or not shards:
-            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {_INDEX}")
-        return shards
+        if shards and not missing:
+            return shards
+        # An index without its shards is left over from before they became one file.
+        if _WHOLE not in names or _WHOLE in shards:
+            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {INDEX}")
     # Some repositories hold the weights a second time under the names of the model's own tools, or an adapter.
     weights = [
         name for name in names if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter"))
     ]
-    if "model.safetensors" in weights:
-        return ["model.safetensors"]
+    if _WHOLE in weights:
+        return [_WHOLE]
     return weights or _no_weights(names, directory)
 
 

@@ -2,8 +2,56 @@
 
 use serde_json::{Map, Value, json};
 
-use super::file::{GgufFiles, GgufValue};
+use super::rules::{Rule, Take};
+use super::{ALL, Family};
 use crate::error::ModelError;
+use crate::gguf::{GgufFiles, GgufValue};
+
+/// A family's GGUF files. Several families may have one architecture.
+pub(crate) struct GgufNames {
+    /// The name in `general.architecture`.
+    pub(super) architecture: &'static str,
+    /// True if a file of this architecture is the family's.
+    pub(super) fits: fn(&GgufFiles) -> Result<bool, ModelError>,
+    /// The keys of a `config.json` for attention and experts.
+    pub(super) keys: fn(&GgufFiles) -> Result<Map<String, Value>, ModelError>,
+    /// Rules in front of [`COMMON`].
+    pub(crate) rules: &'static [Rule],
+}
+
+/// Rules of all families (`gguf.constants.TENSOR_NAMES`).
+pub(crate) const COMMON: &[Rule] = &[
+    // Tables for the rotary embedding are part of the config here, not weights.
+    Rule::spare("rope_freqs.*"),
+    Rule::renamed("token_embd.*", "model.embed_tokens.*"),
+    Rule::renamed("output_norm.*", "model.norm.*"),
+    Rule::renamed("output.*", "lm_head.*"),
+    Rule::renamed("blk.#.attn_norm.*", "model.layers.#.input_layernorm.*"),
+    Rule::renamed("blk.#.attn_q.*", "model.layers.#.self_attn.q_proj.*"),
+    Rule::renamed("blk.#.attn_k.*", "model.layers.#.self_attn.k_proj.*"),
+    Rule::renamed("blk.#.attn_v.*", "model.layers.#.self_attn.v_proj.*"),
+    Rule::renamed("blk.#.attn_output.*", "model.layers.#.self_attn.o_proj.*"),
+    Rule::renamed("blk.#.attn_q_norm.*", "model.layers.#.self_attn.q_norm.*"),
+    Rule::renamed("blk.#.attn_k_norm.*", "model.layers.#.self_attn.k_norm.*"),
+    Rule::renamed("blk.#.ffn_norm.*", "model.layers.#.post_attention_layernorm.*"),
+    Rule::renamed("blk.#.ffn_gate.*", "model.layers.#.mlp.gate_proj.*"),
+    Rule::renamed("blk.#.ffn_up.*", "model.layers.#.mlp.up_proj.*"),
+    Rule::renamed("blk.#.ffn_down.*", "model.layers.#.mlp.down_proj.*"),
+    Rule::renamed("blk.#.ffn_gate_inp.*", "model.layers.#.mlp.gate.*"),
+    Rule::renamed("blk.#.ffn_gate_shexp.*", "model.layers.#.mlp.shared_experts.gate_proj.*"),
+    Rule::renamed("blk.#.ffn_up_shexp.*", "model.layers.#.mlp.shared_experts.up_proj.*"),
+    Rule::renamed("blk.#.ffn_down_shexp.*", "model.layers.#.mlp.shared_experts.down_proj.*"),
+    // The one tensor that is called a bias and is none of a product.
+    Rule::renamed("blk.#.exp_probs_b.bias", "model.layers.#.mlp.gate.e_score_correction_bias"),
+    Rule::new("blk.#.ffn_gate_exps.weight", GATE, Take::EACH_EXPERT),
+    Rule::new("blk.#.ffn_up_exps.weight", UP, Take::EACH_EXPERT),
+    Rule::new("blk.#.ffn_down_exps.weight", DOWN, Take::EACH_EXPERT),
+    Rule::new("blk.#.ffn_gate_up_exps.weight", GATE, Take::EACH_EXPERT.share(0, 2)),
+    Rule::new("blk.#.ffn_gate_up_exps.weight", UP, Take::EACH_EXPERT.share(1, 2)),
+];
+const GATE: &str = "model.layers.#.mlp.experts.@.gate_proj.weight";
+const UP: &str = "model.layers.#.mlp.experts.@.up_proj.weight";
+const DOWN: &str = "model.layers.#.mlp.experts.@.down_proj.weight";
 
 const DEFAULT_FREQ_BASE: f64 = 10000.0;
 /// The control tokens that end a turn if a file names none (llama.cpp goes by the same texts).
@@ -31,26 +79,28 @@ const HUGE: i64 = i32::MAX as i64;
 /// Scores and numbers of experts, and their groups, of which some are kept.
 const GROUPS: [(&str, i64, (i64, i64)); 2] = [("softmax", 160, (8, 3)), ("sigmoid", 256, (8, 4))];
 
+/// The family of the files.
+fn family(files: &GgufFiles) -> Result<(&'static Family, &'static GgufNames), ModelError> {
+    let name = files.architecture();
+    for family in ALL {
+        if let Some(names) = family.gguf.as_ref().filter(|names| names.architecture == name)
+            && (names.fits)(files)?
+        {
+            return Ok((family, names));
+        }
+    }
+    Err(ModelError::unserved_gguf(name))
+}
+
 /// The `config.json` that the model would have.
 pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
-    let (name, kind) = match files.architecture() {
-        "llama" if files.get("attention.sliding_window").is_some_and(GgufValue::truthy) => {
-            ("MistralForCausalLM", "mistral")
-        }
-        "llama" => ("LlamaForCausalLM", "llama"),
-        "qwen2" => ("Qwen2ForCausalLM", "qwen2"),
-        "qwen3" => ("Qwen3ForCausalLM", "qwen3"),
-        "qwen3moe" => ("Qwen3MoeForCausalLM", "qwen3_moe"),
-        "glm4moe" => ("Glm4MoeForCausalLM", "glm4_moe"),
-        other => return Err(ModelError::elsewhere(format!("the GGUF architecture '{other}'"))),
-    };
-    let experts = if matches!(kind, "qwen3_moe" | "glm4_moe") {
-        Some(experts(files, kind)?)
-    } else if whole(files, "expert_count")?.unwrap_or(0) > 0 {
-        return Err(ModelError::elsewhere("experts of this family"));
-    } else {
-        None
-    };
+    let (family, names) = family(files)?;
+    if files.get("attention.causal").is_some_and(|causal| !causal.truthy()) {
+        return Err(ModelError::unserved_part(
+            "positions that see what is behind them (attention.causal is false)",
+        ));
+    }
+    let keys = (names.keys)(files)?;
     let embedding = files.tensor("token_embd.weight").ok_or_else(|| {
         ModelError::broken("the GGUF file has no token embedding: it isn't a whole model")
     })?;
@@ -70,41 +120,45 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         let id = files.metadata.get(&format!("tokenizer.ggml.{name}_token_id"));
         id.and_then(GgufValue::as_i64).map_or(Value::Null, |id| json!(id))
     };
-    let hidden = required(files, "embedding_length")?;
-    let heads = Heads::of(files, hidden)?;
-    let turned = (kind == "glm4_moe").then(|| heads.turned_part());
-    if turned.is_none() && heads.rotated != heads.dim {
-        return Err(ModelError::elsewhere("heads that are rotated in part"));
-    }
-    let has = |name: &str| files.tensor(name).is_some();
+    let number = |key: &str| keys.get(key).and_then(Value::as_i64);
+    let rotated = match (number("qk_rope_head_dim"), number("head_dim")) {
+        (Some(rotated), _) => (rotated, true),
+        (None, dim) => (dim.unwrap_or(0), false),
+    };
     let config = json!({
         "vocab_size": embedding.shape.first().copied().unwrap_or(0),
-        "hidden_size": hidden,
+        "hidden_size": required(files, "embedding_length")?,
         "intermediate_size": required(files, "feed_forward_length")?,
         "num_hidden_layers": layer_count(files)?,
         "hidden_act": "silu",
         "rms_norm_eps": shortest(eps),
         "rope_theta": theta,
-        "rope_scaling": rope_scaling(files, theta, heads.dim, context)?,
+        "rope_scaling": rope_scaling(files, theta, rotated, context)?,
         "max_position_embeddings": context,
         "sliding_window": window,
-        "tie_word_embeddings": !has("output.weight"),
+        "tie_word_embeddings": files.tensor("output.weight").is_none(),
         "bos_token_id": special("bos"),
         "eos_token_id": eos,
         "pad_token_id": special("padding"),
-        "num_attention_heads": heads.queries,
-        "num_key_value_heads": heads.keys,
-        "head_dim": heads.dim,
-        "qkv_bias": has("blk.0.attn_q.bias"),
-        "attention_bias": has("blk.0.attn_output.bias"),
-        "mlp_bias": has("blk.0.ffn_up.bias"),
-        "architectures": [name],
-        "model_type": kind,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
     });
     let Value::Object(mut config) = config else { unreachable!("an object") };
-    config.extend(turned.map(|part| ("partial_rotary_factor".to_owned(), json!(part))));
-    config.extend(experts.into_iter().flatten());
+    config.extend(keys);
+    config.extend(pooling_type(files)?.map(|kind| ("pooling_type".to_owned(), json!(kind))));
     Ok(config)
+}
+
+/// The way of pooling that the file states (`gguf.PoolingType`).
+fn pooling_type(files: &GgufFiles) -> Result<Option<&'static str>, ModelError> {
+    match whole(files, "pooling_type")? {
+        None | Some(0) => Ok(None),
+        Some(1) => Ok(Some("mean")),
+        Some(2) => Ok(Some("cls")),
+        Some(3) => Ok(Some("last")),
+        Some(4) => Ok(Some("rank")),
+        Some(other) => Err(ModelError::unserved_part(&format!("pooling_type {other}"))),
+    }
 }
 
 /// Layers that are computed: those behind them predict further tokens, and nothing else.
@@ -112,38 +166,60 @@ fn layer_count(files: &GgufFiles) -> Result<i64, ModelError> {
     Ok(required(files, "block_count")? - whole(files, "nextn_predict_layers")?.unwrap_or(0))
 }
 
-/// The metadata of experts. Metadata of other kinds of files under the same name is refused.
-fn experts(files: &GgufFiles, kind: &str) -> Result<Map<String, Value>, ModelError> {
-    let changes = CHANGES.iter().find(|key| files.get(key).is_some_and(changes));
-    if let Some(key) = changes {
-        return Err(ModelError::elsewhere(format!("'{}.{key}'", files.architecture())));
+/// The keys of dense families with grouped-query attention.
+pub(super) fn dense_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    if whole(files, "expert_count")?.unwrap_or(0) > 0 {
+        let architecture = files.architecture();
+        return Err(ModelError::unserved_part(&format!(
+            "experts in a file of the GGUF architecture '{architecture}'"
+        )));
     }
-    let keys = if kind == "qwen3_moe" { of_qwen(files)? } else { of_glm(files)? };
-    if let Value::Object(keys) = keys { Ok(keys) } else { unreachable!("an object") }
+    grouped_keys(files, false)
 }
 
-fn of_qwen(files: &GgufFiles) -> Result<Value, ModelError> {
-    if files.get("expert_weights_scale").is_some_and(changes) {
-        return Err(ModelError::elsewhere("weights of experts with a scale"));
+/// The keys of grouped-query attention. `partial` is true if a part of a head may be rotated.
+pub(super) fn grouped_keys(
+    files: &GgufFiles,
+    partial: bool,
+) -> Result<Map<String, Value>, ModelError> {
+    let heads = Heads::read(files)?;
+    if !partial && heads.rotated != heads.dim {
+        return Err(ModelError::unserved_part("heads that are rotated in part"));
     }
-    // No file says it, and llama.cpp does it for all of them.
-    let normalise = files.get("expert_weights_norm").is_none_or(GgufValue::truthy);
-    Ok(json!({
-        "num_experts": required(files, "expert_count")?,
-        "num_experts_per_tok": required(files, "expert_used_count")?,
-        "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
-        "norm_topk_prob": normalise,
-        "scoring_func": scores(files, "softmax")?,
-    }))
+    let has = |name: &str| files.tensor(name).is_some();
+    let keys = json!({
+        "num_attention_heads": heads.queries,
+        "num_key_value_heads": heads.keys,
+        "head_dim": heads.dim,
+        "qkv_bias": has("blk.0.attn_q.bias"),
+        "attention_bias": has("blk.0.attn_output.bias"),
+        "mlp_bias": has("blk.0.ffn_up.bias"),
+    });
+    let mut keys = keys.as_object().cloned().unwrap_or_default();
+    if partial {
+        keys.insert("partial_rotary_factor".into(), json!(heads.turned_part()));
+    }
+    Ok(keys)
 }
 
-/// Every key is there: none has its default. The groups that older converters left out of files are
-/// those of DeepSeek V3, by the number of experts.
-fn of_glm(files: &GgufFiles) -> Result<Value, ModelError> {
+/// Refuses metadata of other kinds of files under the same name.
+pub(super) fn refuse_changes(files: &GgufFiles) -> Result<(), ModelError> {
+    match CHANGES.iter().find(|key| files.get(key).is_some_and(changes)) {
+        None => Ok(()),
+        Some(key) => Err(ModelError::unserved_part(&format!("'{}.{key}'", files.architecture()))),
+    }
+}
+
+/// Experts and their choice, under the names of DeepSeek's config. Every key is there: none has its
+/// default. The groups that older converters left out are those of DeepSeek's models, by the number
+/// of experts.
+pub(super) fn routed_keys(
+    files: &GgufFiles,
+    scores: &str,
+) -> Result<Map<String, Value>, ModelError> {
     let positive = |key: &str| -> Result<Option<i64>, ModelError> {
         Ok(whole(files, key)?.filter(|&number| number > 0))
     };
-    let scores = scores(files, "sigmoid")?;
     let count = whole(files, "expert_count")?.unwrap_or(0);
     let (groups, kept) = GROUPS
         .into_iter()
@@ -159,9 +235,7 @@ fn of_glm(files: &GgufFiles) -> Result<Value, ModelError> {
         ),
     };
     let scaling = files.get("expert_weights_scale").and_then(GgufValue::as_f64);
-    let norms = files.tensor("blk.0.attn_q_norm.weight").is_some();
     let mut keys = json!({
-        "use_qk_norm": norms,
         "n_routed_experts": count,
         "n_shared_experts": whole(files, "expert_shared_count")?.unwrap_or(0),
         "num_experts_per_tok": per_token,
@@ -176,23 +250,24 @@ fn of_glm(files: &GgufFiles) -> Result<Value, ModelError> {
     if scores == "softmax" {
         keys["topk_method"] = json!(if groups > 1 { "group_limited_greedy" } else { "greedy" });
     }
-    Ok(keys)
+    Ok(keys.as_object().cloned().unwrap_or_default())
 }
 
 /// The function of experts' scores (`gguf.ExpertGatingFuncType`).
-fn scores(files: &GgufFiles, usual: &'static str) -> Result<&'static str, ModelError> {
+pub(super) fn scores(files: &GgufFiles, usual: &'static str) -> Result<&'static str, ModelError> {
     match whole(files, "expert_gating_func")? {
         None | Some(0) => Ok(usual),
         Some(1) => Ok("softmax"),
         Some(2) => Ok("sigmoid"),
         Some(other) => {
-            Err(ModelError::elsewhere(format!("experts with scores of the kind {other}")))
+            let what = format!("experts with scores of the kind {other} (expert_gating_func)");
+            Err(ModelError::unserved_part(&what))
         }
     }
 }
 
 /// True if a value changes the computation.
-fn changes(value: &GgufValue) -> bool {
+pub(super) fn changes(value: &GgufValue) -> bool {
     match value {
         GgufValue::List(items) => items.iter().any(changes),
         value => value
@@ -207,10 +282,10 @@ fn missing(files: &GgufFiles, key: &str) -> ModelError {
 }
 
 /// A whole number of a size that something may have.
-fn whole(files: &GgufFiles, key: &str) -> Result<Option<i64>, ModelError> {
+pub(super) fn whole(files: &GgufFiles, key: &str) -> Result<Option<i64>, ModelError> {
     let Some(value) = files.get(key) else { return Ok(None) };
     if value.as_list().is_some() {
-        return Err(ModelError::elsewhere(format!("a {key} that differs between layers")));
+        return Err(ModelError::unserved_part(&format!("a {key} that differs between layers")));
     }
     let number = value.as_i64().filter(|number| (0..=HUGE).contains(number));
     number.map(Some).ok_or_else(|| {
@@ -218,13 +293,22 @@ fn whole(files: &GgufFiles, key: &str) -> Result<Option<i64>, ModelError> {
     })
 }
 
-fn required(files: &GgufFiles, key: &str) -> Result<i64, ModelError> {
+pub(super) fn required(files: &GgufFiles, key: &str) -> Result<i64, ModelError> {
     whole(files, key)?.ok_or_else(|| missing(files, key))
 }
 
 /// The shortest decimal that is this 32-bit number: 1e-05 and not 9.999999747378752e-06.
 fn shortest(value: f64) -> f64 {
     format!("{}", value as f32).parse().unwrap_or(value)
+}
+
+/// Query heads, and heads of keys and values.
+pub(super) fn head_counts(files: &GgufFiles) -> Result<(i64, i64), ModelError> {
+    let queries = required(files, "attention.head_count")?;
+    if queries == 0 {
+        return Err(missing(files, "attention.head_count"));
+    }
+    Ok((queries, whole(files, "attention.head_count_kv")?.unwrap_or(queries)))
 }
 
 struct Heads {
@@ -236,22 +320,21 @@ struct Heads {
 }
 
 impl Heads {
-    fn of(files: &GgufFiles, hidden: i64) -> Result<Self, ModelError> {
-        let queries = required(files, "attention.head_count")?;
-        if queries == 0 {
-            return Err(missing(files, "attention.head_count"));
-        }
-        let keys = whole(files, "attention.head_count_kv")?.unwrap_or(queries);
+    fn read(files: &GgufFiles) -> Result<Self, ModelError> {
+        let (queries, keys) = head_counts(files)?;
+        let hidden = required(files, "embedding_length")?;
         let given = whole(files, "attention.key_length")?.filter(|&length| length > 0);
         let dim = given.unwrap_or(hidden / queries);
         let values = whole(files, "attention.value_length")?.filter(|&length| length > 0);
         if values.is_some_and(|length| length != dim) {
-            return Err(ModelError::elsewhere("keys and values of different lengths"));
+            return Err(ModelError::unserved_part("keys and values of different lengths"));
         }
         let rotated = whole(files, "rope.dimension_count")?.filter(|&length| length > 0);
         let rotated = rotated.unwrap_or(dim);
         if rotated > dim {
-            return Err(ModelError::elsewhere(format!("heads of {dim} with {rotated} to rotate")));
+            return Err(ModelError::unserved_part(&format!(
+                "heads of {dim} with {rotated} to rotate"
+            )));
         }
         Ok(Self { queries, keys, dim, rotated })
     }
@@ -292,14 +375,15 @@ fn eos_token_ids(files: &GgufFiles) -> Vec<i64> {
     each
 }
 
+/// The scaling of an embedding of `rotated` elements. Latent attention sharpens its softmax too.
 fn rope_scaling(
     files: &GgufFiles,
     theta: f64,
-    head_dim: i64,
+    (rotated, latent): (i64, bool),
     context: i64,
 ) -> Result<Value, ModelError> {
     if let Some(tensor) = files.tensor("rope_freqs.weight") {
-        let wanted = (head_dim / 2) as usize;
+        let wanted = (rotated / 2) as usize;
         if tensor.shape != [wanted] || tensor.row_bytes != 4 * wanted {
             let found: usize = tensor.shape.iter().product();
             return Err(ModelError::broken(format!(
@@ -310,7 +394,7 @@ fn rope_scaling(
         tensor.read(0, &mut bytes)?;
         let (numbers, _) = bytes.as_chunks::<4>();
         let factors: Vec<f64> = numbers.iter().map(|&n| f32::from_le_bytes(n).into()).collect();
-        return llama3_scaling(&factors, theta, head_dim as f64);
+        return llama3_scaling(&factors, theta, rotated as f64);
     }
     let number =
         |key: &str| files.get(key).and_then(GgufValue::as_f64).filter(|&value| value != 0.0);
@@ -334,15 +418,27 @@ fn rope_scaling(
                     scaling[key] = json!(value);
                 }
             }
+            let weight = number("rope.scaling.yarn_log_multiplier").filter(|_| latent);
+            if let Some(weight) = weight {
+                // A tenth of it is written, and it stands for both weights: no model is known in
+                // which they differ.
+                let weight = json!(shortest(10.0 * shortest(weight)));
+                (scaling["mscale"], scaling["mscale_all_dim"]) = (weight.clone(), weight);
+            }
             let multiplier = number("rope.scaling.attn_factor")
                 .or_else(|| number("rope.scaling.yarn_attn_factor"));
             if let Some(multiplier) = multiplier.filter(|&multiplier| multiplier != 1.0) {
+                if latent {
+                    return Err(ModelError::unserved_part(
+                        "a yarn attn_factor beside latent attention",
+                    ));
+                }
                 // GGUF's factor multiplies YaRN's own, Hugging Face's replaces it.
                 scaling["attention_factor"] = json!(multiplier * (0.1 * factor.ln() + 1.0));
             }
             Ok(scaling)
         }
-        Some(other) => Err(ModelError::elsewhere(format!("the rope scaling '{other}'"))),
+        Some(other) => Err(ModelError::unserved_part(&format!("the rope scaling '{other}'"))),
     }
 }
 
@@ -394,7 +490,7 @@ fn llama3_scaling(factors: &[f64], theta: f64, head_dim: f64) -> Result<Value, M
             }));
         }
     }
-    Err(ModelError::elsewhere(
+    Err(ModelError::unserved_part(
         "frequency factors in rope_freqs.weight that are not those of Llama 3's rope scaling",
     ))
 }
