@@ -10,7 +10,8 @@ use http::header::CONTENT_ENCODING;
 use crate::cut::{SHOWN_BYTES, cut};
 use crate::error::ApiError;
 
-/// Compressed bytes that are inflated at a time. They become about a thousand times as many at most.
+/// Compressed bytes that are inflated at a time. They become about a thousand times as many at
+/// most.
 const STEP: usize = 256;
 /// The largest number of compressed bytes that have become nothing. Honest senders have a head.
 const IDLE: usize = 64 << 10;

@@ -93,7 +93,8 @@ pub enum Bound {
         /// The largest.
         most: f64,
     },
-    /// A number from `least` on. A larger one than `most` means all there is, and is read as `most`.
+    /// A number from `least` on. A larger one than `most` means all there is, and is read as
+    /// `most`.
     Amount {
         /// The smallest.
         least: f64,
