@@ -54,30 +54,30 @@ pub(crate) fn to_lark(
             schema = loosened.0;
             left_out.extend(loosened.1.into_iter().map(|path| format!("{}{path}", tool.path)));
         }
-        if form.style == ArgumentStyle::Json {
-            let with = schema::with_options(schema.clone(), whitespace, lenient);
-            add(&format!("{}: %json {with}", tool.rule));
-        }
-        while form.style != ArgumentStyle::Json {
-            let mut writer =
-                Arguments::new(&schema, &form.marks, whitespace, lenient, work, number);
-            let body = writer.all(&form.style);
-            let rules = writer.rules();
-            match body {
-                Ok(body) => {
-                    add(&format!("{}: {body}\n{rules}", tool.rule));
-                    break;
-                }
-                // The notation can't keep it.
-                Err(GrammarError::Invalid { path, .. })
-                    if !tool.strict && faults::leave_out(&mut schema, &path) =>
-                {
-                    work.copy(&schema).map_err(placed)?;
-                    left_out.push(format!("{}{path}", tool.path));
-                }
-                Err(error) => return Err(placed(error)),
+        let rules = match &form.style {
+            ArgumentStyle::Json => {
+                let with = schema::with_options(schema.clone(), whitespace, lenient);
+                format!("{}: %json {with}", tool.rule)
             }
-        }
+            style => loop {
+                let mut writer =
+                    Arguments::new(&schema, &form.marks, whitespace, lenient, work, number);
+                let body = writer.all(style);
+                let rules = writer.rules();
+                match body {
+                    Ok(body) => break format!("{}: {body}\n{rules}", tool.rule),
+                    // The notation can't keep it.
+                    Err(GrammarError::Invalid { path, .. })
+                        if !tool.strict && faults::leave_out(&mut schema, &path) =>
+                    {
+                        work.copy(&schema).map_err(placed)?;
+                        left_out.push(format!("{}{path}", tool.path));
+                    }
+                    Err(error) => return Err(placed(error)),
+                }
+            },
+        };
+        add(&rules);
         schemas.push((tool.path.to_string(), schema));
     }
     if let Some((param, content)) = &form.content {

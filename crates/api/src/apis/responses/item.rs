@@ -205,6 +205,9 @@ impl Item {
             "message" => {
                 let role = required(self.role.as_ref(), path, "role")?;
                 // An answer may have had none.
+                if role != "assistant" {
+                    required(self.content.as_ref(), path, "content")?;
+                }
                 let path = format!("{path}.content");
                 let content = parts(turns, self.content.as_ref(), &path, ignored)?;
                 if role == "assistant" {
@@ -342,6 +345,7 @@ mod tests {
             (json!({"type": "function_call", "name": "f", "arguments": {"a": 1}}), "arguments"),
             (json!({"type": "function_call_output", "call_id": "c", "output": {"a": 1}}), "output"),
             (json!({"role": "user", "content": {"a": 1}}), "content"),
+            (json!({"role": "user"}), "content"),
             (json!({"role": "user", "content": [{"text": "a"}]}), "content[0].type"),
             (
                 json!({"role": "user", "content": [{"type": "input_file"}]}),
