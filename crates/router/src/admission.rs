@@ -3,29 +3,16 @@
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use forebay_api::ApiError;
+use forebay_api::{ApiError, key_in};
 use http::HeaderMap;
-use http::header::AUTHORIZATION;
 use subtle::ConstantTimeEq;
 use thiserror::Error;
 
 use crate::url::BackendUrl;
 
-/// The header in which some clients put their key, in place of `Authorization`.
-const X_API_KEY: &str = "x-api-key";
-
-/// The key in a request's head, right or wrong.
-fn given(headers: &HeaderMap) -> Option<&str> {
-    let bearer = || {
-        let (scheme, token) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
-        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
-    };
-    bearer().or_else(|| Some(headers.get(X_API_KEY)?.to_str().ok()?.trim()))
-}
-
 /// The one of `keys` in a request. The time is the same for all wrong keys and all right ones.
 fn shown<'a>(headers: &HeaderMap, keys: impl Iterator<Item = &'a String>) -> Option<&'a str> {
-    let given = given(headers)?;
+    let given = key_in(headers)?;
     let mut found = None;
     for key in keys {
         if given.as_bytes().ct_eq(key.as_bytes()).into() {
@@ -163,6 +150,7 @@ fn same_bits(a: IpAddr, b: IpAddr, bits: u8) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use http::header::AUTHORIZATION;
     use http::{HeaderName, HeaderValue};
 
     use super::*;
@@ -177,7 +165,7 @@ mod tests {
         let bearer = |value| client(&head(AUTHORIZATION, value), &keys);
         assert_eq!(bearer("Bearer secret"), Ok(Some("secret")));
         assert_eq!(bearer("bearer  other"), Ok(Some("other")));
-        let header = head(HeaderName::from_static(X_API_KEY), "other");
+        let header = head(HeaderName::from_static("api-key"), "other");
         assert_eq!(client(&header, &keys), Ok(Some("other")));
         for wrong in ["Bearer secre", "Bearer secret2", "Basic secret", "secret", "Bearer "] {
             assert_eq!(bearer(wrong), Err(ApiError::Unauthorized), "{wrong}");

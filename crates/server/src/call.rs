@@ -18,6 +18,7 @@ use crate::answer::AnswerWriter;
 use crate::budget::Charge;
 use crate::constrain;
 use crate::engine::Engine;
+use crate::ignored::ignore;
 use crate::images::{ImageFile, Shown};
 use crate::peers::{Peer, Resume};
 use crate::state::Shared;
@@ -119,6 +120,9 @@ impl Call {
                 constrain::constraints(state, submission, said, peer.client().0).await?;
             if let Some(constraints) = &constraints {
                 charge.add(constraints.bytes)?;
+                for keyword in constraints.left_out.iter() {
+                    ignore(state, keyword)?;
+                }
             }
             restricted.push(constraints);
         }
@@ -169,6 +173,7 @@ impl Call {
             Arc::new(Shown::new(Arc::clone(file), &state.intake))
         };
         let pictures: Vec<Arc<dyn Picture>> = files.iter().map(show).collect();
+        let shown: Arc<[String]> = files.iter().map(|file| file.param().to_owned()).collect();
         let generation = &terms.generation;
         let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
         let seed = seed.unwrap_or_else(rand::random);
@@ -198,6 +203,7 @@ impl Call {
                 prompt_tokens,
                 arrived,
                 interval,
+                images: Arc::clone(&shown),
             })?;
             let request = Request {
                 id: id.0,

@@ -3,11 +3,8 @@
 use std::fmt;
 
 use axum::http::HeaderMap;
-use axum::http::header::AUTHORIZATION;
+use forebay_api::key_in;
 use subtle::ConstantTimeEq;
-
-/// The header in which some clients put their key, in place of `Authorization`.
-const X_API_KEY: &str = "x-api-key";
 
 /// The accepted keys, each with a number. They are never shown: the debug form has only their
 /// number.
@@ -39,7 +36,7 @@ impl Keys {
     /// The place of the key that these headers carry. Takes the same time wherever a wrong key
     /// differs and whichever right one it is.
     pub(crate) fn shown(&self, headers: &HeaderMap) -> Option<usize> {
-        let given = given(headers)?;
+        let given = key_in(headers)?;
         let mut found = None;
         for (at, key) in self.0.iter().enumerate() {
             if given.as_bytes().ct_eq(key.as_bytes()).into() {
@@ -56,17 +53,9 @@ impl fmt::Debug for Keys {
     }
 }
 
-/// The key in a request's head, accepted or not.
-fn given(headers: &HeaderMap) -> Option<&str> {
-    let bearer = || {
-        let (scheme, token) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
-        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
-    };
-    bearer().or_else(|| Some(headers.get(X_API_KEY)?.to_str().ok()?.trim()))
-}
-
 #[cfg(test)]
 mod tests {
+    use axum::http::header::AUTHORIZATION;
     use axum::http::{HeaderName, HeaderValue};
 
     use super::*;
@@ -85,9 +74,11 @@ mod tests {
             assert_eq!(bearer(wrong), None, "{wrong}");
         }
         assert_eq!(keys.shown(&HeaderMap::new()), None);
-        let header = HeaderName::from_static(X_API_KEY);
-        assert_eq!(shown(&keys, header.clone(), "other"), Some(1));
-        assert_eq!(shown(&keys, header, "Bearer other"), None);
+        for name in ["x-api-key", "api-key"] {
+            let header = HeaderName::from_static(name);
+            assert_eq!(shown(&keys, header.clone(), "other"), Some(1));
+            assert_eq!(shown(&keys, header, "Bearer other"), None);
+        }
     }
 
     #[test]

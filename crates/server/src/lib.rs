@@ -35,6 +35,7 @@ mod engine;
 mod guard;
 mod ignored;
 mod images;
+mod inflated;
 mod intake;
 mod keys;
 mod limits;

@@ -210,7 +210,7 @@ impl Inner {
             Some(wanted) if names.iter().any(|name| name == wanted) => Ok(wanted.to_owned()),
             Some(wanted) => {
                 let model = cut(wanted, SHOWN_BYTES).into_owned();
-                Err(ApiError::UnknownModel { model })
+                Err(ApiError::UnknownModel { model, served: names.clone() })
             }
         }
     }

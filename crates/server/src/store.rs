@@ -4,7 +4,7 @@
 //! API key: no client finds another key's. If room is short, the key that keeps most loses its
 //! oldest response first.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -247,6 +247,21 @@ impl Store {
         let mut guard = self.shares.lock();
         self.expire(&mut guard.1);
         Some(guard.1.get(&owner)?.entries.get(id)?.kept.clone())
+    }
+
+    /// Items of kept responses with these names.
+    pub(crate) fn items(&self, owner: Owner, names: &HashSet<&str>) -> HashMap<String, Item> {
+        let mut guard = self.shares.lock();
+        self.expire(&mut guard.1);
+        let entries = guard.1.get(&owner).into_iter().flat_map(|share| share.entries.values());
+        // A conversation's last turn is that of the response; those before are other responses'.
+        let turns = entries.filter_map(|entry| entry.kept.turns.last());
+        let items = turns.flat_map(|turn| turn.input.iter().chain(&turn.output));
+        let named = |item: &Item| {
+            let id = item.id().filter(|id| names.contains(id))?;
+            Some((id.to_owned(), item.clone()))
+        };
+        items.filter_map(named).collect()
     }
 
     /// Deletes a response, and stops it if it is being computed. False: there is none.

@@ -115,6 +115,8 @@ pub struct Constraints {
     pub choices: Vec<Box<dyn Constraint>>,
     /// Bytes that they take while all choices run, with the compiled grammar that they share.
     pub bytes: usize,
+    /// Paths of keywords of schemas that are not enforced.
+    pub left_out: Arc<[String]>,
 }
 
 /// Starts a thread, now or later.
@@ -204,7 +206,9 @@ impl Grammars {
         let bytes = footprint.map_or(0, |footprint| {
             footprint.kept.saturating_add(footprint.copy.saturating_mul(choices))
         });
-        Ok(Constraints { choices: (0..choices).map(one).collect(), bytes })
+        let left_out = template.as_ref().map(|template| Arc::clone(template.left_out()));
+        let left_out = left_out.unwrap_or_default();
+        Ok(Constraints { choices: (0..choices).map(one).collect(), bytes, left_out })
     }
 
     /// The compiled form of a source.

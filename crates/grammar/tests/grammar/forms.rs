@@ -176,7 +176,7 @@ fn what_is_not_supported_is_named_with_its_place() {
         (Form::Choice([].into()), ""),
         (Form::JsonSchema("{".into()), ""),
         (Form::JsonSchema("3".into()), ""),
-        (schema(json!({"type": "string", "minLength": 3, "maxLength": 2})), ""),
+        (schema(json!({"type": "string", "minLength": 3, "maxLength": 2})), ".minLength"),
         (schema(json!({"$ref": "https://example.com/schema.json"})), ""),
         (tag(json!({"type": "structural_tag"})), ""),
         (tag(json!({"format": {"type": "qwen_xml_parameter"}})), ".format.type"),

@@ -43,8 +43,11 @@ const STEP_POLL: Duration = Duration::from_millis(10);
     responses((status = 200, description = "The models", body = ModelList)),
 )]
 pub(crate) async fn models(State(state): State<Shared>) -> Response {
-    let data = state.model.served_names.iter().map(|name| card(&state, name)).collect();
-    reply::ok(&ModelList { object: "list", data })
+    let data: Vec<ModelCard> =
+        state.model.served_names.iter().map(|name| card(&state, name)).collect();
+    let id = |card: Option<&ModelCard>| card.map(|card| card.id.clone());
+    let (first_id, last_id) = (id(data.first()), id(data.last()));
+    reply::ok(&ModelList { object: "list", data, first_id, last_id, has_more: false })
 }
 
 /// Shows one served name.
@@ -69,6 +72,13 @@ fn card(state: &Shared, name: &str) -> ModelCard {
     ModelCard {
         id: name.to_owned(),
         object: "model",
+        kind: "model",
+        display_name: name.to_owned(),
+        created_at: i64::try_from(state.started)
+            .ok()
+            .and_then(|seconds| jiff::Timestamp::from_second(seconds).ok())
+            .unwrap_or_default()
+            .to_string(),
         created: state.started,
         owned_by: "forebay",
         root: state.model.root.clone(),

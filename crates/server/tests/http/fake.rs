@@ -83,7 +83,6 @@ pub(crate) enum ModelKind {
     Text,
     Pools(PoolingTask),
     /// It takes images, of this machine too.
-    #[allow(dead_code, reason = "the resource tests use it")]
     Sees,
 }
 

@@ -72,6 +72,8 @@ pub(crate) struct Registration {
     pub(crate) arrived: Instant,
     /// The number of tokens for a chunk; `None`: the answer comes in one piece.
     pub(crate) interval: Option<u32>,
+    /// The paths of the request's images.
+    pub(crate) images: Arc<[String]>,
 }
 
 enum Message {
