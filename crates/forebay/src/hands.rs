@@ -91,11 +91,8 @@ impl Chosen {
                 model.name
             );
         }
-        let states = if model.has_states() {
-            "; its recurrent states have no prefix cache"
-        } else {
-            ""
-        };
+        let states =
+            if model.has_states() { "; its recurrent states have no prefix cache" } else { "" };
         Ok(Self::torch(format!(
             "transformers' own code has this model, and native code would be faster{states}"
         )))

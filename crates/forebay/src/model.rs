@@ -265,7 +265,9 @@ fn describe_any(
 ) -> Result<Model> {
     if source.model_impl == ModelImpl::Transformers {
         if hand == Hand::Rust {
-            bail!("--model-impl transformers: the Rust hand has native code only; leave --hand off");
+            bail!(
+                "--model-impl transformers: the Rust hand has native code only; leave --hand off"
+            );
         }
         return describe(python, name, found, cache, source, weights);
     }

@@ -193,7 +193,9 @@ impl Inner {
     pub(crate) fn embeddings(&self, param: &str) -> Result<(u32, Dtype), ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
         if facts.hand.tokens_only {
-            let reason = format!("`{param}`: transformers' own code computes this model, which takes tokens only");
+            let reason = format!(
+                "`{param}`: transformers' own code computes this model, which takes tokens only"
+            );
             return Err(ApiError::invalid(param, reason));
         }
         Ok((facts.hand.hidden_size, facts.hand.dtype))
