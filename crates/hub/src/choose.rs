@@ -30,7 +30,10 @@ pub(crate) const IS_ADAPTER: &str =
     "is an adapter, which has no weights of its own: merge it into its base model, or serve that";
 /// Words in the names of GGUF files that belong to a model and are none.
 const COMPANIONS: [&str; 2] = ["mmproj", "imatrix"];
-const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
+const TOKENIZER: &str = "tokenizer.json";
+/// Other forms of tokenizers, of which a hand in Python makes a `tokenizer.json`.
+const OTHER_TOKENIZERS: [&str; 5] =
+    ["tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "merges.txt"];
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 
 /// The files of a model's weights.
@@ -54,8 +57,12 @@ pub(crate) fn choose(name: &HubName, names: &[String], weights: bool) -> Result<
     if weights {
         safetensors(names)?;
     }
-    for needed in NEEDED {
-        if !has(names, needed) {
+    let other_tokenizers = if has(names, TOKENIZER) { Vec::new() } else { other_tokenizers(names) };
+    for (needed, found) in [
+        ("config.json", has(names, "config.json")),
+        (TOKENIZER, has(names, TOKENIZER) || !other_tokenizers.is_empty()),
+    ] {
+        if !found {
             return Err(HubError::Repository(format!(
                 "{} has no {needed}, without which its weights can't be used",
                 name.repository
@@ -66,7 +73,17 @@ pub(crate) fn choose(name: &HubName, names: &[String], weights: bool) -> Result<
         |name: &&String| name.matches('/').count() == 1 && name.ends_with("_Pooling/config.json");
     let small = SMALL_FILES.into_iter().filter(|name| has(names, name)).map(str::to_owned);
     let index = has(names, INDEX).then(|| INDEX.to_owned());
-    Ok(Choice::Directory(small.chain(index).chain(names.iter().filter(pooling).cloned()).collect()))
+    let pooling = names.iter().filter(pooling).cloned();
+    Ok(Choice::Directory(small.chain(index).chain(pooling).chain(other_tokenizers).collect()))
+}
+
+/// The files at the top of a repository that are tokenizers in other forms.
+fn other_tokenizers(names: &[String]) -> Vec<String> {
+    let is_one = |name: &&String| {
+        OTHER_TOKENIZERS.contains(&name.as_str())
+            || (!name.contains('/') && name.ends_with(".tiktoken"))
+    };
+    names.iter().filter(is_one).cloned().collect()
 }
 
 /// The files with the weights. `index` is the content of [`INDEX`] where there is one.
@@ -311,6 +328,18 @@ mod tests {
         );
         assert!(of("pytorch_model.bin").unwrap_err().contains("only pickle files"));
         assert!(of("config.json sub/x.bin").unwrap_err().contains("has no weights"));
+    }
+
+    #[test]
+    fn other_forms_of_tokenizers_are_wanted_where_there_is_no_json() {
+        let files = "config.json model.safetensors tokenizer.model qwen.tiktoken sub/x.tiktoken";
+        let small = names("config.json tokenizer.model qwen.tiktoken");
+        assert_eq!(chosen("a/b", files), Ok(Choice::Directory(small)));
+        let with_json = format!("{files} tokenizer.json");
+        assert_eq!(
+            chosen("a/b", &with_json),
+            Ok(Choice::Directory(names("config.json tokenizer.json")))
+        );
     }
 
     #[test]
