@@ -42,7 +42,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-slow e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu bench-gpu-peers gpu-pack check lint fmt deny docs docs-cli columns wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-slow e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu bench-gpu-peers gpu-pack check lint fmt deny docs docs-cli columns families wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
 	clean distclean
 
 help: ## print this list
@@ -262,6 +262,9 @@ deny: setup-dev ## check licences and sources of the Rust dependencies
 
 docs: ## build the Rust API documentation
 	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_FLAGS) --no-deps
+
+families: ## write the tables of docs/features.md that are made of the families
+	cargo run --locked --profile $(TEST_PROFILE) --package forebay-weights --example families
 
 columns: ## write what is made of the declarations of columns: Python's constants, tables of docs/protocol.md
 	cargo run --locked --profile $(TEST_PROFILE) --package forebay-protocol --example columns

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch")
+PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 """The packages of `pip install 'forebay[torch]'`, by their import names."""
 
 

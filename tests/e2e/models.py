@@ -20,12 +20,16 @@ from transformers import (
     Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -135,6 +139,32 @@ _TOWER: dict[str, Any] = {
     "out_hidden_size": 64,
 }
 _SECTIONS: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+# No file of ours names these: transformers' own code computes them.
+_FAMILIES |= {
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **_SHAPE,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=24,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    ),
+    "qwen3.5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig(
+            **{**_SHAPE, "num_hidden_layers": 4},
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        ),
+    ),
+}
 _FAMILIES |= {
     "qwen3-vl": (
         Qwen3VLForConditionalGeneration,

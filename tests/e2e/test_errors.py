@@ -162,7 +162,7 @@ def test_half_of_a_surrogate_pair(server: Server) -> None:
         ("/v1/chat/completions", {**CHAT, "max_tokens": 0}, "max_tokens"),
         ("/v1/completions", {**COMPLETION, "n": 0}, "n"),
         ("/v1/completions", {**COMPLETION, "n": 1.5}, "n"),
-        ("/v1/completions", {**COMPLETION, "top_p": 0}, "top_p"),
+        ("/v1/completions", {**COMPLETION, "top_p": -0.1}, "top_p"),
         ("/v1/completions", {**COMPLETION, "stop": ["a", ""]}, "stop[1]"),
         ("/v1/completions", {**COMPLETION, "stop": ["a"] * 17}, "stop"),
         ("/v1/completions", {**COMPLETION, "logit_bias": {"2048": 1}}, "logit_bias.2048"),

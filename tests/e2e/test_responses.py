@@ -325,7 +325,7 @@ def test_a_response_in_the_background_is_stopped(model: ToolModel, serve: Serve,
     [
         ({}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
         ({"input": "a", "tools": [{"name": "a"}]}, "tools[0].type"),

@@ -58,6 +58,7 @@ def check(rows: list[tuple[int, int]], heads: int, dtype: torch.dtype, tolerance
         start=starts[order],
         length=ordered,
         offset=np.cumsum(ordered) - ordered,
+        host_slots=order,
         slots=torch.from_numpy(order),
         lengths=torch.from_numpy(ordered),
         ends=torch.from_numpy(starts[order] + ordered),

@@ -13,6 +13,7 @@ from transformers import AutoConfig, BertConfig, BertForSequenceClassification, 
 from benchmarks.models import unpack_minilm
 from forebay.compute.encoder import EncoderCompute
 from forebay.compute.native_encoder import NativeEncoder
+from forebay.models.bert import Bert
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.support import TINY, hf_config, wire_config
@@ -50,13 +51,14 @@ def test_int8_vectors_are_those_of_torch_that_rounds(
     exact = pool(other, texts, segments)
     other = runner_of(model, pooled)
     bert = other.model
+    assert isinstance(bert, Bert)
     # The layers that make a score of a vector stay as they are.
     plain = {part.weight.data_ptr() for part in bert.head or ()}
     for block in bert.blocks:
-        for linear in (block.qkv, block.output, block.up, block.down):  # type: ignore[union-attr]
+        for linear in (block.qkv, block.output, block.up, block.down):
             linear.weight.copy_(rounded(linear.weight, linear.weight.shape[1]))
     quantised_torch(monkeypatch, lambda weight: None if weight.data_ptr() in plain else weight.shape[1])
-    other.__dict__["_pooler"] = EncoderCompute(bert, other.tables, other.device)  # type: ignore[arg-type]
+    other.__dict__["_pooler"] = EncoderCompute(bert, other.tables, other.device)
     wanted = pool(other, texts, segments)
     error = np.sqrt(np.square(found - wanted).mean())
     # A code may differ by one where a number is halfway; what the rounding itself does is more.

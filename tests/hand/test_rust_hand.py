@@ -195,25 +195,27 @@ def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-
             np.testing.assert_allclose(values, wanted, atol=atol)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        "llama-untied-biases",
-        "llama-head-dim",
-        "llama-llama3",
-        "llama-linear",
-        "llama-yarn-mscale",
-        "qwen2-tied",
-        "qwen3-bias",
-        "qwen3-moe",
-        "qwen3-moe-plain",
-        "qwen3-moe-some-dense",
-        "glm4-moe",
-        "glm4-moe-air",
-        "glm4-moe-bias",
-    ],
-)
+PARITY = [
+    "llama",
+    "llama-untied-biases",
+    "llama-head-dim",
+    "llama-llama3",
+    "llama-linear",
+    "llama-yarn-mscale",
+    "mistral",
+    "qwen2-tied",
+    "qwen3-bias",
+    "qwen3-moe",
+    "qwen3-moe-plain",
+    "qwen3-moe-some-dense",
+    "glm4-moe",
+    "glm4-moe-air",
+    "glm4-moe-bias",
+]
+"""Each family of the compiled kernels, which tests/hand/test_families.py checks."""
+
+
+@pytest.mark.parametrize("family", PARITY)
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
 def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str, quantization: str | None) -> None:
     values = settings(in_safetensors(tmp_path, family), dtype=dtype, quantization=quantization)

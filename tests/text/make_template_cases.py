@@ -3,8 +3,9 @@
 The templates in `templates/` are written for this test in the style of model families that people serve (SmolLM2's is
 the model's own). Each file that comes out holds one template and its cases; a case has either `expected` (the text) or
 `error` (true: rendering has to fail). `expressions.json` holds small templates, so that a difference shows where it is.
+`histories.py` has templates and histories whose fields clients leave out.
 
-Run from the repository root: python tests/text/make_template_cases.py
+Run from the repository root: python -m tests.text.make_template_cases
 """
 
 import copy
@@ -16,6 +17,8 @@ from unittest import mock
 
 from jinja2.exceptions import TemplateError
 from transformers.utils import chat_template_utils
+
+from tests.text import histories
 
 HERE = pathlib.Path(__file__).parent
 OUT = HERE.parents[1] / "crates/text/tests/data/templates"
@@ -120,8 +123,13 @@ def render(source: str, request: Json) -> str:
 
 def case(source: str, request: Json) -> Json:
     """`request` with what came of it."""
+    given = copy.deepcopy(request)
+    nothing, _ = histories.shape(source, lambda text, messages: render(text, {"messages": messages}), parts=False)
+    for message in given["messages"]:
+        # An empty turn, to a template that does not take null.
+        message["content"] = nothing if message["content"] is None else message["content"]
     try:
-        return {**request, "expected": render(source, request)}
+        return {**request, "expected": render(source, given)}
     except (TemplateError, TypeError, ValueError, AttributeError) as error:
         raised = type(error) is TemplateError
         return {**request, "error": True, **({"message": str(error)} if raised else {})}
@@ -153,6 +161,9 @@ def main() -> None:
             done = [{"source": source, **case(source, given)} for source in sources]
             expressions = [{key: one[key] for key in one if key not in given} for one in done]
             write(name, {**given, "expressions": expressions})
+        rendered = histories.cases(lambda source, messages: render(source, {"messages": messages}))
+        expected = [{"template": name, "history": number, "expected": text} for name, number, text in rendered]
+        write("histories", {"templates": histories.templates(), "histories": histories.HISTORIES, "cases": expected})
 
 
 if __name__ == "__main__":

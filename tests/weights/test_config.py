@@ -68,7 +68,7 @@ def test_what_would_be_computed_wrongly_is_refused(changes: dict[str, Any]) -> N
 @pytest.mark.parametrize("names", [["GemmaForCausalLM"], [], None])
 def test_an_unknown_architecture_is_told_what_is_known(names: list[str] | None) -> None:
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3"):
-        config(architectures=names)
+        config(architectures=names, model_type="gemma")
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_other_frequency_factors_are_refused(tmp_path: Path) -> None:
         {"rope.dimension_count": 8},
         {"attention.value_length": 8},
         {"rope.scaling.type": "longrope"},
-        {"attention.head_count": [4, 4]},
+        {"attention.head_count": [4, 2]},
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, metadata: dict[str, Any]) -> None:

@@ -224,6 +224,14 @@ KIMI = pattern(
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 DIGIT = pattern(r"\p{N}")
+ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+START = r"[^\r\n\p{L}\p{N}]?"
+BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+FIRST, REST = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K = pattern(
+    rf"{START}{FIRST}*{REST}+{ENDINGS}?|{START}{FIRST}+{REST}*{ENDINGS}?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANKS}"
+)
 SPLITS: dict[str, list[regex.Pattern[str]]] = {
     "gpt-2": [GPT2],
     "smollm": [DIGIT, GPT2],
@@ -232,6 +240,14 @@ SPLITS: dict[str, list[regex.Pattern[str]]] = {
     "glm4": [LLAMA3],
     "kimi-k2": [KIMI],
     "tekken": [TEKKEN],
+    "gpt-4o": [O200K],
+    "qwen35": [pattern(rf"{ENDINGS}|{START}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{BLANKS}")],
+    "seed-coder": [pattern(rf"{ENDINGS}|{START}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{BLANKS}")],
+    "bailingmoe": [
+        pattern(rf"{ENDINGS}|{START}+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")
+    ],
+    "command-r": [DIGIT, GPT2],
+    "hunyuan": [QWEN2],
     "default": [pattern(r"[\p{P}\$\+<=>\^~\|]+"), GPT2, pattern(r"\p{N}+"), pattern("[0-9][0-9][0-9]")],
     "deepseek-coder": [
         pattern("[\r\n]"),
@@ -277,6 +293,28 @@ def test_deepseek_llm_cuts_by_script() -> None:
     assert cutter is not None
     pieces = [raw(piece).decode() for piece, _ in cutter.pre_tokenize_str("Hi there, 42 中文。\n  Ж ")]
     assert pieces == ["Hi", " there", ",", " ", "4", "2", " ", "中文", "。", "\n", " ", " Ж", " "]
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("pixtral", "llama-bpe"),
+        ("midm-2.0", "llama-bpe"),
+        ("falcon-h1", "llama-bpe"),
+        ("lfm2", "llama-bpe"),
+        ("mellum", "gpt-2"),
+        ("exaone4", "gpt-2"),
+        ("kormo", "qwen2"),
+        ("f2llmv2", "qwen2"),
+        ("llama4", "gpt-4o"),
+        ("minimax-m2", "gpt-4o"),
+        ("dbrx", "glm4"),
+        ("exaone", "smollm"),
+        ("hunyuan-dense", "deepseek-v3"),
+    ],
+)
+def test_names_of_one_pattern(name: str, other: str) -> None:
+    assert pipeline(name) == pipeline(other)
 
 
 def test_an_unknown_name_is_told_what_is_known() -> None:

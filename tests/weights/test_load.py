@@ -1,5 +1,6 @@
 """Safetensors, whole and in shards."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,46 @@ def test_every_weight_comes_once(tmp_path: Path, shards: int) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_the_model_has_anyway_is_left_out(tmp_path: Path, tied: bool) -> None:
-    names = ["lm_head.weight", "model.norm.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+    kept = {"model.norm.weight", "model.embed_tokens.weight"}
+    names = ["lm_head.weight", *kept, "model.layers.0.self_attn.rotary_emb.inv_freq"]
     path = tmp_path / "model.safetensors"
     save_file({name: torch.ones(2, dtype=torch.bfloat16) for name in names}, path)
     config = ModelConfig.from_dict(tiny_config() | {"tie_word_embeddings": tied})
     model = {"format": "safetensors", "files": [str(path)]}
     found = dict(iter_weights(model, config))
-    assert found.keys() == {"model.norm.weight"} | (set() if tied else {"lm_head.weight"})
+    assert found.keys() == kept | (set() if tied else {"lm_head.weight"})
     assert len(weight_shapes(model, config)) == len(found)
     assert found["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_the_index_says_which_tensors_count(tmp_path: Path) -> None:
+    for name, tensors in {"a": {"x": 1.0, "y": 2.0, "stale": 3.0}, "b": {"x": 4.0}}.items():
+        values = {tensor: torch.full((2,), value) for tensor, value in tensors.items()}
+        save_file(values, tmp_path / f"{name}.safetensors")
+    model = {"format": "safetensors", "files": [str(tmp_path / f"{name}.safetensors") for name in "ab"]}
+    config = ModelConfig.from_dict(tiny_config())
+
+    def found(shards: dict[str, str]) -> dict[str, float]:
+        index = {"weight_map": {name: f"{shard}.safetensors" for name, shard in shards.items()}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert set(weight_shapes(model, config)) == {name for name, _ in iter_weights(model, config)}
+        return {name: float(tensor[0]) for name, tensor in iter_weights(model, config)}
+
+    assert found({"x": "b", "y": "a"}) == {"x": 4.0, "y": 2.0}
+    assert found({"x": "a", "z": "b"}) == {"x": 1.0}
+    assert found({"x": "gone"}).keys() == {"x", "y", "stale"}, "it is of other files"
+
+
+def test_a_tied_pair_may_have_the_name_of_the_head(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"lm_head.weight": torch.full((2, 2), 7.0, dtype=torch.float64)}, path)
+    model = {"format": "safetensors", "files": [str(path)]}
+    config = ModelConfig.from_dict(tiny_config())
+    found = dict(iter_weights(model, config))
+    assert {name: float(tensor.sum()) for name, tensor in found.items()} == {"model.embed_tokens.weight": 28.0}
+    assert weight_shapes(model, config) == {"model.embed_tokens.weight": (2, 2)}
+    untied = ModelConfig.from_dict(tiny_config() | {"tie_word_embeddings": False})
+    assert dict(iter_weights(model, untied)).keys() == {"lm_head.weight"}
 
 
 def test_an_unknown_format_is_an_error(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig
 
 from forebay.weights.describe import describe_path
+from forebay.weights.errors import ModelError
 from forebay.weights.pretokenizers import PIPELINES
 from tests.binary import example
 from tests.e2e.embedders import as_sentence_transformers
@@ -21,7 +22,7 @@ from tests.hand.gguf_models import Form, write
 from tests.hand.support import FAMILIES, hf_config, random_model, reference_model
 from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_quantised import tiny
-from tests.weights.support import tiny_gguf
+from tests.weights.support import tiny_directory, tiny_gguf
 
 Q = gguf.GGMLQuantizationType
 
@@ -44,10 +45,7 @@ def both(path: Path, caches: Path, *, embedding: bool = False) -> list[dict[str,
     return found
 
 
-READ = [name for name in FAMILIES if name.startswith(("llama", "qwen", "glm4"))]
-
-
-@pytest.mark.parametrize("family", READ)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_folders_of_safetensors(tmp_path: Path, family: str) -> None:
     model = reference_model(family)
     folder = tmp_path / "model"
@@ -125,9 +123,106 @@ def test_sampling_parameters_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [Form(), Form(fused=True, kind=Q.Q4_0, groups=False)])
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
+@pytest.mark.parametrize("family", MODELS)
 def test_files_of_gguf_with_experts(tmp_path: Path, family: str, form: Form) -> None:
     check_gguf(write(tmp_path / "model.gguf", random_model(*MODELS[family]), form), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", sorted({config.model_type for _, config in FAMILIES.values()}))
+def test_a_config_without_architectures(tmp_path: Path, model_type: str) -> None:
+    kind, config = next(pair for pair in FAMILIES.values() if pair[1].model_type == model_type)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"model.norm.weight": torch.zeros(4)}, folder / "w.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({**hf_config(config, kind.__name__), "architectures": None}))
+    one, other = both(folder, tmp_path)
+    assert one == other
+    assert one["vocab_size"] == config.vocab_size
+
+
+def test_an_encoder_without_architectures(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"embeddings.LayerNorm.bias": torch.zeros(48)}, folder / "w.safetensors")
+    config = BertConfig(hidden_size=48, num_attention_heads=4, vocab_size=131)
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": None}))
+    (folder / "tokenizer.json").write_text("{}")
+    one, other = both(folder, tmp_path)
+    assert one == other
+    assert one["pooling"]["kind"] == "cls"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(0, "last"), (1, "causal_mean"), (2, None), (3, "last"), (4, None), (5, None)]
+)
+def test_pooling_that_a_gguf_file_states(tmp_path: Path, number: int, kind: str | None) -> None:
+    path = tiny_gguf(tmp_path / "model.gguf", metadata={"pooling_type": number})
+    if kind is None:
+        with pytest.raises(ModelError, match="pooling"):
+            describe_path(path, tmp_path / "python", embedding=True)
+        assert "pooling" in refused(path, tmp_path / "rust", "--embedding")
+        return
+    one, other = both(path, tmp_path, embedding=True)
+    assert one == other
+    assert one["pooling"]["kind"] == kind
+
+
+def test_a_file_whose_positions_see_everything_is_refused(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "model.gguf", metadata={"attention.causal": False})
+    with pytest.raises(ModelError, match=r"attention\.causal"):
+        describe_path(path, tmp_path / "python")
+    assert "attention.causal" in refused(path, tmp_path / "rust")
+    check_gguf(tiny_gguf(tmp_path / "causal.gguf", metadata={"attention.causal": True}), tmp_path)
+
+
+def test_values_that_are_equal_in_all_layers(tmp_path: Path) -> None:
+    each = {"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2], "feed_forward_length": [96, 96]}
+    path = tiny_gguf(tmp_path / "model.gguf", metadata=each)
+    check_gguf(path, tmp_path)
+    config = both(path, tmp_path)[0]["config"]
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("shards", "files", "taken"),
+    [
+        (["a", "b"], ["a", "b"], ["a", "b"]),
+        (["a", "b"], ["a", "b", "model", "stale"], ["a", "b"]),
+        (["a", "b"], ["model"], ["model"]),
+        (["a", "b"], ["a", "model"], ["model"]),
+        (["a", "b"], ["a"], None),
+        (["a", "model"], ["model"], None),
+        ([], ["model"], ["model"]),
+        ([], ["a"], None),
+    ],
+)
+def test_files_that_an_index_names(
+    tmp_path: Path, shards: list[str], files: list[str], taken: list[str] | None
+) -> None:
+    folder = tiny_directory(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    for name in files:
+        save_file({"model.norm.weight": torch.zeros(4)}, folder / f"{name}.safetensors")
+    placed = {f"weight.{name}": f"{name}.safetensors" for name in shards}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    if taken is None:
+        with pytest.raises(ModelError, match="lacks"):
+            describe_path(folder, tmp_path / "python")
+        assert "lacks" in refused(folder, tmp_path / "rust")
+        return
+    one, other = both(folder, tmp_path)
+    assert one == other
+    assert [Path(file).stem for file in one["files"]] == taken
+
+
+def refused(path: Path, cache: Path, *flags: str) -> str:
+    """What Rust says of a model that it can't describe."""
+    command = [str(example("describe")), str(path), str(cache), *flags]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode
+    assert done.stderr.count("\n") == 1
+    return done.stderr
 
 
 def test_the_default_model(tmp_path: Path) -> None:

@@ -26,6 +26,21 @@ pub struct ChatPrompt {
     pub effort: Effort,
 }
 
+/// The names of the parameters with the effort of reasoning, for clients that are told of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EffortParams {
+    /// The parameter with the effort in words.
+    pub level: &'static str,
+    /// The parameter with the switch.
+    pub switch: &'static str,
+}
+
+impl Default for EffortParams {
+    fn default() -> Self {
+        Self { level: "reasoning_effort", switch: "enable_thinking" }
+    }
+}
+
 /// The effort that a request wants of the model's reasoning.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Effort {
@@ -33,6 +48,8 @@ pub struct Effort {
     pub level: Option<String>,
     /// True if the model should think; `None` leaves it to the template.
     pub thinks: Option<bool>,
+    /// The parameters of both.
+    pub params: EffortParams,
 }
 
 /// A chat completion request that is checked, except for the prompt's length.

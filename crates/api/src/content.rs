@@ -3,7 +3,8 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
 
 /// A string, or a list of parts.
@@ -48,5 +49,117 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for TextOr<T> {
             }
         }
         deserializer.deserialize_any(TextOrVisitor(PhantomData))
+    }
+}
+
+/// A field of an entry whose kind decides its shape: kinds that are skipped may have any other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Loose<T> {
+    /// The shape of kinds that are read.
+    Known(T),
+    /// A string, where that is not the known shape.
+    Text(String),
+    /// Any other shape.
+    Other,
+}
+
+impl<T> Loose<T> {
+    /// The value, if its shape is the known one.
+    pub(crate) fn known(self) -> Option<T> {
+        match self {
+            Self::Known(value) => Some(value),
+            Self::Text(_) | Self::Other => None,
+        }
+    }
+
+    /// The value, if its shape is the known one.
+    pub(crate) fn as_known(&self) -> Option<&T> {
+        match self {
+            Self::Known(value) => Some(value),
+            Self::Text(_) | Self::Other => None,
+        }
+    }
+}
+
+impl<T: Serialize> Serialize for Loose<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Known(value) => value.serialize(serializer),
+            Self::Text(text) => serializer.serialize_str(text),
+            Self::Other => serializer.serialize_unit(),
+        }
+    }
+}
+
+/// The shapes in which a field is known.
+pub(crate) trait Shaped {
+    /// True for an object, false for a string or a list.
+    const IS_OBJECT: bool;
+    /// The value of a string.
+    fn from_text(text: String) -> Result<Self, String>
+    where
+        Self: Sized;
+}
+
+impl<T> Shaped for TextOr<T> {
+    const IS_OBJECT: bool = false;
+    fn from_text(text: String) -> Result<Self, String> {
+        Ok(Self::Text(text))
+    }
+}
+
+impl<T> Shaped for Vec<T> {
+    const IS_OBJECT: bool = false;
+    fn from_text(text: String) -> Result<Self, String> {
+        Err(text)
+    }
+}
+
+impl<'de, T: Deserialize<'de> + Shaped> Deserialize<'de> for Loose<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct LooseVisitor<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de> + Shaped> Visitor<'de> for LooseVisitor<T> {
+            type Value = Loose<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a value")
+            }
+            fn visit_str<E: Error>(self, text: &str) -> Result<Loose<T>, E> {
+                self.visit_string(text.to_owned())
+            }
+            fn visit_string<E>(self, text: String) -> Result<Loose<T>, E> {
+                Ok(T::from_text(text).map_or_else(Loose::Text, Loose::Known))
+            }
+            fn visit_bool<E>(self, _: bool) -> Result<Loose<T>, E> {
+                Ok(Loose::Other)
+            }
+            fn visit_i64<E>(self, _: i64) -> Result<Loose<T>, E> {
+                Ok(Loose::Other)
+            }
+            fn visit_u64<E>(self, _: u64) -> Result<Loose<T>, E> {
+                Ok(Loose::Other)
+            }
+            fn visit_f64<E>(self, _: f64) -> Result<Loose<T>, E> {
+                Ok(Loose::Other)
+            }
+            fn visit_unit<E>(self) -> Result<Loose<T>, E> {
+                Ok(Loose::Other)
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Loose<T>, A::Error> {
+                if !T::IS_OBJECT {
+                    return T::deserialize(SeqAccessDeserializer::new(seq)).map(Loose::Known);
+                }
+                while seq.next_element::<IgnoredAny>()?.is_some() {}
+                Ok(Loose::Other)
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Loose<T>, A::Error> {
+                if T::IS_OBJECT {
+                    return T::deserialize(MapAccessDeserializer::new(map)).map(Loose::Known);
+                }
+                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                Ok(Loose::Other)
+            }
+        }
+        deserializer.deserialize_any(LooseVisitor(PhantomData))
     }
 }

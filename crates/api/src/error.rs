@@ -90,10 +90,22 @@ pub enum ApiError {
         tokens: usize,
     },
     /// There is no model with this name.
-    #[error("The model `{model}` does not exist.")]
+    #[error("The model `{model}` does not exist. This server has {}.", quoted(.served))]
     UnknownModel {
         /// The model's name, as the client wrote it.
         model: String,
+        /// The names of the served model.
+        served: Vec<String>,
+    },
+    /// No kept response has such an item.
+    #[error(
+        "`{param}`: no item `{item}` is kept: its response was not stored, or is deleted or too old."
+    )]
+    UnknownItem {
+        /// The item's name, as the client wrote it.
+        item: String,
+        /// The path of the name.
+        param: String,
     },
     /// No such response, or none any more.
     #[error(
@@ -125,13 +137,21 @@ pub enum ApiError {
     /// A browser sent the body with a type that pages can send without permission.
     #[error("a request from a browser needs `Content-Type: application/json`")]
     UnsupportedMediaType,
+    /// The body is compressed in a way that is not read here.
+    #[error("`Content-Encoding: {encoding}` is not supported: send gzip, or the body as it is")]
+    UnsupportedEncoding {
+        /// The encoding's name.
+        encoding: String,
+    },
     /// There is no such route.
-    #[error("Unknown request URL: {method} {path}. /openapi.json lists the routes.")]
+    #[error("Unknown request URL: {method} {path}. {}/openapi.json lists the routes.", hint(.near))]
     UnknownRoute {
         /// HTTP method.
         method: String,
         /// Path of the URL.
         path: String,
+        /// The path of a route that was probably meant.
+        near: Option<String>,
     },
     /// The route does not take this method.
     #[error("Not allowed to {method} on {path}. /openapi.json lists the routes.")]
@@ -237,6 +257,12 @@ pub enum ApiError {
         /// A machine-readable code.
         code: &'static str,
     },
+    /// A backend of a router did not answer in time.
+    #[error("{reason}")]
+    BackendTimeout {
+        /// The reason, in one line.
+        reason: String,
+    },
     /// The server gave the request up.
     #[error("the request was aborted by the server before it was finished")]
     Aborted,
@@ -251,6 +277,17 @@ pub enum ApiError {
         /// A machine-readable code.
         code: Option<&'static str>,
     },
+}
+
+/// Names in a sentence.
+fn quoted(names: &[String]) -> String {
+    let names: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
+    if names.is_empty() { "no model".to_owned() } else { names.join(", ") }
+}
+
+/// The question behind an unknown path.
+fn hint(near: &Option<String>) -> String {
+    near.as_ref().map_or_else(String::new, |near| format!("Did you mean {near}? "))
 }
 
 fn context_message(limit: u32, prompt: usize, max_tokens: Option<u32>) -> String {
@@ -279,6 +316,17 @@ impl ApiError {
         Self::Unsupported { param: param.into() }
     }
 
+    /// The error with other names of its parameter.
+    pub(crate) fn renamed(self, rename: impl Fn(&str) -> String) -> Self {
+        match self {
+            Self::Invalid { param, reason } => {
+                Self::Invalid { param: rename(&param), reason: rename(&reason) }
+            }
+            Self::Unsupported { param } => Self::Unsupported { param: rename(&param) },
+            other => other,
+        }
+    }
+
     /// HTTP status code.
     pub fn status(&self) -> u16 {
         match self {
@@ -295,6 +343,7 @@ impl ApiError {
             Self::Forbidden { .. } => 403,
             Self::UnknownModel { .. }
             | Self::UnknownResponse { .. }
+            | Self::UnknownItem { .. }
             | Self::UnknownRequest { .. }
             | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
@@ -303,10 +352,11 @@ impl ApiError {
             | Self::RequestTooLarge { .. }
             | Self::PayloadTooLarge { .. }
             | Self::AnswerTooLarge { .. } => 413,
-            Self::UnsupportedMediaType => 415,
+            Self::UnsupportedMediaType | Self::UnsupportedEncoding { .. } => 415,
             Self::Overloaded { .. } | Self::QueueFull { .. } => 429,
             Self::Internal { .. } => 500,
             Self::BackendDied { .. } | Self::BadAnswer { .. } => 502,
+            Self::BackendTimeout { .. } => 504,
             Self::Draining
             | Self::Unavailable { .. }
             | Self::QueueTimeout { .. }
@@ -332,7 +382,7 @@ impl ApiError {
             403 => "permission_error",
             404 => "not_found_error",
             429 => "rate_limit_error",
-            500 | 502 => "server_error",
+            500 | 502 | 504 => "server_error",
             503 => "service_unavailable_error",
             _ => "invalid_request_error",
         }
@@ -343,7 +393,8 @@ impl ApiError {
             Self::Invalid { param, .. }
             | Self::Unsupported { param }
             | Self::InputTooLong { param, .. }
-            | Self::TextTooLong { param, .. } => Some(param.clone()),
+            | Self::TextTooLong { param, .. }
+            | Self::UnknownItem { param, .. } => Some(param.clone()),
             Self::ContextLength { param, .. } | Self::PayloadTooLarge { param, .. } => {
                 Some((*param).to_owned())
             }
@@ -365,10 +416,12 @@ impl ApiError {
             }
             Self::UnknownModel { .. } => Some("model_not_found"),
             Self::UnknownResponse { .. } => Some("response_not_found"),
+            Self::UnknownItem { .. } => Some("item_not_found"),
             Self::UnknownRequest { .. } => Some("request_not_found"),
             Self::Unauthorized => Some("invalid_api_key"),
             Self::Forbidden { code, .. } => Some(code),
             Self::UnsupportedMediaType => Some("unsupported_media_type"),
+            Self::UnsupportedEncoding { .. } => Some("unsupported_encoding"),
             Self::UnknownRoute { .. } => Some("unknown_url"),
             Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
             Self::BodyTooLarge { .. } => Some("body_too_large"),
@@ -381,6 +434,7 @@ impl ApiError {
             Self::Draining => Some("draining"),
             Self::Unavailable { code, .. } | Self::BadAnswer { code, .. } => Some(code),
             Self::BackendDied { .. } => Some("backend_died_twice"),
+            Self::BackendTimeout { .. } => Some("timeout"),
             Self::Aborted => Some("aborted"),
             Self::CacheInUse => Some("cache_in_use"),
             Self::Internal { code, .. } => *code,

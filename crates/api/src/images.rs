@@ -7,7 +7,8 @@ use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::error::ApiError;
-use crate::limits::bounds::{WORD, param};
+use crate::inert::Inert;
+use crate::limits::bounds::param;
 use crate::limits::{Bound, Param};
 
 /// The URL of an image.
@@ -15,8 +16,6 @@ use crate::limits::{Bound, Param};
 pub struct ImageUrl {
     /// `data:`, with the file in base64, or `http:`, `https:`, `file:`.
     pub url: String,
-    /// `auto`, `high` or `low`, without an effect.
-    pub detail: Option<String>,
 }
 
 impl<'de> Deserialize<'de> for ImageUrl {
@@ -29,15 +28,14 @@ impl<'de> Deserialize<'de> for ImageUrl {
                 f.write_str("a URL, or an object with one")
             }
             fn visit_str<E>(self, url: &str) -> Result<ImageUrl, E> {
-                Ok(ImageUrl { url: url.to_owned(), detail: None })
+                Ok(ImageUrl { url: url.to_owned() })
             }
             fn visit_string<E>(self, url: String) -> Result<ImageUrl, E> {
-                Ok(ImageUrl { url, detail: None })
+                Ok(ImageUrl { url })
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ImageUrl, A::Error> {
-                let ImageObject { url, detail } =
-                    ImageObject::deserialize(MapAccessDeserializer::new(map))?;
-                Ok(ImageUrl { url, detail })
+                let image = ImageObject::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(ImageUrl { url: image.url })
             }
         }
         deserializer.deserialize_any(ImageVisitor)
@@ -48,10 +46,12 @@ impl<'de> Deserialize<'de> for ImageUrl {
 #[derive(Deserialize)]
 pub(crate) struct ImageObject {
     url: String,
-    detail: Option<String>,
+    /// Accepted: no answer depends on it, whatever it says.
+    #[serde(default, rename = "detail")]
+    _detail: Inert,
 }
 
-pub(crate) const IMAGE: &[Param] = &[param("url", Bound::Url), param("detail", WORD)];
+pub(crate) const IMAGE: &[Param] = &[param("url", Bound::Url), param("detail", Bound::Ignored)];
 
 /// An image of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,27 +79,17 @@ impl Images {
         self.most == 0
     }
 
-    /// Takes the image at `path`, whose `detail` would be at `detail`.
+    /// Takes the image at `path`.
     ///
     /// # Errors
-    /// There are more than the server takes, or the detail is none.
-    pub(crate) fn take(
-        &mut self,
-        path: String,
-        detail: impl FnOnce() -> String,
-        image: ImageUrl,
-    ) -> Result<(), ApiError> {
+    /// There are more than the server takes.
+    pub(crate) fn take(&mut self, path: String, image: ImageUrl) -> Result<(), ApiError> {
         if self.found.len() >= self.most as usize {
             let reason = format!(
                 "`{path}`: the server takes at most {} images a request (--limit-images)",
                 self.most
             );
             return Err(ApiError::invalid(path, reason));
-        }
-        if image.detail.as_deref().is_some_and(|d| !["auto", "high", "low"].contains(&d)) {
-            let param = detail();
-            let reason = format!("`{param}`: must be `auto`, `high` or `low`");
-            return Err(ApiError::invalid(param, reason));
         }
         self.found.push(ImagePart { param: path, url: image.url });
         Ok(())
@@ -158,9 +148,7 @@ impl ImageData {
             return Err(ApiError::unsupported(PARAM));
         }
         let of = |path: String, image: ImageUrl, images: &mut Images| {
-            let image = ImageUrl { url: with_scheme(image.url), ..image };
-            let detail = format!("{path}.detail");
-            images.take(path, || detail, image)
+            images.take(path, ImageUrl { url: with_scheme(image.url) })
         };
         let entry = |at: usize, entry: Entry, images: &mut Images| match entry {
             Entry::None => Ok(()),
@@ -242,10 +230,10 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Listed<T> {
                 Ok(Listed::None)
             }
             fn visit_str<E>(self, url: &str) -> Result<Listed<T>, E> {
-                Ok(Listed::One(ImageUrl { url: url.to_owned(), detail: None }))
+                Ok(Listed::One(ImageUrl { url: url.to_owned() }))
             }
             fn visit_string<E>(self, url: String) -> Result<Listed<T>, E> {
-                Ok(Listed::One(ImageUrl { url, detail: None }))
+                Ok(Listed::One(ImageUrl { url }))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Listed<T>, A::Error> {
                 ImageUrl::deserialize(MapAccessDeserializer::new(map)).map(Listed::One)
@@ -284,6 +272,9 @@ mod tests {
         let one = vec![vec!["image_data http://a/b".to_owned()]];
         assert_eq!(found(json!("http://a/b"), 1, false), one);
         assert_eq!(found(json!({"url": "http://a/b", "detail": "low"}), 1, false), one);
+        for detail in [json!("original"), json!(7), json!(null)] {
+            assert_eq!(found(json!({"url": "http://a/b", "detail": detail}), 1, false), one);
+        }
         let two = vec![vec!["image_data[0] data:;base64,aGk=", "image_data[1] file:///x"]];
         assert_eq!(found(json!(["aGk=", "file:///x"]), 1, false), two);
         let nested =
@@ -312,9 +303,6 @@ mod tests {
         let error = |data, count, many| shared(data, count, many).expect_err("an error");
         assert!(error(json!(["a"]), 2, true).contains("1 entries for 2 prompts"));
         assert!(error(json!(["a", "b", "c", "d"]), 1, false).contains("at most 3 images"));
-        assert!(
-            error(json!([{"url": "a", "detail": "x"}]), 1, false).contains("image_data[0].detail")
-        );
         assert!(error(json!(7), 1, false).contains("an image's URL"));
         assert!(error(json!([[["a"]]]), 1, false).contains("a URL"));
         let data: ImageData = serde_json::from_value(json!("a")).expect("data");

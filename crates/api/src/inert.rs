@@ -5,6 +5,30 @@
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
+/// Parameters of other servers that nothing here reads, and that are true where they are absent:
+/// `false` asks for something.
+const TRUE_BY_DEFAULT: [&str; 14] = [
+    "activation",
+    "detokenize",
+    "embd_normalize",
+    "log_metrics",
+    "normalize",
+    "normalized",
+    "parse_special",
+    "parse_tool_calls",
+    "penalize_newline",
+    "penalize_nl",
+    "stream_reasoning",
+    "truncate",
+    "use_activation",
+    "use_mmap",
+];
+
+/// True if a value switches a parameter off that nothing reads, and that is on where it is absent.
+pub(crate) fn switches_off(name: &str, value: &RawValue) -> bool {
+    value.get() == "false" && TRUE_BY_DEFAULT.contains(&name)
+}
+
 /// A value that is not kept: true if it asks for something.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Inert(bool);

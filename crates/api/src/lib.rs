@@ -40,6 +40,7 @@ mod content;
 mod cut;
 mod embeds;
 mod error;
+mod gzip;
 mod images;
 mod inert;
 pub mod limits;
@@ -66,7 +67,8 @@ pub use apis::llama::{
     LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,
 };
 pub use apis::ollama::{
-    OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest, OllamaShowRequest,
+    OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest,
+    OllamaGenerateRequest, OllamaShowRequest,
 };
 pub use apis::openai::{
     ChatRequest, CompletionPrompts, CompletionRequest, Embedding, EmbeddingRequest,
@@ -90,10 +92,13 @@ pub use apis::tokens::{
     TokenizeResponse, TokenizedTexts,
 };
 pub use apis::{ROUTES, RouteLimits};
-pub use chat::{ChatPrompt, Effort, ReasoningOutput, Streaming, TokenOutput, ValidChat};
+pub use chat::{
+    ChatPrompt, Effort, EffortParams, ReasoningOutput, Streaming, TokenOutput, ValidChat,
+};
 pub use content::TextOr;
 pub use embeds::{EmbeddedPrompt, PromptEmbeds};
 pub use error::{ApiError, ErrorBody, ErrorObject};
+pub use gzip::Inflater;
 pub use images::{ImagePart, ImageUrl};
 pub use parameter::Field;
 pub use parse::{Parsed, parse_request};

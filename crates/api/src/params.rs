@@ -10,14 +10,12 @@ use crate::limits::{
 use crate::parameter::{Parameter, TEXT};
 
 const PENALTY: Bound = Bound::Number { least: -2.0, most: 2.0 };
-/// The smallest number above 0 that is one for the device too.
-const ABOVE_0: f64 = f32::MIN_POSITIVE as f64;
 
 pub(crate) const TEMPERATURE: Parameter = Parameter::new(Bound::Number { least: 0.0, most: f32::MAX as f64 }, "The temperature; 0 is greedy.", |g, v| v.put(&mut g.temperature));
-pub(crate) const TOP_P: Parameter = Parameter::new(Bound::Number { least: ABOVE_0, most: 1.0 }, "The share of probability that is kept (nucleus sampling).", |g, v| v.put(&mut g.top_p));
-pub(crate) const TOP_K: Parameter = Parameter::new(Bound::Number { least: -1.0, most: i32::MAX as f64 }, "The number of candidates; -1 or 0 is off.", |g, v| v.put(&mut g.top_k));
+pub(crate) const TOP_P: Parameter = Parameter::new(Bound::Number { least: 0.0, most: 1.0 }, "The share of probability that is kept (nucleus sampling); 0 is greedy.", |g, v| v.put(&mut g.top_p));
+pub(crate) const TOP_K: Parameter = Parameter::new(Bound::Amount { least: -1.0, most: i32::MAX as f64 }, "The number of candidates; -1 or 0 is off.", |g, v| v.put(&mut g.top_k));
 pub(crate) const MIN_P: Parameter = Parameter::new(Bound::Number { least: 0.0, most: 1.0 }, "The share of the largest probability below which tokens are dropped.", |g, v| v.put(&mut g.min_p));
-pub(crate) const SEED: Parameter = Parameter::new(I64, "The seed, which makes sampling repeatable.", |g, v| v.put(&mut g.seed));
+pub(crate) const SEED: Parameter = Parameter::new(SEEDS, "The seed, which makes sampling repeatable.", |g, v| v.put(&mut g.seed));
 pub(crate) const N: Parameter = Parameter::new(Bound::Number { least: 1.0, most: CHOICES as f64 }, "Choices to generate for each prompt.", |g, v| v.put(&mut g.n));
 pub(crate) const PRESENCE_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens.", |g, v| v.put(&mut g.presence_penalty));
 pub(crate) const FREQUENCY_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens, for each occurrence.", |g, v| v.put(&mut g.frequency_penalty));

@@ -27,7 +27,8 @@ pub fn parse_request<T: Limited>(
 ) -> Result<Parsed<T>, ApiError> {
     let text = std::str::from_utf8(body)
         .map_err(|error| ApiError::InvalidUtf8 { offset: error.valid_up_to() })?;
-    let mut walk = Walk::new(text);
+    // Some platforms begin every text with a mark of its byte order.
+    let mut walk = Walk::new(text.strip_prefix('\u{feff}').unwrap_or(text));
     let request = T::read(&mut walk)?;
     let (weight, unread) = walk.finish();
     fits(weight)?;
@@ -69,6 +70,123 @@ mod tests {
             assert_eq!(param, expected);
             assert!(reason.contains(expected), "{reason}");
         }
+    }
+
+    fn generation<T: Limited>(
+        body: &str,
+        validate: impl FnOnce(T) -> Result<crate::Generation, ApiError>,
+    ) -> crate::Generation {
+        let parsed = parse_request::<T>(body.as_bytes(), |_| Ok(())).expect(body);
+        validate(parsed.request).expect(body)
+    }
+
+    /// Languages write numbers and absent values in several ways.
+    #[test]
+    fn numbers_and_nulls_are_read_as_they_are_meant() {
+        let (defaults, limits) = (crate::GenerationDefaults::default(), crate::trial::LIMITS);
+        let chat = |more: &str| {
+            let body =
+                format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"a\"}}], {more}}}");
+            generation::<ChatRequest>(&body, |r| Ok(r.validate(&defaults, limits)?.generation))
+        };
+        let responses = |more: &str| {
+            let body = format!("{{\"input\": \"a\", {more}}}");
+            generation::<crate::ResponsesRequest>(&body, |r| {
+                Ok(r.validate(&[], &defaults, limits, &mut Vec::new())?.chat.generation)
+            })
+        };
+        let ollama = |more: &str| {
+            let body = format!(
+                "{{\"messages\": [{{\"role\": \"user\", \"content\": \"a\", \"images\": null, \"tool_calls\": null}}], {more}}}"
+            );
+            generation::<crate::OllamaChatRequest>(&body, |r| {
+                match r.validate(&defaults, limits)? {
+                    crate::OllamaAsk::Chat(chat) => Ok(chat.generation),
+                    other => panic!("{other:?}"),
+                }
+            })
+        };
+        use crate::sampling::MaxTokens::{Exactly, Rest};
+        for (given, expected) in [
+            ("4", Exactly(4)),
+            ("4.0", Exactly(4)),
+            ("4e0", Exactly(4)),
+            ("null", Rest),
+            ("4294967296", Exactly(u32::MAX)),
+            ("1e30", Exactly(u32::MAX)),
+            ("9223372036854775807", Exactly(u32::MAX)),
+        ] {
+            assert_eq!(chat(&format!("\"max_tokens\": {given}")).max_tokens, expected, "{given}");
+            let told = responses(&format!("\"max_output_tokens\": {given}")).max_tokens;
+            assert_eq!(told, expected, "{given}");
+            let told = ollama(&format!("\"options\": {{\"num_predict\": {given}}}")).max_tokens;
+            assert_eq!(told, expected, "{given}");
+        }
+        assert_eq!(ollama("\"options\": null, \"tools\": null, \"format\": null").max_tokens, Rest);
+        assert_eq!(
+            responses("\"tools\": null, \"text\": null, \"metadata\": null").max_tokens,
+            Rest
+        );
+        for (given, expected) in [
+            ("7", 7),
+            ("7.0", 7),
+            ("-1", u64::MAX),
+            ("18446744073709551615", u64::MAX),
+            ("9223372036854775808", 1 << 63),
+        ] {
+            assert_eq!(chat(&format!("\"seed\": {given}")).seed, Some(expected), "{given}");
+        }
+        assert_eq!(chat("\"top_k\": 4294967296").sampling.top_k, i32::MAX);
+        assert_eq!(chat("\"temperature\": 1").sampling.temperature, 1.0);
+        assert_eq!(chat("\"stop_token_ids\": [5.0, 3]").stop_token_ids, [3, 5]);
+        for wrong in ["4.5", "-1", "\"4\"", "[4]", "true"] {
+            let body = format!("{{\"messages\": [], \"n\": {wrong}}}");
+            let ApiError::Invalid { param, reason } = fail(body.as_bytes()) else {
+                panic!("{body}")
+            };
+            assert_eq!(param, "n", "{reason}");
+        }
+    }
+
+    #[test]
+    fn a_share_of_nothing_is_greedy() {
+        let (defaults, limits) = (crate::GenerationDefaults::default(), crate::trial::LIMITS);
+        for zero in ["0", "0.0", "-0.0"] {
+            let body = format!("{{\"prompt\": \"a\", \"top_p\": {zero}, \"temperature\": 1.5}}");
+            let sampling = generation::<crate::CompletionRequest>(&body, |r| {
+                Ok(r.validate(&defaults, limits)?.generation)
+            })
+            .sampling;
+            assert_eq!((sampling.temperature, sampling.top_p), (0.0, 1.0), "{zero}");
+        }
+    }
+
+    #[test]
+    fn types_are_told_in_plain_words() {
+        for (field, value, reason) in [
+            ("n", "\"4\"", "expected a whole number, and not string \"4\""),
+            ("n", "1.5", "expected a whole number, and not number `1.5`"),
+            ("messages", "{}", "expected a list, and not an object"),
+            ("messages", "[5]", "expected an object, and not number `5`"),
+            ("stream", "1", "expected true or false, and not number `1`"),
+            ("reasoning", "1", "expected an object, and not number `1`"),
+            ("temperature", "[]", "expected a number, and not a list"),
+        ] {
+            let body = format!("{{\"{field}\": {value}}}");
+            let told = fail(body.as_bytes()).to_string();
+            assert!(told.ends_with(reason), "{body}: {told}");
+        }
+    }
+
+    #[test]
+    fn false_of_what_is_true_by_default_asks_for_something() {
+        let unread = |body: &str| {
+            parse_request::<ChatRequest>(body.as_bytes(), |_| Ok(())).expect(body).unread
+        };
+        let body = r#"{"messages": [], "detokenize": false, "stream_reasoning": false, "echo": false, "new": false}"#;
+        assert_eq!(unread(body), ["detokenize", "stream_reasoning"]);
+        assert_eq!(unread(r#"{"messages": [], "detokenize": true}"#), ["detokenize"]);
+        assert_eq!(unread(r#"{"messages": [], "detokenize": null}"#), [""; 0]);
     }
 
     #[test]

@@ -341,6 +341,12 @@ pub struct ModelList {
     pub object: &'static str,
     /// One card for each served name.
     pub data: Vec<ModelCard>,
+    /// The first name, for Anthropic's clients, as are the next two.
+    pub first_id: Option<String>,
+    /// The last name.
+    pub last_id: Option<String>,
+    /// Always false: the list is whole.
+    pub has_more: bool,
 }
 
 /// A served model.
@@ -350,6 +356,13 @@ pub struct ModelCard {
     pub id: String,
     /// `model`.
     pub object: &'static str,
+    /// `model`, for Anthropic's clients, as are the next two.
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    /// The name again.
+    pub display_name: String,
+    /// The time at which the server started, as RFC 3339 has it.
+    pub created_at: String,
     /// The time at which the server started, in seconds since 1970.
     pub created: u64,
     /// `forebay`.

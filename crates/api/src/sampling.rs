@@ -183,7 +183,7 @@ pub(crate) struct GenerationParameters {
     pub(crate) top_p: Option<f32>,
     pub(crate) top_k: Option<i32>,
     pub(crate) min_p: Option<f32>,
-    pub(crate) seed: Option<i64>,
+    pub(crate) seed: Option<i128>,
     pub(crate) presence_penalty: Option<f32>,
     pub(crate) frequency_penalty: Option<f32>,
     pub(crate) repetition_penalty: Option<f32>,
@@ -246,9 +246,13 @@ impl GenerationParameters {
         let key = ("routing_key", self.routing_key.as_deref());
         let preference = preference(key, ("routed_dp_rank", self.routed_dp_rank), limits)?;
         let logit_bias = biases(prefix, self.logit_bias.unwrap_or_default(), limits)?;
+        // No share of the probability but that of the likeliest token.
+        let is_greedy = self.top_p == Some(0.0);
+        let top_p = self.top_p.filter(|_| !is_greedy);
+        let temperature = self.temperature.filter(|_| !is_greedy).or(defaults.temperature);
         let sampling = SamplingParams {
-            temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
-            top_p: self.top_p.or(defaults.top_p).unwrap_or(1.0),
+            temperature: if is_greedy { 0.0 } else { temperature.unwrap_or(1.0) },
+            top_p: top_p.or(defaults.top_p.filter(|_| !is_greedy)).unwrap_or(1.0),
             top_k: top_k.max(0),
             min_p: self.min_p.or(defaults.min_p).unwrap_or(0.0),
             repetition_penalty: self
@@ -265,7 +269,8 @@ impl GenerationParameters {
         };
         Ok(Generation {
             sampling,
-            seed: self.seed.map(i64::cast_unsigned),
+            // Numbers below 0 are those of 64 bits without a sign, too.
+            seed: self.seed.map(|seed| seed as u64),
             n: self.n.unwrap_or(1),
             max_tokens,
             stop,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_grammar::{CHOICES as FORM_CHOICES, Form, SCHEMA_BYTES, Source, Whitespace};
+use forebay_grammar::{Form, SCHEMA_BYTES, Source, Whitespace};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
@@ -166,6 +166,11 @@ struct Found(Option<Structure>);
 impl Found {
     fn add(&mut self, param: String, form: Option<Form>) -> Result<(), ApiError> {
         let Some(form) = form else { return Ok(()) };
+        if form.is_empty() {
+            // Without a form the answer would be any text: nobody asks for that in this way.
+            let reason = format!("`{param}`: a form of answers must not be empty");
+            return Err(ApiError::invalid(param, reason));
+        }
         if let Some(first) = &self.0 {
             let reason = format!("`{param}` and `{}` exclude each other", first.param);
             return Err(ApiError::invalid(param, reason));
@@ -200,7 +205,7 @@ impl Spellings {
         let (json, tag) = (named("guided_json"), named("structural_tag"));
         found.add(json.clone(), schema(self.guided_json, &json)?)?;
         found.add(named("guided_regex"), regex(self.guided_regex))?;
-        found.add(named("guided_choice"), choice(self.guided_choice, "guided_choice")?)?;
+        found.add(named("guided_choice"), choice(self.guided_choice))?;
         found.add(named("guided_grammar"), grammar(self.guided_grammar))?;
         let json = named("json_schema");
         found.add(json.clone(), schema(self.json_schema, &json)?)?;
@@ -268,7 +273,7 @@ impl StructuredOutputs {
         let (json, tag) = (named("json"), named("structural_tag"));
         found.add(json.clone(), schema(self.json, &json)?)?;
         found.add(named("regex"), regex(self.regex))?;
-        found.add(named("choice"), choice(self.choice, &named("choice"))?)?;
+        found.add(named("choice"), choice(self.choice))?;
         found.add(named("grammar"), grammar(self.grammar))?;
         let object = self.json_object == Some(true);
         found.add(named("json_object"), object.then_some(Form::JsonObject))?;
@@ -282,22 +287,16 @@ impl StructuredOutputs {
     }
 }
 
-/// A pattern; `None` for an empty text, which clients send for unused parameters.
 fn regex(pattern: Option<String>) -> Option<Form> {
-    pattern.filter(|pattern| !pattern.is_empty()).map(|pattern| Form::Regex(pattern.into()))
+    pattern.map(|pattern| Form::Regex(pattern.into()))
 }
 
 fn grammar(text: Option<String>) -> Option<Form> {
-    text.filter(|text| !text.is_empty()).map(|text| Source::grammar(&text).form)
+    text.map(|text| Source::grammar(&text).form)
 }
 
-fn choice(choices: Option<Vec<String>>, param: &str) -> Result<Option<Form>, ApiError> {
-    let Some(choices) = choices else { return Ok(None) };
-    if choices.is_empty() {
-        let reason = format!("`{param}`: 0 choices are not from 1 to {FORM_CHOICES}");
-        return Err(ApiError::invalid(param, reason));
-    }
-    Ok(Some(Form::Choice(choices.into())))
+fn choice(choices: Option<Vec<String>>) -> Option<Form> {
+    choices.map(|choices| Form::Choice(choices.into()))
 }
 
 fn schema(raw: Option<Raw>, param: &str) -> Result<Option<Form>, ApiError> {
@@ -309,10 +308,9 @@ fn text(raw: Option<Raw>, param: &str) -> Result<Option<Arc<str>>, ApiError> {
     let Some(raw) = raw else { return Ok(None) };
     let json = raw.get();
     if json.starts_with('"') {
-        return match value(&raw, param)? {
-            Value::String(text) if !text.is_empty() => Ok(Some(text.into())),
-            _ => Ok(None),
-        };
+        let text: String = serde_json::from_str(json)
+            .map_err(|error| ApiError::invalid(param, format!("`{param}`: {error}")))?;
+        return Ok(Some(text.into()));
     }
     Ok(Some(json.into()))
 }
@@ -439,9 +437,45 @@ mod tests {
             json!({"response_format": {"type": "text"}}),
             json!({"response_format": null, "guided_json": null, "structured_outputs": null}),
             json!({"structured_outputs": {"json_object": false, "disable_fallback": true}}),
-            json!({"regex": "", "ebnf": "", "json_schema": "", "structural_tag": ""}),
+            json!({"regex": null, "ebnf": null, "structured_outputs": {"grammar": null}}),
         ] {
             assert_eq!(chat(body), Ok(None));
+        }
+    }
+
+    /// Free text in place of a form would be the wrong answer.
+    #[test]
+    fn an_empty_form_is_refused() {
+        let in_outputs = |name: &str, value: Value| json!({"structured_outputs": {name: value}});
+        let format = |format: Value| json!({"response_format": format});
+        for (body, param) in [
+            (in_outputs("grammar", json!("")), "structured_outputs.grammar"),
+            (in_outputs("regex", json!("")), "structured_outputs.regex"),
+            (in_outputs("json", json!("")), "structured_outputs.json"),
+            (in_outputs("choice", json!([])), "structured_outputs.choice"),
+            (in_outputs("structural_tag", json!("")), "structured_outputs.structural_tag"),
+            (json!({"guided_json": ""}), "guided_json"),
+            (json!({"guided_regex": ""}), "guided_regex"),
+            (json!({"guided_choice": []}), "guided_choice"),
+            (json!({"guided_grammar": ""}), "guided_grammar"),
+            (json!({"json_schema": ""}), "json_schema"),
+            (json!({"regex": ""}), "regex"),
+            (json!({"ebnf": ""}), "ebnf"),
+            (json!({"structural_tag": ""}), "structural_tag"),
+            (
+                format(json!({"type": "json_schema", "json_schema": {"schema": ""}})),
+                "response_format.json_schema.schema",
+            ),
+            (format(json!({"type": "json_object", "schema": ""})), "response_format.schema"),
+        ] {
+            for asked in [chat(body.clone()), completion(body.clone())] {
+                let error = asked.expect_err(param).body().error;
+                assert_eq!(error.param.as_deref(), Some(param), "{body}");
+            }
+        }
+        for name in ["json_schema", "regex", "ebnf", "structural_tag"] {
+            let error = generate(json!({name: ""})).expect_err(name).body().error;
+            assert_eq!(error.param, Some(format!("sampling_params.{name}")));
         }
     }
 

@@ -70,6 +70,33 @@ pub struct OfferedTools {
     pub skipped: Vec<String>,
 }
 
+/// The names of tools and their parts in an API, for errors.
+#[derive(Clone, Copy)]
+pub(crate) struct ToolNames<'a> {
+    /// The path of each function; `None`: in the objects of the chat API.
+    pub(crate) paths: Option<&'a [String]>,
+    /// The field of a function with the schema of its arguments.
+    pub(crate) schema: &'static str,
+    /// The place of a function's name in a choice.
+    pub(crate) name: &'static str,
+}
+
+impl ToolNames<'_> {
+    /// The names of the chat API.
+    pub(crate) const CHAT: Self =
+        Self { paths: None, schema: "parameters", name: ".function.name" };
+
+    fn tool(&self, index: usize) -> String {
+        let path = self.paths.and_then(|paths| paths.get(index)).cloned();
+        path.unwrap_or_else(|| format!("tools[{index}]"))
+    }
+
+    fn function(&self, index: usize) -> String {
+        let tool = self.tool(index);
+        if self.paths.is_some() { tool } else { format!("{tool}.function") }
+    }
+}
+
 /// The value of `tool_choice`.
 enum ToolChoice {
     None,
@@ -86,13 +113,14 @@ impl OfferedTools {
     /// not offered.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
+        api: ToolNames<'_>,
         choice: Option<&Value>,
         parallel: Option<bool>,
     ) -> Result<Self, ApiError> {
         let mut offered = Self { parallel: parallel.unwrap_or(true), ..Self::default() };
         let mut names = HashSet::new();
         for (index, tool) in tools.into_iter().flatten().enumerate() {
-            let path = format!("tools[{index}]");
+            let path = api.tool(index);
             let Value::Object(tool) = tool else {
                 return Err(wrong(&path, "must be an object"));
             };
@@ -104,14 +132,15 @@ impl OfferedTools {
                 }
                 Some(_) => return Err(wrong(&format!("{path}.type"), "must be a short string")),
             }
-            let function = function(&path, &tool)?;
+            let path = api.function(index);
+            let function = function(&path, api.schema, &tool)?;
             if !names.insert(function.name.clone()) {
-                return Err(wrong(&format!("{path}.function.name"), "another tool has it"));
+                return Err(wrong(&format!("{path}.name"), "another tool has it"));
             }
             offered.functions.push(function);
             offered.described.push(Value::Object(tool));
         }
-        match offered.choose(choice)? {
+        match offered.choose(choice, api.name)? {
             ToolChoice::None => {
                 offered.described.clear();
                 offered.functions.clear();
@@ -124,8 +153,8 @@ impl OfferedTools {
                 let param = match strict {
                     _ if asked => Some(CHOICE.to_owned()),
                     Some(&tool) => {
-                        let path = &offered.functions[tool].path;
-                        Some(path.replace(".parameters", ".strict"))
+                        let path = offered.functions[tool].path.rsplit_once('.');
+                        path.map(|(function, _)| format!("{function}.strict"))
                     }
                     None => None,
                 };
@@ -150,7 +179,7 @@ impl OfferedTools {
     }
 
     /// Reads the value of `tool_choice`.
-    fn choose(&self, choice: Option<&Value>) -> Result<ToolChoice, ApiError> {
+    fn choose(&self, choice: Option<&Value>, name: &str) -> Result<ToolChoice, ApiError> {
         let all = || (0..self.functions.len()).collect();
         match choice {
             None | Some(Value::Null) => Ok(ToolChoice::Some(Calls::Any, all())),
@@ -167,16 +196,20 @@ impl OfferedTools {
                     "must be auto, none, required or an object that names functions",
                 )),
             },
-            Some(Value::Object(fields)) => self.choose_object(fields),
+            Some(Value::Object(fields)) => self.choose_object(fields, name),
             Some(_) => Err(wrong(CHOICE, "must be a string or an object")),
         }
     }
 
     /// A function by its name, or some of the tools.
-    fn choose_object(&self, fields: &Map<String, Value>) -> Result<ToolChoice, ApiError> {
+    fn choose_object(
+        &self,
+        fields: &Map<String, Value>,
+        name: &str,
+    ) -> Result<ToolChoice, ApiError> {
         match fields.get("type").map(|kind| kind.as_str()) {
             None | Some(Some("function")) => {
-                let tool = self.named(fields, CHOICE)?;
+                let tool = self.named(fields, CHOICE, name)?;
                 Ok(ToolChoice::Some(Calls::Named, vec![tool]))
             }
             Some(Some("allowed_tools")) => {
@@ -205,7 +238,7 @@ impl OfferedTools {
                     let Value::Object(tool) = tool else {
                         return Err(wrong(&path, "must be an object"));
                     };
-                    callable.push(self.named(tool, &path)?);
+                    callable.push(self.named(tool, &path, name)?);
                 }
                 if callable.is_empty() {
                     return Err(wrong(&path, "must name at least one tool"));
@@ -220,21 +253,29 @@ impl OfferedTools {
 
     /// The number of the tool that an object names, as the chat API or as the Responses API does
     /// it.
-    fn named(&self, fields: &Map<String, Value>, path: &str) -> Result<usize, ApiError> {
+    fn named(
+        &self,
+        fields: &Map<String, Value>,
+        path: &str,
+        place: &str,
+    ) -> Result<usize, ApiError> {
         let function = fields.get("function").unwrap_or(&Value::Null);
         let name = function.get("name").or(fields.get("name")).and_then(Value::as_str);
-        let path = format!("{path}.function.name");
+        let path = format!("{path}{place}");
         let name = name.ok_or_else(|| wrong(&path, "required and missing"))?;
         let tool = self.functions.iter().position(|tool| tool.name == name);
         tool.ok_or_else(|| wrong(&path, "no tool has it"))
     }
 }
 
-/// A function, as the tool describes it.
-fn function(path: &str, tool: &Map<String, Value>) -> Result<OfferedTool, ApiError> {
-    let path = format!("{path}.function");
+/// The function at `path`, as the tool describes it. `parameters` is the API's name of the schema.
+fn function(
+    path: &str,
+    parameters: &str,
+    tool: &Map<String, Value>,
+) -> Result<OfferedTool, ApiError> {
     let Some(Value::Object(function)) = tool.get("function") else {
-        return Err(wrong(&path, "must be an object"));
+        return Err(wrong(path, "must be an object"));
     };
     let name = match function.get("name") {
         Some(Value::String(name)) => name,
@@ -248,14 +289,14 @@ fn function(path: &str, tool: &Map<String, Value>) -> Result<OfferedTool, ApiErr
     let schema = match function.get("parameters") {
         None | Some(Value::Null) => json!({"type": "object", "properties": {}}),
         Some(schema @ Value::Object(_)) => schema.clone(),
-        Some(_) => return Err(wrong(&format!("{path}.parameters"), "must be an object")),
+        Some(_) => return Err(wrong(&format!("{path}.{parameters}"), "must be an object")),
     };
     let strict = match function.get("strict") {
         None | Some(Value::Null) => false,
         Some(Value::Bool(strict)) => *strict,
         Some(_) => return Err(wrong(&format!("{path}.strict"), "must be true or false")),
     };
-    let path = format!("{path}.parameters");
+    let path = format!("{path}.{parameters}");
     Ok(OfferedTool { name: name.clone(), schema, strict, path, text: None })
 }
 
@@ -269,7 +310,7 @@ mod tests {
 
     fn offer(tools: Value, choice: Value) -> Result<OfferedTools, ApiError> {
         let tools = tools.as_array().cloned();
-        OfferedTools::new(tools, Some(&choice), None)
+        OfferedTools::new(tools, ToolNames::CHAT, Some(&choice), None)
     }
 
     fn tool(name: &str) -> Value {

@@ -64,7 +64,7 @@ impl Turns {
         if self.images.are_unseen() {
             return Err(ApiError::unsupported(format!("{path}.type=image")));
         }
-        self.images.take(path.to_owned(), || format!("{path}.detail"), image)?;
+        self.images.take(path.to_owned(), image)?;
         content.has_images = true;
         content.views.push(json!({"type": "image"}));
         Ok(())
@@ -155,7 +155,7 @@ mod tests {
         turns.called(None, "g", json!({"x": 1}));
         let mut content = Content::default();
         content.text("4".into());
-        turns.image(&mut content, "here", ImageUrl { url: "data:x".into(), detail: None }).unwrap();
+        turns.image(&mut content, "here", ImageUrl { url: "data:x".into() }).unwrap();
         turns.tool(Some("c1".into()), content);
         turns.said("so");
         let (messages, images) = turns.finish();

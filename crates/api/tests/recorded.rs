@@ -14,8 +14,8 @@ use forebay_api::limits::Limited;
 use forebay_api::{
     ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, GenerateRequest,
     GenerationDefaults, Limits, LlamaRequest, MessagesRequest, OllamaChatRequest,
-    OllamaEmbedRequest, OllamaGenerateRequest, OllamaShowRequest, RerankRequest, ResponsesRequest,
-    ScoreRequest, TokenizeRequest, parse_request,
+    OllamaEmbedRequest, OllamaEmbeddingsRequest, OllamaGenerateRequest, OllamaShowRequest,
+    RerankRequest, ResponsesRequest, ScoreRequest, TokenizeRequest, parse_request,
 };
 use serde_json::Value;
 
@@ -243,7 +243,21 @@ fn ollama_embed() {
     check("ollama_embed", &corpus::ollama_embed(), |body| {
         outcome(body, |request: OllamaEmbedRequest, _| {
             let model = request.model.clone();
-            request.in_openai().validate(LIMITS, 8, true).map(|valid| (model, valid))
+            let request = request.in_openai();
+            let valid = request.map(|request| request.validate(LIMITS, 8, true)).transpose()?;
+            Ok((model, valid))
+        })
+    });
+}
+
+#[test]
+fn ollama_embeddings() {
+    check("ollama_embeddings", &corpus::ollama_embeddings(), |body| {
+        outcome(body, |request: OllamaEmbeddingsRequest, _| {
+            let model = request.model.clone();
+            let request = request.in_openai();
+            let valid = request.map(|request| request.validate(LIMITS, 8, true)).transpose()?;
+            Ok((model, valid))
         })
     });
 }
@@ -317,6 +331,7 @@ fn types() {
     add::<OllamaChatRequest>(&mut all);
     add::<OllamaGenerateRequest>(&mut all);
     add::<OllamaEmbedRequest>(&mut all);
+    add::<OllamaEmbeddingsRequest>(&mut all);
     add::<OllamaShowRequest>(&mut all);
     add::<EmbeddingRequest>(&mut all);
     add::<RerankRequest>(&mut all);
@@ -333,8 +348,12 @@ fn types() {
         .collect();
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/recorded/types.json");
     if std::env::var_os("RECORD").is_some() {
-        let text = serde_json::to_string_pretty(&found).expect("JSON");
-        std::fs::write(path, text + "\n").expect("a recording");
+        let mut text = Vec::new();
+        let indent = serde_json::ser::PrettyFormatter::with_indent(b" ");
+        let mut serializer = serde_json::Serializer::with_formatter(&mut text, indent);
+        serde::Serialize::serialize(&found, &mut serializer).expect("JSON");
+        text.push(b'\n');
+        std::fs::write(path, text).expect("a recording");
     }
     let recorded = std::fs::read_to_string(path).expect("a recording");
     let recorded: serde_json::Map<String, Value> = serde_json::from_str(&recorded).expect("JSON");

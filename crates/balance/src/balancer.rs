@@ -1,9 +1,12 @@
 //! The policies.
 
+use serde::Serialize;
+
 use crate::ledger::Load;
 
 /// The policy that chooses a target.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Method {
     /// Each target in turn.
     RoundRobin,

@@ -8,8 +8,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use forebay_engine::{
-    Clock, Engine, EngineConfig, EngineRequest, Hooks, Namer, Output, OutputSink, Policy, Request,
-    Status,
+    Clock, Engine, EngineConfig, EngineRequest, Hooks, Output, OutputSink, Request, Status,
 };
 use forebay_protocol::Grid;
 use forebay_scheduler::{HostTier, ImageId, PromptImage, SavePolicy, Sparse, Tower};
@@ -349,42 +348,31 @@ impl OutputSink for TimedSink {
 fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     let clock = SimClock::virtual_time();
     let (executor, control) = SimExecutor::new(SimConfig {
-        tokens_a_row: 1,
-        host_pages: 0,
-        hot_row_tokens: 0,
         clock: clock.clone(),
         timing: setup.timing,
         seed: setup.seed,
         load_us: 0,
         page_count: setup.pages,
         vocab_size: 1 << 30,
-        hidden_size: 1,
         text: SimText::endless(vec![1 << 29]),
-        device: "sim".into(),
-        tower: None,
+        ..SimConfig::default()
     });
     let (sender, outputs) = channel();
     let (handle, _thread) = Engine::start(
         EngineConfig {
-            max_running: setup.max_running,
+            max_running_requests: setup.max_running,
             slots: setup.max_running + setup.max_running.div_ceil(2),
             page_size: setup.page_size,
             mask_threads: 0,
-            mask_share: 10,
-            image_budget: 1,
-            token_budget: setup.token_budget,
+            chunked_prefill_size: setup.token_budget,
             prefix_cache: setup.prefix_cache,
-            namer: Namer::open(),
-            policy: Policy::Fcfs,
-            fair: true,
             lookahead: setup.lookahead,
-            max_queued: 1000,
-            queue_timeout_us: 0,
+            max_queued_requests: 1000,
             context_length: 6000,
-            watchdog_us: 1 << 40,
-            load_timeout_us: 0,
-            restart_limit: 0,
-            host: None,
+            watchdog_timeout: Duration::from_micros(1 << 40),
+            load_timeout: Duration::ZERO,
+            hand_restarts: 0,
+            ..EngineConfig::default()
         },
         Box::new(executor),
         Arc::new(clock.clone()),

@@ -14,6 +14,7 @@ mod encoder;
 mod exponential;
 mod kept;
 mod load;
+mod parts;
 mod pooled;
 mod process;
 mod prompts;

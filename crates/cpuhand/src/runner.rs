@@ -5,12 +5,10 @@ use std::ffi::CString;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay_kernels::{
-    Decoder, Dtype, ExpertSizes, Room, Shared, Sizes, Threads, Unfit, Wanted, limit,
-};
+use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, limit};
 use forebay_machine::Machine;
 use forebay_protocol::{HandConfig, Ready, StepPlan, StepResult};
-use forebay_weights::{Checkpoint, Experts, ModelError, Routing, Shape, TorchNumber, is_bert};
+use forebay_weights::{Checkpoint, ModelError, Shape, TorchNumber, is_bert};
 use serde_json::Value;
 use thiserror::Error;
 
@@ -20,6 +18,7 @@ use crate::connection::ConnectionError;
 use crate::encoder::EncoderRunner;
 use crate::kept::{Kept, files};
 use crate::load::{Formats, Plan, Source, assemble, load};
+use crate::parts::{DecoderParts, expert_sizes};
 use crate::pooled::Pooler;
 use crate::prompts::slice_bytes;
 use crate::serves::{Asked, serves};
@@ -125,20 +124,22 @@ impl Runner {
         if is_bert(asked.config) {
             return EncoderRunner::load(config, asked.config, arena, &threads, report);
         }
-        let shape = Shape { headless: pooling.is_some(), ..Shape::of(asked.config)? };
+        let shape = Shape::from_config(asked.config)?;
+        let shape = Shape { headless: pooling.is_some(), ..shape };
+        let parts = DecoderParts::new(&shape)?;
         let (number, dtype, told) = numbers(&config.dtype)?;
         let available = machine.memory().available.unwrap_or(0);
         let mut kept = Kept::open(config);
         let mut checkpoint = None;
-        let formats = formats(config, &shape, kept.as_ref(), &mut checkpoint)?;
-        let plan = Plan::new(&shape, number, formats)?;
+        let formats = formats(config, &parts, kept.as_ref(), &mut checkpoint)?;
+        let plan = Plan::new(&parts, number, formats)?;
         let blocks = plan.blocks()?;
         if !blocks.is_empty() {
             eprintln!("computing with blocks of the file: {blocks}");
         }
-        let sizes = sizes(config, &shape, dtype, available, plan.bytes())?;
+        let sizes = sizes(config, &parts, dtype, available, plan.bytes())?;
         let pool = sizes.pool_bytes();
-        let pages = Room::parts(std::iter::repeat_n(pool, 2 * shape.layers))?;
+        let pages = Room::parts(std::iter::repeat_n(pool, 2 * parts.layers()))?;
         let mut pages = pages.into_iter();
         let mut layers = Vec::new();
         while let (Some(keys), Some(values)) = (pages.next(), pages.next()) {
@@ -159,10 +160,10 @@ impl Runner {
                 load(&plan, Source::Checkpoint(&checkpoint), &threads, report)?
             }
         };
-        let assembled = assemble(&plan, &shape, &weights, sizes.positions)?;
+        let assembled = assemble(&plan, &parts, &weights, sizes.positions)?;
         let decoder = Decoder::new(sizes, assembled, layers, &threads)
             .map_err(|error| ModelError::Broken(error.to_string()))?;
-        let page_bytes = 2 * (pool / sizes.page_count * shape.layers) as u64;
+        let page_bytes = 2 * (pool / sizes.page_count * parts.layers()) as u64;
         let facts = Ready {
             page_count: sizes.page_count as u32,
             vocab_size: sizes.vocabulary as u32,
@@ -294,18 +295,18 @@ fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {
 /// The formats of matrices. If the checkpoint had to be read, it stays open in `checkpoint`.
 fn formats(
     config: &HandConfig,
-    shape: &Shape,
+    parts: &DecoderParts<'_>,
     kept: Option<&Kept>,
     checkpoint: &mut Option<Checkpoint>,
 ) -> Result<Formats, ModelError> {
     let quantization = quantization(config);
     let everything = quantization == Some("gguf");
     // Experts stay in the blocks of their file, however the rest is computed with.
-    let stored = if everything || is_of_file(config) && shape.experts.is_some() {
+    let stored = if everything || is_of_file(config) && parts.experts.is_some() {
         match kept.and_then(Kept::stored) {
             Some(stored) => stored,
             None => {
-                let found = checkpoint.insert(open(config, shape)?).stored();
+                let found = checkpoint.insert(open(config, parts.shape)?).stored();
                 let wanted = found.into_iter().filter(|(name, _)| everything || is_of_expert(name));
                 wanted.map(|(name, kind)| (name, kind.to_owned())).collect()
             }
@@ -322,49 +323,33 @@ fn is_of_expert(name: &str) -> bool {
     name.contains(".mlp.experts.")
 }
 
-fn expert_sizes(experts: Experts) -> ExpertSizes {
-    let (groups, kept_groups) = experts.routing.groups();
-    let corrected = matches!(experts.routing, Routing::Corrected { .. });
-    ExpertSizes {
-        count: experts.count,
-        per_token: experts.per_token,
-        intermediate: experts.intermediate_size,
-        shared: experts.shared_size,
-        corrected,
-        groups,
-        kept_groups,
-        best_of_group: if corrected { Routing::BEST_OF_GROUP } else { 1 },
-        normalise: experts.normalise,
-        scaling: experts.scaling as f32,
-    }
-}
-
 /// The sizes of the decoder, with as many pages as fit.
 fn sizes(
     config: &HandConfig,
-    shape: &Shape,
+    parts: &DecoderParts<'_>,
     dtype: Dtype,
     available: u64,
     weight_bytes: u64,
 ) -> Result<Sizes, HandError> {
     let page_size = config.page_size as usize;
+    let &DecoderParts { shape, attention, rope, experts, .. } = parts;
     let mut sizes = Sizes {
         dtype,
         kv_codes: config.kv_cache_dtype.is_some(),
         hidden: shape.hidden_size,
-        heads: shape.heads,
-        kv_heads: shape.kv_heads,
-        head_dim: shape.head_dim,
-        rotary_dim: shape.rotary_dim,
-        intermediate: shape.intermediate_size,
-        experts: shape.experts.map(expert_sizes),
+        heads: attention.heads,
+        kv_heads: attention.kv_heads,
+        head_dim: attention.head_dim,
+        rotary_dim: rope.dim,
+        intermediate: parts.intermediate(),
+        experts: experts.map(expert_sizes),
         vocabulary: shape.vocab_size,
         positions: config.context_length as usize,
         page_size,
         page_count: 1,
-        eps: shape.rms_norm_eps as f32,
+        eps: shape.norm_eps as f32,
     };
-    let page_bytes = 2 * (sizes.pool_bytes() * shape.layers) as u64;
+    let page_bytes = 2 * (sizes.pool_bytes() * parts.layers()) as u64;
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
     let taken = weight_bytes + if shape.headless { 0 } else { slices };
     let pages = match config.max_total_tokens {

@@ -7,6 +7,7 @@ use forebay_weights::{BertShape, ModelError, Shape, is_bert};
 use serde_json::{Map, Value};
 
 use crate::encoder;
+use crate::parts::DecoderParts;
 use crate::pooled::{Pooler, kind};
 
 /// The wanted model and settings, which the brain knows before a hand starts.
@@ -102,16 +103,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if encodes {
         return serves_encoder(asked);
     }
-    let shape = Shape::of(asked.config)?;
-    let of_experts = shape.experts.map(|experts| [experts.intermediate_size, experts.shared_size]);
-    let sizes = [shape.hidden_size, shape.intermediate_size, shape.head_dim, shape.rotary_dim];
-    if sizes.iter().chain(of_experts.iter().flatten()).any(|size| size % 2 > 0) {
-        return lacks("inner dimensions that are odd");
-    }
-    if shape.heads % shape.kv_heads > 0 {
-        return lacks("heads that no key heads divide");
-    }
-    match shape.sliding_window {
+    let shape = Shape::from_config(asked.config)?;
+    let parts = DecoderParts::new(&shape)?;
+    match parts.attention.window {
         Some(window) if window < asked.context_length => Err(ModelError::Broken(format!(
             "the model attends to a sliding window of {window} positions, which is not supported: serve it with a context length of at most \
              that, not {}",
@@ -134,7 +128,8 @@ pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
             format!("--kv-cache-dtype {kept} is for a GPU's kernels: leave it off, or use int8")
         });
     }
-    let head_dim = Shape::of(asked.config).ok()?.head_dim;
+    let shape = Shape::from_config(asked.config).ok()?;
+    let head_dim = DecoderParts::new(&shape).ok()?.attention.head_dim;
     (!Sizes::takes_codes(asked.page_size as usize, head_dim)).then(|| {
         format!(
             "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and heads of a multiple of 32: there are {} and {head_dim}",

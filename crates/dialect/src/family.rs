@@ -12,6 +12,8 @@ pub(crate) struct Reasoning {
     pub(crate) close: &'static str,
     /// True if the model thinks first even if the prompt does not say so.
     pub(crate) begins: bool,
+    /// The marks are special tokens, which no text has in it.
+    pub(crate) special: bool,
 }
 
 /// The form of a family's calls. White space is the model's usual one, and readers do not insist on
@@ -28,10 +30,12 @@ pub(crate) struct Calls {
     pub(crate) call: (&'static str, &'static str),
     /// The text between two calls.
     pub(crate) between: &'static str,
-    /// The marks around a call are special tokens, which no argument can have in it.
+    /// The marks around a call are special tokens, which no text and no argument has in it.
     pub(crate) special: bool,
     /// An answer that begins with this character may be a call without any mark.
     pub(crate) bare: Option<char>,
+    /// An answer that is one object and nothing else may be a call without any mark.
+    pub(crate) alone: bool,
     pub(crate) body: Body,
     pub(crate) ids: Ids,
 }
@@ -103,6 +107,7 @@ const NO_MARKS: Calls = Calls {
     between: "",
     special: false,
     bare: None,
+    alone: false,
     body: Body::Python,
     ids: Ids::Free,
 };
@@ -112,9 +117,14 @@ pub(crate) const HERMES: Calls = Calls {
     aliases: &["qwen25", "qwen"],
     call: ("<tool_call>\n", "\n</tool_call>"),
     between: "\n",
+    // Qwen2.5-Coder leaves its marks out more often than not.
+    alone: true,
     body: Body::Object("arguments"),
     ..NO_MARKS
 };
+
+/// The form that a system message shows to a model whose template has none.
+pub(crate) const GENERIC: Calls = Calls { name: "generic", aliases: &[], ..HERMES };
 
 pub(crate) const QWEN3_CODER: Calls = Calls {
     name: "qwen3_coder",
@@ -136,6 +146,7 @@ pub(crate) const LLAMA3_JSON: Calls = Calls {
     aliases: &["llama3", "llama4_json"],
     call: ("<|python_tag|>", ""),
     between: "; ",
+    special: true,
     bare: Some('{'),
     body: Body::Object("parameters"),
     ..NO_MARKS
@@ -146,6 +157,7 @@ pub(crate) const PYTHONIC: Calls = Calls {
     aliases: &["llama4_pythonic", "llama4"],
     section: ("<|python_start|>", "<|python_end|>"),
     between: ", ",
+    special: true,
     bare: Some('['),
     body: Body::Python,
     ..NO_MARKS
@@ -155,6 +167,7 @@ pub(crate) const MISTRAL: Calls = Calls {
     name: "mistral",
     section: ("[TOOL_CALLS]", ""),
     between: ", ",
+    special: true,
     body: Body::List("arguments"),
     ids: Ids::Nine,
     ..NO_MARKS
@@ -164,6 +177,7 @@ pub(crate) const MISTRAL: Calls = Calls {
 pub(crate) const MISTRAL_NAMED: Calls = Calls {
     name: "mistral",
     call: ("[TOOL_CALLS]", ""),
+    special: true,
     body: Body::Named(Named {
         before: "",
         skip: "",
@@ -332,6 +346,7 @@ pub(crate) const CALLS: &[&Calls] = &[
     &GEMMA4,
     &FUNCTION_GEMMA,
     &HARMONY,
+    &GENERIC,
 ];
 
 /// `<think>`, opened by the prompt, by the model, or not at all.
@@ -356,6 +371,7 @@ pub(crate) const THINK: Reasoning = Reasoning {
     open: "<think>",
     close: "</think>",
     begins: false,
+    special: false,
 };
 
 /// The reasoning of models that think even if the prompt does not open it.
@@ -372,6 +388,7 @@ pub(crate) const MISTRAL_THINK: Reasoning = Reasoning {
     open: "[THINK]",
     close: "[/THINK]",
     begins: false,
+    special: true,
 };
 
 pub(crate) const GEMMA4_THINK: Reasoning = Reasoning {
@@ -380,6 +397,7 @@ pub(crate) const GEMMA4_THINK: Reasoning = Reasoning {
     open: "<|channel>thought\n",
     close: "<channel|>",
     begins: false,
+    special: true,
 };
 
 pub(crate) const HARMONY_THINK: Reasoning = Reasoning {
@@ -388,6 +406,7 @@ pub(crate) const HARMONY_THINK: Reasoning = Reasoning {
     open: "",
     close: "",
     begins: false,
+    special: true,
 };
 
 /// Every way to write reasoning.

@@ -159,6 +159,9 @@ fn one_call_only_ends_after_it() {
 /// Text that looks like other things.
 const WILD: &str = "[a-z<>{}()\\[\\]\"'`,;:\\\\\n\t é/|=-]{0,16}";
 
+/// Families whose marks are ordinary text.
+const PLAIN: &[&str] = &["hermes", "qwen3_coder", "deepseek_v32", "glm45", "glm47", "minimax_m2"];
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
     #[test]
@@ -190,6 +193,29 @@ proptest! {
         let (parts, complete) = read(reading(&family, tools()), &text, &cuts);
         prop_assert_eq!(parts, whole);
         prop_assert_eq!(complete as usize, answer.calls.len());
+    }
+
+    #[test]
+    fn text_without_calls_is_as_it_was_said(
+        family in prop::sample::select(PLAIN),
+        pieces in prop::collection::vec(any::<prop::sample::Index>(), 0..16),
+        junk in prop::collection::vec(WILD, 16),
+        cuts in prop::collection::vec(0..2000_usize, 0..40),
+        offered: bool,
+    ) {
+        let family = FAMILIES.iter().find(|one| one.name == family).expect("a family");
+        let mut text = "Say: ".to_owned();
+        for (at, junk) in pieces.iter().zip(&junk) {
+            text.push_str(family.marks[at.index(family.marks.len())]);
+            text.push_str(junk);
+        }
+        let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut % (text.len() + 1)).collect();
+        cuts.sort_unstable();
+        let tools = if offered { tools() } else { Arc::default() };
+        let reading = Reading { start: Start::default(), ..reading(family, tools) };
+        let (parts, complete) = read(reading, &text, &cuts);
+        prop_assert_eq!(parts.as_content(), Some(text.as_str()));
+        prop_assert_eq!(complete, 0);
     }
 
     #[test]

@@ -1,7 +1,10 @@
 //! The ways of a streamed chunk to its socket.
 
+use serde::Serialize;
+
 /// The way of streamed chunks to their sockets.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum EgressMode {
     /// The egress thread writes them: prepared events, no wake-up.
     #[default]

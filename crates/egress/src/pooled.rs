@@ -197,7 +197,7 @@ impl Owner {
         let (label, error) = match finish {
             FinishReason::Stop { .. } | FinishReason::Length => ("stop", None),
             FinishReason::Abort => ("abort", Some(ApiError::Aborted)),
-            FinishReason::Error(error) => ("error", Some(request_error(&error))),
+            FinishReason::Error(error) => ("error", Some(request_error(&error, &[]))),
         };
         self.metrics.finished(&input.timeline, label, now);
         self.inputs.remove(&output.id);

@@ -1,42 +1,49 @@
 //! The settings of an engine.
 
-use forebay_scheduler::{Namer, Policy, SavePolicy};
+use std::time::Duration;
 
-/// The settings of an engine, with everything resolved.
-#[derive(Debug, Clone)]
+use forebay_scheduler::{HostTier, Namer, Policy, SavePolicy};
+use serde::{Serialize, Serializer};
+
+/// The settings of an engine, with everything resolved. A field of a flag has the flag's name.
+#[derive(Debug, Clone, Serialize)]
 pub struct EngineConfig {
     /// The largest number of requests that run at a time.
-    pub max_running: u32,
-    /// Rows of the device tables; more than `max_running`, because a slot is retired before it is
-    /// free.
+    pub max_running_requests: u32,
+    /// Rows of the device tables; more than `max_running_requests`, because a slot is retired
+    /// before it is free.
     pub slots: u32,
     /// Positions of a page.
     pub page_size: u32,
-    /// The largest number of tokens of a step (chunked prefill).
-    pub token_budget: u32,
+    /// The largest number of tokens of a step.
+    pub chunked_prefill_size: u32,
     /// True if requests with the same beginning share full pages.
     pub prefix_cache: bool,
     /// The source of block names; the same for all replicas of a brain.
+    #[serde(skip)]
     pub namer: Namer,
     /// The order of the waiting queue.
-    pub policy: Policy,
+    pub schedule_policy: Policy,
     /// True if clients take turns within a priority. Otherwise all requests count as one client's.
-    pub fair: bool,
+    pub fair_queueing: bool,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
     pub lookahead: u32,
     /// The largest number of requests that wait; see [`crate::Waiting`] for each client's share.
-    pub max_queued: usize,
-    /// Microseconds that a request may wait for its first admission; 0: without a limit.
-    pub queue_timeout_us: u64,
+    pub max_queued_requests: usize,
+    /// The time that a request may wait for its first admission; 0: without a limit.
+    #[serde(serialize_with = "as_seconds")]
+    pub queue_timeout: Duration,
     /// The largest number of positions of a request.
     pub context_length: u32,
-    /// Microseconds without a result after which the hand counts as hung.
-    pub watchdog_us: u64,
-    /// Microseconds without a sign of life after which a starting hand counts as hung; 0: without a
+    /// The time without a result after which the hand counts as hung.
+    #[serde(serialize_with = "as_seconds")]
+    pub watchdog_timeout: Duration,
+    /// The time without a sign of life after which a starting hand counts as hung; 0: without a
     /// limit.
-    pub load_timeout_us: u64,
+    #[serde(serialize_with = "as_seconds")]
+    pub load_timeout: Duration,
     /// The number of failed starts in a row after which a hand that once worked is given up.
-    pub restart_limit: u32,
+    pub hand_restarts: u32,
     /// The number of threads that fill masks beside the engine's. Without any, a step waits for all
     /// of its masks, whatever they take.
     pub mask_threads: usize,
@@ -44,24 +51,153 @@ pub struct EngineConfig {
     /// milliseconds. A row whose mask is not ready then sits the step out.
     pub mask_share: u32,
     /// The use of the host tier, if the hand has one.
-    pub host: Option<HostConfig>,
-    /// The largest number of positions times layers of images that a step computes, if the hand has
-    /// a vision tower.
-    pub image_budget: u64,
+    pub host_tier: Option<HostConfig>,
+    /// The images of a step, if the model takes any.
+    #[serde(flatten)]
+    pub images: Option<ImageConfig>,
+}
+
+impl EngineConfig {
+    /// The default of `slots`. A slot is free again only when the last step in flight that named it
+    /// is done. Without spares, requests that end together would leave their successors waiting for
+    /// a step.
+    #[must_use]
+    pub fn usual_slots(max_running_requests: u32) -> u32 {
+        max_running_requests + max_running_requests.div_ceil(2)
+    }
+}
+
+impl Default for EngineConfig {
+    /// The defaults of the flags, for a processor with one core.
+    fn default() -> Self {
+        let max_running_requests = 256;
+        Self {
+            max_running_requests,
+            slots: Self::usual_slots(max_running_requests),
+            page_size: 16,
+            chunked_prefill_size: 1024,
+            prefix_cache: true,
+            namer: Namer::open(),
+            schedule_policy: Policy::Fcfs,
+            fair_queueing: true,
+            lookahead: 1,
+            max_queued_requests: 4096,
+            queue_timeout: Duration::ZERO,
+            context_length: 4096,
+            watchdog_timeout: Duration::from_secs(300),
+            load_timeout: Duration::from_secs(600),
+            hand_restarts: 3,
+            mask_threads: 1,
+            mask_share: 10,
+            host_tier: None,
+            images: None,
+        }
+    }
 }
 
 /// The use of the tier of host memory. The hand tells its size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HostConfig {
     /// The time at which blocks are saved.
-    pub policy: SavePolicy,
+    pub hicache_write_policy: SavePolicy,
     /// The largest number of copies that a plan starts.
-    pub copies_a_step: u32,
+    pub kv_copy_pages_per_step: u32,
     /// The number of waiting requests whose blocks are brought back before their turn.
-    pub prefetch: u32,
-    /// True if a preempted or replayed request has its blocks restored.
-    pub restore_preempted: bool,
-    /// True if the plan that computes a position also saves it, where requests may be sparse.
-    /// Otherwise a page is saved when it is full.
-    pub save_rows: bool,
+    pub hicache_prefetch_requests: u32,
+    /// The way in which a preempted or replayed request gets its keys and values back.
+    pub preemption: Preemption,
+    /// The saves of requests that may be sparse.
+    pub kv_save: SaveUnit,
+}
+
+impl Default for HostConfig {
+    /// The defaults of the flags.
+    fn default() -> Self {
+        let EngineConfig { chunked_prefill_size, page_size, .. } = EngineConfig::default();
+        Self {
+            hicache_write_policy: SavePolicy::default(),
+            kv_copy_pages_per_step: HostTier::usual_copies(chunked_prefill_size, page_size),
+            hicache_prefetch_requests: HostTier::PREFETCH,
+            preemption: Preemption::default(),
+            kv_save: SaveUnit::default(),
+        }
+    }
+}
+
+/// The way in which a preempted or replayed request gets its keys and values back.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Preemption {
+    /// They are copied from the host tier.
+    #[default]
+    Restore,
+    /// They are computed again.
+    Recompute,
+}
+
+/// The unit of saves where requests may be sparse.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SaveUnit {
+    /// A page is saved when it is full.
+    #[default]
+    Page,
+    /// The plan that computes a position also saves it.
+    Token,
+}
+
+/// The images that a step computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct ImageConfig {
+    /// The largest number of patches times layers of a step.
+    pub image_budget: u64,
+    /// Patches of a position.
+    #[serde(skip)]
+    pub patches: u64,
+}
+
+impl ImageConfig {
+    /// The largest number of positions times layers of a step.
+    pub(crate) fn position_layers(self) -> u64 {
+        (self.image_budget / self.patches.max(1)).max(1)
+    }
+}
+
+impl Default for ImageConfig {
+    /// About a quarter of an image of 1200x1200 in a tower of 27 layers.
+    fn default() -> Self {
+        Self { image_budget: 40_000, patches: 1 }
+    }
+}
+
+/// Writes a time as seconds, as flags have it.
+///
+/// # Errors
+/// The serializer's.
+pub fn as_seconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(time.as_secs_f64())
+}
+
+/// Microseconds, in which the engine's clock counts.
+pub(crate) fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_of_patches_is_one_of_positions() {
+        let images = |image_budget, patches| ImageConfig { image_budget, patches };
+        assert_eq!(images(40_000, 4).position_layers(), 10_000);
+        assert_eq!(images(3, 4).position_layers(), 1, "one layer at least");
+        assert_eq!(images(0, 0).position_layers(), 1);
+    }
+
+    #[test]
+    fn long_times_have_no_end() {
+        assert_eq!(micros(Duration::from_micros(1500)), 1500);
+        assert_eq!(micros(Duration::from_secs(1 << 60)), u64::MAX);
+    }
 }

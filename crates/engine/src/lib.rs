@@ -7,9 +7,9 @@
 //! | any | an [`EngineHandle`] | never |
 //!
 //! One lane leads into the thread, so an abort can't overtake its submit. Requests in it are
-//! bounded by `max_queued`: others are refused with [`SubmitError::QueueFull`]. Aborts have no
-//! bound, because they matter most under overload. The thread calls [`OutputSink::deliver`] once a
-//! step.
+//! bounded by `max_queued_requests`: others are refused with [`SubmitError::QueueFull`]. Aborts
+//! have no bound, because they matter most under overload. The thread calls
+//! [`OutputSink::deliver`] once a step.
 //!
 //! A step group's thread has a member for each rank: replicas that share a step's number and a
 //! rank group, and nothing else. An ordinary thread has one. Each has its own [`EngineHandle`].
@@ -31,46 +31,10 @@
 //! use std::sync::Arc;
 //! use std::sync::mpsc::{Sender, channel};
 //!
-//! use forebay_engine::{Engine, EngineRequest, Hooks, Output, OutputSink, Request, Status};
-//! use forebay_sim::{SimClock, SimExecutor};
-//! # use forebay_engine::{EngineConfig, Namer, Policy};
-//! # use forebay_sim::{SimConfig, SimText, Timing};
-//! # let config = EngineConfig {
-//! #     max_running: 4,
-//! #     slots: 8,
-//! #     page_size: 16,
-//! #     token_budget: 64,
-//! #     prefix_cache: true,
-//! #     namer: Namer::open(),
-//! #     policy: Policy::Fcfs,
-//! #     fair: true,
-//! #     lookahead: 1,
-//! #     max_queued: 16,
-//! #     queue_timeout_us: 0,
-//! #     context_length: 256,
-//! #     watchdog_us: 10_000_000,
-//! #     load_timeout_us: 0,
-//! #     restart_limit: 3,
-//! #     mask_threads: 0,
-//! #     mask_share: 10,
-//! #     host: None,
-//! #     image_budget: 0,
-//! # };
-//! # let sim = |clock| SimConfig {
-//! #     clock,
-//! #     timing: Timing::default(),
-//! #     seed: 0,
-//! #     load_us: 1000,
-//! #     page_count: 64,
-//! #     vocab_size: 100,
-//! #     hidden_size: 4,
-//! #     text: SimText::endless((0..100).collect()),
-//! #     tokens_a_row: 1,
-//! #     device: "sim".into(),
-//! #     host_pages: 0,
-//! #     hot_row_tokens: 0,
-//! #     tower: None,
-//! # };
+//! use forebay_engine::{
+//!     Engine, EngineConfig, EngineRequest, Hooks, Output, OutputSink, Request, Status,
+//! };
+//! use forebay_sim::{SimClock, SimConfig, SimExecutor};
 //!
 //! struct Sink(Sender<Output>);
 //!
@@ -81,7 +45,8 @@
 //! }
 //!
 //! let clock = SimClock::virtual_time();
-//! let (executor, _control) = SimExecutor::new(sim(clock.clone()));
+//! let (executor, _control) = SimExecutor::new(SimConfig { clock: clock.clone(), ..SimConfig::default() });
+//! let config = EngineConfig { context_length: 256, ..EngineConfig::default() };
 //! let (sender, outputs) = channel();
 //! let hooks = Hooks::new(Box::new(Sink(sender)));
 //! let (handle, _thread) = Engine::start(config, Box::new(executor), Arc::new(clock), hooks)?;
@@ -115,7 +80,7 @@ mod types;
 mod waiting;
 
 pub use clock::{Clock, SystemClock};
-pub use config::{EngineConfig, HostConfig};
+pub use config::{EngineConfig, HostConfig, ImageConfig, Preemption, SaveUnit, as_seconds};
 pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};

@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::yield_now;
+use std::time::Duration;
 
 use forebay_engine::{
-    EngineConfig, EngineRequest, Executor, FinishReason, Grid, ImageId, Namer, Payload, Picture,
-    Placement, Policy, PromptImage, Request, RequestId, Signal, There, Wake,
+    EngineConfig, EngineRequest, Executor, FinishReason, Grid, ImageConfig, ImageId, Payload,
+    Picture, Placement, PromptImage, Request, RequestId, Signal, There, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
 use forebay_sim::testing::{
@@ -157,43 +158,33 @@ impl Rig {
     fn group(hooks: Vec<Hook>) -> Self {
         let clock = SimClock::virtual_time();
         let sim = SimConfig {
-            tokens_a_row: 1,
-            host_pages: 0,
             clock: clock.clone(),
             timing: Timing {
                 model: DeviceModel { step_us: 1000.0, tower_us: 10.0, ..DeviceModel::INSTANT },
                 ..Timing::default()
             },
-            hot_row_tokens: 0,
-            seed: 0,
             load_us: 1000,
             page_count: 500,
             vocab_size: VOCAB,
-            hidden_size: 4,
             text: text(),
-            device: "sim".into(),
             tower: Some(SimTower { layers: 6, pages: 16 }),
+            ..SimConfig::default()
         };
         let config = EngineConfig {
-            max_running: 16,
+            max_running_requests: 16,
             slots: 24,
             page_size: 4,
-            token_budget: 32,
-            prefix_cache: true,
-            namer: Namer::open(),
-            policy: Policy::Fcfs,
-            fair: true,
-            lookahead: 1,
-            max_queued: 1000,
-            queue_timeout_us: 0,
+            chunked_prefill_size: 32,
+            max_queued_requests: 1000,
             context_length: 1024,
-            watchdog_us: 10_000_000,
-            load_timeout_us: 0,
-            restart_limit: 3,
+            watchdog_timeout: Duration::from_secs(10),
+            load_timeout: Duration::ZERO,
             mask_threads: 0,
-            mask_share: 10,
-            image_budget: 2 * u64::from(GRID.positions()),
-            host: None,
+            images: Some(ImageConfig {
+                image_budget: 2 * u64::from(GRID.positions()),
+                ..ImageConfig::default()
+            }),
+            ..EngineConfig::default()
         };
         let (cargo, coming) = channel();
         let counted = Arc::new(AtomicUsize::new(0));

@@ -4,10 +4,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use forebay_engine::{
     Allowed, Broken, Constraint, EngineConfig, EngineHandle, EngineRequest, Executor, FinishReason,
-    Namer, Output, Policy, Request, RequestError, RequestId, Signal, Status, Wake,
+    Output, RequestError, RequestId, Signal, Status, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
 use forebay_sim::testing::{self, PATIENCE, RigParts, Story, VOCAB, alone, request, text};
@@ -126,25 +127,16 @@ struct Group {
 
 fn config() -> EngineConfig {
     EngineConfig {
-        max_running: 6,
+        max_running_requests: 6,
         slots: 9,
         page_size: PAGE_SIZE,
-        token_budget: 16,
-        prefix_cache: true,
-        namer: Namer::open(),
-        policy: Policy::Fcfs,
-        fair: true,
-        lookahead: 1,
-        max_queued: 100_000,
-        queue_timeout_us: 0,
+        chunked_prefill_size: 16,
+        max_queued_requests: 100_000,
         context_length: 200,
-        watchdog_us: 10_000_000,
-        load_timeout_us: 0,
-        restart_limit: 3,
+        watchdog_timeout: Duration::from_secs(10),
+        load_timeout: Duration::ZERO,
         mask_threads: 0,
-        mask_share: 10,
-        image_budget: 0,
-        host: None,
+        ..EngineConfig::default()
     }
 }
 
@@ -159,19 +151,14 @@ impl Group {
             ..DeviceModel::INSTANT
         };
         let sim = SimConfig {
-            tokens_a_row: 1,
-            host_pages: 0,
             clock: clock.clone(),
             timing: Timing { model, ..Timing::default() },
-            hot_row_tokens: 0,
             seed,
             load_us: 1_000_000,
             page_count: PAGES,
             vocab_size: VOCAB,
-            hidden_size: 4,
             text: text(),
-            device: "sim".into(),
-            tower: None,
+            ..SimConfig::default()
         };
         let given = Lives::default();
         let (ranks, noted) = (members as usize, Arc::clone(&given));
@@ -443,7 +430,7 @@ fn run(members: usize, lookahead: u32, seed: u64, events: Vec<(u64, Event)>) -> 
             }
         }
     });
-    let config = EngineConfig { lookahead, restart_limit: 1000, ..config() };
+    let config = EngineConfig { lookahead, hand_restarts: 1000, ..config() };
     let group = Group::start(members as u32, config, seed, Some(hook));
     // What it says begins the rest.
     group.rig.handles[0].submit(request(u64::MAX, vec![1], 1)).expect("room");

@@ -7,10 +7,11 @@ use std::ops::Deref;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::yield_now;
+use std::time::Duration;
 
 use forebay_engine::{
-    EngineConfig, EngineRequest, FinishReason, Grid, ImageId, Namer, Payload, Picture,
-    PictureError, Placement, Policy, PromptImage, Request, RequestError, RequestId,
+    EngineConfig, EngineRequest, FinishReason, Grid, ImageConfig, ImageId, Payload, Picture,
+    PictureError, Placement, PromptImage, Request, RequestError, RequestId,
 };
 use forebay_sim::testing::{self, RigParts, VOCAB, text, wholes};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimTower, Timing};
@@ -104,40 +105,31 @@ impl Rig {
         let clock = SimClock::virtual_time();
         let model = DeviceModel { step_us: 1000.0, tower_us: 10.0, ..DeviceModel::INSTANT };
         let sim = SimConfig {
-            tokens_a_row: 1,
-            host_pages: 0,
             clock: clock.clone(),
             timing: Timing { model, ..Timing::default() },
-            hot_row_tokens: 0,
-            seed: 0,
             load_us: 1000,
             page_count: 500,
             vocab_size: VOCAB,
-            hidden_size: 4,
             text: text(),
-            device: "sim".into(),
             tower: Some(SimTower { layers: 6, pages: image_pages }),
+            ..SimConfig::default()
         };
         let config = EngineConfig {
-            max_running: 16,
+            max_running_requests: 16,
             slots: 24,
             page_size: 4,
-            token_budget: 32,
-            prefix_cache: true,
-            namer: Namer::open(),
-            policy: Policy::Fcfs,
-            fair: true,
+            chunked_prefill_size: 32,
             lookahead,
-            max_queued: 1000,
-            queue_timeout_us: 0,
+            max_queued_requests: 1000,
             context_length: 1024,
-            watchdog_us: 10_000_000,
-            load_timeout_us: 0,
-            restart_limit: 3,
+            watchdog_timeout: Duration::from_secs(10),
+            load_timeout: Duration::ZERO,
             mask_threads: 0,
-            mask_share: 10,
-            image_budget: 2 * u64::from(GRID.positions()),
-            host: None,
+            images: Some(ImageConfig {
+                image_budget: 2 * u64::from(GRID.positions()),
+                ..ImageConfig::default()
+            }),
+            ..EngineConfig::default()
         };
         let rig = testing::Rig::start(config, sim, RigParts::default()).held();
         Self { rig, arena: Arc::default() }

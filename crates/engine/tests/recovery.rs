@@ -4,10 +4,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use forebay_engine::{
-    Clock, EngineConfig, EngineRequest, FinishReason, Namer, Orphan, Peers, Policy, Request,
-    RequestError, RequestId, Status, SubmitError,
+    Clock, EngineConfig, FinishReason, Orphan, Peers, RequestError, RequestId, Status, SubmitError,
 };
 use forebay_sim::testing::{PATIENCE, Rig, RigParts, VOCAB, request, wholes};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimText, Timing};
@@ -34,25 +34,17 @@ impl Peers for Others {
 
 fn config() -> EngineConfig {
     EngineConfig {
-        max_running: 4,
+        max_running_requests: 4,
         slots: 6,
         page_size: 4,
-        token_budget: 32,
-        prefix_cache: true,
-        namer: Namer::open(),
-        policy: Policy::Fcfs,
-        fair: true,
-        lookahead: 1,
-        max_queued: 64,
-        queue_timeout_us: 0,
+        chunked_prefill_size: 32,
+        max_queued_requests: 64,
         context_length: 400,
-        watchdog_us: 10 * SECOND,
-        load_timeout_us: 20 * SECOND,
-        restart_limit: 1,
+        watchdog_timeout: Duration::from_secs(10),
+        load_timeout: Duration::from_secs(20),
+        hand_restarts: 1,
         mask_threads: 0,
-        mask_share: 10,
-        image_budget: 1000,
-        host: None,
+        ..EngineConfig::default()
     }
 }
 
@@ -67,22 +59,16 @@ fn broken(
 ) -> Rig {
     let clock = SimClock::virtual_time();
     let sim = SimConfig {
-        tokens_a_row: 1,
-        host_pages: 0,
         clock: clock.clone(),
         timing: Timing {
             model: DeviceModel { step_us: 10_000.0, ..DeviceModel::INSTANT },
             ..Timing::default()
         },
-        hot_row_tokens: 0,
-        seed: 0,
         load_us: SECOND,
         page_count: 500,
         vocab_size: VOCAB,
-        hidden_size: 4,
         text: SimText::endless((0..VOCAB as i32 / 2).collect()),
-        device: "sim".into(),
-        tower: None,
+        ..SimConfig::default()
     };
     let peers = others.map(|live| -> Box<dyn Peers> { Box::new(Others(live)) });
     let breaking = Box::new(|control: &SimControl| {
@@ -104,7 +90,7 @@ fn failed(reason: &str) -> FinishReason {
 
 #[test]
 fn however_many_requests_kill_the_hand_it_is_never_given_up() {
-    let rig = start(EngineConfig { restart_limit: 0, ..config() });
+    let rig = start(EngineConfig { hand_restarts: 0, ..config() });
     for id in 0..40 {
         let prompt = if id % 4 == 3 { vec![1, 2, 3] } else { vec![1, POISON] };
         rig.handle.submit(request(id, prompt, 10)).expect("room");
@@ -190,7 +176,8 @@ fn a_hand_that_was_given_up_is_tried_again_as_long_as_another_serves() {
 
 #[test]
 fn who_waits_too_long_is_told_once_and_the_others_are_served() {
-    let config = EngineConfig { max_running: 1, queue_timeout_us: SECOND, ..config() };
+    let config =
+        EngineConfig { max_running_requests: 1, queue_timeout: Duration::from_secs(1), ..config() };
     let rig = start(config);
     // A step takes 10 ms.
     for (id, tokens) in [(0, 60), (1, 20), (2, 50), (3, 50)] {
@@ -219,7 +206,7 @@ fn who_waits_too_long_is_told_once_and_the_others_are_served() {
 
 #[test]
 fn a_full_queue_has_room_for_other_clients_and_for_probes() {
-    let rig = start(EngineConfig { max_running: 1, slots: 2, ..config() });
+    let rig = start(EngineConfig { max_running_requests: 1, slots: 2, ..config() });
     let mut crowd = 0;
     let refused = loop {
         match rig.handle.submit(request(crowd, vec![1], 100)) {
@@ -307,7 +294,7 @@ fn a_hand_comes_back_with_less_a_few_times_only() {
 
 #[test]
 fn what_memory_does_between_other_deaths_is_no_failed_start() {
-    let rig = start(EngineConfig { restart_limit: 0, ..config() });
+    let rig = start(EngineConfig { hand_restarts: 0, ..config() });
     assert_eq!(starved(&rig, 400, 1)[&0].1, FinishReason::Length);
     rig.control.hold();
     rig.handle.submit(request(7, vec![3, 4], 50)).expect("room");

@@ -3,9 +3,11 @@
 
 use std::collections::HashMap;
 use std::ops::Deref;
+use std::time::Duration;
 
 use forebay_engine::{
-    EngineConfig, FinishReason, HostConfig, Namer, Policy, RequestId, SavePolicy, Stats, Status,
+    EngineConfig, FinishReason, HostConfig, Preemption, RequestId, SavePolicy, SaveUnit, Stats,
+    Status,
 };
 use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, alone, request, text};
 use forebay_sim::{CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, Timing};
@@ -39,7 +41,7 @@ fn killing(mut left: Option<usize>) -> Hook {
 }
 
 fn host(policy: SavePolicy) -> HostConfig {
-    HostConfig { policy, copies_a_step: 64, prefetch: 4, restore_preempted: true, save_rows: false }
+    HostConfig { hicache_write_policy: policy, kv_copy_pages_per_step: 64, ..HostConfig::default() }
 }
 
 impl Rig {
@@ -57,7 +59,6 @@ impl Rig {
         hot_row_tokens: u32,
     ) -> Self {
         let sim = SimConfig {
-            tokens_a_row: 1,
             host_pages: 400,
             clock: clock.clone(),
             timing: Timing {
@@ -71,35 +72,25 @@ impl Rig {
                 ..Timing::default()
             },
             hot_row_tokens,
-            seed: 0,
             load_us: 1000,
             page_count: PAGES,
             vocab_size: VOCAB,
-            hidden_size: 4,
             text: text(),
-            device: "sim".into(),
-            tower: None,
+            ..SimConfig::default()
         };
         let config = EngineConfig {
-            max_running: 8,
+            max_running_requests: 8,
             slots: 12,
             page_size: PAGE,
-            token_budget: 32,
-            prefix_cache: true,
-            namer: Namer::open(),
-            policy: Policy::Fcfs,
-            fair: true,
+            chunked_prefill_size: 32,
             lookahead,
-            max_queued: 1000,
-            queue_timeout_us: 0,
+            max_queued_requests: 1000,
             context_length: 128,
-            watchdog_us: 5_000_000,
-            load_timeout_us: 0,
-            restart_limit: 3,
+            watchdog_timeout: Duration::from_secs(5),
+            load_timeout: Duration::ZERO,
             mask_threads: 0,
-            mask_share: 10,
-            image_budget: 1000,
-            host,
+            host_tier: host,
+            ..EngineConfig::default()
         };
         let parts = RigParts { hooks: vec![killing(kill_after)], ..RigParts::default() };
         let rig = Self(testing::Rig::start(config, sim, parts));
@@ -263,8 +254,8 @@ fn who_is_aborted_while_its_blocks_come_back_leaves_nothing_behind() {
 
 #[test]
 fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
-    let lost = [true, false].map(|restore_preempted| {
-        let host = HostConfig { restore_preempted, ..host(SavePolicy::WriteThrough) };
+    let lost = [Preemption::Restore, Preemption::Recompute].map(|preemption| {
+        let host = HostConfig { preemption, ..host(SavePolicy::WriteThrough) };
         let rig = Rig::start(Some(host), 1.0, 1);
         // Six requests of 31 pages in the end, on a device of 40.
         let stories = rig.at_once(6, prompt);
@@ -280,8 +271,8 @@ fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
 }
 
 /// A rig whose requests may be sparse, with two pages for the rows of each.
-fn sparse(lookahead: u32, save_rows: bool, kill_after: Option<usize>) -> Rig {
-    let host = HostConfig { save_rows, ..host(SavePolicy::WriteThrough) };
+fn sparse(lookahead: u32, kv_save: SaveUnit, kill_after: Option<usize>) -> Rig {
+    let host = HostConfig { kv_save, ..host(SavePolicy::WriteThrough) };
     Rig::with(Some(host), 10.0, lookahead, SimClock::virtual_time(), kill_after, 2 * PAGE)
 }
 
@@ -302,8 +293,10 @@ fn assert_crowd(stories: &HashMap<u64, (u32, Vec<i32>)>) {
 
 #[test]
 fn sparse_requests_give_the_same_tokens_and_none_is_preempted() {
-    for (lookahead, save_rows) in [(0, false), (1, false), (0, true), (1, true)] {
-        let rig = sparse(lookahead, save_rows, None);
+    for (lookahead, kv_save) in
+        [(0, SaveUnit::Page), (1, SaveUnit::Page), (0, SaveUnit::Token), (1, SaveUnit::Token)]
+    {
+        let rig = sparse(lookahead, kv_save, None);
         assert_crowd(&crowd(&rig));
         let stats = rig.settle().scheduler;
         assert!(stats.sparse.conversions >= 4, "{stats:?}");
@@ -317,7 +310,7 @@ fn sparse_requests_give_the_same_tokens_and_none_is_preempted() {
 #[test]
 fn sparse_requests_survive_the_hand_and_failing_copies() {
     for after in [1, 40, 150, 300] {
-        let rig = sparse(1, false, Some(after));
+        let rig = sparse(1, SaveUnit::Page, Some(after));
         rig.control.fail_copies(9);
         assert_crowd(&crowd(&rig));
         let stats = rig.settle();
@@ -328,7 +321,7 @@ fn sparse_requests_survive_the_hand_and_failing_copies() {
 
 #[test]
 fn a_prompt_has_to_be_on_the_device_and_an_answer_has_not() {
-    let rig = sparse(1, false, None);
+    let rig = sparse(1, SaveUnit::Page, None);
     let facts = rig.handle.facts().expect("it is ready");
     assert_eq!((facts.context_length, facts.prompt_length), (128, 128));
     assert_eq!(facts.hand.hot_row_tokens, 2 * PAGE);

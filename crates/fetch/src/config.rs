@@ -3,36 +3,40 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde::Serialize;
 use url::Host;
 
-/// The limits of fetched files.
-#[derive(Debug, Clone)]
+/// The limits of fetched files. A field of a flag has the flag's name.
+#[derive(Debug, Clone, Serialize)]
 pub struct Config {
     /// True if files are fetched over the network.
-    pub remote: bool,
+    pub remote_media: bool,
     /// The allowed hosts, on all ports; `*.example.com` is each name below `example.com`. Empty:
     /// all hosts, on ports 80 and 443 alone.
-    pub allowed_domains: Vec<String>,
+    pub allowed_media_domains: Vec<String>,
     /// True if private networks and this machine are allowed. Link-local and reserved addresses
     /// never are.
-    pub allow_private: bool,
+    pub media_allow_private: bool,
     /// The folder for `file:` URLs; `None`: they are refused.
-    pub local: Option<PathBuf>,
+    pub allowed_local_media_path: Option<PathBuf>,
     /// The longest time of a fetch: names, connections, redirects, the body.
+    #[serde(skip)]
     pub timeout: Duration,
     /// The largest number of bytes of a file.
+    #[serde(skip)]
     pub max_bytes: usize,
     /// The largest number of redirects.
+    #[serde(skip)]
     pub max_redirects: usize,
 }
 
 impl Default for Config {
     fn default() -> Self {
         Self {
-            remote: true,
-            allowed_domains: Vec::new(),
-            allow_private: false,
-            local: None,
+            remote_media: true,
+            allowed_media_domains: Vec::new(),
+            media_allow_private: false,
+            allowed_local_media_path: None,
             timeout: Duration::from_secs(10),
             max_bytes: 20 << 20,
             max_redirects: 3,

@@ -51,7 +51,8 @@ impl Fetcher {
         let mut roots = RootCertStore::empty();
         // Without any, every https server is untrusted and says so: no reason not to serve.
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-        let may_be_dialled = if config.allow_private { is_public_or_private } else { is_public };
+        let may_be_dialled =
+            if config.media_allow_private { is_public_or_private } else { is_public };
         Self::build(config, Box::new(System), may_be_dialled, roots)
     }
 
@@ -67,9 +68,9 @@ impl Fetcher {
             .with_root_certificates(roots)
             .with_no_client_auth();
         Ok(Self(Arc::new(Inner {
-            remote: config.remote,
-            domains: Domains::of(&config.allowed_domains)?,
-            folder: config.local.as_deref().map(Folder::open).transpose()?,
+            remote: config.remote_media,
+            domains: Domains::of(&config.allowed_media_domains)?,
+            folder: config.allowed_local_media_path.as_deref().map(Folder::open).transpose()?,
             timeout: config.timeout,
             max_bytes: config.max_bytes,
             max_redirects: config.max_redirects,

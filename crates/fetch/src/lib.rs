@@ -11,7 +11,7 @@
 //! # let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
 //! # runtime.block_on(async {
 //! let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-//! let fetcher = Fetcher::new(&Config { local: Some(folder.into()), ..Config::default() })?;
+//! let fetcher = Fetcher::new(&Config { allowed_local_media_path: Some(folder.into()), ..Config::default() })?;
 //! let file = fetcher.fetch(&format!("file://{}/Cargo.toml", folder.display()), |_| true).await?;
 //! assert!(file.starts_with(b"[package]"));
 //!

@@ -67,7 +67,7 @@ fn config() -> Config {
         "localhost",
     ];
     Config {
-        allowed_domains: domains.map(String::from).to_vec(),
+        allowed_media_domains: domains.map(String::from).to_vec(),
         timeout: Duration::from_millis(500),
         max_bytes: LIMIT,
         ..Config::default()
@@ -184,7 +184,7 @@ async fn urls_that_are_not_asked() {
 
 #[tokio::test]
 async fn without_a_list_the_ports_are_the_webs() {
-    let open = Config { allowed_domains: Vec::new(), ..config() };
+    let open = Config { allowed_media_domains: Vec::new(), ..config() };
     let refused =
         async |url: &str| fetcher_of(&open, names()).fetch(url, anything).await.unwrap_err();
     assert_eq!(refused("http://images.test:6379/").await, FetchError::Port(6379));
@@ -199,7 +199,7 @@ async fn without_a_list_the_ports_are_the_webs() {
 
 #[tokio::test]
 async fn turned_off_nothing_is_resolved() {
-    let (names, off) = (names(), Config { remote: false, ..config() });
+    let (names, off) = (names(), Config { remote_media: false, ..config() });
     let asked = Arc::clone(&names.asked);
     let error = fetcher_of(&off, names).fetch("http://images.test/", anything).await.unwrap_err();
     assert_eq!((error, asked.load(Ordering::Relaxed)), (FetchError::Off, 0));
@@ -239,7 +239,7 @@ async fn special_addresses_in_urls() {
         let error = fetcher.fetch(&format!("http://{host}/"), anything).await.unwrap_err();
         assert!(matches!(error, FetchError::NotPublic(_)), "{host}: {error}");
     }
-    let open = Fetcher::new(&Config { allow_private: true, ..Config::default() }).unwrap();
+    let open = Fetcher::new(&Config { media_allow_private: true, ..Config::default() }).unwrap();
     let error = open.fetch("http://169.254.169.254/latest/meta-data", anything).await.unwrap_err();
     assert_eq!(error, FetchError::NotPublic("169.254.169.254".into()));
 }
@@ -250,12 +250,12 @@ async fn a_private_network_is_asked_where_that_is_allowed() {
     let port = saying("HTTP/1.1 200 OK\r\n\r\nfile").await;
     let url = format!("http://localhost:{port}/");
     let allow = Config {
-        allow_private: true,
-        allowed_domains: vec!["localhost".into()],
+        media_allow_private: true,
+        allowed_media_domains: vec!["localhost".into()],
         ..Config::default()
     };
     assert_eq!(Fetcher::new(&allow).unwrap().fetch(&url, anything).await.unwrap(), "file");
-    let refuse = Config { allow_private: false, ..allow };
+    let refuse = Config { media_allow_private: false, ..allow };
     let error = Fetcher::new(&refuse).unwrap().fetch(&url, anything).await.unwrap_err();
     assert_eq!(error, FetchError::NotPublic("localhost".into()));
 }
@@ -476,7 +476,8 @@ async fn files_below_a_folder_and_no_others() {
     std::os::unix::fs::symlink("more/c", folder.join("inside")).unwrap();
     std::os::unix::fs::symlink("../secret", folder.join("outside")).unwrap();
     std::fs::write(folder.join("large"), vec![0; LIMIT + 1]).unwrap();
-    let config = Config { local: Some(folder.clone()), remote: false, ..config() };
+    let config =
+        Config { allowed_local_media_path: Some(folder.clone()), remote_media: false, ..config() };
     let fetcher = fetcher_of(&config, names());
     let read = async |name: &str| {
         fetcher.fetch(&format!("file://{}/{name}", folder.display()), anything).await
@@ -502,7 +503,13 @@ async fn files_below_a_folder_and_no_others() {
     );
     assert_eq!(fetcher.fetch("file://host/a", anything).await.unwrap_err(), FetchError::NoSuchFile);
     assert_eq!(read("large").await.unwrap_err(), FetchError::TooLarge(LIMIT));
-    assert!(Fetcher::new(&Config { local: Some(place.path().join("none")), ..config }).is_err());
+    assert!(
+        Fetcher::new(&Config {
+            allowed_local_media_path: Some(place.path().join("none")),
+            ..config
+        })
+        .is_err()
+    );
 }
 
 /// What is declared costs nothing, and what comes is asked for before it is kept.
@@ -533,7 +540,7 @@ async fn room_is_asked_for_as_a_file_grows() {
 
     let place = tempfile::tempdir().unwrap();
     std::fs::write(place.path().join("file"), vec![7; 5000]).unwrap();
-    let config = Config { local: Some(place.path().to_owned()), ..config() };
+    let config = Config { allowed_local_media_path: Some(place.path().to_owned()), ..config() };
     let url = format!("file://{}/file", place.path().display());
     let fetcher = fetcher_of(&config, names());
     assert_eq!(fetcher.fetch(&url, |bytes| bytes < 5000).await.unwrap_err(), FetchError::NoRoom);

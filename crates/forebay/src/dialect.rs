@@ -23,26 +23,44 @@ pub(crate) struct ChatFacts {
     adaptations: Vec<&'static str>,
 }
 
-/// The model's dialect, and the special tokens that are marks of it.
+impl ChatFacts {
+    /// True if a system message shows tools.
+    pub(crate) fn has_generic_tools(&self) -> bool {
+        !self.template_takes_tools && self.tool_call_parser == Some(GENERIC)
+    }
+}
+
+/// The name of the form of calls for templates that show no tools.
+const GENERIC: &str = "generic";
+
+/// The model's dialect, and the special tokens that are marks of it. If the template shows no tools
+/// and no flag names a form of calls, a system message will show them.
 ///
 /// # Errors
 /// A flag names no dialect.
 pub(crate) fn find(
     flags: &DialectFlags,
-    template: Option<&Arc<ChatTemplate>>,
+    mut template: Option<&mut ChatTemplate>,
     tokenizer: &Tokenizer,
 ) -> Result<(Dialect, Arc<[i32]>, ChatFacts)> {
     let has_token = |text: &str| tokenizer.token_to_id(text).is_some();
-    let source = template.map_or("", |template| template.source());
-    let evidence = Evidence { template: source, has_token: &has_token };
-    let calls = Choice::new(flags.tool_call_parser.as_deref());
+    let sources = template.iter().flat_map(|template| template.sources());
+    let source = sources.collect::<Vec<_>>().join("\n");
+    let evidence = Evidence { template: &source, has_token: &has_token };
+    let mut calls = Choice::new(flags.tool_call_parser.as_deref());
+    if let Some(template) = template.as_deref_mut().filter(|template| !template.shows_tools())
+        && (calls == Choice::Auto || calls == Choice::Named(GENERIC.to_owned()))
+    {
+        calls = Choice::Named(GENERIC.to_owned());
+        template.show_tools_generically();
+    }
     let dialect = Dialect::new(&calls, &Choice::Auto, evidence).context("--tool-call-parser")?;
     let reasoning = Choice::new(flags.reasoning_parser.as_deref());
     let dialect = match reasoning {
         Choice::Auto => dialect,
         reasoning => Dialect::new(&calls, &reasoning, evidence).context("--reasoning-parser")?,
     };
-    let takes_tools = template.is_some_and(|template| template.takes_tools());
+    let takes_tools = template.as_ref().is_some_and(|template| template.shows_tools());
     if takes_tools && dialect.calls_name().is_none() && calls == Choice::Auto {
         warn!(
             "the chat template takes tools, and its way to write calls is not known: calls will be text. --tool-call-parser names it"
@@ -53,7 +71,7 @@ pub(crate) fn find(
         tool_call_parser: dialect.calls_name(),
         reasoning_parser: dialect.reasoning_name(),
         template_takes_tools: takes_tools,
-        adaptations: template.map(|template| template.adaptations()).unwrap_or_default(),
+        adaptations: template.map_or_else(Vec::new, |template| template.adaptations()),
     };
     Ok((dialect, marks.into(), facts))
 }

@@ -8,32 +8,22 @@ use forebay_grammar::{GrammarConfig, Grammars, Markers, ThreadStart};
 use forebay_server::Guard;
 use forebay_text::Tokenizer;
 
-use crate::flags::GrammarFlags;
 use crate::model::Model;
 
 /// Tokens of so many bytes are in any text.
 const SHORT: usize = 4;
 
-/// Starts the threads under `guard`; `None`: there are none for such a model, or none are wanted.
+/// Starts the threads under `guard`; `None`: answers have any form.
 pub(crate) fn start(
-    flags: &GrammarFlags,
+    config: Option<GrammarConfig>,
     tokenizer: &Arc<Tokenizer>,
     model: &Model,
-    eos: &[i32],
     guard: &Guard,
 ) -> io::Result<Option<Grammars>> {
-    if flags.no_grammar || model.pooling.is_some() {
-        return Ok(None);
-    }
-    let config = GrammarConfig {
-        threads: flags.grammar_threads.get(),
-        limit: flags.grammar_timeout,
-        cache_bytes: flags.grammar_cache_bytes,
-        lenient: flags.grammar_lenient,
-        ..GrammarConfig::default()
-    };
+    let Some(config) = config else { return Ok(None) };
     let guard = guard.clone();
     let start: ThreadStart = Arc::new(move |thread, work| guard.start(thread, work));
+    let eos = &model.eos_token_ids;
     Grammars::new(config, Arc::clone(tokenizer), eos, model.vocab_size, &start).map(Some)
 }
 

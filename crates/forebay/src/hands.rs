@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use forebay_cpuhand::{Asked, serves, why_no_codes};
+use forebay_hand::HandConfig;
 use forebay_weights::ModelError;
 use serde::Serialize;
 
-use crate::config::Config;
 use crate::flags::Hand;
 use crate::model::Model;
 use crate::python;
@@ -27,24 +27,25 @@ impl Chosen {
         Self { hand: "torch", hand_reason: Some(why.into()) }
     }
 
-    /// Chooses for a configuration that is resolved in everything else.
-    pub(crate) fn of(flag: Hand, config: &Config, model: &Model) -> Result<Self> {
-        if config.simulated.is_some() {
+    /// Chooses a hand for this configuration, of a group of so many ranks.
+    pub(crate) fn new(flag: Hand, config: &HandConfig, ranks: u32, model: &Model) -> Result<Self> {
+        if config.device == "sim" {
             return Ok(Self { hand: "none", hand_reason: Some("the device is simulated".into()) });
         }
+        if model.called.is_some() {
+            return Self::of_called(flag, config, ranks, model);
+        }
         let kernels = std::env::var("FOREBAY_KERNELS").ok();
-        let quantization = config.quantization.map(crate::flags::Quantization::name);
-        let kv_cache_dtype = config.kv_cache_dtype.told();
         let asked = Asked {
             config: &model.config,
             pooling: model.pooling.as_ref().map(|pooling| pooling.kind.as_str()),
             sees: model.images.is_some(),
-            device: config.device,
-            quantization: quantization.as_deref(),
-            kv_cache_dtype: kv_cache_dtype.as_deref(),
+            device: &config.device,
+            quantization: config.quantization.as_deref(),
+            kv_cache_dtype: config.kv_cache_dtype.as_deref(),
             page_size: config.page_size,
-            ranks: config.arrangement.ranks,
-            host_tier: config.host_tier.is_some(),
+            ranks,
+            host_tier: config.host_bytes.is_some() || config.host_ratio.is_some(),
             attention_backend: config.attention_backend.is_some(),
             context_length: config.context_length.into(),
             kernels: kernels.as_deref(),
@@ -65,9 +66,36 @@ impl Chosen {
             Err(ModelError::Elsewhere(what)) => {
                 Ok(Self::torch(format!("the Rust hand does not have {what}")))
             }
+            Err(error @ ModelError::Unserved(_)) => Err(error.into()),
             // Whatever is wrong with the model, the reference says it.
             Err(ModelError::Broken(what)) => Ok(Self::torch(what)),
         }
+    }
+
+    /// The hand for a model that transformers' code computes.
+    fn of_called(flag: Hand, config: &HandConfig, ranks: u32, model: &Model) -> Result<Self> {
+        let refused = [
+            (flag == Hand::Rust, "--hand rust"),
+            (ranks > 1, "several ranks"),
+            (config.quantization.as_deref().is_some_and(|name| name != "auto"), "--quantization"),
+            (config.kv_cache_dtype.is_some(), "--kv-cache-dtype"),
+            (config.hot_row_tokens.is_some(), "--enable-hisparse"),
+            (
+                config.attention_backend.as_deref().is_some_and(|name| name != "torch"),
+                "--attention-backend",
+            ),
+        ];
+        if let Some((_, what)) = refused.into_iter().find(|&(wanted, _)| wanted) {
+            bail!(
+                "transformers' own code computes {}, for which there is not {what}: leave it off",
+                model.name
+            );
+        }
+        let states =
+            if model.has_states() { "; its recurrent states have no prefix cache" } else { "" };
+        Ok(Self::torch(format!(
+            "transformers' own code has this model, and native code would be faster{states}"
+        )))
     }
 
     /// The program to start, and its arguments.

@@ -4,15 +4,15 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use forebay_hand::Site;
 use forebay_outpost::{Credentials, Outposts};
 use forebay_server::Guard;
 use tracing::{error, info};
 
-use crate::config::Config;
-use crate::flags::{Device, Placement, ReplicaFlags, ServeFlags};
+use crate::flags::{Placement, ReplicaFlags};
 use crate::placement::{Asked, Door, Placed, Placer};
+use crate::resolve::Resolved;
 use crate::{hands, worker};
 
 /// The site of hands on other machines, and the placer of their outposts, which has to outlive
@@ -27,11 +27,11 @@ pub(crate) type Elsewhere = (Option<Arc<dyn Site>>, Option<Placed>);
 pub(crate) fn open(
     flags: &ReplicaFlags,
     python: &Path,
-    config: &Config,
+    resolved: &Resolved,
     guard: &Guard,
 ) -> Result<Elsewhere> {
     let placer = match flags.placement {
-        Some(Placement::Ray) => Some(Placer::new(python, asked(flags, config))?),
+        Some(Placement::Ray) => Some(Placer::new(python, asked(flags, resolved))?),
         None => None,
     };
     // Ray's nodes need no port that somebody knows.
@@ -60,7 +60,7 @@ pub(crate) fn open(
         }
         None => info!("hands join at {address}"),
     }
-    let site = outposts.site(config.hand.hand, flags.collective_interface.as_deref());
+    let site = outposts.site(resolved.choice.hand, flags.collective_interface.as_deref());
     let placed = placer.map(|placer| {
         let host = if address.ip().is_unspecified() { placer.address } else { address.ip() };
         let join = SocketAddr::new(host, address.port()).to_string();
@@ -77,35 +77,13 @@ fn named(address: SocketAddr) -> String {
     }
 }
 
-fn asked(flags: &ReplicaFlags, config: &Config) -> Asked {
+fn asked(flags: &ReplicaFlags, resolved: &Resolved) -> Asked {
+    let arrangement = resolved.device.arrangement;
     Asked {
-        replicas: config.arrangement.groups,
-        ranks: config.arrangement.ranks,
-        cuda: config.device == "cuda",
+        replicas: arrangement.groups,
+        ranks: arrangement.ranks,
+        cuda: resolved.device.cuda(),
         apart: flags.collective_interface.is_some(),
         program: hands::own_program(),
-    }
-}
-
-/// Checks that hands on other machines have all requested features.
-///
-/// # Errors
-/// One line for the user.
-pub(crate) fn check(flags: &ServeFlags, config: &Config) -> Result<()> {
-    let Some(flag) = flags.replicas.elsewhere() else {
-        if flags.replicas.collective_interface.is_some() {
-            bail!("--collective-interface is for ranks on other machines: --listen-hands");
-        }
-        return Ok(());
-    };
-    let without = [
-        (config.device == "sim", "--device sim: it has no hands"),
-        (flags.run.device == Device::Deferred, "--device deferred"),
-        (config.host_tier.is_some(), "a tier of host memory"),
-        (flags.replicas.cpu_affinity.is_some(), "--cpu-affinity: it is of this machine"),
-    ];
-    match without.into_iter().find(|(given, _)| *given) {
-        Some((_, what)) => bail!("{flag} does not go with {what}"),
-        None => Ok(()),
     }
 }

@@ -7,15 +7,15 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use forebay_capacity::{Memory, PlanArgs, RankMemory};
+use forebay_engine::EngineConfig;
 use forebay_hand::{HandConfig, without_keys};
 use forebay_machine::Machine;
 use serde_json::Deserializer;
 
-use crate::config::{dtype, mem_fraction, own_blocks, slots};
 use crate::flags::{Arrangement, Dtype, Hand, KvCacheDtype, Quantization, RankFlags, fraction};
-use crate::kv_cache::kv_cache_dtype;
 use crate::model::{Model, Source, fetch, find_python};
 use crate::python;
+use crate::resolve::{dtype, kv_cache_dtype, mem_fraction, own_blocks};
 
 /// The part of Python that builds a rank's model without its weights.
 const MODULE: &str = "forebay.runner.footprint";
@@ -141,7 +141,7 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
         dtype: dtype(memory.dtype, cuda).to_owned(),
         kv_cache_dtype: kv_cache_dtype(memory.kv_cache_dtype, device, arrangement.ranks)?.told(),
         page_size: plan.page_size,
-        slots: slots(plan.max_running_requests),
+        slots: EngineConfig::usual_slots(plan.max_running_requests),
         context_length,
         chunked_prefill_size: plan.chunked_prefill_size,
         max_running_requests: plan.max_running_requests,

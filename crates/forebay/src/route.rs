@@ -94,7 +94,7 @@ struct BodyFlags {
     /// The largest request body in bytes.
     #[arg(long, default_value_t = 64 << 20, visible_alias = "max-body-bytes")]
     max_payload_size: usize,
-    /// The largest request body in bytes without `prompt_embeds`.
+    /// The largest request body in bytes without `prompt_embeds` and images.
     #[arg(long, default_value_t = 4 << 20)]
     max_json_bytes: usize,
     /// Bytes that the bodies of all requests may take together; beyond that, requests get 429.

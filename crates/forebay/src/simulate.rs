@@ -6,15 +6,14 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_sim::{
-    CopyModel, Fit, KvModel, Profile, SimClock, SimConfig, SimText, SparseModel, Timing, fit,
-    read_samples,
+    CopyModel, Fit, KvModel, Profile, SaveOrder, SimClock, SimConfig, SimText, SparseModel, Timing,
+    fit, read_samples,
 };
 use forebay_text::Tokenizer;
 
-use crate::config::{Config, Simulated};
 use crate::model::{Model, Pooling};
+use crate::resolve::{HostSize, Resolved, Simulated, hot_row_tokens, sim_tower};
 use crate::script::Answers;
-use crate::tiers::HostSize;
 
 /// Fewer words than this would make a dull text: other pieces are taken as well then.
 const MIN_WORDS: usize = 64;
@@ -23,13 +22,15 @@ const MAX_WORDS: usize = 2048;
 
 /// The simulated device in place of the hands of a group.
 pub(crate) fn config(
-    config: &Config,
+    resolved: &Resolved,
     simulated: &Simulated,
     model: &Model,
     tokenizer: &Arc<Tokenizer>,
     clock: SimClock,
     replica: u64,
+    save_order: SaveOrder,
 ) -> Result<SimConfig> {
+    let hand = &resolved.hand;
     let profile = &simulated.content;
     let words = words(tokenizer, model.vocab_size);
     if words.is_empty() {
@@ -48,22 +49,22 @@ pub(crate) fn config(
         None => text,
     };
     let keeps_nothing = model.pooling.as_ref().is_some_and(Pooling::whole_prompts);
-    let page_size = config.page_size;
-    let sparse = config.host_tier.as_ref().and_then(|tier| tier.sparse);
-    let hot_row_tokens =
-        sparse.map_or(Ok(0), |sparse| sparse.hot_row_tokens(profile, page_size))?;
-    let page_count = match config.host_tier.as_ref().map(|tier| tier.size) {
+    let page_size = hand.page_size;
+    let hot_row_tokens = hot_row_tokens(hand, profile)?;
+    let is_sparse = hand.hot_row_tokens.is_some();
+    let host = HostSize::from_hand(hand);
+    let page_count = match host {
         _ if keeps_nothing => 0,
-        Some(HostSize::Ratio(ratio)) if sparse.is_some() && config.max_total_tokens.is_none() => {
+        Some(HostSize::Ratio(ratio)) if is_sparse && hand.max_total_tokens.is_none() => {
             profile.sparse_page_count(page_size, ratio)
         }
-        _ => profile.page_count(page_size, config.max_total_tokens),
+        _ => profile.page_count(page_size, hand.max_total_tokens),
     };
-    let host_pages = match &config.host_tier {
-        Some(tier) if tier.debug_copy_gbps.is_some() || tier.debug_checksum => {
+    let host_pages = match host {
+        Some(_) if hand.copy_gbps.is_some() || hand.kv_checksum => {
             bail!("--debug-kv-... is for a hand: profiles say how fast a simulated device copies")
         }
-        Some(tier) => tier.size.pages(profile, page_count, config.page_size)?,
+        Some(size) => size.pages(profile, page_count, page_size)?,
         None => 0,
     };
     Ok(SimConfig {
@@ -71,13 +72,13 @@ pub(crate) fn config(
         timing: Timing {
             model: profile.time,
             copy: profile.copy,
-            bytes: profile.page_bytes(page_size, sparse.is_some()),
+            bytes: profile.page_bytes(page_size, is_sparse),
             sparse: profile.sparse,
-            ranks: config.tp_size,
-            save_order: sparse.map(|sparse| sparse.kv_save_order).unwrap_or_default().into(),
+            ranks: resolved.device.arrangement.tp_size(),
+            save_order,
         },
         hot_row_tokens,
-        seed: config.seed.wrapping_add(replica),
+        seed: hand.seed.wrapping_add(replica),
         load_us: (profile.load_s * 1e6) as u64,
         page_count,
         host_pages,
@@ -85,7 +86,7 @@ pub(crate) fn config(
         hidden_size: model.hidden_size(),
         text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
         tokens_a_row: simulated.tokens_a_row,
-        tower: config.images.map(|images| images.simulated(model)),
+        tower: sim_tower(model, hand.image_pool_tokens),
         device: format!("simulated {}", profile.device),
     })
 }

@@ -1,4 +1,4 @@
-//! A check that the tokenizer and the model belong together, by their numbers.
+//! The tokens that end texts, and a check that tokenizer and model belong together.
 
 use anyhow::{Result, bail};
 use forebay_text::Tokenizer;
@@ -9,8 +9,52 @@ use crate::model::Model;
 /// Tokens that a warning names.
 const NAMED: usize = 8;
 
-/// The ids that end a text and that the model can make. Ids that it can't have are told, as a
-/// warning: a text with one of them is refused, and all others are served.
+/// Control tokens that end a text in GGUF files, which name only some of their ends: llama.cpp's
+/// list, with its tokens for code between files.
+const GGUF_ENDS: [&str; 32] = [
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "<|fim_pad|>",
+    "<fim-pad>",
+    "<fim_pad>",
+    "<PAD>",
+    "[PAD]",
+    "<|fim_repo|>",
+    "<|repo_name|>",
+    "<fim-repo>",
+    "<REPO>",
+    "<reponame>",
+    "<|file_sep|>",
+];
+
+/// A token of the list above, and tokens of which one group makes it a mark within a text.
+const NO_GGUF_ENDS: [(&str, &[&[&str]]); 2] = [
+    ("<|end|>", &[&["<|return|>", "<|call|>"], &["<|flush|>", "<|calls|>"]]),
+    ("</s>", &[&["<|tool_response>"]]),
+];
+
+/// The ids that end a text and that the model can make. The ends of the model's configurations come
+/// first, then those of its tokenizer. Ids that it can't have are told, as a warning: a text with
+/// one of them is refused, and all others are served.
 ///
 /// # Errors
 /// The model generates, and none of the ids that are to end its texts is one of its own: it would
@@ -30,12 +74,42 @@ pub(crate) fn check(tokenizer: &Tokenizer, model: &Model) -> Result<Vec<i32>> {
             if beyond.len() > NAMED { ", ..." } else { "" },
         );
     }
-    ends(&model.eos_token_ids, model.vocab_size, model.pooling.is_none())
+    let mut named = model.eos_token_ids.clone();
+    let of_tokenizer = tokenizer_ends(tokenizer, model.eos_token.as_deref(), &model.format);
+    let is_new = |id: &i32| !named.contains(id) && is_own(*id, model.vocab_size);
+    let new: Vec<i32> = of_tokenizer.into_iter().filter(is_new).collect();
+    named.extend(new);
+    ends(&named, model.vocab_size, model.pooling.is_none())
+}
+
+/// The ends that only the tokenizer shows: its own end, and the known ones of a GGUF file.
+fn tokenizer_ends(tokenizer: &Tokenizer, eos_token: Option<&str>, format: &str) -> Vec<i32> {
+    let mut found: Vec<i32> =
+        eos_token.and_then(|token| tokenizer.token_to_id(token)).into_iter().collect();
+    if format != "gguf" {
+        return found;
+    }
+    let special =
+        |text: &str| tokenizer.token_to_id(text).filter(|&id| tokenizer.is_special(id)).is_some();
+    let ends = |text: &str| {
+        let within = NO_GGUF_ENDS.iter().find(|(token, _)| *token == text);
+        GGUF_ENDS.contains(&text)
+            && !within.is_some_and(|(_, groups)| {
+                groups.iter().any(|group| group.iter().all(|token| special(token)))
+            })
+    };
+    let mut known = tokenizer.special_ids(ends);
+    known.retain(|id| !found.contains(id));
+    found.append(&mut known);
+    found
+}
+
+fn is_own(id: i32, vocab_size: u32) -> bool {
+    u32::try_from(id).is_ok_and(|id| id < vocab_size)
 }
 
 fn ends(ids: &[i32], vocab_size: u32, generates: bool) -> Result<Vec<i32>> {
-    let is_own = |id: &i32| u32::try_from(*id).is_ok_and(|id| id < vocab_size);
-    let (own, foreign): (Vec<i32>, Vec<i32>) = ids.iter().partition(|id| is_own(id));
+    let (own, foreign): (Vec<i32>, Vec<i32>) = ids.iter().partition(|id| is_own(**id, vocab_size));
     if foreign.is_empty() || !generates {
         return Ok(own);
     }
@@ -53,6 +127,9 @@ fn ends(ids: &[i32], vocab_size: u32, generates: bool) -> Result<Vec<i32>> {
 
 #[cfg(test)]
 mod tests {
+    use forebay_text::Backend;
+    use serde_json::{Map, Value, json};
+
     use super::*;
 
     #[test]
@@ -60,6 +137,62 @@ mod tests {
         assert_eq!(ends(&[2, 7], 8, true).expect("ends"), [2, 7]);
         assert_eq!(ends(&[2, 8, -1], 8, true).expect("ends"), [2]);
         assert!(ends(&[], 8, true).expect("ends").is_empty());
+    }
+
+    /// A tokenizer with these tokens behind the letters: special ones, and one that is not.
+    fn tokenizer(special: &[&str], plain: &str) -> Tokenizer {
+        let token = |content: &str, special: bool| json!({"content": content, "special": special});
+        let mut tokens: Vec<Value> = special.iter().map(|text| token(text, true)).collect();
+        tokens.push(token(plain, false));
+        let numbered = tokens.into_iter().enumerate();
+        let decoder: Map<String, Value> =
+            numbered.map(|(id, token)| (id.to_string(), token)).collect();
+        let config = json!({"added_tokens_decoder": decoder});
+        let model = json!({"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"});
+        let file = json!({"version": "1.0", "added_tokens": [], "model": model});
+        let config = config.as_object().expect("an object");
+        Tokenizer::from_bytes_with(file.to_string().as_bytes(), Backend::Hf, config)
+            .expect("a tokenizer")
+    }
+
+    #[test]
+    fn the_tokenizers_own_end_ends_texts() {
+        let tokenizer = tokenizer(&["<stop>", "<|im_end|>"], "<eos>");
+        for format in ["safetensors", "gguf"] {
+            let found = tokenizer_ends(&tokenizer, Some("<stop>"), format);
+            assert_eq!(found.first(), tokenizer.token_to_id("<stop>").as_ref(), "{format}");
+        }
+        assert_eq!(tokenizer_ends(&tokenizer, Some("<stop>"), "safetensors").len(), 1);
+        assert!(tokenizer_ends(&tokenizer, Some("<none>"), "safetensors").is_empty());
+        assert!(tokenizer_ends(&tokenizer, None, "safetensors").is_empty());
+    }
+
+    #[test]
+    fn known_control_tokens_of_a_gguf_file_end_texts() {
+        for (special, ends) in [
+            (
+                &["<|endoftext|>", "<|im_start|>", "<|im_end|>"][..],
+                &["<|endoftext|>", "<|im_end|>"][..],
+            ),
+            (&["<s>", "</s>", "<end_of_turn>", "<start_of_turn>"], &["</s>", "<end_of_turn>"]),
+            (&["<|eot_id|>", "<|eom_id|>", "<|python_tag|>"], &["<|eot_id|>", "<|eom_id|>"]),
+            (&["<|end|>", "<|user|>"], &["<|end|>"]),
+            (&["<|end|>", "<|return|>", "<|call|>"], &["<|return|>", "<|call|>"]),
+            (&["<|end|>", "<|return|>"], &["<|end|>", "<|return|>"]),
+            (&["<|end|>", "<|flush|>", "<|calls|>"], &["<|flush|>", "<|calls|>"]),
+            (&["</s>", "<turn|>", "<|tool_response>"], &["<turn|>", "<|tool_response>"]),
+            (&["<|fim_pad|>", "<|fim_prefix|>", "<|file_sep|>"], &["<|fim_pad|>", "<|file_sep|>"]),
+            (&["<|im_start|>"], &[]),
+        ] {
+            // A token of the list that is no control token is text.
+            let tokenizer = tokenizer(special, "<EOT>");
+            let mut found = tokenizer_ends(&tokenizer, special.first().copied(), "gguf");
+            if !ends.contains(&special[0]) {
+                assert_eq!(Some(found.remove(0)), tokenizer.token_to_id(special[0]));
+            }
+            let found: Vec<_> = found.iter().filter_map(|&id| tokenizer.id_to_token(id)).collect();
+            assert_eq!(found, ends, "{special:?}");
+        }
     }
 
     #[test]

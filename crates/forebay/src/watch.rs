@@ -8,9 +8,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tokio::time::sleep;
 use tracing::{error, info};
 
-use crate::config::Simulated;
 use crate::dialect::ChatFacts;
 use crate::model::Task;
+use crate::resolve::Simulated;
 
 const LOADING_POLL: Duration = Duration::from_millis(50);
 
@@ -80,7 +80,14 @@ pub(crate) fn banner(
         let parts = [("tools", chat.tool_call_parser), ("reasoning", chat.reasoning_parser)];
         let named = parts.iter().filter_map(|(what, name)| Some(format!("{what}: {}", (*name)?)));
         let named: Vec<String> = named.collect();
-        if named.is_empty() { String::new() } else { format!("  Reads {}\n", named.join(", ")) }
+        if named.is_empty() {
+            return String::new();
+        }
+        let note = match chat.has_generic_tools() {
+            true => " (the chat template shows no tools: a system message lists them)",
+            false => "",
+        };
+        format!("  Reads {}{note}\n", named.join(", "))
     });
     let (route, question) = match task {
         None => (

@@ -186,6 +186,8 @@ impl<'a> Arguments<'a> {
                 fields.push(Field { name, schema, path, required: true });
             }
         }
+        // What nothing fits is not written.
+        fields.retain(|field| field.required || field.schema != &Value::Bool(false));
         fields.sort_by_key(|field| !field.required);
         let others = others.filter(|_| fields.is_empty());
         Ok((fields, others))
@@ -330,7 +332,8 @@ impl<'a> Arguments<'a> {
             }
         }
         let mut ways = Vec::new();
-        for (at, part) in parts.iter().enumerate() {
+        for (at, part) in parts.iter().enumerate().filter(|(_, part)| **part != Value::Bool(false))
+        {
             ways.push(self.value(part, &format!("{path}.{key}[{at}]"), depth + 1)?);
         }
         Ok(format!("({})", ways.join(" | ")))
@@ -345,7 +348,8 @@ impl<'a> Arguments<'a> {
         };
         let name = format!("x{}r{}", self.tool, self.references.len());
         self.references.insert(target.to_owned(), name.clone());
-        let body = self.value(schema, target.trim_start_matches('#'), depth + 1)?;
+        let path = target.trim_start_matches('#').replace('/', ".");
+        let body = self.value(schema, &path, depth + 1)?;
         self.define(&name, &body)?;
         Ok(name)
     }
@@ -445,10 +449,10 @@ impl<'a> Arguments<'a> {
         if most.is_some_and(|most| least > most) {
             return Err(GrammarError::at(format!("{path}.minItems"), "it is more than maxItems"));
         }
-        if most == Some(0) {
+        let items = schema.get("items").unwrap_or(&Value::Bool(true));
+        if most == Some(0) || items == &Value::Bool(false) && least == 0 {
             return Ok("\"[]\"".to_owned());
         }
-        let items = schema.get("items").unwrap_or(&Value::Bool(true));
         let item = self.value(items, &format!("{path}.items"), depth + 1)?;
         let item = self.rule(&item)?;
         let comma = if self.notation == Notation::Python { "\", \"" } else { "\",\"" };

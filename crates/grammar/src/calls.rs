@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use crate::arguments::Arguments;
 use crate::ebnf;
 use crate::error::GrammarError;
+use crate::faults;
 use crate::lark;
 use crate::one_text::{self, Place};
 use crate::schema;
@@ -16,13 +17,24 @@ use crate::work::Work;
 /// A schema that was read, and the path that errors of it begin with.
 pub(crate) type Named = (String, Value);
 
-/// The grammar with everything in it, and the schemas of the arguments, for errors.
+/// A grammar of calls.
+pub(crate) struct Calls {
+    /// The grammar with everything in it.
+    pub(crate) lark: String,
+    /// The schemas of the arguments, for errors.
+    pub(crate) schemas: Vec<Named>,
+    /// Paths of keywords that tools have left out that are not strict.
+    pub(crate) left_out: Vec<String>,
+}
+
+/// Writes the grammar of a form of calls.
 pub(crate) fn to_lark(
     form: &CallForm,
     whitespace: &Whitespace,
     lenient: bool,
     work: &mut Work,
-) -> Result<(String, Vec<Named>), GrammarError> {
+) -> Result<Calls, GrammarError> {
+    let mut left_out = Vec::new();
     let mut lark = form.lark.to_string();
     let mut add = |lines: &str| {
         lark.push_str(lines);
@@ -35,20 +47,37 @@ pub(crate) fn to_lark(
             add(&rules.map_err(|error| below(&text.path, error))?);
             continue;
         }
-        let schema = read(&tool.schema).map_err(|error| below(&tool.path, error))?;
-        match &form.style {
+        let placed = |error| below(&tool.path, error);
+        let mut schema = read(&tool.schema, work).map_err(placed)?;
+        if !tool.strict {
+            let loosened = faults::loosened(schema, work).map_err(placed)?;
+            schema = loosened.0;
+            left_out.extend(loosened.1.into_iter().map(|path| format!("{}{path}", tool.path)));
+        }
+        let rules = match &form.style {
             ArgumentStyle::Json => {
                 let with = schema::with_options(schema.clone(), whitespace, lenient);
-                add(&format!("{}: %json {with}", tool.rule));
+                format!("{}: %json {with}", tool.rule)
             }
-            style => {
+            style => loop {
                 let mut writer =
                     Arguments::new(&schema, &form.marks, whitespace, lenient, work, number);
-                let body = writer.all(style).map_err(|error| below(&tool.path, error))?;
-                add(&format!("{}: {body}", tool.rule));
-                add(&writer.rules());
-            }
-        }
+                let body = writer.all(style);
+                let rules = writer.rules();
+                match body {
+                    Ok(body) => break format!("{}: {body}\n{rules}", tool.rule),
+                    // The notation can't keep it.
+                    Err(GrammarError::Invalid { path, .. })
+                        if !tool.strict && faults::leave_out(&mut schema, &path) =>
+                    {
+                        work.copy(&schema).map_err(placed)?;
+                        left_out.push(format!("{}{path}", tool.path));
+                    }
+                    Err(error) => return Err(placed(error)),
+                }
+            },
+        };
+        add(&rules);
         schemas.push((tool.path.to_string(), schema));
     }
     if let Some((param, content)) = &form.content {
@@ -57,12 +86,12 @@ pub(crate) fn to_lark(
         add(&format!("{CONTENT}: {body}"));
         schemas.extend(schema.map(|schema| (param.to_string(), schema)));
     }
-    Ok((lark, schemas))
+    Ok(Calls { lark, schemas, left_out })
 }
 
 /// Reads the schema of a tool's arguments, which are an object.
-fn read(text: &str) -> Result<Value, GrammarError> {
-    let mut schema = schema::read(text)?;
+fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
+    let mut schema = schema::read(text, work)?;
     let Value::Object(fields) = &mut schema else {
         return Err(GrammarError::invalid("the arguments are an object"));
     };
@@ -123,7 +152,7 @@ fn rule(
     let nested = |lark: String| Ok((format!("%lark {{\n{lark}\n}}"), None));
     match form {
         Form::JsonObject => json(json!({ "type": "object" })),
-        Form::JsonSchema(text) => json(schema::read(text)?),
+        Form::JsonSchema(text) => json(schema::read(text, work)?),
         Form::Regex(pattern) => Ok((tag::regex(pattern)?, None)),
         Form::Choice(choices) => {
             let choices: Vec<String> = choices.iter().map(|choice| lark::literal(choice)).collect();
@@ -180,13 +209,14 @@ mod tests {
                 rule: grammar.arguments[0].clone(),
                 schema: schema.to_string().into(),
                 path: "tools[0]".into(),
+                strict: true,
                 text: None,
             }],
             content: None,
         };
         let mut work = Work::default();
         let lark = to_lark(&form, &Whitespace::default(), false, &mut work);
-        (lark.map(|(lark, _)| lark), work.spent())
+        (lark.map(|calls| calls.lark), work.spent())
     }
 
     fn tool(argument: &Value, definitions: &Value) -> Value {

@@ -47,6 +47,8 @@ pub(crate) struct Template {
     /// The model's end-of-sequence ids.
     eos: Arc<[i32]>,
     footprint: Footprint,
+    /// Paths of keywords that are not enforced.
+    left_out: Arc<[String]>,
 }
 
 impl fmt::Debug for Template {
@@ -68,6 +70,7 @@ impl Template {
         }
         let work = &mut Work::default();
         let mut parsed = Vec::new();
+        let mut left_out = Vec::new();
         let from_lark = |text: String| {
             expansion::check(&text)?;
             Ok(TopLevelGrammar::from_lark(text))
@@ -83,7 +86,7 @@ impl Template {
             }
             Form::JsonSchema(text) => {
                 expansion::classes(text)?;
-                let schema = schema::read(text)?;
+                let schema = schema::read(text, work)?;
                 parsed.push((String::new(), schema.clone()));
                 TopLevelGrammar::from_json_schema(schema::with_options(
                     schema,
@@ -108,18 +111,19 @@ impl Template {
                 from_lark(tag::to_lark(text, &source.whitespace, lenient, work)?)?
             }
             Form::Calls(form) => {
-                let (text, schemas) = calls::to_lark(form, &source.whitespace, lenient, work)?;
-                parsed = schemas;
-                from_lark(text)?
+                let calls = calls::to_lark(form, &source.whitespace, lenient, work)?;
+                (parsed, left_out) = (calls.schemas, calls.left_out);
+                from_lark(calls.lark)?
             }
         };
-        let explain = |said: &str| {
+        let mut explain = |said: &str| {
             // It counts symbols and states in small numbers, and asserts that they do.
             if said.starts_with(PANIC) {
                 return GrammarError::invalid("it is too large to be compiled");
             }
-            let explain =
-                |(path, schema): &calls::Named| tag::below(path, schema::explain(schema, said));
+            let explain = |(path, schema): &calls::Named| {
+                tag::below(path, schema::explain(schema, said, work))
+            };
             let errors = parsed.iter().map(explain);
             let named = |error: &GrammarError, path: &str| match error {
                 GrammarError::Invalid { path: found, .. } => found != path,
@@ -150,7 +154,8 @@ impl Template {
             let reason = format!("compiled it takes {kept} bytes, more than {TEMPLATE_BYTES}");
             return Err(GrammarError::invalid(reason));
         }
-        Ok(Self { first, eos, parser: Mutex::new(parser), footprint })
+        let left_out = left_out.into();
+        Ok(Self { first, eos, parser: Mutex::new(parser), footprint, left_out })
     }
 
     /// The memory that it takes.
@@ -162,6 +167,11 @@ impl Template {
     pub(crate) fn matcher(&self) -> Counted {
         let parser = self.parser.lock().deep_clone();
         Counted { parser: parser.parser.clone(), matcher: Matcher::new(Ok(parser)) }
+    }
+
+    /// Paths of keywords of schemas that are not enforced.
+    pub(crate) fn left_out(&self) -> &Arc<[String]> {
+        &self.left_out
     }
 
     /// The model's end-of-sequence ids.

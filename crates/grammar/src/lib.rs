@@ -41,6 +41,8 @@ mod compile;
 mod ebnf;
 mod error;
 mod expansion;
+mod faults;
+mod finite;
 mod footprint;
 mod formats;
 mod growth;

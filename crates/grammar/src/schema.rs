@@ -5,14 +5,22 @@ use serde_json::{Map, Value, json};
 
 use crate::compile::brief;
 use crate::error::GrammarError;
+use crate::faults::{self, Fault};
+use crate::finite;
 use crate::formats;
 use crate::size;
 use crate::source::{SCHEMA_DEPTH, Whitespace};
+use crate::work::Work;
 
 /// llguidance's own options in a schema. They could switch off checks that the operator wants.
 const OPTIONS: &str = "x-guidance";
+/// Bounds of numbers that llguidance counts in 64 bits with a sign.
+const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];
+/// The largest number of these 64 bits that a double has. Bounds beyond it stand for no bound at
+/// all, such as those of a language's own integers.
+const WIDE: i64 = 9_223_372_036_854_774_784;
 /// Keywords whose value is a schema.
-const ONE: [&str; 14] = [
+pub(crate) const ONE: [&str; 14] = [
     "additionalItems",
     "additionalProperties",
     "contains",
@@ -29,33 +37,34 @@ const ONE: [&str; 14] = [
     "disallow",
 ];
 /// Keywords whose value is a list of schemas.
-const LISTS: [&str; 5] = ["allOf", "anyOf", "oneOf", "prefixItems", "items"];
+pub(crate) const LISTS: [&str; 5] = ["allOf", "anyOf", "oneOf", "prefixItems", "items"];
 /// Keywords whose value is an object of schemas.
-const MAPS: [&str; 6] =
+pub(crate) const MAPS: [&str; 6] =
     ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"];
 /// The beginning of llguidance's error about keywords that it does not know.
-const UNIMPLEMENTED: &str = "Unimplemented keys: ";
-/// The beginning of its error about a format that it does not know.
-const UNKNOWN_FORMAT: &str = "Unknown format: ";
+pub(crate) const UNIMPLEMENTED: &str = "Unimplemented keys: ";
+/// The reason for which a keyword is refused that llguidance does not know.
+pub(crate) const UNSUPPORTED: &str = "the keyword is not supported";
 /// The beginning of its error about alternatives that it can't tell apart.
 const ONE_OF: &str = "oneOf constraints are not supported";
 
 /// Reads a schema and checks its size.
-pub(crate) fn read(text: &str) -> Result<Value, GrammarError> {
+pub(crate) fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
     size::check(text, "a schema")?;
     let schema: Value = serde_json::from_str(text)
         .map_err(|error| GrammarError::invalid(format!("the schema is not JSON: {error}")))?;
-    prepare(schema)
+    prepare(schema, work)
 }
 
-/// Refuses a value that is no schema, is too large, or has options for llguidance. Gives an equal
-/// schema that llguidance understands better.
-pub(crate) fn prepare(mut schema: Value) -> Result<Value, GrammarError> {
+/// Refuses a value that is no schema, is too large, has options for llguidance, or has no finite
+/// value. Gives a schema of the same finite values that llguidance understands better.
+pub(crate) fn prepare(mut schema: Value, work: &mut Work) -> Result<Value, GrammarError> {
     if !schema.is_object() && !schema.is_boolean() {
         return Err(GrammarError::invalid("a schema is an object or a boolean"));
     }
     measure(&schema, 0, &mut Vec::new())?;
     simplify(&mut schema);
+    finite::prune(&mut schema, work)?;
     Ok(schema)
 }
 
@@ -87,7 +96,8 @@ fn measure<'a>(
 /// Removes keywords without meaning that llguidance does not know, and spells out those that it
 /// reads too loosely.
 fn simplify(schema: &mut Value) {
-    each_schema(schema, &mut |schema| {
+    each_mut(schema, &mut String::new(), &mut |schema, _| {
+        let Value::Object(schema) = schema else { return };
         formats::spell_out(schema);
         if schema.get("uniqueItems") == Some(&Value::Bool(false)) {
             schema.remove("uniqueItems");
@@ -95,6 +105,14 @@ fn simplify(schema: &mut Value) {
         for keyword in ["unevaluatedProperties", "unevaluatedItems"] {
             if schema.get(keyword) == Some(&Value::Bool(true)) {
                 schema.remove(keyword);
+            }
+        }
+        for bound in BOUNDS {
+            if let Some(value) = schema.get_mut(bound)
+                && let Some(number) = value.as_f64()
+                && number.abs() >= WIDE as f64
+            {
+                *value = json!(if number < 0.0 { -WIDE } else { WIDE });
             }
         }
         // Conditions that nothing depends on.
@@ -107,21 +125,77 @@ fn simplify(schema: &mut Value) {
     });
 }
 
-/// Calls `with` for every object that is a schema.
-fn each_schema(schema: &mut Value, with: &mut dyn FnMut(&mut Map<String, Value>)) {
+/// The part of a path that leads into a list or an object.
+enum Step<'a> {
+    Name(&'a str),
+    Index(usize),
+}
+
+/// Calls `with` at the end of `path` with a step more.
+fn deeper<R>(path: &mut String, step: Step<'_>, with: impl FnOnce(&mut String) -> R) -> R {
+    let length = path.len();
+    match step {
+        Step::Name(name) => {
+            path.push('.');
+            path.push_str(name);
+        }
+        Step::Index(index) => path.push_str(&format!("[{index}]")),
+    }
+    let result = with(path);
+    path.truncate(length);
+    result
+}
+
+/// Calls `with` for every schema in `schema`, itself too, with its path. A schema that `with` has
+/// changed is walked as it is then.
+pub(crate) fn each_mut(
+    schema: &mut Value,
+    path: &mut String,
+    with: &mut dyn FnMut(&mut Value, &str),
+) {
+    with(schema, path);
     let Value::Object(map) = schema else { return };
-    with(map);
     for (key, value) in map {
-        match value {
+        deeper(path, Step::Name(key), |path| match value {
             Value::Array(list) if LISTS.contains(&key.as_str()) => {
-                list.iter_mut().for_each(|schema| each_schema(schema, with));
+                for (index, schema) in list.iter_mut().enumerate() {
+                    deeper(path, Step::Index(index), |path| each_mut(schema, path, with));
+                }
             }
             Value::Object(schemas) if MAPS.contains(&key.as_str()) => {
-                schemas.values_mut().for_each(|schema| each_schema(schema, with));
+                for (name, schema) in schemas {
+                    deeper(path, Step::Name(name), |path| each_mut(schema, path, with));
+                }
             }
-            schema if ONE.contains(&key.as_str()) => each_schema(schema, with),
+            schema if ONE.contains(&key.as_str()) => each_mut(schema, path, with),
             _ => {}
-        }
+        });
+    }
+}
+
+/// Calls `with` for every schema in `schema`, itself too, with its path.
+pub(crate) fn each<'v>(
+    schema: &'v Value,
+    path: &mut String,
+    with: &mut dyn FnMut(&'v Value, &str),
+) {
+    with(schema, path);
+    let Value::Object(map) = schema else { return };
+    for (key, value) in map {
+        deeper(path, Step::Name(key), |path| match value {
+            Value::Array(list) if LISTS.contains(&key.as_str()) => {
+                for (index, schema) in list.iter().enumerate() {
+                    deeper(path, Step::Index(index), |path| each(schema, path, with));
+                }
+            }
+            Value::Object(schemas) if MAPS.contains(&key.as_str()) => {
+                for (name, schema) in schemas {
+                    deeper(path, Step::Name(name), |path| each(schema, path, with));
+                }
+            }
+            schema if ONE.contains(&key.as_str()) => each(schema, path, with),
+            _ => {}
+        });
     }
 }
 
@@ -147,28 +221,24 @@ fn options(whitespace: &Whitespace, lenient: bool) -> Value {
 
 /// Makes an error of llguidance's message about a schema, with the place in the schema if it can be
 /// found.
-pub(crate) fn explain(schema: &Value, said: &str) -> GrammarError {
-    let find = |fits: &dyn Fn(&Map<String, Value>) -> Option<String>| {
-        let mut path = Vec::new();
-        locate(schema, fits, &mut path).then(|| joined(&path))
+pub(crate) fn explain(schema: &Value, said: &str, work: &mut Work) -> GrammarError {
+    let find = |key: &dyn Fn(&Map<String, Value>) -> Option<String>| {
+        let mut found = None;
+        each(schema, &mut String::new(), &mut |schema, path| {
+            if let (Value::Object(map), None) = (schema, &found) {
+                found = key(map).map(|key| format!("{path}.{key}"));
+            }
+        });
+        found
     };
     if let Some(at) = said.find(UNIMPLEMENTED) {
         // Behind the list, the grammar around the schema may be repeated.
         let list = said[at..].split(']').next().unwrap_or_default();
         let keys: Vec<&str> = list.split('"').skip(1).step_by(2).collect();
-        let path = find(&|map| {
-            keys.iter().find(|key| map.contains_key(**key)).map(|key| (*key).to_owned())
-        });
+        let path =
+            find(&|map| keys.iter().find(|key| map.contains_key(**key)).map(|k| (*k).to_owned()));
         if let Some(path) = path {
-            return GrammarError::at(path, "the keyword is not supported");
-        }
-    }
-    if let Some(at) = said.find(UNKNOWN_FORMAT) {
-        let format = said[at + UNKNOWN_FORMAT.len()..].lines().next().unwrap_or_default().trim();
-        let named =
-            |map: &Map<String, Value>| map.get("format").is_some_and(|value| value == format);
-        if let Some(path) = find(&|map| named(map).then(|| "format".to_owned())) {
-            return GrammarError::at(path, format!("the format {format} is not supported"));
+            return GrammarError::at(path, UNSUPPORTED);
         }
     }
     if said.contains(ONE_OF)
@@ -177,50 +247,13 @@ pub(crate) fn explain(schema: &Value, said: &str) -> GrammarError {
         let why = "only alternatives that exclude each other are supported: use anyOf";
         return GrammarError::at(path, why);
     }
-    GrammarError::invalid(brief(said))
-}
-
-/// Searches for the first schema that `fits`. `path` is then its path.
-fn locate(
-    schema: &Value,
-    fits: &dyn Fn(&Map<String, Value>) -> Option<String>,
-    path: &mut Vec<String>,
-) -> bool {
-    let Value::Object(map) = schema else { return false };
-    if let Some(key) = fits(map) {
-        path.push(key);
-        return true;
-    }
-    for (key, value) in map {
-        path.push(key.clone());
-        let found = match value {
-            Value::Array(list) if LISTS.contains(&key.as_str()) => {
-                list.iter().enumerate().any(|(index, schema)| {
-                    path.push(format!("[{index}]"));
-                    locate(schema, fits, path) || {
-                        path.pop();
-                        false
-                    }
-                })
-            }
-            Value::Object(schemas) if MAPS.contains(&key.as_str()) => {
-                schemas.iter().any(|(name, schema)| {
-                    path.push(name.clone());
-                    locate(schema, fits, path) || {
-                        path.pop();
-                        false
-                    }
-                })
-            }
-            schema if ONE.contains(&key.as_str()) => locate(schema, fits, path),
-            _ => false,
-        };
-        if found {
-            return true;
+    match faults::find(schema, work) {
+        Ok(faults) if !faults.is_empty() => {
+            let Fault { path, reason } = faults.into_iter().next().unwrap_or_default();
+            GrammarError::at(path, reason)
         }
-        path.pop();
+        _ => GrammarError::invalid(brief(said)),
     }
-    false
 }
 
 fn joined<S: AsRef<str>>(path: &[S]) -> String {

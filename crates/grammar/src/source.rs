@@ -74,6 +74,8 @@ pub struct CallArguments {
     pub schema: Arc<str>,
     /// The schema's path in the request, which errors name.
     pub path: Arc<str>,
+    /// True if a keyword that can't be enforced is an error. Otherwise it is left out, and named.
+    pub strict: bool,
     /// The form of the text that the arguments are; the schema is then ignored.
     pub text: Option<CallText>,
 }
@@ -120,6 +122,21 @@ impl From<Form> for Source {
 }
 
 impl Form {
+    /// True if the form says nothing: it has no text, or no choice.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Form::JsonObject | Form::Calls(_) => false,
+            // Blanks may be an answer.
+            Form::Regex(text) => text.is_empty(),
+            Form::JsonSchema(text)
+            | Form::Lark(text)
+            | Form::Ebnf(text)
+            | Form::StructuralTag(text) => text.trim().is_empty(),
+            Form::Choice(choices) => choices.is_empty(),
+        }
+    }
+
     fn bytes(&self) -> usize {
         match self {
             Form::JsonObject => 0,

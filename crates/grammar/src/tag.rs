@@ -232,7 +232,8 @@ impl Writer<'_> {
     }
 
     fn schema(&mut self, schema: &Value, path: &str) -> Result<String, GrammarError> {
-        let schema = schema::prepare(schema.clone()).map_err(|error| below(path, error))?;
+        let schema =
+            schema::prepare(schema.clone(), self.work).map_err(|error| below(path, error))?;
         let with = schema::with_options(schema, self.whitespace, self.lenient);
         self.rule("", &format!("%json {with}"))
     }

@@ -6,8 +6,9 @@ use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use subtle::ConstantTimeEq;
 
-/// The header in which some clients put their key, in place of `Authorization`.
-const X_API_KEY: &str = "x-api-key";
+/// The headers in which some clients put their key, in place of `Authorization`: Anthropic's, and
+/// Azure's.
+const KEY_HEADERS: [&str; 2] = ["x-api-key", "api-key"];
 
 /// The accepted keys, each with a number. They are never shown: the debug form has only their
 /// number.
@@ -64,7 +65,8 @@ fn given(headers: &HeaderMap) -> Option<&str> {
         let (scheme, token) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
         scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
     };
-    bearer().or_else(|| Some(headers.get(X_API_KEY)?.to_str().ok()?.trim()))
+    let named = |name: &&str| Some(headers.get(*name)?.to_str().ok()?.trim());
+    bearer().or_else(|| KEY_HEADERS.iter().find_map(named))
 }
 
 #[cfg(test)]
@@ -87,9 +89,33 @@ mod tests {
             assert_eq!(bearer(wrong), None, "{wrong}");
         }
         assert_eq!(keys.shown(&HeaderMap::new()), None);
-        let header = HeaderName::from_static(X_API_KEY);
-        assert_eq!(shown(&keys, header.clone(), "other"), Some(1));
-        assert_eq!(shown(&keys, header, "Bearer other"), None);
+        for name in KEY_HEADERS {
+            let header = HeaderName::from_static(name);
+            assert_eq!(shown(&keys, header.clone(), "other"), Some(1));
+            assert_eq!(shown(&keys, header, "Bearer other"), None);
+        }
+    }
+
+    #[test]
+    fn a_key_is_in_one_of_three_headers() {
+        let head = |pairs: &[(&'static str, &'static str)]| -> HeaderMap {
+            let pair = |&(name, value): &(&'static str, &'static str)| {
+                (HeaderName::from_static(name), HeaderValue::from_static(value))
+            };
+            pairs.iter().map(pair).collect()
+        };
+        let bearer = ("authorization", "bearer  a");
+        for (pairs, key) in [
+            (&[bearer][..], Some("a")),
+            (&[("x-api-key", " b")], Some("b")),
+            (&[("api-key", "c")], Some("c")),
+            (&[("api-key", "c"), bearer], Some("a")),
+            (&[("authorization", "Basic x"), ("x-api-key", "b")], Some("b")),
+            (&[("authorization", "a")], None),
+            (&[], None),
+        ] {
+            assert_eq!(given(&head(pairs)), key, "{pairs:?}");
+        }
     }
 
     #[test]

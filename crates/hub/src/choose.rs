@@ -10,7 +10,7 @@ use crate::name::HubName;
 /// Says which shards hold which weights.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
-const SMALL_FILES: [&str; 11] = [
+const SMALL_FILES: [&str; 12] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -18,12 +18,22 @@ const SMALL_FILES: [&str; 11] = [
     "special_tokens_map.json",
     "chat_template.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "preprocessor_config.json",
     "processor_config.json",
     "modules.json",
     "sentence_bert_config.json",
 ];
-const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
+/// The configuration of an adapter, and what is said about one.
+pub(crate) const ADAPTER: &str = "adapter_config.json";
+pub(crate) const IS_ADAPTER: &str =
+    "is an adapter, which has no weights of its own: merge it into its base model, or serve that";
+/// Words in the names of GGUF files that belong to a model and are none.
+const COMPANIONS: [&str; 2] = ["mmproj", "imatrix"];
+const TOKENIZER: &str = "tokenizer.json";
+/// Other forms of tokenizers, of which a hand in Python makes a `tokenizer.json`.
+const OTHER_TOKENIZERS: [&str; 5] =
+    ["tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "merges.txt"];
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 
 /// The files of a model's weights.
@@ -41,11 +51,18 @@ pub(crate) fn choose(name: &HubName, names: &[String], weights: bool) -> Result<
     if !ggufs.is_empty() {
         return Ok(Choice::Gguf(ggufs));
     }
+    if has(names, ADAPTER) && !has(names, "config.json") {
+        return Err(HubError::Repository(format!("{} {IS_ADAPTER}", name.repository)));
+    }
     if weights {
         safetensors(names)?;
     }
-    for needed in NEEDED {
-        if !has(names, needed) {
+    let other_tokenizers = if has(names, TOKENIZER) { Vec::new() } else { other_tokenizers(names) };
+    for (needed, found) in [
+        ("config.json", has(names, "config.json")),
+        (TOKENIZER, has(names, TOKENIZER) || !other_tokenizers.is_empty()),
+    ] {
+        if !found {
             return Err(HubError::Repository(format!(
                 "{} has no {needed}, without which its weights can't be used",
                 name.repository
@@ -56,7 +73,17 @@ pub(crate) fn choose(name: &HubName, names: &[String], weights: bool) -> Result<
         |name: &&String| name.matches('/').count() == 1 && name.ends_with("_Pooling/config.json");
     let small = SMALL_FILES.into_iter().filter(|name| has(names, name)).map(str::to_owned);
     let index = has(names, INDEX).then(|| INDEX.to_owned());
-    Ok(Choice::Directory(small.chain(index).chain(names.iter().filter(pooling).cloned()).collect()))
+    let pooling = names.iter().filter(pooling).cloned();
+    Ok(Choice::Directory(small.chain(index).chain(pooling).chain(other_tokenizers).collect()))
+}
+
+/// The files at the top of a repository that are tokenizers in other forms.
+fn other_tokenizers(names: &[String]) -> Vec<String> {
+    let is_one = |name: &&String| {
+        OTHER_TOKENIZERS.contains(&name.as_str())
+            || (!name.contains('/') && name.ends_with(".tiktoken"))
+    };
+    names.iter().filter(is_one).cloned().collect()
 }
 
 /// The files with the weights. `index` is the content of [`INDEX`] where there is one.
@@ -122,13 +149,16 @@ fn ggufs(name: &HubName, names: &[String]) -> Result<Vec<String>, HubError> {
     ggufs.sort_unstable();
     let chosen: Vec<&str> = match (&name.file, &name.quant) {
         (Some(file), _) => ggufs.iter().copied().filter(|name| name == file).collect(),
-        (None, Some(quant)) => ggufs.iter().copied().filter(|name| has_word(name, quant)).collect(),
+        (None, Some(quant)) => {
+            let models = ggufs.iter().copied().filter(|name| !is_companion(name));
+            models.filter(|name| has_word(name, quant)).collect()
+        }
         (None, None) => {
             let safetensors = names.iter().any(|name| name.ends_with(".safetensors"));
             if safetensors || ggufs.is_empty() {
                 return Ok(Vec::new());
             }
-            ggufs.clone()
+            ggufs.iter().copied().filter(|name| !is_companion(name)).collect()
         }
     };
     let repository = &name.repository;
@@ -150,6 +180,7 @@ fn ggufs(name: &HubName, names: &[String]) -> Result<Vec<String>, HubError> {
         (Some(word), _) | (None, Some(word)) if chosen.is_empty() => {
             format!("no GGUF file '{word}'")
         }
+        _ if chosen.is_empty() => "no GGUF file that is a model".to_owned(),
         _ => "several GGUF files".to_owned(),
     };
     let all = ggufs.join(", ");
@@ -168,6 +199,13 @@ fn all_parts(repository: &str, parts: Vec<String>) -> Result<Vec<String>, HubErr
         return Ok(parts);
     }
     Err(HubError::Repository(format!("{repository} lacks {}", missing.join(", "))))
+}
+
+/// True for a GGUF file that belongs to a model and is none: the projector of its images, or the
+/// importance matrix of its quantisation.
+pub(crate) fn is_companion(name: &str) -> bool {
+    let file = name.rsplit('/').next().unwrap_or(name);
+    COMPANIONS.iter().any(|word| has_word(&file.replace('_', "-"), word))
 }
 
 /// The stem and the numbers of `stem-00002-of-00003.gguf`.
@@ -231,6 +269,19 @@ mod tests {
     }
 
     #[test]
+    fn files_beside_a_model_are_none() {
+        let all = "t-Q8_0.gguf mmproj-t-Q8_0.gguf t.imatrix.gguf imatrix.gguf t_mmproj_f16.gguf";
+        assert_eq!(chosen("a/b", all), gguf("t-Q8_0.gguf"));
+        assert_eq!(chosen("a/b:Q8_0", all), gguf("t-Q8_0.gguf"));
+        let error = chosen("a/b", "mmproj-t.gguf").unwrap_err();
+        assert!(error.starts_with("a/b has no GGUF file that is a model; name one"), "{error}");
+        assert!(chosen("a/b", &format!("{all} t-Q4_0.gguf")).unwrap_err().contains("several"));
+        let adapter = "adapter_config.json adapter_model.safetensors tokenizer.json";
+        let error = chosen("a/b", adapter).unwrap_err();
+        assert!(error.starts_with("a/b is an adapter, which has no weights"), "{error}");
+    }
+
+    #[test]
     fn all_parts_of_a_gguf_file_are_wanted() {
         let parts = "x/t-Q8_0-00001-of-00002.gguf x/t-Q8_0-00002-of-00002.gguf";
         assert_eq!(chosen("a/b:Q8_0", &format!("{parts} t-Q4_0.gguf")), gguf(parts));
@@ -277,6 +328,18 @@ mod tests {
         );
         assert!(of("pytorch_model.bin").unwrap_err().contains("only pickle files"));
         assert!(of("config.json sub/x.bin").unwrap_err().contains("has no weights"));
+    }
+
+    #[test]
+    fn other_forms_of_tokenizers_are_wanted_where_there_is_no_json() {
+        let files = "config.json model.safetensors tokenizer.model qwen.tiktoken sub/x.tiktoken";
+        let small = names("config.json tokenizer.model qwen.tiktoken");
+        assert_eq!(chosen("a/b", files), Ok(Choice::Directory(small)));
+        let with_json = format!("{files} tokenizer.json");
+        assert_eq!(
+            chosen("a/b", &with_json),
+            Ok(Choice::Directory(names("config.json tokenizer.json")))
+        );
     }
 
     #[test]

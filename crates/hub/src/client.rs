@@ -13,11 +13,11 @@ use hyper::header::{
 };
 use hyper::{Method, Request, Response, StatusCode, Uri};
 use hyper_util::client::legacy;
-use hyper_util::client::proxy::matcher::Matcher;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use url::Url;
 
 use crate::connector::{Connector, deepest};
+use crate::proxies::Proxies;
 use crate::settings::Settings;
 
 const MAX_REDIRECTS: usize = 10;
@@ -70,7 +70,7 @@ impl Trouble {
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
     http: legacy::Client<Connector, Empty<Bytes>>,
-    proxies: Arc<Matcher>,
+    proxies: Arc<Proxies>,
     pub(crate) endpoint: String,
     origin: Option<url::Origin>,
     token: Option<HeaderValue>,
@@ -80,7 +80,7 @@ pub(crate) struct Client {
 impl Client {
     /// Has to be called in a runtime's context.
     pub(crate) fn new(settings: &Settings) -> Self {
-        let proxies = Arc::new(Matcher::from_env());
+        let proxies = Arc::new(Proxies::from_env());
         let connector = Connector::new(Arc::clone(&proxies), settings.patience);
         let http = legacy::Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())

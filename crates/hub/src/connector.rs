@@ -11,7 +11,6 @@ use hyper::Uri;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::client::legacy::connect::proxy::Tunnel;
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
-use hyper_util::client::proxy::matcher::Matcher;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsConnector;
@@ -19,6 +18,8 @@ use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use tower::Service;
+
+use crate::proxies::Proxies;
 
 type Cause = Box<dyn Error + Send + Sync>;
 
@@ -28,13 +29,13 @@ pub(crate) struct Connector {
     tcp: HttpConnector,
     /// `None`: the machine has no certificates to know servers by.
     tls: Option<Arc<ClientConfig>>,
-    proxies: Arc<Matcher>,
+    proxies: Arc<Proxies>,
     patience: Duration,
 }
 
 impl Connector {
     /// Within `patience` a connection is there, or not made.
-    pub(crate) fn new(proxies: Arc<Matcher>, patience: Duration) -> Self {
+    pub(crate) fn new(proxies: Arc<Proxies>, patience: Duration) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);

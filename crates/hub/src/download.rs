@@ -82,12 +82,49 @@ impl Downloader<'_> {
     pub(crate) async fn announced(&self, path: &str) -> Result<Announced, Trouble> {
         let mut pauses = Pauses::default();
         loop {
-            let answer = self.client.head(path).await;
-            match answer.and_then(|response| announcement(&response)) {
+            match self.announcement(path).await {
                 Err(trouble) => pauses.after(trouble).await?,
                 announced => return announced,
             }
         }
+    }
+
+    async fn announcement(&self, path: &str) -> Result<Announced, Trouble> {
+        let response = self.client.head(path).await?;
+        let etag = announced_etag(&response)?;
+        let size = match announced_size(&response) {
+            Some(size) => size,
+            None => self.counted_size(path).await?,
+        };
+        Ok(Announced { etag, size })
+    }
+
+    /// The size of a file whose description has none, as on some mirrors: the end of its range, or
+    /// the bytes that come.
+    async fn counted_size(&self, path: &str) -> Result<u64, Trouble> {
+        let response = match self.client.get(path, 1).await {
+            // It has a byte at most.
+            Err(Trouble::Status(refusal)) if refusal.status == 416 => {
+                self.client.get(path, 0).await
+            }
+            response => response,
+        };
+        let (mut response, _) = response?;
+        let range = header(&response, CONTENT_RANGE).and_then(|range| range.rsplit_once('/'));
+        let whole = || header(&response, CONTENT_LENGTH)?.parse().ok();
+        let partial = response.status().as_u16() == 206;
+        let size = if partial { range.and_then(|(_, size)| size.parse().ok()) } else { whole() };
+        if let Some(size) = size {
+            return Ok(size);
+        }
+        if partial {
+            return Err(Trouble::Lie("a file without a length".to_owned()));
+        }
+        let mut size = 0;
+        while let Some(data) = self.client.next(&mut response).await? {
+            size += data.len() as u64;
+        }
+        Ok(size)
     }
 
     /// True if all of it is in the cache.
@@ -438,16 +475,19 @@ pub fn free(folder: &Path) -> Option<u64> {
     Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
-fn announcement(response: &Response<Incoming>) -> Result<Announced, Trouble> {
+/// The name of a file's content.
+fn announced_etag(response: &Response<Incoming>) -> Result<String, Trouble> {
     let etag = header(response, LINKED_ETAG).or_else(|| header(response, ETAG));
     let etag = plain(etag.ok_or_else(|| Trouble::Lie("a file without an ETag".to_owned()))?);
     if !is_name(etag) {
         return Err(Trouble::Lie(format!("{etag:?} as an ETag")));
     }
+    Ok(etag.to_owned())
+}
+
+fn announced_size(response: &Response<Incoming>) -> Option<u64> {
     let length = header(response, LINKED_SIZE).or_else(|| header(response, CONTENT_LENGTH));
-    let size = length.and_then(|length| length.parse().ok());
-    let size = size.ok_or_else(|| Trouble::Lie("a file without a length".to_owned()))?;
-    Ok(Announced { etag: etag.to_owned(), size })
+    length.and_then(|length| length.parse().ok())
 }
 
 /// An ETag without its quotes and without the mark of a weak one.

@@ -8,6 +8,7 @@ use crate::choose::{self, Choice, INDEX};
 use crate::client::{Client, Trouble};
 use crate::embedded::{self, Interpreter};
 use crate::error::HubError;
+use crate::folder;
 use crate::name::{HubName, ModelName};
 use crate::progress::Progress;
 use crate::repository::Repository;
@@ -106,9 +107,12 @@ impl Hub {
                     None => Ok(Found { name, ..self.default_on_hub(weights)? }),
                 }
             }
-            ModelName::Path(path) => {
-                Ok(Found { name: None, path: existing(path)?, commit: None, lacks: None })
-            }
+            ModelName::Path(path) => Ok(Found {
+                name: None,
+                path: folder::model_at(existing(path)?)?,
+                commit: None,
+                lacks: None,
+            }),
             ModelName::Hub(name) => self.runtime.block_on(self.find_on_hub(name, weights)),
         }
     }

@@ -18,6 +18,7 @@ pub enum ModelName {
 }
 
 /// A model of the hub: `org/name`, `org/name@revision`, `org/name:QUANT` or `org/name/file.gguf`.
+/// The address of a model's page, or of a file in it, means the same.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HubName {
     /// `org/name`.
@@ -39,6 +40,7 @@ impl ModelName {
         if text == embedded::NAME {
             return Ok(Self::Embedded);
         }
+        let text = text.trim();
         let path = expand_home(text);
         if path.exists() || text.starts_with(['.', '/', '~']) {
             return Ok(Self::Path(path));
@@ -53,6 +55,13 @@ impl HubName {
     /// Reads `text`. `revision` overrules the one in it. `None`: the hub has no such names.
     #[must_use]
     pub fn parse(text: &str, revision: Option<&str>) -> Option<Self> {
+        match page(text) {
+            Some(page) => Self::parse_name(&of_page(page)?, revision),
+            None => Self::parse_name(text.trim_end_matches('/'), revision),
+        }
+    }
+
+    fn parse_name(text: &str, revision: Option<&str>) -> Option<Self> {
         let slash = text.find('/')?;
         let end = text[slash + 1..].find(['@', ':', '/']).map_or(text.len(), |at| slash + 1 + at);
         let (repository, mut rest) = text.split_at(end);
@@ -108,6 +117,47 @@ impl HubName {
     }
 }
 
+/// The path of a page of the hub, if `text` is the address of one.
+fn page(text: &str) -> Option<&str> {
+    if let Some(path) = text.strip_prefix("hf://") {
+        return Some(path);
+    }
+    let schemes = ["https://", "http://"];
+    let address = schemes.iter().find_map(|scheme| text.strip_prefix(scheme)).unwrap_or(text);
+    let address = address.strip_prefix("www.").unwrap_or(address);
+    let (host, path) = address.split_once('/')?;
+    let hub = host.eq_ignore_ascii_case("huggingface.co") || host.eq_ignore_ascii_case("hf.co");
+    // Any other address is a mirror's: the variable HF_ENDPOINT names it, and not the model.
+    (hub || address.len() < text.len()).then_some(path)
+}
+
+/// The name of the model whose page has the path `path`.
+fn of_page(path: &str) -> Option<String> {
+    const KINDS: [&str; 5] = ["tree", "blob", "resolve", "raw", "commit"];
+    let path = path.split(['?', '#']).next().unwrap_or_default();
+    let path = path.trim_matches('/').replace("%2F", "/").replace("%2f", "/");
+    let mut parts = path.splitn(4, '/');
+    let (owner, name) = (parts.next()?, parts.next()?);
+    let (kind, rest) = (parts.next(), parts.next().unwrap_or_default());
+    let Some(kind) = kind else { return Some(format!("{owner}/{name}")) };
+    if !KINDS.contains(&kind) {
+        // The name itself may go on: with a file, as in `org/name/file.gguf`.
+        return Some(path);
+    }
+    // A pull request's revision has slashes of its own.
+    let pulled = rest.strip_prefix("refs/pr/").map(|rest| rest.find('/').unwrap_or(rest.len()));
+    let end = pulled.map_or_else(|| rest.find('/'), |end| Some("refs/pr/".len() + end));
+    let (revision, file) = rest.split_at(end.unwrap_or(rest.len()));
+    let revision = match revision {
+        "" => return None,
+        "main" => String::new(),
+        revision => format!("@{revision}"),
+    };
+    // The page of any other file stands for its model.
+    let file = if file.ends_with(".gguf") { file } else { "" };
+    Some(format!("{owner}/{name}{revision}{file}"))
+}
+
 /// True if `text` may be a name of the hub's: of an owner or of a repository.
 fn is_part(text: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
@@ -155,6 +205,44 @@ mod tests {
             parse("a/b@v1/sub/c.gguf"),
             Some(HubName { revision: some("v1"), file: some("sub/c.gguf"), ..named("a/b") })
         );
+    }
+
+    #[test]
+    fn addresses_of_pages_are_names() {
+        for (text, name) in [
+            ("https://huggingface.co/a/b", "a/b"),
+            ("https://huggingface.co/a/b/", "a/b"),
+            ("http://www.huggingface.co/a/b?library=transformers", "a/b"),
+            ("https://huggingface.co/a/b#usage", "a/b"),
+            ("huggingface.co/a/b", "a/b"),
+            ("HF.co/a/b:Q4_K_M", "a/b:Q4_K_M"),
+            ("hf://a/b", "a/b"),
+            ("hf://a/b@v1", "a/b@v1"),
+            ("a/b/", "a/b"),
+            ("https://hf.co/a/b/tree/main", "a/b"),
+            ("https://hf.co/a/b/tree/v1.0/", "a/b@v1.0"),
+            ("https://hf.co/a/b/blob/main/c-Q4.gguf", "a/b/c-Q4.gguf"),
+            ("https://hf.co/a/b/resolve/main/sub/c.gguf?download=true", "a/b/sub/c.gguf"),
+            ("https://hf.co/a/b/resolve/v1/sub/c.gguf", "a/b@v1/sub/c.gguf"),
+            ("https://hf.co/a/b/blob/main/config.json", "a/b"),
+            ("https://hf.co/a/b/tree/refs%2Fpr%2F7", "a/b@refs/pr/7"),
+            ("https://hf.co/a/b/blob/refs/pr/7/c.gguf", "a/b@refs/pr/7/c.gguf"),
+            ("https://mirror.test:8443/a/b/tree/main", "a/b"),
+        ] {
+            assert_eq!(parse(text), parse(name), "{text}");
+            assert!(parse(text).is_some(), "{text}");
+        }
+        for text in [
+            "https://huggingface.co",
+            "https://hf.co/a",
+            "hf.co/a/b/tree",
+            "hf://",
+            "hf.co/a/b/discussions/1",
+        ] {
+            assert_eq!(parse(text), None, "{text}");
+        }
+        let quoted = ModelName::parse(" https://hf.co/a/b \n", None).expect("a name");
+        assert_eq!(quoted, ModelName::Hub(named("a/b")));
     }
 
     #[test]

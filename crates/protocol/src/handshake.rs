@@ -255,6 +255,9 @@ pub struct Ready {
     /// others; empty: there are none.
     #[serde(default)]
     pub blocks: String,
+    /// True if prompts are tokens only: the model takes no embeddings in their place.
+    #[serde(default)]
+    pub tokens_only: bool,
 }
 
 fn one() -> u32 {

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use forebay_balance::{Ask, Balancer, Budget, Ledger, Method, Work, preferred};
 use forebay_engine::{BlockHash, Preference};
@@ -58,13 +59,13 @@ struct Lengths {
 }
 
 impl Dispatch {
-    pub(crate) fn new(replicas: usize, method: Method, watch_interval_us: u64) -> Self {
-        let polled =
-            || Polled { budget: Budget::default(), interval_us: watch_interval_us, due_us: 0 };
+    pub(crate) fn new(replicas: usize, method: Method, watch_interval: Duration) -> Self {
+        let interval_us = u64::try_from(watch_interval.as_micros()).unwrap_or(u64::MAX);
+        let polled = || Polled { budget: Budget::default(), interval_us, due_us: 0 };
         Self {
             ledger: Ledger::new(replicas),
             balancer: Balancer::new(method),
-            polled: (watch_interval_us > 0).then(polled),
+            polled: (interval_us > 0).then(polled),
             up: vec![false; replicas],
             drained: vec![false; replicas],
             coming: HashMap::new(),

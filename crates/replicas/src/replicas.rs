@@ -3,14 +3,16 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use forebay_balance::Method;
 use forebay_engine::{
     BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle, EngineRequest,
     EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers, PromptImage, Request,
-    RequestId, Stats, Status, SubmitError, Waiting,
+    RequestId, Stats, Status, SubmitError, Waiting, as_seconds,
 };
 use parking_lot::Mutex;
+use serde::Serialize;
 
 use crate::blocks::{Blocks, News};
 use crate::dispatch::{Asked, Coming, Dispatch};
@@ -18,14 +20,15 @@ use crate::hooks::{CountingSink, Observer, Observers, Others};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
 /// The settings by which requests are spread over replicas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct ReplicasConfig {
     /// The policy.
-    pub method: Method,
-    /// Microseconds between two looks at the replicas' own numbers, with nothing known in between;
-    /// 0: exact loads. Then the policy is that of [`forebay_balance::Budget`], and there to be
+    pub load_balance_method: Method,
+    /// The time between two looks at the replicas' own numbers, with nothing known in between; 0:
+    /// exact loads. Otherwise the policy is that of [`forebay_balance::Budget`], and there to be
     /// measured against.
-    pub watch_interval_us: u64,
+    #[serde(serialize_with = "as_seconds")]
+    pub load_watch_interval: Duration,
 }
 
 /// A rank group, and those who hear of the replicas that it computes.
@@ -79,9 +82,9 @@ impl Replicas {
         let page_size = members.first().map(|member| member.config.page_size);
         let namer = members.first().map(|member| member.config.namer.clone());
         let page_size = page_size.filter(|_| caching);
-        let informed =
-            count > 1 && matches!(config.method, Method::TotalTokens | Method::PrefixAware);
-        let mut dispatch = Dispatch::new(count, config.method, config.watch_interval_us);
+        let method = config.load_balance_method;
+        let informed = count > 1 && matches!(method, Method::TotalTokens | Method::PrefixAware);
+        let mut dispatch = Dispatch::new(count, method, config.load_watch_interval);
         // A single one is always the one.
         dispatch.up = vec![count == 1; count];
         let shared = Arc::new(Shared {

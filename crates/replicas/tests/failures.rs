@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
-use forebay_engine::{EngineConfig, EngineThread, FinishReason, Namer, Output, Policy, Status};
+use forebay_engine::{EngineConfig, EngineThread, FinishReason, Output, Status};
 use forebay_replicas::{Listeners, Member, Method, Replicas, ReplicasConfig};
 use forebay_sim::testing::{ChannelSink, PATIENCE, request};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing};
@@ -23,46 +24,32 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
     let (mut members, mut controls) = (Vec::new(), Vec::new());
     for (at, &page_count) in pages.iter().enumerate() {
         let (executor, control) = SimExecutor::new(SimConfig {
-            tokens_a_row: 1,
-            host_pages: 0,
             clock: clock.clone(),
             timing: Timing {
                 model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
                 ..Timing::default()
             },
-            hot_row_tokens: 0,
-            seed: 0,
             load_us: 1000,
             page_count,
             vocab_size: 100,
-            hidden_size: 4,
             text: SimText::endless((0..100).collect()),
-            device: "sim".into(),
-            tower: None,
+            ..SimConfig::default()
         });
         breaking(at, &control);
         controls.push(control);
         members.push(Member {
             config: EngineConfig {
-                max_running: 16,
+                max_running_requests: 16,
                 slots: 24,
                 page_size: 4,
-                token_budget: 64,
-                prefix_cache: true,
-                namer: Namer::open(),
-                policy: Policy::Fcfs,
-                fair: true,
-                lookahead: 1,
-                max_queued: 1000,
-                queue_timeout_us: 0,
+                chunked_prefill_size: 64,
+                max_queued_requests: 1000,
                 context_length: 400,
-                watchdog_us: 60_000_000,
-                load_timeout_us: 0,
-                restart_limit: 0,
+                watchdog_timeout: Duration::from_secs(60),
+                load_timeout: Duration::ZERO,
+                hand_restarts: 0,
                 mask_threads: 0,
-                mask_share: 10,
-                image_budget: 1000,
-                host: None,
+                ..EngineConfig::default()
             },
             executor: Box::new(executor),
             replicas: vec![Listeners {
@@ -71,7 +58,8 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
             }],
         });
     }
-    let how = ReplicasConfig { method: Method::RoundRobin, watch_interval_us: 0 };
+    let how =
+        ReplicasConfig { load_balance_method: Method::RoundRobin, ..ReplicasConfig::default() };
     let (ended, exit) = channel();
     let on_exit = move || {
         // The test may be over.

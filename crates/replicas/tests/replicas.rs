@@ -5,11 +5,11 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use forebay_engine::{
-    BlockEvent, BlockObserver, EngineConfig, EngineRequest, EngineThread, FinishReason, Namer,
-    Output, Payload, Policy, Preference, RequestError, RequestId, Stats, Status, SubmitError,
+    BlockEvent, BlockObserver, EngineConfig, EngineRequest, EngineThread, FinishReason, Output,
+    Payload, Preference, RequestError, RequestId, Stats, Status, SubmitError,
 };
 use forebay_replicas::{Listeners, Member, Method, Replicas, ReplicasConfig};
 use forebay_sim::testing::{self, ChannelSink, PATIENCE, Story, VOCAB, alone, request, tell, text};
@@ -40,31 +40,26 @@ struct Rig {
 
 fn config() -> EngineConfig {
     EngineConfig {
-        max_running: 16,
+        max_running_requests: 16,
         slots: 24,
         page_size: 4,
-        token_budget: 64,
-        prefix_cache: true,
-        namer: Namer::open(),
-        policy: Policy::Fcfs,
-        fair: true,
-        lookahead: 1,
-        max_queued: 1000,
-        queue_timeout_us: 0,
+        chunked_prefill_size: 64,
+        max_queued_requests: 1000,
         context_length: 400,
-        watchdog_us: 60_000_000,
-        load_timeout_us: 0,
-        restart_limit: 3,
+        watchdog_timeout: Duration::from_secs(60),
+        load_timeout: Duration::ZERO,
         mask_threads: 0,
-        mask_share: 10,
-        image_budget: 1000,
-        host: None,
+        ..EngineConfig::default()
     }
 }
 
 impl Rig {
     fn start(count: usize, method: Method) -> Self {
-        Self::with(count, ReplicasConfig { method, watch_interval_us: 0 }, config())
+        Self::with(
+            count,
+            ReplicasConfig { load_balance_method: method, ..ReplicasConfig::default() },
+            config(),
+        )
     }
 
     fn with(count: usize, how: ReplicasConfig, config: EngineConfig) -> Self {
@@ -74,22 +69,16 @@ impl Rig {
         let stored = Stored::default();
         for _ in 0..count {
             let (executor, control) = SimExecutor::new(SimConfig {
-                tokens_a_row: 1,
-                host_pages: 0,
                 clock: clock.clone(),
                 timing: Timing {
                     model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
                     ..Timing::default()
                 },
-                hot_row_tokens: 0,
-                seed: 0,
                 load_us: 1000,
                 page_count: 1000,
                 vocab_size: VOCAB,
-                hidden_size: 4,
                 text: text(),
-                device: "sim".into(),
-                tower: None,
+                ..SimConfig::default()
             });
             controls.push(control);
             let sink = Box::new(ChannelSink::new(sender.clone()));
@@ -220,9 +209,9 @@ fn a_hundred_clients_of_four_replicas_are_never_more_than_25_at_one() {
 #[test]
 fn streams_survive_twenty_kills_and_the_hands_come_back() {
     for method in METHODS {
-        let how = ReplicasConfig { method, watch_interval_us: 0 };
+        let how = ReplicasConfig { load_balance_method: method, ..ReplicasConfig::default() };
         // A hand that is killed before it has done anything counts as one that did not start.
-        let mut rig = Rig::with(4, how, EngineConfig { restart_limit: 1000, ..config() });
+        let mut rig = Rig::with(4, how, EngineConfig { hand_restarts: 1000, ..config() });
         let (mut next, mut ended, mut kills) = (0, 0, 0);
         // Who is killed twice while it tries the same suspect alone has to blame it, so all must
         // have gone on since the last kill.
@@ -439,7 +428,10 @@ fn requests_with_different_salts_share_nothing_at_any_replica() {
 
 #[test]
 fn polled_loads_are_not_looked_at_in_between() {
-    let polled = ReplicasConfig { method: Method::ShortestQueue, watch_interval_us: u64::MAX / 2 };
+    let polled = ReplicasConfig {
+        load_balance_method: Method::ShortestQueue,
+        load_watch_interval: Duration::from_micros(u64::MAX / 2),
+    };
     let mut rig = Rig::with(3, polled, config());
     // The only report said that nobody has anything to do, so everybody takes turns, however long
     // the requests are.

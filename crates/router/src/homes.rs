@@ -14,6 +14,9 @@ const LONGEST: usize = 128;
 /// The prefix of the paths of single responses.
 const PATH: &str = "/v1/responses/";
 
+/// The path among them that names no response.
+const COUNT: &str = "/v1/responses/input_tokens";
+
 /// Backends of responses, by their names.
 #[derive(Debug)]
 pub(crate) struct Homes(Mutex<LruCache<Box<str>, u32>>);
@@ -53,11 +56,9 @@ pub(crate) fn is_of_response(path: &str) -> bool {
 
 /// The response that a request asks for, or goes on from.
 pub(crate) fn wanted(path: &str, body: &[u8]) -> Option<Box<str>> {
-    if let Some(rest) = path.strip_prefix(PATH) {
+    if path != "/v1/responses" && path != COUNT {
+        let rest = path.strip_prefix(PATH)?;
         return rest.split('/').next().map(Into::into);
-    }
-    if path != "/v1/responses" {
-        return None;
     }
     let mut fields = members(body);
     let (_, value) = fields.find(|(name, _)| *name == b"previous_response_id")?;
@@ -72,6 +73,8 @@ mod tests {
     fn a_response_is_named_in_the_path_or_in_the_body() {
         let body = br#"{"input": "a", "previous_response_id": "resp_1", "stream": true}"#;
         assert_eq!(wanted("/v1/responses", body).as_deref(), Some("resp_1"));
+        assert_eq!(wanted(COUNT, body).as_deref(), Some("resp_1"));
+        assert_eq!(wanted(COUNT, b"{}"), None);
         assert_eq!(wanted("/v1/responses", br#"{"previous_response_id": null}"#), None);
         assert_eq!(wanted("/v1/chat/completions", body), None);
         assert_eq!(wanted("/v1/responses/resp_2", b"").as_deref(), Some("resp_2"));

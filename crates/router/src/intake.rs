@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use forebay_api::ApiError;
+use forebay_api::{ApiError, Inflater};
 use http_body_util::BodyExt;
 use hyper::body::{Body, Incoming};
 use memchr::memmem;
@@ -16,15 +16,28 @@ use crate::budget::{Budget, Held};
 /// than others.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
-/// The field that a body has to have if it is larger than JSON may be.
-const EMBEDS: &[u8] = b"\"prompt_embeds\"";
+/// The time for which a refused body is read and dropped, so that a client that is still sending
+/// can read the answer.
+const LINGER: Duration = Duration::from_secs(5);
+/// Fields, one of which a body has to have if it is larger than JSON may be: embeddings, and images
+/// in the words of each API. A backend looks closer.
+const LARGE: [&[u8]; 6] = [
+    b"\"prompt_embeds\"",
+    b"\"image_url\"",
+    b"\"image_data\"",
+    b"\"images\"",
+    b"\"source\"",
+    b"\"input_image\"",
+];
+/// The length of the longest of them.
+const LONGEST: usize = 15;
 
 /// The limits on bodies, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BodyLimits {
     /// The largest body in bytes.
     pub whole: usize,
-    /// The largest body of a request in bytes, without `prompt_embeds`.
+    /// The largest body of a request in bytes, without `prompt_embeds` and images.
     pub json: usize,
     /// The largest number of bytes of the bodies of all requests together.
     pub all: usize,
@@ -81,7 +94,7 @@ impl Arriving {
             self.held.give(first.len());
             self.copy(&data)?;
         }
-        if self.length > self.limits.json && !self.has_embeds() {
+        if self.length > self.limits.json && !self.may_be_large() {
             return Err(ApiError::BodyTooLarge {
                 limit: self.limits.json,
                 flag: "--max-json-bytes",
@@ -106,16 +119,16 @@ impl Arriving {
         Ok(())
     }
 
-    /// True if the beginning has the field that large bodies are for. Looked at once: at the first
+    /// True if the beginning has a field that large bodies are for. Looked at once: at the first
     /// bytes over the limit.
-    fn has_embeds(&mut self) -> bool {
-        let has = |piece: &[u8]| memmem::find(piece, EMBEDS).is_some();
+    fn may_be_large(&mut self) -> bool {
+        let has = |piece: &[u8]| LARGE.iter().any(|field| memmem::find(piece, field).is_some());
         let found = has(&self.only) || self.pieces.iter().any(|piece| has(piece));
         // The field may lie across two pieces.
         let found = found
             || self.pieces.windows(2).any(|pair| {
-                let end = &pair[0][pair[0].len().saturating_sub(EMBEDS.len())..];
-                let start = &pair[1][..pair[1].len().min(EMBEDS.len())];
+                let end = &pair[0][pair[0].len().saturating_sub(LONGEST)..];
+                let start = &pair[1][..pair[1].len().min(LONGEST)];
                 has(&[end, start].concat())
             });
         if found {
@@ -140,29 +153,56 @@ impl Arriving {
     }
 }
 
-/// Reads a body that has to arrive within `time`.
+/// Reads a body that has to arrive within `time`. A compressed one is inflated, and its limits are
+/// those of what it becomes.
 pub(crate) async fn collect(
-    mut body: Incoming,
+    (mut body, inflater): (Incoming, Option<Inflater>),
     limits: BodyLimits,
     budget: &Arc<Budget>,
     time: Duration,
 ) -> Result<(Bytes, Held), ApiError> {
-    if body.size_hint().lower() > limits.whole as u64 {
-        return Err(ApiError::BodyTooLarge { limit: limits.whole, flag: "--max-payload-size" });
+    let late = ApiError::BodyTimeout { seconds: time.as_secs() };
+    let result = if body.size_hint().lower() > limits.whole as u64 {
+        Err(ApiError::BodyTooLarge { limit: limits.whole, flag: "--max-payload-size" })
+    } else {
+        let read = read(&mut body, inflater, Arriving::new(limits, budget));
+        timeout(time, read).await.unwrap_or(Err(late))
+    };
+    if matches!(result, Err(ApiError::BodyTooLarge { .. } | ApiError::Overloaded { .. })) {
+        let discard = async move { while let Some(Ok(_)) = body.frame().await {} };
+        tokio::spawn(timeout(LINGER, discard));
     }
-    let mut arriving = Arriving::new(limits, budget);
-    let read = async {
-        while let Some(frame) = body.frame().await {
-            let frame =
-                frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
-            if let Ok(data) = frame.into_data() {
-                arriving.push(data)?;
+    result
+}
+
+async fn read(
+    body: &mut Incoming,
+    mut inflater: Option<Inflater>,
+    mut arriving: Arriving,
+) -> Result<(Bytes, Held), ApiError> {
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
+        let Ok(data) = frame.into_data() else { continue };
+        let Some(inflater) = &mut inflater else {
+            arriving.push(data)?;
+            continue;
+        };
+        let mut rest = &data[..];
+        while !rest.is_empty() {
+            let piece = inflater.step(&mut rest)?;
+            if !piece.is_empty() {
+                arriving.push(piece.into())?;
+                tokio::task::yield_now().await;
             }
         }
-        arriving.join()
-    };
-    let late = ApiError::BodyTimeout { seconds: time.as_secs() };
-    timeout(time, read).await.unwrap_or(Err(late))
+    }
+    if let Some(mut inflater) = inflater {
+        let piece = inflater.finish()?;
+        if !piece.is_empty() {
+            arriving.push(piece.into())?;
+        }
+    }
+    arriving.join()
 }
 
 #[cfg(test)]
@@ -188,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn only_embeddings_may_be_larger_than_json() {
+    fn only_embeddings_and_images_may_be_larger_than_json() {
         let budget = Budget::new(LIMITS.all);
         let large = vec![b' '; LIMITS.json];
         let mut body = Arriving::new(LIMITS, &budget);
@@ -196,10 +236,12 @@ mod tests {
         let error = body.push(Bytes::from_static(b"x")).unwrap_err();
         assert_eq!(error, ApiError::BodyTooLarge { limit: LIMITS.json, flag: "--max-json-bytes" });
         drop(body);
+        assert_eq!(LARGE.iter().map(|field| field.len()).max(), Some(LONGEST));
         // Wherever the field lies.
-        for at in [0, FIRST_PIECE - 7, 3 * FIRST_PIECE - 1, LIMITS.json - EMBEDS.len()] {
+        let places = [0, FIRST_PIECE - 7, 3 * FIRST_PIECE - 1, LIMITS.json - LONGEST];
+        for (field, at) in LARGE.iter().flat_map(|field| places.map(|at| (field, at))) {
             let mut with = large.clone();
-            with[at..at + EMBEDS.len()].copy_from_slice(EMBEDS);
+            with[at..at + field.len()].copy_from_slice(field);
             let mut body = Arriving::new(LIMITS, &budget);
             body.push(with.into()).unwrap();
             body.push(vec![b'x'; LIMITS.whole - LIMITS.json].into()).unwrap();

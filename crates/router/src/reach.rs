@@ -316,13 +316,15 @@ fn broken(reason: &Broken) -> Failure {
 
 /// The error for a client whose response broke.
 pub(crate) fn unanswered(reason: &Broken) -> ApiError {
-    let (code, reason) = match reason {
-        Broken::Deadline => ("timeout", reason.to_string()),
-        Broken::Link(_) | Broken::Gone => ("backend_failed", reason.to_string()),
-        Broken::Excess => {
-            let (reason, code) = (reason.to_string(), "backend_answer_too_large");
-            return ApiError::BadAnswer { reason, code };
+    let said = reason.to_string();
+    match reason {
+        Broken::Deadline => ApiError::BackendTimeout { reason: said },
+        Broken::Link(error) if error.is_parse() => {
+            ApiError::BadAnswer { reason: said, code: "backend_answer_garbled" }
         }
-    };
-    ApiError::Unavailable { reason, code }
+        Broken::Link(_) | Broken::Gone => {
+            ApiError::Unavailable { reason: said, code: "backend_failed" }
+        }
+        Broken::Excess => ApiError::BadAnswer { reason: said, code: "backend_answer_too_large" },
+    }
 }

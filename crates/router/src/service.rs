@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use forebay_api::peer::DEATHS_HEADER;
-use forebay_api::{ApiError, RegistrationRequest, parse_request};
+use forebay_api::{ApiError, Inflater, RegistrationRequest, parse_request};
 use forebay_http::Keys;
 use forebay_webui::{FeedBody, page};
-use http::header::{CONTENT_TYPE, RETRY_AFTER};
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
@@ -55,6 +55,7 @@ const POSTED: &[&str] = &[
     "/api/chat",
     "/api/generate",
     "/api/embed",
+    "/api/embeddings",
     "/api/show",
     "/generate",
     "/completion",
@@ -143,6 +144,7 @@ enum Route {
 #[derive(Clone, Copy)]
 enum Own {
     Health,
+    Alive,
     Ping,
     Version,
     Metrics,
@@ -156,8 +158,11 @@ enum Own {
 
 fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
     let (method, path) = (request.method(), request.uri().path());
+    // A head is asked for as the whole is: hyper leaves the body out.
+    let method = if method == Method::HEAD { &Method::GET } else { method };
     let own = match (method, path) {
         (&Method::GET, "/health") => Own::Health,
+        (&Method::GET, "/livez") => Own::Alive,
         (&Method::GET | &Method::POST, "/ping") => Own::Ping,
         (&Method::GET, "/version") => Own::Version,
         (&Method::GET, "/metrics") => Own::Metrics,
@@ -166,8 +171,8 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
         (&Method::POST, "/backends") => Own::Register,
         (&Method::DELETE, "/backends") => Own::Unregister,
         (&Method::GET, "/v1/live") => Own::Live,
-        (&Method::GET | &Method::HEAD, "/") => Own::Page,
-        (&Method::GET | &Method::HEAD, path) if path.starts_with("/assets/") => Own::Page,
+        (&Method::GET, "/") => Own::Page,
+        (&Method::GET, path) if path.starts_with("/assets/") => Own::Page,
         (&Method::POST, path) if POSTED.contains(&path) => return Ok(Route::PassOn),
         (&Method::GET, path) if path == "/v1/models" || path.starts_with("/v1/models/") => {
             return Ok(Route::PassOn);
@@ -179,12 +184,12 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
         (&Method::GET, "/server_info" | "/openapi.json" | "/health_generate") => {
             return Ok(Route::PassOn);
         }
-        (method, path) => {
-            let (method, path) = (method.to_string(), path.to_owned());
+        (_, path) => {
+            let (method, path) = (request.method().to_string(), path.to_owned());
             let known = POSTED.contains(&path.as_str()) || path.starts_with("/v1/models");
             return Err(match known {
                 true => ApiError::MethodNotAllowed { method, path },
-                false => ApiError::UnknownRoute { method, path },
+                false => ApiError::UnknownRoute { method, path, near: None },
             });
         }
     };
@@ -204,8 +209,14 @@ async fn pass_on(
     // Before anything of its body is read.
     let reading = shared.reading(client(request.headers(), &shared.keys)?, address);
     let live = shared.enter();
-    let (parts, body) = request.into_parts();
-    let body = collect(body, config.bodies, &shared.budget, config.receive_timeout).await?;
+    let (mut parts, body) = request.into_parts();
+    // Policies look into bodies, and a backend that goes on with a stream gets more than the body.
+    let inflater = Inflater::of(&parts.headers)?;
+    if inflater.is_some() {
+        parts.headers.remove(CONTENT_ENCODING);
+    }
+    let time = config.receive_timeout;
+    let body = collect((body, inflater), config.bodies, &shared.budget, time).await?;
     let deadline = Instant::now() + config.request_timeout;
     let ask = Arc::new(Ask::new(parts, body, reading, deadline));
     let mut cut = shared.cut.subscribe();
@@ -238,6 +249,8 @@ async fn own_answer(
     }
     match own {
         Own::Health => health(shared),
+        // Without a backend the router lives all the same.
+        Own::Alive => Ok(ok(&json!({"status": "alive"}))),
         Own::Ping => Ok(ok(&json!({}))),
         Own::Live => live::watch(shared).map(|response| response.map(Answer::Fed)),
         Own::Page => {
@@ -295,7 +308,8 @@ async fn registration(
     };
     Keys::new([key]).shown(request.headers()).ok_or(ApiError::Unauthorized)?;
     let time = shared.config.receive_timeout;
-    let (body, _held) = collect(request.into_body(), REGISTRATION, &shared.budget, time).await?;
+    let body = (request.into_body(), None);
+    let (body, _held) = collect(body, REGISTRATION, &shared.budget, time).await?;
     let parsed = parse_request::<RegistrationRequest>(&body, |_| Ok(()))?;
     let RegistrationRequest { url, ttl } = parsed.request;
     let url =
@@ -323,7 +337,7 @@ fn register(
 
 fn unknown<B>(request: &Request<B>) -> ApiError {
     let (method, path) = (request.method().to_string(), request.uri().path().to_owned());
-    ApiError::UnknownRoute { method, path }
+    ApiError::UnknownRoute { method, path, near: None }
 }
 
 fn lease(ttl: Option<f64>) -> Result<Duration, ApiError> {

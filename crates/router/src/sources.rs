@@ -21,6 +21,8 @@ const LEASES: Duration = Duration::from_millis(500);
 /// # Errors
 /// A line is no URL of a backend.
 pub(crate) fn listed(text: &str) -> Result<Vec<BackendUrl>, UrlError> {
+    // Some editors begin every file with a mark of its byte order.
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
     lines.filter(|line| !line.is_empty()).map(BackendUrl::parse).collect()
 }
@@ -88,6 +90,7 @@ mod tests {
             urls.iter().map(BackendUrl::url).collect::<Vec<_>>(),
             ["http://a:1", "http://b:2"]
         );
+        assert_eq!(listed("\u{feff}http://a:1\r\n").map(|urls| urls.len()), Ok(1));
         assert!(listed("http://a:1\nftp://b").is_err());
     }
 }

@@ -28,7 +28,7 @@ impl BackendUrl {
         let error = |reason| UrlError { url: url.to_owned(), reason };
         let rest = match url.trim().split_once("://") {
             None => url.trim(),
-            Some(("http", rest)) => rest,
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => rest,
             Some(_) => return Err(error("only http is spoken to backends")),
         };
         let rest = rest.strip_suffix('/').unwrap_or(rest);
@@ -69,6 +69,7 @@ mod tests {
     fn urls() {
         let parse = |url| BackendUrl::parse(url).map(|url| url.url());
         assert_eq!(parse("http://host:81/").unwrap(), "http://host:81");
+        assert_eq!(parse("HTTP://host:81").unwrap(), "http://host:81");
         assert_eq!(parse("10.0.0.1:8000").unwrap(), "http://10.0.0.1:8000");
         let v6 = BackendUrl::parse("http://[::1]:8000").unwrap();
         assert_eq!(v6.address(), ("::1".to_owned(), 8000));

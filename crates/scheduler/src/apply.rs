@@ -1,9 +1,11 @@
 //! Applies results to requests: tokens, ends, and the return of retired pages and slots.
 
-use forebay_protocol::{CopyEnd, ROW_OK, SampledLogprobs, StepResult, Want};
+use forebay_protocol::{COPY_OK, CopyEnd, ROW_OK, SampledLogprobs, StepResult, Want};
 
+use crate::entry::Stage;
 use crate::prompts::PromptLogprobsOf;
-use crate::{ApplyError, Event, Finish, Flight, FlightRow, Handle, Scheduler, State};
+use crate::steps::{Flight, FlightRow};
+use crate::{ApplyError, Event, Finish, Handle, Scheduler};
 
 /// A sampled token and its log-probabilities, if requested.
 type Sampled<'a> = (&'a i32, Option<SampledLogprobs<'a>>);
@@ -20,15 +22,16 @@ impl Scheduler {
         events: &mut Vec<Event>,
     ) -> Result<(), ApplyError> {
         let step = result.step;
-        let oldest = self.in_flight.front().ok_or(ApplyError::NothingInFlight { step })?;
+        let oldest = self.steps.in_flight.front().ok_or(ApplyError::NothingInFlight { step })?;
         check_shape(result, oldest)?;
-        let unknown = |end: &&CopyEnd| !self.tiers.is_sent(end.ticket);
+        let unknown = |end: &&CopyEnd| !self.memory.has_sent(end.ticket);
         if let Some(&CopyEnd { ticket, .. }) = result.copied.iter().find(unknown) {
             return Err(ApplyError::Copy { step, ticket });
         }
-        let Some(mut flight) = self.in_flight.pop_front() else {
+        let Some(mut flight) = self.steps.in_flight.pop_front() else {
             return Ok(());
         };
+        self.answered(step);
         self.counters.steps += u64::from(!flight.rows.is_empty());
         self.learn(&flight, result.timing.device_us);
         let mut sampled = result.tokens.iter().zip(result.logprobs());
@@ -43,7 +46,7 @@ impl Scheduler {
             };
             let mut tokens = sampled.by_ref().take(count);
             let prompt = prompts.take(row);
-            if self.requests.get(row.handle).is_none() {
+            if self.roster.requests.get(row.handle).is_none() {
                 // They are nobody's.
             } else if error != ROW_OK {
                 self.not_finite(row.handle, events);
@@ -57,35 +60,39 @@ impl Scheduler {
         // Blocks of rows that went wrong are forgotten by now, so that none of them enters the
         // cache here.
         self.copies_ended(result, events);
-        self.count_rows(result);
-        for retired in flight.retired.drain(..) {
-            self.give_back(retired);
-        }
+        self.memory.count_chosen(result);
+        self.free_retired();
         events.extend(flight.read.drain(..).map(|patches| Event::ImageRead { patches }));
-        flight.towers.clear();
-        flight.rows.clear();
-        (flight.sampled, flight.pooled, flight.answer_words) = (0, 0, 0);
-        self.spare.push(flight);
+        self.steps.reuse(flight);
         Ok(())
     }
 
     fn learn(&mut self, flight: &Flight, device_us: u32) {
         // Where the tower computed too, the time says little of the rows.
-        if !flight.towers.is_empty() {
-            return;
+        if flight.towers.is_empty() {
+            let lengths = flight.rows.iter().map(|row| row.end - row.start);
+            self.turns.learn(lengths.clone().sum(), device_us);
+            self.memory.learn(lengths, device_us);
         }
-        let lengths = flight.rows.iter().map(|row| row.end - row.start);
-        let positions = lengths.clone().sum();
-        self.rates.stepped(positions, device_us);
-        if self.config.host.is_some() {
-            let single = lengths.filter(|&length| length == 1).count() as u32;
-            self.rates.computed(positions, single, device_us);
+    }
+
+    /// Takes the ends of copies.
+    fn copies_ended(&mut self, result: &StepResult, events: &mut Vec<Event>) {
+        let Some(before) = self.memory.begin_copy_ends(result) else { return };
+        for &end in &result.copied {
+            if end.error != COPY_OK {
+                self.preempt_waiters(end.ticket, events);
+            }
+            self.memory.copy_ended(end);
+        }
+        if self.memory.finish_copy_ends(&before, result, &mut self.roster) {
+            self.turns.unblock();
         }
     }
 
     fn pooled(&mut self, row: &FlightRow, vector: &[f32], events: &mut Vec<Event>) {
         self.count_prompt(row, events);
-        let id = self.requests[row.handle].request.id;
+        let id = self.roster[row.handle].request.id;
         events.push(Event::Pooled { id, vector: vector.into() });
         events.push(Event::Finished { id, reason: Finish::Length });
         self.remove(row.handle);
@@ -106,12 +113,12 @@ impl Scheduler {
         }
         let mut first = true;
         for (&token, logprobs) in sampled {
-            let entry = &mut self.requests[row.handle];
+            let entry = &mut self.roster[row.handle];
             debug_assert!(!first || entry.known() == row.end, "results come in order");
             if !std::mem::take(&mut first) {
                 entry.total += 1;
                 // If it has lost its pages meanwhile, it computes all of them again.
-                if let State::Decode { .. } = entry.state {
+                if let Some(Stage::Decode { .. }) = entry.stage() {
                     entry.computed += 1;
                 }
             }
@@ -124,23 +131,52 @@ impl Scheduler {
                 logprobs.map(|l| l.ids.iter().copied().zip(l.values.iter().copied()).collect());
             events.push(Event::Token { id, nth, token, logprobs });
             if stop || full {
-                self.offer_blocks(row.handle);
+                self.memory.offer_blocks(entry);
                 let reason = if stop { Finish::Stop { token } } else { Finish::Length };
                 events.push(Event::Finished { id, reason });
                 self.remove(row.handle);
                 return;
             }
         }
+        let entry = &mut self.roster[row.handle];
         if !first {
-            self.offer_blocks(row.handle);
+            self.memory.offer_blocks(entry);
         }
-        if !row.sits_out {
-            self.clear_suspect(row);
+        let cleared = entry.mark().is_some_and(|mark| row.end >= mark);
+        if cleared && !row.sits_out {
+            self.turns.clear_suspect(row.handle, entry);
         }
     }
 
+    /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
+    /// ended.
+    fn tell_prompt(
+        &mut self,
+        row: &FlightRow,
+        given: PromptLogprobsOf<'_>,
+        events: &mut Vec<Event>,
+    ) -> bool {
+        let (Some(want), entry) = (row.prompt, &mut self.roster[row.handle]) else { return true };
+        let Some(tail) = &mut entry.request.prompt_logprobs else { return true };
+        debug_assert!(want.first <= tail.first, "results come in order, without a gap");
+        let told = tail.first - want.first;
+        if told >= want.count {
+            return true;
+        }
+        tail.first = want.first + want.count;
+        let (id, complete) = (entry.request.id, tail.first == entry.prompt_len);
+        events.push(Event::PromptLogprobs { id, logprobs: given.from(told, want.most) });
+        if !complete || entry.generates() {
+            return true;
+        }
+        self.memory.offer_blocks(entry);
+        events.push(Event::Finished { id, reason: Finish::Length });
+        self.remove(row.handle);
+        false
+    }
+
     fn count_prompt(&mut self, row: &FlightRow, events: &mut Vec<Event>) {
-        let entry = &self.requests[row.handle];
+        let entry = &self.roster[row.handle];
         // The last position of a row that sits out counts when it comes again.
         let end = row.end - u32::from(row.sits_out);
         let tokens = end.min(entry.prompt_len) - row.start.min(entry.prompt_len);
@@ -153,12 +189,10 @@ impl Scheduler {
     /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also
     /// shared ones. They may be the cause, and would spoil the next requests that share them.
     fn not_finite(&mut self, handle: Handle, events: &mut Vec<Event>) {
-        let entry = &self.requests[handle];
+        let entry = &self.roster[handle];
         events.push(Event::Finished { id: entry.request.id, reason: Finish::NotFinite });
-        for &name in &entry.names {
-            self.tiers.forget(name);
-        }
-        self.forget_images(handle);
+        self.memory.forget_blocks(entry);
+        self.images.forget(entry);
         self.remove(handle);
     }
 }

@@ -4,9 +4,11 @@ use forebay_kvcache::Namer;
 use serde::Serialize;
 
 /// The order of admission.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Policy {
     /// The order of arrival.
+    #[default]
     Fcfs,
     /// The order of priority, larger first, then of arrival.
     Priority,
@@ -147,16 +149,8 @@ impl HostTier {
 
     /// The tier as sparse decoding needs it: computed blocks are saved, and saved ones are not
     /// computed again.
-    pub(crate) fn with(self, sparse: Option<Sparse>) -> Self {
-        match sparse {
-            None => self,
-            Some(_) => Self {
-                policy: SavePolicy::WriteThrough,
-                prefetch: 0,
-                restore_preempted: true,
-                ..self
-            },
-        }
+    pub(crate) fn for_sparse(self) -> Self {
+        Self { policy: SavePolicy::WriteThrough, prefetch: 0, restore_preempted: true, ..self }
     }
 
     /// The default of `copies_a_step`. With it saves keep up with a prefill of `token_budget`

@@ -11,36 +11,28 @@ impl Scheduler {
     /// page: it was just submitted, or the hand has died ([`Self::reset`]) and nothing was planned
     /// since.
     pub fn hold(&mut self, id: u64) {
-        let Some(&handle) = self.by_id.get(&id) else { return };
-        let entry = &mut self.requests[handle];
-        debug_assert!(entry.state.residence().is_none(), "{id} has been admitted");
+        let Some(handle) = self.roster.find(id) else { return };
+        let entry = &mut self.roster[handle];
+        debug_assert!(entry.residence.is_none(), "{id} has been admitted");
         entry.request.held = true;
-        let (key, ticket) = (entry.key, entry.ticket(handle));
-        self.queue.remove(&ticket);
-        self.suspects.remove(&key);
-        self.shares.gone(handle);
+        self.turns.leave(&entry.ticket(handle));
     }
 
     /// Puts a held request back into the line, in its place. False: there is no held request with
     /// this id.
     pub fn release(&mut self, id: u64) -> bool {
-        let Some(&handle) = self.by_id.get(&id) else { return false };
-        let entry = &mut self.requests[handle];
-        if !std::mem::take(&mut entry.request.held) {
-            return false;
+        let Some(handle) = self.roster.find(id) else { return false };
+        let entry = &mut self.roster[handle];
+        let held = std::mem::take(&mut entry.request.held);
+        if held {
+            self.turns.line_up(handle, entry);
         }
-        let key = entry.key;
-        if entry.mark().is_some() {
-            self.suspects.insert(key, handle);
-        } else {
-            self.enqueue(handle);
-        }
-        true
+        held
     }
 
     /// Ids of the held requests, in an order that is the same in every run.
     pub fn held(&self) -> impl Iterator<Item = u64> {
-        let held = self.requests.iter().filter(|(_, entry)| entry.request.held);
+        let held = self.roster.requests.iter().filter(|(_, entry)| entry.request.held);
         held.map(|(_, entry)| entry.request.id)
     }
 }

@@ -8,8 +8,8 @@
 
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
-use crate::request::Entry;
-use crate::{Event, Finish, FlightRow, Handle, Scheduler};
+use crate::entry::Entry;
+use crate::steps::FlightRow;
 
 /// The tokens of a prompt whose log-probabilities a client wants: all from one position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,77 +46,26 @@ impl Entry {
     }
 
     /// The tokens of the prompt that a row of positions `start .. end` in `slot` gives.
-    fn given_by(&self, slot: u32, start: u32, end: u32) -> Option<PromptLogprobsWant> {
+    pub(crate) fn given_by(&self, slot: u32, start: u32, end: u32) -> Option<PromptLogprobsWant> {
         let tail = self.untold()?;
         let first = tail.first.max(start + 1);
         let count = (end + 1).min(self.prompt_len).checked_sub(first).filter(|&count| count > 0)?;
         Some(PromptLogprobsWant { slot, first, count, most: tail.most.into() })
     }
-}
 
-impl Scheduler {
-    /// The number of `length` positions that a row may have, so that the log-probabilities of its
-    /// prompt have room in the result beside others'. The first row to give any may always have one
-    /// position.
-    pub(crate) fn room_in_result(&self, handle: Handle, length: u32) -> u32 {
-        let entry = &self.requests[handle];
-        let start = entry.computed;
-        let Some(want) = entry.given_by(0, start, start + length) else { return length };
-        let left = self.answers_left(want.most);
+    /// The number of `length` positions that its next row may have, so that the log-probabilities
+    /// of its prompt have room in the result beside others'. `answers`: the number of tokens with
+    /// room there ([`crate::steps::Flight::answers_left`]).
+    pub(crate) fn room_in_result(&self, length: u32, answers: impl Fn(u32) -> u32) -> u32 {
+        let start = self.computed;
+        let Some(want) = self.given_by(0, start, start + length) else { return length };
+        let left = answers(want.most);
         if want.count <= left { length } else { want.first - 1 + left - start }
     }
 
-    /// True if a row of a request may give log-probabilities of its prompt, if it wants any.
-    pub(crate) fn has_room_in_result(&self, handle: Handle) -> bool {
-        let untold = self.requests[handle].untold();
-        untold.is_none_or(|tail| self.answers_left(tail.most.into()) > 0)
-    }
-
-    /// The number of tokens that the result still has room for.
-    fn answers_left(&self, most: u32) -> u32 {
-        let taken = self.building.answer_words;
-        let each = PromptLogprobsWant::answer_words(1, most);
-        let left = self.config.step_words.saturating_sub(taken) / each;
-        u32::try_from(left.max(usize::from(taken == 0))).unwrap_or(u32::MAX)
-    }
-
-    /// Notes the prompt's tokens for which a new row gives log-probabilities.
-    pub(crate) fn wanted_of(
-        &mut self,
-        handle: Handle,
-        slot: u32,
-        (start, end): (u32, u32),
-    ) -> Option<PromptLogprobsWant> {
-        let want = self.requests[handle].given_by(slot, start, end)?;
-        self.building.answer_words += PromptLogprobsWant::answer_words(want.count, want.most);
-        Some(want)
-    }
-
-    /// Reports the new log-probabilities of a row. False: the request wanted nothing else, and has
-    /// ended.
-    pub(crate) fn tell_prompt(
-        &mut self,
-        row: &FlightRow,
-        given: PromptLogprobsOf<'_>,
-        events: &mut Vec<Event>,
-    ) -> bool {
-        let (Some(want), entry) = (row.prompt, &mut self.requests[row.handle]) else { return true };
-        let Some(tail) = &mut entry.request.prompt_logprobs else { return true };
-        debug_assert!(want.first <= tail.first, "results come in order, without a gap");
-        let told = tail.first - want.first;
-        if told >= want.count {
-            return true;
-        }
-        tail.first = want.first + want.count;
-        let (id, complete) = (entry.request.id, tail.first == entry.prompt_len);
-        events.push(Event::PromptLogprobs { id, logprobs: given.from(told, want.most) });
-        if !complete || entry.generates() {
-            return true;
-        }
-        self.offer_blocks(row.handle);
-        events.push(Event::Finished { id, reason: Finish::Length });
-        self.remove(row.handle);
-        false
+    /// True if a row may give log-probabilities of its prompt, if it wants any.
+    pub(crate) fn has_room_in_result(&self, answers: impl Fn(u32) -> u32) -> bool {
+        self.untold().is_none_or(|tail| answers(tail.most.into()) > 0)
     }
 }
 
@@ -145,7 +94,7 @@ impl<'a> PromptLogprobsOf<'a> {
     }
 
     /// The log-probabilities without the first `told` tokens.
-    fn from(self, told: u32, most: u32) -> PromptLogprobs {
+    pub(crate) fn from(self, told: u32, most: u32) -> PromptLogprobs {
         let (tokens, entries) = (told as usize, told as usize * (1 + most as usize));
         PromptLogprobs {
             ranks: self.ranks[tokens..].to_vec(),

@@ -2,37 +2,9 @@
 
 use serde::Serialize;
 
-use crate::{Flight, Scheduler, State};
-
-/// The work of a plan.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Planned {
-    /// Rows that decode.
-    pub decode_rows: u32,
-    /// Rows that compute known tokens of a prompt.
-    pub prefill_rows: u32,
-    /// Positions of all rows.
-    pub tokens: u32,
-    /// Images in the tower.
-    pub images: u32,
-}
-
-impl Planned {
-    pub(crate) fn of(flight: &Flight, decodes: usize) -> Self {
-        Self {
-            decode_rows: decodes as u32,
-            prefill_rows: (flight.rows.len() - decodes) as u32,
-            tokens: flight.rows.iter().map(|row| row.end - row.start).sum(),
-            images: flight.towers.len() as u32,
-        }
-    }
-
-    /// True if the device computes anything.
-    #[must_use]
-    pub fn computes(&self) -> bool {
-        self.tokens > 0 || self.images > 0
-    }
-}
+use crate::Scheduler;
+use crate::entry::Stage;
+use crate::steps::Planned;
 
 /// The phase of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -72,7 +44,7 @@ impl Scheduler {
     /// The work of the newest plan.
     #[must_use]
     pub fn planned(&self) -> Planned {
-        self.planned
+        self.steps.planned
     }
 
     /// The live requests, those with a slot first.
@@ -82,14 +54,14 @@ impl Scheduler {
     }
 
     fn views_of(&self, residents: bool) -> impl Iterator<Item = RequestView> {
-        let entries = self.requests.iter().map(|(_, entry)| entry);
-        let entries = entries.filter(move |entry| entry.state.residence().is_some() == residents);
+        let entries = self.roster.requests.iter().map(|(_, entry)| entry);
+        let entries = entries.filter(move |entry| entry.residence.is_some() == residents);
         entries.map(|entry| RequestView {
             id: entry.request.id,
-            phase: match entry.state {
-                State::Waiting | State::Arriving { .. } => Phase::Queued,
-                State::Prefill(_) | State::Planned(_) => Phase::Prefill,
-                State::Decode { .. } => Phase::Decode,
+            phase: match entry.stage() {
+                None | Some(Stage::Arriving(_)) => Phase::Queued,
+                Some(Stage::Prefill | Stage::Planned) => Phase::Prefill,
+                Some(Stage::Decode { .. }) => Phase::Decode,
             },
             prompt: entry.prompt_len,
             cached: entry.cached,

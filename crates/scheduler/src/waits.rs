@@ -4,30 +4,30 @@
 //! when the hand needs it. Its row then *sits out*: it is computed and gives no token. Its last
 //! position is computed again when the mask is there. Until then the request *waits*. It keeps its
 //! slot and pages and computes what it knows, but no row of it samples. Blocks and images of that
-//! last position are kept until a token has come ([`crate::request::Entry::certain`]).
+//! last position are kept until a token has come ([`crate::entry::Entry::certain`]).
 
 use forebay_protocol::Want;
 
-use crate::{Handle, Scheduler};
+use crate::Scheduler;
+use crate::entry::Entry;
 
 impl Scheduler {
     /// Has the request's masked row of the newest plan give no token, and the request wait. The
     /// hand is told the same. It has to happen before the next plan is made. False: there is no
     /// such row, or its request has ended.
     pub fn sit_out(&mut self, id: u64) -> bool {
-        let (Some(&handle), Some(flight)) = (self.by_id.get(&id), self.in_flight.back_mut()) else {
-            return false;
-        };
+        let newest = self.steps.in_flight.back_mut();
+        let (Some(handle), Some(flight)) = (self.roster.find(id), newest) else { return false };
         let mut rows = flight.rows.iter_mut();
         let Some(row) = rows.find(|row| row.handle == handle && row.want == Want::Masked) else {
             return false;
         };
         (row.want, row.sits_out) = (Want::Nothing, true);
         flight.sampled -= 1;
-        let entry = &mut self.requests[handle];
+        let entry = &mut self.roster[handle];
         debug_assert_eq!(entry.total, row.end + 1, "no later plan was made");
         entry.total -= 1;
-        if entry.state.residence().is_some() {
+        if entry.residence.is_some() {
             (entry.computed, entry.repeats) = (entry.computed - 1, true);
         }
         entry.waits = true;
@@ -47,21 +47,21 @@ impl Scheduler {
     /// Charges a request's client for time that its masks took on the host. The charge is as many
     /// tokens as the device computes in that time, and counts in the client's turns in the queue.
     pub fn charge(&mut self, id: u64, us: u64) {
-        let Some(&handle) = self.by_id.get(&id) else { return };
-        let ticket = self.requests[handle].ticket(handle);
-        self.queue.charge(&ticket, self.rates.tokens_in(us));
+        let Some(handle) = self.roster.find(id) else { return };
+        self.turns.charge(&self.roster[handle].ticket(handle), us);
     }
 
     fn set_waits(&mut self, id: u64, waits: bool) {
-        if let Some(&handle) = self.by_id.get(&id) {
-            self.requests[handle].waits = waits;
+        if let Some(handle) = self.roster.find(id) {
+            self.roster[handle].waits = waits;
         }
     }
+}
 
-    /// The number of positions that a row of a request may have, so that it does not sample while
+impl Entry {
+    /// The number of positions that a row of the request may have, so that it does not sample while
     /// the request waits.
-    pub(crate) fn permitted(&self, handle: Handle) -> u32 {
-        let entry = &self.requests[handle];
-        if entry.waits { (entry.total - 1).saturating_sub(entry.computed) } else { u32::MAX }
+    pub(crate) fn permitted(&self) -> u32 {
+        if self.waits { (self.total - 1).saturating_sub(self.computed) } else { u32::MAX }
     }
 }

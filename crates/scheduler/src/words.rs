@@ -5,12 +5,13 @@
 //! alone has at most [`MAX_REQUEST_WORDS`], or is refused before it is queued. Running requests
 //! need a row and a page at most. So every plan fits.
 
-use forebay_protocol::{
-    COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SlotSpec, Span, StepPlan,
-};
+use forebay_protocol::{MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SlotSpec, StepPlan};
 
-use crate::images::image_words;
-use crate::{Handle, Scheduler};
+use crate::config::SchedulerConfig;
+use crate::entry::Entry;
+use crate::images::prompt::image_words;
+use crate::memory::Memory;
+use crate::steps::NewStep;
 
 /// The size in words up to which a plan may admit a further request: 16 MiB, which the hand reads
 /// in some milliseconds.
@@ -40,37 +41,22 @@ pub(crate) fn check_slots(slots: u32) {
     assert!(words <= RUNNING_WORDS, "a plan has no room for {slots} slots");
 }
 
-impl Scheduler {
-    /// True if the plan and its result have room for this request too. The plan has admitted
-    /// another one.
-    pub(crate) fn has_words_for(&self, handle: Handle, plan: &StepPlan) -> bool {
-        let entry = &self.requests[handle];
-        let pages = if self.keeps_nothing() {
-            0
-        } else {
-            (entry.total as usize + 1).div_ceil(self.config.page_size as usize)
-        };
-        // What it still shares becomes its own, and part of the slot.
-        let shared = entry.known() as usize - entry.tokens.len();
-        // The host's pages are another table.
-        let (tables, rows) =
-            self.config.sparse.map_or((1, 0), |sparse| (2, sparse.row_pages as usize));
-        let pages = PAGE_WRITE_WORDS * (tables * pages + rows);
-        let words = entry.slot(0).words()
-            + shared
-            + ROW_WORDS
-            + pages
-            + image_words(&entry.request.images) as usize;
-        let mut copies =
-            self.config.host.map_or(0, |host| COPY_WORDS * host.copies_a_step as usize);
-        if self.config.sparse.is_some_and(|sparse| sparse.save_rows) {
-            // Each page that its first row touches is a copy of its own, and all copies have spans.
-            let longest = self.config.token_budget.max(self.config.page_size);
-            let touched = (longest / self.config.page_size + 2) as usize;
-            copies = (copies / COPY_WORDS + touched) * (COPY_WORDS + Span::WORDS);
-        }
-        let vectors = self.building.pooled + usize::from(entry.pools());
-        plan.words() + words + copies <= self.config.step_words
-            && vectors * self.config.vector_size as usize <= STEP_WORDS
-    }
+/// True if the plan and its result have room for this request too. The plan has admitted another
+/// one.
+pub(crate) fn has_words(
+    config: &SchedulerConfig,
+    memory: &Memory,
+    step: &NewStep<'_>,
+    entry: &Entry,
+) -> bool {
+    // What it still shares becomes its own, and part of the slot.
+    let shared = entry.known() as usize - entry.tokens.len();
+    let words = entry.slot(0).words()
+        + shared
+        + ROW_WORDS
+        + memory.words(entry.total, config.token_budget)
+        + image_words(&entry.request.images) as usize;
+    let vectors = step.flight.pooled + usize::from(entry.pools());
+    step.plan.words() + words <= config.step_words
+        && vectors * config.vector_size as usize <= STEP_WORDS
 }

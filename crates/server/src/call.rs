@@ -22,6 +22,7 @@ use crate::alive::LiveGuard;
 use crate::answer::AnswerWriter;
 use crate::constrain;
 use crate::cost;
+use crate::ignored::ignore;
 use crate::images::{ImageFile, Shown};
 use crate::peers::{Peer, Resume};
 use crate::state::Shared;
@@ -115,6 +116,9 @@ impl Call {
                 constrain::constraints(state, submission, said, peer.client().0).await?;
             if let Some(constraints) = &constraints {
                 charge.add(constraints.bytes)?;
+                for keyword in constraints.left_out.iter() {
+                    ignore(state, keyword)?;
+                }
             }
             restricted.push(constraints);
         }
@@ -165,6 +169,7 @@ impl Call {
             Arc::new(Shown::new(Arc::clone(file), &state.intake))
         };
         let pictures: Vec<Arc<dyn Picture>> = files.iter().map(show).collect();
+        let shown: Arc<[String]> = files.iter().map(|file| file.param().to_owned()).collect();
         let generation = &terms.generation;
         let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
         let seed = seed.unwrap_or_else(rand::random);
@@ -195,6 +200,7 @@ impl Call {
                 prompt_tokens,
                 arrived,
                 interval,
+                images: Arc::clone(&shown),
             })?;
             let request = Request {
                 id: id.0,
@@ -392,7 +398,7 @@ fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> De
 
 /// Refuses a priority that clients may not ask for.
 pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiError> {
-    let most = state.config.max_client_priority;
+    let most = state.config.max_client_priority.unwrap_or(u32::MAX);
     if priority.unsigned_abs() <= most {
         return Ok(());
     }

@@ -1,16 +1,16 @@
 //! The server's settings, which the binary makes.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use forebay_api::{Access, GenerationDefaults};
 use forebay_dialect::Dialect;
 use forebay_egress::EgressMode;
-use forebay_engine::Namer;
+use forebay_engine::{Namer, as_seconds};
 use forebay_fetch::Fetcher;
 use forebay_grammar::{Grammars, Markers};
-use forebay_http::{Guard, Keys, Tls, TrustedProxies};
+use forebay_http::{Keys, Tls, TrustedProxies};
+use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::images::model::ImageModel;
@@ -18,43 +18,52 @@ use crate::pooling::model::PooledModel;
 use crate::store::StoreConfig;
 
 /// The rule for clients that share cached blocks.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize)]
 pub struct Sharing {
     /// The namer of the engine's blocks. It also makes salts, so that nobody can find a second salt
     /// for the same names.
+    #[serde(skip)]
     pub namer: Namer,
     /// True if clients with different keys share blocks.
-    pub across_keys: bool,
+    pub share_cache_across_keys: bool,
 }
 
-/// The settings of the server. The listener is opened by the caller.
-#[derive(Debug, Clone)]
+/// The settings of the server. The listener is opened by the caller. A field of a flag has the
+/// flag's name. Keys are never written.
+#[derive(Debug, Clone, Serialize)]
 pub struct ServerConfig {
     /// Keys of clients. If there are any, each client must send one.
+    #[serde(skip)]
     pub api_keys: Keys,
     /// Keys for routes that change the server or report on it. If there are any, these routes need
     /// one of them. They are valid for all other routes too.
+    #[serde(skip)]
     pub admin_keys: Keys,
     /// The key of routers. A router with the key gets the blocks of the prefix caches.
+    #[serde(skip)]
     pub router_key: Option<String>,
     /// The rule for clients that share cached blocks.
+    #[serde(flatten)]
     pub sharing: Sharing,
     /// True if clients are not told the number of their cached tokens.
     pub hide_cached_tokens: bool,
     /// Hosts and pages whose requests are answered.
+    #[serde(skip)]
     pub access: Access,
     /// The prefix that paths may have, such as `/llm`, if a proxy in front has it in its URLs. It
     /// is empty, or has no slash at its end.
     pub root_path: String,
     /// Proxies that are trusted to name the sender of a request.
+    #[serde(skip)]
     pub trusted_proxies: TrustedProxies,
     /// The largest number of connections at a time. A few further ones get a 503, or the health of
     /// the server.
     pub max_connections: usize,
     /// Certificate and key; `None`: connections are not encrypted.
+    #[serde(skip)]
     pub tls: Option<Tls>,
-    /// The largest `priority` of a client; minus this number is the smallest.
-    pub max_client_priority: u32,
+    /// The largest `priority` of a client; minus this number is the smallest. `None`: any.
+    pub max_client_priority: Option<u32>,
     /// The largest request body in bytes. Only embeddings or images may take more of it than
     /// `max_json_bytes`.
     pub max_body_bytes: usize,
@@ -63,18 +72,21 @@ pub struct ServerConfig {
     /// The largest number of bytes that all requests take together, from their bodies to their
     /// expected output.
     pub max_request_bytes_in_flight: usize,
-    /// The longest time for a request's head to arrive, and for a connection to be idle.
-    pub header_timeout: Duration,
-    /// The longest time for a request's body to arrive.
-    pub body_timeout: Duration,
+    /// The longest time for a request's head to arrive, then for its body, and for a connection to
+    /// be idle.
+    #[serde(serialize_with = "as_seconds")]
+    pub receive_timeout: Duration,
     /// The longest time in which a client may take no bytes although some wait for it. Then its
     /// connection is cut.
+    #[serde(serialize_with = "as_seconds")]
     pub send_timeout: Duration,
     /// The largest number of unsent bytes of a response. A response with more ends with an error.
     pub max_unread_bytes: usize,
     /// The time for which running requests may go on after the shutdown signal.
+    #[serde(serialize_with = "as_seconds")]
     pub drain_timeout: Duration,
     /// The longest wait of /health_generate for its token.
+    #[serde(skip)]
     pub health_timeout: Duration,
     /// The way of chunks to their sockets.
     pub egress: EgressMode,
@@ -82,6 +94,7 @@ pub struct ServerConfig {
     /// and the end do not wait.
     pub stream_interval: u32,
     /// The bounds of kept responses, which clients get again or continue.
+    #[serde(flatten)]
     pub responses: StoreConfig,
     /// True if there is a page at `/`.
     pub webui: bool,
@@ -92,33 +105,27 @@ pub struct ServerConfig {
     /// The largest number of tokens of /tokenize and /detokenize; `None`: four times the context,
     /// and at least 65536.
     pub max_tokenize_tokens: Option<usize>,
-    /// The watch over the threads; /health reports its findings.
-    pub guard: Guard,
-    /// Log lines that were dropped because the writer was behind, for /metrics.
-    pub log_lines_dropped: Arc<AtomicU64>,
-    /// The resolved configuration, for /server_info.
-    pub info: Value,
 }
 
 impl Default for ServerConfig {
+    /// The defaults of the flags.
     fn default() -> Self {
         Self {
             api_keys: Keys::default(),
             admin_keys: Keys::default(),
             router_key: None,
-            sharing: Sharing { namer: Namer::open(), across_keys: false },
+            sharing: Sharing { namer: Namer::open(), share_cache_across_keys: false },
             hide_cached_tokens: false,
             access: Access::default(),
             root_path: String::new(),
             trusted_proxies: TrustedProxies::default(),
             max_connections: 65_536,
             tls: None,
-            max_client_priority: u32::MAX,
+            max_client_priority: None,
             max_body_bytes: 64 << 20,
             max_json_bytes: 4 << 20,
             max_request_bytes_in_flight: 1 << 30,
-            header_timeout: Duration::from_secs(60),
-            body_timeout: Duration::from_secs(60),
+            receive_timeout: Duration::from_secs(60),
             send_timeout: Duration::from_secs(60),
             max_unread_bytes: 64 << 20,
             drain_timeout: Duration::from_secs(30),
@@ -130,9 +137,6 @@ impl Default for ServerConfig {
             queue_while_loading: false,
             strict_params: false,
             max_tokenize_tokens: None,
-            guard: Guard::default(),
-            log_lines_dropped: Arc::default(),
-            info: Value::Null,
         }
     }
 }

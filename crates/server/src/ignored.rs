@@ -1,6 +1,7 @@
-//! Parameters of a request that have no effect: they are named in a header, or refused.
+//! Differences from a request, which headers of its answer name: parameters that have no effect,
+//! unless these are refused, and tools that the model's template does not show.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue};
@@ -12,11 +13,20 @@ use crate::state::Shared;
 
 /// Names of parameters that had no effect, with commas between them.
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-forebay-ignored");
+/// The form in which tools were shown to the model, if its template shows none.
+pub(crate) const TOOLS_HEADER: HeaderName = HeaderName::from_static("x-forebay-tools");
 /// The largest number of bytes of the header: names beyond are left out.
 const MOST_BYTES: usize = 1024;
 
 tokio::task_local! {
     static NAMES: RefCell<Vec<String>>;
+    static GENERIC_TOOLS: Cell<bool>;
+}
+
+/// Notes that a system message lists the tools of the request.
+pub(crate) fn note_generic_tools() {
+    // A request that the server makes itself has nobody to be told.
+    let _ = GENERIC_TOOLS.try_with(|generic| generic.set(true));
 }
 
 /// Notes that a parameter of the request that is being answered has no effect.
@@ -45,13 +55,17 @@ pub(crate) fn note(name: String) {
     });
 }
 
-/// Answers a request, and names the parameters without an effect.
+/// Answers a request, and names the differences from it.
 pub(crate) async fn tell(request: Request, next: Next) -> Response {
     let answer = async {
         let response = next.run(request).await;
-        (response, NAMES.with(RefCell::take))
+        (response, NAMES.with(RefCell::take), GENERIC_TOOLS.with(Cell::get))
     };
-    let (mut response, names) = NAMES.scope(RefCell::default(), answer).await;
+    let answer = GENERIC_TOOLS.scope(Cell::default(), answer);
+    let (mut response, names, generic_tools) = NAMES.scope(RefCell::default(), answer).await;
+    if generic_tools {
+        response.headers_mut().insert(TOOLS_HEADER, HeaderValue::from_static("generic"));
+    }
     let mut text = String::new();
     for name in names {
         // Names are the client's: what a header can't have is left out of them.

@@ -8,8 +8,8 @@ use axum::body::{Body, HttpBody};
 use axum::extract::{FromRequest, FromRequestParts, Query, Request};
 use axum::http::Uri;
 use bytes::Bytes;
-use forebay_api::ApiError;
 use forebay_api::limits::{Limited, takes_embeds, takes_images};
+use forebay_api::{ApiError, Inflater};
 use forebay_http::{Charge, ClientId};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
@@ -17,6 +17,7 @@ use tokio::time::{timeout, timeout_at};
 
 use crate::cost::unread;
 use crate::ignored::ignore;
+use crate::inflated::Inflated;
 use crate::intake::LARGE_BODY;
 use crate::intake::body::{BodyLimit, Pieces};
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
@@ -34,11 +35,13 @@ const STEP_PART: usize = 4;
 pub(crate) struct Upload {
     body: Body,
     client: ClientId,
+    /// The inflater of a compressed body, or the error for one that is not read.
+    inflater: Result<Option<Inflater>, ApiError>,
 }
 
 impl Upload {
     pub(crate) fn new(body: Body, client: ClientId) -> Self {
-        Self { body, client }
+        Self { body, client, inflater: Ok(None) }
     }
 }
 
@@ -48,7 +51,7 @@ impl FromRequest<Shared> for Upload {
     async fn from_request(request: Request, state: &Shared) -> Result<Self, Infallible> {
         let (mut parts, body) = request.into_parts();
         let client = ClientId::from_request_parts(&mut parts, state).await?;
-        Ok(Self::new(body, client))
+        Ok(Self { inflater: Inflater::of(&parts.headers), ..Self::new(body, client) })
     }
 }
 
@@ -72,7 +75,8 @@ where
     let limit = body_limit(state, images || takes_embeds(T::PARAMS));
     let charge = Arc::new(state.budget.open(upload.client));
     let turns = state.intake.turns();
-    let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
+    let (pieces, _turn) =
+        collect(upload, limit, state.config.receive_timeout, turns, &charge).await?;
     let (request, unread) = state.intake.parse(pieces, limit, &charge).await?;
     for name in unread {
         ignore(state, &name)?;
@@ -85,7 +89,8 @@ pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Char
     let limit = body_limit(state, true);
     let charge = state.budget.open(upload.client);
     let turns = state.intake.turns();
-    let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
+    let (pieces, _turn) =
+        collect(upload, limit, state.config.receive_timeout, turns, &charge).await?;
     Ok((pieces.join(), charge))
 }
 
@@ -101,12 +106,17 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
 /// it is its turn, which lasts until the caller has parsed it. If all were read at once, all would
 /// lie in memory that has to be found and cleared first.
 async fn collect(
-    Upload { mut body, client }: Upload,
+    Upload { body, client, inflater }: Upload,
     limit: BodyLimit,
     time: Duration,
     turns: &Turns,
     charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
+    // What a compressed body becomes is what its limits are about.
+    let mut body = match inflater? {
+        Some(inflater) => Body::new(Inflated::new(body, inflater)),
+        None => body,
+    };
     // A declared length over the limit is refused before anything is read.
     let declared = body.size_hint().lower();
     let result = if declared > limit.most as u64 {
@@ -169,7 +179,7 @@ async fn read_frames(
             }
         };
         let Some(frame) = frame else { return Ok((pieces, turn)) };
-        let frame = frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
+        let frame = frame.map_err(broken)?;
         let Ok(data) = frame.into_data() else { continue };
         so_far += data.len();
         if so_far > limit.most {
@@ -184,16 +194,29 @@ async fn read_frames(
     }
 }
 
+/// The error of a body that could not be read to its end.
+fn broken(error: axum::Error) -> ApiError {
+    match error.into_inner().downcast::<ApiError>() {
+        Ok(error) => *error,
+        Err(error) => ApiError::BrokenBody { reason: error.to_string() },
+    }
+}
+
 async fn discard(mut body: Body) {
     while let Some(Ok(_)) = body.frame().await {}
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::pin::Pin;
     use std::sync::Arc;
     use std::task::{Context, Waker};
 
+    use axum::http::header::CONTENT_ENCODING;
+    use axum::http::{HeaderMap, HeaderValue};
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
     use forebay_http::ByteBudget;
     use http_body_util::channel::Channel;
     use tokio::task::JoinSet;
@@ -222,6 +245,38 @@ mod tests {
         let (pieces, _) =
             collect(upload(body), at_most(limit), TIME, &Turns::new(1), &charge).await?;
         Ok(pieces.join())
+    }
+
+    #[tokio::test]
+    async fn a_compressed_body_is_bounded_by_what_it_becomes() {
+        let gzip = |data: &[u8]| {
+            let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+            encoder.write_all(data).unwrap();
+            encoder.finish().unwrap()
+        };
+        let read = async |compressed: Vec<u8>, limit: usize| {
+            let encoding = HeaderValue::from_static("gzip");
+            let headers = HeaderMap::from_iter([(CONTENT_ENCODING, encoding)]);
+            let upload = Upload { inflater: Inflater::of(&headers), ..upload(compressed) };
+            let charge = free();
+            let read = collect(upload, at_most(limit), TIME, &Turns::new(1), &charge).await;
+            read.map(|(pieces, _)| pieces.join())
+        };
+        let large = vec![b'x'; 3 << 20];
+        assert_eq!(read(gzip(b"{}"), 2).await.unwrap(), "{}");
+        assert_eq!(read(gzip(&large), 3 << 20).await.unwrap(), large);
+        let flag = "--max-json-bytes";
+        let over = read(gzip(&large), (3 << 20) - 1).await;
+        assert_eq!(over.unwrap_err(), ApiError::BodyTooLarge { limit: (3 << 20) - 1, flag });
+        let wrong = read(b"{}".to_vec(), 100).await.unwrap_err();
+        assert!(wrong.to_string().contains("gzip"), "{wrong}");
+        // What it becomes is charged, too.
+        let budget = ByteBudget::new(1 << 20);
+        let headers = HeaderMap::from_iter([(CONTENT_ENCODING, HeaderValue::from_static("gzip"))]);
+        let upload = Upload { inflater: Inflater::of(&headers), ..upload(gzip(&large)) };
+        let charge = budget.open(CLIENT);
+        let read = collect(upload, at_most(1 << 30), TIME, &Turns::new(1), &charge).await;
+        assert!(matches!(read.unwrap_err().status(), 413 | 429));
     }
 
     #[tokio::test]

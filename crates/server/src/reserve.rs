@@ -71,7 +71,7 @@ impl HealthThread {
             tls: None,
         };
         let connections = Connections::new("a health connection", [(RESERVE, setup)]);
-        let guard = &state.config.guard;
-        Ok(Self { _thread: ListenerThread::start("health", listener, connections, guard)? })
+        let thread = ListenerThread::start("health", listener, connections, &state.guard)?;
+        Ok(Self { _thread: thread })
     }
 }

@@ -69,7 +69,7 @@ fn connections(state: &Shared) -> io::Result<Connections> {
     let config = &state.config;
     let usual = ConnectionSetup {
         router: routes::router(state.clone()),
-        header_timeout: config.header_timeout,
+        header_timeout: config.receive_timeout,
         send_timeout: config.send_timeout,
         keep_alive: true,
         tls: config.tls.clone(),

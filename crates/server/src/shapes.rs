@@ -22,7 +22,7 @@ enum Shape {
 impl Shape {
     fn of(uri: &Uri) -> Self {
         match uri.path() {
-            "/v1/messages" | "/v1/messages/count_tokens" => Self::Anthropic,
+            path if path == "/v1/messages" || path.starts_with("/v1/messages/") => Self::Anthropic,
             path if path.starts_with("/api/") => Self::Ollama,
             _ => Self::OpenAi,
         }
@@ -58,7 +58,18 @@ pub(crate) fn anthropic(error: &ApiError) -> Value {
         500.. => "api_error",
         _ => "invalid_request_error",
     };
-    json!({"type": "error", "error": {"type": kind, "message": error.body().error.message}})
+    let message = match error {
+        // Anthropic's clients read these words, and make the conversation shorter. A prompt has to
+        // leave room for a token.
+        ApiError::ContextLength { prompt, limit, .. } => {
+            format!("prompt is too long: {prompt} tokens > {} maximum", limit.saturating_sub(1))
+        }
+        ApiError::TextTooLong { at_least, limit, .. } => {
+            format!("prompt is too long: {at_least} tokens > {limit} maximum")
+        }
+        error => error.body().error.message,
+    };
+    json!({"type": "error", "error": {"type": kind, "message": message}})
 }
 
 /// An error as Ollama tells it.
@@ -77,5 +88,33 @@ mod tests {
         assert_eq!(kind(ApiError::invalid("a", "b")), "invalid_request_error");
         assert_eq!(kind(ApiError::Draining), "overloaded_error");
         assert_eq!(kind(ApiError::BackendDied { deaths: 2 }), "api_error");
+    }
+
+    #[test]
+    fn a_prompt_beyond_the_context_is_told_in_anthropic_s_words() {
+        let told = |error: ApiError| anthropic(&error)["error"]["message"].clone();
+        let (param, limit) = ("messages", 100);
+        for (prompt, max_tokens) in [(100, None), (170, Some(5))] {
+            let expected = format!("prompt is too long: {prompt} tokens > 99 maximum");
+            assert_eq!(
+                told(ApiError::ContextLength { param, limit, prompt, max_tokens }),
+                expected
+            );
+        }
+        let error = ApiError::TextTooLong { param: "messages".into(), limit: 100, at_least: 333 };
+        assert_eq!(told(error), "prompt is too long: 333 tokens > 100 maximum");
+    }
+
+    #[test]
+    fn routes_have_the_shape_of_their_api() {
+        for (path, shape) in [
+            ("/v1/messages", Shape::Anthropic),
+            ("/v1/messages/batches", Shape::Anthropic),
+            ("/v1/messagesx", Shape::OpenAi),
+            ("/api/chat", Shape::Ollama),
+            ("/v1/models", Shape::OpenAi),
+        ] {
+            assert_eq!(Shape::of(&path.parse().expect("a path")), shape, "{path}");
+        }
     }
 }

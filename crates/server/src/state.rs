@@ -15,10 +15,37 @@ use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
 use forebay_egress::{Egress, Engine, Metrics};
 use forebay_engine::{Dtype, RequestId, Status};
-use forebay_http::{ByteBudget, Clients, HasClients, Keys};
+use forebay_http::{ByteBudget, Clients, Guard, HasClients, Keys};
 use forebay_text::TextPool;
+use serde_json::Value;
 
-/// The parts of the server.
+/// The parts that a server is made of.
+pub struct ServerParts {
+    /// The settings.
+    pub config: ServerConfig,
+    /// The resolved configuration of the whole program, for /server_info.
+    pub info: Value,
+    /// The watch over the threads; /health reports its findings.
+    pub guard: Guard,
+    /// Log lines that were dropped because the writer was behind, for /metrics.
+    pub log_lines_dropped: Arc<AtomicU64>,
+    /// The served model.
+    pub model: ModelInfo,
+    /// The engines.
+    pub engine: Arc<dyn Engine>,
+    /// The threads that tokenise.
+    pub text: Arc<TextPool>,
+    /// The threads that read bodies.
+    pub intake: Intake,
+    /// The other end of the sink that the engines were started with.
+    pub egress: Egress,
+    /// The metrics.
+    pub metrics: Arc<Metrics>,
+    /// The log that hears of the engines' prefix caches, if there are any.
+    pub blocks: Option<BlockLog>,
+}
+
+/// The state of a server.
 #[derive(Clone)]
 pub struct AppState(Shared);
 
@@ -28,6 +55,12 @@ pub(crate) type Shared = Arc<Inner>;
 /// See [`AppState`].
 pub(crate) struct Inner {
     pub(crate) config: ServerConfig,
+    /// The resolved configuration of the whole program, for /server_info.
+    pub(crate) info: Value,
+    /// The watch over the threads; /health reports its findings.
+    pub(crate) guard: Guard,
+    /// Log lines that were dropped because the writer was behind, for /metrics.
+    pub(crate) log_lines_dropped: Arc<AtomicU64>,
     pub(crate) model: ModelInfo,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) text: Arc<TextPool>,
@@ -50,22 +83,10 @@ pub(crate) struct Inner {
 }
 
 impl AppState {
-    /// Puts the parts together. `egress` is the other end of the sink that `engine` was started
-    /// with, `blocks` the log that hears of its prefix caches, if there are any.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one for each part, and they are put together once"
-    )]
-    pub fn new(
-        config: ServerConfig,
-        model: ModelInfo,
-        engine: Arc<dyn Engine>,
-        text: Arc<TextPool>,
-        intake: Intake,
-        egress: Egress,
-        metrics: Arc<Metrics>,
-        blocks: Option<BlockLog>,
-    ) -> Self {
+    /// Puts the parts together.
+    pub fn new(parts: ServerParts) -> Self {
+        let ServerParts { config, info, guard, log_lines_dropped, model, engine, .. } = parts;
+        let ServerParts { text, intake, egress, metrics, blocks, .. } = parts;
         let clients = Clients::new(config.trusted_proxies.clone());
         let pixels = intake.pixel_bytes();
         let inner = Inner {
@@ -74,6 +95,9 @@ impl AppState {
             loaded: Loaded::default(),
             live: Live::default(),
             config,
+            info,
+            guard,
+            log_lines_dropped,
             model,
             engine,
             text,
@@ -115,7 +139,7 @@ impl Inner {
 
     /// The engine's state; failed as well when a thread of the server has panicked.
     pub(crate) fn status(&self) -> Status {
-        match self.config.guard.cause() {
+        match self.guard.cause() {
             Some(cause) => Status::Failed(cause),
             None => self.engine.status(),
         }
@@ -157,12 +181,19 @@ impl Inner {
         Ok(facts.hand.image_page_count.saturating_mul(facts.hand.image_page_tokens))
     }
 
-    /// Elements of an embedding of the loaded model, and their type.
+    /// Elements of an embedding of the loaded model, and their type, for prompts of embeddings in
+    /// `param`.
     ///
     /// # Errors
-    /// It has not been loaded yet.
-    pub(crate) fn embeddings(&self) -> Result<(u32, Dtype), ApiError> {
+    /// It has not been loaded yet, or it takes tokens only.
+    pub(crate) fn embeddings(&self, param: &str) -> Result<(u32, Dtype), ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
+        if facts.hand.tokens_only {
+            let reason = format!(
+                "`{param}`: transformers' own code computes this model, which takes tokens only"
+            );
+            return Err(ApiError::invalid(param, reason));
+        }
         Ok((facts.hand.hidden_size, facts.hand.dtype))
     }
 
@@ -177,7 +208,7 @@ impl Inner {
             Some(wanted) if names.iter().any(|name| name == wanted) => Ok(wanted.to_owned()),
             Some(wanted) => {
                 let model = cut(wanted, SHOWN_BYTES).into_owned();
-                Err(ApiError::UnknownModel { model })
+                Err(ApiError::UnknownModel { model, served: names.clone() })
             }
         }
     }

@@ -4,28 +4,31 @@
 //! API key: no client finds another key's. If room is short, the key that keeps most loses its
 //! oldest response first.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use forebay_api::Item;
+use forebay_engine::as_seconds;
 use parking_lot::Mutex;
+use serde::Serialize;
 use tokio::task::AbortHandle;
 
 /// The bounds of kept responses.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize)]
 pub struct StoreConfig {
     /// The largest number of bytes of all responses with their conversations; 0: none is kept.
-    pub bytes: usize,
+    pub response_store_bytes: usize,
     /// The time for which a response is kept.
-    pub ttl: Duration,
+    #[serde(serialize_with = "as_seconds")]
+    pub response_store_ttl: Duration,
 }
 
 impl Default for StoreConfig {
     fn default() -> Self {
-        Self { bytes: 64 << 20, ttl: Duration::from_secs(24 * 3600) }
+        Self { response_store_bytes: 64 << 20, response_store_ttl: Duration::from_secs(24 * 3600) }
     }
 }
 
@@ -146,7 +149,7 @@ impl Store {
 
     /// True if any is kept.
     pub(crate) fn keeps(&self) -> bool {
-        self.config.bytes > 0
+        self.config.response_store_bytes > 0
     }
 
     /// Bytes that are kept.
@@ -215,7 +218,7 @@ impl Store {
         share.order.insert(serial, id.into());
         share.entries.insert(id.into(), entry);
         self.expire(shares);
-        while self.bytes() > self.config.bytes {
+        while self.bytes() > self.config.response_store_bytes {
             let heaviest = shares
                 .values_mut()
                 .filter(|share| share.oldest().is_some())
@@ -231,7 +234,7 @@ impl Store {
     fn expire(&self, shares: &mut HashMap<Owner, Share>) {
         shares.retain(|_, share| {
             while let Some(name) = share.oldest().map(str::to_owned)
-                && share.entries[&*name].since.elapsed() >= self.config.ttl
+                && share.entries[&*name].since.elapsed() >= self.config.response_store_ttl
             {
                 share.remove(&name);
             }
@@ -244,6 +247,21 @@ impl Store {
         let mut guard = self.shares.lock();
         self.expire(&mut guard.1);
         Some(guard.1.get(&owner)?.entries.get(id)?.kept.clone())
+    }
+
+    /// Items of kept responses with these names.
+    pub(crate) fn items(&self, owner: Owner, names: &HashSet<&str>) -> HashMap<String, Item> {
+        let mut guard = self.shares.lock();
+        self.expire(&mut guard.1);
+        let entries = guard.1.get(&owner).into_iter().flat_map(|share| share.entries.values());
+        // A conversation's last turn is that of the response; those before are other responses'.
+        let turns = entries.filter_map(|entry| entry.kept.turns.last());
+        let items = turns.flat_map(|turn| turn.input.iter().chain(&turn.output));
+        let named = |item: &Item| {
+            let id = item.id().filter(|id| names.contains(id))?;
+            Some((id.to_owned(), item.clone()))
+        };
+        items.filter_map(named).collect()
     }
 
     /// Deletes a response, and stops it if it is being computed. False: there is none.
@@ -278,7 +296,7 @@ mod tests {
     use super::*;
 
     fn store(bytes: usize, ttl: Duration) -> Store {
-        Store::new(StoreConfig { bytes, ttl })
+        Store::new(StoreConfig { response_store_bytes: bytes, response_store_ttl: ttl })
     }
 
     fn finished(bytes: usize, before: Vec<Arc<Turn>>) -> Finished {

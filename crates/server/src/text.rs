@@ -7,6 +7,7 @@ use forebay_http::Charge;
 use forebay_text::{TextError, TextInput, TextPool, Within};
 use serde_json::Value;
 
+use crate::ignored::note_generic_tools;
 use crate::peers::Peer;
 use crate::state::Shared;
 
@@ -62,6 +63,9 @@ pub(crate) async fn encode_chat(
                           replaces it, and `tool_choice: none` leaves them out";
             return Err(ApiError::invalid("tools", reason));
         }
+        if chat.tools.is_some() && template.has_generic_tools() {
+            note_generic_tools();
+        }
         ignored = ask_to_think(template.source(), &mut chat);
     }
     let input = TextInput::Chat {
@@ -80,7 +84,7 @@ pub(crate) async fn encode_chat(
 /// variable. Variables from the client stay.
 fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     const LEVEL: &str = "reasoning_effort";
-    let Effort { level, thinks } = std::mem::take(&mut chat.effort);
+    let Effort { level, thinks, params } = std::mem::take(&mut chat.effort);
     let mut set = |name: &str, value: Value| {
         let known = template.contains(name);
         if known && !chat.kwargs.contains_key(name) {
@@ -101,11 +105,11 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     if let Some(level) = level {
         let known = !off && set(LEVEL, Value::String(level));
         if !known && !switch {
-            ignored.push(LEVEL);
+            ignored.push(params.level);
         }
     }
-    if thinks.is_some() && !off && !switch {
-        ignored.push("enable_thinking");
+    if thinks.is_some() && !off && !switch && !ignored.contains(&params.switch) {
+        ignored.push(params.switch);
     }
     ignored
 }

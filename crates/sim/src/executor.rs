@@ -48,6 +48,28 @@ pub struct SimConfig {
     pub tower: Option<SimTower>,
 }
 
+impl Default for SimConfig {
+    /// A small model on a device that takes no time, in virtual time.
+    fn default() -> Self {
+        const VOCAB: u32 = 100;
+        Self {
+            clock: SimClock::virtual_time(),
+            timing: Timing::default(),
+            seed: 0,
+            load_us: 1000,
+            page_count: 64,
+            vocab_size: VOCAB,
+            hidden_size: 4,
+            text: SimText::endless((0..VOCAB.cast_signed()).collect()),
+            tokens_a_row: 1,
+            device: "sim".into(),
+            host_pages: 0,
+            hot_row_tokens: 0,
+            tower: None,
+        }
+    }
+}
+
 /// A simulated vision tower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SimTower {

@@ -52,19 +52,14 @@ fn shapes() -> impl Iterator<Item = Vec<Row>> {
 fn record(model: DeviceModel, file: &Scratch) {
     let clock = SimClock::virtual_time();
     let (executor, _control) = SimExecutor::new(SimConfig {
-        tokens_a_row: 1,
-        host_pages: 0,
         clock,
         timing: Timing { model, ..Timing::default() },
-        hot_row_tokens: 0,
         seed: 1,
         load_us: 0,
         page_count: 10,
         vocab_size: 10,
-        hidden_size: 1,
         text: SimText::endless((0..10).collect()),
-        device: "sim".into(),
-        tower: None,
+        ..SimConfig::default()
     });
     let target = std::fs::File::create(&file.0).expect("file");
     let mut recorder = Recorder::new(Box::new(executor), target).expect("recorder");
@@ -184,19 +179,13 @@ fn too_few_steps_are_refused() {
 #[test]
 fn a_recorder_passes_wakes_on() {
     let config = SimConfig {
-        tokens_a_row: 1,
-        host_pages: 0,
         clock: SimClock::virtual_time(),
         timing: Timing { model: DeviceModel::INSTANT, ..Timing::default() },
-        hot_row_tokens: 0,
-        seed: 0,
         load_us: 5,
         page_count: 10,
         vocab_size: 10,
-        hidden_size: 1,
         text: SimText::endless(vec![1]),
-        device: "sim".into(),
-        tower: None,
+        ..SimConfig::default()
     };
     let (executor, _control) = SimExecutor::new(config);
     let mut recorder = Recorder::new(Box::new(executor), std::io::sink()).expect("recorder");

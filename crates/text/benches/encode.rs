@@ -33,11 +33,10 @@ fn load(backend: Backend) -> Arc<Tokenizer> {
 
 fn pool(tokenizer: &Arc<Tokenizer>, mode: TextMode, cache_bytes: usize) -> TextPool {
     let config = TextConfig {
-        threads: THREADS,
+        text_threads: THREADS,
         queue: 2 * BACKLOG,
-        mode,
-        cache_bytes,
-        batch_inputs: None,
+        tokenizer_mode: mode,
+        text_cache_bytes: cache_bytes,
         ..TextConfig::default()
     };
     TextPool::with_config(Arc::clone(tokenizer), None, &config)

@@ -35,6 +35,7 @@
 //! # Ok::<(), TextError>(())
 //! ```
 
+mod added;
 mod backend;
 mod cache;
 mod cut;

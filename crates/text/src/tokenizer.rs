@@ -3,9 +3,10 @@
 use std::ops::Range;
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use tokenizers::{Encoding, Model as _, Token};
 
+use crate::added;
 use crate::backend::{Backend, Fast};
 use crate::cut::Cuts;
 use crate::error::TextError;
@@ -98,9 +99,22 @@ impl Tokenizer {
     /// [`TextError::Load`] if the file cannot be read, is not a tokenizer, or is not one for this
     /// backend.
     pub fn from_file_for(path: &Path, backend: Backend) -> Result<Self, TextError> {
+        Self::from_file_with(path, backend, &Map::new())
+    }
+
+    /// Loads a `tokenizer.json`, and adds the tokens that `config` has more, the content of the
+    /// model's `tokenizer_config.json`. They get the ids that transformers gives them.
+    ///
+    /// # Errors
+    /// The errors of [`Tokenizer::from_file_for`].
+    pub fn from_file_with(
+        path: &Path,
+        backend: Backend,
+        config: &Map<String, Value>,
+    ) -> Result<Self, TextError> {
         let json = std::fs::read(path)
             .map_err(|error| TextError::Load(format!("{}: {error}", path.display())))?;
-        Self::from_bytes_for(&json, backend).map_err(|error| match error {
+        Self::from_bytes_with(&json, backend, config).map_err(|error| match error {
             TextError::Load(why) => TextError::Load(format!("{}: {why}", path.display())),
             other => other,
         })
@@ -111,20 +125,30 @@ impl Tokenizer {
     /// # Errors
     /// [`TextError::Load`] if this is not a tokenizer.
     pub fn from_bytes(json: &[u8]) -> Result<Self, TextError> {
-        Self::from_bytes_for(json, Backend::Hf)
+        Self::from_bytes_with(json, Backend::Hf, &Map::new())
     }
 
-    /// Loads a tokenizer from the content of a `tokenizer.json`.
+    /// Loads a tokenizer from the contents of a `tokenizer.json` and a `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`TextError::Load`] if this is not a tokenizer, or not one for this backend.
-    pub fn from_bytes_for(json: &[u8], backend: Backend) -> Result<Self, TextError> {
+    pub fn from_bytes_with(
+        json: &[u8],
+        backend: Backend,
+        config: &Map<String, Value>,
+    ) -> Result<Self, TextError> {
         let load = |error: &dyn std::fmt::Display| TextError::Load(error.to_string());
-        let file: Value = serde_json::from_slice(json).map_err(|error| load(&error))?;
-        let growth = Growth::new(&file)?;
+        let json = json.strip_prefix("\u{feff}".as_bytes()).unwrap_or(json);
+        let mut file: Value = serde_json::from_slice(json).map_err(|error| load(&error))?;
+        let mut growth = Growth::new(&file)?;
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| load(&error))?;
         inner.with_truncation(None).map_err(|error| load(&error))?;
         inner.with_padding(None);
+        if added::add(&mut inner, config)? {
+            let tokens = serde_json::to_value(inner.get_added_vocabulary());
+            file["added_tokens"] = tokens.map_err(|error| load(&error))?;
+            growth = Growth::new(&file)?;
+        }
 
         let decoder = inner.get_decoder().map(serde_json::to_value).transpose();
         let scheme = Scheme::of_decoder(decoder.map_err(|error| load(&error))?.as_ref());

@@ -293,7 +293,11 @@ fn texts_without_added_tokens_are_cut_where_that_is_proven_and_only_there() {
 fn fastokens_encodes_as_the_reference_or_refuses_to_load() {
     let mut loaded = 0;
     for case in cases() {
-        let Ok(fast) = Tokenizer::from_bytes_for(case.json.as_bytes(), Backend::Fastokens) else {
+        let Ok(fast) = Tokenizer::from_bytes_with(
+            case.json.as_bytes(),
+            Backend::Fastokens,
+            &serde_json::Map::new(),
+        ) else {
             continue;
         };
         assert_ne!(case.name, "byte_fallback");

@@ -11,7 +11,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 }
 
 fn pool(tokenizer: Arc<Tokenizer>) -> TextPool {
-    let config = TextConfig { threads: 1, queue: 10, ..TextConfig::default() };
+    let config = TextConfig { text_threads: 1, queue: 10, ..TextConfig::default() };
     TextPool::with_config(tokenizer, None, &config)
 }
 

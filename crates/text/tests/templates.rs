@@ -119,6 +119,26 @@ fn gemma() {
 }
 
 #[test]
+fn fields_that_clients_leave_out_are_one_history_to_every_template() {
+    let file = data("histories");
+    let sources = file["templates"].as_object().expect("templates");
+    assert!(sources.len() > 79);
+    let mut failed = Vec::new();
+    for (name, source) in sources {
+        let template = compile(source.as_str().expect("a source"), &file).expect("a template");
+        let cases = file["cases"].as_array().expect("cases").iter();
+        for case in cases.filter(|case| case["template"] == **name) {
+            let number = case["history"].as_u64().and_then(|number| usize::try_from(number).ok());
+            let history = &file["histories"][number.expect("a number")];
+            if let Err(why) = check(case, &template.render(&ChatRender::new(history))) {
+                failed.push(format!("{name}, {history}: {why}"));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{} failed\n{}", failed.len(), failed.join("\n"));
+}
+
+#[test]
 fn values() {
     expressions_render_as_jinja2_renders("values");
 }

@@ -19,6 +19,7 @@ impl<'a> DataUrl<'a> {
     /// # Errors
     /// The URL has no data, is not in base64, or its media type is not an image's.
     pub fn parse(url: &'a str) -> Result<Option<Self>, ImageError> {
+        let url = url.trim_matches(|c: char| c.is_ascii_whitespace());
         let Some((scheme, rest)) = url.split_at_checked(5) else { return Ok(None) };
         if !scheme.eq_ignore_ascii_case("data:") {
             return Ok(None);
@@ -52,8 +53,31 @@ impl<'a> DataUrl<'a> {
     /// # Errors
     /// The file is longer, or not base64.
     pub fn decode(&self, limit: usize) -> Result<Vec<u8>, ImageError> {
+        if self.base64.contains('%') {
+            return decode_base64(&unescaped(self.base64), limit);
+        }
         decode_base64(self.base64, limit)
     }
+}
+
+/// The text with the characters for which `%` and two digits stand. Other percent signs stay.
+fn unescaped(text: &str) -> String {
+    let mut parts = text.split('%');
+    let mut plain = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let code = part.get(..2).and_then(|code| u8::from_str_radix(code, 16).ok());
+        match code.filter(u8::is_ascii) {
+            Some(code) => {
+                plain.push(char::from(code));
+                plain.push_str(&part[2..]);
+            }
+            None => {
+                plain.push('%');
+                plain.push_str(part);
+            }
+        }
+    }
+    plain
 }
 
 /// The file, of at most `limit` bytes, that `text` has in base64. Characters are the standard ones,
@@ -112,6 +136,24 @@ mod tests {
         assert_eq!(text, Err(ImageError::MediaType("text/plain".into())));
         let far = format!("data:{},x", "a".repeat(300));
         assert_eq!(DataUrl::parse(&far), Err(ImageError::DataUrl));
+    }
+
+    #[test]
+    fn blanks_and_percent_signs_are_read() {
+        for text in [
+            " data:image/png;base64,/+8=\n",
+            "data:image/png;base64, /+ 8=",
+            "data: image/png ; base64,/+8=",
+            "data:image/png;base64,%2F%2b8%3D",
+            "data:image/png;base64,%2f+8%3d%0A%20",
+        ] {
+            let url = DataUrl::parse(text).unwrap().unwrap();
+            assert_eq!(url.decode(url.most_bytes()), Ok(vec![0xff, 0xef]), "{text:?}");
+        }
+        for text in ["data:image/png;base64,%", "data:image/png;base64,aGk%3", "data:;base64,%zz"] {
+            let url = DataUrl::parse(text).unwrap().unwrap();
+            assert_eq!(url.decode(100), Err(ImageError::Base64), "{text:?}");
+        }
     }
 
     #[test]

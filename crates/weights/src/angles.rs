@@ -9,8 +9,9 @@ use std::f32::consts::TAU;
 use half::bf16;
 use serde_json::{Map, Value};
 
-use crate::config::{Shape, TorchNumber};
 use crate::error::ModelError;
+use crate::families::Rope;
+use crate::tensor::TorchNumber;
 
 /// Cosines and sines of positions, `[positions, rotary_dim / 2]` each, rounded to the model's type.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,12 +23,17 @@ pub struct Angles {
 }
 
 impl Angles {
-    /// Computes the angles of the first `positions`.
+    /// Computes the angles of the first `positions` of a model that was trained for `trained`.
     ///
     /// # Errors
     /// A number of the scaling makes no sense.
-    pub fn of(shape: &Shape, positions: usize, number: TorchNumber) -> Result<Self, ModelError> {
-        let (inverse, factor) = frequencies(shape)?;
+    pub fn new(
+        rope: &Rope,
+        trained: u64,
+        positions: usize,
+        number: TorchNumber,
+    ) -> Result<Self, ModelError> {
+        let (inverse, factor) = frequencies(rope, trained)?;
         let round = |value: f32| match number {
             TorchNumber::Float32 => value,
             TorchNumber::Bfloat16 => bf16::from_f32(value).to_f32(),
@@ -69,19 +75,19 @@ impl Scaling<'_> {
 }
 
 /// Inverse frequencies, and the factor on cosine and sine.
-fn frequencies(shape: &Shape) -> Result<(Vec<f32>, f32), ModelError> {
-    let dim = shape.rotary_dim as f32;
-    let half = shape.rotary_dim / 2;
+fn frequencies(rope: &Rope, trained: u64) -> Result<(Vec<f32>, f32), ModelError> {
+    let dim = rope.dim as f32;
+    let half = rope.dim / 2;
     let power = |index: usize| {
         let exponent = (2 * index) as f32 / dim;
-        (f64::from(shape.rope_theta as f32)).powf(f64::from(exponent)) as f32
+        (f64::from(rope.theta as f32)).powf(f64::from(exponent)) as f32
     };
     let powers: Vec<f32> = (0..half).map(power).collect();
     let inverse = powers.iter().map(|&power| 1.0 / power);
-    let Some(scaling) = &shape.rope_scaling else { return Ok((inverse.collect(), 1.0)) };
+    let Some(scaling) = &rope.scaling else { return Ok((inverse.collect(), 1.0)) };
     let kind = scaling.get("rope_type").and_then(Value::as_str).unwrap_or("default");
     let scaling = Scaling(scaling);
-    let most = shape.max_positions as f64;
+    let most = trained as f64;
     let original = scaling.get("original_max_position_embeddings").unwrap_or(most);
     match kind {
         "linear" => {
@@ -107,7 +113,7 @@ fn frequencies(shape: &Shape) -> Result<(Vec<f32>, f32), ModelError> {
             });
             Ok((scaled.collect(), 1.0))
         }
-        "yarn" => Ok(yarn(&powers, shape.rope_theta, &scaling, original, most)),
+        "yarn" => Ok(yarn(&powers, rope.theta, &scaling, original, most)),
         other => Err(ModelError::elsewhere(format!("the rope scaling {other:?}"))),
     }
 }

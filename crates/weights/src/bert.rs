@@ -6,6 +6,7 @@ use crate::error::ModelError;
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, optional, real, size};
 
 const ARCHITECTURES: [&str; 2] = ["BertModel", "BertForSequenceClassification"];
+const MODEL_TYPE: &str = "bert";
 /// The prefix of an encoder's weights in a checkpoint that has more than the encoder.
 const BODY: &str = "bert.";
 /// The numbers of positions, which some checkpoints carry.
@@ -35,11 +36,16 @@ pub struct BertShape {
     pub activation: String,
 }
 
-/// True if a `config.json` is that of a BERT.
+/// True if a `config.json` is that of a BERT. One without `architectures` goes by its `model_type`.
 #[must_use]
 pub fn is_bert(config: &Map<String, Value>) -> bool {
-    let names = config.get("architectures").and_then(Value::as_array).into_iter().flatten();
-    names.filter_map(Value::as_str).any(|name| ARCHITECTURES.contains(&name))
+    let names = config.get("architectures").and_then(Value::as_array);
+    match names.filter(|names| !names.is_empty()) {
+        Some(names) => {
+            names.iter().filter_map(Value::as_str).any(|name| ARCHITECTURES.contains(&name))
+        }
+        None => config.get("model_type").and_then(Value::as_str) == Some(MODEL_TYPE),
+    }
 }
 
 impl BertShape {
@@ -136,6 +142,17 @@ mod tests {
             let found = of(&changes);
             assert!(matches!(&found, Err(error) if error.to_string().contains(why)), "{found:?}");
         }
+    }
+
+    #[test]
+    fn a_config_without_architectures_goes_by_its_type() {
+        let is = |config: Value| is_bert(config.as_object().expect("an object"));
+        assert!(
+            is(json!({"model_type": "bert"}))
+                && is(json!({"architectures": [], "model_type": "bert"}))
+        );
+        assert!(!is(json!({"model_type": "llama"})) && !is(json!({})));
+        assert!(!is(json!({"architectures": ["BertForMaskedLM"], "model_type": "bert"})));
     }
 
     #[test]

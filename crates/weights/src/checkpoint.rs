@@ -1,67 +1,38 @@
-//! The weights of a model under their Hugging Face names, one at a time, from safetensors or GGUF.
+//! The weights of a model under the names of its family, one at a time, from safetensors or GGUF.
 
-use std::collections::HashMap;
-use std::path::PathBuf;
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use half::{bf16, f16};
-use safetensors::Dtype;
+use serde_json::Value;
 
 use crate::bert::BertShape;
-use crate::config::{Shape, TorchNumber};
 use crate::error::ModelError;
-use crate::gguf::{
-    BlockKind, GgufFiles, GgufTensor, TensorType, computed_as, layer_of, stored_weights,
-};
-use crate::gguf::{as_blocks, dequantise};
-use crate::safe::{SafeFile, SafeTensor};
+use crate::families::{COMMON_GGUF_RULES, Rule, Shape, TensorPart, Weight, layer_of, weights_of};
+use crate::gguf::{BlockKind, GgufFiles};
+use crate::safe::SafeFile;
+use crate::tensor::{Tensor, TorchNumber};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
-/// Elements that are converted at a time.
-const AT_ONCE: usize = 1 << 18;
-
-/// The types of stored numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Number {
-    /// `F32`
-    Float32,
-    /// `F16`
-    Float16,
-    /// `BF16`
-    Bfloat16,
-}
+/// The file that tells which shard has a tensor.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+/// Rules of all safetensors. Old Llama checkpoints carry the inverse frequencies of the rotary
+/// embedding as a buffer.
+const COMMON_RULES: &[Rule] = &[Rule::spare("**.rotary_emb.inv_freq")];
 
 /// Whole blocks of a matrix, in the type of a GGUF file or in another type of blocks.
 pub type Blocks = Vec<u8>;
 
 /// The open files of a model. Only their headers are read.
 pub struct Checkpoint {
-    files: Files,
-    /// Name to shape, of every weight that the model has.
-    shapes: HashMap<String, Vec<usize>>,
-}
-
-enum Files {
-    Safe(Vec<SafeFile>),
-    Gguf(Box<Gguf>),
-}
-
-/// A weight that is rows of a tensor.
-struct Part {
-    tensor: Arc<GgufTensor>,
-    shape: Vec<usize>,
-    first: usize,
-    rows: usize,
-}
-
-struct Gguf {
-    weights: HashMap<String, Part>,
+    stored: HashMap<String, (Tensor, TensorPart)>,
     /// The names, in the order of the files.
     names: Vec<String>,
-    /// Query heads and key heads, whose halves the llama converter makes alternate, as the original
-    /// Llama code did.
-    permuted: Option<(usize, usize)>,
+    /// Name to shape, of every weight that the model has.
+    shapes: HashMap<String, Vec<usize>>,
+    /// True if the head is the embedding.
     tied: bool,
 }
 
@@ -71,55 +42,103 @@ impl Checkpoint {
     /// # Errors
     /// A file that can't be read or is damaged.
     pub fn open(format: &str, files: &[PathBuf], shape: &Shape) -> Result<Self, ModelError> {
+        let tied = shape.tied && !shape.headless;
+        let mut found = Self {
+            stored: HashMap::new(),
+            names: Vec::new(),
+            shapes: HashMap::new(),
+            tied: tied && format == "gguf",
+        };
         match format {
-            "safetensors" => {
-                let mut files: Vec<SafeFile> =
-                    files.iter().map(|path| SafeFile::open(path)).collect::<Result<_, _>>()?;
-                if shape.headless {
-                    files.iter_mut().for_each(root);
-                }
-                let mut shapes = HashMap::new();
-                for (name, tensor) in files.iter().flat_map(|file| &file.tensors) {
-                    // Old Llama checkpoints carry the inverse frequencies of the rotary embedding
-                    // as a buffer.
-                    let spare = (shape.has_spare_head() && name == HEAD)
-                        || name.ends_with(".rotary_emb.inv_freq");
-                    let spare =
-                        spare || layer_of(name).is_some_and(|layer| !shape.has_place_for(layer));
-                    if !spare {
-                        shapes.insert(name.clone(), tensor.shape.clone());
+            "safetensors" => found.add_safetensors(files, shape)?,
+            "gguf" => found.add_gguf(files, shape)?,
+            other => return Err(ModelError::elsewhere(format!("the model format '{other}'"))),
+        }
+        if shape.tied && !found.stored.contains_key(EMBEDDING) {
+            found.take_head_for_embedding();
+        }
+        if shape.has_spare_head() {
+            found.remove(HEAD);
+        }
+        Ok(found)
+    }
+
+    fn add_safetensors(&mut self, files: &[PathBuf], shape: &Shape) -> Result<(), ModelError> {
+        let index = Index::beside(files)?;
+        for path in files {
+            let file = Arc::new(SafeFile::open(path)?);
+            let names = file.tensors.keys().filter(|name| index.places(name, path));
+            let mut names: Vec<&String> = names.collect();
+            // The order of a map is another one each time.
+            names.sort();
+            for name in names {
+                let tensor = &file.tensors[name];
+                let rooted = if shape.headless { root(name) } else { name.clone() };
+                let stored = (rooted.as_str(), &tensor.shape[..]);
+                let weights = weights_of([shape.family.rules, COMMON_RULES], stored, shape)?;
+                let weights = weights.unwrap_or_else(|| {
+                    let part = TensorPart::whole(&tensor.shape);
+                    vec![Weight { name: rooted.clone(), shape: tensor.shape.clone(), part }]
+                });
+                let source = Tensor::Safe(file.clone(), tensor.clone());
+                for weight in weights {
+                    // Of two files without an index the first one counts.
+                    let spare = layer_of(&weight.name).is_some_and(|it| !shape.has_place_for(it));
+                    if !spare && !self.stored.contains_key(&weight.name) {
+                        self.insert(weight, source.clone());
                     }
                 }
-                Ok(Self { files: Files::Safe(files), shapes })
             }
-            "gguf" => {
-                let files = GgufFiles::open(files)?;
-                let stored = stored_weights(&files, shape)?;
-                let permuted =
-                    (files.architecture() == "llama").then_some((shape.heads, shape.kv_heads));
-                let names: Vec<String> = stored.iter().map(|stored| stored.name.clone()).collect();
-                // One for all experts of a layer.
-                let mut tensors: HashMap<&str, Arc<GgufTensor>> = HashMap::new();
-                let mut weights = HashMap::new();
-                for stored in &stored {
-                    let tensor = tensors
-                        .entry(&stored.tensor.name)
-                        .or_insert_with(|| Arc::new(stored.tensor.clone()));
-                    let (tensor, shape) = (tensor.clone(), stored.shape.clone());
-                    let rows = shape.iter().rev().skip(1).product();
-                    let part = Part { tensor, shape, first: stored.first, rows };
-                    weights.insert(stored.name.clone(), part);
+        }
+        Ok(())
+    }
+
+    fn add_gguf(&mut self, files: &[PathBuf], shape: &Shape) -> Result<(), ModelError> {
+        let files = GgufFiles::open(files)?;
+        let own = shape.family.gguf.as_ref().map_or(&[][..], |names| names.rules);
+        for tensor in &files.tensors {
+            let stored = (tensor.name.as_str(), &tensor.shape[..]);
+            let weights = weights_of([own, COMMON_GGUF_RULES], stored, shape)?;
+            let weights = weights.ok_or_else(|| {
+                let name = &tensor.name;
+                ModelError::broken(format!(
+                    "the GGUF file has a tensor '{name}' that the model has no place for"
+                ))
+            })?;
+            // One for all experts of a layer.
+            let source = Tensor::Gguf(Arc::new(tensor.clone()));
+            for weight in weights {
+                if self.stored.contains_key(&weight.name) {
+                    return Err(ModelError::broken(format!(
+                        "the GGUF file has {} twice, once as '{}'",
+                        weight.name, tensor.name
+                    )));
                 }
-                let shape_of = |name: &String| (name.clone(), weights[name].shape.clone());
-                let kept = |name: &&String| !(shape.headless && *name == HEAD);
-                let shapes = names.iter().filter(kept).map(shape_of).collect();
-                let tied = shape.tied && !shape.headless;
-                Ok(Self {
-                    files: Files::Gguf(Box::new(Gguf { weights, names, permuted, tied })),
-                    shapes,
-                })
+                self.insert(weight, source.clone());
             }
-            other => Err(ModelError::elsewhere(format!("the model format '{other}'"))),
+        }
+        Ok(())
+    }
+
+    fn insert(&mut self, weight: Weight, source: Tensor) {
+        self.names.push(weight.name.clone());
+        self.shapes.insert(weight.name.clone(), weight.shape);
+        self.stored.insert(weight.name, (source, weight.part));
+    }
+
+    fn remove(&mut self, name: &str) {
+        self.stored.remove(name);
+        self.shapes.remove(name);
+        self.names.retain(|other| other != name);
+    }
+
+    /// Some tools save the matrix of a tied pair under the head's name alone.
+    fn take_head_for_embedding(&mut self) {
+        if let (Some(stored), Some(shape)) = (self.stored.remove(HEAD), self.shapes.remove(HEAD)) {
+            self.stored.insert(EMBEDDING.into(), stored);
+            self.shapes.insert(EMBEDDING.into(), shape);
+            let head = self.names.iter_mut().filter(|name| *name == HEAD);
+            head.for_each(|name| EMBEDDING.clone_into(name));
         }
     }
 
@@ -129,18 +148,20 @@ impl Checkpoint {
     /// # Errors
     /// A file cannot be read, or is damaged.
     pub fn of_bert(files: &[PathBuf], scores: bool) -> Result<Self, ModelError> {
-        let mut shapes = HashMap::new();
-        let mut opened = Vec::new();
+        let (stored, names, shapes) = (HashMap::new(), Vec::new(), HashMap::new());
+        let mut found = Self { stored, names, shapes, tied: false };
+        let index = Index::beside(files)?;
         for path in files {
-            let mut file = SafeFile::open(path)?;
-            let tensors = file.tensors.drain();
-            let named =
-                tensors.filter_map(|(name, it)| Some((BertShape::name_of(&name, scores)?, it)));
-            file.tensors = named.collect();
-            shapes.extend(file.tensors.iter().map(|(name, it)| (name.clone(), it.shape.clone())));
-            opened.push(file);
+            let file = Arc::new(SafeFile::open(path)?);
+            for (name, tensor) in file.tensors.iter().filter(|(name, _)| index.places(name, path)) {
+                if let Some(name) = BertShape::name_of(name, scores) {
+                    let part = TensorPart::whole(&tensor.shape);
+                    let weight = Weight { name, shape: tensor.shape.clone(), part };
+                    found.insert(weight, Tensor::Safe(file.clone(), tensor.clone()));
+                }
+            }
         }
-        Ok(Self { files: Files::Safe(opened), shapes })
+        Ok(found)
     }
 
     /// The shape of every weight, by name. A head that is tied to the embedding has no entry.
@@ -153,18 +174,16 @@ impl Checkpoint {
     /// is the embedding's tensor under a name of its own.
     #[must_use]
     pub fn stored(&self) -> Vec<(String, &'static str)> {
-        let Files::Gguf(gguf) = &self.files else { return Vec::new() };
-        let kind_of = |name: &str| gguf.weights.get(name).map(|part| part.tensor.kind.name());
-        let mut found: Vec<(String, &'static str)> = gguf
-            .names
-            .iter()
-            .filter(|&name| name != EMBEDDING)
-            .filter_map(|name| Some((name.clone(), kind_of(name)?)))
-            .collect();
-        if gguf.tied {
+        let kind_of = |name: &str| {
+            let (tensor, part) = self.stored.get(name)?;
+            tensor.block_type(part)
+        };
+        let matrices = self.names.iter().filter(|&name| name != EMBEDDING);
+        let mut found: Vec<(String, &'static str)> =
+            matrices.filter_map(|name| Some((name.clone(), kind_of(name)?))).collect();
+        if self.tied {
             found.extend(kind_of(EMBEDDING).map(|kind| (HEAD.to_owned(), kind)));
         }
-        found.retain(|(_, kind)| computed_as(kind).is_some());
         found
     }
 
@@ -173,14 +192,8 @@ impl Checkpoint {
     /// # Errors
     /// There is no such weight, it has another size, or its file can't be read.
     pub fn read(&self, name: &str, number: TorchNumber, to: &mut [u8]) -> Result<(), ModelError> {
-        match &self.files {
-            Files::Safe(files) => {
-                let found = files.iter().find_map(|file| Some((file, file.tensors.get(name)?)));
-                let (file, tensor) = found.ok_or_else(|| lacks(name))?;
-                read_safe(name, file, tensor, number, to)
-            }
-            Files::Gguf(gguf) => gguf.read(name, number, to),
-        }
+        let (tensor, part) = self.stored.get(name).ok_or_else(|| lacks(name))?;
+        tensor.read(name, part, number, to)
     }
 
     /// Reads a matrix of GGUF in blocks of type `kind`, appended to `to`.
@@ -193,236 +206,156 @@ impl Checkpoint {
         kind: BlockKind,
         to: &mut Blocks,
     ) -> Result<(), ModelError> {
-        let Files::Gguf(gguf) = &self.files else { return Err(lacks(name)) };
-        let from = if gguf.tied && name == HEAD { EMBEDDING } else { name };
-        let &Part { ref tensor, first: before, rows, .. } =
-            gguf.weights.get(from).ok_or_else(|| lacks(name))?;
-        let step = (AT_ONCE / tensor.columns().max(1)).max(1);
-        let mut bytes = Vec::new();
-        let begin = to.len();
-        for first in (0..rows).step_by(step) {
-            bytes.resize(step.min(rows - first) * tensor.row_bytes, 0);
-            tensor.read(before + first, &mut bytes)?;
-            if !as_blocks(tensor.kind, kind, &bytes, to) {
-                let what = format!("{name} of the type {} as {kind:?}", tensor.kind.name());
-                return Err(ModelError::elsewhere(what));
-            }
-        }
-        if let Some(heads) = gguf.permuted_heads(from) {
-            // A row's blocks go where the row goes.
-            halves(&mut to[begin..], rows, heads);
-        }
-        Ok(())
+        let from = if self.tied && name == HEAD { EMBEDDING } else { name };
+        let (tensor, part) = self.stored.get(from).ok_or_else(|| lacks(name))?;
+        tensor.read_blocks(part, kind, to)?.ok_or_else(|| {
+            ModelError::elsewhere(format!("{name} of the type {} as {kind:?}", tensor.type_name()))
+        })
     }
+}
+
+/// The index beside a model's files, which is the authority over a sharded checkpoint: tools leave
+/// stale tensors in shards.
+struct Index(Option<HashMap<String, String>>);
+
+impl Index {
+    /// Reads the index beside the files. One that does not name all of them is of other files.
+    fn beside(files: &[PathBuf]) -> Result<Self, ModelError> {
+        let Some(folder) = files.first().and_then(|file| file.parent()) else {
+            return Ok(Self(None));
+        };
+        let Some(placed) = read_index(folder)? else { return Ok(Self(None)) };
+        let shards: HashSet<&str> = placed.values().map(String::as_str).collect();
+        let named = files.iter().all(|file| name_of(file).is_some_and(|it| shards.contains(it)));
+        Ok(Self(named.then_some(placed)))
+    }
+
+    /// True if a tensor of a file is one of the model's.
+    fn places(&self, tensor: &str, file: &Path) -> bool {
+        let Some(placed) = &self.0 else { return true };
+        placed.get(tensor).is_some_and(|shard| name_of(file) == Some(shard))
+    }
+}
+
+fn name_of(file: &Path) -> Option<&str> {
+    file.file_name()?.to_str()
+}
+
+/// Tensor to shard, by the index of a folder; `None`: it has none.
+pub(crate) fn read_index(folder: &Path) -> Result<Option<HashMap<String, String>>, ModelError> {
+    let path = folder.join(INDEX);
+    let text = match fs::read(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(ModelError::unreadable(&path, &error)),
+    };
+    let index: Value = serde_json::from_slice(&text)
+        .map_err(|error| ModelError::broken(format!("{} is not JSON: {error}", path.display())))?;
+    let map = index.get("weight_map").and_then(Value::as_object);
+    let shard = |(name, shard): (&String, &Value)| Some((name.clone(), shard.as_str()?.to_owned()));
+    Ok(Some(map.into_iter().flatten().filter_map(shard).collect()))
 }
 
 /// Names the parts of a body as if it had a head beside it: without one, they may be saved as they
 /// are.
-fn root(file: &mut SafeFile) {
-    let rooted = |name: String| match name.starts_with("model.") || name.starts_with("lm_head.") {
-        true => name,
+fn root(name: &str) -> String {
+    match name.starts_with("model.") || name.starts_with("lm_head.") {
+        true => name.to_owned(),
         false => format!("model.{name}"),
-    };
-    file.tensors = file.tensors.drain().map(|(name, it)| (rooted(name), it)).collect();
+    }
 }
 
 fn lacks(name: &str) -> ModelError {
     ModelError::broken(format!("the checkpoint lacks {name}"))
 }
 
-impl Gguf {
-    /// The heads of a weight whose halves alternate.
-    fn permuted_heads(&self, name: &str) -> Option<usize> {
-        let (heads, kv_heads) = self.permuted?;
-        if name.contains(".q_proj.") {
-            Some(heads)
-        } else {
-            name.contains(".k_proj.").then_some(kv_heads)
-        }
-    }
-
-    fn read(&self, name: &str, number: TorchNumber, to: &mut [u8]) -> Result<(), ModelError> {
-        let &Part { ref tensor, ref shape, first: before, rows: all } =
-            self.weights.get(name).ok_or_else(|| lacks(name))?;
-        let (width, size) = (tensor.columns(), bytes_of(number));
-        if to.len() != all * width * size {
-            return Err(ModelError::broken(format!("{name} has another size in the GGUF file")));
-        }
-        let step = (AT_ONCE / width.max(1)).max(1);
-        let (mut bytes, mut values) = (Vec::new(), Vec::new());
-        for first in (0..all).step_by(step) {
-            let rows = step.min(all - first);
-            bytes.resize(rows * tensor.row_bytes, 0);
-            values.resize(rows * width, 0.0);
-            tensor.read(before + first, &mut bytes)?;
-            dequantise(tensor.kind, &bytes, &mut values);
-            let to = &mut to[first * width * size..][..rows * width * size];
-            write_numbers(values.iter().copied(), number, to);
-        }
-        if let Some(heads) = self.permuted_heads(name) {
-            let outputs = shape.first().copied().unwrap_or(1);
-            halves(to, outputs, heads);
-        }
-        Ok(())
-    }
-}
-
-fn bytes_of(number: TorchNumber) -> usize {
-    match number {
-        TorchNumber::Float32 => 4,
-        TorchNumber::Bfloat16 => 2,
-    }
-}
-
-fn write_numbers(values: impl Iterator<Item = f32>, number: TorchNumber, to: &mut [u8]) {
-    match number {
-        TorchNumber::Float32 => {
-            for (value, to) in values.zip(to.as_chunks_mut::<4>().0) {
-                *to = value.to_le_bytes();
-            }
-        }
-        TorchNumber::Bfloat16 => {
-            for (value, to) in values.zip(to.as_chunks_mut::<2>().0) {
-                *to = bf16::from_f32(value).to_le_bytes();
-            }
-        }
-    }
-}
-
-/// Rows of `heads` heads: in each, from (0, h, 1, h + 1, ...) back to (0, 1, ..., h, h + 1, ...).
-fn halves(bytes: &mut [u8], rows: usize, heads: usize) {
-    let dim = rows / heads.max(1);
-    let Some(row_bytes) = bytes.len().checked_div(rows) else { return };
-    if dim < 2 || row_bytes == 0 {
-        return;
-    }
-    for head in bytes.chunks_exact_mut(dim * row_bytes) {
-        let from = head.to_vec();
-        for (row, to) in head.chunks_exact_mut(row_bytes).enumerate() {
-            let (half, index) = (row / (dim / 2), row % (dim / 2));
-            to.copy_from_slice(&from[(2 * index + half) * row_bytes..][..row_bytes]);
-        }
-    }
-}
-
-fn read_safe(
-    name: &str,
-    file: &SafeFile,
-    tensor: &SafeTensor,
-    number: TorchNumber,
-    to: &mut [u8],
-) -> Result<(), ModelError> {
-    let from = match tensor.dtype {
-        Dtype::F32 => Number::Float32,
-        Dtype::F16 => Number::Float16,
-        Dtype::BF16 => Number::Bfloat16,
-        Dtype::F8_E4M3 | Dtype::F8_E5M2 => {
-            return Err(ModelError::broken(format!(
-                "{name} has 8-bit floats, and the checkpoint has no quantization_config"
-            )));
-        }
-        other => return Err(ModelError::elsewhere(format!("{name} of the type {other:?}"))),
-    };
-    let width = if from == Number::Float32 { 4 } else { 2 };
-    let elements = tensor.bytes / width;
-    if to.len() != elements * bytes_of(number) {
-        return Err(ModelError::broken(format!("{name} has another size in the checkpoint")));
-    }
-    let same = matches!(
-        (from, number),
-        (Number::Float32, TorchNumber::Float32) | (Number::Bfloat16, TorchNumber::Bfloat16)
-    );
-    if same {
-        return file.read(tensor.offset, to);
-    }
-    let mut bytes = Vec::new();
-    for first in (0..elements).step_by(AT_ONCE) {
-        let count = AT_ONCE.min(elements - first);
-        bytes.resize(count * width, 0);
-        file.read(tensor.offset + (first * width) as u64, &mut bytes)?;
-        let to = &mut to[first * bytes_of(number)..][..count * bytes_of(number)];
-        let (twos, _) = bytes.as_chunks::<2>();
-        match from {
-            Number::Float32 => {
-                let values =
-                    bytes.as_chunks::<4>().0.iter().map(|&value| f32::from_le_bytes(value));
-                write_numbers(values, number, to);
-            }
-            Number::Float16 => {
-                write_numbers(
-                    twos.iter().map(|&value| f16::from_le_bytes(value).to_f32()),
-                    number,
-                    to,
-                );
-            }
-            Number::Bfloat16 => {
-                write_numbers(
-                    twos.iter().map(|&value| bf16::from_le_bytes(value).to_f32()),
-                    number,
-                    to,
-                );
-            }
-        }
-    }
-    Ok(())
-}
-
-impl TensorType {
-    /// True if the numbers are blocks of integers with scales.
-    #[cfg(test)]
-    fn is_block(self) -> bool {
-        self.block().0 > 1
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
-    #[test]
-    fn halves_of_heads_come_together() {
-        let mut rows: Vec<u8> = vec![0, 4, 1, 5, 2, 6, 3, 7];
-        halves(&mut rows, 8, 1);
-        assert_eq!(rows, [0, 1, 2, 3, 4, 5, 6, 7]);
-        let mut rows = vec![0, 2, 1, 3, 4, 6, 5, 7];
-        halves(&mut rows, 8, 2);
-        assert_eq!(rows, [0, 1, 2, 3, 4, 5, 6, 7]);
+    fn shape(tied: bool) -> Shape {
+        let config = json!({"architectures": ["LlamaForCausalLM"], "vocab_size": 3, "hidden_size": 4,
+            "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": tied});
+        Shape::from_config(config.as_object().expect("an object")).expect("a model")
+    }
+
+    /// Writes tensors of one number.
+    fn write(folder: &Path, name: &str, tensors: &[(&str, f64)], dtype: &str) -> PathBuf {
+        let (mut header, mut bytes) = (serde_json::Map::new(), Vec::new());
+        for (name, value) in tensors {
+            let first = bytes.len();
+            match dtype {
+                "F64" => bytes.extend(value.to_le_bytes()),
+                _ => bytes.extend((*value as f32).to_le_bytes()),
+            }
+            let places =
+                json!({"dtype": dtype, "shape": [1], "data_offsets": [first, bytes.len()]});
+            header.insert((*name).into(), places);
+        }
+        let header = Value::Object(header).to_string();
+        let length = (header.len() as u64).to_le_bytes();
+        let path = folder.join(name);
+        fs::write(&path, [&length[..], header.as_bytes(), &bytes].concat()).expect("written");
+        path
+    }
+
+    fn number(checkpoint: &Checkpoint, name: &str) -> f32 {
+        let mut bytes = [0; 4];
+        checkpoint.read(name, TorchNumber::Float32, &mut bytes).expect("a number");
+        f32::from_le_bytes(bytes)
     }
 
     #[test]
-    fn blocks_of_every_type_become_numbers_and_blocks() {
-        for kind in [
-            TensorType::Q4_0,
-            TensorType::Q4_1,
-            TensorType::Q5_0,
-            TensorType::Q5_1,
-            TensorType::Q8_0,
-            TensorType::Q4K,
-            TensorType::Q5K,
-            TensorType::Q6K,
-        ] {
-            assert!(kind.is_block());
-            let (elements, size) = kind.block();
-            // Small scales, so that nothing overflows.
-            let bytes: Vec<u8> =
-                (0..size).map(|at| if at % 2 == 1 { 0x11 } else { at as u8 }).collect();
-            let mut exact = vec![0.0; elements];
-            dequantise(kind, &bytes, &mut exact);
-            let to = computed_as(kind.name()).expect("a type with kernels");
-            let mut blocks = Vec::new();
-            assert!(as_blocks(kind, to, &bytes, &mut blocks));
-            assert_eq!(blocks.len(), elements / 32 * to.bytes());
-            let back = match to {
-                BlockKind::Q8_0 => TensorType::Q8_0,
-                BlockKind::Q4_0 => TensorType::Q4_0,
-                BlockKind::Q4_1 => TensorType::Q4_1,
-            };
-            let mut rounded = vec![0.0; elements];
-            dequantise(back, &blocks, &mut rounded);
-            let most = exact.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
-            for (exact, rounded) in exact.iter().zip(&rounded) {
-                assert!((exact - rounded).abs() <= most / 100.0, "{kind:?}: {exact} and {rounded}");
-            }
-        }
+    fn the_index_says_which_tensors_count() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let folder = folder.path();
+        let files = [
+            write(
+                folder,
+                "a.safetensors",
+                &[("model.x", 1.0), ("model.y", 2.0), ("stale", 3.0)],
+                "F32",
+            ),
+            write(folder, "b.safetensors", &[("model.x", 4.0)], "F32"),
+        ];
+        let open = || Checkpoint::open("safetensors", &files, &shape(false)).expect("a checkpoint");
+        assert_eq!((number(&open(), "model.x"), open().shapes().len()), (1.0, 3));
+        let index = |map: &Value| {
+            fs::write(folder.join(INDEX), json!({"weight_map": map}).to_string()).expect("written");
+        };
+        index(&json!({"model.x": "b.safetensors", "model.y": "a.safetensors"}));
+        assert_eq!((number(&open(), "model.x"), number(&open(), "model.y")), (4.0, 2.0));
+        assert!(!open().shapes().contains_key("stale"));
+        // It is of other files.
+        index(&json!({"model.x": "gone.safetensors"}));
+        assert_eq!((number(&open(), "model.x"), open().shapes().len()), (1.0, 3));
+        index(&json!({"pooler.dense.weight": "b.safetensors", "model.x": "a.safetensors"}));
+        let encoder = Checkpoint::of_bert(&files, true).expect("a checkpoint");
+        assert_eq!((number(&encoder, "model.x"), encoder.shapes().len()), (1.0, 1));
+    }
+
+    #[test]
+    fn a_tied_pair_may_have_the_name_of_the_head() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let open = |name: &str, tensors: &[(&str, f64)], tied| {
+            let file = write(folder.path(), name, tensors, "F32");
+            Checkpoint::open("safetensors", &[file], &shape(tied)).expect("a checkpoint")
+        };
+        let alone = open("alone", &[(HEAD, 7.0)], true);
+        assert_eq!((number(&alone, EMBEDDING), alone.shapes().len()), (7.0, 1));
+        let both = open("both", &[(HEAD, 7.0), (EMBEDDING, 8.0)], true);
+        assert_eq!((number(&both, EMBEDDING), both.shapes().len()), (8.0, 1));
+        let untied = open("untied", &[(HEAD, 7.0)], false);
+        assert!(!untied.shapes().contains_key(EMBEDDING) && untied.shapes().contains_key(HEAD));
+    }
+
+    #[test]
+    fn numbers_of_64_bits_are_read() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = write(folder.path(), "x", &[("model.x", 1.5), ("model.y", 0.1)], "F64");
+        let found = Checkpoint::open("safetensors", &[file], &shape(false)).expect("a checkpoint");
+        assert_eq!([number(&found, "model.x"), number(&found, "model.y")], [1.5, 0.1_f32]);
     }
 }

@@ -10,17 +10,18 @@ use blake2::{Blake2b, Digest, digest::consts::U16};
 use serde_json::{Map, Value, json};
 
 use crate::bert::{BertShape, is_bert};
-use crate::config::{Shape, token_ids};
+use crate::checkpoint::{INDEX, read_index};
 use crate::error::ModelError;
-use crate::gguf::{GgufFiles, GgufValue, hf_config, special_token, tokenizer_json};
+use crate::families::{Shape, hf_config, token_ids};
+use crate::gguf::{GgufFiles, GgufValue, special_token, tokenizer_json};
 use crate::pooling::read_pooling;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
-const INDEX: &str = "model.safetensors.index.json";
+const WHOLE: &str = "model.safetensors";
 /// The version of the files that are rebuilt from a GGUF. It goes up with every change to them, in
 /// both languages. They lie in the cache under a key of this number and of the file's first bytes,
 /// which hold all metadata of any known model.
-const REBUILD_VERSION: u32 = 2;
+const REBUILD_VERSION: u32 = 3;
 const KEY_BYTES: u64 = 32 << 20;
 /// Names of sampling parameters in `generation_config.json`, and their keys in a GGUF file.
 const SAMPLING: [(&str, &str); 5] = [
@@ -132,13 +133,26 @@ impl Facts {
                 eos_token_ids: token_ids(config.get("eos_token_id")),
             });
         }
-        let shape = Shape::of(config)?;
+        let shape = decoder(config)?;
         Ok(Self {
             vocab_size: shape.vocab_size,
             longest_context: shape.longest_context(),
             eos_token_ids: shape.eos_token_ids,
         })
     }
+}
+
+/// The shape of a decoder that can be described here, and that some hand serves.
+fn decoder(config: &Map<String, Value>) -> Result<Shape, ModelError> {
+    let shape = Shape::from_config(config)?;
+    shape.check_served()?;
+    if shape.tower {
+        return Err(ModelError::elsewhere("images"));
+    }
+    if shape.quantised.is_some() {
+        return Err(ModelError::elsewhere("a checkpoint that is quantised"));
+    }
+    Ok(shape)
 }
 
 fn of_safetensors(
@@ -192,7 +206,7 @@ fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, M
     }
     let facts = read_object(&facts_path, false)?;
     let config = facts.get("config").and_then(Value::as_object).cloned().unwrap_or_default();
-    let shape = Shape::of(&config)?;
+    let shape = decoder(&config)?;
     let fact = |key: &str| facts.get(key).cloned().unwrap_or(Value::Null);
     Ok(json!({
         "name": name,
@@ -240,23 +254,20 @@ fn gguf_parts(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
 }
 
 fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<String>, ModelError> {
-    if names.contains(INDEX) {
-        let index = read_object(&folder.join(INDEX), false)?;
-        let map = index.get("weight_map").and_then(Value::as_object);
-        let shards: BTreeSet<String> = map
-            .into_iter()
-            .flat_map(Map::values)
-            .filter_map(|shard| shard.as_str().map(str::to_owned))
-            .collect();
+    if let Some(placed) = read_index(folder)? {
+        let shards: BTreeSet<String> = placed.into_values().collect();
         let missing: Vec<&str> = shards.difference(names).map(String::as_str).collect();
-        if !missing.is_empty() || shards.is_empty() {
+        if missing.is_empty() && !shards.is_empty() {
+            return Ok(shards.into_iter().collect());
+        }
+        // An index without its shards is left over from before they became one file.
+        if !names.contains(WHOLE) || shards.contains(WHOLE) {
             let lacks = if shards.is_empty() { "every shard".into() } else { missing.join(", ") };
             return Err(ModelError::broken(format!(
                 "{} lacks {lacks} of {INDEX}",
                 folder.display()
             )));
         }
-        return Ok(shards.into_iter().collect());
     }
     // Some repositories hold the weights a second time under the names of the model's own tools, or
     // an adapter.
@@ -266,8 +277,8 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
         .filter(|name| !name.starts_with("consolidated") && !name.starts_with("adapter"))
         .cloned()
         .collect();
-    if weights.iter().any(|name| name == "model.safetensors") {
-        return Ok(vec!["model.safetensors".into()]);
+    if weights.iter().any(|name| name == WHOLE) {
+        return Ok(vec![WHOLE.into()]);
     }
     if !weights.is_empty() {
         return Ok(weights);
@@ -287,7 +298,7 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
 fn rebuild(files: &[PathBuf], facts_path: &Path, tokenizer: &Path) -> Result<(), ModelError> {
     let opened = GgufFiles::open(files)?;
     let config = hf_config(&opened)?;
-    Shape::of(&config)?;
+    decoder(&config)?;
     let template = opened.metadata.get("tokenizer.chat_template");
     let facts = json!({
         "config": config,

@@ -12,9 +12,12 @@ pub enum ModelError {
     /// Files are missing, damaged, or of another model.
     #[error("{0}")]
     Broken(String),
-    /// The model needs something that only the hand in Python has, such as `a mixture of experts`.
+    /// The model needs something that only the hand in Python has, such as `latent attention`.
     #[error("{0}")]
     Elsewhere(String),
+    /// No hand has something that the model needs.
+    #[error("no hand serves {0}")]
+    Unserved(String),
 }
 
 impl ModelError {

@@ -1,12 +1,12 @@
 //! The contents of a model's files, out of safetensors and GGUF: its description for the brain, its
 //! shape, and its tensors.
 //!
-//! `python/forebay/weights` reads the same files for every family. Here are the decoders and
-//! encoders of the hand in Rust. Any other model is [`ModelError::Elsewhere`], with the reason, and
-//! the hand in Python serves it. All numbers in files are bounded, and a damaged file is an error.
+//! [`families`] has every family of decoders that a hand serves. A model that only the hand in
+//! Python can describe is [`ModelError::Elsewhere`], with the reason; one that no hand serves is
+//! [`ModelError::Unserved`]. All numbers in files are bounded, and a damaged file is an error.
 //!
 //! ```
-//! use forebay_weights::{ModelError, Shape};
+//! use forebay_weights::{Mixer, ModelError, Shape};
 //! use serde_json::{Value, json};
 //!
 //! let config = json!({
@@ -18,36 +18,41 @@
 //!     "num_attention_heads": 9,
 //!     "num_key_value_heads": 3,
 //! });
-//! let shape = Shape::of(config.as_object().expect("an object"))?;
-//! assert_eq!((shape.layers, shape.head_dim), (30, 64));
+//! let shape = Shape::from_config(config.as_object().expect("an object"))?;
+//! let Mixer::Attention(attention) = shape.mixer(0) else { unreachable!("Llama attends") };
+//! assert_eq!((shape.layers.len(), attention.head_dim), (30, 64));
 //!
 //! let other = json!({"architectures": ["MambaForCausalLM"]});
-//! let error = Shape::of(other.as_object().expect("an object")).unwrap_err();
-//! assert!(matches!(error, ModelError::Elsewhere(_)), "a hand in Python may serve it");
+//! let error = Shape::from_config(other.as_object().expect("an object")).unwrap_err();
+//! assert!(matches!(error, ModelError::Unserved(_)), "no hand serves it");
 //! # Ok::<(), ModelError>(())
 //! ```
 
 mod angles;
 mod bert;
 mod checkpoint;
-mod config;
 mod describe;
 mod error;
-mod experts;
+pub mod families;
 mod gguf;
 mod json;
 mod packed;
 mod pooling;
 mod safe;
 mod sizes;
+mod tensor;
 
 pub use angles::Angles;
 pub use bert::{BertShape, is_bert};
-pub use checkpoint::{Blocks, Checkpoint, Number};
-pub use config::{Shape, TorchNumber};
+pub use checkpoint::{Blocks, Checkpoint};
 pub use describe::{Description, Source, describe};
 pub use error::ModelError;
-pub use experts::{Experts, Routing};
+pub use families::{
+    Activation, Attention, DenseFeed, ExpertScores, Experts, Family, FeedShape, Indexer, KeyChoice,
+    Latent, LayerShape, Mixer, Norm, NormPlacement, QkNorm, Recurrence, Rope, Routing, Rule,
+    Scales, Shape, Take,
+};
 pub use gguf::{BlockKind, computed_as};
 pub use json::python_json;
 pub use packed::{Entry, PackedFile, content_key};
+pub use tensor::TorchNumber;

@@ -60,8 +60,12 @@ pub(crate) fn read_pooling(
     }
     let (kind, normalize) = match folder {
         Some(folder) if !modules.is_empty() => of_modules(&modules, folder)?,
-        // Without a word from the repository: what other engines do.
-        _ => (if encoder { "cls" } else { "last" }.to_owned(), true),
+        // Without a word from the repository or the GGUF file: what other engines do.
+        _ => {
+            let usual = if encoder { "cls" } else { "last" };
+            let kind = config.get("pooling_type").and_then(Value::as_str).unwrap_or(usual);
+            (kind.to_owned(), true)
+        }
     };
     let sees_all = config.get("is_causal") == Some(&Value::Bool(false))
         || config.get("use_bidirectional_attention").and_then(Value::as_bool) == Some(true);

@@ -81,8 +81,8 @@ mod tests {
     use serde_json::json;
 
     use crate::bert::BertShape;
-    use crate::config::Shape;
     use crate::error::ModelError;
+    use crate::families::{Mixer, Shape};
 
     use super::*;
 
@@ -113,15 +113,26 @@ mod tests {
         config.clone()
     }
 
+    fn with(one: &Value, other: &Value) -> Value {
+        let of = |it: &Value| it.as_object().cloned().unwrap_or_default();
+        Value::Object(of(one).into_iter().chain(of(other)).collect())
+    }
+
     fn configs() -> Vec<Map<String, Value>> {
         let experts = json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2});
         let groups = json!({"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
             "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1});
+        let latent = json!({"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+            "v_head_dim": 12});
+        let indexed =
+            with(&latent, &json!({"index_topk": 8, "index_n_heads": 4, "index_head_dim": 16}));
         vec![
             decoder("LlamaForCausalLM", &json!({})),
             decoder("MistralForCausalLM", &json!({"sliding_window": 16})),
             decoder("Qwen3MoeForCausalLM", &experts),
             decoder("Glm4MoeForCausalLM", &groups),
+            decoder("DeepseekV3ForCausalLM", &with(&groups, &latent)),
+            decoder("GlmMoeDsaForCausalLM", &with(&groups, &indexed)),
         ]
     }
 
@@ -132,10 +143,24 @@ mod tests {
     }
 
     fn read(config: &Map<String, Value>) -> Result<(), ModelError> {
-        let shape = Shape::of(config)?;
-        let sizes = [shape.vocab_size, shape.hidden_size, shape.heads, shape.kv_heads];
-        assert!(sizes.into_iter().chain([shape.head_dim, shape.rotary_dim]).all(|size| size >= 1));
-        assert_eq!(shape.heads % shape.kv_heads, 0);
+        let shape = Shape::from_config(config)?;
+        let dims = shape.ropes.iter().map(|rope| rope.dim);
+        let mut sizes: Vec<usize> = dims.chain([shape.vocab_size, shape.hidden_size]).collect();
+        for mixer in &shape.mixers {
+            match mixer {
+                Mixer::Attention(attention) => {
+                    sizes.extend([attention.heads, attention.kv_heads, attention.head_dim]);
+                    assert_eq!(attention.heads % attention.kv_heads, 0);
+                }
+                Mixer::Latent(latent) => {
+                    sizes.extend([latent.heads, latent.rank, latent.nope_dim, latent.rotary_dim]);
+                    sizes.extend([latent.value_dim]);
+                    sizes.extend(latent.query_rank);
+                }
+                Mixer::Recurrence(_) => unreachable!("no family has one"),
+            }
+        }
+        assert!(sizes.into_iter().all(|size| size >= 1));
         Ok(())
     }
 
@@ -146,7 +171,13 @@ mod tests {
         let encoder = (bert(), (|config| BertShape::of(config).map(drop)) as Reader);
         for (config, read) in decoders.chain([encoder]) {
             read(&config).expect("a model");
-            for key in config.keys().filter(|key| *key != "architectures") {
+            // Heads of latent attention have lengths under other names.
+            let latent = config.contains_key("kv_lora_rank");
+            let unread = |key: &str| {
+                key == "architectures"
+                    || latent && ["num_key_value_heads", "head_dim"].contains(&key)
+            };
+            for key in config.keys().filter(|key| !unread(key)) {
                 for value in senseless() {
                     let mut config = config.clone();
                     config[key] = value.clone();

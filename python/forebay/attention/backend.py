@@ -41,6 +41,31 @@ class LatentHeads:
 
 
 @dataclass(frozen=True)
+class How:
+    """What a call of attention asks for beyond causal order; `h` query heads."""
+
+    scale: float | None = None
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
+    window: int | None = None
+    """The last positions that a query sees, its own included; None: all of them."""
+    chunk: int | None = None
+    """A query sees positions of its own chunk of this many only (Llama 4); None: there are no chunks."""
+    cap: float | None = None
+    """Scores become `cap * tanh(score / cap)` (Gemma 2); None: they stay."""
+    sinks: torch.Tensor | None = None
+    """A logit for each head of a place without a value (gpt-oss), [h]; None: there is none."""
+
+    def check_plain(self, backend: str) -> None:
+        """Raises `NotImplementedError` unless only causal order is asked for."""
+        if self != CAUSAL:
+            raise NotImplementedError(f"{backend} attends in causal order only, and {self} is asked for")
+
+
+CAUSAL = How()
+"""Causal order and nothing else."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """The rows of one step, in the order of their tokens; `r` rows.
 
@@ -50,6 +75,7 @@ class Batch:
     start: Int64s  # [r], on the host: positions already in the pages
     length: Int64s  # [r], on the host: tokens of the row
     offset: Int64s  # [r], on the host: the row's first token
+    host_slots: Int64s  # [r], on the host: as `slots`
     slots: torch.Tensor  # int64 [r], on the device
     lengths: torch.Tensor  # int64 [r], on the device: as `length`
     ends: torch.Tensor  # int64 [r], on the device: start + length
@@ -85,8 +111,14 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Any:
         """Index tensors and masks that every layer of the step uses."""
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: Any) -> torch.Tensor:
-        """q [n, heads, head_dim] gives [n, heads * head_dim]; k and v [n, kv_heads, head_dim] are in their pages."""
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: Any, how: How = CAUSAL
+    ) -> torch.Tensor:
+        """q [n, heads, head_dim] gives [n, heads * value_dim]; `k` and `v` are in their pages.
+
+        `k` is [n, kv_heads, head_dim], and `v` [n, kv_heads, value_dim]. An implementation that lacks
+        what `how` asks for raises `NotImplementedError`.
+        """
 
     def attend_latent(
         self,

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from forebay.attention import latent, selection, sparse
-from forebay.attention.backend import Batch, IndexBatch, Int64s, LatentHeads, LayerKV
+from forebay.attention.backend import CAUSAL, Batch, How, IndexBatch, Int64s, LatentHeads, LayerKV
+from forebay.attention.masked import masked_attention, positions_mask
 
 DECODE_POSITIONS = 1 << 18
 """The largest number of positions (rows x padded length) in one call, to bound its memory."""
@@ -27,6 +28,7 @@ class DecodeGroup:
     count: int
     entries: torch.Tensor  # int64 [count * longest]; padding repeats the row's own last position
     mask: torch.Tensor | None  # additive [count, 1, 1, longest]; None when all rows are equally long
+    ends: torch.Tensor  # int64 [count, 1]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class ChunkRow:
 
     first: int
     count: int
+    start: int
     entries: torch.Tensor | None  # int64 [start + count]; None when nothing is cached before the chunk
     blocks: list[tuple[int, int, torch.Tensor]]  # first query, end query, additive mask [queries, start + end query]
 
@@ -45,6 +48,7 @@ class CpuStep:
 
     groups: list[DecodeGroup]
     chunks: list[ChunkRow]
+    batch: Batch
 
 
 class CpuAttention:
@@ -73,9 +77,15 @@ class CpuAttention:
                 groups.append(_decode_group(batch, ends, int(first), count, dtype))
                 first += count
         chunks = [self._chunk(batch, row, dtype) for row in range(decodes, len(ends))]
-        return CpuStep(groups, chunks)
+        return CpuStep(groups, chunks, batch)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: CpuStep) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: CpuStep, how: How = CAUSAL
+    ) -> torch.Tensor:
+        if how != CAUSAL:
+            outputs = [_decodes_as(q, kv, group, how) for group in prepared.groups]
+            outputs += [_chunk_as(q, k, v, kv, chunk, how) for chunk in prepared.chunks]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         outputs = [_attend_decodes(q, kv, group) for group in prepared.groups]
         outputs += [_attend_chunk(q, k, v, kv, chunk) for chunk in prepared.chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -118,7 +128,7 @@ class CpuAttention:
     def _chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
         first, count, start = int(batch.offset[row]), int(batch.length[row]), int(batch.start[row])
         if start == 0:
-            return ChunkRow(first, count, None, [])
+            return ChunkRow(first, count, start, None, [])
         device = batch.slots.device
         positions = torch.arange(start + count, device=device)
         table = batch.page_table.index_select(0, batch.slots[row : row + 1])[0]
@@ -128,7 +138,7 @@ class CpuAttention:
         for begin in range(0, count, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, count)
             blocks.append((begin, end, self._causal(end - begin, start + begin, dtype, device)))
-        return ChunkRow(first, count, entries, blocks)
+        return ChunkRow(first, count, start, entries, blocks)
 
     def _causal(self, queries: int, before: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Additive mask [queries, before + queries]: query i sees keys up to `before + i`.
@@ -160,21 +170,54 @@ def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype:
     last = pages.gather(1, (ends - 1) // ps) * stride + (ends - 1) % ps
     entries = (pages[:, :, None] * stride + torch.arange(ps, device=slots.device)).view(count, -1)[:, :longest]
     if shortest == longest:
-        return DecodeGroup(first, count, entries.reshape(-1), None)
+        return DecodeGroup(first, count, entries.reshape(-1), None, ends)
     inside = positions < ends
     entries = torch.where(inside, entries, last).view(-1)
     mask = torch.zeros(count, longest, dtype=dtype, device=slots.device).masked_fill_(~inside, -torch.inf)
-    return DecodeGroup(first, count, entries, mask[:, None, None])
+    return DecodeGroup(first, count, entries, mask[:, None, None], ends)
 
 
 def _attend_decodes(q: torch.Tensor, kv: LayerKV, group: DecodeGroup) -> torch.Tensor:
-    _, kv_heads, dim = kv.keys.shape
-    shape = (group.count, -1, kv_heads, dim)
-    k = kv.keys.index_select(0, group.entries).view(shape).transpose(1, 2)
-    v = kv.values.index_select(0, group.entries).view(shape).transpose(1, 2)
+    k, v = _cached(kv, group)
     # The query heads of a key-value head stand in as so many queries: each reads its keys once, not once a head.
-    q = q[group.first : group.first + group.count].view(group.count, kv_heads, -1, dim)
+    q = q[group.first : group.first + group.count].view(group.count, k.shape[1], -1, k.shape[3])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(group.count, -1)
+
+
+def _cached(kv: LayerKV, group: DecodeGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [count, kv_heads, longest, dim] of a group's rows."""
+    k, v = (pool.index_select(0, group.entries).unflatten(0, (group.count, -1)).transpose(1, 2) for pool in kv)
+    return k, v
+
+
+def _decodes_as(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, how: How) -> torch.Tensor:
+    """As `_attend_decodes`, for whatever `how` asks for."""
+    k, v = _cached(kv, group)
+    seen = torch.arange(k.shape[2], device=q.device)
+    mask = positions_mask(group.ends - 1, seen, how)[:, None]
+    q = q[group.first : group.first + group.count, :, None]
+    return masked_attention(q, k, v, mask, how).flatten(1)
+
+
+def _chunk_as(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow, how: How
+) -> torch.Tensor:
+    """As `_attend_chunk`, for whatever `how` asks for."""
+    rows = slice(chunk.first, chunk.first + chunk.count)
+    if chunk.entries is None:
+        k, v = k[rows], v[rows]
+    else:
+        k, v = (pool.index_select(0, chunk.entries) for pool in kv)
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    outputs = []
+    for begin in range(0, chunk.count, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, chunk.count)
+        queries = torch.arange(chunk.start + begin, chunk.start + end, device=q.device)
+        seen = torch.arange(chunk.start + end, device=q.device)
+        mask = positions_mask(queries, seen, how)
+        block = q[chunk.first + begin : chunk.first + end].transpose(0, 1)[None]
+        outputs.append(_heads_last(masked_attention(block, k[:, :, : len(seen)], v[:, :, : len(seen)], mask, how)))
+    return torch.cat(outputs)
 
 
 def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forebay.attention.backend import Batch, IndexBatch, Int64s, LatentHeads, LayerKV
+from forebay.attention.backend import CAUSAL, Batch, How, IndexBatch, Int64s, LatentHeads, LayerKV
 from forebay.gpu.interface import PagedRows
 
 MODULE = "flash_attn_interface"
@@ -41,8 +41,9 @@ class FlashAttention:
         raise NotImplementedError("rows are prepared on the device")
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: PagedRows
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: PagedRows, how: How = CAUSAL
     ) -> torch.Tensor:
+        how.check_plain("FlashAttention")
         keys, values = (pool.unflatten(0, (-1, prepared.page_size)) for pool in kv)
         given = self._attend(
             q, keys, values, softmax_scale=q.shape[2] ** -0.5, causal=True, **self._arguments(prepared, len(q))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from forebay.attention.backend import Batch, IndexBatch, Int64s, LatentHeads, LayerKV
+from forebay.attention.backend import CAUSAL, Batch, How, IndexBatch, Int64s, LatentHeads, LayerKV
 from forebay.gpu.interface import Kernels, PagedRows
 
 
@@ -27,8 +27,9 @@ class TritonAttention:
         return self._rows(batch)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: PagedRows
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: PagedRows, how: How = CAUSAL
     ) -> torch.Tensor:
+        how.check_plain("the attention in Triton")
         scale = q.shape[2] ** -0.5
         return self._kernels.attend(q, kv.keys, kv.values, prepared, scale).flatten(1)
 

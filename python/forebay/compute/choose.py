@@ -35,6 +35,7 @@ from forebay.layers.ops import HostOps, Ops, TorchOps
 from forebay.layers.quantised import Products
 from forebay.layers.shard_ops import ShardOps
 from forebay.models.bert import Bert
+from forebay.models.called import CalledModel
 from forebay.state.config import RunnerConfig
 from forebay.state.images import ImagePool
 from forebay.state.inputs import PromptRows
@@ -42,6 +43,7 @@ from forebay.state.kv_format import KvFormat
 from forebay.state.pages import KvPool
 from forebay.state.slots import SlotTables
 from forebay.weights.cache import cache_directory
+from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
@@ -72,6 +74,9 @@ class Choice:
     def _settle(self, config: RunnerConfig) -> str:
         """The implementation of attention: the requested one, or the device's best."""
         wanted, device = config.attention_backend, self._device
+        if isinstance(config.model_config, CalledConfig):
+            # Its calls ask for what no other implementation has.
+            return "torch"
         on_gpu = device.torch_device.type != "cpu"
         if wanted is None:
             # Rows that are pooled are computed operator by operator on a GPU.
@@ -232,21 +237,33 @@ class Choice:
         return PagedSteps(model, tables, kv, prompts, sampler, shape.vocab_size, limits, self._kernels, self._device)
 
     def compute(
-        self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
+        self,
+        model: Decoder | CalledModel,
+        tables: SlotTables,
+        kv: KvPool,
+        prompts: PromptRows,
+        images: ImagePool | None = None,
     ) -> Compute:
         """The way to compute the rows of a loaded model. `images` None: the model takes none."""
         return self._decoder(model, tables, kv, prompts, images)
 
     def _decoder(
-        self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
+        self,
+        model: Decoder | CalledModel,
+        tables: SlotTables,
+        kv: KvPool,
+        prompts: PromptRows,
+        images: ImagePool | None = None,
     ) -> NativeCompute | TorchCompute:
-        if self._packs(model.config):
+        if isinstance(model, Decoder) and self._packs(model.config):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
         if model.params.formats.for_integers:
             raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
         return TorchCompute(model, tables, kv, prompts, self._device, images, self._kernels)
 
-    def pooler(self, model: Decoder | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Pooler:
+    def pooler(
+        self, model: Decoder | CalledModel | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows
+    ) -> Pooler:
         """The way to pool the rows of a loaded model."""
         if isinstance(model, Bert) and self._packs_encoder(model):
             return NativeEncoder(model, tables, torch.get_num_threads())
@@ -290,7 +307,7 @@ class Choice:
         return self._native and why_no_encoder(model.config) is None
 
     def _packs(self, config: ModelConfig) -> bool:
-        return self._native and NativeCompute.supports(config)
+        return self._native and not isinstance(config, CalledConfig) and NativeCompute.supports(config)
 
 
 def _needs_host(model: ModelConfig) -> bool:

@@ -13,6 +13,7 @@ from forebay.device import Device
 from forebay.gpu.interface import Kernels
 from forebay.layers.decoder import Decoder, Forward, ImageRows
 from forebay.layers.step import Index
+from forebay.models.called import CalledModel
 from forebay.protocol.constants import ROW_WORDS
 from forebay.state.images import ImagePool, RowImages
 from forebay.state.inputs import PromptRows
@@ -25,7 +26,7 @@ class TorchCompute:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | CalledModel,
         tables: SlotTables,
         kv: KvPool,
         prompts: PromptRows,
@@ -107,6 +108,7 @@ class TorchCompute:
             start=cut.start[: cut.whole],
             length=cut.length[: cut.whole],
             offset=cut.offset[: cut.whole],
+            host_slots=rows.slot[cut.row[: cut.whole]],
             slots=slots[: cut.whole],
             lengths=lengths[: cut.whole],
             ends=(starts + lengths)[: cut.whole],

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forebay.attention.backend import AttentionBackend
+from forebay.attention.cpu import CpuAttention
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.models import deepseek, llama, qwen2_5_vl, qwen3_vl
 from forebay.models.bert import Bert
+from forebay.models.called import CalledModel
+from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
@@ -39,6 +42,11 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
             f"serve it with a context length of at most that, not {context_length}"
         )
     return FAMILIES[config.architecture](config, params, backend, ops)
+
+
+def build_called(config: CalledConfig, directory: str, params: Parameters, ops: Ops) -> CalledModel:
+    """The model of a folder that transformers computes, without its weights. Raises `UnsupportedModelError`."""
+    return CalledModel(config, directory, params, CpuAttention(), ops)
 
 
 def build_encoder(config: EncoderConfig, pooling: Pooling | None, params: Parameters) -> Bert:

@@ -13,6 +13,7 @@ from forebay.device import Device
 from forebay.layers.decoder import Decoder
 from forebay.layers.vision import Grid, ImageDecoder, Pixels, TowerState
 from forebay.models.bert import Bert
+from forebay.models.called import CalledModel
 from forebay.protocol.constants import ImageRecord
 from forebay.protocol.plan import Plan
 from forebay.state.checks import PlanError, within
@@ -57,7 +58,7 @@ class Images:
 
     @classmethod
     def of(
-        cls, config: RunnerConfig, model: Decoder | Bert, arena: npt.NDArray[np.uint8], device: Device
+        cls, config: RunnerConfig, model: Decoder | CalledModel | Bert, arena: npt.NDArray[np.uint8], device: Device
     ) -> Images | None:
         """The images of a model; None for a model of text."""
         return cls(config, model, arena, device) if isinstance(model, ImageDecoder) else None

@@ -27,6 +27,7 @@ from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
+from forebay.models.called import CalledModel
 from forebay.protocol.constants import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, ROW_OK
 from forebay.protocol.frames import Int32s
 from forebay.protocol.masks import Masks
@@ -49,6 +50,7 @@ from forebay.state.pages import KvPool
 from forebay.state.sizes import Sizes
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.state.staging import StepInputs
+from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
@@ -181,9 +183,11 @@ class ModelRunner:
         self._blocks = formats.blocks(self.model.params, self._dtype_name(), self.config.quantization == "gguf")
         if self._blocks:
             print(f"computing with blocks of the file: {self._blocks}", file=sys.stderr)
-        taken = self.weight_bytes + self._image_bytes
+        taken = self.weight_bytes + self._image_bytes + self._state_bytes
         if self.config.max_total_tokens is None:
-            taken += self.device.measure(self._do_largest_steps) or self._slice_bytes
+            # Weights of transformers' code come at the load, and nothing is computed before.
+            measured = 0 if isinstance(self.model, CalledModel) else self.device.measure(self._do_largest_steps)
+            taken += measured or self._slice_bytes
         sizes = Sizes.of(self.config, kept, available, taken)
         # Ranks have free what they have free, and the brain gives out the same pages of all.
         return sizes if self._group is None else replace(sizes, pages=self._group.least(sizes.pages))
@@ -207,6 +211,12 @@ class ModelRunner:
         self._capture()
         for made in ("kv", "tables", "prompts", "_sampler", "_steps", "_compute", "_pooler"):
             self.__dict__.pop(made, None)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of the recurrent states of all slots, which are kept twice (`SlotStates`)."""
+        model = self.model_config
+        return 2 * self.config.slots * model.state_bytes if isinstance(model, CalledConfig) else 0
 
     @property
     def _image_bytes(self) -> int:
@@ -237,7 +247,7 @@ class ModelRunner:
         assert not isinstance(self.model_config, EncoderConfig)
         return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
-    def _build(self, *, matrices: bool) -> Decoder | Bert:
+    def _build(self, *, matrices: bool) -> Decoder | CalledModel | Bert:
         """The model with allocated weights. Without `matrices` only the other weights are allocated."""
         config, model = self.config, self.model_config
         device = self.device
@@ -252,17 +262,21 @@ class ModelRunner:
         )
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
+        if isinstance(model, CalledConfig):
+            return registry.build_called(model, config.model["directory"], params, self._choice.ops())
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
 
     def _weight_bytes(self) -> int:
         """`weight_bytes` of the model that was built. Those of an encoder count as they are loaded."""
+        if isinstance(self.model, CalledModel):
+            return self.model.nbytes
         return self.model.params.nbytes if isinstance(self.model, Bert) else self._choice.weight_bytes(self.model)
 
     @property
     def decoder(self) -> Decoder:
-        """The model; raises `PlanError` if it is an encoder."""
-        if isinstance(self.model, Bert):
-            raise PlanError("an encoder generates nothing")
+        """The model; raises `PlanError` unless it is built of our own layers."""
+        if not isinstance(self.model, Decoder):
+            raise PlanError(f"{self.model_config.architecture} is no decoder of our own")
         return self.model
 
     def load(self, report: Report) -> None:
@@ -270,15 +284,22 @@ class ModelRunner:
 
         If an earlier start has kept its packed weights, they are read instead.
         """
+        model = self.model
+        if isinstance(model, CalledModel):
+            if self.config.load_format == "dummy":
+                model.randomise(self.config.seed, report)
+            else:
+                model.load(report)
+            return
         if self.config.load_format == "dummy":
             self.model.params.randomise(self.config.seed, report)
             return
         if self._kept is not None and self._kept.stored is not None:
             if self._kept.load(self.model.params, report):
                 return
-            self.model = self._build(matrices=True)
-        checkpoint, in_blocks = dict(self.config.model), self.model.params.stored
-        model = self.model
+            self.model = model = self._build(matrices=True)
+            assert not isinstance(model, CalledModel)
+        checkpoint, in_blocks = dict(self.config.model), model.params.stored
         cuts = model.params.cuts
         if isinstance(model, Decoder):
             assert isinstance(self.model_config, ModelConfig)
@@ -302,7 +323,8 @@ class ModelRunner:
         the weights are those of an earlier start, their files are removed.
         """
         hot = self.tables.hot
-        for plan in warm_plans(self.config, self._flag, backed=hot is not None):
+        in_order = self._state_bytes > 0
+        for plan in warm_plans(self.config, self._flag, backed=hot is not None, in_order=in_order):
             self._warm(plan)
         if self.images is not None:
             self.images.warm_up()
@@ -340,7 +362,7 @@ class ModelRunner:
             what += "; they were kept by an earlier start and are removed: the next one reads the model's own files"
         raise NotFiniteError(what)
 
-    def facts(self) -> dict[str, int | str]:
+    def facts(self) -> dict[str, int | str | bool]:
         """The facts for `ready`, except the loading time."""
         return {
             "page_count": self.kv.page_count,
@@ -355,6 +377,7 @@ class ModelRunner:
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             "blocks": self._blocks,
+            "tokens_only": isinstance(self.model, CalledModel),
             **({} if self.images is None else self.images.facts()),
         }
 
@@ -522,7 +545,8 @@ class ModelRunner:
     def _compute(self) -> Compute:
         """Made by the first step's work, when the weights are there: it may put them into another order."""
         images = None if self.images is None else self.images.pool
-        return self._choice.compute(self.decoder, self.tables, self.kv, self.prompts, images)
+        model = self.model if isinstance(self.model, CalledModel) else self.decoder
+        return self._choice.compute(model, self.tables, self.kv, self.prompts, images)
 
     @cached_property
     def _pooler(self) -> Pooler:

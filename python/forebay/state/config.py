@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from forebay.state.kv_format import KvFormat
+from forebay.weights.called import CalledConfig, Calls
 from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.parts import GroupedQuery
@@ -97,7 +98,24 @@ class RunnerConfig:
         if min(values[name] for name in sizes) < 1:
             raise ConfigError(f"{', '.join(sizes)} must be at least 1")
         config._check_ranks()
+        config._check_called()
         return config
+
+    def _check_called(self) -> None:
+        """Refuses what there is not for a model that transformers computes. The brain refuses it first."""
+        model = self.model_config
+        if not isinstance(model, CalledConfig):
+            return
+        lacks = {
+            "several ranks": self.world_size > 1,
+            f"quantization {self.quantization}": self.quantization not in (None, AUTO),
+            f"attention backend {self.attention_backend}": self.attention_backend not in (None, "torch"),
+            "a host tier of recurrent states": self.has_host_tier and model.state_bytes > 0,
+            f"the model format {self.model['format']}": self.model["format"] != "safetensors",
+        }
+        for what, wanted in lacks.items():
+            if wanted:
+                raise ConfigError(f"transformers' code computes {model.architecture}, for which there is not {what}")
 
     def _check_ranks(self) -> None:
         world = self.world_size
@@ -114,7 +132,7 @@ class RunnerConfig:
                 f"quantization {self.quantization} needs the compiled kernels of one rank, and {world} ranks compute "
                 "with PyTorch's operators: leave it off"
             )
-        if self.host_bytes is not None or self.host_ratio is not None or self.host_pages is not None:
+        if self.has_host_tier:
             raise ConfigError(
                 f"a host tier is for one rank: the copies of {world} ranks end at different times, and nobody waits "
                 "for the last; leave --enable-hierarchical-cache off"
@@ -189,8 +207,13 @@ class RunnerConfig:
                 f"{self.hot_rows} hot rows are not supported: use {top_k}, as many as the model chooses, "
                 f"to {MOST_HOT_ROWS}"
             )
-        if self.host_bytes is None and self.host_ratio is None and self.host_pages is None:
+        if not self.has_host_tier:
             raise ConfigError("sparse decoding from host memory needs a host tier")
+
+    @property
+    def has_host_tier(self) -> bool:
+        """True if the brain wants a host tier."""
+        return not (self.host_bytes is None and self.host_ratio is None and self.host_pages is None)
 
     @property
     def hot_rows(self) -> int:
@@ -210,7 +233,10 @@ class RunnerConfig:
     @property
     def model_config(self) -> ModelConfig | EncoderConfig:
         """The model's own configuration."""
-        return shape_of(dict(self.model["config"]), headless=self.pooling is not None)
+        config, calls = dict(self.model["config"]), self.model.get("called")
+        if calls is not None:
+            return CalledConfig.of(config, Calls.from_dict(calls))
+        return shape_of(config, headless=self.pooling is not None)
 
     @property
     def kept_model(self) -> ModelConfig | None:

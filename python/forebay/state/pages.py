@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -11,12 +13,17 @@ from forebay.attention.backend import LayerKV
 from forebay.device import Device
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.kv_format import KvFormat
+from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import GroupedQuery, Latent
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvFormat = KvFormat.PLAIN) -> int:
     """Bytes of one page over all layers and both parts. `form`: of keys and values."""
+    if isinstance(model, CalledConfig):
+        return page_size * sum(shape.elements for shape in model.kept) * dtype.itemsize
     if form is not KvFormat.PLAIN:
         assert isinstance(model.attention, GroupedQuery)
         shape, kept = form.entry(model.attention, dtype)
@@ -38,8 +45,9 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
         count = config.max_total_tokens // config.page_size
     else:
         budget = int(config.mem_fraction_static * available_bytes) - weight_bytes
-        fitting = budget // page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype)
-        count = min(fitting, config.slots * config.pages_per_slot)
+        a_page, most = page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype), _most_pages(config)
+        # Where all layers are recurrent, pages are numbers and nothing else.
+        count = min(budget // a_page, most) if a_page else most
     if count < 1:
         raise ConfigError(
             f"no memory for a single page of {config.page_size} tokens: "
@@ -47,6 +55,11 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
             f"mem_fraction_static {config.mem_fraction_static}, max_total_tokens {config.max_total_tokens}"
         )
     return count
+
+
+def _most_pages(config: RunnerConfig) -> int:
+    """As many pages as all slots can fill."""
+    return config.slots * config.pages_per_slot
 
 
 @dataclass(frozen=True)
@@ -105,21 +118,27 @@ class KvPool:
         if model is None:
             return
         layers, attention = model.num_hidden_layers, model.attention
-        if isinstance(attention, Latent):
+        if isinstance(model, CalledConfig):
+            self._keep([((one.heads, one.key_size), (one.heads, one.value_size)) for one in model.kept], dtype, device)
+        elif isinstance(attention, Latent):
             self.main, rows = _rows(pages, layers, page_size, attention.position_elements, dtype, device, one_more=True)
             # Rows are one head's keys, and its values are their first elements.
             keys = [of_layer[:, None] for of_layer in rows]
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
             entry, kept = form.entry(attention, dtype)
-            shape = ((pages + 1) * page_size, *entry)
-            self.layers = [LayerKV(device.zeros(shape, kept), device.zeros(shape, kept)) for _ in range(layers)]
-            pools = tuple(tensor[: pages * page_size] for layer in self.layers for tensor in layer)
-            self.main = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, page_size)
+            self._keep([(entry, entry)] * layers, kept, device)
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
             count = pages if index_pages is None else index_pages
             self.index, self.index_keys = _rows(count, indexed, page_size, width, dtype, device)
+
+    def _keep(self, entries: Sequence[tuple[Shape, Shape]], dtype: torch.dtype, device: Device) -> None:
+        """Makes pools of keys and of values for each layer, from the shapes of one position in both."""
+        pages, rows = self.main.page_count, (self.main.page_count + 1) * self.page_size
+        self.layers = [LayerKV(*(device.zeros((rows, *entry), dtype) for entry in pair)) for pair in entries]
+        pools = tuple(tensor[: pages * self.page_size] for layer in self.layers for tensor in layer)
+        self.main = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, self.page_size)
 
     @property
     def nowhere(self) -> int:

@@ -49,6 +49,20 @@ _NOT_SERVED = {
 """Known architectures that are not supported, with their missing parts."""
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
 
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
 _DEFAULT_ROPE_THETA = 10000.0
 _FACTORS = (
     "factor",
@@ -185,6 +199,8 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 def _architecture(d: dict[str, Any]) -> str:
     names = [str(name) for name in d.get("architectures") or []]
+    if not names and d.get("model_type") in _MODEL_TYPES:
+        return _MODEL_TYPES[d["model_type"]]
     for name in names:
         # A checkpoint without an output head carries the name of the body.
         for known in (name, f"{name.removesuffix('Model')}ForCausalLM"):

@@ -12,30 +12,34 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from forebay.weights.cache import atomic_file, cache_directory
 from forebay.weights.config import ModelConfig, shape_of, token_ids
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.files import read_json
+from forebay.weights.index import INDEX, read_index
 from forebay.weights.pooling import Pooling, read_pooling
 from forebay.weights.sizes import one_line, size
 from forebay.weights.vision import read_preprocessing
 
 __all__ = [
+    "answer",
+    "describe",
     "describe_directory",
     "describe_gguf",
     "describe_path",
+    "flags",
     "gguf_parts",
     "main",
 ]
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 
 _IMAGE_TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -48,7 +52,7 @@ _SAMPLING = {
 }
 # What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold all metadata of any
 # known model, and of this number: it goes up with every change to what is rebuilt.
-_REBUILD_VERSION = 2
+_REBUILD_VERSION = 3
 _KEY_BYTES = 32 << 20
 
 
@@ -70,10 +74,21 @@ def describe_path(path: Path, cache: Path, *, weights: bool = True, embedding: b
     raise ModelError(f"{path} is neither a directory nor a .gguf file")
 
 
-def describe_directory(directory: Path, name: str, *, weights: bool = True, embedding: bool = False) -> dict[str, Any]:
-    """The model in a directory of Hugging Face's layout, with safetensors. Raises ModelError."""
+def describe_directory(
+    directory: Path,
+    name: str,
+    *,
+    weights: bool = True,
+    embedding: bool = False,
+    read: Callable[[dict[str, Any]], ModelConfig | EncoderConfig] = shape_of,
+    tokenizer: Path | None = None,
+) -> dict[str, Any]:
+    """The model in a directory of Hugging Face's layout, with safetensors. Raises ModelError.
+
+    `read` makes the shape of its `config.json`. `tokenizer` is a file in place of the directory's `tokenizer.json`.
+    """
     config = read_json(directory / "config.json")
-    tokenizer = directory / "tokenizer.json"
+    tokenizer = tokenizer or directory / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelError(f"{directory} has no tokenizer.json, the only form of tokenizer that is supported here")
     present = [entry.name for entry in directory.iterdir() if entry.is_file()]
@@ -81,7 +96,7 @@ def describe_directory(directory: Path, name: str, *, weights: bool = True, embe
     generation = read_json(directory / "generation_config.json", optional=True)
     tokenizer_config = read_json(directory / "tokenizer_config.json", optional=True)
     special = read_json(directory / "special_tokens_map.json", optional=True)
-    parsed = shape_of(config)
+    parsed = read(config)
     # A decoder behind a tower may have its ids in a config of its own.
     own = parsed.eos_token_ids if isinstance(parsed, ModelConfig) else token_ids(config.get("eos_token_id"))
     eos = own + token_ids(generation.get("eos_token_id"))
@@ -91,6 +106,7 @@ def describe_directory(directory: Path, name: str, *, weights: bool = True, embe
         directory=directory,
         files=[directory / file for file in files],
         config=config,
+        parsed=parsed,
         tokenizer=tokenizer,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(directory, tokenizer_config),
@@ -117,6 +133,7 @@ def describe_gguf(files: list[Path], name: str, cache: Path, *, embedding: bool 
         directory=files[0].parent,
         files=files,
         config=facts["config"],
+        parsed=shape_of(facts["config"]),
         tokenizer=tokenizer,
         tokenizer_config={},
         chat_template=facts["chat_template"],
@@ -144,19 +161,21 @@ def gguf_parts(path: Path) -> list[Path]:
 def _safetensors_names(present: Iterable[str], directory: Path) -> list[str]:
     """The names of a model directory's files with weights, in order. Raises ModelError."""
     names = sorted(present)
-    if _INDEX in names:
-        index = read_json(directory / _INDEX)
-        shards = sorted(set(index.get("weight_map", {}).values()))
+    placed = read_index(directory)
+    if placed is not None:
+        shards = sorted(set(placed.values()))
         missing = sorted(set(shards) - set(names))
-        if missing or not shards:
-            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {_INDEX}")
-        return shards
+        if shards and not missing:
+            return shards
+        # An index without its shards is left over from before they became one file.
+        if _WHOLE not in names or _WHOLE in shards:
+            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {INDEX}")
     # Some repositories hold the weights a second time under the names of the model's own tools, or an adapter.
     weights = [
         name for name in names if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter"))
     ]
-    if "model.safetensors" in weights:
-        return ["model.safetensors"]
+    if _WHOLE in weights:
+        return [_WHOLE]
     return weights or _no_weights(names, directory)
 
 
@@ -235,6 +254,7 @@ def _description(
     directory: Path,
     files: list[Path],
     config: dict[str, Any],
+    parsed: ModelConfig | EncoderConfig,
     tokenizer: Path,
     tokenizer_config: dict[str, Any],
     chat_template: str | None,
@@ -245,7 +265,6 @@ def _description(
     pooling: Pooling | None,
     images: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    parsed = shape_of(config)
     if images is not None and pooling is not None:
         raise UnsupportedModelError(f"{name} sees images, and pooling is for models of text")
     return {
@@ -303,17 +322,35 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m forebay.weights.describe", description="Describe a model.")
+    return answer(flags("forebay.weights.describe").parse_args(arguments), describe)
+
+
+def flags(module: str) -> argparse.ArgumentParser:
+    """The flags of a command that describes a model."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Describe a model.")
     parser.add_argument("path", metavar="PATH", type=Path, help="a directory, or a .gguf file or one of its parts")
     parser.add_argument("--name", metavar="N", help="what the model is called (default: as the directory or the file)")
     parser.add_argument("--cache-dir", metavar="D", help="what is made of models is kept below D")
     parser.add_argument("--no-weights", action="store_true", help="a directory needs no safetensors")
     parser.add_argument("--is-embedding", action="store_true", help="the model is to pool, not to generate")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+class Describe(Protocol):
+    """A way from files to a description."""
+
+    def __call__(
+        self, path: Path, name: str | None, cache: Path, /, *, weights: bool, embedding: bool
+    ) -> dict[str, Any]:
+        """Describes the model in `path`. Raises ModelError."""
+
+
+def answer(options: argparse.Namespace, describe: Describe) -> int:
+    """Prints the description of the model that `flags` name. Returns the exit status."""
     cache = cache_directory(options.cache_dir)
     try:
         with _only_errors():
-            description = _describe(
+            description = describe(
                 options.path, options.name, cache, weights=not options.no_weights, embedding=options.is_embedding
             )
     except ModelError as error:
@@ -324,7 +361,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _describe(path: Path, name: str | None, cache: Path, *, weights: bool, embedding: bool) -> dict[str, Any]:
+def describe(path: Path, name: str | None, cache: Path, /, *, weights: bool, embedding: bool) -> dict[str, Any]:
+    """The model in `path`, by the name of its repository if there is one. Raises ModelError."""
     if name is None:
         return describe_path(path, cache, weights=weights, embedding=embedding)
     # Which of a repository's files are the model was decided where they were found.

@@ -46,7 +46,10 @@ class EncoderConfig:
                 f"{hidden} elements (hidden_size) can't be shared by {heads} heads (num_attention_heads) equally"
             )
         return cls(
-            architecture=next(name for name in d["architectures"] if name in ENCODER_ARCHITECTURES),
+            architecture=next(
+                (name for name in d.get("architectures") or () if name in ENCODER_ARCHITECTURES),
+                ENCODER_ARCHITECTURES[0],
+            ),
             vocab_size=size(d, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=size(d, "intermediate_size"),
@@ -65,5 +68,6 @@ class EncoderConfig:
 
 
 def is_encoder(d: dict[str, Any]) -> bool:
-    """True if `EncoderConfig` can read this `config.json`."""
-    return any(name in ENCODER_ARCHITECTURES for name in d.get("architectures") or [])
+    """True if `EncoderConfig` can read this `config.json`. One without `architectures` goes by its `model_type`."""
+    names = d.get("architectures") or []
+    return any(name in ENCODER_ARCHITECTURES for name in names) if names else d.get("model_type") == "bert"

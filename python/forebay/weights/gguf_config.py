@@ -18,11 +18,14 @@ _DEFAULT_FREQ_BASE = 10000.0
 # Where a file names no end of turn, these control tokens are it (llama.cpp goes by the same texts).
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>")
 _CONTROL = 3
+_POOLINGS = ("", "mean", "cls", "last", "rank")
 
 
 def hf_config(files: GgufFiles) -> dict[str, Any]:
     """The model's `config.json`, made of its metadata. Raises UnsupportedModelError or ModelError."""
     family = family_keys(files)
+    if not files.get("attention.causal", True):
+        raise UnsupportedModelError("positions that see what is behind them (attention.causal) are not supported")
     embedding = files.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError("the GGUF file has no token embedding: it isn't a whole model")
@@ -46,7 +49,16 @@ def hf_config(files: GgufFiles) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "pad_token_id": files.metadata.get("tokenizer.ggml.padding_token_id"),
         **family,
+        **_pooling_type(files),
     }
+
+
+def _pooling_type(files: GgufFiles) -> dict[str, str]:
+    """The way of pooling that the file states (`gguf.PoolingType`)."""
+    number = files.get("pooling_type") or 0
+    if number not in range(len(_POOLINGS)):
+        raise UnsupportedModelError(f"pooling_type {number} is not supported")
+    return {"pooling_type": _POOLINGS[number]} if number else {}
 
 
 def eos_token_ids(files: GgufFiles) -> tuple[int, ...]:

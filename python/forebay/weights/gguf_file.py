@@ -229,5 +229,11 @@ class GgufFiles:
         return str(self.metadata.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value from the architecture's own metadata."""
-        return self.metadata.get(f"{self.architecture}.{key}", default)
+        """A value from the architecture's own metadata.
+
+        Some writers state a value for each layer: if all are equal, it is this one.
+        """
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            return value[0]
+        return value

@@ -22,6 +22,8 @@ from forebay.weights.quantization import COMPUTED_AS
 from forebay.weights.shards import WHOLE, Cut, Cuts
 
 __all__ = [
+    "EMBEDDING",
+    "HEAD",
     "SUPPORTED_TYPES",
     "check_types",
     "dequantized",
@@ -33,7 +35,7 @@ __all__ = [
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AT_ONCE = 1 << 20
 """Elements that are dequantised at a time. Temporary memory is a few times as much."""
 
@@ -59,9 +61,9 @@ def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
     """
     weights = stored_weights(files, config)
     types = {name: stored.tensor.type.name for name, stored in weights.items() if isinstance(stored, Part)}
-    if config.tie_word_embeddings and _EMBEDDING in types:
-        types[_HEAD] = types[_EMBEDDING]
-    return {name: kind for name, kind in types.items() if kind in COMPUTED_AS and name != _EMBEDDING}
+    if config.tie_word_embeddings and EMBEDDING in types:
+        types[HEAD] = types[EMBEDDING]
+    return {name: kind for name, kind in types.items() if kind in COMPUTED_AS and name != EMBEDDING}
 
 
 def tensor_shapes(
@@ -69,8 +71,8 @@ def tensor_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Shapes in elements of the results of `iter_tensors` without cuts. Only headers are read."""
     shapes = {name: stored.shape for name, stored in stored_weights(files, config).items()}
-    if config.tie_word_embeddings and _HEAD in (in_blocks or {}):
-        shapes[_HEAD] = shapes[_EMBEDDING]
+    if config.tie_word_embeddings and HEAD in (in_blocks or {}):
+        shapes[HEAD] = shapes[EMBEDDING]
     return shapes
 
 
@@ -94,8 +96,8 @@ def iter_tensors(
         if isinstance(stored, LatentUp):
             yield name, _both_up(stored, cut)
             continue
-        if name == _EMBEDDING and config.tie_word_embeddings and _HEAD in in_blocks:
-            yield _HEAD, _blocks(stored, in_blocks[_HEAD])
+        if name == EMBEDDING and config.tie_word_embeddings and HEAD in in_blocks:
+            yield HEAD, _blocks(stored, in_blocks[HEAD])
         # A row's blocks go where the row goes.
         if name in in_blocks:
             tensor = _blocks(stored, in_blocks[name])

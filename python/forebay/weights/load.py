@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.gguf_tensors import iter_tensors, tensor_shapes
+from forebay.weights.gguf_tensors import EMBEDDING, HEAD, iter_tensors, tensor_shapes
+from forebay.weights.index import placed
 from forebay.weights.matrices import Matrices
 from forebay.weights.shards import WHOLE, Cuts
 
@@ -27,7 +30,7 @@ def quantised_matrices(model: dict[str, Any], config: ModelConfig | EncoderConfi
     """The quantised matrices of safetensors, found in their headers. Raises ModelError for parts that do not fit."""
     files = _safetensors(model)
     stored = config.stored if isinstance(config, ModelConfig) else None
-    return Matrices.find(files, stored, lambda name: _wanted(name, config))
+    return Matrices.find(files, stored, _Names.read(files, config).wanted)
 
 
 def spare_biases(model: dict[str, Any], config: ModelConfig) -> frozenset[str]:
@@ -71,21 +74,22 @@ def iter_kept(
         yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks, cuts)
         return
     matrices = quantised_matrices(model, config)
+    own = _Names.read(_safetensors(model), config)
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
-            names = [name for name in file.keys() if _wanted(name, config) and name not in matrices.beside][::-1]
-            names = [name for name in names if matrices.name_of(name) not in cuts.others]
+            names = [name for name in file.keys() if own.wanted(path, name) and name not in matrices.beside][::-1]
+            names = [name for name in names if own.weight(matrices.name_of(name)) not in cuts.others]
         while names:
             mapped = 0
             with safe_open(path, framework="pt", device="cpu") as file:
                 while names and mapped < _MAPPED:
                     name = names.pop()
                     matrix = matrices.by_codes.get(name)
-                    cut = cuts.parts.get(name if matrix is None else matrix.name)
+                    cut = cuts.parts.get(own.weight(name) if matrix is None else matrix.name)
                     if matrix is None:
                         tensor = file.get_tensor(name) if cut is None else file.get_slice(name)[cut.places]
                         mapped += tensor.nbytes
-                        yield name, tensor
+                        yield own.weight(name), tensor
                         continue
                     raw = matrices.raw(matrix, path, file)
                     mapped += raw.nbytes
@@ -108,12 +112,13 @@ def weight_shapes(
     if model["format"] == "gguf":
         return tensor_shapes(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
     matrices = quantised_matrices(model, config)
+    own = _Names.read(_safetensors(model), config)
     shapes: dict[str, tuple[int, ...]] = {matrix.name: matrix.shape for matrix in matrices.by_codes.values()}
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():
-                if _wanted(name, config) and name not in matrices.beside and name not in matrices.by_codes:
-                    shapes[name] = tuple(file.get_slice(name).get_shape())
+                if own.wanted(path, name) and name not in matrices.beside and name not in matrices.by_codes:
+                    shapes[own.weight(name)] = tuple(file.get_slice(name).get_shape())
     return shapes
 
 
@@ -129,10 +134,41 @@ def _of_gguf(config: ModelConfig | EncoderConfig) -> ModelConfig:
     return config
 
 
-def _wanted(name: str, config: ModelConfig | EncoderConfig) -> bool:
-    if name == "lm_head.weight" and isinstance(config, ModelConfig) and config.tie_word_embeddings:
-        return False
-    if isinstance(config, ModelConfig) and not config.has_place_for(name):
-        return False
-    # Old Llama checkpoints carry the inverse frequencies of the rotary embedding as a buffer.
-    return not name.endswith(".rotary_emb.inv_freq")
+@dataclass(frozen=True)
+class _Names:
+    """The tensors of safetensors that are weights of a model."""
+
+    config: ModelConfig | EncoderConfig
+    placed: Mapping[str, str] | None
+    """Tensor to shard; None: every file counts."""
+    embeds_by_head: bool
+    """True if a tied pair is saved under the head's name alone."""
+
+    @classmethod
+    def read(cls, files: list[str], config: ModelConfig | EncoderConfig) -> _Names:
+        """Reads the files' headers, and the index beside them. Raises ModelError."""
+        shards = placed(files)
+        if not (isinstance(config, ModelConfig) and config.tie_word_embeddings):
+            return cls(config, shards, embeds_by_head=False)
+        names = set()
+        for path in files:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names |= {name for name in file.keys() if shards is None or shards.get(name) == Path(path).name}
+        embeds = any(name.endswith("embed_tokens.weight") for name in names)
+        return cls(config, shards, embeds_by_head=not embeds and HEAD in names)
+
+    def weight(self, tensor: str) -> str:
+        """The name of the weight in a tensor."""
+        return EMBEDDING if self.embeds_by_head and tensor == HEAD else tensor
+
+    def wanted(self, path: str, name: str) -> bool:
+        """True if a tensor of the file at `path` is a weight of the model."""
+        if self.placed is not None and self.placed.get(name) != Path(path).name:
+            return False
+        if isinstance(self.config, ModelConfig):
+            if name == HEAD and self.config.tie_word_embeddings:
+                return self.embeds_by_head
+            if not self.config.has_place_for(name):
+                return False
+        # Old Llama checkpoints carry the inverse frequencies of the rotary embedding as a buffer.
+        return not name.endswith(".rotary_emb.inv_freq")

@@ -51,7 +51,7 @@ class Matrices:
     """The file of each tensor."""
 
     @classmethod
-    def find(cls, files: Sequence[str], stored: Stored | None, wanted: Callable[[str], bool]) -> Matrices:
+    def find(cls, files: Sequence[str], stored: Stored | None, wanted: Callable[[str, str], bool]) -> Matrices:
         """Reads the headers, and biases of GPTQ's files. Raises ModelError if parts are missing or do not fit.
 
         `stored` None: nothing may be quantised. `wanted` is true for the tensors of the model.
@@ -61,7 +61,7 @@ class Matrices:
         for path in files:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():
-                    if wanted(name):
+                    if wanted(path, name):
                         part = file.get_slice(name)
                         where[name], headers[name] = path, (part.get_dtype(), part.get_shape())
         if stored is None:

@@ -68,8 +68,9 @@ def read_pooling(config: dict[str, Any], directory: Path | None, *, forced: bool
     max_length = settings.get("max_seq_length")
     if any(name in _SCORERS for name in architectures):
         return Pooling("score", "cls", _labels(config), False, _sigmoid(config), _length(max_length))
-    # Without a word from the repository: what other engines do.
-    kind, normalize = _of_modules(modules, directory) if modules else ("cls" if encoder else "last", True)
+    # Without a word from the repository or the GGUF file: what other engines do.
+    usual = str(config.get("pooling_type") or ("cls" if encoder else "last"))
+    kind, normalize = _of_modules(modules, directory) if modules else (usual, True)
     if not encoder and _sees_all(config):
         raise UnsupportedModelError("a decoder whose positions see what is behind them is not supported")
     if kind not in (("cls", "mean") if encoder else ("last", "mean")):

@@ -72,12 +72,33 @@ _TEKKEN_REGEX = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# GPT-4o's: words apart by case, each with the end of a contraction.
+_O200K_REGEX = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION_END}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION_END}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Seed-Coder's: marks take no line's end with them.
+_SEED_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Ling's.
+_BAILING_REGEX = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+# Qwen3.5's: marks that combine with letters belong to words.
+_QWEN35_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _NOT_HAN = r"&&[^\p{Han}]]"
 _KIMI_UPPER, _KIMI_LOWER = _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN
-_KIMI_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _KIMI_REGEX = (
-    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_KIMI_END}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_KIMI_END}"
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTION_END}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTION_END}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -94,7 +115,18 @@ _GPT2 = Pipeline(_byte_level(use_regex=True))
 _SINGLE_DIGITS = Pipeline(_sequence(_DIGITS, _byte_level(use_regex=True)))
 _LLAMA3 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")), ignore_merges=True, add_bos=True)
 _GLM4 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")))
-_QWEN2 = Pipeline(_splits(_gpt4_like(r"\p{N}")), normalizer=_NFC)
+_ONE_DIGIT = _splits(_gpt4_like(r"\p{N}"))
+_QWEN2 = Pipeline(_ONE_DIGIT, normalizer=_NFC)
+_O200K = Pipeline(_splits(_O200K_REGEX))
+_BAILING = Pipeline(_splits(_BAILING_REGEX))
+_DEEPSEEK_V3 = Pipeline(
+    _splits(
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 
 PIPELINES = {
     # No name at all is the same as "default": llama.cpp's guess for files older than the names.
@@ -138,12 +170,18 @@ PIPELINES = {
             _byte_level(use_regex=False),
         )
     ),
-    "deepseek-v3": Pipeline(
-        _splits(
-            r"\p{N}{1,3}",
-            "[一-龥぀-ゟ゠-ヿ]+",
-            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-            r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        )
-    ),
+    "deepseek-v3": _DEEPSEEK_V3,
+    # Names of llama.cpp for tokenizers whose pattern is another's.
+    **dict.fromkeys(("a.x-4.0", "exaone4", "gigachat", "granite-docling", "jais", "mellum", "trillion"), _GPT2),
+    **dict.fromkeys(("codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS),
+    **dict.fromkeys(("falcon-h1", "lfm2", "midm-2.0", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _GLM4),
+    **dict.fromkeys(("f2llmv2", "kormo"), _QWEN2),
+    **dict.fromkeys(("grok-2", "hunyuan", "solar-open", "stablelm2"), Pipeline(_ONE_DIGIT)),
+    **dict.fromkeys(("gpt-4o", "kanana2", "llama4", "minimax-m2"), _O200K),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    **dict.fromkeys(("hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+    "command-r": Pipeline(_SINGLE_DIGITS.pre_tokenizer, normalizer=_NFC),
+    "qwen35": Pipeline(_splits(_QWEN35_REGEX), normalizer=_NFC),
+    "seed-coder": Pipeline(_splits(_SEED_REGEX)),
 }

@@ -14,7 +14,10 @@ use crate::limits::{Limited, Params};
 use crate::parameter::{Field, Tabled, fields};
 use anthropic::MessagesRequest;
 use llama::LlamaRequest;
-use ollama::{OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest, OllamaShowRequest};
+use ollama::{
+    OllamaChatRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest, OllamaGenerateRequest,
+    OllamaShowRequest,
+};
 use openai::{ChatRequest, CompletionRequest, EmbeddingRequest};
 use ranking::{RerankRequest, ScoreRequest};
 use responses::ResponsesRequest;
@@ -44,9 +47,11 @@ pub const ROUTES: &[RouteLimits] = &[
     route::<MessagesRequest>("/v1/messages"),
     route::<MessagesRequest>("/v1/messages/count_tokens"),
     route::<ResponsesRequest>("/v1/responses"),
+    route::<ResponsesRequest>("/v1/responses/input_tokens"),
     route::<OllamaChatRequest>("/api/chat"),
     route::<OllamaGenerateRequest>("/api/generate"),
     route::<OllamaEmbedRequest>("/api/embed"),
+    route::<OllamaEmbeddingsRequest>("/api/embeddings"),
     route::<OllamaShowRequest>("/api/show"),
     route::<GenerateRequest>("/generate"),
     route::<LlamaRequest>("/completion"),
@@ -116,6 +121,7 @@ mod tests {
         compare::<blocks::InMessage>(&[blocks::MESSAGE]);
         compare::<blocks::Block>(&[blocks::BLOCK]);
         compare::<blocks::Inner>(&[blocks::INNER]);
+        compare::<blocks::Leaf>(&[blocks::LEAF]);
         compare::<blocks::Source>(&[blocks::SOURCE_OF_BLOCK]);
         compare::<anthropic::Thinking>(&[anthropic::THINKING]);
         compare::<anthropic::ToolChoice>(&[anthropic::TOOL_CHOICE]);

@@ -26,6 +26,7 @@ pub struct RerankRequest {
     top_n: Option<usize>,
     return_documents: Option<bool>,
     truncate_prompt_tokens: Option<i64>,
+    use_activation: Option<bool>,
     priority: Option<i32>,
     cache_salt: Option<String>,
 }
@@ -35,7 +36,8 @@ const RERANK: &[Line<RerankRequest>] = &[
     own("model", NAME, "The name of the model; the served one if absent.", |r, v| v.put(&mut r.model)),
     own("query", Bound::Prompt, "The query.", |r: &mut RerankRequest, v| v.put(&mut r.query)).required(),
     own("documents", Bound::Documents(INPUTS, &[DOCUMENT]), "Strings, or objects with a `text`.", |r: &mut RerankRequest, v| v.put(&mut r.documents)).required(),
-    own("top_n", Bound::Number { least: 0.0, most: u32::MAX as f64 }, "Return this many of the best documents; all if absent or 0.", |r, v| v.put(&mut r.top_n)),
+    own("top_n", count(0), "Return this many of the best documents; all if absent or 0.", |r, v| v.put(&mut r.top_n)),
+    own("use_activation", Bound::Flag, ACTIVATION, |r: &mut RerankRequest, v| v.put(&mut r.use_activation)).also(ACTIVATIONS),
     own("return_documents", Bound::Flag, "Return the documents' texts too; true if absent.", |r, v| v.put(&mut r.return_documents)),
     own("truncate_prompt_tokens", COUNT_OR_ALL, "Cut the documents so that each pair has at most this many tokens; -1: as many as the model takes.", |r, v| v.put(&mut r.truncate_prompt_tokens)),
     own("priority", I32, "The priority; larger is sooner, under the priority policy.", |r, v| v.put(&mut r.priority)),
@@ -51,6 +53,10 @@ tabled!(
 
 pub(crate) const DOCUMENT: &[Param] = &[param("text", Bound::Prompt)];
 
+const ACTIVATION: &str =
+    "False: the model's own scores, without a sigmoid that its authors may use.";
+/// Older names of the parameter.
+const ACTIVATIONS: &[&str] = &["activation", "softmax"];
 /// One or many texts.
 const TEXTS: Bound = Bound::Strings { count: INPUTS, each: usize::MAX, total: usize::MAX };
 
@@ -143,7 +149,7 @@ const SCORE: &[Line<ScoreRequest>] = &[
     own("data_2", TEXTS, "", |r: &mut ScoreRequest, v| v.put(&mut r.data_2)).hidden(),
     own("query", TEXTS, "", |r: &mut ScoreRequest, v| v.put(&mut r.query)).hidden(),
     own("items", TEXTS, "", |r: &mut ScoreRequest, v| v.put(&mut r.items)).hidden(),
-    own("use_activation", Bound::Flag, "False: the model's own scores, without a sigmoid that its authors may use.", |r, v| v.put(&mut r.use_activation)),
+    own("use_activation", Bound::Flag, ACTIVATION, |r: &mut ScoreRequest, v| v.put(&mut r.use_activation)).also(ACTIVATIONS),
     refused("label_token_ids"),
     own("truncate_prompt_tokens", COUNT_OR_ALL, "Cut the second texts so that each pair has at most this many tokens; -1: as many as the model takes.", |r, v| v.put(&mut r.truncate_prompt_tokens)),
     own("priority", I32, "The priority; larger is sooner, under the priority policy.", |r, v| v.put(&mut r.priority)),
@@ -197,7 +203,7 @@ impl RerankRequest {
             truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
             priority: self.priority.unwrap_or(0),
             cache_salt: check_salt(self.cache_salt.as_deref())?,
-            raw: false,
+            raw: self.use_activation == Some(false),
             params: ["query", "documents"],
         };
         pairs.check()?;
@@ -211,32 +217,35 @@ impl ScoreRequest {
     /// # Errors
     /// A parameter is out of range; the error names the first.
     pub fn validate(self, limits: Limits) -> Result<Pairs, ApiError> {
-        let spellings = [
-            (["text_1", "text_2"], [self.text_1, self.text_2]),
-            (["queries", "documents"], [self.queries, self.documents]),
-            (["data_1", "data_2"], [self.data_1, self.data_2]),
-            (["query", "items"], [self.query, self.items]),
-        ];
-        let mut given =
-            spellings.into_iter().filter(|(_, texts)| texts.iter().any(Option::is_some));
-        let (params, texts) = match (given.next(), given.next()) {
-            (Some(one), None) => one,
-            (None, _) => {
-                return Err(ApiError::invalid("text_1", "`text_1`: required and missing"));
-            }
-            (Some(_), Some(([param, _], _))) => {
-                let reason = format!("`{param}`: the texts were already given under other names");
-                return Err(ApiError::invalid(param, reason));
-            }
+        let (first, first_param) = one_of(
+            [
+                ("text_1", self.text_1),
+                ("queries", self.queries),
+                ("data_1", self.data_1),
+                ("query", self.query),
+            ],
+            "text_1",
+        )?;
+        // The name that goes with that of the first texts.
+        let other = match first_param {
+            "queries" => "documents",
+            "data_1" => "data_2",
+            "query" => "items",
+            _ => "text_2",
         };
-        let [first, second] = texts;
-        let present = |texts: Option<Strings>, param: &'static str| {
-            let reason = || ApiError::invalid(param, format!("`{param}`: required and missing"));
-            texts.map(|Strings(texts)| texts).ok_or_else(reason)
-        };
+        let (second, second_param) = one_of(
+            [
+                ("text_2", self.text_2),
+                ("documents", self.documents),
+                ("data_2", self.data_2),
+                ("items", self.items),
+            ],
+            other,
+        )?;
+        let params = [first_param, second_param];
         let pairs = Pairs {
-            first: present(first, params[0])?,
-            second: present(second, params[1])?,
+            first,
+            second,
             truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
             priority: self.priority.unwrap_or(0),
             cache_salt: check_salt(self.cache_salt.as_deref())?,
@@ -245,6 +254,23 @@ impl ScoreRequest {
         };
         pairs.check()?;
         Ok(pairs)
+    }
+}
+
+/// The texts that were given under one of several names, and the name. If there are none,
+/// `missing` is.
+fn one_of(
+    spellings: [(&'static str, Option<Strings>); 4],
+    missing: &'static str,
+) -> Result<(Vec<String>, &'static str), ApiError> {
+    let mut given = spellings.into_iter().filter_map(|(name, texts)| Some((texts?.0, name)));
+    match (given.next(), given.next()) {
+        (Some(one), None) => Ok(one),
+        (None, _) => Err(ApiError::invalid(missing, format!("`{missing}`: required and missing"))),
+        (Some((_, first)), Some((_, second))) => {
+            let reason = format!("`{second}`: the texts were already given as `{first}`");
+            Err(ApiError::invalid(second, reason))
+        }
     }
 }
 
@@ -373,6 +399,27 @@ mod tests {
     }
 
     #[test]
+    fn names_of_both_texts_may_be_mixed() {
+        for [first, second] in [["queries", "items"], ["query", "documents"], ["data_1", "text_2"]]
+        {
+            let pairs = score(json!({first: "a", second: ["b", "c"]})).unwrap();
+            assert_eq!((pairs.params, pairs.second.len()), ([first, second], 2));
+        }
+    }
+
+    #[test]
+    fn scores_are_raw_without_the_activation() {
+        for name in ["use_activation", "activation", "softmax"] {
+            for (value, raw) in [(json!(false), true), (json!(true), false), (json!(null), false)] {
+                let one = rerank(json!({"query": "q", "documents": ["a"], name: value})).unwrap();
+                assert_eq!(one.pairs.raw, raw, "{name}: {value}");
+                let one = score(json!({"text_1": "q", "text_2": ["a"], name: value})).unwrap();
+                assert_eq!(one.raw, raw, "{name}: {value}");
+            }
+        }
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         let param = |error: ApiError| error.body().error.param.unwrap_or_default();
         for (body, expected) in [
@@ -390,6 +437,9 @@ mod tests {
             (json!({"text_1": "a"}), "text_2"),
             (json!({"text_1": "a", "text_2": []}), "text_2"),
             (json!({"text_1": [], "text_2": ["a"]}), "text_1"),
+            (json!({"queries": "a"}), "documents"),
+            (json!({"items": "a"}), "text_1"),
+            (json!({"queries": "a", "query": "b", "items": "c"}), "query"),
             (json!({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}), "text_1"),
             (
                 json!({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 101}),

@@ -11,7 +11,7 @@ use crate::limits::{Bound, IDS, MESSAGES, PROMPTS};
 use crate::parameter::{Line, own, tabled};
 use crate::params::*;
 use crate::prompt::{Strings, in_vocabulary};
-use crate::tools::OfferedTools;
+use crate::tools::{OfferedTools, ToolNames};
 
 /// Text, or a conversation, to tokenise.
 #[derive(Debug, Default)]
@@ -92,7 +92,7 @@ impl TokenizeRequest {
                 Err(ApiError::unsupported("add_special_tokens"))
             }
             (None, Some(messages)) => {
-                let tools = OfferedTools::new(self.tools, None, None)?;
+                let tools = OfferedTools::new(self.tools, ToolNames::CHAT, None, None)?;
                 let chat = chat_prompt(
                     messages,
                     Rendering {

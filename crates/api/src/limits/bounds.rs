@@ -6,14 +6,19 @@ use super::{Bound, LOGPROBS, NAME_BYTES, Param, WORD_BYTES};
 
 /// A number of tokens or the like, at least `least`.
 pub(crate) const fn count(least: u32) -> Bound {
-    Bound::Number { least: least as f64, most: u32::MAX as f64 }
+    Bound::Amount { least: least as f64, most: u32::MAX as f64 }
 }
 
 /// Numbers, each from the smallest to the largest of its type.
 pub(crate) const I32: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
 pub(crate) const I64: Bound = Bound::Number { least: i64::MIN as f64, most: i64::MAX as f64 };
+/// A number of tokens; below 0: the rest of the context.
+pub(crate) const COUNT_OR_REST: Bound =
+    Bound::Amount { least: i64::MIN as f64, most: u32::MAX as f64 };
 /// A number of tokens, or -1.
-pub(crate) const COUNT_OR_ALL: Bound = Bound::Number { least: -1.0, most: u32::MAX as f64 };
+pub(crate) const COUNT_OR_ALL: Bound = Bound::Amount { least: -1.0, most: u32::MAX as f64 };
+/// A seed: any number of 64 bits, with a sign or without.
+pub(crate) const SEEDS: Bound = Bound::Number { least: i64::MIN as f64, most: u64::MAX as f64 };
 /// A number of alternatives for a token's log-probability.
 pub(crate) const ALTERNATIVES: Bound = Bound::Number { least: 0.0, most: LOGPROBS as f64 };
 /// The name of a model, a user or a request.

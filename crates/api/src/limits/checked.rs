@@ -64,14 +64,19 @@ impl<'w, 'b> Place<'w, 'b> {
         Ok(())
     }
 
-    fn number<E: Error>(&mut self, value: f64, shown: impl fmt::Display) -> Result<(), E> {
-        if let Bound::Number { least, most } = self.bound
-            && !(least..=most).contains(&value)
-        {
-            return Err(self.fail(&format!("{shown} is not {}", range(least, most))));
-        }
+    /// Checks a number. Gives the largest one that the parameter has, if this one is beyond it.
+    fn number<E: Error>(&mut self, value: f64, shown: impl fmt::Display) -> Result<Option<i64>, E> {
         self.walk.seen = Seen::Number;
-        Ok(())
+        match self.bound {
+            Bound::Number { least, most } if !(least..=most).contains(&value) => {
+                Err(self.fail(&format!("{shown} is not {}", range(least, most))))
+            }
+            Bound::Amount { least, .. } if value.is_nan() || value < least => {
+                Err(self.fail(&format!("{shown} is not {}", range(least, f64::INFINITY))))
+            }
+            Bound::Amount { most, .. } if value > most => Ok(Some(most as i64)),
+            _ => Ok(None),
+        }
     }
 
     fn is_tree(&self) -> bool {
@@ -93,7 +98,7 @@ fn range(least: f64, most: f64) -> String {
     } else {
         format!("at least {least}")
     };
-    if most >= f64::from(i32::MAX) { above } else { format!("{above} and at most {most}") }
+    if most >= f64::from(f32::MAX) { above } else { format!("{above} and at most {most}") }
 }
 
 impl Bound {
@@ -116,6 +121,7 @@ impl Bound {
             | Self::Ignored => usize::MAX,
             Self::Flag
             | Self::Number { .. }
+            | Self::Amount { .. }
             | Self::Ids(_)
             | Self::Biases(_)
             | Self::Object(_)
@@ -145,6 +151,7 @@ impl Bound {
             Self::Tree => (usize::MAX, Self::Tree),
             Self::Flag
             | Self::Number { .. }
+            | Self::Amount { .. }
             | Self::Text(_)
             | Self::Biases(_)
             | Self::Object(_)
@@ -241,16 +248,27 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Compared<'_, '_, V> {
         self.visitor.visit_bool(value)
     }
     fn visit_i64<E: Error>(mut self, value: i64) -> Result<V::Value, E> {
-        self.place.number(value as f64, value)?;
-        self.visitor.visit_i64(value)
+        match self.place.number(value as f64, value)? {
+            Some(most) => self.visitor.visit_i64(most),
+            None => self.visitor.visit_i64(value),
+        }
     }
     fn visit_u64<E: Error>(mut self, value: u64) -> Result<V::Value, E> {
-        self.place.number(value as f64, value)?;
-        self.visitor.visit_u64(value)
+        match self.place.number(value as f64, value)? {
+            Some(most) => self.visitor.visit_i64(most),
+            None => self.visitor.visit_u64(value),
+        }
     }
     fn visit_f64<E: Error>(mut self, value: f64) -> Result<V::Value, E> {
-        self.place.number(value, value)?;
-        self.visitor.visit_f64(value)
+        /// From here on not every whole number is one.
+        const WHOLE: f64 = 9_007_199_254_740_992.0;
+        let most = self.place.number(value, value)?;
+        // Some languages write whole numbers with a point. What is kept as JSON stays as it is.
+        let is_whole = value.fract() == 0.0 && value.abs() <= WHOLE && !self.place.is_tree();
+        match most.or(is_whole.then_some(value as i64)) {
+            Some(whole) => self.visitor.visit_i64(whole),
+            None => self.visitor.visit_f64(value),
+        }
     }
     fn visit_str<E: Error>(mut self, text: &str) -> Result<V::Value, E> {
         self.place.text(text.len())?;

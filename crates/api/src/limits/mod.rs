@@ -53,8 +53,9 @@ pub const MESSAGES: usize = 4096;
 /// the elements of `tools`, `tool_calls` and `chat_template_kwargs`. The template sees a copy of
 /// each, so one costs some hundred bytes.
 pub const VALUES: usize = 16_384;
-/// The deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`.
-pub const DEPTH: usize = 32;
+/// The deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`. A schema of the deepest
+/// nesting is four levels into `tools`.
+pub const DEPTH: usize = forebay_grammar::SCHEMA_DEPTH + 4;
 /// The largest number of ids of `/detokenize`.
 pub const IDS: usize = 1 << 18;
 /// The longest name of a model, a user or a request, in bytes.
@@ -90,6 +91,14 @@ pub enum Bound {
         /// The smallest.
         least: f64,
         /// The largest.
+        most: f64,
+    },
+    /// A number from `least` on. A larger one than `most` means all there is, and is read as
+    /// `most`.
+    Amount {
+        /// The smallest.
+        least: f64,
+        /// The largest that the type holds.
         most: f64,
     },
     /// A string of at most this many bytes.

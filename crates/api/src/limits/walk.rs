@@ -175,7 +175,7 @@ impl<'de> Walk<'de> {
                 self.enter(Step::Key(field));
                 self.invalid("required and missing")
             }
-            None => self.invalid(reason),
+            None => self.invalid(&in_words(reason)),
         }
     }
 
@@ -190,6 +190,33 @@ impl<'de> Walk<'de> {
         let start = before.rfind('\n').map_or(0, |newline| newline + 1);
         (line, error.column() + before.len() - start)
     }
+}
+
+/// An error about a type without the names of this language's types.
+fn in_words(reason: &str) -> String {
+    let Some((found, expected)) = reason.rsplit_once(", expected ") else {
+        return reason.to_owned();
+    };
+    let expected = match expected {
+        "u8" | "u16" | "u32" | "u64" | "usize" | "i8" | "i16" | "i32" | "i64" | "i128" => {
+            "a whole number"
+        }
+        "f32" | "f64" => "a number",
+        "a boolean" => "true or false",
+        "a sequence" => "a list",
+        "a map" => "an object",
+        name if name.starts_with("struct ") => "an object",
+        other => other,
+    };
+    let found = found.strip_prefix("invalid type: ").or(found.strip_prefix("invalid value: "));
+    let found = match found {
+        Some("sequence") => "a list",
+        Some("map") => "an object",
+        Some(found) => found,
+        None => return reason.to_owned(),
+    };
+    let found = found.replace("floating point", "number").replace("integer", "number");
+    format!("expected {expected}, and not {found}")
 }
 
 fn dotted(path: &mut String, name: &str) {

@@ -78,6 +78,7 @@ kinds! {
     i32: {"type": "integer", "format": "int32"};
     u32: {"type": "integer", "format": "int32", "minimum": 0};
     i64: {"type": "integer", "format": "int64"};
+    i128: {"type": "integer", "format": "int64"};
     usize: {"type": "integer", "minimum": 0};
     String: {"type": "string"};
     Strings: {"type": "array", "items": {"type": "string"}};

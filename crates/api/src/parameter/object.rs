@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 
 use super::{Line, Tabled, Target, Value};
 use crate::error::ApiError;
-use crate::inert::asks;
+use crate::inert::{asks, switches_off};
 use crate::limits::{SHOWN_BYTES, Step, Walk};
 
 /// Reads a body.
@@ -63,6 +63,8 @@ impl<'de, R: Tabled> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
         while let Some(key) = map.next_key_seed(KeySeed(PhantomData::<R>))? {
             let raw: &'de RawValue = map.next_value()?;
             match key {
+                // As if it were not there: some languages write what they do not have so.
+                Key::Known(..) if raw.get() == "null" => {}
                 Key::Known(number, name, line) => {
                     if std::mem::replace(&mut given[number], true) {
                         return Err(A::Error::duplicate_field(line.param.name));
@@ -72,7 +74,7 @@ impl<'de, R: Tabled> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
                     }
                 }
                 Key::Unread(name) => {
-                    if asks(raw, &[]) {
+                    if asks(raw, &[]) || switches_off(&name, raw) {
                         self.walk.note_unread(&name);
                     }
                 }

@@ -494,6 +494,18 @@ pub(crate) fn ollama_embed() -> Fields {
     Fields { base: parsed(first), fields, bodies: bodies(first) }
 }
 
+pub(crate) fn ollama_embeddings() -> Fields {
+    let first = r#""prompt": "once""#;
+    let fields = vec![
+        row("model", json!([text(1025)])),
+        row("prompt", json!(["a"])),
+        row("options", json!([])),
+        row("keep_alive", json!([])),
+        row("more", json!([])),
+    ];
+    Fields { base: parsed(first), fields, bodies: bodies(first) }
+}
+
 pub(crate) fn ollama_show() -> Fields {
     let first = r#""model": "m""#;
     let fields = vec![

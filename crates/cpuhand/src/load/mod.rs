@@ -10,9 +10,11 @@ use forebay_kernels::{
     Dtype, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Packing, Storage, Weights,
 };
 use forebay_weights::{
-    Angles, BlockKind, Checkpoint, Entry, Experts, ModelError, Routing, Shape, TorchNumber,
+    Angles, BlockKind, Checkpoint, Entry, Experts, FeedShape, ModelError, Shape, TorchNumber,
     computed_as,
 };
+
+use crate::parts::DecoderParts;
 
 pub(crate) use read::{Loaded, Source, load, rooms, shared};
 
@@ -112,36 +114,39 @@ pub(crate) struct Plan {
 impl Plan {
     /// The weights of a model. Products are in `number`, except for matrices in `formats`.
     pub(crate) fn new(
-        shape: &Shape,
+        parts: &DecoderParts<'_>,
         number: TorchNumber,
         formats: Formats,
     ) -> Result<Self, ModelError> {
-        let &Shape { hidden_size: hidden, intermediate_size: inner, head_dim: dim, .. } = shape;
-        let (queries, keys) = (shape.heads * dim, shape.kv_heads * dim);
+        let &DecoderParts { shape, attention, .. } = parts;
+        let (hidden, dim) = (shape.hidden_size, attention.head_dim);
+        let (queries, keys) = (attention.heads * dim, attention.kv_heads * dim);
         let mut plan = Self {
             vectors: Vec::new(),
             matrices: Vec::new(),
             number,
             formats,
-            layers: shape.layers,
+            layers: parts.layers(),
         };
         plan.vector(&[(EMBEDDING.into(), vec![shape.vocab_size, hidden])]);
         plan.vector(&[(NORM.into(), vec![hidden])]);
-        for layer in 0..shape.layers {
+        for layer in 0..parts.layers() {
             let at = |name: &str| format!("model.layers.{layer}.{name}");
             let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
             let qkv = qkv.map(|(name, rows)| (at(&format!("self_attn.{name}")), rows));
             let output = [(at("self_attn.o_proj"), hidden)];
-            plan.linear(&qkv, hidden, shape.qkv_bias, false)?;
-            plan.linear(&output, queries, shape.output_bias, false)?;
-            if shape.head_norms {
+            plan.linear(&qkv, hidden, attention.qkv_bias, false)?;
+            plan.linear(&output, queries, attention.output_bias, false)?;
+            if parts.head_norms() {
                 for norm in ["q_norm", "k_norm"] {
                     plan.vector(&[(at(&format!("self_attn.{norm}.weight")), vec![dim])]);
                 }
             }
-            match shape.experts.filter(|_| shape.sparse[layer]) {
-                Some(experts) => plan.experts(&at("mlp"), hidden, experts)?,
-                None => plan.gated(&at("mlp"), (hidden, inner), shape.mlp_bias)?,
+            match shape.feed(layer) {
+                FeedShape::Experts(experts) => plan.experts(&at("mlp"), hidden, experts)?,
+                FeedShape::Dense(dense) => {
+                    plan.gated(&at("mlp"), (hidden, dense.intermediate_size), dense.bias)?;
+                }
             }
             for norm in ["input_layernorm", "post_attention_layernorm"] {
                 plan.vector(&[(at(&format!("{norm}.weight")), vec![hidden])]);
@@ -183,11 +188,11 @@ impl Plan {
         Ok(())
     }
 
-    fn experts(&mut self, at: &str, hidden: usize, of: Experts) -> Result<(), ModelError> {
+    fn experts(&mut self, at: &str, hidden: usize, of: &Experts) -> Result<(), ModelError> {
         let inner = of.intermediate_size;
         let of_router = self.vectors.len();
         self.vector(&[(format!("{at}.gate.weight"), vec![of.count, hidden])]);
-        if let Routing::Corrected { .. } = of.routing {
+        if of.routing.corrected {
             self.vector(&[(correction(at), vec![of.count])]);
             // Their rounding would change who is chosen, and next to the experts they are small.
             for vector in &mut self.vectors[of_router..] {
@@ -380,10 +385,11 @@ fn dtype(number: TorchNumber) -> Dtype {
 /// The weights of a decoder, made of loaded ones.
 pub(crate) fn assemble(
     plan: &Plan,
-    shape: &Shape,
+    parts: &DecoderParts<'_>,
     loaded: &Loaded,
     positions: usize,
 ) -> Result<Weights, ModelError> {
+    let &DecoderParts { shape, attention, .. } = parts;
     let get = |name: &str| {
         let found = loaded.get(name).cloned();
         found.ok_or_else(|| ModelError::Broken(format!("{name} is neither loaded nor packed")))
@@ -399,7 +405,7 @@ pub(crate) fn assemble(
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let bias = |there: bool, name: &str| there.then(|| get(&at(name))).transpose();
         let norm = |name: &str| get(&at(&format!("{name}.weight")));
-        let norms = if shape.head_norms {
+        let norms = if parts.head_norms() {
             Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?))
         } else {
             None
@@ -412,9 +418,9 @@ pub(crate) fn assemble(
                 down_bias: bias(with_bias, &format!("{of}.down_proj.bias"))?,
             })
         };
-        let feed = match shape.experts.filter(|_| shape.sparse[layer]) {
-            Some(experts) => {
-                let corrected = matches!(experts.routing, Routing::Corrected { .. });
+        let feed = match shape.feed(layer) {
+            FeedShape::Experts(experts) => {
+                let corrected = experts.routing.corrected;
                 let shared = experts.shared_size > 0;
                 FeedForward::Experts(ExpertMatrices {
                     router: get(&at("mlp.gate.weight"))?,
@@ -424,20 +430,21 @@ pub(crate) fn assemble(
                     shared: shared.then(|| gated("mlp.shared_experts", false)).transpose()?,
                 })
             }
-            None => FeedForward::Dense(gated("mlp", shape.mlp_bias)?),
+            FeedShape::Dense(dense) => FeedForward::Dense(gated("mlp", dense.bias)?),
         };
         layers.push(Layer {
             input_norm: norm("input_layernorm")?,
             qkv: matrix(&at("self_attn.q_proj.weight"))?,
-            qkv_bias: bias(shape.qkv_bias, "self_attn.q_proj.bias")?,
+            qkv_bias: bias(attention.qkv_bias, "self_attn.q_proj.bias")?,
             head_norms: norms,
             output: matrix(&at("self_attn.o_proj.weight"))?,
-            output_bias: bias(shape.output_bias, "self_attn.o_proj.bias")?,
+            output_bias: bias(attention.output_bias, "self_attn.o_proj.bias")?,
             post_norm: norm("post_attention_layernorm")?,
             feed,
         });
     }
-    let Angles { cos, sin } = Angles::of(shape, positions, plan.number)?;
+    let angles = Angles::new(parts.rope, shape.max_positions, positions, plan.number)?;
+    let Angles { cos, sin } = angles;
     Ok(Weights {
         embedding: get(EMBEDDING)?,
         final_norm: get(NORM)?,

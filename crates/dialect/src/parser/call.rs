@@ -68,17 +68,22 @@ impl Call {
         pending.drain(..length);
     }
 
-    /// Begins it.
-    pub(super) fn begin(&mut self, written: &str, ids: Ids, out: &mut Parts) {
+    /// Begins it; false if no tool of this name is offered. The text is no call then.
+    #[must_use]
+    pub(super) fn begin(&mut self, written: &str, context: Context<'_>, out: &mut Parts) -> bool {
         let written = written.trim();
-        let name = match ids {
+        let name = match context.ids {
             Ids::Counted => counted(written).unwrap_or(written),
             Ids::Free | Ids::Nine => written,
         };
+        if !context.tools.has(name) {
+            return false;
+        }
         let id = (name != written).then_some(written);
         out.call(self.index, name, id);
         self.name = Some(name.to_owned());
         self.raw = String::new();
+        true
     }
 
     /// Appends to its arguments.

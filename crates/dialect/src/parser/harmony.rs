@@ -1,6 +1,6 @@
 //! OpenAI's Harmony: messages with a channel each, some of them for tools.
 
-use super::call::Call;
+use super::call::{Call, Context};
 use crate::family::Ids;
 use crate::family::harmony::{ALL, CALL, CHANNEL, END, MESSAGE, RETURN, START};
 use crate::finder::{Found, find, without_trailing_blank};
@@ -108,21 +108,18 @@ impl Harmony {
             let end = rest.find(|c: char| c.is_whitespace() || c == '<').unwrap_or(rest.len());
             &rest[..end]
         });
-        let function = recipient.and_then(|recipient| {
-            let own = recipient.strip_prefix("functions.");
-            own.or(Some(recipient).filter(|recipient| tools.has(recipient)))
-        });
-        match (function, recipient) {
-            (Some(name), _) => {
-                let mut call = Call::new(*begun);
-                *begun += 1;
-                call.begin(name, Ids::Free, out);
-                Body::Call(call)
-            }
-            (None, Some(_)) => Body::Reasoning,
-            (None, None) if channel(&header).starts_with("analysis") => Body::Reasoning,
-            (None, None) => Body::Content,
+        let Some(recipient) = recipient else {
+            let reasons = channel(&header).starts_with("analysis");
+            return if reasons { Body::Reasoning } else { Body::Content };
+        };
+        let name = recipient.strip_prefix("functions.").unwrap_or(recipient);
+        let mut call = Call::new(*begun);
+        let context = Context { tools, close: "", special: true, ids: Ids::Free };
+        if !call.begin(name, context, out) {
+            return Body::Reasoning;
         }
+        *begun += 1;
+        Body::Call(call)
     }
 
     /// Ends the answer. `complete` is false if it became too long. Gives the number of calls that

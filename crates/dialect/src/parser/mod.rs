@@ -3,9 +3,15 @@
 //! One automaton reads reasoning, text and calls. It works on characters, and holds back those that
 //! may become a mark. So the division of the text into tokens and deltas makes no difference. The
 //! text must contain special tokens that are marks.
+//!
+//! A mark by itself is text, as the model said it. It counts only if a call of an offered tool
+//! follows, or if reasoning can begin or end there. A mark that is a special token is never text.
 
+mod alone;
 mod call;
+mod calls;
 mod harmony;
+mod items;
 mod named;
 mod object;
 mod tagged;
@@ -20,12 +26,14 @@ use crate::finder::{Found, find, leading_blank, without_trailing_blank};
 use crate::names::Dialect;
 use crate::parts::Parts;
 use crate::schema::Tools;
-use call::{Call, Context, Step};
+use alone::{Alone, Opening, opening};
+use call::Call;
 use harmony::Harmony;
+use items::Items;
 use named::Named;
 use object::Object;
 use tagged::Tagged;
-use whole::{Syntax, Whole};
+use whole::Whole;
 
 /// Marks of fewer bytes, such as `>`, are in texts too.
 const SHORT: usize = 4;
@@ -134,8 +142,14 @@ pub struct Parser {
     blank: String,
     /// Something else than white space was given out as content.
     said: bool,
+    /// The same of reasoning.
+    reasoned: bool,
     /// White space that comes now is left out.
     strip: bool,
+    /// A call has ended reasoning, whose closing mark may still come.
+    unclosed: bool,
+    /// The answer is more than one object.
+    mixed: bool,
     begun: u32,
     complete: u32,
 }
@@ -149,6 +163,8 @@ enum Mark {
     Name,
     /// The end of something that has ended.
     Stray,
+    /// A special token from within a call.
+    Inner,
     Think,
     Thought,
 }
@@ -157,16 +173,15 @@ enum Mark {
 enum State {
     Text,
     Reasoning,
-    /// Around and between calls. What was left out there, as long as it is not known that there are
-    /// any.
-    Items {
-        raw: Option<String>,
-    },
+    /// Around and between calls.
+    Items(Items),
     Call {
         body: Body,
         call: Call,
-        raw: Option<String>,
+        items: Items,
     },
+    /// The whole answer may be a call.
+    Alone(Box<Alone>),
     Harmony(Harmony),
     /// All demanded parts are read.
     Over,
@@ -201,6 +216,13 @@ impl Parser {
                 add(tags.end, Mark::Stray);
             }
         }
+        if let Some(calls) = calls.filter(|calls| calls.special) {
+            let inner = calls.marks();
+            let whole = |mark: &&str| !inner.iter().any(|one| one != mark && mark.contains(one));
+            inner.iter().filter(|mark| mark.len() >= SHORT && whole(mark)).for_each(|mark| {
+                add(mark, Mark::Inner);
+            });
+        }
         if let Some(reasoning) = reasoning {
             add(reasoning.open, Mark::Think);
             add(reasoning.close, Mark::Thought);
@@ -212,6 +234,8 @@ impl Parser {
             Begin::BareReasoning => (State::Reasoning, true),
             Begin::Harmony(harmony) => (State::Harmony(harmony.clone()), false),
         };
+        // Reasoning that goes on has begun.
+        let reasoned = matches!(reading.start.0, Begin::Reasoning);
         Self {
             reading,
             marks,
@@ -220,7 +244,10 @@ impl Parser {
             blanks: 0,
             blank: String::new(),
             said: false,
+            reasoned,
             strip,
+            unclosed: false,
+            mixed: false,
             begun: 0,
             complete: 0,
         }
@@ -236,7 +263,10 @@ impl Parser {
         match &self.state {
             State::Reasoning => true,
             State::Harmony(harmony) => harmony.is_reasoning(),
-            State::Text | State::Items { .. } | State::Call { .. } | State::Over => false,
+            // It is not known yet if this is a call.
+            State::Items(items) => items.reasoning,
+            State::Call { items, call, .. } => items.reasoning && !call.has_begun(),
+            State::Text | State::Alone(_) | State::Over => false,
         }
     }
 
@@ -268,12 +298,13 @@ impl Parser {
     /// answer, and false if a limit of length did.
     pub fn finish(&mut self, complete: bool, out: &mut Parts) {
         let mut rest = std::mem::take(&mut self.pending);
+        let end = rest.trim_start();
         if !complete
-            && rest.len() >= SHORT
-            && self.marks.iter().any(|(mark, _)| mark.starts_with(&rest))
+            && end.len() >= SHORT
+            && self.marks.iter().any(|(mark, _)| mark.starts_with(end))
         {
             // The answer was cut in the middle of a mark.
-            rest.clear();
+            rest.truncate(rest.len() - end.len());
         }
         match std::mem::replace(&mut self.state, State::Over) {
             State::Text => self.content(&rest, out),
@@ -281,11 +312,10 @@ impl Parser {
                 self.reasoning(&rest, out);
                 out.reasoning(&std::mem::take(&mut self.blank));
             }
-            State::Items { raw: Some(raw) } => self.restore(&(raw + &rest), out),
-            State::Items { raw: None } | State::Over => {}
-            State::Call { call, raw, .. } if !call.has_begun() => {
-                let raw = raw.unwrap_or_default();
-                self.restore(&(raw + &call.raw + &rest), out);
+            State::Items(items) => self.end_items(&items, &rest, complete, out),
+            State::Over => {}
+            State::Call { call, items, .. } if !call.has_begun() => {
+                self.end_items(&items, &(call.raw + &rest), complete, out);
             }
             State::Call { mut body, mut call, .. } => {
                 let ended = match &mut body {
@@ -298,6 +328,14 @@ impl Parser {
                     }
                 };
                 self.complete += u32::from(complete && ended);
+            }
+            State::Alone(alone) => {
+                if complete && alone.call(out) {
+                    self.begun += 1;
+                    self.complete += 1;
+                } else {
+                    self.content(&alone.into_text(), out);
+                }
             }
             State::Harmony(mut harmony) => {
                 self.complete += harmony.finish(&mut { rest }, complete, out);
@@ -318,8 +356,9 @@ impl Parser {
                 self.state = State::Reasoning;
                 self.step_reasoning(out)
             }
-            State::Items { raw } => self.step_items(raw, out),
-            State::Call { body, call, raw } => self.step_call(body, call, raw, out),
+            State::Items(items) => self.step_items(items, out),
+            State::Call { body, call, items } => self.step_call(body, call, items, out),
+            State::Alone(alone) => self.step_alone(alone),
             State::Harmony(mut harmony) => {
                 let (pending, begun) = (&mut self.pending, &mut self.begun);
                 let completed = harmony.push(pending, begun, &self.reading.tools, out);
@@ -338,7 +377,7 @@ impl Parser {
 
     fn step_text(&mut self, out: &mut Parts) -> bool {
         if !self.said
-            && let Some(bare) = self.calls().and_then(|calls| calls.bare)
+            && let Some(calls) = self.calls().filter(|calls| calls.bare.is_some() || calls.alone)
         {
             let blank = self.blank_before();
             let text = &self.pending[blank..];
@@ -346,10 +385,25 @@ impl Parser {
                 self.blanks = blank;
                 return false;
             }
-            if text.starts_with(bare) {
+            if calls.bare.is_some_and(|bare| text.starts_with(bare)) {
                 let raw = self.pending.drain(..blank).collect();
-                self.state = State::Items { raw: Some(raw) };
+                self.state = State::Items(Items::new(raw, false, false));
                 return true;
+            }
+            if calls.alone && !self.mixed && !self.reading.bound && self.begun == 0 {
+                match opening(text) {
+                    Opening::Unknown => {
+                        self.blanks = blank;
+                        return false;
+                    }
+                    Opening::Object { at, fenced } => {
+                        let before = self.pending.drain(..blank + at).collect();
+                        let alone = Alone::new(before, fenced, self.begun);
+                        self.state = State::Alone(Box::new(alone));
+                        return true;
+                    }
+                    Opening::Other => {}
+                }
             }
         }
         match find(&self.pending, self.marks.iter().map(|(text, _)| *text)) {
@@ -362,7 +416,7 @@ impl Parser {
                 let (mark, meaning) = self.marks[mark];
                 let text: String = self.pending.drain(..at + mark.len()).collect();
                 self.content(&text[..at], out);
-                self.meet(meaning);
+                self.meet(mark, meaning, out);
                 true
             }
         }
@@ -372,7 +426,7 @@ impl Parser {
         // A call's opener ends reasoning, unless its end is sure to come.
         let ends = |meaning: Mark| match self.reading.bound {
             true => meaning == Mark::Thought,
-            false => meaning != Mark::Stray,
+            false => !matches!(meaning, Mark::Stray | Mark::Inner),
         };
         let marks = self.marks.iter().filter(|(_, meaning)| ends(*meaning));
         let marks: Vec<_> = marks.copied().collect();
@@ -386,164 +440,52 @@ impl Parser {
                 let (mark, meaning) = marks[mark];
                 let text: String = self.pending.drain(..at + mark.len()).collect();
                 self.reasoning(&text[..at], out);
-                self.meet(meaning);
-                true
-            }
-        }
-    }
-
-    /// Goes to the state that a mark leads to, in text or in reasoning.
-    fn meet(&mut self, mark: Mark) {
-        let form = self.calls().map(|calls| &calls.body);
-        // A mark that ends nothing divides no text.
-        if mark != Mark::Stray || self.begun > 0 {
-            self.blank.clear();
-            self.strip = true;
-        }
-        self.state = match (mark, form) {
-            (Mark::Think, _) => State::Reasoning,
-            (Mark::Section, Some(Form::List(_) | Form::Python))
-            | (Mark::Call, Some(Form::Object(_) | Form::Named(_))) => {
-                State::Items { raw: Some(String::new()) }
-            }
-            (Mark::Call, Some(Form::Tagged(tags))) if !tags.name.0.is_empty() => {
-                State::Items { raw: Some(String::new()) }
-            }
-            (Mark::Call | Mark::Name, Some(_)) => self.begin(None),
-            (Mark::Section | Mark::Stray | Mark::Thought | Mark::Call | Mark::Name, _) => {
-                State::Text
-            }
-        };
-    }
-
-    /// Bytes of white space before the next text. Who leaves them there notes their number again.
-    fn blank_before(&mut self) -> usize {
-        let known = std::mem::take(&mut self.blanks);
-        known + leading_blank(&self.pending[known..])
-    }
-
-    /// A call begins here.
-    fn begin(&self, raw: Option<String>) -> State {
-        let body = match self.calls().map(|calls| &calls.body) {
-            Some(Form::Named(marks)) => Body::Named(Named::new(marks)),
-            Some(Form::Tagged(tags)) => Body::Tagged(Tagged::new(tags)),
-            Some(Form::Unquoted(quote)) => Body::Whole(Whole::new(Syntax::Unquoted(quote))),
-            Some(Form::Python) => Body::Whole(Whole::new(Syntax::Python)),
-            Some(Form::Object(_) | Form::List(_) | Form::Channels) | None => {
-                // Without a mark, what looks like a call is one only if there is such a tool.
-                let bare = self.calls().is_some_and(|calls| calls.bare.is_some());
-                Body::Object(Object::new(bare))
-            }
-        };
-        State::Call { body, call: Call::new(self.begun), raw }
-    }
-
-    /// Before, between and after calls.
-    fn step_items(&mut self, mut raw: Option<String>, out: &mut Parts) -> bool {
-        let Some(form) = self.calls().map(|calls| &calls.body) else { return true };
-        loop {
-            let blank = self.blank_before();
-            let text = &self.pending[blank..];
-            let found = self.marks.iter().find(|(mark, _)| text.starts_with(mark));
-            if let Some((mark, meaning)) = found {
-                let length = if *meaning == Mark::Stray { blank + mark.len() } else { blank };
-                self.pending.drain(..length);
-                self.restore(&raw.unwrap_or_default(), out);
-                return true;
-            }
-            let first = text.chars().next();
-            let waits = self.marks.iter().any(|(mark, _)| mark.starts_with(text));
-            let Some(c) = first.filter(|_| !waits) else {
-                self.blanks = blank;
-                self.state = State::Items { raw };
-                return false;
-            };
-            let opens = match form {
-                Form::Python => c.is_alphabetic() || c == '_',
-                // A model may have learnt the calls of another family too.
-                _ => c == '{',
-            };
-            if opens || raw.is_some() && matches!(form, Form::Named(_)) && c.is_alphabetic() {
-                let skipped: String = self.pending.drain(..blank).collect();
-                let raw = raw.map(|raw| raw + &skipped);
-                self.state = match self.begin(raw) {
-                    State::Call { body: Body::Tagged(_) | Body::Named(_), call, raw } if opens => {
-                        State::Call { body: Body::Object(Object::new(false)), call, raw }
+                match meaning {
+                    // The prompt may have opened the reasoning already.
+                    Mark::Think if self.reasoned && !self.has_special_thought() => {
+                        self.reasoning(mark, out);
                     }
-                    state => state,
-                };
-                return true;
-            }
-            if !matches!(c, ',' | ';' | '[' | ']' | '}' | '`') {
-                // What stands here is text.
-                self.restore(&raw.unwrap_or_default(), out);
-                return true;
-            }
-            let skipped: String = self.pending.drain(..=blank).collect();
-            if let Some(raw) = &mut raw {
-                raw.push_str(&skipped);
-            }
-        }
-    }
-
-    fn step_call(
-        &mut self,
-        mut body: Body,
-        mut call: Call,
-        raw: Option<String>,
-        out: &mut Parts,
-    ) -> bool {
-        let Some(calls) = self.calls() else { return true };
-        let close = match calls.call.1.trim() {
-            "" => calls.section.1.trim(),
-            close => close,
-        };
-        let context =
-            Context { tools: &self.reading.tools, close, special: calls.special, ids: calls.ids };
-        let pending = &mut self.pending;
-        let had_begun = call.has_begun();
-        let step = match &mut body {
-            Body::Object(object) => object.step(pending, &mut call, out, context),
-            Body::Named(named) => named.step(pending, &mut call, out, context),
-            Body::Tagged(tagged) => tagged.step(pending, &mut call, out, context),
-            Body::Whole(whole) => whole.step(pending, &mut call, out, context),
-        };
-        self.begun += u32::from(call.has_begun() && !had_begun);
-        match step {
-            Step::More => {
-                let raw = raw.filter(|_| !call.has_begun());
-                self.state = State::Call { body, call, raw };
-                false
-            }
-            Step::Done => {
-                call.end(out);
-                self.complete += 1;
-                let over = self.reading.single;
-                self.state = if over { State::Over } else { State::Items { raw: None } };
-                true
-            }
-            Step::Broken => {
-                if !call.has_begun() {
-                    self.restore(&[&raw.unwrap_or_default(), call.raw.as_str()].concat(), out);
+                    Mark::Think => self.strip = true,
+                    Mark::Thought => {
+                        self.blank.clear();
+                        self.strip = true;
+                        self.state = State::Text;
+                    }
+                    Mark::Section | Mark::Call | Mark::Name | Mark::Stray | Mark::Inner => {
+                        self.state = self.opened(meaning, mark.to_owned(), true);
+                    }
                 }
                 true
             }
         }
     }
 
-    /// Gives text back that looked like the beginning of calls.
-    fn restore(&mut self, raw: &str, out: &mut Parts) {
-        self.state = State::Text;
-        let marks = self.calls().map(Calls::marks).unwrap_or_default();
-        let marks = marks.into_iter().filter(|mark| mark.len() >= SHORT);
-        let raw = marks.fold(raw.to_owned(), |raw, mark| raw.replace(mark, ""));
-        if raw.trim().is_empty() {
-            // A mark without anything behind it.
-            return;
+    /// Takes a mark in text.
+    fn meet(&mut self, mark: &str, meaning: Mark, out: &mut Parts) {
+        match meaning {
+            Mark::Think if !self.said || self.has_special_thought() => {
+                self.blank.clear();
+                self.strip = true;
+                self.state = State::Reasoning;
+            }
+            Mark::Thought if self.unclosed || !self.said => {
+                self.unclosed = false;
+                self.blank.clear();
+                self.strip = true;
+            }
+            Mark::Thought if self.has_special_thought() => {}
+            Mark::Stray | Mark::Inner if self.has_special_marks() => {}
+            Mark::Think | Mark::Thought | Mark::Stray | Mark::Inner => self.content(mark, out),
+            Mark::Section | Mark::Call | Mark::Name => {
+                self.state = self.opened(meaning, mark.to_owned(), false);
+            }
         }
-        self.strip = false;
-        self.said = true;
-        self.content(&raw, out);
+    }
+
+    /// Bytes of white space before the next text. Who leaves them there notes their number again.
+    fn blank_before(&mut self) -> usize {
+        let known = std::mem::take(&mut self.blanks);
+        known + leading_blank(&self.pending[known..])
     }
 
     /// Gives out text for the reader. White space at its end waits where a call may follow, before
@@ -576,6 +518,7 @@ impl Parser {
             out.reasoning(&self.blank);
             self.blank.clear();
             out.reasoning(&text[..end]);
+            self.reasoned = true;
         }
         self.blank.push_str(&text[end..]);
     }

@@ -58,10 +58,9 @@ impl Named {
                     let written = pending[..at].trim();
                     // An older form writes a mark and a name of the call's own between the two.
                     let name = written.split('[').next().unwrap_or(written).trim().to_owned();
-                    if name.is_empty() {
+                    if !call.begin(&name, context, out) {
                         return Step::Broken;
                     }
-                    call.begin(&name, context.ids, out);
                     call.take(pending, if mark == 0 { at + marks[0].len() } else { at });
                     if mark == 2 {
                         return Step::Done;

@@ -14,8 +14,8 @@ pub(super) struct Object {
     arguments: Arguments,
     /// Arguments that came before the name.
     early: Option<String>,
-    /// True if a call of an unknown tool is no call.
-    known_only: bool,
+    /// True if no mark tells the call from an answer in JSON.
+    bare: bool,
 }
 
 /// The fields that a call without a mark may have.
@@ -140,8 +140,8 @@ fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
 }
 
 impl Object {
-    pub(super) fn new(known_only: bool) -> Self {
-        Self { known_only, ..Self::default() }
+    pub(super) fn new(bare: bool) -> Self {
+        Self { bare, ..Self::default() }
     }
 
     /// True if the arguments are there, and only the end of the object is not.
@@ -208,7 +208,7 @@ impl Object {
             (Stage::Colon, _) if blank => Stage::Colon,
             // Without a mark, an object with anything else in it is an answer in JSON, which is not
             // held back.
-            (Stage::Colon, ':') if self.known_only && !FIELDS.contains(&self.key.as_str()) => {
+            (Stage::Colon, ':') if self.bare && !FIELDS.contains(&self.key.as_str()) => {
                 return None;
             }
             (Stage::Colon, ':') => {
@@ -224,13 +224,11 @@ impl Object {
 
     /// Takes the value of the field; false if it makes this no call.
     fn end_value(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) -> bool {
-        let known = |name: &str| !self.known_only || context.tools.has(name);
         match self.key.as_str() {
             // Some call the field as its value is called.
             "name" | "function" if !call.has_begun() => {
                 match serde_json::from_str::<String>(&self.arguments.value) {
-                    Ok(name) if known(&name) => {
-                        call.begin(&name, context.ids, out);
+                    Ok(name) if call.begin(&name, context, out) => {
                         if let Some(early) = self.early.take() {
                             call.arguments(&early, out);
                         }

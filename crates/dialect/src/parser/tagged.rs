@@ -72,10 +72,9 @@ impl Tagged {
                         Ok(found) => found,
                         Err(step) => return step,
                     };
-                    if pending[..at].trim().is_empty() {
+                    if !call.begin(&pending[..at], context, out) {
                         return Step::Broken;
                     }
-                    call.begin(&pending[..at], context.ids, out);
                     call.take(pending, if mark == 0 { at + close.len() } else { at });
                     self.stage = Stage::Arguments;
                 }

@@ -86,25 +86,187 @@ fn objects_in_every_order_and_form() {
     }
 }
 
+/// Checks that all of a text is content, with tools and without.
+#[track_caller]
+fn check_said(calls: &str, text: &str) {
+    check(calls, text, text, 0);
+    let dialect = dialect(calls, "qwen3");
+    let shown = read_with(Reading { dialect, ..Reading::default() }, text, true);
+    assert_eq!(shown, (text.to_owned(), 0), "without tools: {text}");
+}
+
 #[test]
-fn what_is_no_call_is_text_without_its_marks() {
-    check("hermes", "<tool_call>\nf(1)\n</tool_call> and more", "f(1)\n and more", 0);
-    check("hermes", "<tool_call>{\"a\": 1}</tool_call>", "{\"a\": 1}", 0);
-    check("hermes", "a</tool_call> b", "a b", 0);
-    check("hermes", "<tool_call></tool_call>", "", 0);
-    check("hermes", "1 < 2 <tool", "1 < 2 <tool", 0);
-    check("hermes", " \n", " \n", 0);
+fn what_is_no_call_is_text_as_it_was_said() {
+    for text in [
+        "Write <tool_call> to begin and </tool_call> to end.",
+        "<tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>\nf(1)\n</tool_call> and more",
+        "<tool_call>{\"a\": 1}</tool_call>",
+        "a</tool_call> b",
+        "1 < 2 <tool",
+        " \n",
+        "For example:\n\n```xml\n<tool_call>\n{\"name\": \"your_tool\", \"arguments\": {}}\n</tool_call>\n```\n\nThat is all.",
+        "Models write <think> first.",
+        "Models write <think> first and </think> behind it, then <tool_call>.",
+        "So:\n<think>\nHm.\n</think>\nb",
+    ] {
+        check_said("hermes", text);
+    }
+    for text in [
+        "Write <tool_call> and <function=name>, then <parameter=x>.",
+        "<function=other>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>",
+    ] {
+        check_said("qwen3_coder", text);
+    }
+    for text in
+        ["Write <tool_call> to begin and </tool_call> to end.", "<tool_call>no\n</tool_call>"]
+    {
+        check_said("glm45", text);
+    }
+    check_said("minimax_m2", "Say <minimax:tool_call>\n<invoke name=\"other\">\n</invoke>.");
+    check_said("deepseek_v32", "Say <｜DSML｜function_calls> and </｜DSML｜function_calls>.");
+    check_said("llama3_json", "{\"name\": \"nobody\", \"parameters\": {}}");
+    check_said("llama3_json", "{\"a\": [1, 2]}");
+    check_said("llama3_json", "{not json");
+    check_said("pythonic", "[1] See there");
+    check_said("pythonic", "[f x]");
+    check_said("pythonic", "[other(1)]");
+}
+
+#[test]
+fn special_tokens_are_no_text() {
+    check("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>x", "x", 0);
     check(
-        "llama3_json",
-        "{\"name\": \"nobody\", \"parameters\": {}}",
-        "{\"name\": \"nobody\", \"parameters\": {}}",
+        "kimi_k2",
+        "<|tool_call_begin|>functions.other:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "functions.other:0{}",
         0,
     );
-    check("llama3_json", "{\"a\": [1, 2]}", "{\"a\": [1, 2]}", 0);
-    check("llama3_json", "{not json", "{not json", 0);
-    check("pythonic", "[1] See there", "[1] See there", 0);
-    check("pythonic", "[f x]", "[f x]", 0);
-    check("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>x", "x", 0);
+    check("mistral", "a[TOOL_CALLS]", "a", 0);
+    check("gemma4", "a <|tool_call>call:other{}<tool_call|>", "a call:other{}", 0);
+    check("llama3_json", "<|python_tag|>print(1)", "print(1)", 0);
+}
+
+#[test]
+fn a_call_in_the_middle_of_marks_is_a_call() {
+    let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>";
+    for (text, shown) in [
+        (
+            format!("Write <tool_call> like so: {call} and </tool_call>."),
+            "Write <tool_call> like so:f({}) and </tool_call>.",
+        ),
+        (format!("<tool_call> {call}"), "<tool_call>f({})"),
+        (
+            format!("<tool_call>{{\"name\": \"no\"}}</tool_call>{call}"),
+            "<tool_call>{\"name\": \"no\"}</tool_call>f({})",
+        ),
+        (format!("```\n{call}\n```"), "```f({})\n```"),
+    ] {
+        // White space before the call comes behind it, if there is more text.
+        let (read, complete) = read("hermes", &text);
+        assert_eq!(complete, 1, "{text}");
+        let blank = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(blank(&read).replace(' ', ""), blank(shown).replace(' ', ""), "{text}");
+    }
+}
+
+#[test]
+fn blank_lines_around_a_call_stay_between_texts() {
+    let call = "<tool_call>{\"name\": \"f\"}</tool_call>";
+    for (text, shown) in [
+        (format!("One.\n\n{call}\n\nTwo."), "One.f({})\n\n\n\nTwo."),
+        (format!("One.\n{call}\n{call}\nTwo."), "One.f({})f({})\n\nTwo."),
+        (format!("One. {call}"), "One.f({})"),
+        (format!("{call}\n\nTwo."), "f({})Two."),
+        (format!("One.\n\n{call}\n"), "One.f({})"),
+        (
+            format!("<think>a</think>\n\n{call}\n\nTwo.\n\n{call}\nThree."),
+            "{a}f({})Two.f({})\n\n\nThree.",
+        ),
+    ] {
+        let complete = text.matches(call).count();
+        check("hermes", &text, shown, u32::try_from(complete).expect("a number"));
+    }
+    check("pythonic", "[f(city='x')]\n\nDone [1].", "f({\"city\": \"x\"})Done [1].", 1);
+}
+
+#[test]
+fn reasoning_that_mentions_marks_stays_reasoning() {
+    let shown = |text: &str| {
+        let dialect = dialect("hermes", "qwen3");
+        let start = Start::of(dialect, "assistant\n<think>\n", false);
+        let with = |tools| {
+            read_with(
+                Reading { dialect, tools, start: start.clone(), ..Reading::default() },
+                text,
+                true,
+            )
+        };
+        assert_eq!(with(tools()), with(Arc::default()), "{text}");
+        with(tools()).0
+    };
+    for text in [
+        "I may write <tool_call> and </tool_call>.",
+        "<tool_call>",
+        "The form is <tool_call>{\"name\": \"other\"}</tool_call>, no more.",
+        "Models write <think> first.",
+        "a\n\n<tool_call> b",
+    ] {
+        assert_eq!(shown(text), format!("{{{text}}}"));
+        assert_eq!(shown(&format!("{text}\n</think>\n\nb")), format!("{{{text}}}b"));
+    }
+    let call = "<tool_call>{\"name\": \"f\"}</tool_call>";
+    let dialect = dialect("hermes", "qwen3");
+    let start = Start::of(dialect, "<think>", false);
+    let reading = Reading { dialect, tools: tools(), start, ..Reading::default() };
+    let text = format!("a <tool_call> {call}\n</think>\n\nb </think>");
+    assert_eq!(read_with(reading, &text, true).0, "{a <tool_call>}f({})b </think>");
+}
+
+#[test]
+fn an_answer_that_is_one_object_may_be_a_call() {
+    let object = "{\"name\": \"f\", \"arguments\": {\"city\": \"a } b\"}}";
+    let shown = "f({\"city\": \"a } b\"})";
+    for text in [
+        object.to_owned(),
+        format!(" \n{object}\n\n"),
+        format!("```json\n{object}\n```"),
+        format!("```\n{object}```\n"),
+        format!("```json\n{object}"),
+        "{\"arguments\": {\"city\": \"a } b\"}, \"name\": \"f\"}".to_owned(),
+    ] {
+        check("hermes", &text, shown, 1);
+        check("generic", &text, shown, 1);
+    }
+    for text in [
+        format!("{object}\n\nThis calls f."),
+        format!("Here:\n```json\n{object}\n```"),
+        format!("```json\n{object}\n```\nThat was it."),
+        format!("```json\n{object}\n{object}\n```"),
+        format!("```json {object}```"),
+        format!("`{object}`"),
+        object.replace("\"f\"", "\"nobody\""),
+        "{\"name\": \"f\"}".to_owned(),
+        "{\"name\": \"f\", \"arguments\": [1]}".to_owned(),
+        "{\"name\": \"f\", \"arguments\": {}, \"more\": 1}".to_owned(),
+        "{\"name\": \"f\", \"arguments\": {".to_owned(),
+        "```json\n[1]\n```".to_owned(),
+        "```".to_owned(),
+    ] {
+        check_said("hermes", &text);
+    }
+    let bound = |bound| {
+        let dialect = dialect("hermes", "none");
+        read_with(Reading { dialect, tools: tools(), bound, ..Reading::default() }, object, true).1
+    };
+    assert_eq!((bound(false), bound(true)), (1, 0), "a grammar keeps calls behind their mark");
+    let cut = Reading { dialect: dialect("hermes", "none"), tools: tools(), ..Reading::default() };
+    assert_eq!(read_with(cut, object, false), (object.to_owned(), 0));
+    let behind = format!("<think>Hm.</think>\n\n{object}");
+    check("hermes", &behind, &format!("{{Hm.}}{shown}"), 1);
+    let both = "{\"a\": 1} <tool_call>{\"name\": \"f\"}</tool_call>";
+    check("hermes", both, "{\"a\": 1}f({})", 1);
 }
 
 #[test]
@@ -127,12 +289,13 @@ fn what_is_too_long_for_a_name_is_none() {
 
 #[test]
 fn an_answer_in_json_is_not_held_back() {
-    let reading =
-        Reading { dialect: dialect("llama3_json", "none"), tools: tools(), ..Reading::default() };
-    let mut parser = Parser::new(reading);
-    let mut parts = Parts::default();
-    parser.push("{\"city\": \"Par", &mut parts);
-    assert_eq!(parts.as_content(), Some("{\"city\": \"Par"));
+    for calls in ["llama3_json", "hermes"] {
+        let dialect = dialect(calls, "none");
+        let mut parser = Parser::new(Reading { dialect, tools: tools(), ..Reading::default() });
+        let mut parts = Parts::default();
+        parser.push("{\"city\": \"Par", &mut parts);
+        assert_eq!(parts.as_content(), Some("{\"city\": \"Par"), "{calls}");
+    }
 }
 
 #[test]
@@ -175,7 +338,8 @@ fn reasoning_begins_and_ends_in_many_ways() {
     assert_eq!(with("qwen3", "assistant\n<think>\n", false, "<think>\na</think>b"), "{a}b");
     assert_eq!(with("qwen3", "<think>\n\n</think>\n\n", false, "\n\nb"), "b");
     assert_eq!(with("qwen3", "assistant\n", false, "b"), "b");
-    assert_eq!(with("qwen3", "assistant\n", false, "b</think>c"), "bc");
+    assert_eq!(with("qwen3", "assistant\n", false, "b</think>c"), "b</think>c");
+    assert_eq!(with("qwen3", "assistant\n", false, "</think>c"), "c");
     assert_eq!(with("qwen3", "assistant\n<think>\n", false, "never closed"), "{never closed}");
     assert_eq!(with("qwen3", "user: <think>\nassistant\n", false, "b"), "b");
     assert_eq!(with("qwen3", "assistant\n<think>\nI", true, " think</think>b"), "{ think}b");

@@ -58,7 +58,9 @@ impl Whole {
             }
             let before = pending.len() - written.len();
             let name = written[..length].to_owned();
-            call.begin(&name, context.ids, out);
+            if !call.begin(&name, context, out) {
+                return Step::Broken;
+            }
             call.take(pending, before + length + 1);
             self.depth = 1;
         }

@@ -20,6 +20,7 @@ use forebay_api::ApiError;
 use forebay_engine::{Output, OutputSink, RequestId};
 use forebay_http::Guard;
 use rustc_hash::FxBuildHasher;
+use serde::{Serialize, Serializer};
 
 use crate::delta::End;
 use crate::engine::Engine;
@@ -34,15 +35,28 @@ pub(crate) use stream::request_error;
 const GATHER: Duration = Duration::from_millis(5);
 
 /// The settings of the egress threads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct EgressConfig {
     /// The number of threads, at least one.
-    pub threads: usize,
+    pub egress_threads: usize,
     /// The number of steps and registrations that may wait for each thread.
+    #[serde(skip)]
     pub capacity: usize,
     /// The least time between two chunks of a stream. Tokens that come sooner are merged. The first
     /// token and the end do not wait.
-    pub window: Duration,
+    #[serde(rename = "stream_flush_us", serialize_with = "as_microseconds")]
+    pub stream_flush: Duration,
+}
+
+impl Default for EgressConfig {
+    /// The defaults of the flags, for a machine with few processors.
+    fn default() -> Self {
+        Self { egress_threads: 1, capacity: 1024, stream_flush: Duration::ZERO }
+    }
+}
+
+fn as_microseconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// The facts of a request that the egress thread needs.
@@ -63,6 +77,8 @@ pub struct Registration {
     pub arrived: Instant,
     /// The number of tokens for a chunk; `None`: the answer comes in one piece.
     pub interval: Option<u32>,
+    /// The paths of the request's images.
+    pub images: Arc<[String]>,
 }
 
 enum Message {
@@ -174,7 +190,7 @@ pub fn egress(
         let (lane, receiver) = crossbeam_channel::bounded(config.capacity.max(1));
         let mut owner = Owner {
             metrics: Arc::clone(metrics),
-            window: config.window,
+            window: config.stream_flush,
             streams: HashMap::default(),
             alarms: BinaryHeap::new(),
             gathered: Vec::new(),
@@ -183,7 +199,7 @@ pub fn egress(
         guard.spawn("egress", move || owner.run(&receiver))?;
         Ok(lane)
     };
-    let lanes = Lanes((0..config.threads.max(1)).map(start).collect::<io::Result<_>>()?);
+    let lanes = Lanes((0..config.egress_threads.max(1)).map(start).collect::<io::Result<_>>()?);
     let last = Arc::new(Last(lanes.clone()));
     Ok((EgressSink { lanes: lanes.clone(), _last: last }, Egress { lanes }))
 }

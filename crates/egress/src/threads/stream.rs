@@ -52,6 +52,8 @@ pub(super) struct Stream {
     sent: Option<Instant>,
     /// True if the next send has a time already.
     pub(super) noted: bool,
+    /// The paths of the request's images.
+    images: Arc<[String]>,
 }
 
 impl Stream {
@@ -67,6 +69,7 @@ impl Stream {
             window,
             sent: None,
             noted: false,
+            images: registration.images,
         }
     }
 
@@ -135,7 +138,9 @@ impl Stream {
             Some(FinishReason::Stop { token }) => Some(End::Token(token)),
             Some(FinishReason::Length) => Some(End::Length),
             Some(FinishReason::Abort) => Some(End::Error(ApiError::Aborted)),
-            Some(FinishReason::Error(error)) => Some(End::Error(request_error(&error))),
+            Some(FinishReason::Error(error)) => {
+                Some(End::Error(request_error(&error, &self.images)))
+            }
         };
         if end.is_some() {
             let complete = matches!(end, Some(End::Eos(_) | End::Token(_)));
@@ -150,16 +155,17 @@ impl Stream {
     }
 }
 
-/// The error for a client whose request failed.
-pub(crate) fn request_error(error: &RequestError) -> ApiError {
+/// The error for a client whose request failed. `images` are the paths of its images.
+pub(crate) fn request_error(error: &RequestError, images: &[String]) -> ApiError {
     let reason = error.to_string();
     match error {
         RequestError::NotFinite => ApiError::Internal { reason, code: Some("not_finite") },
         RequestError::Poisoned => ApiError::Internal { reason, code: Some("poisoned") },
         RequestError::HandFailed(_) => ApiError::Unavailable { reason, code: "failed" },
         RequestError::Constraint(_) => ApiError::invalid("response_format", reason),
-        RequestError::Image { error: PictureError::Unreadable(_), .. } => {
-            ApiError::invalid("messages", reason)
+        RequestError::Image { index, error: PictureError::Unreadable(why) } => {
+            let param = images.get(*index).map_or("messages", String::as_str);
+            ApiError::invalid(param, format!("`{param}`: {why}"))
         }
         RequestError::Image { error: PictureError::Failed(_), .. } => {
             ApiError::Internal { reason, code: Some("image") }

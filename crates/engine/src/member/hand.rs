@@ -7,6 +7,7 @@ use forebay_protocol::Ready;
 use forebay_scheduler::{HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, Tower};
 use tracing::{error, warn};
 
+use crate::config::{ImageConfig, Preemption, SaveUnit};
 use crate::member::Member;
 use crate::types::{Facts, FinishReason, RequestError};
 
@@ -44,9 +45,9 @@ impl Member {
         let row_pages = hand.hot_row_tokens.div_ceil(page_size);
         let context = context_length.div_ceil(page_size);
         // Prompts are computed on the device whole, with a page for the next token.
-        let least = match (row_pages, self.config.host) {
+        let least = match (row_pages, self.config.host_tier) {
             (1.., Some(host)) if hand.host_page_count > 0 => {
-                let sparse = Sparse { row_pages, save_rows: host.save_rows };
+                let sparse = Sparse { row_pages, save_rows: host.kv_save == SaveUnit::Token };
                 sparse.least_pages().max(prompt_length.div_ceil(page_size).saturating_add(1))
             }
             _ => context,
@@ -58,11 +59,11 @@ impl Member {
     /// The hand takes plans.
     pub(crate) fn ready(&mut self, facts: &Ready) {
         let pages = facts.page_count;
-        let host = self.config.host.filter(|_| facts.host_page_count > 0);
+        let host = self.config.host_tier.filter(|_| facts.host_page_count > 0);
         let row_pages = facts.hot_row_tokens.div_ceil(self.config.page_size);
         let sparse = host
             .filter(|_| row_pages > 0)
-            .map(|host| Sparse { row_pages, save_rows: host.save_rows });
+            .map(|host| Sparse { row_pages, save_rows: host.kv_save == SaveUnit::Token });
         // An answer may outgrow the device's pages where it goes on without them.
         let positions = if sparse.is_some() { facts.host_page_count } else { pages };
         let pool = positions.saturating_mul(self.config.page_size);
@@ -95,15 +96,15 @@ impl Member {
             Some(Facts { context_length, prompt_length, page_size, hand: facts.clone() });
         self.scheduler = Some(Scheduler::new(SchedulerConfig {
             slots: self.config.slots,
-            max_running: self.config.max_running,
+            max_running: self.config.max_running_requests,
             pages,
             page_size: self.config.page_size,
-            token_budget: self.config.token_budget,
+            token_budget: self.config.chunked_prefill_size,
             prefix_cache: self.config.prefix_cache,
             namer: self.config.namer.clone(),
             block_events: self.blocks.is_some(),
-            policy: self.config.policy,
-            fair: self.config.fair,
+            policy: self.config.schedule_policy,
+            fair: self.config.fair_queueing,
             step_words: STEP_WORDS,
             vector_size: facts.hidden_size,
             tokens_a_row: facts.tokens_a_row.max(1),
@@ -112,14 +113,14 @@ impl Member {
                 layers: facts.tower_layers,
                 pages: facts.image_page_count,
                 page_tokens: facts.image_page_tokens.max(1),
-                budget: self.config.image_budget,
+                budget: self.config.images.map_or(1, ImageConfig::position_layers),
             }),
             host: host.map(|host| HostTier {
                 pages: facts.host_page_count,
-                policy: host.policy,
-                copies_a_step: host.copies_a_step,
-                prefetch: host.prefetch,
-                restore_preempted: host.restore_preempted,
+                policy: host.hicache_write_policy,
+                copies_a_step: host.kv_copy_pages_per_step,
+                prefetch: host.hicache_prefetch_requests,
+                restore_preempted: host.preemption == Preemption::Restore,
             }),
         }));
     }

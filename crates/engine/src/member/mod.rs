@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, Sender};
 use forebay_protocol::{StepPlan, StepResult};
 use forebay_scheduler::{ApplyError, Event, Scheduler};
 
-use crate::config::EngineConfig;
+use crate::config::{EngineConfig, micros};
 use crate::handle::{EngineHandle, Order, Shared, positions};
 use crate::journal::{Notes, StepNote, What};
 pub(crate) use crate::member::carrying::{Carried, Carrying};
@@ -290,7 +290,7 @@ impl Member {
             return None;
         }
         let silent = now.saturating_sub(since);
-        (silent >= self.config.watchdog_us).then_some(silent / 1_000_000)
+        (silent >= micros(self.config.watchdog_timeout)).then_some(silent / 1_000_000)
     }
 
     pub(crate) fn deliver(&mut self) {

@@ -2,6 +2,7 @@
 
 use forebay_scheduler::RequestView;
 
+use crate::config::micros;
 use crate::member::Member;
 use crate::types::{Arrival, FinishReason, RequestError};
 
@@ -32,7 +33,6 @@ impl Member {
 
     /// Ends those that have waited too long. Reads the clock only where somebody may have.
     pub(crate) fn expire(&mut self) {
-        let limit = self.config.queue_timeout_us;
         while let Some(&(at, id)) = self.deadlines.first() {
             let now = self.shared.clock.now_us();
             if at > now {
@@ -41,7 +41,7 @@ impl Member {
             self.deadlines.pop_first();
             if self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id)) {
                 let retry_after = self.shared.queued.retry_after(now);
-                let seconds = limit / 1_000_000;
+                let seconds = self.config.queue_timeout.as_secs();
                 let late = RequestError::QueueTimeout { seconds, retry_after };
                 self.end(id, FinishReason::Error(late));
             }
@@ -54,7 +54,7 @@ impl Member {
     }
 
     fn deadline(&self, arrival: Arrival) -> Option<u64> {
-        let limit = self.config.queue_timeout_us;
+        let limit = micros(self.config.queue_timeout);
         let limited = limit > 0 && !arrival.place.probe;
         limited.then(|| arrival.at_us.saturating_add(limit))
     }

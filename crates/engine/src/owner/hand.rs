@@ -4,6 +4,7 @@ use forebay_protocol::Ready;
 use forebay_scheduler::Scheduler;
 use tracing::{error, info, warn};
 
+use crate::config::micros;
 use crate::member::{Cause, Member, Pool};
 use crate::owner::Owner;
 use crate::recovery::Verdict;
@@ -27,10 +28,10 @@ impl Owner {
         let hand = if self.restart_at.is_some() {
             self.restart_at
         } else if let Some(since) = self.loading_us {
-            let limit = self.config.load_timeout_us;
+            let limit = micros(self.config.load_timeout);
             (limit > 0).then(|| since.saturating_add(limit))
         } else if self.in_flight() > 0 {
-            Some(self.progress_us.saturating_add(self.config.watchdog_us))
+            Some(self.progress_us.saturating_add(micros(self.config.watchdog_timeout)))
         } else {
             (self.unchecked && self.up).then_some(now.saturating_add(IDLE_CHECK_US))
         };
@@ -41,7 +42,7 @@ impl Owner {
 
     pub(super) fn timed_out(&mut self) {
         if let Some(since) = self.loading_us {
-            let limit = self.config.load_timeout_us;
+            let limit = micros(self.config.load_timeout);
             let silent = self.clock.now_us().saturating_sub(since);
             if limit > 0 && silent >= limit {
                 self.executor.kill();
@@ -65,7 +66,7 @@ impl Owner {
             return;
         }
         let silent = self.clock.now_us().saturating_sub(self.progress_us);
-        if silent >= self.config.watchdog_us {
+        if silent >= micros(self.config.watchdog_timeout) {
             self.executor.kill();
             self.died(&format!("no result for {} s", silent / 1_000_000));
         }

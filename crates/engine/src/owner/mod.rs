@@ -54,7 +54,7 @@ impl Owner {
         clock: Arc<dyn Clock>,
         members: Vec<Member>,
     ) -> Self {
-        let recovery = Recovery::new(config.restart_limit);
+        let recovery = Recovery::new(config.hand_restarts);
         Self {
             config,
             executor,

@@ -200,7 +200,8 @@ fn an_abort_frees_everything_and_ends_once() {
 
 #[test]
 fn the_queue_is_bounded_and_drains() {
-    let rig = start(EngineConfig { max_queued: 5, max_running: 1, ..config() }, 500);
+    let config = EngineConfig { max_queued_requests: 5, max_running_requests: 1, ..config() };
+    let rig = start(config, 500);
     let mut taken = 0;
     let refused = loop {
         match rig.handle.submit(request(taken, vec![1, 2, 3], 200)) {

@@ -1,32 +1,24 @@
 //! An engine on a simulated hand, and what its requests give.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
-use forebay_engine::{BlockObserver, EngineConfig, FinishReason, Namer, Policy};
+use forebay_engine::{BlockObserver, EngineConfig, FinishReason};
 use forebay_sim::testing::{self, Hook, Rig, RigParts, Story, VOCAB, alone, quiet};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimText, Timing};
 
 pub(crate) fn config() -> EngineConfig {
     EngineConfig {
-        max_running: 16,
+        max_running_requests: 16,
         slots: 24,
         page_size: 4,
-        token_budget: 32,
-        prefix_cache: true,
-        namer: Namer::open(),
-        policy: Policy::Fcfs,
-        fair: true,
-        lookahead: 1,
-        max_queued: 1000,
-        queue_timeout_us: 0,
+        chunked_prefill_size: 32,
+        max_queued_requests: 1000,
         context_length: 256,
-        watchdog_us: 10_000_000,
-        load_timeout_us: 0,
-        restart_limit: 3,
+        watchdog_timeout: Duration::from_secs(10),
+        load_timeout: Duration::ZERO,
         mask_threads: 0,
-        mask_share: 10,
-        image_budget: 1000,
-        host: None,
+        ..EngineConfig::default()
     }
 }
 
@@ -48,7 +40,6 @@ pub(crate) fn observed(
     let clock = SimClock::virtual_time();
     let sim = SimConfig {
         tokens_a_row,
-        host_pages: 0,
         clock: clock.clone(),
         timing: Timing {
             model: DeviceModel {
@@ -60,15 +51,11 @@ pub(crate) fn observed(
             },
             ..Timing::default()
         },
-        hot_row_tokens: 0,
-        seed: 0,
         load_us: 1_000_000,
         page_count: pages,
         vocab_size: VOCAB,
-        hidden_size: 4,
         text: text(),
-        device: "sim".into(),
-        tower: None,
+        ..SimConfig::default()
     };
     let parts = RigParts { hooks: vec![hook], blocks, ..RigParts::default() };
     Rig::start(config, sim, parts).held()

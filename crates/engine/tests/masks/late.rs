@@ -271,7 +271,7 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
 #[test]
 fn clients_take_turns_at_the_mask_threads() {
     // Admission in the order of arrival.
-    let config = EngineConfig { fair: false, ..config(1, 1) };
+    let config = EngineConfig { fair_queueing: false, ..config(1, 1) };
     let rig = Rig::start(config, 2000, 1, quiet());
     let (gate, order) = (OwnGate::default(), Arc::new(Mutex::new(Vec::new())));
     rig.submit_of(3, 100, 3, gated(&rig, &gate.0, 0));

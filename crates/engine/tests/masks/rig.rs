@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use forebay_engine::{
-    Allowed, Broken, Constraint, EngineConfig, EngineRequest, FinishReason, Namer, Policy, Request,
+    Allowed, Broken, Constraint, EngineConfig, EngineRequest, FinishReason, Request,
 };
 use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, text};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, Timing, next_token};
@@ -68,25 +69,17 @@ impl Deref for Rig {
 
 pub(crate) fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
     EngineConfig {
-        max_running: 24,
+        max_running_requests: 24,
         slots: 36,
         page_size: 4,
-        token_budget: 48,
-        prefix_cache: true,
-        namer: Namer::open(),
-        policy: Policy::Fcfs,
-        fair: true,
+        chunked_prefill_size: 48,
         lookahead,
-        max_queued: 1000,
-        queue_timeout_us: 0,
+        max_queued_requests: 1000,
         context_length: 256,
-        watchdog_us: 10_000_000,
-        load_timeout_us: 0,
-        restart_limit: 3,
+        watchdog_timeout: Duration::from_secs(10),
+        load_timeout: Duration::ZERO,
         mask_threads,
-        mask_share: 10,
-        image_budget: 1000,
-        host: None,
+        ..EngineConfig::default()
     }
 }
 
@@ -105,21 +98,16 @@ impl Rig {
         let clock = SimClock::virtual_time();
         let sim = SimConfig {
             tokens_a_row,
-            host_pages: 0,
-            hot_row_tokens: 0,
             clock: clock.clone(),
             timing: Timing {
                 model: DeviceModel { step_us: 1000.0, row_us: 10.0, ..DeviceModel::INSTANT },
                 ..Timing::default()
             },
-            seed: 0,
             load_us: 1_000_000,
             page_count: pages,
             vocab_size: VOCAB,
-            hidden_size: 4,
             text: text(),
-            device: "sim".into(),
-            tower: None,
+            ..SimConfig::default()
         };
         let rig = testing::Rig::start(config, sim, parts).held();
         Self { rig, asked: Arc::default() }

@@ -4,6 +4,8 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use clap::Args;
+use forebay_engine::EngineConfig;
+use forebay_grammar::GrammarConfig;
 use forebay_machine::Processors;
 
 use super::duration::seconds;
@@ -28,7 +30,7 @@ pub(crate) struct GrammarFlags {
     pub(crate) grammar_timeout: Duration,
     /// Bytes of compiled forms that are kept. One client has at most half of them while others have
     /// some.
-    #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
+    #[arg(long, value_name = "BYTES", default_value_t = GrammarConfig::default().grammar_cache_bytes)]
     pub(crate) grammar_cache_bytes: usize,
     /// Threads that fill masks beside the engine's: dear ones, and cheap ones if a step has more
     /// than eight [default: one for every 8 cores, at least one].
@@ -36,7 +38,7 @@ pub(crate) struct GrammarFlags {
     pub(crate) mask_threads: Option<NonZeroUsize>,
     /// Part of a step's time, in percent, for which it waits for masks at most: 2 to 20
     /// milliseconds. A request whose mask is not ready then gets no token in this step.
-    #[arg(long, value_name = "PERCENT", default_value = "10", value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().mask_share, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) mask_share: u32,
     /// Take schemas of which only a part can be kept: keywords that are not known are left out, and
     /// `oneOf` is read as `anyOf`.
@@ -45,6 +47,22 @@ pub(crate) struct GrammarFlags {
 }
 
 impl GrammarFlags {
+    /// True if forms of answers are compiled. A model that pools has no answers.
+    pub(crate) fn wanted(&self, pools: bool) -> bool {
+        !self.no_grammar && !pools
+    }
+
+    /// The compiler of forms.
+    pub(crate) fn compiler(&self) -> GrammarConfig {
+        GrammarConfig {
+            grammar_threads: self.grammar_threads.get(),
+            grammar_timeout: self.grammar_timeout,
+            grammar_cache_bytes: self.grammar_cache_bytes,
+            grammar_lenient: self.grammar_lenient,
+            ..GrammarConfig::default()
+        }
+    }
+
     /// Threads that fill masks.
     pub(crate) fn helpers(&self, processors: &Processors) -> usize {
         let usual = (processors.threads() / CORES_A_HELPER).clamp(1, MOST_HELPERS);

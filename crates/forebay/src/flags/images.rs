@@ -3,6 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use forebay_engine::ImageConfig;
+
+/// The default patches times layers of a step on a CPU. One layer of an image of 1200x1200: it may
+/// take longer than a second.
+const CPU_BUDGET: u64 = 5776;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Images, of models that see them")]
@@ -39,6 +44,15 @@ pub(crate) struct ImageFlags {
 }
 
 impl ImageFlags {
+    /// The images of a step, for a model with `merge` times `merge` patches for a position.
+    pub(crate) fn engine(&self, merge: u32, cpu: bool) -> ImageConfig {
+        let usual = if cpu { CPU_BUDGET } else { ImageConfig::default().image_budget };
+        ImageConfig {
+            image_budget: self.image_budget.unwrap_or(usual),
+            patches: u64::from(merge).pow(2).max(1),
+        }
+    }
+
     /// The first flag that was given.
     pub(crate) fn given(&self) -> Option<&'static str> {
         let flags = [

@@ -2,6 +2,7 @@
 
 use clap::Args;
 use forebay_machine::MachineMemory;
+use forebay_server::ServerConfig;
 
 /// The least that all requests together get by default: a thousand chats, or some of the largest
 /// bodies.
@@ -19,10 +20,10 @@ const LARGEST_SHARE: usize = 4;
 pub(crate) struct LimitFlags {
     /// The largest request body in bytes; of one above --max-json-bytes the rest must be
     /// `prompt_embeds`.
-    #[arg(long, default_value_t = 64 << 20)]
+    #[arg(long, default_value_t = ServerConfig::default().max_body_bytes)]
     pub(crate) max_body_bytes: usize,
     /// The largest request body in bytes, not counting `prompt_embeds`.
-    #[arg(long, default_value_t = 4 << 20)]
+    #[arg(long, default_value_t = ServerConfig::default().max_json_bytes)]
     pub(crate) max_json_bytes: usize,
     /// The largest number of bytes that all requests take together, from their bodies to the output
     /// that is expected of them. Beyond that new ones get 429 [default: an eighth of the memory

@@ -1,4 +1,5 @@
-//! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
+//! The flags of `serve`, exactly as typed. What they leave open is resolved elsewhere: see
+//! `resolve`.
 
 mod access;
 mod dialect;
@@ -21,8 +22,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use forebay_engine::EngineConfig;
 use forebay_hand::MAX_ARENA_BYTES;
-use serde::Serialize;
+use forebay_server::ServerConfig;
 
 pub(crate) use self::access::{AccessFlags, access, keys, visible_keys};
 pub(crate) use self::dialect::DialectFlags;
@@ -31,9 +33,9 @@ pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
 pub(crate) use self::ranks::{Arrangement, RankFlags};
-pub(crate) use self::replicas::{LoadBalance, Placement, ReplicaFlags};
+pub(crate) use self::replicas::{Placement, ReplicaFlags};
 pub(crate) use self::responses::ResponseFlags;
-pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy, fraction};
+pub(crate) use self::schedule::{ScheduleFlags, fraction};
 
 pub(crate) use limits::LimitFlags;
 pub(crate) use sharing::SharingFlags;
@@ -139,7 +141,7 @@ pub(crate) struct HttpFlags {
     pub(crate) send_timeout: Duration,
     /// The largest number of bytes of an answer that wait for its client, as they would be written;
     /// then it ends with an error.
-    #[arg(long, default_value_t = 64 << 20)]
+    #[arg(long, default_value_t = ServerConfig::default().max_unread_bytes)]
     pub(crate) max_unread_bytes: usize,
     /// Threads that parse requests, and write heads and ends of answers.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -155,7 +157,7 @@ pub(crate) struct HttpFlags {
     pub(crate) egress: Egress,
     /// Tokens that a stream gathers for a chunk; requests may say otherwise. The first token and
     /// the end do not wait.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = ServerConfig::default().stream_interval, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stream_interval: u32,
     /// The least microseconds between two chunks of a stream: tokens that come sooner are merged.
     /// The first token and the end do not wait.
@@ -178,6 +180,13 @@ pub(crate) struct HttpFlags {
     pub(crate) drain_timeout: Duration,
 }
 
+impl HttpFlags {
+    /// The least time between two chunks of a stream.
+    pub(crate) fn stream_flush(&self) -> Duration {
+        Duration::from_micros(self.stream_flush_us)
+    }
+}
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub(crate) struct ModelFlags {
@@ -194,6 +203,11 @@ pub(crate) struct ModelFlags {
     /// Encoders, and repositories that say that they are embedders, need no flag.
     #[arg(long)]
     pub(crate) is_embedding: bool,
+    /// The code that computes the model. `native` is Forebay's. `transformers` is the modelling code
+    /// of that library, in PyTorch: it serves nearly every model, and is slower. `auto` is `native`
+    /// where there is native code for the model, and else `transformers`.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) model_impl: ModelImpl,
     /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,
@@ -275,7 +289,7 @@ pub(crate) struct RunFlags {
     /// Failed respawns in a row before the hand is given up. While other replicas serve, it is
     /// tried again later, ever more seldom; when none is left, the server ends with status 1.
     /// Deaths while it computes do not count: those are a request's doing.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = EngineConfig::default().hand_restarts)]
     pub(crate) hand_restarts: u32,
     /// The interpreter [default: the one beside this program, else the virtual environment's, else
     /// python3].
@@ -344,16 +358,14 @@ pub(crate) struct LineFlags {
     pub(crate) log_format: LogFormat,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LoadFormat {
     #[default]
     Auto,
     Dummy,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Dtype {
     #[default]
     Auto,
@@ -364,9 +376,8 @@ pub(crate) enum Dtype {
 }
 
 /// The number format of matrices, computed or stored. The names are vLLM's and SGLang's.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
-#[serde(rename_all = "snake_case")]
 pub(crate) enum Quantization {
     /// The quickest that loses next to nothing.
     #[default]
@@ -375,7 +386,6 @@ pub(crate) enum Quantization {
     None,
     /// Weights with a scale an output, activations with a scale a token.
     #[value(name = "w8a8_int8")]
-    #[serde(rename = "w8a8_int8")]
     W8A8Int8,
     /// 8 or 4 bits with a scale every 32 positions, as the file has them.
     Gguf,
@@ -390,7 +400,6 @@ pub(crate) enum Quantization {
     Gptq,
     /// The format that the checkpoint's config names.
     #[value(name = "compressed-tensors")]
-    #[serde(rename = "compressed-tensors")]
     CompressedTensors,
 }
 
@@ -402,8 +411,7 @@ impl Quantization {
 }
 
 /// The numbers of keys and values in pages.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KvCacheDtype {
     /// Those of the model's type.
     #[default]
@@ -413,7 +421,6 @@ pub(crate) enum KvCacheDtype {
     Int8,
     /// 8-bit floats without scales.
     #[value(name = "fp8_e4m3", alias = "fp8")]
-    #[serde(rename = "fp8_e4m3")]
     Fp8E4m3,
 }
 
@@ -428,8 +435,7 @@ impl KvCacheDtype {
     }
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Egress {
     #[default]
     Direct,
@@ -462,8 +468,7 @@ impl AttentionBackend {
     }
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Device {
     /// The first GPU that is visible; without one, the CPU.
     #[default]
@@ -474,6 +479,26 @@ pub(crate) enum Device {
     /// A CPU whose work is done as late as an accelerator's may be, for tests.
     #[value(hide = true)]
     Deferred,
+}
+
+/// The code that computes a model.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModelImpl {
+    #[default]
+    Auto,
+    Native,
+    Transformers,
+}
+
+impl ModelImpl {
+    /// The name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Native => "native",
+            Self::Transformers => "transformers",
+        }
+    }
 }
 
 /// The hand on a CPU.

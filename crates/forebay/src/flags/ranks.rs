@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
+use serde::{Serialize, Serializer};
 
 #[derive(Debug, Args)]
 pub(crate) struct RankFlags {
@@ -52,9 +53,34 @@ impl Arrangement {
         self.members() > 1
     }
 
+    /// Ranks among which a replica is divided.
+    pub(crate) fn tp_size(self) -> u32 {
+        if self.step_group() { 1 } else { self.ranks }
+    }
+
     /// Processes in all.
     pub(crate) fn hands(self) -> u32 {
         self.groups.saturating_mul(self.ranks)
+    }
+}
+
+impl Serialize for Arrangement {
+    /// Writes the flags that would say the same.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Sizes {
+            dp_size: u32,
+            tp_size: u32,
+            ep_size: u32,
+            enable_dp_attention: bool,
+        }
+        let sizes = Sizes {
+            dp_size: self.replicas,
+            tp_size: self.tp_size(),
+            ep_size: if self.expert_parallel { self.ranks } else { 1 },
+            enable_dp_attention: self.step_group(),
+        };
+        sizes.serialize(serializer)
     }
 }
 

@@ -7,15 +7,13 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use forebay_balance::Method;
-use serde::Serialize;
 
 use super::duration::seconds;
 use super::ranks::{Arrangement, RankFlags};
 use crate::affinity::AffinityFlag;
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
-#[serde(rename_all = "snake_case")]
 pub(crate) enum LoadBalance {
     /// Each replica in turn.
     RoundRobin,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use serde::Serialize;
+use forebay_engine::{EngineConfig, Policy};
 
 use super::duration::seconds;
 
@@ -11,11 +11,11 @@ use super::duration::seconds;
 #[command(next_help_heading = "Scheduling")]
 pub(crate) struct ScheduleFlags {
     /// The largest number of requests that run at a time.
-    #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(long, visible_alias = "max-num-seqs", default_value_t = EngineConfig::default().max_running_requests, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) max_running_requests: u32,
     /// The largest number of requests that wait; more are answered 429. One client has at most half
     /// of it while others wait, and for clients with few requests waiting there is a quarter more.
-    #[arg(long, default_value_t = 4096)]
+    #[arg(long, default_value_t = EngineConfig::default().max_queued_requests)]
     pub(crate) max_queued_requests: usize,
     /// Seconds that a request may wait for its turn, before it is answered 503 `queue_timeout`; 0:
     /// as long as its client does.
@@ -54,12 +54,37 @@ pub(crate) struct ScheduleFlags {
     #[arg(long)]
     pub(crate) schedule_low_priority_values_first: bool,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
+    #[arg(long, default_value_t = EngineConfig::default().lookahead, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub(crate) lookahead: u32,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+impl ScheduleFlags {
+    /// The engine's settings by these flags; `usual` has the others, and the defaults for the
+    /// device.
+    pub(crate) fn engine(&self, usual: EngineConfig) -> EngineConfig {
+        EngineConfig {
+            max_running_requests: self.max_running_requests,
+            slots: EngineConfig::usual_slots(self.max_running_requests),
+            max_queued_requests: self.max_queued_requests,
+            queue_timeout: self.queue_timeout,
+            fair_queueing: !self.disable_fair_queueing,
+            chunked_prefill_size: self.chunked_prefill_size.unwrap_or(usual.chunked_prefill_size),
+            page_size: self.page_size.unwrap_or(usual.page_size),
+            prefix_cache: !self.disable_radix_cache,
+            schedule_policy: match self.schedule_policy {
+                SchedulePolicy::Fcfs => Policy::Fcfs,
+                SchedulePolicy::Priority if self.schedule_low_priority_values_first => {
+                    Policy::PriorityAscending
+                }
+                SchedulePolicy::Priority => Policy::Priority,
+            },
+            lookahead: self.lookahead,
+            ..usual
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SchedulePolicy {
     #[default]
     Fcfs,

@@ -39,11 +39,6 @@ pub(crate) struct HisparseConfig {
 }
 
 impl SparseFlags {
-    /// Pages of the host tier for each page of the device, if the object says so.
-    pub(crate) fn host_ratio(&self) -> Option<f64> {
-        self.hisparse_config.as_ref()?.host_to_device_ratio
-    }
-
     /// A flag that says something of sparse decoding, if one was given.
     pub(crate) fn given(&self) -> Option<&'static str> {
         let flags = [

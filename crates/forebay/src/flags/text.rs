@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use forebay_text::TextConfig;
 use serde::Serialize;
 
 use super::seconds;
@@ -20,7 +21,7 @@ pub(crate) struct TextFlags {
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_mode: TokenizerMode,
     /// Bytes of tokenised text kept for the next turn of a conversation; 0 keeps none.
-    #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
+    #[arg(long, value_name = "BYTES", default_value_t = TextConfig::default().text_cache_bytes)]
     pub(crate) text_cache_bytes: usize,
     /// Let the strings of chats write special tokens: without this, their spelling in a message is
     /// text like other text.
@@ -52,8 +53,7 @@ pub(crate) enum TokenizerBackend {
     Fastokens,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TokenizerMode {
     #[default]
     Auto,

@@ -2,7 +2,6 @@
 
 use clap::{Args, ValueEnum};
 use forebay_capacity::WritePolicy;
-use serde::Serialize;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Host memory tier")]
@@ -53,8 +52,7 @@ pub(crate) enum Backend {
 }
 
 /// The fate of KV that was taken from a request.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Preemption {
     #[default]
     Restore,

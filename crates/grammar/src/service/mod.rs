@@ -19,8 +19,9 @@ use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use forebay_engine::Constraint;
+use forebay_engine::{Constraint, as_seconds};
 use forebay_text::Tokenizer;
+use serde::Serialize;
 use tokio::sync::oneshot;
 
 use self::shared::{Shared, Trie};
@@ -34,32 +35,35 @@ use crate::source::Source;
 const STACK_BYTES: usize = 32 << 20;
 
 /// The settings by which grammars are compiled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct GrammarConfig {
     /// The number of threads that compile, at least one.
-    pub threads: usize,
+    pub grammar_threads: usize,
     /// The number of sources that may wait for a thread. One client has at most half of them.
+    #[serde(skip)]
     pub queue: usize,
     /// The longest time that a request waits for its grammar.
+    #[serde(skip)]
     pub patience: Duration,
     /// The longest time that one compile may take.
-    pub limit: Duration,
+    #[serde(serialize_with = "as_seconds")]
+    pub grammar_timeout: Duration,
     /// Bytes of the compiled grammars that are kept. One client has at most half while others have
     /// some. All matchers that run may grow by as much.
-    pub cache_bytes: usize,
+    pub grammar_cache_bytes: usize,
     /// True if a schema is taken although only a part of it can be enforced.
-    pub lenient: bool,
+    pub grammar_lenient: bool,
 }
 
 impl Default for GrammarConfig {
     fn default() -> Self {
         Self {
-            threads: 1,
+            grammar_threads: 1,
             queue: 256,
             patience: Duration::from_secs(30),
-            limit: Duration::from_secs(2),
-            cache_bytes: 256 << 20,
-            lenient: false,
+            grammar_timeout: Duration::from_secs(2),
+            grammar_cache_bytes: 256 << 20,
+            grammar_lenient: false,
         }
     }
 }
@@ -111,6 +115,8 @@ pub struct Constraints {
     pub choices: Vec<Box<dyn Constraint>>,
     /// Bytes that they take while all choices run, with the compiled grammar that they share.
     pub bytes: usize,
+    /// Paths of keywords of schemas that are not enforced.
+    pub left_out: Arc<[String]>,
 }
 
 /// Starts a thread, now or later.
@@ -174,7 +180,7 @@ impl Grammars {
         before: CompileHook,
     ) -> io::Result<Self> {
         let trie = Trie { tokenizer, eos: eos.to_vec(), vocab_size };
-        let (attic, free) = Attic::new(config.cache_bytes);
+        let (attic, free) = Attic::new(config.grammar_cache_bytes);
         start(Builder::new().name("grammar-free".into()), Box::new(free))?;
         let shared = Shared::start(config, trie, Arc::clone(start), before)?;
         Ok(Self(Arc::new(Inner { attic, shared })))
@@ -200,7 +206,9 @@ impl Grammars {
         let bytes = footprint.map_or(0, |footprint| {
             footprint.kept.saturating_add(footprint.copy.saturating_mul(choices))
         });
-        Ok(Constraints { choices: (0..choices).map(one).collect(), bytes })
+        let left_out = template.as_ref().map(|template| Arc::clone(template.left_out()));
+        let left_out = left_out.unwrap_or_default();
+        Ok(Constraints { choices: (0..choices).map(one).collect(), bytes, left_out })
     }
 
     /// The compiled form of a source.

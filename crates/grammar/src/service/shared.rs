@@ -103,11 +103,11 @@ impl Shared {
         start: ThreadStart,
         before: CompileHook,
     ) -> io::Result<Arc<Self>> {
-        let threads = config.threads.max(1);
+        let threads = config.grammar_threads.max(1);
         let shared = Arc::new(Self {
-            config: GrammarConfig { threads, ..config },
+            config: GrammarConfig { grammar_threads: threads, ..config },
             state: Mutex::new(State {
-                kept: Kept::new(config.cache_bytes),
+                kept: Kept::new(config.grammar_cache_bytes),
                 waiting: HashMap::new(),
                 turns: Turns::default(),
                 running: HashMap::new(),
@@ -193,7 +193,7 @@ impl Shared {
     pub(super) fn late(&self) -> GrammarError {
         let stats = self.stats();
         let each = stats.compile_us / stats.compiled.max(1);
-        let all = each.saturating_mul(stats.waiting as u64) / self.config.threads as u64;
+        let all = each.saturating_mul(stats.waiting as u64) / self.config.grammar_threads as u64;
         let retry_after = (1 + all / 1_000_000).min(MOST_RETRY_SECONDS) as u32;
         GrammarError::Late { seconds: self.config.patience.as_secs(), retry_after }
     }
@@ -239,7 +239,7 @@ impl Shared {
             (self.before)(&compile.source);
             let compiled = match self.vocabulary.get() {
                 Some(Ok(vocabulary)) => {
-                    let lenient = self.config.lenient;
+                    let lenient = self.config.grammar_lenient;
                     contained(|| Template::new(vocabulary, &compile.source, lenient)).map(Arc::new)
                 }
                 Some(Err(error)) => Err(error.clone()),
@@ -271,7 +271,7 @@ impl Shared {
         let mut state = self.state.lock();
         if state.running.remove(&compile.number).is_none() {
             state.given_up.remove(&compile.number);
-            let missing = state.threads < self.config.threads;
+            let missing = state.threads < self.config.grammar_threads;
             state.threads += usize::from(missing);
             return missing;
         }
@@ -293,7 +293,7 @@ impl Shared {
         let mut state = self.state.lock();
         while !state.ended {
             let mut next = self.give_up(&mut state, Instant::now());
-            let missing = state.missing(self.config.threads);
+            let missing = state.missing(self.config.grammar_threads);
             state.threads += missing;
             for _ in 0..missing {
                 if let Err(error) = self.start_thread() {
@@ -313,7 +313,7 @@ impl Shared {
 
     /// Gives up the compiles that take too long; gives the time at which the next one would.
     fn give_up(&self, state: &mut State, now: Instant) -> Option<Instant> {
-        let limit = self.config.limit;
+        let limit = self.config.grammar_timeout;
         let deadline = |compile: &Compile| compile.began.checked_add(limit);
         let is_late = |compile: &&Compile| deadline(compile).is_some_and(|end| now >= end);
         let late = state.running.values().filter(is_late);

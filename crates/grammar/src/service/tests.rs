@@ -66,7 +66,8 @@ impl Service {
             thread.spawn(work)
         });
         // Nothing is late by the clock.
-        let config = GrammarConfig { limit: HOUR, patience: HOUR, ..GrammarConfig::default() };
+        let config =
+            GrammarConfig { grammar_timeout: HOUR, patience: HOUR, ..GrammarConfig::default() };
         let hook = Arc::new(move |source: &Source| hook.pass(source));
         let grammars = Grammars::with_hook(config, tokenizer, &[0], 2048, &start, hook).unwrap();
         Self { grammars, gate, started }

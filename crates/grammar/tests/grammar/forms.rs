@@ -176,7 +176,7 @@ fn what_is_not_supported_is_named_with_its_place() {
         (Form::Choice([].into()), ""),
         (Form::JsonSchema("{".into()), ""),
         (Form::JsonSchema("3".into()), ""),
-        (schema(json!({"type": "string", "minLength": 3, "maxLength": 2})), ""),
+        (schema(json!({"type": "string", "minLength": 3, "maxLength": 2})), ".minLength"),
         (schema(json!({"$ref": "https://example.com/schema.json"})), ""),
         (tag(json!({"type": "structural_tag"})), ""),
         (tag(json!({"format": {"type": "qwen_xml_parameter"}})), ".format.type"),
@@ -235,7 +235,7 @@ fn what_says_nothing_is_no_reason_to_refuse() {
 
 #[test]
 fn a_lenient_operator_lets_more_through() {
-    let lenient = Bench::new(GrammarConfig { lenient: true, ..GrammarConfig::default() });
+    let lenient = Bench::new(GrammarConfig { grammar_lenient: true, ..GrammarConfig::default() });
     let form = schema(
         json!({"type": "array", "uniqueItems": true, "items": {"oneOf": [{"type": "integer"}, {"minimum": 2}]}}),
     );

@@ -26,7 +26,7 @@ pub(crate) const HOUR: Duration = Duration::from_secs(3600);
 
 /// The settings by default, for a machine of any speed.
 pub(crate) fn config() -> GrammarConfig {
-    GrammarConfig { limit: HOUR, ..GrammarConfig::default() }
+    GrammarConfig { grammar_timeout: HOUR, ..GrammarConfig::default() }
 }
 
 pub(crate) fn start() -> ThreadStart {
@@ -45,7 +45,7 @@ impl Bench {
     }
 
     pub(crate) fn of(tokenizer: Arc<Tokenizer>, config: GrammarConfig) -> Self {
-        let config = GrammarConfig { limit: HOUR, ..config };
+        let config = GrammarConfig { grammar_timeout: HOUR, ..config };
         let grammars = Grammars::new(config, Arc::clone(&tokenizer), &[EOS], VOCABULARY, &start());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         Self {

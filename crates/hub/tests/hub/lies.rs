@@ -111,13 +111,44 @@ fn an_encoding_that_nobody_asked_for() {
 }
 
 #[test]
-fn a_file_of_any_length() {
+fn a_range_without_a_length() {
     let (text, _) = told(|asked, answer| {
-        if asked.method == "HEAD" {
+        if asked.method == "HEAD" || asked.start.is_some() {
             answer.set("transfer-encoding", "chunked");
+            answer.set("content-range", "bytes 1-7/*");
+            answer.body = b"0\r\n\r\n".to_vec();
         }
     });
     assert!(text.contains("a file without a length"), "{text}");
+}
+
+/// A mirror that compresses or generates its answers does not tell their lengths.
+#[test]
+fn mirrors_without_lengths_are_read() {
+    let weights = bytes(300_000);
+    let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", &weights)];
+    for ranges in [true, false] {
+        let server = Server::changed(&files, move |asked, answer, _| {
+            if !asked.path.contains("/resolve/") {
+                return;
+            }
+            if !ranges && asked.start.is_some() {
+                let whole = bytes(300_000);
+                let is_weights = asked.path.ends_with("model.safetensors");
+                let small = SMALL.iter().find(|(name, _)| asked.path.ends_with(name));
+                answer.body = if is_weights { whole } else { small.expect("a file").1.to_vec() };
+                answer.status = 200;
+                answer.headers.retain(|(name, _)| *name != "content-range");
+            }
+            answer.set("transfer-encoding", "chunked");
+            let size = format!("{:x}\r\n", answer.body.len());
+            answer.body = [size.as_bytes(), &answer.body, b"\r\n0\r\n\r\n"].concat();
+        });
+        let cache = tempfile::tempdir().expect("a folder");
+        let found = super::find(&server, cache.path()).expect("a model");
+        let here = fs::read(found.path.join("model.safetensors")).expect("the weights");
+        assert!(here == weights, "ranges: {ranges}");
+    }
 }
 
 #[test]

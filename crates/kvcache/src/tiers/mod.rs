@@ -205,11 +205,6 @@ impl Tiers {
         self.host.release(lease);
     }
 
-    /// Gives back the leases of one request, the deepest first ([`PagePool::release_all`]).
-    pub fn release_all(&mut self, leases: &mut Vec<Lease<Hot>>) {
-        self.hot.release_all(leases);
-    }
-
     /// Notes that a request used these leading blocks. Their first block is then the last one that
     /// a tier evicts.
     pub fn touch(&mut self, names: &[BlockHash]) {

@@ -71,7 +71,7 @@ fn a_long_head_is_not_held() {
     let (bad, good) = (Fake::other(), Fake::other());
     bad.will([Act::LongHead(100 << 10), Act::LongHead(100 << 10)]);
     let alone = Rig::with(&[&bad], |config| config.retry.retries = 0);
-    assert_eq!(code(&post(alone.address, CHAT, "{}")), (503, "backend_failed".into()));
+    assert_eq!(code(&post(alone.address, CHAT, "{}")), (502, "backend_answer_garbled".into()));
     drop(alone);
     let rig = Rig::new(&[&bad, &good]);
     assert_eq!(post(rig.address, CHAT, "{}").status(), 200);

@@ -42,6 +42,8 @@ pub(crate) enum Act {
     Flood(usize, &'static [u8]),
     /// A head with a header of this many bytes.
     LongHead(usize),
+    /// Bytes in place of a head.
+    Garbage(Vec<u8>),
 }
 
 /// Something to wait for.
@@ -338,6 +340,10 @@ impl State {
             }
             Act::LongHead(bytes) => {
                 answer(socket, 200, "{}", &format!("X-A: {}\r\n", "a".repeat(bytes)))
+            }
+            Act::Garbage(bytes) => {
+                let _ = socket.write_all(&bytes);
+                false
             }
             Act::Wait(gate) => {
                 let _ = gate.0.lock().unwrap().recv();

@@ -5,6 +5,7 @@
 mod admission;
 mod bounds;
 mod breakers;
+mod clients;
 mod deaths;
 mod fake;
 mod http;

@@ -249,7 +249,7 @@ fn a_request_takes_no_longer_than_it_may() {
     let backend = Fake::other();
     backend.will([Act::Hang]);
     let rig = Rig::with(&[&backend], |config| config.request_timeout = Duration::from_millis(50));
-    assert_eq!(code(&post(rig.address, CHAT, "{}")), (503, "timeout".into()));
+    assert_eq!(code(&post(rig.address, CHAT, "{}")), (504, "timeout".into()));
 }
 
 #[test]

@@ -6,6 +6,8 @@ use forebay_scheduler::{
     SchedulerConfig, Sparse, Tower,
 };
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
 use crate::harness::{Harness, alone, config, pooled, request};
@@ -274,11 +276,14 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
 }
 
 fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
-    let mut harness = Harness::new(config.clone(), depth);
+    run_on(Harness::new(config.clone(), depth), &config, ops)
+}
+
+fn run_on(mut harness: Harness, config: &SchedulerConfig, ops: Vec<Op>) -> Harness {
     for op in ops {
         let submitted = harness.clients.len();
         match op {
-            Op::Submit(ask) => harness.submit(ask.request(submitted as u64, &config)),
+            Op::Submit(ask) => harness.submit(ask.request(submitted as u64, config)),
             Op::Abort(_) if submitted == 0 => {}
             Op::Abort(at) => harness.abort((at % submitted) as u64),
             Op::Plan => _ = harness.plan(),
@@ -306,14 +311,18 @@ struct PairOp {
 }
 
 fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness; 2] {
-    let mut pair = [Harness::new(config.clone(), depth), Harness::new(config.clone(), depth)];
+    let pair = [Harness::new(config.clone(), depth), Harness::new(config.clone(), depth)];
+    run_pair_on(pair, &config, ops)
+}
+
+fn run_pair_on(mut pair: [Harness; 2], config: &SchedulerConfig, ops: Vec<PairOp>) -> [Harness; 2] {
     let mut submitted = 0;
     for PairOp { second, op } in ops {
         let [first, last] = &mut pair;
         let (here, there) = if second { (last, first) } else { (first, last) };
         match op {
             Op::Submit(ask) => {
-                here.submit(ask.request(submitted, &config));
+                here.submit(ask.request(submitted, config));
                 submitted += 1;
             }
             Op::Abort(at) => {
@@ -341,6 +350,39 @@ fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness
     pair
 }
 
+fn pair_ops() -> impl Strategy<Value = Vec<PairOp>> {
+    let op = (any::<bool>(), op(&[NAN_TOKEN, KILL_TOKEN], 1));
+    prop::collection::vec(op.prop_map(|(second, op)| PairOp { second, op }), 1..160)
+}
+
+/// No order depends on hashing or on the time: the same calls give the same plans, events and
+/// states. The stories are the same in each run, so the printed digest says if a change to the
+/// scheduler changes any plan:
+/// `STORIES=5000 cargo test -p forebay-scheduler same_digest -- --nocapture`.
+#[test]
+fn the_same_calls_give_the_same_digest() {
+    let stories = std::env::var("STORIES").map_or(100, |count| count.parse().expect("a number"));
+    let mut runner = TestRunner::deterministic();
+    let story = (machines(), 1..=2_usize, ops(&[NAN_TOKEN], 1), pair_ops());
+    let (mut digest, mut steps) = (0_u64, 0);
+    for _ in 0..stories {
+        let tree = story.new_tree(&mut runner).expect("nothing is filtered");
+        let run = || {
+            let (config, depth, ops, pair_ops) = tree.current();
+            let harness = || Harness::new(config.clone(), depth).record();
+            let alone = run_on(harness(), &config, ops);
+            let [first, second] = run_pair_on([harness(), harness()], &config, pair_ops);
+            let steps = [&alone, &first, &second].map(|harness| harness.plan.step());
+            ([alone.digest(), first.digest(), second.digest()], steps.iter().sum::<u64>())
+        };
+        let (digests, run_steps) = run();
+        assert_eq!(run().0, digests, "{:?}", tree.current());
+        digest = digests.iter().fold(digest, |sum, one| sum.rotate_left(5).wrapping_add(*one));
+        steps += run_steps;
+    }
+    println!("{stories} stories, {steps} steps: {digest:016x}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
@@ -360,10 +402,8 @@ proptest! {
 
     #[test]
     fn everybody_ends_as_if_alone_whoever_takes_them_over(
-        config in machines(), depth in 1..=2_usize,
-        ops in prop::collection::vec((any::<bool>(), op(&[NAN_TOKEN, KILL_TOKEN], 1)), 1..160),
+        config in machines(), depth in 1..=2_usize, ops in pair_ops(),
     ) {
-        let ops = ops.into_iter().map(|(second, op)| PairOp { second, op }).collect();
         run_pair(config, depth, ops);
     }
 

@@ -75,7 +75,7 @@ impl FromRequestParts<Shared> for Peer {
         let KeyId(key) = KeyId::from_request_parts(parts, state).await?;
         let exchange = parts.extensions.get::<Arc<Exchange>>().cloned();
         let sharing = &state.config.sharing;
-        let apart = state.config.api_keys.len() > 1 && !sharing.across_keys;
+        let apart = state.config.api_keys.len() > 1 && !sharing.share_cache_across_keys;
         let key = key.filter(|_| apart).and_then(|at| state.config.api_keys.text(at));
         let tenant = key.map_or(0, |key| sharing.namer.salt(&[key.as_bytes()]));
         Ok(Self { client, exchange, tenant })

@@ -160,7 +160,7 @@ async fn embedded(
     client: ClientId,
 ) -> Result<Vec<Submission>, ApiError> {
     const PARAM: &str = "prompt_embeds";
-    let (hidden_size, dtype) = state.embeddings()?;
+    let (hidden_size, dtype) = state.embeddings(PARAM)?;
     let prompts = embeds.check(PARAM, hidden_size)?;
     for prompt in &prompts {
         terms.generation.room(prompt.rows() as usize, limits, PARAM)?;

@@ -164,6 +164,7 @@ pub(crate) async fn pooling(
     let (state, name) = (Arc::clone(&admission.state), admission.model.clone());
     let model = state.pooled_model()?;
     let id = format!("pool-{}", random_hex());
+    let raw = valid.raw;
     let embedded = embed(admission, valid, &id).await?;
     let writer = embedded.writer();
     let Embedded { vectors, mut wanted, usage, .. } = embedded;
@@ -171,7 +172,10 @@ pub(crate) async fn pooling(
         PoolingTask::Embed => vectors,
         PoolingTask::Score => {
             wanted.normalize = false;
-            scores(&vectors, model.sigmoid).into_iter().map(|score| [score].into()).collect()
+            scores(&vectors, model.sigmoid && !raw)
+                .into_iter()
+                .map(|score| [score].into())
+                .collect()
         }
     };
     let data = vectors.into_iter().enumerate();

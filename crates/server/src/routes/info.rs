@@ -41,8 +41,11 @@ const STEP_POLL: Duration = Duration::from_millis(10);
     responses((status = 200, description = "The models", body = ModelList)),
 )]
 pub(crate) async fn models(State(state): State<Shared>) -> Response {
-    let data = state.model.served_names.iter().map(|name| card(&state, name)).collect();
-    reply::ok(&ModelList { object: "list", data })
+    let data: Vec<ModelCard> =
+        state.model.served_names.iter().map(|name| card(&state, name)).collect();
+    let id = |card: Option<&ModelCard>| card.map(|card| card.id.clone());
+    let (first_id, last_id) = (id(data.first()), id(data.last()));
+    reply::ok(&ModelList { object: "list", data, first_id, last_id, has_more: false })
 }
 
 /// Shows one served name.
@@ -67,6 +70,13 @@ fn card(state: &Shared, name: &str) -> ModelCard {
     ModelCard {
         id: name.to_owned(),
         object: "model",
+        kind: "model",
+        display_name: name.to_owned(),
+        created_at: i64::try_from(state.started)
+            .ok()
+            .and_then(|seconds| jiff::Timestamp::from_second(seconds).ok())
+            .unwrap_or_default()
+            .to_string(),
         created: state.started,
         owned_by: "forebay",
         root: state.model.root.clone(),
@@ -256,7 +266,7 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
             Err(drained) => drained.to_string(),
             Ok(()) => status_line(state.status()),
         },
-        config: state.config.info.clone(),
+        config: state.info.clone(),
         facts: json!(state.engine.facts()),
         internal_states: state.engine.replicas().iter().map(internal_state).collect(),
     })
@@ -348,7 +358,7 @@ pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Fai
         text: state.text.stats(),
         grammars: state.model.grammars.as_ref().map(Grammars::stats).unwrap_or_default(),
         intake: IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() },
-        dropped: state.config.log_lines_dropped.load(Ordering::Relaxed),
+        dropped: state.log_lines_dropped.load(Ordering::Relaxed),
     };
     let written = state.metrics.render(&state.engine.replicas(), &parts);
     let text = written.map_err(|error| {

@@ -72,7 +72,8 @@ pub(crate) async fn page_file(uri: Uri, headers: HeaderMap) -> Response {
         Some(response) => response.map(Body::from),
         None => {
             let path = uri.path().to_owned();
-            Failure(ApiError::UnknownRoute { method: "GET".into(), path }).into_response()
+            Failure(ApiError::UnknownRoute { method: "GET".into(), path, near: None })
+                .into_response()
         }
     }
 }

@@ -230,7 +230,7 @@ pub(crate) async fn slots(State(state): State<Shared>) -> Result<Response, Failu
     let mut all = Vec::new();
     for replica in state.engine.replicas() {
         let running = u32::try_from(replica.stats.scheduler.running).unwrap_or(u32::MAX);
-        let rows = state.config.info["slots"].as_u64().unwrap_or_default();
+        let rows = state.info["slots"].as_u64().unwrap_or_default();
         let rows = u32::try_from(rows).unwrap_or(u32::MAX).max(running);
         let first = u32::try_from(all.len()).unwrap_or(u32::MAX);
         // Which rows they are, the scheduler alone knows: as many as run are shown as taken.

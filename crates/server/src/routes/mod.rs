@@ -26,7 +26,7 @@ use axum::extract::Request;
 use axum::http::{Method, Uri};
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{get, post};
-use forebay_api::ApiError;
+use forebay_api::{ApiError, ROUTES};
 use tower::ServiceExt;
 use tower::util::option_layer;
 
@@ -95,6 +95,7 @@ fn generation(state: &Shared) -> Router<Shared> {
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
         .route("/v1/responses", post(responses::responses))
+        .route("/v1/responses/input_tokens", post(responses::input_tokens))
         .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
         .route("/v1/responses/{id}/cancel", post(responses::cancel))
         .route("/v1/responses/{id}/input_items", get(responses::input_items))
@@ -109,6 +110,7 @@ fn generation(state: &Shared) -> Router<Shared> {
 fn models() -> Router<Shared> {
     Router::new()
         .route("/api/embed", post(ollama::embed))
+        .route("/api/embeddings", post(ollama::embeddings))
         .route("/api/show", post(ollama::show))
         .route("/api/tags", get(ollama::tags))
         .route("/api/ps", get(ollama::ps))
@@ -183,7 +185,18 @@ fn without_root(uri: &Uri, root: &str) -> Option<Uri> {
 }
 
 async fn unknown_route(method: Method, uri: Uri) -> Failure {
-    Failure(ApiError::UnknownRoute { method: method.to_string(), path: uri.path().to_owned() })
+    let path = uri.path().to_owned();
+    let near = near(&path);
+    Failure(ApiError::UnknownRoute { method: method.to_string(), path, near })
+}
+
+/// The route that a client probably means whose address has `/v1` twice, or not at all.
+fn near(path: &str) -> Option<String> {
+    const OTHERS: [&str; 2] = ["/v1/models", "/v1/live"];
+    let meant = path.strip_prefix("/v1").map_or_else(|| format!("/v1{path}"), str::to_owned);
+    let meant = meant.trim_end_matches('/');
+    let known = ROUTES.iter().map(|route| route.path).chain(OTHERS);
+    known.into_iter().find(|known| *known == meant).map(str::to_owned)
 }
 
 async fn method_not_allowed(method: Method, uri: Uri) -> Failure {
@@ -193,6 +206,20 @@ async fn method_not_allowed(method: Method, uri: Uri) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_without_its_version_is_told_the_right_one() {
+        for (path, meant) in [
+            ("/chat/completions", Some("/v1/chat/completions")),
+            ("/v1/v1/messages", Some("/v1/messages")),
+            ("/models", Some("/v1/models")),
+            ("/v1/api/chat", Some("/api/chat")),
+            ("/v1/chat/completions/", None),
+            ("/nothing", None),
+        ] {
+            assert_eq!(near(path).as_deref(), meant, "{path}");
+        }
+    }
 
     #[test]
     fn the_root_is_taken_off_whole_names_only() {

@@ -274,8 +274,7 @@ async fn large_bodies_are_refused_unread() {
 #[tokio::test]
 async fn slow_clients_are_not_waited_for() {
     let server = TestServer::start(Some("a"), |config| {
-        config.header_timeout = Duration::from_millis(50);
-        config.body_timeout = Duration::from_millis(50);
+        config.receive_timeout = Duration::from_millis(50);
     })
     .await;
     let mut slow_head = TcpStream::connect(server.address).await.unwrap();

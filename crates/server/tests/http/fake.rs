@@ -18,7 +18,7 @@ use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
     AppState, EgressConfig, Engine, Guard, ImageModel, Intake, IntakeMode, Listener, Metrics,
-    ModelInfo, PooledModel, PoolingTask, ServerConfig,
+    ModelInfo, PooledModel, PoolingTask, ServerConfig, ServerParts,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use forebay_vision::Processing;
@@ -83,7 +83,6 @@ pub(crate) enum ModelKind {
     Text,
     Pools(PoolingTask),
     /// It takes images, of this machine too.
-    #[allow(dead_code, reason = "the resource tests use it")]
     Sees,
 }
 
@@ -353,7 +352,7 @@ impl Engine for Fake {
 /// Forms as a server compiles them by default, on a machine of any speed.
 fn forms() -> (GrammarConfig, CompileHook) {
     let limit = Duration::from_secs(3600);
-    (GrammarConfig { limit, ..GrammarConfig::default() }, Arc::new(|_| {}))
+    (GrammarConfig { grammar_timeout: limit, ..GrammarConfig::default() }, Arc::new(|_| {}))
 }
 
 /// A running server.
@@ -467,7 +466,7 @@ impl TestServer {
         let text = TextPool::new(Arc::clone(&tokenizer), Some(Arc::new(template)), 1, 16);
         let metrics = Arc::new(Metrics::new("tiny", CONTEXT, 1).unwrap());
         let guard = Guard::default();
-        let egress_config = EgressConfig { threads: 2, capacity: 256, window };
+        let egress_config = EgressConfig { egress_threads: 2, capacity: 256, stream_flush: window };
         let (sink, egress) = forebay_server::egress(&metrics, egress_config, &guard).unwrap();
         let mut sink: Box<dyn OutputSink> = Box::new(sink);
         let task = if let ModelKind::Pools(task) = kind { Some(task) } else { None };
@@ -478,8 +477,8 @@ impl TestServer {
             limits: forebay_vision::Limits { max_pixels: MOST_PIXELS, ..Default::default() },
         });
         let here = FetchConfig {
-            allow_private: true,
-            allowed_domains: vec!["127.0.0.1".to_owned()],
+            media_allow_private: true,
+            allowed_media_domains: vec!["127.0.0.1".to_owned()],
             timeout: Duration::from_secs(3600),
             ..FetchConfig::default()
         };
@@ -506,11 +505,7 @@ impl TestServer {
             looks: AtomicUsize::new(0),
             submitted: AtomicUsize::new(0),
         });
-        let mut config = ServerConfig {
-            info: json!({"port": 1}),
-            guard: guard.clone(),
-            ..ServerConfig::default()
-        };
+        let mut config = ServerConfig::default();
         change(&mut config);
         let threads = guard.clone();
         let start: ThreadStart = Arc::new(move |thread, work| threads.start(thread, work));
@@ -543,8 +538,19 @@ impl TestServer {
         let pixels = images.map_or(0, |images| images.decoding_bytes(1, PIXEL_BYTES));
         let intake = Intake::start(mode, Arc::new(memory.clone()), QUEUE, pixels, &guard).unwrap();
         let text = Arc::new(text);
-        let state =
-            AppState::new(config, model, engine.clone(), text, intake, egress, metrics, None);
+        let state = AppState::new(ServerParts {
+            config,
+            info: json!({"port": 1}),
+            guard: guard.clone(),
+            log_lines_dropped: Arc::default(),
+            model,
+            engine: engine.clone(),
+            text,
+            intake,
+            egress,
+            metrics,
+            blocks: None,
+        });
         let (shutdown, stop) = oneshot::channel::<()>();
         let (hurry, hurried) = oneshot::channel::<()>();
         let stop = async { stop.await.unwrap_or_default() };

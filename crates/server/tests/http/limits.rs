@@ -108,7 +108,7 @@ async fn limits_are_named_with_their_parameters() {
     let server = TestServer::scripted("a").await;
     let with = |name: &str, value: Value| json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, name: value});
     let mut deep = json!(0);
-    for _ in 0..40 {
+    for _ in 0..80 {
         deep = json!([deep]);
     }
     for (body, expected, part) in [
@@ -121,7 +121,7 @@ async fn limits_are_named_with_their_parameters() {
         (with("n", json!(129)), "n", "128"),
         (with("n", json!(0)), "n", "1"),
         (with("temperature", json!(-1)), "temperature", "0"),
-        (with("top_p", json!(0)), "top_p", "above 0"),
+        (with("top_p", json!(-0.1)), "top_p", "at least 0"),
         (with("top_k", json!(-2)), "top_k", "-1"),
         (with("presence_penalty", json!(2.1)), "presence_penalty", "2"),
         (with("repetition_penalty", json!(1e-45)), "repetition_penalty", "0.001"),
@@ -135,7 +135,7 @@ async fn limits_are_named_with_their_parameters() {
             "chat_template_kwargs",
             "16384",
         ),
-        (with("chat_template_kwargs", json!({"x": deep})), "chat_template_kwargs", "32"),
+        (with("chat_template_kwargs", json!({"x": deep})), "chat_template_kwargs", "68"),
         (with("messages", json!(vec![json!({"role": "user"}); 4097])), "messages", "4096"),
     ] {
         let (status, answer) = server.post(CHAT, body).await;

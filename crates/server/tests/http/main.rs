@@ -6,6 +6,7 @@ mod access;
 mod calls;
 mod client;
 mod connections;
+mod dialects;
 mod errors;
 mod fake;
 mod generation;

@@ -77,7 +77,7 @@ async fn requests_carry_their_client_and_health_requests_none() {
 
 #[tokio::test]
 async fn a_priority_beyond_the_bound_is_refused() {
-    let server = TestServer::start(Some("a"), |config| config.max_client_priority = 10).await;
+    let server = TestServer::start(Some("a"), |config| config.max_client_priority = Some(10)).await;
     for (priority, expected) in [(10, 200), (-10, 200), (11, 400), (i32::MIN, 400)] {
         let mut body = hello(false);
         body["priority"] = json!(priority);

@@ -101,7 +101,7 @@ async fn with_one_key_or_by_the_flag_keys_make_no_difference() {
     assert_eq!(salt_of(&mut server, "one", None).await, 0);
     let shared = |config: &mut ServerConfig| {
         config.api_keys = Keys::new(["one", "two"]);
-        config.sharing.across_keys = true;
+        config.sharing.share_cache_across_keys = true;
     };
     let mut server = TestServer::start(Some("a"), shared).await;
     for salt in [None, Some("x")] {
@@ -140,7 +140,7 @@ async fn what_another_key_has_sent_is_encoded_again() {
 
     let shared = |config: &mut ServerConfig| {
         config.api_keys = Keys::new(["one", "two"]);
-        config.sharing.across_keys = true;
+        config.sharing.share_cache_across_keys = true;
     };
     let server = TestServer::start(Some("a"), shared).await;
     assert_eq!(found_for(&server, "one").await, 0);

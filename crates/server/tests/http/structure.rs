@@ -150,7 +150,8 @@ fn release(gate: &(Mutex<bool>, Condvar)) {
 async fn a_compiler_that_is_stuck_turns_health_red_until_a_compile_comes_back() {
     let (gate, hook) = gate();
     // Whatever is held is given up at once.
-    let forms = GrammarConfig { limit: Duration::from_millis(1), ..GrammarConfig::default() };
+    let forms =
+        GrammarConfig { grammar_timeout: Duration::from_millis(1), ..GrammarConfig::default() };
     let keys = |config: &mut forebay_server::ServerConfig| config.api_keys = Keys::new(["a", "b"]);
     let server = TestServer::with_grammars(Some("a"), keys, (forms, hook)).await;
     let held = |n: usize| completion(json!({"regex": format!("held{n}")}));
@@ -184,7 +185,7 @@ async fn a_compiler_that_is_stuck_turns_health_red_until_a_compile_comes_back() 
 async fn a_wait_that_is_too_long_is_the_servers_fault() {
     let (gate, hook) = gate();
     let patience = Duration::from_millis(1);
-    let forms = GrammarConfig { limit: HOUR, patience, ..GrammarConfig::default() };
+    let forms = GrammarConfig { grammar_timeout: HOUR, patience, ..GrammarConfig::default() };
     let server = TestServer::with_grammars(Some("a"), |_| {}, (forms, hook)).await;
     let (status, retry, answer) = ask_as(&server, "", completion(json!({"regex": "held"}))).await;
     assert_eq!((status, retry.as_deref()), (503, Some("1")), "{answer}");

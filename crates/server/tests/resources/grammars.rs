@@ -34,7 +34,7 @@ impl Compiler {
         let tokenizer = Arc::new(Tokenizer::from_file(&file).unwrap());
         let start: ThreadStart = Arc::new(|thread, work| thread.spawn(work));
         // A busy machine is no reason for giving one up.
-        let config = GrammarConfig { limit: HOUR, patience: HOUR, ..config };
+        let config = GrammarConfig { grammar_timeout: HOUR, patience: HOUR, ..config };
         let grammars = Grammars::new(config, tokenizer, &[EOS], VOCABULARY, &start).unwrap();
         let compiler = Self { grammars };
         let first = compiler.made(0, &Form::Regex("first".into()).into(), 1).await.unwrap();
@@ -160,7 +160,8 @@ fn sources() -> Vec<(&'static str, Source)> {
 async fn compiled_forms_take_what_is_counted_for_them() {
     let _alone = alone().await;
     let compiler =
-        Compiler::new(GrammarConfig { cache_bytes: 1 << 30, ..GrammarConfig::default() }).await;
+        Compiler::new(GrammarConfig { grammar_cache_bytes: 1 << 30, ..GrammarConfig::default() })
+            .await;
     let mut wrong = Vec::new();
     // What is freed meanwhile would count as less.
     let mut all = Vec::new();
@@ -209,7 +210,8 @@ async fn what_one_client_has_compiled_is_bounded_and_leaves_others_theirs() {
     const CACHE: usize = 24 * MIB;
     let _alone = alone().await;
     let compiler =
-        Compiler::new(GrammarConfig { cache_bytes: CACHE, ..GrammarConfig::default() }).await;
+        Compiler::new(GrammarConfig { grammar_cache_bytes: CACHE, ..GrammarConfig::default() })
+            .await;
     let own = properties(20);
     drop(compiler.made(2, &own, 1).await.unwrap());
     let before = mark();

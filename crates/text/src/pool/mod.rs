@@ -21,6 +21,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use serde::Serialize;
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
 
@@ -80,7 +81,8 @@ pub struct Encoded {
 }
 
 /// The threads that encode inputs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum TextMode {
     /// The pool's threads. Inputs that are so short that a wake-up costs as much are encoded by the
     /// caller.
@@ -90,33 +92,35 @@ pub enum TextMode {
     Inline,
 }
 
-/// The settings of a pool.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The settings of a pool. A field of a flag has the flag's name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TextConfig {
     /// The number of threads, at least one.
-    pub threads: usize,
+    pub text_threads: usize,
     /// The number of inputs that may wait, at least one.
+    #[serde(skip)]
     pub queue: usize,
     /// The threads that encode inputs.
-    pub mode: TextMode,
+    pub tokenizer_mode: TextMode,
     /// The bytes of encoded text that are kept for the next turn of a conversation; 0 keeps none.
-    pub cache_bytes: usize,
+    pub text_cache_bytes: usize,
     /// The largest number of inputs that a thread takes at a time; `None`: without a limit.
-    pub batch_inputs: Option<NonZeroUsize>,
+    pub dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
     /// True if special tokens in the strings of chats are special. Otherwise they are encoded as
     /// ordinary text.
-    pub special_tokens_in_content: bool,
+    pub allow_special_tokens_in_content: bool,
 }
 
 impl Default for TextConfig {
+    /// The defaults of the flags, for a machine with several processors.
     fn default() -> Self {
         Self {
-            threads: 2,
+            text_threads: 2,
             queue: 1024,
-            mode: TextMode::Auto,
-            cache_bytes: CACHE_BYTES,
-            batch_inputs: None,
-            special_tokens_in_content: false,
+            tokenizer_mode: TextMode::Auto,
+            text_cache_bytes: CACHE_BYTES,
+            dynamic_batch_tokenizer_batch_size: None,
+            allow_special_tokens_in_content: false,
         }
     }
 }
@@ -183,7 +187,7 @@ impl TextPool {
         threads: usize,
         queue: usize,
     ) -> Self {
-        let config = TextConfig { threads, queue, ..TextConfig::default() };
+        let config = TextConfig { text_threads: threads, queue, ..TextConfig::default() };
         Self::with_config(tokenizer, template, &config)
     }
 
@@ -213,17 +217,21 @@ impl TextPool {
         start: StartThread<'_>,
     ) -> io::Result<Self> {
         let guard = match &template {
-            Some(template) if !config.special_tokens_in_content => {
+            Some(template) if !config.allow_special_tokens_in_content => {
                 Guard::new(tokenizer.special_texts(), template)
             }
             _ => None,
         };
-        let encoder = Encoder::new(tokenizer, config.cache_bytes);
+        let encoder = Encoder::new(tokenizer, config.text_cache_bytes);
         let closed = AtomicBool::new(false);
-        let threads = config.threads.max(1);
+        let threads = config.text_threads.max(1);
         let shared = Arc::new(Shared {
             tools: Tools { encoder, template, guard, closed },
-            queue: Queue::new(config.queue.max(1), threads, config.batch_inputs),
+            queue: Queue::new(
+                config.queue.max(1),
+                threads,
+                config.dynamic_batch_tokenizer_batch_size,
+            ),
             running: Mutex::new(0),
             ended: Condvar::new(),
             inputs: AtomicU64::new(0),
@@ -242,11 +250,11 @@ impl TextPool {
             // Nobody joins it: it may be in work that nobody waits for.
             start(thread, Box::new(work)).map(drop)
         };
-        if config.mode == TextMode::Auto {
+        if config.tokenizer_mode == TextMode::Auto {
             (0..threads).try_for_each(|index| spawn(format!("text-{index}"), Shared::work))?;
             spawn("text-long".to_owned(), Shared::work_long)?;
         }
-        Ok(Self { shared, mode: config.mode, patience: PATIENCE })
+        Ok(Self { shared, mode: config.tokenizer_mode, patience: PATIENCE })
     }
 
     /// The same pool for texts of at most so many tokens each, special tokens included; `None`:

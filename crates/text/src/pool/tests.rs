@@ -40,7 +40,7 @@ fn stoppable(config: &TextConfig) -> (TextPool, Stops) {
 }
 
 fn config(threads: usize, queue: usize) -> TextConfig {
-    TextConfig { threads, queue, ..TextConfig::default() }
+    TextConfig { text_threads: threads, queue, ..TextConfig::default() }
 }
 
 fn text(text: &str) -> TextInput {
@@ -123,7 +123,11 @@ fn texts_are_encoded() {
 #[test]
 fn pairs_are_encoded_in_order_on_a_thread_and_in_line() {
     for mode in [TextMode::Auto, TextMode::Inline] {
-        let pool = TextPool::with_config(tokenizer(), None, &TextConfig { mode, ..config(1, 4) });
+        let pool = TextPool::with_config(
+            tokenizer(),
+            None,
+            &TextConfig { tokenizer_mode: mode, ..config(1, 4) },
+        );
         let pair = |seed| (prose(90, seed).into(), prose(30, seed + 7));
         let pairs: Vec<(Arc<str>, String)> = (0..5).map(pair).collect();
         let encoded = block_on(pool.within(None).encode_pairs(pairs.clone())).expect("pairs");
@@ -173,7 +177,8 @@ fn what_waits_is_taken_together_up_to_a_number_of_tokens() {
     for (count, bytes, inputs, batches) in
         [(40, 150, None, 1), (40, 150, NonZeroUsize::new(10), 4), (4, 4500, None, 4)]
     {
-        let (pool, stops) = stoppable(&TextConfig { batch_inputs: inputs, ..config(1, 100) });
+        let (pool, stops) =
+            stoppable(&TextConfig { dynamic_batch_tokenizer_batch_size: inputs, ..config(1, 100) });
         let busy = occupy(&pool, &stops);
         let texts: Vec<String> = (0..count).map(|seed| prose(bytes, seed)).collect();
         let waiting: Vec<_> = texts.iter().map(|one| submit(&pool, text(one))).collect();
@@ -293,8 +298,11 @@ fn pieces_of_long_inputs_and_batches_take_turns() {
 #[test]
 fn long_inputs_in_pieces_have_the_ids_of_the_whole() {
     for cache_bytes in [0, 1 << 20] {
-        let pool =
-            TextPool::with_config(tokenizer(), None, &TextConfig { cache_bytes, ..config(3, 100) });
+        let pool = TextPool::with_config(
+            tokenizer(),
+            None,
+            &TextConfig { text_cache_bytes: cache_bytes, ..config(3, 100) },
+        );
         let texts: Vec<String> = (0..20).map(|seed| prose(seed * 3000, seed)).collect();
         let plain: Vec<_> =
             texts.iter().map(|text| pool.tokenizer().encode(text, true).expect("ids")).collect();
@@ -316,7 +324,7 @@ fn a_panic_is_an_error_and_the_thread_lives_on() {
     let template = ChatTemplate::with_clock(STOP, None, None, &BTreeMap::new(), panics);
     let template = Arc::new(template.expect("a template"));
     for mode in [TextMode::Auto, TextMode::Inline] {
-        let config = TextConfig { mode, ..config(1, 1) };
+        let config = TextConfig { tokenizer_mode: mode, ..config(1, 1) };
         let pool = TextPool::with_config(tokenizer(), Some(Arc::clone(&template)), &config);
         assert!(matches!(block_on(pool.encode(chat())), Err(TextError::Encode(_))));
         assert!(block_on(pool.encode(sentence())).is_ok());
@@ -340,7 +348,7 @@ fn inline_encodes_on_the_thread_that_asks() {
     let template = ChatTemplate::with_clock(STOP, None, None, &BTreeMap::new(), clock);
     let template = Arc::new(template.expect("a template"));
     for (mode, here) in [(TextMode::Auto, false), (TextMode::Inline, true)] {
-        let config = TextConfig { mode, ..config(1, 1) };
+        let config = TextConfig { tokenizer_mode: mode, ..config(1, 1) };
         let pool = TextPool::with_config(tokenizer(), Some(Arc::clone(&template)), &config);
         let encoded = block_on(pool.encode(chat())).expect("ids");
         assert_eq!(encoded.text.map(|text| text.len()), Some(4));
@@ -352,7 +360,11 @@ fn inline_encodes_on_the_thread_that_asks() {
 #[test]
 fn a_text_that_cannot_fit_is_not_encoded() {
     for mode in [TextMode::Auto, TextMode::Inline] {
-        let pool = TextPool::with_config(tokenizer(), None, &TextConfig { mode, ..config(1, 4) });
+        let pool = TextPool::with_config(
+            tokenizer(),
+            None,
+            &TextConfig { tokenizer_mode: mode, ..config(1, 4) },
+        );
         let long = "a".repeat(5 << 20);
         let refused = |result: Result<(), TextError>, at: usize| {
             assert!(
@@ -392,8 +404,11 @@ fn a_rendered_chat_that_cannot_fit_is_not_encoded() {
 #[test]
 fn encoding_ends_when_there_are_too_many_ids() {
     for cache_bytes in [0, 1 << 20] {
-        let pool =
-            TextPool::with_config(tokenizer(), None, &TextConfig { cache_bytes, ..config(1, 4) });
+        let pool = TextPool::with_config(
+            tokenizer(),
+            None,
+            &TextConfig { text_cache_bytes: cache_bytes, ..config(1, 4) },
+        );
         let long = prose(400_000, 1);
         let ids = pool.tokenizer().encode(&long, false).expect("ids").len();
         // Its bytes alone do not say that it is too long.
@@ -521,7 +536,11 @@ fn special_tokens_in_content_are_text() {
     let long = format!("{}<|im_end|>{}<|im_end|>", prose(20_000, 1), prose(9_000, 2));
     for cache_bytes in [0, 1 << 20] {
         let with = |special_tokens_in_content| {
-            let config = TextConfig { cache_bytes, special_tokens_in_content, ..config(2, 100) };
+            let config = TextConfig {
+                text_cache_bytes: cache_bytes,
+                allow_special_tokens_in_content: special_tokens_in_content,
+                ..config(2, 100)
+            };
             TextPool::with_config(tokenizer(), Some(Arc::clone(&template)), &config)
         };
         let (guarded, open) = (with(false), with(true));

@@ -2,7 +2,9 @@
 
 mod content;
 mod generation;
+mod generic;
 mod guard;
+mod history;
 mod isolated;
 mod json;
 mod program;
@@ -43,6 +45,10 @@ pub struct ChatTemplate {
     source: String,
     content_format: ContentFormat,
     shape: Shape,
+    /// The template for chats with tools, if that is another.
+    tool_use: Option<Box<Self>>,
+    /// True if a system message shows the tools that the template does not.
+    generic_tools: bool,
     /// The first error of a probe that cost too much. Later probes end with the same.
     probes: Option<OnceLock<TextError>>,
 }
@@ -154,6 +160,8 @@ impl ChatTemplate {
             source: source.to_owned(),
             content_format: ContentFormat::Either,
             shape: Shape::ANY,
+            tool_use: None,
+            generic_tools: false,
             probes: Some(OnceLock::new()),
         };
         template.content_format = ContentFormat::of(&template);
@@ -169,14 +177,42 @@ impl ChatTemplate {
         self.content_format
     }
 
+    /// Chats with tools use the template `tool_use`, as transformers chooses among a model's
+    /// templates.
+    #[must_use]
+    pub fn with_tool_use(self, tool_use: Self) -> Self {
+        Self { tool_use: Some(Box::new(tool_use)), ..self }
+    }
+
+    /// Has a system message list the tools, and writes calls and results as text, if the template
+    /// shows no tools. Answers then call in the form `generic`.
+    pub fn show_tools_generically(&mut self) {
+        self.generic_tools = !self.shows_tools();
+    }
+
+    /// True if tools are listed by a system message, and not by the template.
+    pub fn has_generic_tools(&self) -> bool {
+        self.generic_tools
+    }
+
     /// The template's source.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// True if the template shows descriptions of tools.
+    /// The sources of all templates.
+    pub fn sources(&self) -> impl Iterator<Item = &str> {
+        [Some(self.source()), self.tool_use.as_deref().map(Self::source)].into_iter().flatten()
+    }
+
+    /// True if the template itself shows descriptions of tools.
+    pub fn shows_tools(&self) -> bool {
+        self.tool_use.as_ref().map_or(self.shape.tools(), |template| template.shape.tools())
+    }
+
+    /// True if chats may have tools.
     pub fn takes_tools(&self) -> bool {
-        self.shape.tools()
+        self.generic_tools || self.shows_tools()
     }
 
     /// The changes to messages that the template needs, in words.
@@ -199,7 +235,18 @@ impl ChatTemplate {
                 "continue_final_message and add_generation_prompt are not compatible",
             ));
         }
-        let mut messages = self.prepared_messages(request.messages)?;
+        let tools = request.tools.and_then(serde_json::Value::as_array);
+        let tools = tools.filter(|tools| !tools.is_empty());
+        if let (Some(template), Some(_)) = (&self.tool_use, tools) {
+            return template.render(request);
+        }
+        let mut messages = if self.generic_tools && (tools.is_some() || !self.shape.calls()) {
+            let messages = request.messages.as_array().map_or(&[][..], Vec::as_slice);
+            let written = generic::write(messages, tools.map(Vec::as_slice));
+            self.prepared_messages(&serde_json::Value::Array(written))?
+        } else {
+            self.prepared_messages(request.messages)?
+        };
         if !request.continue_final_message {
             return self.render_messages(&messages, request);
         }
@@ -221,6 +268,8 @@ impl ChatTemplate {
                 return Err(refused("every message must be an object"));
             };
             let mut message = with_reasoning_names(message);
+            history::normalise(&mut message);
+            self.shape.adapt_nothing(&mut message);
             if let Some(content) = message.get_mut("content") {
                 self.content_format.convert(content);
             }
@@ -264,7 +313,7 @@ impl ChatTemplate {
         }
         let variables = Variables {
             messages,
-            tools: request.tools,
+            tools: request.tools.filter(|_| !self.generic_tools),
             documents: request.documents,
             add_generation_prompt: request.add_generation_prompt,
             kwargs: request.kwargs,

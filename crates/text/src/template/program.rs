@@ -55,7 +55,10 @@ impl Program {
         environment.set_recursion_limit(RECURSION);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
-        let plain = generation::without_generation_marks(source);
+        // As Jinja2 does, which knows no other end of a line in a template.
+        let source = source.strip_prefix('\u{feff}').unwrap_or(source);
+        let lines = source.replace("\r\n", "\n").replace('\r', "\n");
+        let plain = generation::without_generation_marks(&lines);
         environment.add_template_owned(NAME, plain).map_err(|error| template_error(&error))?;
         Ok(Self { environment, special_tokens })
     }

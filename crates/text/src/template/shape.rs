@@ -5,6 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde_json::{Map, Value, json};
 
+use super::history::{has_calls, with_function};
 use super::{ChatRender, ChatTemplate};
 
 /// The features that a template takes. A probe without an answer changes nothing.
@@ -27,6 +28,8 @@ pub(super) struct Shape {
     long_ids: bool,
     /// Descriptions of tools.
     tools: bool,
+    /// Calls of earlier turns.
+    calls: bool,
 }
 
 /// The form of a call's arguments that a template takes.
@@ -66,6 +69,7 @@ impl Shape {
         arguments: Arguments::Either,
         long_ids: true,
         tools: true,
+        calls: true,
     };
 
     /// Finds out what `template` takes, while its own shape is still [`Shape::ANY`].
@@ -101,19 +105,24 @@ impl Shape {
         let as_object =
             takes(SHORT_ID, &object).is_some_and(|text| shown(&text) && !text.contains("{'k'"));
         let as_text = takes(SHORT_ID, &text).is_some_and(|text| shown(&text));
+        let calls = as_object || as_text;
         let (arguments, given) = match (as_object, as_text) {
             (true, _) => (Arguments::Object, object),
             (false, true) => (Arguments::Text, text),
             (false, false) => (Arguments::Either, object),
         };
-        let empty = render(called(json!(""), SHORT_ID, given.clone())).filter(shown);
-        let null = render(called(Value::Null, SHORT_ID, given)).filter(shown);
+        // Where a template shows no calls at all, the rest of the chat tells what it takes.
+        let taken = |content: Value| {
+            render(called(content, SHORT_ID, given.clone())).filter(|text| !calls || shown(text))
+        };
+        let (empty, null) = (taken(json!("")), taken(Value::Null));
         let prints = |text: &String| ["None", "null"].iter().any(|word| text.contains(word));
         let nothing = match (empty, null) {
             (Some(_), None) => Nothing::Empty,
             (None, Some(_)) => Nothing::Null,
             (Some(empty), Some(null)) if prints(&null) && !prints(&empty) => Nothing::Empty,
-            _ => Nothing::Either,
+            (None, None) => Nothing::Empty,
+            (Some(_), Some(_)) => Nothing::Either,
         };
         Self {
             system: takes_system,
@@ -127,6 +136,7 @@ impl Shape {
             arguments,
             long_ids,
             tools: Self::takes_tools(template),
+            calls,
         }
     }
 
@@ -148,6 +158,10 @@ impl Shape {
         self.tools
     }
 
+    pub(super) fn calls(&self) -> bool {
+        self.calls
+    }
+
     /// The changes to messages, in words.
     pub(super) fn notes(&self) -> Vec<&'static str> {
         [
@@ -159,7 +173,10 @@ impl Shape {
                 "system messages behind others become user messages",
             ),
             (!self.repeated, "messages of one role in a row are joined"),
-            (self.nothing == Nothing::Empty, "content that is null becomes an empty string"),
+            (
+                self.nothing == Nothing::Empty && self.calls,
+                "content that is null beside calls becomes an empty string",
+            ),
             (self.nothing == Nothing::Null, "empty content beside calls becomes null"),
             (self.arguments == Arguments::Object, "arguments of calls are given as objects"),
             (self.arguments == Arguments::Text, "arguments of calls are given as strings"),
@@ -176,9 +193,6 @@ impl Shape {
             if !self.developer && role(message) == "developer" {
                 set_role(message, "system");
             }
-            if role(message) == "assistant" {
-                self.adapt_nothing(message);
-            }
             self.adapt_calls(message);
         }
         self.adapt_systems(messages);
@@ -188,14 +202,14 @@ impl Shape {
         }
     }
 
-    fn adapt_nothing(&self, message: &mut Map<String, Value>) {
+    /// Gives a message with calls the content that stands for none.
+    pub(super) fn adapt_nothing(&self, message: &mut Map<String, Value>) {
+        if !has_calls(message) {
+            return;
+        }
         let content = match (self.nothing, message.get("content")) {
-            (Nothing::Empty, None | Some(Value::Null)) => Value::String(String::new()),
-            (Nothing::Null, Some(Value::String(text)))
-                if text.is_empty() && message.contains_key("tool_calls") =>
-            {
-                Value::Null
-            }
+            (Nothing::Empty, Some(Value::Null)) => Value::String(String::new()),
+            (Nothing::Null, Some(Value::String(text))) if text.is_empty() => Value::Null,
             _ => return,
         };
         message.insert("content".to_owned(), content);
@@ -230,32 +244,30 @@ impl Shape {
             shorten(id);
         }
         let calls = message.get_mut("tool_calls").and_then(Value::as_array_mut);
-        for call in calls.into_iter().flatten() {
+        for call in calls.into_iter().flatten().filter_map(Value::as_object_mut) {
             if !self.long_ids
                 && let Some(id) = call.get_mut("id")
             {
                 shorten(id);
             }
-            // Some clients write what a call has without its function around it.
-            let function = match call.get("function") {
-                Some(Value::Object(_)) => &mut call["function"],
-                _ => call,
-            };
-            let Some(arguments) = function.get_mut("arguments") else { continue };
-            match (self.arguments, &*arguments) {
-                (Arguments::Object, Value::String(text)) => {
-                    let read = serde_json::from_str(text).ok();
-                    // OpenAI's clients send back what they got, also if it was empty or cut.
-                    let empty = text.trim().is_empty().then(|| json!({}));
-                    if let Some(value) = read.filter(Value::is_object).or(empty) {
-                        *arguments = value;
-                    }
+            with_function(call, |function| self.adapt_arguments(function));
+        }
+    }
+
+    fn adapt_arguments(&self, function: &mut Map<String, Value>) {
+        let Some(arguments) = function.get_mut("arguments") else { return };
+        match (self.arguments, &*arguments) {
+            (Arguments::Object, Value::String(text)) => {
+                // OpenAI's clients send back what they got, also if it was cut.
+                let read = serde_json::from_str(text).ok();
+                if let Some(value) = read.filter(Value::is_object) {
+                    *arguments = value;
                 }
-                (Arguments::Text, Value::Object(_)) => {
-                    *arguments = Value::String(arguments.to_string());
-                }
-                _ => {}
             }
+            (Arguments::Text, Value::Object(_)) => {
+                *arguments = Value::String(arguments.to_string());
+            }
+            _ => {}
         }
     }
 }
@@ -394,6 +406,94 @@ mod tests {
         assert_eq!(render(TEXT_CALLS, called(Value::Null, json!({"a": 1}))), expected);
         let only_null = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.arguments }}{% else %}[{{ m.content }}]{% endif %}{% endfor %}";
         assert_eq!(render(only_null, called(json!(""), json!("{}"))), "[u]{}");
+    }
+
+    #[test]
+    fn fields_that_are_null_are_not_there() {
+        let user = user("u");
+        for (source, message, expected) in [
+            (PRINTS, json!({"role": "assistant", "content": null}), "[user:u][assistant:]"),
+            (PRINTS, json!({"role": "assistant"}), "[user:u][assistant:]"),
+            (PRINTS, json!({"role": "tool", "content": null}), "[user:u][tool:]"),
+            (PRINTS, json!({"role": "assistant", "tool_calls": null}), "[user:u][assistant:]"),
+            (PRINTS, json!({"role": "assistant", "tool_calls": []}), "[user:u][assistant:]"),
+            (PRINTS, called(Value::Null, json!({}))[1].clone(), "[user:u][assistant:]"),
+            (CALLS, json!({"role": "assistant", "tool_calls": []}), "[u][]"),
+            (CALLS, called(Value::Null, Value::Null)[1].clone(), "[u][]call_1 f {}"),
+            (TEXT_CALLS, called(Value::Null, Value::Null)[1].clone(), "[u]f {}"),
+            (TEXT_CALLS, called(Value::Null, json!(" "))[1].clone(), "[u]f {}"),
+            (TEXT_CALLS, json!({"role": "assistant", "content": null}), "[u][]"),
+        ] {
+            assert_eq!(render(source, json!([user, message])), expected, "{message}");
+        }
+        let strict = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}";
+        for field in ["reasoning_content", "name", "refusal", "audio", "tool_calls"] {
+            let mut message = json!({"role": "assistant", "content": null});
+            message[field] = Value::Null;
+            assert_eq!(render(strict, json!([user, message])), "user:u;assistant:;");
+        }
+        let thinks = "{% for m in messages %}{% if m.reasoning_content is defined %}<{{ m.reasoning_content + '>' }}{% endif %}{{ m.content }}{% endfor %}";
+        let thought = |text: Value| json!({"role": "assistant", "reasoning_content": text});
+        assert_eq!(render(thinks, json!([user, thought(Value::Null)])), "u");
+        assert_eq!(render(thinks, json!([user, thought(json!("hm"))])), "u<hm>");
+        let parts =
+            "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}";
+        assert_eq!(render(parts, json!([user, {"role": "assistant"}])), "<u><>");
+    }
+
+    #[test]
+    fn lines_of_a_template_end_as_in_jinja2() {
+        let source = "{% for m in messages %}\r\n[{{ m.content }}]\r{% endfor %}\r\nend\r\n";
+        assert_eq!(render(source, json!([user("a\r\nb")])), "[a\r\nb]\nend");
+    }
+
+    #[test]
+    fn chats_with_tools_have_a_template_of_their_own() {
+        let new = |source: &str| {
+            ChatTemplate::new(source, None, None, &BTreeMap::new()).expect("a template")
+        };
+        let template =
+            new(PRINTS).with_tool_use(new("{{ tools | length }}{{ messages[-1].content }}"));
+        let (messages, tools, none) = (json!([user("u")]), json!([{"name": "f"}]), json!([]));
+        let text = |tools| template.render(&ChatRender { tools, ..ChatRender::new(&messages) });
+        assert_eq!(text(None).as_deref(), Ok("[user:u]"));
+        assert_eq!(text(Some(&none)).as_deref(), Ok("[user:u]"));
+        assert_eq!(text(Some(&tools)).as_deref(), Ok("1u"));
+        let named =
+            new(PRINTS).with_tool_use(new("{{ tools | tojson }}{{ messages[-1].content }}"));
+        assert!(named.takes_tools() && named.shows_tools() && named.sources().count() == 2);
+    }
+
+    #[test]
+    fn a_system_message_shows_tools_that_the_template_does_not() {
+        let mut template =
+            ChatTemplate::new(PRINTS, None, None, &BTreeMap::new()).expect("a template");
+        let tools = json!([{"type": "function", "function": {"name": "look"}}]);
+        let mut messages = called(Value::Null, json!({"a": 1}));
+        let result = json!({"role": "tool", "tool_call_id": "call_1", "content": null});
+        messages.as_array_mut().expect("a list").push(result);
+        template.show_tools_generically();
+        assert!(template.takes_tools() && template.has_generic_tools() && !template.shows_tools());
+        let text = |template: &ChatTemplate, tools| {
+            let chat = ChatRender { tools, ..ChatRender::new(&messages) };
+            template.render(&chat).expect("text")
+        };
+        let turns = "[user:u][assistant:<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\":1}}\n</tool_call>][user:<tool_response>\n\n</tool_response>]";
+        // Calls of earlier turns are shown without tools too.
+        assert_eq!(text(&template, None), turns);
+        let shown = text(&template, Some(&tools));
+        assert!(shown.starts_with("[system:You can call functions") && shown.ends_with(turns));
+        assert!(shown.contains(r#"{"type":"function","function":{"name":"look"}}"#), "{shown}");
+        // A template that shows tools itself is left alone.
+        let mut own = ChatTemplate::new(
+            "{{ tools | tojson }}{{ messages[-1].content }}",
+            None,
+            None,
+            &BTreeMap::new(),
+        )
+        .expect("a template");
+        own.show_tools_generically();
+        assert!(own.takes_tools() && !own.has_generic_tools());
     }
 
     #[test]

@@ -152,14 +152,10 @@ pub(crate) struct GgufTensor {
 }
 
 impl GgufTensor {
-    /// Elements of a row.
-    pub(crate) fn columns(&self) -> usize {
-        self.shape.last().copied().unwrap_or(1)
-    }
-
-    /// The bytes of rows from `first` on, as many as `to` has room for.
+    /// The bytes from an element on that is the first of a block, as many as `to` has room for.
     pub(crate) fn read(&self, first: usize, to: &mut [u8]) -> Result<(), ModelError> {
-        let at = self.offset + (first * self.row_bytes) as u64;
+        let (elements, bytes) = self.kind.block();
+        let at = self.offset + (first / elements * bytes) as u64;
         let read = self.file.read_exact_at(to, at);
         read.map_err(|error| ModelError::unreadable(&self.path, &error))
     }
@@ -216,9 +212,17 @@ impl GgufFiles {
         self.metadata.get("general.architecture").and_then(GgufValue::as_text).unwrap_or_default()
     }
 
-    /// A value from the architecture's own metadata.
+    /// A value from the architecture's own metadata. Some writers state a value for each layer: if
+    /// all are equal, it is this one.
     pub(crate) fn get(&self, key: &str) -> Option<&GgufValue> {
-        self.metadata.get(&format!("{}.{key}", self.architecture()))
+        let value = self.metadata.get(&format!("{}.{key}", self.architecture()))?;
+        match value {
+            GgufValue::List(items) => match &items[..] {
+                [first, rest @ ..] if rest.iter().all(|item| item == first) => Some(first),
+                _ => Some(value),
+            },
+            value => Some(value),
+        }
     }
 }
 

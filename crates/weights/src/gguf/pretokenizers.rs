@@ -24,6 +24,21 @@ const TEKKEN: &str = concat!(
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 );
+/// Seed-Coder's: marks take no line's end with them.
+const SEED: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+",
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+/// Ling's.
+const BAILING: &str = concat!(
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*",
+    r"|\s*[\r\n]|\s+(?!\S)|\s+",
+);
+/// Qwen3.5's: marks that combine with letters belong to words.
+const QWEN35: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}",
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 const CJK: &str = "[一-龥ࠀ-一가-퟿]+";
 const V3_CJK: &str = "[一-龥぀-ゟ゠-ヿ]+";
 const V3_WORDS: &str = concat!(
@@ -69,6 +84,17 @@ fn gpt4_like(numbers: &str) -> String {
     format!("{before}{numbers}{after}")
 }
 
+/// The pattern of GPT-4o: words apart by case, each with the end of a contraction.
+fn o200k() -> String {
+    let upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]";
+    let lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]";
+    let start = r"[^\r\n\p{L}\p{N}]?";
+    let end = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?";
+    let words = format!("{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}");
+    let rest = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    format!("{words}|{rest}")
+}
+
 /// The pattern of Kimi K2: words apart by case, and Han characters apart from both.
 fn kimi() -> String {
     let upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]";
@@ -90,19 +116,29 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
     };
     let with_words =
         |pre_tokenizer| Pipeline { ignore_merges: true, add_bos: true, ..plain(pre_tokenizer) };
+    let composed =
+        |pre_tokenizer| Pipeline { normalizer: json!({"type": "NFC"}), ..plain(pre_tokenizer) };
     let three = gpt4_like(r"\p{N}{1,3}");
+    let one = gpt4_like(r"\p{N}");
     Ok(match name {
         // No name at all is the same as "default": llama.cpp's guess for files older than the
         // names.
         "default" => plain(splits(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"])),
-        "gpt-2" | "mpt" | "olmo" | "phi-2" => plain(byte_level(true)),
-        "smollm" | "starcoder" | "refact" => plain(sequence(vec![digits(), byte_level(true)])),
-        "llama-bpe" | "llama3" | "llama-v3" | "falcon3" => with_words(splits(&[&three])),
-        "glm4" | "chatglm-bpe" => plain(splits(&[&three])),
-        "qwen2" | "deepseek-r1-qwen" | "megrez" => Pipeline {
-            normalizer: json!({"type": "NFC"}),
-            ..plain(splits(&[&gpt4_like(r"\p{N}")]))
-        },
+        "gpt-2" | "mpt" | "olmo" | "phi-2" | "a.x-4.0" | "exaone4" | "gigachat"
+        | "granite-docling" | "jais" | "mellum" | "trillion" => plain(byte_level(true)),
+        "smollm" | "starcoder" | "refact" | "codeshell" | "exaone" | "minerva-7b" => {
+            plain(sequence(vec![digits(), byte_level(true)]))
+        }
+        "command-r" => composed(sequence(vec![digits(), byte_level(true)])),
+        "llama-bpe" | "llama3" | "llama-v3" | "falcon3" | "falcon-h1" | "lfm2" | "midm-2.0"
+        | "pixtral" => with_words(splits(&[&three])),
+        "glm4" | "chatglm-bpe" | "dbrx" | "smaug-bpe" => plain(splits(&[&three])),
+        "qwen2" | "deepseek-r1-qwen" | "megrez" | "f2llmv2" | "kormo" => composed(splits(&[&one])),
+        "grok-2" | "hunyuan" | "solar-open" | "stablelm2" => plain(splits(&[&one])),
+        "qwen35" => composed(splits(&[QWEN35])),
+        "gpt-4o" | "kanana2" | "llama4" | "minimax-m2" => plain(splits(&[&o200k()])),
+        "seed-coder" => plain(splits(&[SEED])),
+        "bailingmoe" | "bailingmoe2" | "llada-moe" => plain(splits(&[BAILING])),
         "tekken" => with_words(splits(&[TEKKEN])),
         "deepseek-coder" => plain(sequence(vec![
             split("[\r\n]"),
@@ -121,7 +157,9 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
             digits(),
             byte_level(false),
         ])),
-        "deepseek-v3" => plain(splits(&[r"\p{N}{1,3}", V3_CJK, V3_WORDS])),
+        "deepseek-v3" | "hunyuan-dense" | "joyai-llm" => {
+            plain(splits(&[r"\p{N}{1,3}", V3_CJK, V3_WORDS]))
+        }
         "kimi-k2" => plain(splits(&[&kimi()])),
         other => return Err(ModelError::elsewhere(format!("the GGUF pre-tokenizer '{other}'"))),
     })

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::content::TextOr;
+use crate::content::{Loose, Shaped, TextOr};
 use crate::error::ApiError;
 use crate::images::ImageUrl;
 use crate::inert::Inert;
@@ -23,15 +23,17 @@ const ROLES: [&str; 3] = ["user", "assistant", "system"];
 #[derive(Debug, Deserialize)]
 pub(crate) struct InMessage {
     role: String,
-    content: TextOr<Block>,
+    /// An answer may have none.
+    content: Option<TextOr<Block>>,
 }
 
 impl InMessage {
     /// True if the message is an answer that ends in text.
     pub(super) fn is_begun_answer(&self) -> bool {
         let ends_in_text = match &self.content {
-            TextOr::Text(_) => true,
-            TextOr::List(blocks) => blocks.last().is_some_and(|block| block.kind == "text"),
+            Some(TextOr::Text(_)) => true,
+            Some(TextOr::List(blocks)) => blocks.last().is_some_and(|block| block.kind == "text"),
+            None => false,
         };
         self.role == "assistant" && ends_in_text
     }
@@ -44,28 +46,42 @@ pub(crate) struct Block {
     kind: String,
     text: Option<String>,
     thinking: Option<String>,
-    source: Option<Source>,
+    source: Option<Loose<Source>>,
+    title: Option<String>,
+    context: Option<String>,
     id: Option<String>,
     name: Option<String>,
     input: Option<Value>,
     tool_use_id: Option<String>,
     is_error: Option<bool>,
-    content: Option<TextOr<Inner>>,
+    content: Option<Loose<TextOr<Inner>>>,
     /// The signature of a block of thinking, which this server made itself.
     #[serde(default, rename = "signature")]
     _signature: Inert,
 }
 
-/// A block within a result of a tool.
-#[derive(Debug, Deserialize)]
+/// A block within a result of a tool, or within a result of a search.
+#[derive(Debug, Default, Deserialize)]
 pub(crate) struct Inner {
-    #[serde(rename = "type")]
+    /// Empty: results of tools that are skipped have other entries.
+    #[serde(default, rename = "type")]
     kind: String,
     text: Option<String>,
-    source: Option<Source>,
+    source: Option<Loose<Source>>,
+    title: Option<String>,
+    context: Option<String>,
+    content: Option<Loose<TextOr<Leaf>>>,
 }
 
-/// The source of an image or a text: its data or its URL.
+/// A block within a document, or within a result of a search in a tool's result.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct Leaf {
+    #[serde(default, rename = "type")]
+    kind: String,
+    text: Option<String>,
+}
+
+/// The source of an image or a text: its data, its URL, or blocks.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Source {
     #[serde(rename = "type")]
@@ -73,6 +89,14 @@ pub(crate) struct Source {
     media_type: Option<String>,
     data: Option<String>,
     url: Option<String>,
+    content: Option<Loose<TextOr<Leaf>>>,
+}
+
+impl Shaped for Source {
+    const IS_OBJECT: bool = true;
+    fn from_text(text: String) -> Result<Self, String> {
+        Err(text)
+    }
 }
 
 pub(crate) const MESSAGE: &[Param] =
@@ -83,6 +107,8 @@ pub(crate) const BLOCK: &[Param] = &[
     param("text", Bound::Prompt),
     param("thinking", Bound::Prompt),
     param("source", Bound::Object(&[SOURCE_OF_BLOCK])),
+    param("title", Bound::Prompt),
+    param("context", Bound::Prompt),
     param("id", WORD),
     param("name", WORD),
     param("input", Bound::Tree),
@@ -96,13 +122,19 @@ pub(crate) const INNER: &[Param] = &[
     param("type", WORD),
     param("text", Bound::Prompt),
     param("source", Bound::Object(&[SOURCE_OF_BLOCK])),
+    param("title", Bound::Prompt),
+    param("context", Bound::Prompt),
+    param("content", Bound::Content(&[LEAF])),
 ];
+
+pub(crate) const LEAF: &[Param] = &[param("type", WORD), param("text", Bound::Prompt)];
 
 pub(crate) const SOURCE_OF_BLOCK: &[Param] = &[
     param("type", WORD),
     param("media_type", WORD),
     param("data", Bound::Url),
     param("url", Bound::Url),
+    param("content", Bound::Content(&[LEAF])),
 ];
 
 pub(super) fn invalid(param: &str, reason: &str) -> ApiError {
@@ -155,15 +187,21 @@ pub(super) fn add(
     message: InMessage,
     ignored: &mut Vec<String>,
 ) -> Result<(), ApiError> {
+    let is_known = ROLES.contains(&message.role.as_str());
     let blocks = match message.content {
-        TextOr::List(blocks) => blocks,
-        TextOr::Text(text) if ROLES.contains(&message.role.as_str()) => {
+        Some(TextOr::List(blocks)) => blocks,
+        text if is_known => {
             let mut content = Content::default();
-            content.text(text);
+            match text {
+                Some(TextOr::Text(text)) => content.text(text),
+                // An answer without a word was one all the same.
+                _ if message.role == "assistant" => content.text(String::new()),
+                _ => return Err(invalid(&format!("{path}.content"), "required and missing")),
+            }
             turns.message(&message.role, content);
             return Ok(());
         }
-        TextOr::Text(_) => Vec::new(),
+        _ => Vec::new(),
     };
     match message.role.as_str() {
         "assistant" => blocks.into_iter().enumerate().try_for_each(|(at, block)| {
@@ -225,20 +263,105 @@ fn asked(
     block: Block,
     ignored: &mut Vec<String>,
 ) -> Result<(), ApiError> {
-    match block.kind.as_str() {
-        "text" => content.text(required(block.text, path, "text")?),
+    let Block { kind, text, source, title, context, content: inner, .. } = block;
+    match kind.as_str() {
+        "search_result" => {
+            let blocks = required(inner, path, "content")?;
+            let blocks = blocks.known().map(|blocks| match blocks {
+                TextOr::Text(text) => TextOr::Text(text),
+                TextOr::List(blocks) => {
+                    let leaf = |Inner { kind, text, .. }: Inner| Leaf { kind, text };
+                    TextOr::List(blocks.into_iter().map(leaf).collect())
+                }
+            });
+            found(content, path, (source, title, blocks))
+        }
+        kind => {
+            let shown = Shown { kind, text, source, title, context };
+            show(turns, content, path, shown, ignored)
+        }
+    }
+}
+
+/// A block that shows something, wherever it stands.
+struct Shown<'a> {
+    kind: &'a str,
+    text: Option<String>,
+    source: Option<Loose<Source>>,
+    title: Option<String>,
+    context: Option<String>,
+}
+
+/// Adds a text, an image or a document.
+fn show(
+    turns: &mut Turns,
+    content: &mut Content,
+    path: &str,
+    Shown { kind, text, source, title, context }: Shown<'_>,
+    ignored: &mut Vec<String>,
+) -> Result<(), ApiError> {
+    match kind {
+        "text" => content.text(required(text, path, "text")?),
         "image" => {
-            let image = required(block.source, path, "source")?.image(path)?;
+            let image = source_of(source, path)?.image(path)?;
             turns.image(content, path, image)?;
         }
         "document" => {
-            let source = required(block.source, path, "source")?;
-            if source.kind != "text" {
-                return Err(ApiError::unsupported(format!("{path}.source.type={}", source.kind)));
+            let source = source_of(source, path)?;
+            title.into_iter().chain(context).for_each(|text| content.text(text));
+            match source.kind.as_str() {
+                "text" => content.text(required(source.data, path, "source.data")?),
+                "content" => {
+                    let path = format!("{path}.source");
+                    let blocks = required(source.content, &path, "content")?.known();
+                    texts(content, &path, blocks)?;
+                }
+                kind => {
+                    return Err(ApiError::unsupported(format!("{path}.source.type={kind}")));
+                }
             }
-            content.text(required(source.data, path, "source.data")?);
         }
+        "" => return Err(invalid(&format!("{path}.type"), "required and missing")),
         kind => ignored.push(format!("{path}.type={kind}")),
+    }
+    Ok(())
+}
+
+/// The source of the block at `path`.
+fn source_of(source: Option<Loose<Source>>, path: &str) -> Result<Source, ApiError> {
+    let source = required(source, path, "source")?.known();
+    source.ok_or_else(|| invalid(&format!("{path}.source"), "must be an object"))
+}
+
+/// Adds a result of a search: its title, its source and its texts.
+fn found(
+    content: &mut Content,
+    path: &str,
+    (source, title, blocks): (Option<Loose<Source>>, Option<String>, Option<TextOr<Leaf>>),
+) -> Result<(), ApiError> {
+    title.into_iter().for_each(|title| content.text(title));
+    if let Some(Loose::Text(source)) = source {
+        content.text(source);
+    }
+    texts(content, path, blocks)
+}
+
+/// Adds the texts of blocks in `path`.content; `None`: they have another shape.
+fn texts(content: &mut Content, path: &str, blocks: Option<TextOr<Leaf>>) -> Result<(), ApiError> {
+    let path = format!("{path}.content");
+    match blocks {
+        Some(TextOr::Text(text)) => content.text(text),
+        Some(TextOr::List(blocks)) => {
+            for (at, block) in blocks.into_iter().enumerate() {
+                let path = format!("{path}[{at}]");
+                match block.kind.as_str() {
+                    "text" => content.text(required(block.text, &path, "text")?),
+                    // What it shows is content: to leave it out would answer another question.
+                    kind => return Err(ApiError::unsupported(format!("{path}.type={kind}"))),
+                }
+            }
+        }
+        None => return Err(invalid(&path, "must be a string or a list of blocks")),
     }
     Ok(())
 }
@@ -255,21 +378,27 @@ fn result(
     if block.is_error == Some(true) {
         content.text("Error:".to_owned());
     }
-    match block.content {
+    match block.content.map(Loose::known) {
         None => {}
-        Some(TextOr::Text(text)) => content.text(text),
-        Some(TextOr::List(blocks)) => {
+        Some(Some(TextOr::Text(text))) => content.text(text),
+        Some(Some(TextOr::List(blocks))) => {
             for (at, inner) in blocks.into_iter().enumerate() {
                 let path = format!("{path}.content[{at}]");
-                match inner.kind.as_str() {
-                    "text" => content.text(required(inner.text, &path, "text")?),
-                    "image" => {
-                        let image = required(inner.source, &path, "source")?.image(&path)?;
-                        turns.image(&mut content, &path, image)?;
-                    }
-                    kind => ignored.push(format!("{path}.type={kind}")),
+                let Inner { kind, text, source, title, context, content: inner } = inner;
+                if kind == "search_result" {
+                    let blocks = required(inner, &path, "content")?.known();
+                    found(&mut content, &path, (source, title, blocks))?;
+                } else {
+                    let shown = Shown { kind: &kind, text, source, title, context };
+                    show(turns, &mut content, &path, shown, ignored)?;
                 }
             }
+        }
+        Some(None) => {
+            return Err(invalid(
+                &format!("{path}.content"),
+                "must be a string or a list of blocks",
+            ));
         }
     }
     turns.tool(Some(id), content);
@@ -287,6 +416,6 @@ impl Source {
             "url" => required(self.url, path, "source.url")?,
             kind => return Err(ApiError::unsupported(format!("{path}.source.type={kind}"))),
         };
-        Ok(ImageUrl { url, detail: None })
+        Ok(ImageUrl { url })
     }
 }

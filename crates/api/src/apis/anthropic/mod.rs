@@ -8,7 +8,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
-use crate::chat::{ChatPrompt, Effort, ReasoningOutput, Streaming, TokenOutput, ValidChat};
+use crate::chat::{
+    ChatPrompt, Effort, EffortParams, ReasoningOutput, Streaming, TokenOutput, ValidChat,
+};
 use crate::content::TextOr;
 use crate::error::ApiError;
 use crate::limits::{Bound, MESSAGES, Param};
@@ -16,7 +18,7 @@ use crate::parameter::{Line, OBJECTS, component, opaque, own, p, refused, tabled
 use crate::params::*;
 use crate::sampling::{GenerationDefaults, GenerationParameters, Limits};
 use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat, Spellings};
-use crate::tools::OfferedTools;
+use crate::tools::{OfferedTools, ToolNames};
 use crate::turns::Turns;
 use conversation::{BLOCK, Block, InMessage, MESSAGE, add, invalid, system_text};
 
@@ -63,6 +65,9 @@ tabled!(
     [LINES],
     generation
 );
+
+/// The parameters with the effort of reasoning.
+const EFFORT: EffortParams = EffortParams { level: "output_config.effort", switch: "thinking" };
 
 /// The `thinking` parameter.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -147,23 +152,40 @@ impl MessagesRequest {
             add(&mut turns, &format!("messages[{index}]"), message, ignored)?;
         }
         let tools = self.tools.map(|tools| functions(tools, ignored)).transpose()?;
+        let (tools, paths) = tools.unzip();
+        let api = ToolNames {
+            paths: Some(&paths.unwrap_or_default()),
+            schema: "input_schema",
+            name: ".name",
+        };
         let choice = self.tool_choice.as_ref().map(ToolChoice::in_chat).transpose()?;
         let parallel =
             self.tool_choice.as_ref().and_then(|choice| choice.disable_parallel_tool_use);
-        let tools = OfferedTools::new(tools, choice.as_ref(), parallel.map(|disabled| !disabled))?;
+        let tools =
+            OfferedTools::new(tools, api, choice.as_ref(), parallel.map(|disabled| !disabled))?;
         let OutputConfig { effort, format } = self.output_config.unwrap_or_default();
         let (thinks, budget) =
             self.thinking.map_or(Ok((None, None)), |thinking| thinking.check())?;
-        let response_format =
-            self.output_format.or(format).map(OutputFormat::in_chat).transpose()?;
+        let form =
+            if self.output_format.is_some() { "output_format" } else { "output_config.format" };
+        let response_format = self.output_format.or(format);
+        let response_format = response_format.map(|format| format.in_chat(form)).transpose()?;
+        let renamed = |text: &str| {
+            text.replace("response_format.json_schema", form).replace("response_format", form)
+        };
         let parameters = GenerationParameters {
             thinking_budget: budget,
             structure: Spellings { response_format, ..Spellings::default() },
             ..self.generation
         };
         let (messages, images) = turns.finish();
+        let mut generation =
+            parameters.validate("", defaults, limits).map_err(|error| error.renamed(renamed))?;
+        if let Some(structure) = &mut generation.structure {
+            structure.param = renamed(&structure.param);
+        }
         Ok(ValidChat {
-            generation: parameters.validate("", defaults, limits)?,
+            generation,
             streaming: self.stream.unwrap_or(false).then(Streaming::default),
             tokens: TokenOutput::default(),
             reasoning: ReasoningOutput::Apart,
@@ -174,7 +196,7 @@ impl MessagesRequest {
                 continue_final_message: continues,
                 tools: (!tools.described.is_empty()).then(|| Value::Array(tools.described.clone())),
                 kwargs: Map::new(),
-                effort: Effort { level: effort, thinks },
+                effort: Effort { level: effort, thinks, params: EFFORT },
             },
             tools,
         })
@@ -207,9 +229,10 @@ impl ToolChoice {
 }
 
 impl OutputFormat {
-    fn in_chat(self) -> Result<ResponseFormat, ApiError> {
+    /// The form in the chat API's words; it came in `param`.
+    fn in_chat(self, param: &str) -> Result<ResponseFormat, ApiError> {
         if self.kind != "json_schema" {
-            return Err(invalid("output_format.type", "must be json_schema"));
+            return Err(invalid(&format!("{param}.type"), "must be json_schema"));
         }
         let schema = JsonSchemaFormat { schema: self.schema, ..JsonSchemaFormat::default() };
         Ok(ResponseFormat {
@@ -220,10 +243,13 @@ impl OutputFormat {
     }
 }
 
-/// Tools as the chat API has them. Those that Anthropic's servers run themselves are not served
-/// here.
-fn functions(tools: Vec<Value>, ignored: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
-    let mut functions = Vec::with_capacity(tools.len());
+/// Tools as the chat API has them, and their paths. Those that Anthropic's servers run themselves
+/// are not served here.
+fn functions(
+    tools: Vec<Value>,
+    ignored: &mut Vec<String>,
+) -> Result<(Vec<Value>, Vec<String>), ApiError> {
+    let (mut functions, mut paths) = (Vec::with_capacity(tools.len()), Vec::new());
     for (at, tool) in tools.into_iter().enumerate() {
         let path = format!("tools[{at}]");
         let Value::Object(mut tool) = tool else {
@@ -246,6 +272,7 @@ fn functions(tools: Vec<Value>, ignored: &mut Vec<String>) -> Result<Vec<Value>,
             }
         }
         functions.push(json!({"type": "function", "function": function}));
+        paths.push(path);
     }
-    Ok(functions)
+    Ok((functions, paths))
 }

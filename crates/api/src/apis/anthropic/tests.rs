@@ -120,7 +120,7 @@ fn what_is_wrong_is_named_by_its_path() {
         (json!({"tool_choice": {"type": "x"}}), "tool_choice.type"),
         (json!({"tool_choice": {"type": "tool"}}), "tool_choice.name"),
         (json!({"tools": [3]}), "tools[0]"),
-        (json!({"tools": [{"name": ""}]}), "tools[0].function.name"),
+        (json!({"tools": [{"name": ""}]}), "tools[0].name"),
         (json!({"output_format": {"type": "xml"}}), "output_format.type"),
         (json!({"max_tokens": -1}), "max_tokens"),
     ] {
@@ -131,4 +131,77 @@ fn what_is_wrong_is_named_by_its_path() {
     }
     let servers = with(json!({"mcp_servers": [{"url": "x"}]}));
     assert_eq!(validate(&servers).unwrap_err(), ApiError::unsupported("mcp_servers"));
+}
+
+/// What a client shows the model is in the prompt, wherever it stands.
+#[test]
+fn documents_and_results_of_searches_are_in_the_prompt() {
+    let document = |source: Value| json!({"type": "document", "title": "Report", "context": "draft", "source": source});
+    let plain = document(json!({"type": "text", "media_type": "text/plain", "data": "seven"}));
+    let blocks = json!([{"type": "text", "text": "eight"}, {"type": "text", "text": "nine"}]);
+    let listed = document(json!({"type": "content", "content": blocks}));
+    let text = document(json!({"type": "content", "content": "ten"}));
+    let search = json!({"type": "search_result", "source": "https://a.b", "title": "Found", "content": blocks});
+    for (block, said) in [
+        (plain, "Report\ndraft\nseven"),
+        (listed, "Report\ndraft\neight\nnine"),
+        (text, "Report\ndraft\nten"),
+        (search, "Found\nhttps://a.b\neight\nnine"),
+    ] {
+        let result = json!({"type": "tool_result", "tool_use_id": "t1", "content": [block]});
+        for (content, role) in [(block.clone(), "user"), (result, "tool")] {
+            let body = with(json!({"messages": [{"role": "user", "content": [content]}]}));
+            let (chat, ignored) = validate(&body).unwrap();
+            let message = &chat.prompt.messages[0];
+            assert_eq!((&message["role"], &message["content"]), (&json!(role), &json!(said)));
+            assert_eq!(ignored, [""; 0], "{block}");
+        }
+    }
+}
+
+/// A kind of block decides which fields it has: those of a kind that is skipped may have any shape.
+#[test]
+fn blocks_of_other_kinds_are_skipped_whatever_is_in_them() {
+    for block in [
+        json!({"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "web_search_tool_result_error", "error_code": "x"}}),
+        json!({"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "e"}]}),
+        json!({"type": "code_execution_tool_result", "content": {"stdout": "a", "content": []}}),
+        json!({"type": "other", "source": "text", "content": 7}),
+        json!({"type": "other", "source": ["x"], "content": true, "input": [1]}),
+        json!({"type": "other", "content": [{"stdout": "no type"}]}),
+    ] {
+        for role in ["user", "assistant"] {
+            let text = json!({"type": "text", "text": "a"});
+            let body = with(json!({"messages": [{"role": role, "content": [text, block]}]}));
+            let (chat, ignored) =
+                validate(&body).unwrap_or_else(|error| panic!("{block}: {error}"));
+            assert_eq!(chat.prompt.messages[0]["content"], "a");
+            let kind = block["type"].as_str().unwrap();
+            assert_eq!(ignored, [format!("messages[0].content[1].type={kind}")]);
+        }
+    }
+    // A kind that is read has its shape.
+    for (block, param) in [
+        (json!({"type": "image", "source": "x"}), "source"),
+        (json!({"type": "document", "source": {"type": "url", "url": "u"}}), "source.type=url"),
+        (json!({"type": "tool_result", "tool_use_id": "t", "content": {"a": 1}}), "content"),
+        (json!({"type": "search_result", "content": [{"type": "image"}]}), "content[0].type=image"),
+    ] {
+        let body = with(json!({"messages": [{"role": "user", "content": [block]}]}));
+        let error = validate(&body).unwrap_err().body().error;
+        assert_eq!(error.param, Some(format!("messages[0].content[0].{param}")), "{block}");
+    }
+}
+
+#[test]
+fn an_answer_may_be_empty() {
+    for empty in [json!({"role": "assistant", "content": null}), json!({"role": "assistant"})] {
+        let question = json!({"role": "user", "content": "hi"});
+        let body = with(json!({"messages": [question, empty, question]}));
+        let (chat, _) = validate(&body).unwrap();
+        assert_eq!(chat.prompt.messages[1], json!({"role": "assistant", "content": ""}));
+    }
+    let body = with(json!({"messages": [{"role": "user", "content": null}]}));
+    let error = validate(&body).unwrap_err().body().error;
+    assert_eq!(error.param.as_deref(), Some("messages[0].content"));
 }

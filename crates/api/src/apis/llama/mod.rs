@@ -31,7 +31,7 @@ pub struct LlamaRequest {
 #[rustfmt::skip]
 const LINES: &[Line<LlamaRequest>] = &[
     own("prompt", Bound::Prompts(PROMPTS), "A string, a list of token ids, or a list of several of either.", |r: &mut LlamaRequest, v| v.put(&mut r.prompt)).required(),
-    own("n_predict", I64, "The largest number of tokens to generate; -1 or absent: the rest of the context.", |r, v| v.put(&mut r.n_predict)),
+    own("n_predict", COUNT_OR_REST, "The largest number of tokens to generate; -1 or absent: the rest of the context.", |r, v| v.put(&mut r.n_predict)),
     p("temperature", TEMPERATURE),
     p("top_k", TOP_K).described("The number of candidates; 0 is off."),
     p("top_p", TOP_P),

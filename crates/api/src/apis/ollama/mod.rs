@@ -5,7 +5,9 @@ use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use crate::apis::openai::EmbeddingRequest;
-use crate::chat::{ChatPrompt, Effort, ReasoningOutput, Streaming, TokenOutput, ValidChat};
+use crate::chat::{
+    ChatPrompt, Effort, EffortParams, ReasoningOutput, Streaming, TokenOutput, ValidChat,
+};
 use crate::error::ApiError;
 use crate::images::{IMAGE, ImageUrl};
 use crate::limits::{Bound, INPUTS, Limited, MESSAGES, Param};
@@ -14,7 +16,7 @@ use crate::params::*;
 use crate::prompt::{Prompts, Strings};
 use crate::sampling::{Generation, GenerationDefaults, GenerationParameters, Limits};
 use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat, Spellings};
-use crate::tools::OfferedTools;
+use crate::tools::{OfferedTools, ToolNames};
 use crate::turns::{Content, Turns};
 
 /// A conversation, `POST /api/chat`.
@@ -85,7 +87,7 @@ tabled!(OllamaGenerateRequest, "A prompt, `POST /api/generate`.", [GENERATE]);
 pub struct OllamaEmbedRequest {
     /// The name of the model; a `:latest` behind it is ignored.
     pub model: Option<String>,
-    input: Prompts,
+    input: Option<Prompts>,
     truncate: Option<bool>,
     dimensions: Option<u32>,
 }
@@ -93,7 +95,7 @@ pub struct OllamaEmbedRequest {
 #[rustfmt::skip]
 const EMBED: &[Line<OllamaEmbedRequest>] = &[
     own("model", NAME, "The name of the model; a `:latest` behind it is ignored.", |r, v| v.put(&mut r.model)),
-    own("input", Bound::Prompts(INPUTS), "A string, or a list of strings.", |r: &mut OllamaEmbedRequest, v| v.put(&mut r.input)).required(),
+    own("input", Bound::Prompts(INPUTS), "A string, or a list of strings. Of none there are no vectors.", |r: &mut OllamaEmbedRequest, v| v.put(&mut r.input)),
     own("truncate", Bound::Flag, "Cut texts that are too long; true if absent.", |r, v| v.put(&mut r.truncate)),
     own("dimensions", count(1), "Keep this many of each vector's first numbers.", |r, v| v.put(&mut r.dimensions)),
     skipped("options"),
@@ -101,6 +103,28 @@ const EMBED: &[Line<OllamaEmbedRequest>] = &[
 ];
 
 tabled!(OllamaEmbedRequest, "Texts to turn into vectors, `POST /api/embed`.", [EMBED]);
+
+/// A text to turn into a vector, `POST /api/embeddings`, Ollama's older route.
+#[derive(Debug, Default)]
+pub struct OllamaEmbeddingsRequest {
+    /// The name of the model; a `:latest` behind it is ignored.
+    pub model: Option<String>,
+    prompt: String,
+}
+
+#[rustfmt::skip]
+const EMBEDDINGS: &[Line<OllamaEmbeddingsRequest>] = &[
+    own("model", NAME, "The name of the model; a `:latest` behind it is ignored.", |r, v| v.put(&mut r.model)),
+    own("prompt", Bound::Prompt, "The text. Of an empty one there is no vector.", |r, v| v.put(&mut r.prompt)),
+    skipped("options"),
+    skipped("keep_alive"),
+];
+
+tabled!(
+    OllamaEmbeddingsRequest,
+    "A text to turn into a vector, `POST /api/embeddings`, Ollama's older route.",
+    [EMBEDDINGS]
+);
 
 /// The request of `POST /api/show`, which names the model to describe.
 #[derive(Debug, Default)]
@@ -141,7 +165,7 @@ pub(crate) struct OllamaOptions {
 
 #[rustfmt::skip]
 const OPTIONS: &[Line<OllamaOptions>] = &[
-    own("num_predict", I64, "The largest number of tokens to generate; below 0: the rest of the context.", |r, v| v.put(&mut r.num_predict)),
+    own("num_predict", COUNT_OR_REST, "The largest number of tokens to generate; below 0: the rest of the context.", |r, v| v.put(&mut r.num_predict)),
     p("temperature", TEMPERATURE).described("0 is greedy."),
     p("top_p", TOP_P).described("Nucleus mass."),
     p("top_k", TOP_K).described("Most likely tokens that are left."),
@@ -164,8 +188,7 @@ tabled!(
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct OllamaMessage {
     role: String,
-    #[serde(default)]
-    content: String,
+    content: Option<String>,
     thinking: Option<String>,
     /// Files in base64.
     #[schema(value_type = Option<Vec<String>>)]
@@ -187,8 +210,9 @@ pub(crate) struct OllamaCall {
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct OllamaFunction {
     name: String,
-    #[schema(value_type = Object)]
-    arguments: Value,
+    /// An object, or its text.
+    #[schema(value_type = Option<Object>)]
+    arguments: Option<Value>,
 }
 
 pub(crate) const MESSAGE: &[Param] = &[
@@ -250,7 +274,7 @@ impl OllamaChatRequest {
         for (index, message) in messages.into_iter().enumerate() {
             message.add(&mut turns, &mut calls, &format!("messages[{index}]"))?;
         }
-        let tools = OfferedTools::new(tools, None, None)?;
+        let tools = OfferedTools::new(tools, ToolNames::CHAT, None, None)?;
         shared.chat(turns, tools, defaults, limits)
     }
 }
@@ -280,7 +304,11 @@ impl OllamaGenerateRequest {
                 let reason = "`images`: a raw prompt has none";
                 return Err(ApiError::invalid("images", reason));
             }
-            let prompt = match system.filter(|_| raw != Some(true)) {
+            let system = system.filter(|system| !system.is_empty());
+            if raw == Some(true) && system.is_some() {
+                return Err(ApiError::invalid("system", "`system`: a raw prompt has none"));
+            }
+            let prompt = match system {
                 Some(system) => format!("{system}\n\n{prompt}"),
                 None => prompt,
             };
@@ -305,10 +333,21 @@ impl OllamaGenerateRequest {
 }
 
 impl OllamaEmbedRequest {
-    /// The request as a request of OpenAI's API.
+    /// The request as a request of OpenAI's API; `None`: there is no text.
     #[must_use]
-    pub fn in_openai(self) -> EmbeddingRequest {
-        EmbeddingRequest::from_ollama(self.model, self.input, self.dimensions, self.truncate)
+    pub fn in_openai(self) -> Option<EmbeddingRequest> {
+        let input = self.input.filter(|input| !input.is_empty())?;
+        Some(EmbeddingRequest::from_ollama(input, true, self.dimensions, self.truncate))
+    }
+}
+
+impl OllamaEmbeddingsRequest {
+    /// The request as a request of OpenAI's API; `None`: there is no text. The older route gives
+    /// vectors as the model makes them.
+    #[must_use]
+    pub fn in_openai(self) -> Option<EmbeddingRequest> {
+        let text = Some(self.prompt).filter(|text| !text.is_empty())?;
+        Some(EmbeddingRequest::from_ollama(Prompts::Text(text), false, None, None))
     }
 }
 
@@ -331,8 +370,12 @@ impl Shared {
     ) -> Result<OllamaAsk, ApiError> {
         let effort = match &self.think {
             None | Some(Value::Null) => Effort::default(),
-            Some(Value::Bool(thinks)) => Effort { level: None, thinks: Some(*thinks) },
-            Some(Value::String(level)) => Effort { level: Some(level.clone()), thinks: Some(true) },
+            Some(Value::Bool(thinks)) => {
+                Effort { level: None, thinks: Some(*thinks), params: THINK }
+            }
+            Some(Value::String(level)) => {
+                Effort { level: Some(level.clone()), thinks: Some(true), params: THINK }
+            }
             Some(_) => return Err(invalid("think", "must be true, false or a word")),
         };
         let streaming = self.streams().then(Streaming::default);
@@ -365,12 +408,7 @@ impl Shared {
                 .replace("response_format", "format")
         };
         let generation = self.parameters()?.validate("options.", defaults, limits);
-        let mut generation = generation.map_err(|error| match error {
-            ApiError::Invalid { param, reason } => {
-                ApiError::Invalid { param: in_format(&param), reason: in_format(&reason) }
-            }
-            other => other,
-        })?;
+        let mut generation = generation.map_err(|error| error.renamed(in_format))?;
         if let Some(structure) = &mut generation.structure {
             structure.param = in_format(&structure.param);
         }
@@ -388,7 +426,10 @@ impl Shared {
     }
 }
 
-/// The form of an answer; `None`: any.
+/// The parameter with the effort of reasoning.
+const THINK: EffortParams = EffortParams { level: "think", switch: "think" };
+
+/// The form of an answer; `None`: any. Ollama's own clients write an empty text for none.
 fn in_chat(format: Raw) -> Result<Option<ResponseFormat>, ApiError> {
     let kind = match format.get() {
         r#""""# => return Ok(None),
@@ -412,8 +453,9 @@ struct Calls {
 impl OllamaMessage {
     fn add(self, turns: &mut Turns, calls: &mut Calls, path: &str) -> Result<(), ApiError> {
         let mut content = Content::default();
-        if !self.content.is_empty() || self.images.is_none() {
-            content.text(self.content.clone());
+        let said = self.content.unwrap_or_default();
+        if !said.is_empty() || self.images.is_none() {
+            content.text(said.clone());
         }
         for (at, file) in self.images.map_or_else(Vec::new, |files| files.0).into_iter().enumerate()
         {
@@ -424,13 +466,18 @@ impl OllamaMessage {
                 if let Some(thinking) = &self.thinking {
                     turns.thought(thinking);
                 }
-                turns.said(&self.content);
+                turns.said(&said);
                 for (at, call) in self.tool_calls.into_iter().flatten().enumerate() {
                     let OllamaFunction { name, arguments } = call.function;
-                    if !arguments.is_object() {
-                        let path = format!("{path}.tool_calls[{at}].function.arguments");
-                        return Err(invalid(&path, "must be an object"));
-                    }
+                    let arguments = match arguments {
+                        // A call without arguments, as some languages write it.
+                        None => json!({}),
+                        Some(arguments @ (Value::Object(_) | Value::String(_))) => arguments,
+                        Some(_) => {
+                            let path = format!("{path}.tool_calls[{at}].function.arguments");
+                            return Err(invalid(&path, "must be an object"));
+                        }
+                    };
                     let id = call.id.unwrap_or_else(|| format!("call_{}", calls.made));
                     calls.made += 1;
                     calls.open.push((name.clone(), id.clone()));
@@ -458,9 +505,66 @@ impl OllamaMessage {
 
 fn image(file: String) -> ImageUrl {
     let url = if file.contains(':') { file } else { format!("data:;base64,{file}") };
-    ImageUrl { url, detail: None }
+    ImageUrl { url }
 }
 
 fn invalid(param: &str, reason: &str) -> ApiError {
     ApiError::invalid(param, format!("`{param}`: {reason}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trial::{LIMITS, request};
+
+    fn chat(messages: Value) -> Result<Value, ApiError> {
+        let request = request::<OllamaChatRequest>(&json!({"messages": messages}))?;
+        match request.validate(&GenerationDefaults::default(), LIMITS)? {
+            OllamaAsk::Chat(chat) => Ok(chat.prompt.messages),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_go_and_javascript_write_for_nothing_is_nothing() {
+        let call = |function: Value| json!([{"function": function}]);
+        let called = |arguments: Value| {
+            let function = json!({"name": "f", "arguments": arguments});
+            json!([{"type": "function", "id": "call_0", "function": function}])
+        };
+        for (arguments, expected) in [
+            (json!({"name": "f"}), json!({})),
+            (json!({"name": "f", "arguments": null}), json!({})),
+            (json!({"name": "f", "arguments": {"x": 1}}), json!({"x": 1})),
+            (json!({"name": "f", "arguments": "{\"x\": 1}"}), json!("{\"x\": 1}")),
+        ] {
+            let messages = chat(json!([
+                {"role": "user", "content": "hi", "images": null, "tool_calls": null},
+                {"role": "assistant", "content": null, "tool_calls": call(arguments)},
+                {"role": "tool", "content": null, "tool_name": "f"},
+            ]))
+            .unwrap();
+            assert_eq!(messages[1]["tool_calls"], called(expected));
+            let result = json!({"role": "tool", "content": "", "tool_call_id": "call_0"});
+            assert_eq!(messages[2], result);
+        }
+        let wrong = call(json!({"name": "f", "arguments": [1]}));
+        let error = chat(json!([{"role": "assistant", "tool_calls": wrong}])).unwrap_err();
+        let param = error.body().error.param;
+        assert_eq!(param.as_deref(), Some("messages[0].tool_calls[0].function.arguments"));
+    }
+
+    #[test]
+    fn a_raw_prompt_has_no_system_prompt() {
+        let ask = |system: Value| {
+            let body = json!({"prompt": "a", "raw": true, "system": system});
+            let request = request::<OllamaGenerateRequest>(&body).unwrap();
+            request.validate(true, &GenerationDefaults::default(), LIMITS)
+        };
+        let error = ask(json!("be brief")).unwrap_err().body().error;
+        assert_eq!(error.param.as_deref(), Some("system"));
+        for nothing in [json!(""), json!(null)] {
+            assert!(matches!(ask(nothing), Ok(OllamaAsk::Raw { prompt, .. }) if prompt == "a"));
+        }
+    }
 }

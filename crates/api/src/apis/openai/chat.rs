@@ -11,7 +11,7 @@ use crate::limits::{Bound, MESSAGES, Param, WORD_BYTES};
 use crate::parameter::{Line, TEXT, component, own, refused, tabled};
 use crate::params::*;
 use crate::sampling::{GenerationDefaults, Limits, check_logprobs, whole_prompt};
-use crate::tools::OfferedTools;
+use crate::tools::{OfferedTools, ToolNames};
 
 /// A chat completion request.
 #[derive(Debug, Default)]
@@ -130,6 +130,7 @@ impl ChatRequest {
         }
         let tools = OfferedTools::new(
             self.tools.take(),
+            ToolNames::CHAT,
             self.tool_choice.as_ref(),
             self.parallel_tool_calls,
         )?;
@@ -138,7 +139,7 @@ impl ChatRequest {
             Some("none") => Some(false),
             _ => self.enable_thinking,
         };
-        let effort = Effort { level: self.reasoning_effort.take(), thinks };
+        let effort = Effort { level: self.reasoning_effort.take(), thinks, ..Effort::default() };
         let prompt_logprobs = self.shared.prompt_alternatives()?.map(whole_prompt);
         let mut generation = std::mem::take(&mut self.shared.generation);
         generation.max_tokens = self.max_completion_tokens.or(generation.max_tokens);
@@ -318,7 +319,7 @@ mod tests {
         }))
         .unwrap();
         assert_eq!(chat.generation.thinking_budget, Some(7));
-        let effort = Effort { level: Some("low".into()), thinks: Some(true) };
+        let effort = Effort { level: Some("low".into()), thinks: Some(true), ..Effort::default() };
         assert_eq!((chat.prompt.effort, chat.reasoning), (effort, ReasoningOutput::LeftOut));
         for (more, param) in [
             (json!({"reasoning": {"max_tokens": 1}, "thinking_budget": 2}), "reasoning.max_tokens"),
@@ -341,5 +342,57 @@ mod tests {
             validate(json!({"logprobs": false})).unwrap().generation.sampling.logprobs,
             None
         );
+    }
+
+    #[test]
+    fn refusals_are_content() {
+        let said = |message: Value| {
+            let question = json!({"role": "user", "content": "hi"});
+            let chat = validate(json!({"messages": [question, message, question]}));
+            chat.unwrap().prompt.messages[1]["content"].clone()
+        };
+        let part = |kind: &str, text: &str| json!({"type": kind, kind: text});
+        let parts = json!([part("text", "well"), part("refusal", "no")]);
+        assert_eq!(said(json!({"role": "assistant", "content": parts})), "well\nno");
+        assert_eq!(said(json!({"role": "assistant", "refusal": "no"})), "no");
+        assert_eq!(said(json!({"role": "assistant", "content": null, "refusal": "no"})), "no");
+        assert_eq!(said(json!({"role": "assistant", "content": "a", "refusal": null})), "a");
+        let error =
+            validate(json!({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}));
+        let error = error.unwrap_err().body().error;
+        assert_eq!(error.param.as_deref(), Some("messages[0].content[0].refusal"));
+    }
+
+    #[test]
+    fn calls_in_the_older_form_are_calls() {
+        let call = json!({"name": "f", "arguments": "{\"x\": 1}"});
+        let chat = validate(json!({"messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": null, "function_call": call},
+            {"role": "function", "name": "f", "content": "4"},
+        ]}));
+        let messages = chat.unwrap().prompt.messages;
+        let called = json!({"type": "function", "id": "call_1", "function": call});
+        assert_eq!(messages[1]["tool_calls"], json!([called]));
+        let result = json!({"role": "tool", "content": "4", "name": "f", "tool_call_id": "call_1"});
+        assert_eq!(messages[2], result);
+        for wrong in [json!("f"), json!({}), json!({"name": 1})] {
+            let message = json!({"role": "assistant", "function_call": wrong});
+            let error = validate(json!({"messages": [message]})).unwrap_err().body().error;
+            assert_eq!(error.param.as_deref(), Some("messages[0].function_call.name"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn images_may_have_any_detail() {
+        for detail in [json!("original"), json!("auto"), json!(null), json!({"a": 1})] {
+            let image =
+                json!({"type": "image_url", "image_url": {"url": "data:", "detail": detail}});
+            let body = json!({"messages": [{"role": "user", "content": [image]}]});
+            let limits = Limits { images: 1, ..LIMITS };
+            let request = request::<ChatRequest>(&body).unwrap();
+            let chat = request.validate(&GenerationDefaults::default(), limits).unwrap();
+            assert_eq!(chat.prompt.images.len(), 1, "{detail}");
+        }
     }
 }

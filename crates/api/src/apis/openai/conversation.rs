@@ -32,6 +32,11 @@ pub(crate) struct ChatMessage {
     pub tool_calls: Option<Vec<Value>>,
     /// The call that a `tool` message answers.
     pub tool_call_id: Option<String>,
+    /// The assistant's words where it refused to answer.
+    pub refusal: Option<String>,
+    /// The older form of `tool_calls`: one call.
+    #[schema(value_type = Option<Object>)]
+    pub function_call: Option<Value>,
 }
 
 /// Content of a message.
@@ -45,6 +50,8 @@ pub(crate) struct ContentPart {
     pub kind: String,
     /// The text.
     pub text: Option<String>,
+    /// The text of a part of type `refusal`.
+    pub refusal: Option<String>,
     /// The image.
     pub image_url: Option<ImageUrl>,
 }
@@ -58,11 +65,14 @@ pub(crate) const MESSAGE: &[Param] = &[
     param("thinking", Bound::Prompt),
     param("tool_calls", Bound::Tree),
     param("tool_call_id", WORD),
+    param("refusal", Bound::Prompt),
+    param("function_call", Bound::Tree),
 ];
 
 pub(crate) const PART: &[Param] = &[
     param("type", WORD),
     param("text", Bound::Prompt),
+    param("refusal", Bound::Prompt),
     param("image_url", Bound::Image(&[IMAGE])),
 ];
 
@@ -113,8 +123,17 @@ pub(crate) fn chat_prompt(
         ));
     }
     let mut images = Images::new(most);
-    let messages =
-        messages.into_iter().enumerate().map(|(index, m)| flatten(index, m, &mut images));
+    // The last call in the older form, whose result comes without its name.
+    let mut called = None;
+    let messages = messages.into_iter().enumerate().map(|(index, mut message)| {
+        if message.function_call.is_some() {
+            called = Some(index);
+        } else if let ("function", Some(call)) = (message.role.as_str(), called) {
+            "tool".clone_into(&mut message.role);
+            message.tool_call_id.get_or_insert_with(|| call_id(call));
+        }
+        flatten(index, message, &mut images)
+    });
     Ok(ChatPrompt {
         messages: Value::Array(messages.collect::<Result<_, _>>()?),
         images: images.found,
@@ -135,7 +154,7 @@ fn take(path: &str, part: ContentPart, images: &mut Images) -> Result<Value, Api
         let param = format!("{path}.image_url");
         ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
     })?;
-    images.take(path.to_owned(), || format!("{path}.image_url.detail"), image)?;
+    images.take(path.to_owned(), image)?;
     Ok(json!({"type": "image"}))
 }
 
@@ -144,20 +163,25 @@ fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Va
     let mut map = Map::new();
     map.insert("role".into(), Value::String(message.role));
     let content = match message.content {
-        None => Value::Null,
+        // A refusal stands in place of the content.
+        None => message.refusal.map_or(Value::Null, Value::String),
         Some(MessageContent::Text(text)) => Value::String(text),
         Some(MessageContent::List(parts)) => {
             let (mut texts, mut views) = (Vec::with_capacity(parts.len()), Vec::new());
             for (part_index, part) in parts.into_iter().enumerate() {
                 let path = || format!("messages[{index}].content[{part_index}]");
-                if part.kind != "text" {
-                    // Those before it were texts.
-                    views.extend(texts.drain(..).map(text_view));
-                    views.push(take(&path(), part, images)?);
-                    continue;
-                }
-                texts.push(part.text.ok_or_else(|| {
-                    let param = format!("{}.text", path());
+                let (text, field) = match part.kind.as_str() {
+                    "text" => (part.text, "text"),
+                    "refusal" => (part.refusal, "refusal"),
+                    _ => {
+                        // Those before it were texts.
+                        views.extend(texts.drain(..).map(text_view));
+                        views.push(take(&path(), part, images)?);
+                        continue;
+                    }
+                };
+                texts.push(text.ok_or_else(|| {
+                    let param = format!("{}.{field}", path());
                     ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
                 })?);
             }
@@ -181,11 +205,25 @@ fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Va
             map.insert(key.into(), Value::String(value));
         }
     }
-    if let Some(calls) = message.tool_calls.filter(|calls| !calls.is_empty()) {
+    let mut calls = message.tool_calls.unwrap_or_default();
+    if let Some(function) = message.function_call {
+        if !function["name"].is_string() {
+            let param = format!("messages[{index}].function_call.name");
+            let reason = format!("`{param}`: must be a string");
+            return Err(ApiError::invalid(param, reason));
+        }
+        calls.push(json!({"type": "function", "id": call_id(index), "function": function}));
+    }
+    if !calls.is_empty() {
         check_calls(index, &calls)?;
         map.insert("tool_calls".into(), Value::Array(calls));
     }
     Ok(Value::Object(map))
+}
+
+/// The name of the call of message number `index`, where the older form gives it none.
+fn call_id(index: usize) -> String {
+    format!("call_{index}")
 }
 
 fn text_view(text: String) -> Value {

@@ -23,6 +23,7 @@ pub struct EmbeddingRequest {
     encoding_format: Option<EncodingFormat>,
     dimensions: Option<u32>,
     normalize: Option<bool>,
+    use_activation: Option<bool>,
     truncate_prompt_tokens: Option<i64>,
     add_special_tokens: Option<bool>,
     priority: Option<i32>,
@@ -38,6 +39,7 @@ const LINES: &[Line<EmbeddingRequest>] = &[
     own("encoding_format", WORD, "The form of a vector: `float` (a list of numbers, the default) or `base64` (of little-endian float32).", |r, v| v.put(&mut r.encoding_format)),
     own("dimensions", count(1), "Keep this many of each vector's first numbers; all if absent. For models that were trained for it (Matryoshka).", |r, v| v.put(&mut r.dimensions)),
     own("normalize", Bound::Flag, "Divide each vector by its length; absent: the choice of the model's authors.", |r, v| v.put(&mut r.normalize)),
+    own("use_activation", Bound::Flag, "The same, in vLLM's newer words; false for a model that scores: its own scores, without a sigmoid.", |r, v| v.put(&mut r.use_activation)),
     own("truncate_prompt_tokens", COUNT_OR_ALL, "Cut longer inputs to this many tokens, and do not refuse them; -1: to the limit of the model.", |r, v| v.put(&mut r.truncate_prompt_tokens)),
     own("add_special_tokens", Bound::Flag, "Put the tokenizer's special tokens around a text; true if absent.", |r, v| v.put(&mut r.add_special_tokens)),
     own("priority", I32, "The priority; larger is sooner, under the priority policy.", |r, v| v.put(&mut r.priority)),
@@ -72,6 +74,8 @@ pub struct ValidEmbedding {
     pub dimensions: Option<usize>,
     /// True if each vector is divided by its length.
     pub normalize: bool,
+    /// True if scores do not go through a sigmoid.
+    pub raw: bool,
     /// The number of tokens to which inputs are cut: at least one and at most the context length.
     /// `None`: longer inputs are refused.
     pub truncate: Option<usize>,
@@ -84,18 +88,17 @@ pub struct ValidEmbedding {
 }
 
 impl EmbeddingRequest {
-    /// A request of Ollama's API, whose vectors are always divided by their length.
+    /// A request of Ollama's API.
     pub(crate) fn from_ollama(
-        model: Option<String>,
         input: Prompts,
+        normalize: bool,
         dimensions: Option<u32>,
         truncate: Option<bool>,
     ) -> Self {
         Self {
-            model,
             input,
             dimensions,
-            normalize: Some(true),
+            normalize: Some(normalize),
             truncate_prompt_tokens: truncate.unwrap_or(true).then_some(-1),
             ..Self::default()
         }
@@ -126,7 +129,8 @@ impl EmbeddingRequest {
             prompts,
             format: self.encoding_format.unwrap_or_default(),
             dimensions,
-            normalize: self.normalize.unwrap_or(normalized),
+            normalize: self.normalize.or(self.use_activation).unwrap_or(normalized),
+            raw: self.use_activation == Some(false),
             truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
             add_special_tokens: self.add_special_tokens.unwrap_or(true),
             priority: self.priority.unwrap_or(0),
@@ -220,12 +224,27 @@ mod tests {
             format: EncodingFormat::Float,
             dimensions: None,
             normalize: true,
+            raw: false,
             truncate: None,
             add_special_tokens: true,
             priority: 0,
             cache_salt: None,
         };
         assert_eq!(valid, expected);
+    }
+
+    #[test]
+    fn vectors_are_divided_unless_the_client_says_otherwise() {
+        for (more, normalize) in [
+            (json!({}), true),
+            (json!({"normalize": false}), false),
+            (json!({"use_activation": false}), false),
+            (json!({"use_activation": true}), true),
+            (json!({"use_activation": false, "normalize": true}), true),
+        ] {
+            let body = crate::trial::with(json!({"input": "a"}), &more);
+            assert_eq!(validate(body).unwrap().normalize, normalize, "{more}");
+        }
     }
 
     #[test]

@@ -3,11 +3,15 @@
 mod item;
 mod tools;
 
+use std::collections::HashMap;
+
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
-use crate::chat::{ChatPrompt, Effort, ReasoningOutput, Streaming, TokenOutput, ValidChat};
+use crate::chat::{
+    ChatPrompt, Effort, EffortParams, ReasoningOutput, Streaming, TokenOutput, ValidChat,
+};
 use crate::content::TextOr;
 use crate::error::ApiError;
 use crate::inert::Inert;
@@ -16,7 +20,7 @@ use crate::parameter::{Line, TEXT, component, own, p, refused, tabled};
 use crate::params::*;
 use crate::sampling::{GenerationDefaults, GenerationParameters, Limits};
 use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat};
-use crate::tools::OfferedTools;
+use crate::tools::{OfferedTools, ToolNames};
 use crate::turns::{Content, Turns};
 pub(crate) use item::ITEM;
 #[cfg(test)]
@@ -75,6 +79,9 @@ const LINES: &[Line<ResponsesRequest>] = &[
 ];
 
 tabled!(ResponsesRequest, "A request of the Responses API.", [LINES], generation);
+
+/// The parameters with the effort of reasoning.
+const EFFORT: EffortParams = EffortParams { level: "reasoning.effort", switch: "reasoning.effort" };
 
 /// The `reasoning` parameter.
 #[derive(Debug, Default, Deserialize, ToSchema)]
@@ -145,6 +152,27 @@ pub struct ValidResponses {
 const ECHOED_TOOLS: usize = 1 << 16;
 
 impl ResponsesRequest {
+    /// The names of kept items to which the input refers, with their paths.
+    #[must_use]
+    pub fn references(&self) -> Vec<(&str, String)> {
+        let Some(TextOr::List(items)) = &self.input else { return Vec::new() };
+        let mut references = Vec::new();
+        for (at, item) in items.iter().enumerate() {
+            references.extend(item.reference().map(|id| (id, format!("input[{at}].id"))));
+        }
+        references
+    }
+
+    /// Puts kept items in the places of the references to them. `kept` has them by their names.
+    pub fn resolve(&mut self, kept: &HashMap<String, Item>) {
+        let Some(TextOr::List(items)) = &mut self.input else { return };
+        for item in items {
+            if let Some(found) = item.reference().and_then(|id| kept.get(id)) {
+                *item = found.clone();
+            }
+        }
+    }
+
     /// Checks everything that can be checked before the prompt is tokenised. `before` holds the
     /// items of earlier responses. The names of fields without an effect are added to `ignored`.
     ///
@@ -177,15 +205,16 @@ impl ResponsesRequest {
         let images = limits.images;
         let turns = conversation(self.instructions, before, &input, images, ignored)?;
         let functions = functions(self.tools.unwrap_or_default(), ignored)?;
-        let Offered { tools, paths, kinds } =
+        let Offered { tools, kinds } =
             offered(functions, self.tool_choice, self.parallel_tool_calls)?;
         let effort = self.reasoning.unwrap_or_default().effort;
         let thinks = (effort.as_deref() == Some("none")).then_some(false);
         let format = self.text.unwrap_or_default().format;
         let mut parameters = self.generation;
+        let (temperature, top_p) = (parameters.temperature, parameters.top_p);
         parameters.structure.response_format = format.map(TextFormat::in_chat);
         let mut generation =
-            parameters.validate("", defaults, limits).map_err(|error| placed(error, &paths))?;
+            parameters.validate("", defaults, limits).map_err(|error| error.renamed(in_text))?;
         if let Some(structure) = &mut generation.structure {
             structure.param = in_text(&structure.param);
         }
@@ -203,13 +232,13 @@ impl ResponsesRequest {
                 continue_final_message: false,
                 tools: (!described.is_empty()).then(|| Value::Array(described.clone())),
                 kwargs: Map::new(),
-                effort: Effort { level: effort, thinks },
+                effort: Effort { level: effort, thinks, params: EFFORT },
             },
             tools,
         };
         let sampling = &chat.generation.sampling;
-        echo.insert("temperature".into(), json!(sampling.temperature));
-        echo.insert("top_p".into(), json!(sampling.top_p));
+        echo.insert("temperature".into(), json!(temperature.unwrap_or(sampling.temperature)));
+        echo.insert("top_p".into(), json!(top_p.unwrap_or(sampling.top_p)));
         let store = self.store.unwrap_or(true);
         Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
     }
@@ -305,8 +334,6 @@ fn conversation(
 /// The tools of a request.
 struct Offered {
     tools: OfferedTools,
-    /// Their places in the request.
-    paths: Vec<String>,
     kinds: Vec<(String, ToolKind)>,
 }
 
@@ -316,35 +343,10 @@ fn offered(
     parallel: Option<bool>,
 ) -> Result<Offered, ApiError> {
     let choice = choice.map(|choice| named(choice, &kinds));
-    let mut tools = OfferedTools::new(Some(functions), choice.as_ref(), parallel)
-        .map_err(|error| placed(error, &paths))?;
-    for (tool, path) in tools.functions.iter_mut().zip(&paths) {
-        tool.path = format!("{path}.parameters");
-    }
-    if let Some(demand) = &mut tools.demand {
-        demand.param = in_tools(&demand.param, &paths);
-    }
+    let api = ToolNames { paths: Some(&paths), schema: "parameters", name: ".name" };
+    let mut tools = OfferedTools::new(Some(functions), api, choice.as_ref(), parallel)?;
     tools.bind(texts);
-    Ok(Offered { tools, paths, kinds })
-}
-
-/// An error with the parameter's name in this API, for an error with its name in the chat API.
-fn placed(error: ApiError, paths: &[String]) -> ApiError {
-    match error {
-        ApiError::Invalid { param, reason } => {
-            let renamed = |text: &str| in_text(&in_tools(text, paths));
-            ApiError::Invalid { param: renamed(&param), reason: renamed(&reason) }
-        }
-        other => other,
-    }
-}
-
-/// `paths`: of the tools in the request.
-fn in_tools(text: &str, paths: &[String]) -> String {
-    let named = |text: String, (number, path): (usize, &String)| {
-        text.replace(&format!("tools[{number}].function"), path)
-    };
-    paths.iter().enumerate().rev().fold(text.to_owned(), named)
+    Ok(Offered { tools, kinds })
 }
 
 fn in_text(text: &str) -> String {

@@ -1,5 +1,6 @@
 //! Calls of tools: what a grammar forces is what the family writes, and what its parser reads.
 
+mod loose;
 mod schemas;
 #[path = "../../../../dialect/tests/turns/mod.rs"]
 mod turns;
@@ -46,6 +47,7 @@ fn form(
                 rule,
                 schema: schema.to_string().into(),
                 path: format!("tools[{index}]").into(),
+                strict: true,
                 text: None,
             })
             .collect(),

@@ -59,7 +59,11 @@ impl Harness {
     pub(super) fn check(&mut self) {
         let mut unread = vec![];
         self.scheduler.take_unread_patches(&mut unread);
+        self.record.iter_mut().for_each(|record| record.note(&unread));
         unread.into_iter().for_each(|patches| self.arena.free(patches));
+        if let Some(record) = &mut self.record {
+            record.state(&mut self.scheduler);
+        }
         self.scheduler.check_integrity().unwrap_or_else(|wrong| panic!("{wrong}"));
         let stats = self.scheduler.stats();
         let pages = stats.pages_free + stats.pages_cached + stats.pages_held;

@@ -54,6 +54,7 @@ impl Harness {
         let ids: Vec<u64> = masked.map(|(&id, _)| id).collect();
         if let Some(&id) = ids.get(at % ids.len().max(1)) {
             self.scheduler.wait_for_mask(id);
+            self.scheduler.charge(id, at as u64 % 64);
             self.clients.get_mut(&id).expect("submitted").waits = true;
             self.check();
         }

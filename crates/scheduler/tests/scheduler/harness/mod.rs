@@ -2,6 +2,7 @@
 
 mod checks;
 mod late;
+mod record;
 mod requests;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -14,6 +15,7 @@ use forebay_scheduler::{
 use crate::device::{Copier, Device, append, read_prompt, vector};
 use crate::seeing::{Arena, SlotImages};
 use late::MaskedRow;
+use record::Record;
 use requests::told_alone;
 pub(crate) use requests::{alone, config, pooled, request, telling};
 
@@ -71,6 +73,7 @@ pub(crate) struct Harness {
     last_step: u64,
     /// The order of arrival says nothing any more.
     pub(crate) was_reset: bool,
+    record: Option<Record>,
 }
 
 impl Harness {
@@ -90,6 +93,7 @@ impl Harness {
             plan: StepPlan::default(),
             last_step: 0,
             was_reset: false,
+            record: None,
         }
     }
 
@@ -139,6 +143,10 @@ impl Harness {
         let mut plan = std::mem::take(&mut self.plan);
         let mut events = Vec::new();
         let planned = self.scheduler.next_plan(&mut plan, &mut events);
+        if let Some(record) = &mut self.record {
+            record.note((planned, &events));
+            record.plan(&plan);
+        }
         let mut new_slots = plan.new_slots().map(|new| new.slot).collect::<Vec<_>>().into_iter();
         for event in events {
             match event {
@@ -199,6 +207,7 @@ impl Harness {
         self.copier.report(&mut result, &mut self.device);
         let mut events = Vec::new();
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
+        self.record.iter_mut().for_each(|record| record.note(&events));
         for event in events {
             if let Event::ImageRead { patches } = event {
                 self.arena.free(patches);
@@ -268,7 +277,9 @@ impl Harness {
                 self.arena.free(offset);
             }
         } else {
-            for (id, index) in self.scheduler.image_failed(image) {
+            let failed = self.scheduler.image_failed(image);
+            self.record.iter_mut().for_each(|record| record.note(&failed));
+            for (id, index) in failed {
                 let client = self.clients.get_mut(&id).expect("submitted");
                 assert_eq!(client.request.images[index].id, image);
                 assert_eq!(client.end.replace(None), None);
@@ -294,6 +305,7 @@ impl Harness {
             self.clients.get_mut(&id).expect("submitted").deaths += 1;
         }
         let poisoned = self.scheduler.reset();
+        self.record.iter_mut().for_each(|record| record.note(&poisoned));
         for &id in &poisoned {
             let client = self.clients.get_mut(&id).expect("submitted");
             assert_eq!(client.end, None);
@@ -362,6 +374,7 @@ impl Harness {
     pub(crate) fn move_to(&mut self, other: &mut Self) {
         other.was_reset = true;
         for request in self.scheduler.surrender() {
+            self.record.iter_mut().for_each(|record| record.note(&request));
             let mut client = self.clients.remove(&request.id).expect("submitted");
             client.waits = false;
             assert_eq!(client.end, None);

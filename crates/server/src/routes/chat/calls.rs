@@ -81,7 +81,13 @@ pub(super) fn form(
         let schema =
             if kept { tool.schema.to_string() } else { json!({"type": "object"}).to_string() };
         let text = tool.text.as_ref().filter(|_| keeps_texts).map(call_text);
-        CallArguments { rule, schema: schema.into(), path: tool.path.as_str().into(), text }
+        CallArguments {
+            rule,
+            schema: schema.into(),
+            path: tool.path.as_str().into(),
+            strict: tool.strict,
+            text,
+        }
     });
     let whitespace = content.as_ref().map(|content| content.source.whitespace.clone());
     let form = CallForm {

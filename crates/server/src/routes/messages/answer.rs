@@ -103,6 +103,8 @@ fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
     };
     let reason = delta.finish_reason().map(|reason| match reason {
         "tool_calls" => "tool_use",
+        // Also of a tool that the client has named, which OpenAI counts as no choice.
+        _ if delta.end == Some(End::Call) => "tool_use",
         "length" => "max_tokens",
         _ if sequence.is_some() => "stop_sequence",
         _ => "end_turn",

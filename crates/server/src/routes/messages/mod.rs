@@ -107,7 +107,12 @@ fn validate(
     limits: Limits,
 ) -> Result<ValidChat, ApiError> {
     let mut ignored = Vec::new();
-    let chat = request.validate(&state.model.defaults, limits, &mut ignored)?;
+    let mut chat = request.validate(&state.model.defaults, limits, &mut ignored)?;
+    // Clients ask every model to think. One that can't is asked no less.
+    let bounds_thought = state.model.markers.is_some() && state.model.grammars.is_some();
+    if !bounds_thought && chat.generation.thinking_budget.take().is_some() {
+        ignored.push("thinking.budget_tokens".to_owned());
+    }
     for name in &ignored {
         ignore(state, name)?;
     }

@@ -10,6 +10,8 @@ use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
+/// The version of Ollama whose routes these are. Its clients refuse to talk to older ones.
+const OLLAMA_VERSION: &str = "0.12.0";
 /// The suffix of a model's name that has no meaning here.
 const LATEST: &str = ":latest";
 
@@ -64,17 +66,27 @@ fn models(state: &Shared) -> Vec<Value> {
 }
 
 fn details(state: &Shared) -> Value {
-    let info = &state.config.info["model"];
-    let quantization = state.config.info["quantization"].as_str();
-    let family = info["config"]["model_type"].as_str().unwrap_or_default();
+    let info = &state.info["model"];
+    let quantization = state.info["quantization"].as_str();
+    let family = family(&info["config"]);
     json!({
         "parent_model": "",
         "format": info["format"].as_str().unwrap_or_default(),
         "family": family,
-        "families": [family],
+        "families": if family.is_empty() { Vec::new() } else { vec![&family] },
         "parameter_size": "",
         "quantization_level": quantization.filter(|&name| name != "auto").unwrap_or_default(),
     })
+}
+
+/// The family of a model: its type, or the beginning of its architecture's name where a file names
+/// no type.
+fn family(config: &Value) -> String {
+    if let Some(kind) = config["model_type"].as_str() {
+        return kind.to_owned();
+    }
+    let name = config["architectures"][0].as_str().unwrap_or_default();
+    name.split("For").next().unwrap_or_default().trim_end_matches("Model").to_lowercase()
 }
 
 /// Describes the served model.
@@ -93,8 +105,8 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     let name = request.model.or(request.name);
     let name = name.ok_or_else(|| ApiError::invalid("model", "`model`: required and missing"))?;
     state.model_name(served(Some(&name)))?;
-    let config = &state.config.info["model"]["config"];
-    let family = config["model_type"].as_str().unwrap_or_default();
+    let config = &state.info["model"]["config"];
+    let family = family(config);
     let limits = state.limits()?;
     let mut capabilities = Vec::new();
     if state.model.pooling.is_some() {
@@ -127,7 +139,7 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     })))
 }
 
-/// Says which version answers.
+/// Says which version of Ollama's API is spoken.
 #[utoipa::path(
     get,
     path = "/api/version",
@@ -135,5 +147,23 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     responses((status = 200, description = "The version", body = Object)),
 )]
 pub(crate) async fn version() -> Response {
-    reply::ok(&json!({"version": env!("CARGO_PKG_VERSION")}))
+    reply::ok(&json!({"version": OLLAMA_VERSION}))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_family_is_the_type_or_the_architecture() {
+        for (config, expected) in [
+            (json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}), "qwen2"),
+            (json!({"architectures": ["LlamaForCausalLM"]}), "llama"),
+            (json!({"architectures": ["BertModel"]}), "bert"),
+            (json!({}), ""),
+            (Value::Null, ""),
+        ] {
+            assert_eq!(family(&config), expected, "{config}");
+        }
+    }
 }

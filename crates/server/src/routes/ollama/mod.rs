@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use axum::response::Response;
 use forebay_api::{
-    ApiError, ErrorBody, OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest,
-    Prompt, ValidEmbedding, Vector,
+    ApiError, ErrorBody, OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest,
+    OllamaGenerateRequest, Prompt, ValidEmbedding, Vector,
 };
 use forebay_egress::Terms;
 use serde_json::json;
@@ -66,7 +66,8 @@ impl Admissible for OllamaGenerateRequest {
 }
 
 impl Admissible for OllamaEmbedRequest {
-    type Valid = ValidEmbedding;
+    /// `None`: there is no text.
+    type Valid = Option<ValidEmbedding>;
 
     fn model(&self) -> Option<&str> {
         served(self.model.as_deref())
@@ -76,8 +77,25 @@ impl Admissible for OllamaEmbedRequest {
         state.embedder().map(|_| ())
     }
 
-    fn validate_at(self, door: &Door<'_>) -> Result<ValidEmbedding, ApiError> {
-        self.in_openai().validate_at(door)
+    fn validate_at(self, door: &Door<'_>) -> Result<Self::Valid, ApiError> {
+        self.in_openai().map(|request| request.validate_at(door)).transpose()
+    }
+}
+
+impl Admissible for OllamaEmbeddingsRequest {
+    /// `None`: there is no text.
+    type Valid = Option<ValidEmbedding>;
+
+    fn model(&self) -> Option<&str> {
+        served(self.model.as_deref())
+    }
+
+    fn suits(&self, state: &Shared) -> Result<(), ApiError> {
+        state.embedder().map(|_| ())
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<Self::Valid, ApiError> {
+        self.in_openai().map(|request| request.validate_at(door)).transpose()
     }
 }
 
@@ -171,6 +189,9 @@ pub(crate) async fn embed(
 ) -> Result<Response, Failure> {
     let (model, arrived) = (admission.model.clone(), admission.arrived);
     let id = format!("ollama-{}", random_hex());
+    let Some(valid) = valid else {
+        return Ok(reply::ok(&json!({"model": model, "embeddings": []})));
+    };
     let embedded = embed_texts(admission, valid, &id).await?;
     let writer = embedded.writer();
     let Embedded { vectors, wanted, usage, .. } = embedded;
@@ -183,4 +204,27 @@ pub(crate) async fn embed(
         "load_duration": 0,
         "prompt_eval_count": usage.prompt_tokens,
     }))
+}
+
+/// Turns a text into a vector, as Ollama's older clients ask for it.
+#[utoipa::path(
+    post,
+    path = "/api/embeddings",
+    operation_id = "ollama_embeddings",
+    request_body = OllamaEmbeddingsRequest,
+    responses(
+        (status = 200, description = "The vector", body = Object),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn embeddings(
+    Admitted { admission, valid }: Admitted<OllamaEmbeddingsRequest>,
+) -> Result<Response, Failure> {
+    let id = format!("ollama-{}", random_hex());
+    let Some(valid) = valid else { return Ok(reply::ok(&json!({"embedding": []}))) };
+    let embedded = embed_texts(admission, valid, &id).await?;
+    let writer = embedded.writer();
+    let Embedded { vectors, wanted, .. } = embedded;
+    let vector: Option<Vector> = vectors.into_iter().next().map(|vector| form(vector, wanted));
+    writer.value(&json!({"embedding": vector}))
 }

@@ -7,6 +7,7 @@ mod keep;
 #[cfg(test)]
 mod tests;
 
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -24,7 +25,7 @@ use tokio::sync::oneshot;
 use utoipa::ToSchema;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
-use super::chat::{CallIds, prepare};
+use super::chat::{CallIds, prepare, render};
 use crate::answer::{AnswerWriter, charged};
 use crate::call::Call;
 use crate::ignored::ignore;
@@ -34,6 +35,7 @@ use crate::sse;
 use crate::state::Shared;
 use crate::store::{Kept, Owner, Turn};
 use crate::submission::Submission;
+use crate::text::RequestText;
 use crate::wire::Wire;
 use answer::{Answer, Head};
 use keep::Keeper;
@@ -64,15 +66,19 @@ impl Admissible for ResponsesRequest {
         self.model.as_deref()
     }
 
-    fn validate_at(self, door: &Door<'_>) -> Result<NextTurn, ApiError> {
+    fn validate_at(mut self, door: &Door<'_>) -> Result<NextTurn, ApiError> {
         let (state, owner) = (door.state, owner(door.key));
         let before = match &self.previous_response_id {
             Some(id) => previous(state, owner, id)?,
             None => Vec::new(),
         };
+        let named = referred(state, owner, &self, &before)?;
         // The conversation in front is rendered with the rest, and came with another request.
         let front = state.budget.open(door.client);
-        front.set(before.iter().map(|turn| turn.bytes() * RENDERED).sum())?;
+        let bytes = before.iter().map(|turn| turn.bytes()).sum::<usize>();
+        let bytes = bytes + named.values().map(Item::bytes).sum::<usize>();
+        front.set(bytes.saturating_mul(RENDERED))?;
+        self.resolve(&named);
         let turns = before.iter().flat_map(|turn| turn.input.iter().chain(&turn.output));
         let said: Vec<&Item> = turns.collect();
         let mut ignored = Vec::new();
@@ -343,6 +349,65 @@ fn previous(state: &Shared, owner: Owner, id: &str) -> Result<Vec<Arc<Turn>>, Ap
         return Err(ApiError::invalid(PARAM, format!("`{PARAM}`: that response {state}")));
     }
     Ok(kept.turns)
+}
+
+/// The kept items to which a request refers, by their names.
+fn referred(
+    state: &Shared,
+    owner: Owner,
+    request: &ResponsesRequest,
+    before: &[Arc<Turn>],
+) -> Result<HashMap<String, Item>, ApiError> {
+    let references = request.references();
+    if references.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let wanted: HashSet<&str> = references.iter().map(|(id, _)| *id).collect();
+    let mut found = state.store.items(owner, &wanted);
+    let turns = before.iter().flat_map(|turn| turn.input.iter().chain(&turn.output));
+    for item in turns {
+        if let Some(id) = item.id().filter(|id| wanted.contains(id)) {
+            found.entry(id.to_owned()).or_insert_with(|| item.clone());
+        }
+    }
+    match references.into_iter().find(|(id, _)| !found.contains_key(*id)) {
+        None => Ok(found),
+        Some((id, param)) => {
+            let item = cut(id, SHOWN_BYTES).into_owned();
+            Err(ApiError::UnknownItem { item, param })
+        }
+    }
+}
+
+/// The number of tokens of a response's input.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct InputTokens {
+    /// `response.input_tokens`.
+    object: &'static str,
+    /// Tokens of the prompt, an image's positions among them.
+    input_tokens: u32,
+}
+
+/// Counts the tokens of a response's input, without an answer.
+#[utoipa::path(
+    post,
+    path = "/v1/responses/input_tokens",
+    request_body = ResponsesRequest,
+    responses(
+        (status = 200, description = "The number", body = InputTokens),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn input_tokens(
+    Admitted { admission, valid: turn }: Admitted<ResponsesRequest>,
+) -> Result<Response, Failure> {
+    let Admission { state, peer, charge, .. } = admission;
+    let chat = turn.valid.chat;
+    let most = super::tokenize::most_tokens(&state)?;
+    let text = RequestText::new(&state, &peer, chat.generation.cache_salt.as_deref(), &charge);
+    let rendered = render(&state, chat.prompt, most, text, "input").await?;
+    let input_tokens = u32::try_from(rendered.seen.ids.len()).unwrap_or(u32::MAX);
+    Ok(reply::ok(&InputTokens { object: "response.input_tokens", input_tokens }))
 }
 
 fn bytes(response: &Value) -> Bytes {

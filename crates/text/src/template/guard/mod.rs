@@ -79,7 +79,7 @@ impl Guard {
                 firsts[usize::from(token.as_bytes()[0])] = true;
             }
         }
-        let literals = literals(&template.source);
+        let literals: Vec<String> = template.sources().flat_map(literals).collect();
         let literals = (!literals.is_empty())
             .then(|| AhoCorasick::builder().start_kind(StartKind::Both).build(&literals).ok())
             .flatten();
@@ -88,7 +88,8 @@ impl Guard {
         alphabet.dedup();
         let mut guard =
             Self { tokens, finder, firsts, literals, alphabet, inspected: HashSet::new() };
-        guard.inspected = guard.inspected_by(template);
+        let templates = [Some(template), template.tool_use.as_deref()].into_iter().flatten();
+        guard.inspected = templates.flat_map(|template| guard.inspected_by(template)).collect();
         Some(guard)
     }
 

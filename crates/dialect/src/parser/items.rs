@@ -1,0 +1,56 @@
+//! The text around calls.
+
+/// Text before, between and behind calls, which is given back if no call follows.
+#[derive(Debug, Default)]
+pub(super) struct Items {
+    /// The text since the last call, or since the mark that may begin one.
+    pub(super) raw: String,
+    /// It began in reasoning.
+    pub(super) reasoning: bool,
+    /// Nothing but the mark of a section has come.
+    pub(super) section: bool,
+    /// A call has come.
+    pub(super) called: bool,
+    /// The end of that call or of its list has come.
+    pub(super) closed: bool,
+}
+
+/// Characters that may stand before a call within its marks.
+const BEFORE: [char; 3] = [',', '[', '`'];
+/// Characters that may stand behind a call within its marks.
+const BEHIND: [char; 5] = [',', ';', ']', '}', '`'];
+
+impl Items {
+    /// Items behind a mark.
+    pub(super) fn new(raw: String, reasoning: bool, section: bool) -> Self {
+        Self { raw, reasoning, section, ..Self::default() }
+    }
+
+    /// Items behind a call.
+    pub(super) fn behind_call() -> Self {
+        Self { called: true, ..Self::default() }
+    }
+
+    /// True if `c` belongs to the form of calls at this place.
+    pub(super) fn takes(&self, c: char) -> bool {
+        if self.called { !self.closed && BEHIND.contains(&c) } else { BEFORE.contains(&c) }
+    }
+
+    /// Takes text that belongs to the form.
+    pub(super) fn take(&mut self, text: &str) {
+        self.raw.push_str(text);
+        self.closed |= self.called && text.ends_with(']');
+    }
+
+    /// The end of a call or of a section was read.
+    pub(super) fn close(&mut self) {
+        self.raw.clear();
+        self.closed = true;
+    }
+
+    /// The text that belongs to no call.
+    pub(super) fn text(&self) -> &str {
+        let end = self.raw.rfind(BEHIND).filter(|_| self.called);
+        end.map_or(&self.raw, |end| &self.raw[end + 1..])
+    }
+}

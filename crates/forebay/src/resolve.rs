@@ -1,0 +1,105 @@
+//! Flags and model made into the configuration of each part. Their sum is printed at /server_info.
+
+mod device;
+mod engine;
+mod hand;
+mod images;
+mod kv_cache;
+mod model;
+mod server;
+mod sparse;
+mod tiers;
+
+use anyhow::Result;
+use forebay_engine::EngineConfig;
+use forebay_hand::HandConfig;
+use forebay_machine::Machine;
+use forebay_replicas::ReplicasConfig;
+use forebay_server::ServerConfig;
+use serde::{Serialize, Serializer};
+use serde_json::{Value, json};
+
+use crate::flags::ServeFlags;
+use crate::hands::Chosen;
+use crate::model::Model;
+
+pub(crate) use device::{DeviceSettings, Simulated};
+pub(crate) use hand::{dtype, mem_fraction, own_blocks};
+pub(crate) use images::{ImageSettings, sim_tower};
+pub(crate) use kv_cache::kv_cache_dtype;
+pub(crate) use model::ModelSettings;
+pub(crate) use server::ServerSettings;
+pub(crate) use sparse::hot_row_tokens;
+pub(crate) use tiers::HostSize;
+
+/// Fields of a hand's configuration that are no settings: the files of the model, and facts about
+/// one hand of many.
+const NO_SETTINGS: [&str; 4] = ["model", "rank", "world_size", "host_pages"];
+
+/// The configuration of each part: all that was decided before the hand started. A setting that
+/// several parts need has the same name and value in each of them.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Resolved {
+    #[serde(flatten)]
+    pub(crate) model: ModelSettings,
+    #[serde(flatten)]
+    pub(crate) device: DeviceSettings,
+    /// The hand that computes, and the reason for its choice.
+    #[serde(flatten)]
+    pub(crate) choice: Chosen,
+    #[serde(flatten, serialize_with = "settings_of_hand")]
+    pub(crate) hand: HandConfig,
+    #[serde(flatten)]
+    pub(crate) engine: EngineConfig,
+    #[serde(flatten)]
+    pub(crate) replicas: ReplicasConfig,
+    #[serde(flatten)]
+    pub(crate) server: ServerSettings,
+    /// `None`: the model takes no images.
+    #[serde(flatten)]
+    pub(crate) images: Option<ImageSettings>,
+}
+
+impl Resolved {
+    /// Resolves what `flags` leave open for `model` on this machine. `access` has the rules by
+    /// which the server was opened.
+    ///
+    /// # Errors
+    /// Flags contradict each other, the model, or the machine.
+    pub(crate) fn new(flags: &ServeFlags, model: &Model, access: ServerConfig) -> Result<Self> {
+        let context_length = model::context_length(flags, model)?;
+        let machine = Machine::here();
+        let device = DeviceSettings::new(flags, &machine.processors())?;
+        let replicas = engine::replicas(&flags.replicas)?;
+        let engine = engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
+        let hand = hand::resolve(flags, model, &device, &engine, &machine)?;
+        let images = images::resolve(&flags.images, model);
+        device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;
+        let choice = Chosen::new(flags.run.hand, &hand, device.arrangement.ranks, model)?;
+        Ok(Self {
+            model: ModelSettings::new(flags, model),
+            server: ServerSettings::new(flags, model, &machine, &engine, access)?,
+            replicas,
+            device,
+            choice,
+            hand,
+            engine,
+            images,
+        })
+    }
+}
+
+fn settings_of_hand<S: Serializer>(hand: &HandConfig, serializer: S) -> Result<S::Ok, S::Error> {
+    let mut settings = json!(hand);
+    if let Value::Object(settings) = &mut settings {
+        settings.retain(|name, _| !NO_SETTINGS.contains(&name.as_str()));
+        // A hand is told nothing of this default, which has a name for users.
+        if hand.kv_cache_dtype.is_none() {
+            settings.insert("kv_cache_dtype".into(), "auto".into());
+        }
+    }
+    settings.serialize(serializer)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,227 @@
+//! The configuration of the hands.
+
+use anyhow::{Result, bail};
+use forebay_engine::EngineConfig;
+use forebay_hand::HandConfig;
+use forebay_machine::{Machine, Processors};
+
+use super::device::DeviceSettings;
+use super::kv_cache::{check_floats, kv_cache_dtype};
+use super::tiers;
+use crate::affinity::threads_each;
+use crate::flags::{
+    AttentionBackend, Device, Dtype, LoadFormat, Quantization, RunFlags, ServeFlags,
+};
+use crate::model::Model;
+
+/// A laptop's owner wants most of the memory for other things.
+const CPU_MEM_FRACTION: f64 = 0.3;
+/// The same where a control group has a limit, because such memory is there for this server. With
+/// the quarter for requests it leaves enough to the brain.
+const LIMITED_MEM_FRACTION: f64 = 0.6;
+/// The default of `--mem-fraction-static` on CUDA. Other programs take little, and the memory of a
+/// step was measured.
+const CUDA_MEM_FRACTION: f64 = 0.9;
+/// The share of the free memory of the machine for all host tiers. The rest is for the brain and
+/// for other programs.
+const HOST_SHARE: f64 = 0.8;
+/// A model of seven billion parameters in bfloat16 fits, two do not.
+const WEIGHT_CACHE_GIB: u32 = 16;
+
+/// The configuration of each hand, apart from its rank.
+pub(super) fn resolve(
+    flags: &ServeFlags,
+    model: &Model,
+    device: &DeviceSettings,
+    engine: &EngineConfig,
+    machine: &Machine,
+) -> Result<HandConfig> {
+    let ServeFlags { loading, schedule, run, .. } = flags;
+    let (arrangement, cuda) = (device.arrangement, device.cuda());
+    let attention_backend = run.attention_backend.map(AttentionBackend::name);
+    let graph_rows = graph_rows(run, device.device, engine.max_running_requests)?;
+    let (quantization, kv_cache_dtype) = if device.simulated.is_some() {
+        (None, None)
+    } else {
+        let alone = device.device == Device::Cpu && arrangement.ranks == 1;
+        let quantization = quantization(flags, model, alone)?;
+        check_floats(loading.kv_cache_dtype, model, attention_backend)?;
+        let keys = kv_cache_dtype(loading.kv_cache_dtype, device.name(), arrangement.ranks)?;
+        (quantization, keys.told())
+    };
+    // Elsewhere, the hands of a replica are on one machine.
+    let together = if device.apart { arrangement.ranks } else { arrangement.hands() };
+    // Other machines have limits of their own.
+    let limited = machine.memory().limit.is_some() && !device.apart;
+    let simulated = device.simulated.is_some();
+    Ok(HandConfig {
+        model: model.told(),
+        load_format: match loading.load_format {
+            LoadFormat::Auto => "auto",
+            LoadFormat::Dummy => "dummy",
+        }
+        .to_owned(),
+        device: device.name().to_owned(),
+        dtype: if simulated { "none" } else { dtype(loading.dtype, cuda) }.to_owned(),
+        quantization: quantization.map(Quantization::name),
+        kv_cache_dtype,
+        page_size: engine.page_size,
+        slots: engine.slots,
+        context_length: engine.context_length,
+        chunked_prefill_size: engine.chunked_prefill_size,
+        max_running_requests: engine.max_running_requests,
+        attention_backend: attention_backend.map(str::to_owned),
+        graph_rows,
+        mem_fraction_static: mem_fraction(schedule.mem_fraction_static, cuda, limited, together),
+        max_total_tokens: schedule.max_total_tokens,
+        arena_bytes: run.arena_bytes.into(),
+        expert_parallel: arrangement.expert_parallel,
+        step_group: arrangement.step_group(),
+        threads: threads(run.threads, device, &machine.processors()),
+        seed: loading.seed,
+        weight_cache_bytes: u64::from(loading.weight_cache_gib.unwrap_or(WEIGHT_CACHE_GIB)) << 30,
+        // The hands look at the same free memory at about the same time.
+        host_share: HOST_SHARE / f64::from(arrangement.replicas),
+        image_pool_tokens: flags.images.image_pool_tokens,
+        ..tiers::hand(flags, engine.host_tier.is_some())
+    })
+}
+
+/// Threads of a hand on a CPU; `None`: it counts them itself.
+fn threads(given: Option<u32>, device: &DeviceSettings, processors: &Processors) -> Option<u32> {
+    let (affinity, hands) = (&device.cpu_affinity, device.arrangement.hands());
+    // Hands on other machines share none of this one.
+    if given.is_some() || device.apart {
+        return given;
+    }
+    if hands > 1 && affinity.hands.is_empty() && device.device != Device::Sim {
+        return Some(threads_each(processors, hands));
+    }
+    affinity.threads(processors)
+}
+
+/// The flag, where the model goes with it. What only the hand can know (its kernels, a file's
+/// formats), it says itself.
+fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option<Quantization>> {
+    let wanted = flags.loading.quantization;
+    let dummy = flags.loading.load_format == LoadFormat::Dummy;
+    if wanted == Quantization::Gguf && (model.format != "gguf" || dummy) {
+        bail!(
+            "--quantization gguf computes with the blocks of a GGUF file: {}",
+            if dummy { "--load-format dummy loads none" } else { "the model is in safetensors" }
+        );
+    }
+    Ok(match wanted {
+        Quantization::Auto => own_blocks(model, flags.loading.dtype, alone && !dummy),
+        Quantization::None => None,
+        named => Some(named),
+    })
+}
+
+/// `auto`, if a hand may choose the blocks of a GGUF file; `None`: it computes in the model's type.
+///
+/// `may`: the file is read, by one rank on a CPU.
+pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quantization> {
+    let may = may && model.format == "gguf" && model.pooling.is_none();
+    (may && dtype == Dtype::Auto).then_some(Quantization::Auto)
+}
+
+/// The largest number of rows of a graph: by default all that a step may have. The deferred device
+/// has graphs only where a test asks for them.
+fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
+    let graphs = matches!(device, Device::Cuda | Device::Deferred);
+    let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();
+    if !graphs && asked {
+        bail!("--attention-backend and --cuda-graph-max-bs are for --device cuda");
+    }
+    Ok(match flags.cuda_graph_max_bs {
+        _ if !graphs || flags.enforce_eager => 0,
+        Some(most) => most.min(running),
+        None if device == Device::Cuda => running,
+        None => 0,
+    })
+}
+
+/// The share of free memory for a hand. The hands of a CPU look at the same free memory at about
+/// the same time: `together` of them divide it. `limited`: a control group limits the memory.
+pub(crate) fn mem_fraction(given: Option<f64>, cuda: bool, limited: bool, together: u32) -> f64 {
+    if cuda {
+        return given.unwrap_or(CUDA_MEM_FRACTION);
+    }
+    let usual = if limited { LIMITED_MEM_FRACTION } else { CPU_MEM_FRACTION };
+    given.unwrap_or(usual) / f64::from(together)
+}
+
+pub(crate) fn dtype(flag: Dtype, cuda: bool) -> &'static str {
+    match flag {
+        Dtype::Bfloat16 => "bfloat16",
+        Dtype::Float32 => "float32",
+        Dtype::Auto if cuda || native_bfloat16() => "bfloat16",
+        Dtype::Auto => "float32",
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn native_bfloat16() -> bool {
+    std::arch::is_x86_feature_detected!("avx512bf16")
+}
+
+#[cfg(target_arch = "aarch64")]
+fn native_bfloat16() -> bool {
+    std::arch::is_aarch64_feature_detected!("bf16")
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn native_bfloat16() -> bool {
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        run: RunFlags,
+    }
+
+    fn of(device: Device, flags: &[&str]) -> Result<u32> {
+        let line =
+            Line::try_parse_from(["forebay"].iter().chain(flags)).expect("flags that clap takes");
+        graph_rows(&line.run, device, 48)
+    }
+
+    #[test]
+    fn a_gpu_has_graphs_of_all_rows_that_may_run() {
+        assert_eq!(of(Device::Cuda, &[]).unwrap(), 48);
+        assert_eq!(of(Device::Cuda, &["--cuda-graph-max-bs", "7"]).unwrap(), 7);
+        assert_eq!(
+            of(Device::Cuda, &["--max-cudagraph-capture-size", "500"]).unwrap(),
+            48,
+            "no step has more"
+        );
+        assert_eq!(of(Device::Cuda, &["--enforce-eager"]).unwrap(), 0);
+        assert_eq!(of(Device::Cuda, &["--disable-cuda-graph"]).unwrap(), 0);
+    }
+
+    #[test]
+    fn others_have_none_and_refuse_the_flags() {
+        assert_eq!(of(Device::Deferred, &[]).unwrap(), 0);
+        assert_eq!(
+            of(Device::Deferred, &["--cuda-graph-max-bs", "7"]).unwrap(),
+            7,
+            "where a test asks for them"
+        );
+        for device in [Device::Cpu, Device::Sim] {
+            assert_eq!(of(device, &[]).unwrap(), 0);
+            assert_eq!(of(device, &["--enforce-eager"]).unwrap(), 0, "as it is anyway");
+            for flags in [&["--cuda-graph-max-bs", "7"][..], &["--attention-backend", "torch"]] {
+                let error = of(device, flags).unwrap_err().to_string();
+                assert!(error.ends_with("are for --device cuda"), "{error}");
+            }
+        }
+    }
+}

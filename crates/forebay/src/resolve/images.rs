@@ -1,0 +1,90 @@
+//! The settings of images as they come from clients.
+
+use anyhow::{Context, Result, bail};
+use forebay_fetch::{Config as FetchConfig, Fetcher};
+use forebay_server::ImageModel;
+use forebay_sim::SimTower;
+use forebay_vision::{Limits, Processing};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::flags::ImageFlags;
+use crate::model::{Images, Model};
+
+/// Positions of a simulated pool.
+const SIM_POOL_TOKENS: u64 = 8192;
+
+/// The images that requests may have, and the places that they may name.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct ImageSettings {
+    pub(crate) limit_images: u32,
+    pub(crate) max_image_pixels: u64,
+    #[serde(flatten)]
+    pub(crate) fetch: FetchConfig,
+}
+
+/// Checks that only a model with images has flags about them.
+///
+/// # Errors
+/// It has not, and a flag was given.
+pub(super) fn check(flags: &ImageFlags, model: &Model) -> Result<()> {
+    match flags.given().filter(|_| model.images.is_none()) {
+        Some(flag) => bail!("{flag}: {} sees no images", model.name),
+        None => Ok(()),
+    }
+}
+
+/// The settings of images; `None`: the model takes none.
+pub(super) fn resolve(flags: &ImageFlags, model: &Model) -> Option<ImageSettings> {
+    model.images.as_ref()?;
+    Some(ImageSettings {
+        limit_images: flags.limit_images,
+        max_image_pixels: flags.max_image_pixels,
+        fetch: FetchConfig {
+            remote_media: !flags.no_remote_media,
+            allowed_media_domains: flags.allowed_media_domains.clone(),
+            media_allow_private: flags.media_allow_private,
+            allowed_local_media_path: flags.allowed_local_media_path.clone(),
+            ..FetchConfig::default()
+        },
+    })
+}
+
+impl ImageSettings {
+    /// The processing of images.
+    ///
+    /// # Errors
+    /// The model's numbers fit no image.
+    pub(crate) fn model(&self, images: &Images) -> Result<ImageModel> {
+        let processing =
+            Processing::new(images.patch, images.merge, images.min_pixels, images.max_pixels)
+                .context("preprocessor_config.json")?;
+        Ok(ImageModel {
+            processing,
+            token: images.image_token_id,
+            most: self.limit_images,
+            limits: Limits { max_pixels: self.max_image_pixels, ..Limits::default() },
+        })
+    }
+
+    /// The fetcher of images.
+    ///
+    /// # Errors
+    /// A domain or the folder is invalid.
+    pub(crate) fn fetcher(&self) -> Result<Fetcher> {
+        Fetcher::new(&self.fetch).context("images by URL")
+    }
+}
+
+/// The tower of a simulated device.
+pub(crate) fn sim_tower(model: &Model, image_pool_tokens: Option<u64>) -> Option<SimTower> {
+    model.images.as_ref()?;
+    let depth = model.config.get("vision_config").and_then(|vision| vision.get("depth"));
+    let layers = depth.and_then(Value::as_u64).and_then(|depth| u32::try_from(depth).ok());
+    let tokens = image_pool_tokens.unwrap_or(SIM_POOL_TOKENS);
+    let pages = tokens.div_ceil(u64::from(SimTower::PAGE_TOKENS));
+    Some(SimTower {
+        layers: layers.unwrap_or(1).max(1),
+        pages: u32::try_from(pages).unwrap_or(u32::MAX),
+    })
+}

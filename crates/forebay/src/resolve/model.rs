@@ -1,0 +1,61 @@
+//! The settings of the model: its names and its defaults.
+
+use anyhow::{Result, bail};
+use forebay_api::GenerationDefaults;
+use serde::Serialize;
+
+use crate::dialect::ChatFacts;
+use crate::flags::{ServeFlags, TokenizerBackend};
+use crate::model::{Model, Pooling};
+use crate::sampling;
+
+/// The model as it is served.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct ModelSettings {
+    pub(crate) model: String,
+    pub(crate) served_model_names: Vec<String>,
+    /// The values of sampling parameters that a request leaves out; null: OpenAI's.
+    pub(crate) sampling_defaults: GenerationDefaults,
+    pub(crate) tokenizer_backend: TokenizerBackend,
+    /// The form of chats; null before it is known, and if the model has none.
+    pub(crate) chat: Option<ChatFacts>,
+    /// The output of the model in place of tokens.
+    pub(crate) pooling: Option<Pooling>,
+}
+
+impl ModelSettings {
+    pub(super) fn new(flags: &ServeFlags, model: &Model) -> Self {
+        let mut served_model_names = flags.http.served_model_name.clone();
+        if served_model_names.is_empty() {
+            served_model_names.push(model.name.clone());
+            // Clients that were set up for another engine call the model what the command line
+            // calls it.
+            let typed = flags.model_name().filter(|&typed| typed != model.name);
+            served_model_names.extend(typed.map(str::to_owned));
+        }
+        Self {
+            model: model.name.clone(),
+            served_model_names,
+            sampling_defaults: sampling::defaults(
+                &model.format,
+                &model.generation_config,
+                flags.loading.generation_config,
+            ),
+            tokenizer_backend: flags.text.tokenizer_backend,
+            chat: None,
+            pooling: model.pooling.clone(),
+        }
+    }
+}
+
+/// The longest prompt and answer together.
+pub(super) fn context_length(flags: &ServeFlags, model: &Model) -> Result<u32> {
+    let longest = model.context_length;
+    let usual = model.pooling.as_ref().and_then(|pooling| pooling.max_length);
+    let default = usual.unwrap_or(longest).min(longest);
+    let context_length = flags.loading.context_length.unwrap_or(default);
+    if context_length > longest {
+        bail!("--context-length {context_length} is more than the model was made for ({longest})");
+    }
+    Ok(context_length)
+}

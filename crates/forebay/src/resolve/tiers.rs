@@ -1,0 +1,145 @@
+//! The host tier of each replica: its use by the engine, and its size for a hand.
+
+use anyhow::{Result, bail};
+use forebay_capacity::KvSave;
+use forebay_engine::{HostConfig, HostTier, Preemption, SaveUnit};
+use forebay_hand::HandConfig;
+use forebay_sim::Profile;
+
+use super::sparse;
+use crate::flags::{Preemption as PreemptionFlag, ServeFlags, TierFlags};
+use crate::model::{Model, Pooling};
+
+/// The ratio that SGLang takes.
+const RATIO: f64 = 2.0;
+
+/// The size of the host tier.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum HostSize {
+    /// The size in bytes.
+    Bytes(u64),
+    /// The size in pages for each page of the device.
+    Ratio(f64),
+}
+
+impl HostSize {
+    /// The size that a hand is told; `None`: there is no host tier.
+    pub(crate) fn from_hand(hand: &HandConfig) -> Option<Self> {
+        hand.host_bytes.map(Self::Bytes).or(hand.host_ratio.map(Self::Ratio))
+    }
+
+    fn from_flags(flags: &TierFlags, ratio: Option<f64>, replicas: u32) -> Self {
+        let shared =
+            flags.kv_offloading_size.map(|gib| gib * f64::from(1 << 30) / f64::from(replicas));
+        match flags.hicache_size.map(|gb| gb * 1e9).or(shared) {
+            Some(bytes) => Self::Bytes(bytes as u64),
+            None => Self::Ratio(flags.hicache_ratio.or(ratio).unwrap_or(RATIO)),
+        }
+    }
+
+    /// The number of host pages, for a device with `pages` pages and this profile.
+    ///
+    /// # Errors
+    /// The profile has no bytes of a page, or the number is invalid.
+    pub(crate) fn pages(self, profile: &Profile, pages: u32, page_size: u32) -> Result<u32> {
+        let count = match self {
+            Self::Ratio(ratio) => ratio * f64::from(pages),
+            Self::Bytes(bytes) => match profile.page_bytes(page_size, false).all() {
+                0 => bail!(
+                    "profile {} does not say what a token's keys and values take (kv.main_bytes_token): use --hicache-ratio",
+                    profile.name
+                ),
+                page => (bytes / page) as f64,
+            },
+        };
+        if count < 1.0 {
+            bail!("the host tier holds no page");
+        }
+        Ok(count.min(f64::from(i32::MAX)) as u32)
+    }
+}
+
+/// The engine's use of the host tier, with steps of `step` tokens; `None`: there is no host tier.
+///
+/// # Errors
+/// Flags exclude each other, or the model has nothing to keep.
+pub(super) fn engine(
+    flags: &ServeFlags,
+    model: &Model,
+    step: u32,
+    page_size: u32,
+) -> Result<Option<HostConfig>> {
+    let tiers = &flags.tiers;
+    sparse::check(flags, model)?;
+    let is_sparse = flags.sparse.enable_hisparse;
+    if !tiers.on() && !is_sparse {
+        if let Some(given) = tiers.given() {
+            bail!("{given} is for a host tier: add --enable-hierarchical-cache");
+        }
+        return Ok(None);
+    }
+    if flags.schedule.disable_radix_cache {
+        bail!(
+            "a host tier keeps blocks of the prefix cache: it goes without --disable-radix-cache"
+        );
+    }
+    if model.pooling.as_ref().is_some_and(Pooling::whole_prompts) {
+        bail!("this model keeps no keys and values, so a host tier has nothing to hold");
+    }
+    if model.pooling.as_ref().is_some_and(Pooling::counts_all) {
+        bail!(
+            "a host tier keeps blocks of the prefix cache, and this model's vectors are means of states that all have to be computed"
+        );
+    }
+    if model.has_states() {
+        bail!(
+            "a host tier keeps keys and values, and layers of {} keep recurrent states, which no tier has yet",
+            model.name
+        );
+    }
+    if is_sparse && flags.sim.sim_tokens_a_row.is_some_and(|tokens| tokens > 1) {
+        bail!(
+            "--sim-tokens-a-row does not go with --enable-hisparse: a sparse row gives one token"
+        );
+    }
+    let usual = HostConfig {
+        kv_copy_pages_per_step: HostTier::usual_copies(step, page_size),
+        ..HostConfig::default()
+    };
+    Ok(Some(HostConfig {
+        hicache_write_policy: tiers.hicache_write_policy.unwrap_or_default().into(),
+        hicache_prefetch_requests: tiers
+            .hicache_prefetch_requests
+            .unwrap_or(usual.hicache_prefetch_requests),
+        kv_copy_pages_per_step: tiers
+            .kv_copy_pages_per_step
+            .unwrap_or(usual.kv_copy_pages_per_step),
+        preemption: match tiers.preemption.unwrap_or_default() {
+            PreemptionFlag::Restore => Preemption::Restore,
+            PreemptionFlag::Recompute => Preemption::Recompute,
+        },
+        kv_save: match flags.sparse.kv_save.unwrap_or_default() {
+            KvSave::Page => SaveUnit::Page,
+            KvSave::Token => SaveUnit::Token,
+        },
+    }))
+}
+
+/// The host tier as a hand keeps it; `on`: there is one.
+pub(super) fn hand(flags: &ServeFlags, on: bool) -> HandConfig {
+    let (tiers, sparse) = (&flags.tiers, &flags.sparse);
+    let numbers = sparse.hisparse_config.clone().unwrap_or_default();
+    let replicas = flags.replicas.ranks.dp_size;
+    let size = on.then(|| HostSize::from_flags(tiers, numbers.host_to_device_ratio, replicas));
+    let rows = sparse.hot_buffer_tokens.or(numbers.device_buffer_size).unwrap_or(0);
+    HandConfig {
+        host_bytes: if let Some(HostSize::Bytes(bytes)) = size { Some(bytes) } else { None },
+        host_ratio: if let Some(HostSize::Ratio(ratio)) = size { Some(ratio) } else { None },
+        copy_gbps: tiers.debug_kv_copy_gbps,
+        kv_checksum: tiers.debug_kv_checksum,
+        hot_row_tokens: sparse.enable_hisparse.then_some(rows),
+        sparse_top_k: numbers.top_k,
+        kv_save_order: sparse.kv_save_order.unwrap_or_default().name().to_owned(),
+        ..HandConfig::default()
+    }
+}

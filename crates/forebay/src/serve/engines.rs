@@ -1,0 +1,150 @@
+//! The engines, and the hands or simulations that compute for them.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use forebay_engine::{Clock, EngineThread, Executor, SystemClock};
+use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec, Site};
+use forebay_outpost::Collectives;
+use forebay_replicas::{Member, Replicas};
+use forebay_server::Guard;
+use forebay_sim::{Recorder, SimClock, SimExecutor};
+use forebay_text::Tokenizer;
+use tokio::sync::oneshot;
+
+use super::outputs::Sinks;
+use crate::flags::ServeFlags;
+use crate::model::Model;
+use crate::placement::Placed;
+use crate::resolve::{DeviceSettings, Resolved};
+use crate::{collectives, gpus, hands, outposts, python, simulate};
+
+/// The running engines.
+pub(super) struct Engines {
+    pub(super) replicas: Replicas,
+    threads: Vec<EngineThread>,
+    /// The placer of outposts, which has to outlive the hands.
+    _placed: Option<Placed>,
+    pub(super) arena: Arena,
+    /// Gives something when the first engine has ended.
+    pub(super) ended: oneshot::Receiver<()>,
+}
+
+impl Engines {
+    /// Starts an engine for each rank group, which starts its hands.
+    pub(super) fn start(
+        flags: &ServeFlags,
+        interpreter: &Path,
+        model: &Model,
+        resolved: &Resolved,
+        tokenizer: &Arc<Tokenizer>,
+        sinks: &Sinks,
+        guard: &Guard,
+    ) -> Result<Self> {
+        let arena = Arena::new(flags.run.arena_bytes).context("no arena")?;
+        let (site, placed) = outposts::open(&flags.replicas, interpreter, resolved, guard)?;
+        let (mut executors, clock) = match resolved.device.simulated {
+            Some(_) => simulations(flags, resolved, model, tokenizer)?,
+            None => hand_processes(interpreter, resolved, &arena, site.as_ref())?,
+        };
+        // Of one replica only, which was checked.
+        if let Some(file) = &flags.run.record_steps
+            && let Some(executor) = executors.pop()
+        {
+            let steps =
+                File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
+            executors.push(Box::new(Recorder::new(executor, steps)?));
+        }
+        let (on_exit, ended) = oneshot::channel();
+        let on_exit = move || {
+            // Nobody waits any more when the server went first.
+            let _ = on_exit.send(());
+        };
+        let member = |executor| Member {
+            config: resolved.engine.clone(),
+            executor,
+            replicas: (0..resolved.device.arrangement.members()).map(|_| sinks.replica()).collect(),
+        };
+        let members = executors.into_iter().map(member).collect();
+        let (replicas, threads) = Replicas::start(resolved.replicas, members, clock, on_exit)?;
+        Ok(Self { replicas, threads, _placed: placed, arena, ended })
+    }
+
+    /// Stops the engines and waits for their end.
+    pub(super) fn stop(self) {
+        self.replicas.stop();
+        self.threads.into_iter().for_each(EngineThread::join);
+    }
+}
+
+/// The executors of the rank groups, and their common clock.
+type Executors = (Vec<Box<dyn Executor>>, Arc<dyn Clock>);
+
+/// Simulated rank groups.
+fn simulations(
+    flags: &ServeFlags,
+    resolved: &Resolved,
+    model: &Model,
+    tokenizer: &Arc<Tokenizer>,
+) -> Result<Executors> {
+    let clock = SimClock::real();
+    let members = resolved.device.arrangement.members();
+    let save_order = flags.sparse.kv_save_order.unwrap_or_default().into();
+    let mut executors: Vec<Box<dyn Executor>> = Vec::new();
+    for (group, simulated) in (0..).zip(&resolved.device.simulated_groups) {
+        let clock = clock.clone();
+        let sim =
+            simulate::config(resolved, simulated, model, tokenizer, clock, group, save_order)?;
+        executors.push(Box::new(SimExecutor::group(sim, members).0));
+    }
+    Ok((executors, Arc::new(clock)))
+}
+
+/// Rank groups of processes, here or at `site`.
+fn hand_processes(
+    interpreter: &Path,
+    resolved: &Resolved,
+    arena: &Arena,
+    site: Option<&Arc<dyn Site>>,
+) -> Result<Executors> {
+    let (program, args) = resolved.choice.program(interpreter);
+    if resolved.choice.hand == "torch" && site.is_none() {
+        python::check(interpreter)?;
+    }
+    let mut executors: Vec<Box<dyn Executor>> = Vec::new();
+    for group in 0..resolved.device.arrangement.groups as usize {
+        executors.push(Box::new(HandExecutor::new(HandSpec {
+            program: program.clone(),
+            args: args.clone(),
+            // Another machine has its own.
+            env: if site.is_some() { Vec::new() } else { hands::environment() },
+            config: resolved.hand.clone(),
+            arena: arena.clone(),
+            ranks: ranks(&resolved.device, group),
+            site: site.cloned(),
+        })?));
+    }
+    Ok((executors, Arc::new(SystemClock::default())))
+}
+
+/// The ranks of a group. A rank with a GPU sees no other, so all of them compute on their first.
+fn ranks(device: &DeviceSettings, group: usize) -> Vec<RankSpec> {
+    let count = device.arrangement.ranks as usize;
+    let hands = (0..count).map(|rank| group * count + rank);
+    // Those of other machines are chosen there.
+    let together = count > 1 && !device.apart;
+    let collectives = if together { Collectives::Machine } else { Collectives::None };
+    let is_set = |name: &str| std::env::var_os(name).is_some();
+    let interfaces = collectives::environment(&collectives, None, is_set).into_iter();
+    let interfaces = interfaces.map(|(name, value)| (name.into(), value.into()));
+    let interfaces: Vec<(OsString, OsString)> = interfaces.collect();
+    let gpu = |hand: usize| device.gpus.get(hand).map(|gpu| (gpus::VISIBLE.into(), gpu.into()));
+    let rank = |hand: usize| RankSpec {
+        env: gpu(hand).into_iter().chain(interfaces.iter().cloned()).collect(),
+        cpus: device.cpu_affinity.hands.get(hand).cloned().unwrap_or_default(),
+    };
+    hands.map(rank).collect()
+}

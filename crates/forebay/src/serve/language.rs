@@ -1,0 +1,75 @@
+//! The model's language: its tokens, its chats and its forms of answers.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use forebay_dialect::Dialect;
+use forebay_grammar::Grammars;
+use forebay_server::Guard;
+use forebay_text::{ChatTemplate, TextPool, Tokenizer};
+use tracing::warn;
+
+use crate::flags::ServeFlags;
+use crate::model::Model;
+use crate::resolve::Resolved;
+use crate::{dialect, grammar, text, vocabulary};
+
+/// The parts that read and write the model's language, with their threads.
+pub(super) struct Language {
+    pub(super) tokenizer: Arc<Tokenizer>,
+    pub(super) dialect: Dialect,
+    /// Special tokens that are marks of the dialect.
+    pub(super) marks: Arc<[i32]>,
+    pub(super) text: TextPool,
+    pub(super) grammars: Option<Grammars>,
+}
+
+impl Language {
+    /// Reads the model's files and starts the threads. Notes the form of chats among the settings,
+    /// and all ends of turns in the model.
+    pub(super) fn load(
+        flags: &ServeFlags,
+        model: &mut Model,
+        resolved: &mut Resolved,
+        guard: &Guard,
+    ) -> Result<Self> {
+        let backend = resolved.model.tokenizer_backend.into();
+        let added = &model.tokenizer_config;
+        let tokenizer = Arc::new(Tokenizer::from_file_with(&model.tokenizer, backend, added)?);
+        model.eos_token_ids = vocabulary::check(&tokenizer, model)?;
+        let mut template = chat_template(flags, model)?;
+        if template.is_none() && model.pooling.is_none() {
+            warn!("the model has no chat template: /v1/chat/completions will answer 400");
+        }
+        let found = dialect::find(&flags.dialect, template.as_mut(), &tokenizer)?;
+        let (dialect, marks, facts) = found;
+        let template = template.map(Arc::new);
+        resolved.model.chat = model.pooling.is_none().then_some(facts);
+        let settings = &resolved.server;
+        let text = text::pool(&settings.text, Arc::clone(&tokenizer), template, guard)?;
+        let grammars = grammar::start(settings.grammar, &tokenizer, model, guard)?;
+        Ok(Self { tokenizer, dialect, marks, text, grammars })
+    }
+}
+
+fn chat_template(flags: &ServeFlags, model: &Model) -> Result<Option<ChatTemplate>> {
+    let (bos, eos) = (model.bos_token.as_deref(), model.eos_token.as_deref());
+    let tokens = model.named_special_tokens();
+    let compile = |source: &str| {
+        ChatTemplate::isolated(source, bos, eos, &tokens, text::renderer)
+            .context("the chat template, with chats of a few words")
+    };
+    if let Some(file) = &flags.loading.chat_template {
+        let source = std::fs::read_to_string(file)
+            .with_context(|| format!("--chat-template {}", file.display()))?;
+        return compile(&source).map(Some);
+    }
+    let tool_use = model.tool_use_template()?;
+    let Some(source) = model.chat_template.as_ref().or(tool_use.as_ref()) else { return Ok(None) };
+    let template = compile(source)?;
+    let other = tool_use.as_ref().filter(|tool_use| *tool_use != source);
+    Ok(Some(match other {
+        Some(tool_use) => template.with_tool_use(compile(tool_use)?),
+        None => template,
+    }))
+}

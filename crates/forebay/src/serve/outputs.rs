@@ -1,0 +1,90 @@
+//! The way of the engines' outputs to clients.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use forebay_engine::{BlockObserver, OutputSink};
+use forebay_replicas::Listeners;
+use forebay_server::{
+    BlockLog, Egress, EgressConfig, EgressSink, Guard, Metrics, PooledModel, PoolingTask, egress,
+    pooled,
+};
+
+use crate::model::{Model, Task};
+use crate::resolve::Resolved;
+
+/// The ends of the engines' outputs.
+pub(super) struct Outputs {
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) egress: Egress,
+    /// The model, if it pools.
+    pub(super) pooling: Option<PooledModel>,
+    /// The content of the prefix caches, if there are any.
+    pub(super) blocks: Option<BlockLog>,
+}
+
+/// The other ends, for the replicas.
+pub(super) struct Sinks {
+    sink: MakeSink,
+    blocks: Option<BlockLog>,
+}
+
+impl Sinks {
+    /// The listeners of another replica.
+    pub(super) fn replica(&self) -> Listeners {
+        let blocks = self.blocks.as_ref();
+        Listeners {
+            sink: (self.sink)(),
+            blocks: blocks.map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>),
+        }
+    }
+}
+
+impl Outputs {
+    /// Starts the threads that write answers.
+    pub(super) fn start(
+        model: &Model,
+        resolved: &Resolved,
+        guard: &Guard,
+    ) -> Result<(Self, Sinks)> {
+        let metrics = Arc::new(Metrics::new(
+            &resolved.model.served_model_names[0],
+            resolved.engine.context_length,
+            resolved.device.arrangement.replicas,
+        )?);
+        let config = resolved.server.egress;
+        let (egress_sink, egress) = egress(&metrics, config, guard)?;
+        let (sink, pooling) = sinks(model, egress_sink, config, &metrics, guard)?;
+        let blocks = resolved.engine.prefix_cache.then(BlockLog::default);
+        let sinks = Sinks { sink, blocks: blocks.clone() };
+        Ok((Self { metrics, egress, pooling, blocks }, sinks))
+    }
+}
+
+/// Makes a sink for each replica.
+type MakeSink = Box<dyn Fn() -> Box<dyn OutputSink>>;
+
+/// The way of the replicas' outputs, and the model if it pools.
+fn sinks(
+    model: &Model,
+    egress: EgressSink,
+    config: EgressConfig,
+    metrics: &Arc<Metrics>,
+    guard: &Guard,
+) -> Result<(MakeSink, Option<PooledModel>)> {
+    let Some(facts) = &model.pooling else {
+        return Ok((Box::new(move || Box::new(egress.clone())), None));
+    };
+    let (sink, outputs) = pooled(Arc::clone(metrics), config.capacity, guard)?;
+    let pooling = PooledModel {
+        task: match facts.task {
+            Task::Embed => PoolingTask::Embed,
+            Task::Score => PoolingTask::Score,
+        },
+        size: facts.size as usize,
+        normalize: facts.normalize,
+        sigmoid: facts.sigmoid,
+        outputs,
+    };
+    Ok((Box::new(move || Box::new(sink.clone())), Some(pooling)))
+}

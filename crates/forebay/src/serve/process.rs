@@ -1,0 +1,38 @@
+//! The process itself: its logs, and the watch over its threads.
+
+use anyhow::Result;
+use forebay_server::Guard;
+use tracing::warn;
+
+use crate::flags::{ServeFlags, visible_keys};
+use crate::logs::{self, Logs};
+use crate::parent;
+
+/// The logs of the process, and the watch over its threads.
+pub(super) struct Process {
+    pub(super) guard: Guard,
+    pub(super) logs: Logs,
+}
+
+impl Process {
+    /// Starts the logs, and has the process end with its parent if the flags say so.
+    pub(super) fn start(flags: &ServeFlags) -> Result<Self> {
+        let guard = Guard::default();
+        let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref(), &guard)?;
+        warn_of_visible_keys();
+        if let Some(parent) = flags.run.parent {
+            parent::end_with(parent)?;
+        }
+        Ok(Self { guard, logs })
+    }
+}
+
+/// Says which keys other users of the machine can read.
+pub(crate) fn warn_of_visible_keys() {
+    let arguments = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
+    let visible = visible_keys(arguments);
+    if !visible.is_empty() {
+        let flags = visible.join(", ");
+        warn!("{flags}: the list of processes shows the key; a file or the environment does not");
+    }
+}

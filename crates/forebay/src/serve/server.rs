@@ -1,0 +1,182 @@
+//! The server of HTTP clients, from its first connection to its end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use forebay_engine::Status;
+use forebay_replicas::Replicas;
+use forebay_server::{AppState, HealthThread, Intake, IntakeMode, ModelInfo, ServerParts};
+use tracing::info;
+
+use super::engines::Engines;
+use super::language::Language;
+use super::listeners::Listeners;
+use super::outputs::Outputs;
+use super::process::Process;
+use crate::flags::ServeFlags;
+use crate::listening::Bound;
+use crate::model::Model;
+use crate::resolve::Resolved;
+use crate::{grammar, sampling, signals, threads, watch};
+
+/// The server, put together.
+pub(super) struct Server(AppState);
+
+impl Server {
+    /// Puts the parts together. `name` is the model as it was typed.
+    pub(super) fn new(
+        name: &str,
+        model: &Model,
+        resolved: &Resolved,
+        language: Language,
+        outputs: Outputs,
+        engines: &Engines,
+        process: &Process,
+    ) -> Result<Self> {
+        let images = resolved.images.as_ref();
+        let info = ModelInfo {
+            served_names: resolved.model.served_model_names.clone(),
+            root: name.to_owned(),
+            eos: model.eos_token_ids.clone().into(),
+            defaults: resolved.model.sampling_defaults,
+            pooling: outputs.pooling,
+            tokenizer_config: model.tokenizer_config.clone(),
+            dialect: language.dialect,
+            marks: language.marks,
+            grammars: language.grammars,
+            images: images
+                .zip(model.images.as_ref())
+                .map(|(settings, images)| settings.model(images))
+                .transpose()?,
+            fetcher: images.map(|settings| settings.fetcher()).transpose()?,
+            markers: grammar::markers(&language.tokenizer, language.dialect),
+        };
+        let (settings, guard) = (&resolved.server, &process.guard);
+        let engine = Arc::new(engines.replicas.clone());
+        let mode = match settings.inline_intake {
+            true => IntakeMode::Engine(engine.clone()),
+            false => IntakeMode::Threads(settings.intake_threads.into()),
+        };
+        let pixel_bytes = info.images.map_or(0, |images| {
+            let bytes = settings.server.max_request_bytes_in_flight;
+            images.decoding_bytes(settings.intake_threads.into(), bytes)
+        });
+        let (arena, queue) = (engines.arena.clone(), resolved.engine.max_queued_requests);
+        Ok(Self(AppState::new(ServerParts {
+            config: settings.server.clone(),
+            info: serde_json::to_value(resolved)?,
+            guard: guard.clone(),
+            log_lines_dropped: process.logs.dropped(),
+            model: info,
+            engine,
+            text: Arc::new(language.text),
+            intake: Intake::start(mode, Arc::new(arena), queue, pixel_bytes, guard)?,
+            egress: outputs.egress,
+            metrics: outputs.metrics,
+            blocks: outputs.blocks,
+        })))
+    }
+
+    /// Serves until a signal or an engine's end, then stops everything.
+    pub(super) fn run(
+        self,
+        flags: &ServeFlags,
+        Listeners { main, health }: Listeners,
+        resolved: &Resolved,
+        mut engines: Engines,
+        process: &mut Process,
+    ) -> Result<()> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(resolved.server.http_threads.into())
+            .thread_name("http")
+            .enable_all()
+            .build()?;
+        threads::shorten_turns()?;
+        let health = health.map(|listener| HealthThread::start(listener, &self.0)).transpose()?;
+        let served = runtime.block_on(self.serve(main, &mut engines, resolved, flags, process));
+        drop(health);
+        engines.stop();
+        runtime.shutdown_timeout(Duration::from_secs(1));
+        served
+    }
+
+    async fn serve(
+        self,
+        bound: Bound,
+        engines: &mut Engines,
+        resolved: &Resolved,
+        flags: &ServeFlags,
+        Process { guard, logs }: &mut Process,
+    ) -> Result<()> {
+        let (url, curl) = bound.url(flags.access.ssl_certfile.is_some())?;
+        let url = format!("{url}{}", flags.access.root_path);
+        let (listener, _file) = bound.listener()?;
+        let engine = &engines.replicas;
+        let banner = banner(engine.clone(), resolved.clone(), url, curl);
+        let greeting = {
+            let lines = logs.lines().clone();
+            let work = async move {
+                if let Some(banner) = banner.await {
+                    lines.push_always(format!("{banner}\n").as_bytes());
+                }
+            };
+            tokio::spawn(guard.clone().task("the banner", work))
+        };
+        if !flags.log.log_interval.is_zero() {
+            let lines = watch::step_log(engine.clone(), flags.log.log_interval);
+            tokio::spawn(guard.clone().task("the step log", lines));
+        }
+        let told = signals::count()?;
+        let mut engine_died = false;
+        let stopped = async {
+            tokio::select! {
+                () = signals::another(told.clone()) => {}
+                _ = &mut engines.ended => engine_died = true,
+                () = guard.failed() => {}
+            }
+            greeting.abort();
+        };
+        let hurry = signals::another(told.clone());
+        forebay_server::serve(listener, self.0, stopped, hurry).await?;
+        if engine_died {
+            // It panicked, and its state cannot be trusted; or no replica is left that could be
+            // started.
+            for report in engine.reports() {
+                if let Status::Failed(reason) = report.status {
+                    bail!("{reason}");
+                }
+            }
+        }
+        if let Some(cause) = guard.cause() {
+            bail!("{cause}");
+        }
+        info!("drained, stopping");
+        Ok(())
+    }
+}
+
+/// The banner, once the hand is ready; `None`: it never was.
+async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String) -> Option<String> {
+    if !watch::loading(&engine).await {
+        return None;
+    }
+    let Resolved { model, device, choice, hand, .. } = resolved;
+    let samples = match model.pooling {
+        None => sampling::banner_line(&model.sampling_defaults),
+        Some(_) => String::new(),
+    };
+    let facts = engine.facts();
+    let blocks = facts.map_or_else(String::new, |facts| facts.hand.blocks);
+    let automatic = hand.quantization.as_deref() == Some("auto");
+    let blocks = watch::blocks_line(&blocks, automatic.then_some(&hand.dtype));
+    Some(watch::banner(
+        &url,
+        &curl,
+        &model.served_model_names[0],
+        model.pooling.as_ref().map(|pooling| pooling.task),
+        model.chat.as_ref(),
+        device.simulated.as_ref(),
+        &(choice.line() + &blocks + &samples),
+    ))
+}

@@ -1,0 +1,166 @@
+//! Prefill and admission: who gets a slot, pages and rows beside those who decode.
+
+use std::ops::Bound;
+
+use crate::entry::{Residence, Stage};
+use crate::memory::Leased;
+use crate::request::Key;
+use crate::steps::NewStep;
+use crate::words::has_words;
+use crate::{Event, Handle, Scheduler};
+
+impl Scheduler {
+    pub(crate) fn plan_prefills(&mut self, budget: &mut u32, step: &mut NewStep<'_>) {
+        let mut from = Bound::Unbounded;
+        while *budget > 0 {
+            if let Some(handle) = self.next_arrived(from, step) {
+                self.arrive(handle, step);
+            }
+            // Each is either done with its prefill and leaves the map, or takes all that is left of
+            // the budget, or it gets its pages one by one, or it waits for an image, or the result
+            // has no room for more of what it gives.
+            let prefills = &self.roster.prefills;
+            let Some((&key, &handle)) = prefills.range((from, Bound::Unbounded)).next() else {
+                return;
+            };
+            let entry = &self.roster[handle];
+            let in_parts = entry.grows_in_prefill() || self.images.are_ahead(entry);
+            let planned = if in_parts && self.memory.lacks_page(entry) {
+                0
+            } else {
+                self.push_row(handle, *budget, step)
+            };
+            *budget -= planned;
+            if in_parts || planned == 0 {
+                from = Bound::Excluded(key);
+            }
+        }
+    }
+
+    /// The most important request whose blocks have come back. It has to go before all in prefill
+    /// from there on, and the plan must have room for it.
+    fn next_arrived(&self, from: Bound<Key>, step: &NewStep<'_>) -> Option<Handle> {
+        let arrived = self.roster.next_arrived(from);
+        arrived.filter(|&handle| self.has_room_in_plan(handle, step))
+    }
+
+    /// True if the plan and its result have room for a new request too.
+    fn has_room_in_plan(&self, handle: Handle, step: &NewStep<'_>) -> bool {
+        let entry = &self.roster[handle];
+        let answers = |most| step.flight.answers_left(self.config.step_words, most);
+        (!step.plan.writes_slots() || has_words(&self.config, &self.memory, step, entry))
+            && entry.has_room_in_result(answers)
+    }
+
+    /// Admits waiting requests in the order of their turns, as long as the plan has room.
+    pub(crate) fn admit(&mut self, budget: &mut u32, step: &mut NewStep<'_>) {
+        while *budget > 0 && self.roster.has_place(self.turns.queue.has_probe()) {
+            let Some(ticket) = self.turns.next() else { return };
+            let (key, handle) = (ticket.key, ticket.handle);
+            let entry = &self.roster[handle];
+            if entry.known() < entry.total {
+                return;
+            }
+            // A prompt that must not be cut waits for a step with room for all of it, unless it is
+            // longer than any has.
+            let most = self.memory.row_limit(entry.total, *budget);
+            if most > *budget && !step.flight.rows.is_empty() {
+                return;
+            }
+            let returns = self.returns();
+            if !self.has_room_in_plan(handle, step)
+                || self.turns.is_blocked(key, returns)
+                || !self.roster.has_place(entry.request.probe)
+            {
+                return;
+            }
+            let Some(slot) = self.roster.free_slots.pop() else { return };
+            let Some(leased) = self.memory.lease_with_prefix(&mut self.roster[handle]) else {
+                self.roster.free_slots.push(slot);
+                self.turns.block(key, returns);
+                return;
+            };
+            self.turns.queue.admitted(&ticket);
+            self.move_in(handle, slot, leased, step);
+            if let Some(Stage::Prefill) = self.roster[handle].stage() {
+                *budget = budget.saturating_sub(self.push_row(handle, most, step));
+            }
+        }
+    }
+
+    /// A slot and pages for a suspect, at the cost of the least important residents. `None`: they
+    /// are retired, and not back yet, or tokens of its own are in flight.
+    pub(crate) fn make_room(
+        &mut self,
+        handle: Handle,
+        events: &mut Vec<Event>,
+    ) -> Option<(u32, Leased)> {
+        let entry = &self.roster[handle];
+        if entry.known() < entry.total {
+            return None;
+        }
+        loop {
+            if self.roster.has_place(false)
+                && let Some(slot) = self.roster.free_slots.pop()
+            {
+                if let Some(leased) = self.memory.lease_with_prefix(&mut self.roster[handle]) {
+                    return Some((slot, leased));
+                }
+                self.roster.free_slots.push(slot);
+            }
+            let (_, &victim) = self.roster.residents.last_key_value()?;
+            self.preempt(victim, events);
+        }
+    }
+
+    /// Makes a waiting request a resident. Unless it has to wait for copies, slot and pages are
+    /// written into the plan.
+    pub(crate) fn move_in(
+        &mut self,
+        handle: Handle,
+        slot: u32,
+        leased: Leased,
+        step: &mut NewStep<'_>,
+    ) {
+        let Leased { pages, pending, restored } = leased;
+        let entry = &mut self.roster[handle];
+        entry.computed = entry.cached;
+        let replayed = std::mem::replace(&mut entry.request.past.admitted, true);
+        let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };
+        if !replayed && self.memory.caches(entry) {
+            let from_host = restored.min(cached_tokens);
+            self.counters.prefix_queries += u64::from(entry.prompt_len);
+            self.counters.prefix_hits += u64::from(cached_tokens - from_host);
+            self.counters.host_hits += u64::from(from_host);
+        }
+        if replayed {
+            let lost = std::mem::take(&mut entry.lost).saturating_sub(entry.cached);
+            self.counters.recomputed_tokens += u64::from(lost);
+        }
+        let (id, restoring) = (entry.request.id, !pending.is_empty());
+        step.events.push(Event::Admitted { id, cached_tokens, replayed, restoring });
+        self.turns.shares.moved_in(entry.request.client, handle);
+        let stage = if restoring { Stage::Arriving(pending) } else { Stage::Prefill };
+        let (images, passed, last_step) = (vec![], 0, 0);
+        self.roster.move_in(handle, Residence { slot, pages, images, passed, last_step, stage });
+        if !restoring {
+            self.write_slot(handle, step);
+        }
+    }
+
+    /// A request's blocks are on the device: it goes on with the rest.
+    pub(crate) fn arrive(&mut self, handle: Handle, step: &mut NewStep<'_>) {
+        self.roster.arrive(handle);
+        step.events.push(Event::Arrived { id: self.roster[handle].request.id });
+        self.write_slot(handle, step);
+    }
+
+    /// Writes slot and pages of a resident into the plan: from here on it has rows.
+    fn write_slot(&mut self, handle: Handle, step: &mut NewStep<'_>) {
+        let entry = &mut self.roster[handle];
+        let Some(Residence { slot, pages, .. }) = &entry.residence else { return };
+        step.plan.write_slot(&entry.slot(*slot));
+        pages.write_tables(*slot, step.plan);
+        self.images.begin(handle, entry, step);
+    }
+}

@@ -1,0 +1,216 @@
+//! A live request in the scheduler: its tokens, its three numbers, and its slot and pages.
+
+use std::collections::VecDeque;
+
+use forebay_kvcache::{BlockHash, ImageLease, Namer};
+use forebay_protocol::{NewSlot, Want};
+
+use crate::memory::blocks::Blocks;
+use crate::memory::pages::Pages;
+use crate::request::{Key, Request, Ticket};
+use crate::slab::Handle;
+use crate::steps::FlightRow;
+
+/// The slot and pages of a request while it runs.
+#[derive(Debug)]
+pub(crate) struct Residence {
+    pub(crate) slot: u32,
+    pub(crate) pages: Pages,
+    /// Image pages by image; `None`: it is not there yet, or the request is past it.
+    pub(crate) images: Vec<Option<ImageLease>>,
+    /// Leading images that are behind it.
+    pub(crate) passed: usize,
+    /// The last step whose plan names the slot or the pages.
+    pub(crate) last_step: u64,
+    pub(crate) stage: Stage,
+}
+
+/// The stage of a request while it runs.
+#[derive(Debug)]
+pub(crate) enum Stage {
+    /// The leading blocks of the request come back from the host tier by these copies. No plan has
+    /// named its slot and pages yet.
+    Arriving(VecDeque<u32>),
+    /// Computing tokens that it knows.
+    Prefill,
+    /// One token a step, each from the one before. `at` is its index in the roster's list.
+    Decode { at: usize },
+    /// All that it needs is planned: its vector, or the last log-probabilities of its prompt, will
+    /// come with the last step that names it.
+    Planned,
+}
+
+/// A live request. `cached <= computed <= total`, everything else follows.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    /// The request as it was submitted. `past` is kept as it is now. Prompt, generated tokens and
+    /// names move to the fields below at its first admission: until then a thousand choices in the
+    /// queue have one prompt.
+    pub(crate) request: Request,
+    pub(crate) key: Key,
+    /// Known prompt and generated tokens; empty before the first admission.
+    pub(crate) tokens: Vec<i32>,
+    pub(crate) prompt_len: u32,
+    /// The largest number of tokens it may ever have.
+    pub(crate) limit: u32,
+    /// Positions whose keys and values were found in a tier at the last admission.
+    pub(crate) cached: u32,
+    /// Positions that are computed, or will be when the steps in flight are done.
+    pub(crate) computed: u32,
+    /// Tokens that exist, or will at least when the steps in flight are done.
+    pub(crate) total: u32,
+    /// `None`: it waits, and owns nothing.
+    pub(crate) residence: Option<Residence>,
+    pub(crate) blocks: Blocks,
+    /// Positions that were computed when it lost its pages.
+    pub(crate) lost: u32,
+    /// True while its mask is not ready: it has no row that samples.
+    pub(crate) waits: bool,
+    /// True if its next position was computed by a row that sat out.
+    pub(crate) repeats: bool,
+}
+
+/// Tokens that an admitted request has room for beyond those it knows, so that its first steps
+/// allocate nothing.
+const SPARE_TOKENS: usize = 64;
+
+impl Entry {
+    pub(crate) fn new(request: Request, key: Key, namer: &Namer) -> Self {
+        let prompt_len = request.prompt.len() as u32;
+        debug_assert!(request.spec.stop_ids.is_sorted(), "they are searched");
+        Self {
+            key,
+            tokens: Vec::new(),
+            prompt_len,
+            limit: prompt_len.saturating_add(request.max_tokens),
+            cached: 0,
+            computed: 0,
+            total: prompt_len + request.generated.len() as u32,
+            residence: None,
+            blocks: Blocks::new(namer.root(request.cache_salt)),
+            lost: 0,
+            waits: false,
+            repeats: false,
+            request,
+        }
+    }
+
+    /// The request's place in the queue.
+    pub(crate) fn ticket(&self, handle: Handle) -> Ticket {
+        Ticket { key: self.key, handle, client: self.request.client, cost: self.limit.into() }
+    }
+
+    /// The part of it that a plan writes into a slot.
+    pub(crate) fn slot(&self, slot: u32) -> NewSlot<'_> {
+        let spec = &self.request.spec;
+        NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec }
+    }
+
+    /// The stage of a resident.
+    pub(crate) fn stage(&self) -> Option<&Stage> {
+        self.residence.as_ref().map(|residence| &residence.stage)
+    }
+
+    /// True if the request waited for copies, and all have ended.
+    pub(crate) fn has_arrived(&self) -> bool {
+        matches!(self.stage(), Some(Stage::Arriving(pending)) if pending.is_empty())
+    }
+
+    /// True if a resident gets its pages one by one in prefill too.
+    pub(crate) fn grows_in_prefill(&self) -> bool {
+        self.residence.as_ref().is_some_and(|residence| residence.pages.grow_in_prefill())
+    }
+
+    /// The request that another scheduler can go on with.
+    pub(crate) fn into_request(mut self) -> Request {
+        if !self.tokens.is_empty() {
+            self.request.generated = self.tokens.split_off(self.prompt_len as usize);
+            self.request.prompt = self.tokens.into();
+            self.request.names = self.blocks.names.into();
+        }
+        self.request
+    }
+
+    /// True if the request becomes a vector, and generates nothing.
+    pub(crate) fn pools(&self) -> bool {
+        self.request.spec.pooling.is_some()
+    }
+
+    /// Set while the request is suspected of having killed the hand: the number of positions it
+    /// must get past to be cleared.
+    pub(crate) fn mark(&self) -> Option<u32> {
+        self.request.past.suspect
+    }
+
+    /// Tokens that are known; at most `total`, and less while sampled ones are in flight.
+    pub(crate) fn known(&self) -> u32 {
+        let shared = self.request.prompt.len() + self.request.generated.len();
+        (shared + self.tokens.len()) as u32
+    }
+
+    /// Copies its shared data, before its admission.
+    pub(crate) fn settle(&mut self) {
+        if !self.tokens.is_empty() {
+            return;
+        }
+        let prompt = std::mem::take(&mut self.request.prompt);
+        let generated = std::mem::take(&mut self.request.generated);
+        let known = prompt.len() + generated.len();
+        let left = (self.limit as usize).saturating_sub(known);
+        self.tokens = Vec::with_capacity(known + left.min(SPARE_TOKENS));
+        self.tokens.extend_from_slice(&prompt);
+        self.tokens.extend_from_slice(&generated);
+        self.blocks.names = std::mem::take(&mut self.request.names).to_vec();
+    }
+
+    /// True if there is a position to compute now that is not planned yet. The last token that the
+    /// request may have needs no compute.
+    pub(crate) fn plannable(&self) -> bool {
+        self.computed < self.total - u32::from(self.waits) && self.computed + 1 < self.limit
+    }
+
+    /// Leading positions that are computed and do not come again: the last one does if the row that
+    /// samples after it sits out.
+    pub(crate) fn certain(&self) -> u32 {
+        let unsure = self.request.masked && self.known() < self.total;
+        self.computed.min(self.known()).saturating_sub(unsure.into())
+    }
+
+    /// Names its leading blocks up to number `blocks`, whose tokens must be known.
+    pub(crate) fn name_blocks(
+        &mut self,
+        blocks: usize,
+        page_size: usize,
+        namer: &Namer,
+    ) -> &[BlockHash] {
+        self.blocks.extend(blocks, page_size, namer, &self.tokens, &self.request.images);
+        &self.blocks.names[..blocks]
+    }
+
+    /// Checks that the numbers agree with the request's rows in flight.
+    pub(crate) fn check<'a>(
+        &self,
+        rows: impl Iterator<Item = &'a FlightRow> + Clone,
+    ) -> Result<(), String> {
+        let Self { cached, computed, total, .. } = *self;
+        let ensure = |fine: bool, wrong: &str| if fine { Ok(()) } else { Err(wrong.to_owned()) };
+        ensure(cached <= computed && computed <= total && total <= self.limit, "in no order")?;
+        let pending = rows.clone().filter(|row| row.want.samples()).count() as u32;
+        let told = format!("{} known, {pending} in flight", self.known());
+        ensure(self.known() + pending == total, &told)?;
+        let Some(Residence { stage, last_step, .. }) = &self.residence else {
+            return ensure(computed == 0, "but it owns no page");
+        };
+        match stage {
+            Stage::Prefill => Ok(()),
+            Stage::Decode { .. } => ensure(computed + 1 == total, "but it decodes"),
+            Stage::Planned => {
+                let last = |row: &&FlightRow| row.want == Want::Vector || row.prompt.is_some();
+                let ends = rows.filter(last).any(|row| row.end == computed);
+                ensure(computed == self.goal() && ends, "but all is planned")
+            }
+            // Rows of an earlier stay may still be in flight.
+            Stage::Arriving(_) => ensure(*last_step == 0 && computed == cached, "but it arrives"),
+        }
+    }
+}

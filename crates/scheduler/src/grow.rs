@@ -1,0 +1,79 @@
+//! Pages for those who run.
+
+use forebay_protocol::StepPlan;
+
+use crate::memory::Room;
+use crate::steps::NewStep;
+use crate::{Handle, Scheduler};
+
+impl Scheduler {
+    /// Gives a page to each decoding request whose next position begins one, the most important
+    /// first.
+    pub(crate) fn grow_decodes(&mut self, step: &mut NewStep<'_>) {
+        let mut needy = std::mem::take(&mut self.needy);
+        let roster = &self.roster;
+        let grows = |handle: &&Handle| roster[**handle].grows_in_prefill();
+        for &handle in roster.decodes.iter().chain(roster.prefills.values().filter(grows)) {
+            let entry = &roster[handle];
+            if entry.plannable() && self.memory.lacks_page(entry) {
+                needy.push((entry.key, handle));
+            }
+        }
+        needy.sort_unstable();
+        for (_, handle) in needy.drain(..) {
+            // The ones before it may have had to take its pages.
+            if self.roster[handle].residence.is_some() {
+                self.grow(handle, step);
+            }
+        }
+        self.needy = needy;
+    }
+
+    /// Gives a page to a resident if it lacks one, preempting the least important residents for it,
+    /// in the end itself. If retired pages are on their way back, it skips this step. If copies
+    /// alone hold pages, it skips too instead of preempting itself.
+    pub(crate) fn grow(&mut self, handle: Handle, step: &mut NewStep<'_>) {
+        if !self.memory.lacks_page(&self.roster[handle]) {
+            return;
+        }
+        loop {
+            let Some(residence) = self.roster[handle].residence.as_mut() else { return };
+            if self.memory.add_page(residence, step.plan) || self.awaits_retired() {
+                return;
+            }
+            let Some((_, &victim)) = self.roster.residents.last_key_value() else { return };
+            match self.memory.make_room(&mut self.roster, step.plan) {
+                Room::Made => continue,
+                Room::WithCopies => return,
+                Room::None => {}
+            }
+            if victim == handle && self.memory.expects_pages() {
+                return;
+            }
+            if let Some(residence) = self.roster[victim].residence.as_ref() {
+                step.plan.forget_slot(residence.slot);
+            }
+            self.preempt(victim, step.events);
+        }
+    }
+
+    /// True if pages or images come back with a step in flight.
+    fn awaits_retired(&self) -> bool {
+        let next = self.steps.next();
+        self.memory.retired.is_awaited_before(next) || self.images.retired.is_awaited_before(next)
+    }
+
+    /// Keeps pages ready for growth and for the next request, where running requests can drop some.
+    pub(crate) fn keep_pages_ready(&mut self, plan: &mut StepPlan) {
+        self.memory.drop_saved(&mut self.roster, plan);
+        let total = self.lacking_pages().map_or(0, |next| self.roster[next].total);
+        self.memory.keep_ready(&mut self.roster, total, plan);
+    }
+
+    /// The next request, if pages are all that it lacks.
+    fn lacking_pages(&self) -> Option<Handle> {
+        let next = self.turns.next_blocked(self.returns())?;
+        let place = self.roster.has_place(self.roster[next].request.probe);
+        (place && !self.roster.free_slots.is_empty()).then_some(next)
+    }
+}

@@ -1,0 +1,308 @@
+//! Images in prompts: the needed images, their turns in the vision tower, and the lives of their
+//! pages.
+//!
+//! An image that a resident needs and that is on no image page is *wanted*, and an event says so.
+//! The caller then puts its patches where the hand reads them
+//! ([`crate::Scheduler::image_placed`]). Then it waits for the tower, which computes one image at a
+//! time, some layers a step ([`Tower::budget`]). So no stream waits for a whole image. The last
+//! layers write the output to image pages, which stay as long as there is room. The next request
+//! with that image needs neither patches nor tower.
+//!
+//! A request has rows up to the first of its images that is not there yet. It leases the pages of
+//! those ahead of it, and gives them back as soon as its rows are past them. If pages run short,
+//! the image that a request waits for takes the pages of images that no request has reached yet. So
+//! two requests never wait for each other.
+//!
+//! After the hand's death there is neither an image nor a page: all are wanted again.
+//!
+//! - `prompt`: the images of a prompt; `tower`: the next layers.
+
+pub(crate) mod prompt;
+mod tower;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use forebay_kvcache::{ImageId, ImageLease, ImagePool};
+use forebay_protocol::Grid;
+
+use crate::config::Tower;
+use crate::entry::{Entry, Residence};
+use crate::event::{Event, ImageStats};
+use crate::request::Key;
+use crate::retirement::{Retirement, check_leases};
+use crate::roster::Roster;
+use crate::slab::Handle;
+use crate::steps::NewStep;
+use prompt::PromptImage;
+
+/// Work that is left before a needed image is on pages.
+#[derive(Debug)]
+enum Work {
+    /// The patches of the image are not there.
+    Wanted,
+    /// The patches of the image are at this byte of the arena.
+    Placed { patches: u32 },
+    /// The tower has computed some of its layers.
+    Encoding { number: u32, end: u32, patches: u32, pages: ImageLease },
+}
+
+/// The images of a replica.
+#[derive(Debug)]
+pub(crate) struct Images {
+    tower: Tower,
+    pool: ImagePool,
+    work: BTreeMap<ImageId, Work>,
+    /// Residents that have images which are not behind them.
+    seeing: BTreeMap<Key, Handle>,
+    next_number: u32,
+    /// Numbers of images that the hand can drop, and does not know yet.
+    given_up: Vec<u32>,
+    /// The places of patches that no plan will read.
+    unread: Vec<u32>,
+    pub(crate) retired: Retirement<ImageLease>,
+    counters: ImageStats,
+}
+
+impl Images {
+    /// `None`: the model takes none.
+    pub(crate) fn new(tower: Option<Tower>) -> Self {
+        let tower = tower.unwrap_or(Tower { layers: 0, pages: 0, page_tokens: 1, budget: 0 });
+        Self {
+            pool: ImagePool::new(tower.pages),
+            tower,
+            work: BTreeMap::new(),
+            seeing: BTreeMap::new(),
+            next_number: 0,
+            given_up: Vec::new(),
+            unread: Vec::new(),
+            retired: Retirement::default(),
+            counters: ImageStats::default(),
+        }
+    }
+
+    fn pages_of(&self, grid: Grid) -> u32 {
+        grid.positions().div_ceil(self.tower.page_tokens)
+    }
+
+    /// Forgets the device's state and each request's part of it. `read`: patches that plans in
+    /// flight have named.
+    pub(crate) fn hand_died(&mut self, read: Vec<u32>) {
+        debug_assert!(self.work.is_empty() && self.seeing.is_empty(), "nobody needs anything");
+        self.unread.extend(read);
+        self.given_up.clear();
+        self.pool.flush();
+    }
+
+    /// Forgets the images on pages that nobody uses.
+    pub(crate) fn flush(&mut self) {
+        self.pool.flush();
+    }
+
+    fn want(&mut self, image: ImageId, id: u64, index: usize, events: &mut Vec<Event>) {
+        self.work.insert(image, Work::Wanted);
+        self.counters.wanted += 1;
+        events.push(Event::ImageWanted { id, index, image });
+    }
+
+    /// Drops the work for an image that is not on pages and that no request needs any more.
+    fn drop_work(&mut self, image: ImageId) {
+        match self.work.remove(&image) {
+            Some(Work::Placed { patches }) => self.unread.push(patches),
+            Some(Work::Encoding { number, end, patches, pages }) => {
+                if end == 0 {
+                    self.unread.push(patches);
+                } else {
+                    self.given_up.push(number);
+                }
+                // No plan has named the pages.
+                self.pool.release(pages);
+            }
+            Some(Work::Wanted) | None => {}
+        }
+    }
+
+    /// True if a resident has images that are not behind it.
+    pub(crate) fn are_ahead(&self, entry: &Entry) -> bool {
+        self.seeing.contains_key(&entry.key)
+    }
+
+    /// Gives a resident's images to the plan. Images that are nowhere become wanted.
+    pub(crate) fn begin(&mut self, handle: Handle, entry: &mut Entry, step: &mut NewStep<'_>) {
+        let Some(residence) = &mut entry.residence else { return };
+        for (index, image) in entry.request.images.iter().enumerate() {
+            let behind = image.end() <= entry.computed;
+            let count = self.pages_of(image.span.grid);
+            let lease = if behind { None } else { self.pool.find(image.id, count) };
+            step.plan.write_image_span(residence.slot, image.span, pages(lease.as_ref()));
+            if behind {
+                self.counters.in_prefix += 1;
+                residence.passed += 1;
+            } else if lease.is_some() {
+                self.counters.in_pages += 1;
+            } else if !self.work.contains_key(&image.id) {
+                self.want(image.id, entry.request.id, index, step.events);
+            }
+            residence.images.push(lease);
+        }
+        if residence.passed < residence.images.len() {
+            self.seeing.insert(entry.key, handle);
+        }
+    }
+
+    /// Notes that the patches of a wanted image are in the arena. False: no request needs them any
+    /// more.
+    pub(crate) fn placed(&mut self, image: ImageId, patches: u32) -> bool {
+        match self.work.get_mut(&image) {
+            Some(work @ Work::Wanted) => {
+                *work = Work::Placed { patches };
+                true
+            }
+            Some(Work::Placed { .. } | Work::Encoding { .. }) | None => false,
+        }
+    }
+
+    /// The requests that wait for an image whose patches are not there. Each comes with the number
+    /// of the image among its own.
+    pub(crate) fn who_wants(&self, image: ImageId, roster: &Roster) -> Vec<(Handle, usize)> {
+        // Somebody else may have placed it meanwhile.
+        if !matches!(self.work.get(&image), Some(Work::Wanted)) {
+            return Vec::new();
+        }
+        let wants = |&handle: &Handle| {
+            let entry = &roster[handle];
+            let index = entry.request.images.iter().position(|own| own.id == image);
+            needs(entry, image).then_some((handle, index.unwrap_or_default()))
+        };
+        self.seeing.values().filter_map(wants).collect()
+    }
+
+    /// Appends the places of patches that no plan will read any more.
+    pub(crate) fn take_unread(&mut self, into: &mut Vec<u32>) {
+        into.append(&mut self.unread);
+    }
+
+    /// Notes that a row of the step under construction has reached the request's position
+    /// `computed`. Images behind it are not needed after the step.
+    pub(crate) fn pass(&mut self, entry: &mut Entry, step: u64) {
+        if entry.request.images.is_empty() {
+            return;
+        }
+        let (certain, prompt) = (entry.certain(), Arc::clone(&entry.request.images));
+        let Some(residence) = entry.residence.as_mut() else { return };
+        while prompt.get(residence.passed).is_some_and(|image| image.end() <= certain) {
+            let lease = residence.images[residence.passed].take();
+            residence.passed += 1;
+            lease.into_iter().for_each(|lease| self.retire(step, lease));
+        }
+        if residence.passed == prompt.len() {
+            self.seeing.remove(&entry.key);
+        }
+    }
+
+    /// A request has lost its slot: what only it needed is not made any more.
+    pub(crate) fn stop(&mut self, entry: &Entry, roster: &Roster) {
+        if self.seeing.remove(&entry.key).is_none() {
+            return;
+        }
+        for image in entry.request.images.iter() {
+            let needs = |other: &Handle| needs(&roster[*other], image.id);
+            if !self.seeing.values().any(needs) {
+                self.drop_work(image.id);
+            }
+        }
+    }
+
+    /// Forgets the images of a request whose numbers were not finite: they may be the reason.
+    pub(crate) fn forget(&mut self, entry: &Entry) {
+        for image in entry.request.images.iter() {
+            let pages = self.pages_of(image.span.grid);
+            self.pool.forget(image.id, pages);
+        }
+    }
+
+    /// The least important request with image pages, or with an image in the tower. One request is
+    /// excluded.
+    pub(crate) fn holder(&self, except: Handle, roster: &Roster) -> Option<Handle> {
+        let encoding =
+            |image: &PromptImage| matches!(self.work.get(&image.id), Some(Work::Encoding { .. }));
+        self.seeing.values().rev().copied().find(|&handle| {
+            let entry = &roster[handle];
+            let leases = entry.residence.as_ref().map_or(&[][..], |residence| &residence.images);
+            let holds = leases.iter().any(Option::is_some);
+            handle != except && (holds || entry.request.images.iter().any(encoding))
+        })
+    }
+
+    /// Retires a lease until the result of `last_step` is applied.
+    pub(crate) fn retire(&mut self, last_step: u64, lease: ImageLease) {
+        if let Some(lease) = self.retired.retire(last_step, lease) {
+            self.pool.release(lease);
+        }
+    }
+
+    /// Frees the image pages that no step in flight names.
+    pub(crate) fn free_retired(&mut self) {
+        self.retired.take_returned().into_iter().for_each(|lease| self.pool.release(lease));
+    }
+
+    pub(crate) fn stats(&self) -> ImageStats {
+        let counts = self.pool.counts();
+        ImageStats {
+            pages: self.pool.size() as usize,
+            pages_held: counts.held as usize,
+            pages_cached: counts.cached as usize,
+            waiting: self.work.len(),
+            ..self.counters
+        }
+    }
+
+    /// Checks that leases of image pages belong to residents, to the tower, or to retired requests.
+    pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
+        let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.residence.as_ref());
+        let in_work = self.work.values().filter_map(|work| match work {
+            Work::Encoding { pages, .. } => Some(pages),
+            Work::Wanted | Work::Placed { .. } => None,
+        });
+        let owned = residents()
+            .flat_map(|residence| residence.images.iter().flatten())
+            .chain(self.retired.iter())
+            .chain(in_work);
+        let owned = owned.flat_map(ImageLease::pages);
+        check_leases("image page", owned, self.pool.size(), |page| self.pool.leases(page))?;
+        let ahead = |residence: &&Residence| residence.passed < residence.images.len();
+        let (listed, seeing) = (self.seeing.len(), residents().filter(ahead).count());
+        if listed == seeing {
+            Ok(())
+        } else {
+            Err(format!("seeing: {listed} listed, {seeing} exist"))
+        }
+    }
+}
+
+/// A leased image in a plan, or none.
+fn pages(lease: Option<&ImageLease>) -> impl ExactSizeIterator<Item = u32> {
+    let pages: Vec<u32> = lease.into_iter().flat_map(ImageLease::pages).collect();
+    pages.into_iter()
+}
+
+/// True if the request waits for an image.
+fn needs(entry: &Entry, image: ImageId) -> bool {
+    let lacks = |residence: &Residence| {
+        let ahead = entry.request.images.iter().zip(&residence.images).skip(residence.passed);
+        ahead.into_iter().any(|(own, lease)| own.id == image && lease.is_none())
+    };
+    entry.residence.as_ref().is_some_and(lacks)
+}
+
+/// The largest number of positions that images allow for one row of a request now.
+pub(crate) fn visible(entry: &Entry) -> u32 {
+    // Rows end before the first image that is not there.
+    let missing = entry.residence.as_ref().and_then(|residence| {
+        let ahead = residence.images.iter().enumerate().skip(residence.passed);
+        ahead.filter(|(_, lease)| lease.is_none()).map(|(at, _)| at).next()
+    });
+    missing.map_or(u32::MAX, |at| {
+        entry.request.images[at].span.position.saturating_sub(entry.computed)
+    })
+}

@@ -1,0 +1,169 @@
+//! Copies between the device's memory and the host's: the saves and restores in a plan, and the
+//! ends of copies in a result.
+//!
+//! Nothing waits for a save. A request waits for the restores of its own blocks.
+
+use forebay_protocol::{COPY_OK, CopyEnd, PageCopy, StepPlan, StepResult};
+
+use super::pages::Pages;
+use super::{Kind, Memory};
+use crate::config::{HostTier, SavePolicy};
+use crate::entry::{Entry, Residence, Stage};
+use crate::event::HostStats;
+use crate::roster::Roster;
+
+/// A part of all hot pages that saves may lease at a time.
+const SAVING_SHARE: u32 = 8;
+/// The policy *write back* keeps this part of all hot pages ready to be given up, and at least so
+/// many.
+const READY_SHARE: u32 = 10;
+const READY_PAGES: u32 = 64;
+
+/// The largest number of requests whose blocks are remembered until they are saved.
+const UNFINISHED: usize = 64;
+
+/// Numbers before the ends of copies are taken.
+pub(crate) struct CopiesBefore {
+    restored: u64,
+    available: u32,
+}
+
+impl Memory {
+    /// Notes that a request used its blocks, and leaves its pages. Its first block is then the last
+    /// one to be evicted.
+    pub(crate) fn note_use(&mut self, entry: &mut Entry, pages: &Pages) {
+        entry.blocks.was_sparse = pages.is_sparse();
+        if self.host.is_none() {
+            return;
+        }
+        let names = &entry.blocks.names;
+        let names = &names[..names.len().min(pages.len())];
+        self.tiers.touch(names);
+        // A block that is being saved is nobody's latest use yet, and the last one is saved last.
+        if names.last().is_some_and(|&last| self.tiers.will_be_saved(last))
+            && self.unfinished.len() < UNFINISHED
+        {
+            self.unfinished.push(names.to_vec());
+        }
+    }
+
+    fn touch_finished(&mut self) {
+        let tiers = &mut self.tiers;
+        self.unfinished.retain(|names| {
+            let waits = names.last().is_some_and(|&last| tiers.will_be_saved(last));
+            if !waits {
+                tiers.touch(names);
+            }
+            waits
+        });
+    }
+
+    /// Adds copies to the plan. Restores are first, because requests wait for them.
+    pub(crate) fn plan_copies(&mut self, plan: &mut StepPlan) {
+        let Some(host) = self.host else { return };
+        for _ in 0..host.copies_a_step {
+            let Some(copy) = self.tiers.next_restore().or_else(|| self.next_save(host)) else {
+                return;
+            };
+            plan.push_copy(copy);
+        }
+    }
+
+    fn next_save(&mut self, host: HostTier) -> Option<PageCopy> {
+        let pages = self.pages;
+        // Pages that saves lease are nobody's meanwhile.
+        let most = (pages / SAVING_SHARE).max(host.copies_a_step.min(pages / 4)).max(1);
+        match host.policy {
+            SavePolicy::WriteThrough | SavePolicy::WriteThroughSelective => {
+                self.tiers.next_save(most)
+            }
+            SavePolicy::WriteBack => {
+                self.tiers.sweep((pages / READY_SHARE).max(READY_PAGES).min(pages), most)
+            }
+        }
+    }
+
+    /// Copies whose ends are not reported yet.
+    pub(crate) fn copies_outstanding(&self) -> usize {
+        self.tiers.outstanding()
+    }
+
+    /// True if a plan has named this copy, and its end is not reported yet.
+    pub(crate) fn has_sent(&self, ticket: u32) -> bool {
+        self.tiers.is_sent(ticket)
+    }
+
+    /// True if pages come free when copies end.
+    pub(crate) fn expects_pages(&self) -> bool {
+        match self.kind {
+            Kind::Nothing | Kind::Paged => self.tiers.expects_pages(),
+            Kind::Backed(_) => self.tiers.outstanding() > 0,
+        }
+    }
+
+    /// Learns from the time of a step with rows of these lengths.
+    pub(crate) fn learn(&mut self, lengths: impl Iterator<Item = u32> + Clone, device_us: u32) {
+        if self.host.is_some() {
+            let positions = lengths.clone().sum();
+            let single = lengths.filter(|&length| length == 1).count() as u32;
+            self.rates.computed(positions, single, device_us);
+        }
+    }
+
+    /// Takes the times of a result's copies. `None`: no copy has ended.
+    pub(crate) fn begin_copy_ends(&mut self, result: &StepResult) -> Option<CopiesBefore> {
+        let timing = result.copy_timing.unwrap_or_default();
+        self.host_counters.save_us += u64::from(timing.save_us);
+        self.host_counters.restore_us += u64::from(timing.restore_us);
+        let (restored, available) = (self.tiers.moves().restored, self.tiers.hot().available());
+        (!result.copied.is_empty()).then_some(CopiesBefore { restored, available })
+    }
+
+    /// Takes the end of a copy. The requests that wait for one that failed have lost their pages.
+    pub(crate) fn copy_ended(&mut self, end: CopyEnd) {
+        self.tiers.ended(end.ticket, end.error == COPY_OK);
+    }
+
+    /// Has requests wait no more for copies that have ended. True: a request that lacked pages may
+    /// have them now.
+    pub(crate) fn finish_copy_ends(
+        &mut self,
+        before: &CopiesBefore,
+        result: &StepResult,
+        roster: &mut Roster,
+    ) -> bool {
+        let restore_us = result.copy_timing.unwrap_or_default().restore_us;
+        self.rates.restored(self.tiers.moves().restored - before.restored, restore_us);
+        for &handle in roster.arriving.values() {
+            let residence = &mut roster.requests[handle].residence;
+            if let Some(Residence { stage: Stage::Arriving(pending), .. }) = residence {
+                while pending.front().is_some_and(|&ticket| !self.tiers.is_under_way(ticket)) {
+                    pending.pop_front();
+                }
+            }
+        }
+        self.touch_finished();
+        self.tiers.hot().available() > before.available || matches!(self.kind, Kind::Backed(_))
+    }
+
+    pub(super) fn host_stats(&self) -> HostStats {
+        let (moves, pages) = (self.tiers.moves(), self.tiers.host_counts());
+        let page_size = self.page_size as usize;
+        let used = (pages.cached + pages.held) as usize;
+        let all = used + pages.free as usize;
+        HostStats {
+            pages: all,
+            pages_used: used,
+            tokens: all * page_size,
+            tokens_used: used * page_size,
+            tokens_restored: moves.restored * page_size as u64,
+            copies_outstanding: self.tiers.outstanding(),
+            blocks_saved: moves.saved,
+            blocks_restored: moves.restored,
+            copies_failed: moves.failed,
+            dropped_unsaved: moves.dropped_unsaved,
+            saves_refused: moves.refused,
+            ..self.host_counters
+        }
+    }
+}

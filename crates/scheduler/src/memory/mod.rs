@@ -1,0 +1,276 @@
+//! The memory of requests: pages of keys and values, the prefix cache in them, and the tiers.
+//!
+//! Nobody else knows which kind of memory a model has. Without pages nothing is kept between steps.
+//! With pages a request has all that its known tokens need from the start. Backed pages have a page
+//! of the host's tier behind each, so a request goes on while most of its pages are dropped
+//! (`sparse`).
+//!
+//! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
+//!   `sparse`: the same for backed pages, and what running requests drop.
+//! - `copies`: saves, restores, and their ends.
+//! - `pages`: the leases of a request; `blocks`: the names of its blocks.
+
+pub(crate) mod blocks;
+mod check;
+mod copies;
+pub(crate) mod pages;
+mod prefix;
+mod rates;
+mod sparse;
+
+use forebay_kvcache::{BlockEvent, BlockHash, Namer, Tiers};
+use forebay_protocol::{COPY_WORDS, PAGE_WRITE_WORDS, Span, StepPlan};
+
+use crate::config::{HostTier, SavePolicy, SchedulerConfig, Sparse};
+use crate::entry::{Entry, Residence};
+use crate::event::{HostStats, SparseStats, Stats};
+use crate::retirement::Retirement;
+use crate::roster::Roster;
+use pages::Pages;
+use rates::RestoreRates;
+
+pub(crate) use prefix::Leased;
+
+/// What is kept between steps.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    /// Nothing: every prompt is one row.
+    Nothing,
+    /// Pages of keys and values.
+    Paged,
+    /// Pages with a page of the host's tier behind each.
+    Backed(Sparse),
+}
+
+/// The pages of one replica, and who may have which.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    kind: Kind,
+    tiers: Tiers,
+    pages: u32,
+    page_size: u32,
+    prefix_cache: bool,
+    namer: Namer,
+    host: Option<HostTier>,
+    pub(crate) retired: Retirement<Pages>,
+    rates: RestoreRates,
+    /// Leading blocks of requests that ended before all of these were saved.
+    unfinished: Vec<Vec<BlockHash>>,
+    host_counters: HostStats,
+    sparse_counters: SparseStats,
+}
+
+/// The room for a request that lacks a page, when every page is leased.
+pub(crate) enum Room {
+    /// A page was dropped.
+    Made,
+    /// A page can be dropped when copies have ended.
+    WithCopies,
+    /// Nobody can drop a page.
+    None,
+}
+
+impl Memory {
+    /// # Panics
+    /// There are too few pages for one sparse request.
+    pub(crate) fn new(config: &SchedulerConfig) -> Self {
+        let SchedulerConfig { pages, page_size, prefix_cache, .. } = *config;
+        let host = config.host.filter(|_| pages > 0 && prefix_cache);
+        let kind = match config.sparse.filter(|_| host.is_some()) {
+            None if pages == 0 => Kind::Nothing,
+            None => Kind::Paged,
+            Some(sparse) => Kind::Backed(sparse),
+        };
+        let host = host.map(|host| match kind {
+            Kind::Backed(_) => host.for_sparse(),
+            Kind::Nothing | Kind::Paged => host,
+        });
+        let mut memory = Self {
+            kind,
+            tiers: Tiers::new(0, 0),
+            pages,
+            page_size,
+            prefix_cache,
+            namer: config.namer.clone(),
+            host,
+            retired: Retirement::default(),
+            rates: RestoreRates::default(),
+            unfinished: Vec::new(),
+            host_counters: HostStats::default(),
+            sparse_counters: SparseStats::default(),
+        };
+        memory.tiers = memory.empty_tiers();
+        if config.block_events {
+            memory.tiers.note_events();
+        }
+        memory
+    }
+
+    /// Tiers without blocks.
+    fn empty_tiers(&self) -> Tiers {
+        let host_pages = self.host.map_or(0, |host| host.pages);
+        let Kind::Backed(sparse) = self.kind else { return Tiers::new(self.pages, host_pages) };
+        let least = sparse.least_pages();
+        assert!(self.pages >= least, "{} pages, but {least} are needed", self.pages);
+        Tiers::backed(self.pages, host_pages, self.page_size)
+    }
+
+    /// Goes on with another number of pages in each tier. All blocks are forgotten.
+    pub(crate) fn resize(&mut self, pages: u32, host_pages: u32) {
+        self.pages = pages;
+        if let Some(host) = &mut self.host {
+            host.pages = host_pages;
+        }
+        let mut tiers = self.empty_tiers();
+        tiers.go_on_from(&self.tiers);
+        self.tiers = tiers;
+    }
+
+    /// True if a request of so many positions has room when it runs alone.
+    pub(crate) fn fits(&self, positions: u64) -> bool {
+        let pages = match (self.kind, self.host) {
+            (Kind::Nothing, _) => return true,
+            (Kind::Backed(_), Some(host)) => host.pages,
+            (Kind::Backed(_) | Kind::Paged, _) => self.pages,
+        };
+        positions <= u64::from(pages) * u64::from(self.page_size)
+    }
+
+    /// The largest row of a prompt of `total` tokens, where `budget` positions are left. A prompt
+    /// of which nothing would be kept is never cut.
+    pub(crate) fn row_limit(&self, total: u32, budget: u32) -> u32 {
+        match self.kind {
+            Kind::Nothing => total.max(budget),
+            Kind::Paged | Kind::Backed(_) => budget,
+        }
+    }
+
+    /// True if the next position of a resident begins a page that it does not have.
+    pub(crate) fn lacks_page(&self, entry: &Entry) -> bool {
+        let pages = entry.residence.as_ref().map_or(0, |residence| residence.pages.len() as u32);
+        entry.computed >= pages * self.page_size && !matches!(self.kind, Kind::Nothing)
+    }
+
+    /// Gives a page to a resident. False: every page is leased.
+    pub(crate) fn add_page(&mut self, residence: &mut Residence, plan: &mut StepPlan) -> bool {
+        let (lease, host) = match self.kind {
+            Kind::Nothing | Kind::Paged => (self.tiers.allocate(), None),
+            Kind::Backed(_) => self.tiers.allocate_backed().unzip(),
+        };
+        let Some(lease) = lease else { return false };
+        let Residence { slot, pages, .. } = residence;
+        let index = pages.len() as u32;
+        plan.write_page(*slot, index, lease.page());
+        pages.hot.push(Some(lease));
+        host.iter().for_each(|host| plan.write_host(*slot, index, host.page()));
+        pages.host.extend(host);
+        true
+    }
+
+    /// True if a request may share blocks with others.
+    pub(crate) fn caches(&self, entry: &Entry) -> bool {
+        self.prefix_cache && self.pages > 0 && entry.request.spec.embeds.is_none()
+    }
+
+    pub(crate) fn namer(&self) -> &Namer {
+        &self.namer
+    }
+
+    /// Offers a resident's blocks to the prefix cache whose tokens are known and whose keys and
+    /// values are planned.
+    pub(crate) fn offer_blocks(&mut self, entry: &mut Entry) {
+        let page_size = self.page_size;
+        let by_rows = matches!(self.kind, Kind::Backed(sparse) if sparse.save_rows);
+        let saves = self.host.is_some_and(|host| host.policy == SavePolicy::WriteThrough);
+        let ready = entry.certain() / page_size;
+        let named = entry.residence.as_ref().map_or(ready, |residence| residence.pages.named);
+        if !self.caches(entry) || named >= ready {
+            return;
+        }
+        entry.name_blocks(ready as usize, page_size as usize, &self.namer);
+        let Entry { residence: Some(Residence { pages, .. }), blocks, .. } = entry else { return };
+        for block in named as usize..ready as usize {
+            let name = blocks.names[block];
+            let fresh = match (&pages.hot[block], pages.host.get(block)) {
+                (Some(hot), None) => self.tiers.name(hot, name),
+                (Some(hot), Some(host)) => self.tiers.name_backed(hot, host, name),
+                (None, _) => false,
+            };
+            if fresh && saves && !by_rows {
+                self.tiers.want_saved(name);
+            }
+        }
+        pages.named = ready;
+    }
+
+    /// Forgets all blocks of a request, also shared ones, because their content can't be trusted.
+    pub(crate) fn forget_blocks(&mut self, entry: &Entry) {
+        entry.blocks.names.iter().for_each(|&name| self.tiers.forget(name));
+    }
+
+    /// Retires pages until the result of `last_step` is applied.
+    pub(crate) fn retire(&mut self, last_step: u64, pages: Pages) {
+        if let Some(pages) = self.retired.retire(last_step, pages) {
+            pages.free(&mut self.tiers);
+        }
+    }
+
+    /// Frees the pages that no step in flight names.
+    pub(crate) fn free_retired(&mut self) {
+        for pages in self.retired.take_returned() {
+            pages.free(&mut self.tiers);
+        }
+    }
+
+    /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now.
+    pub(crate) fn flush(&mut self) -> bool {
+        self.tiers.flush()
+    }
+
+    /// The device is gone. With `copies_to_blame`, blocks that were being restored are forgotten.
+    pub(crate) fn hand_died(&mut self, copies_to_blame: bool) {
+        self.tiers.hand_died(copies_to_blame);
+        self.unfinished.clear();
+    }
+
+    pub(crate) fn take_events(&mut self, into: &mut Vec<BlockEvent>) {
+        self.tiers.take_events(into);
+    }
+
+    /// Adds the numbers of pages and tiers.
+    pub(crate) fn count(&self, roster: &Roster, stats: &mut Stats) {
+        let pages = self.tiers.hot().counts();
+        stats.pages_held = pages.held as usize;
+        stats.pages_cached = pages.cached as usize;
+        stats.pages_free = pages.free as usize;
+        stats.host = HostStats { arriving: roster.arriving.len(), ..self.host_stats() };
+        stats.sparse = self.sparse_counters;
+        if let Kind::Backed(_) = self.kind {
+            let residents = roster.residents.values();
+            let residences = residents.filter_map(|&handle| roster[handle].residence.as_ref());
+            stats.sparse.requests = residences.filter(|r| r.pages.is_sparse()).count();
+        }
+    }
+
+    /// The largest number of words in a plan for the pages of a new request of `total` tokens, and
+    /// for the copies beside it.
+    pub(crate) fn words(&self, total: u32, token_budget: u32) -> usize {
+        let pages = (total as usize + 1).div_ceil(self.page_size as usize);
+        let copies = self.host.map_or(0, |host| host.copies_a_step as usize);
+        match self.kind {
+            Kind::Nothing => 0,
+            Kind::Paged => PAGE_WRITE_WORDS * pages + COPY_WORDS * copies,
+            Kind::Backed(sparse) => {
+                // The host's pages are another table.
+                let tables = PAGE_WRITE_WORDS * (2 * pages + sparse.row_pages as usize);
+                if !sparse.save_rows {
+                    return tables + COPY_WORDS * copies;
+                }
+                // Each page that its first row touches is a copy of its own, and all copies have
+                // spans.
+                let touched = (token_budget.max(self.page_size) / self.page_size + 2) as usize;
+                tables + (copies + touched) * (COPY_WORDS + Span::WORDS)
+            }
+        }
+    }
+}

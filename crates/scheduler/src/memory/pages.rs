@@ -1,0 +1,73 @@
+//! The pages of a request.
+
+use forebay_kvcache::{Host, Lease, Tiers};
+use forebay_protocol::StepPlan;
+
+/// The leases of a request's pages.
+#[derive(Debug, Default)]
+pub(crate) struct Pages {
+    /// On the device, by position; `None`: dropped, the host's memory has its content.
+    pub(super) hot: Vec<Option<Lease>>,
+    /// The pages of the host's tier behind them; empty unless requests can be sparse.
+    pub(super) host: Vec<Lease<Host>>,
+    /// The leases for the hot rows of a sparse request; empty: it is not sparse.
+    pub(super) rows: Vec<Lease>,
+    /// Leading pages that a sparse request has dropped, or never will.
+    pub(super) settled: u32,
+    /// Leading blocks that were found in the cache or offered to it.
+    pub(super) named: u32,
+}
+
+impl Pages {
+    pub(crate) fn len(&self) -> usize {
+        self.hot.len()
+    }
+
+    pub(super) fn is_sparse(&self) -> bool {
+        !self.rows.is_empty()
+    }
+
+    /// The largest number of positions of one row.
+    pub(crate) fn longest_row(&self) -> u32 {
+        // The positions that one row chooses have room in the hot rows, those of several may not.
+        if self.is_sparse() { 1 } else { u32::MAX }
+    }
+
+    /// True if prefill gets its pages one by one, as decoding does. Otherwise it has all of them
+    /// from the start.
+    pub(crate) fn grow_in_prefill(&self) -> bool {
+        self.is_sparse()
+    }
+
+    /// Leases of the device's pages.
+    pub(crate) fn leases(&self) -> impl Iterator<Item = &Lease> {
+        self.hot.iter().flatten().chain(&self.rows)
+    }
+
+    /// Writes where all pages of a new resident are.
+    pub(crate) fn write_tables(&self, slot: u32, plan: &mut StepPlan) {
+        for (index, lease) in self.hot.iter().enumerate() {
+            match lease {
+                Some(lease) => plan.write_page(slot, index as u32, lease.page()),
+                None => plan.drop_page(slot, index as u32),
+            }
+        }
+        for (index, lease) in self.host.iter().enumerate() {
+            plan.write_host(slot, index as u32, lease.page());
+        }
+        for (index, lease) in self.rows.iter().enumerate() {
+            plan.write_hot_rows(slot, index as u32, lease.page());
+        }
+    }
+
+    /// Frees all pages, the deepest first.
+    pub(super) fn free(mut self, tiers: &mut Tiers) {
+        self.rows.drain(..).for_each(|lease| tiers.release(lease));
+        while let Some(hot) = self.hot.pop() {
+            hot.into_iter().for_each(|lease| tiers.release(lease));
+        }
+        while let Some(host) = self.host.pop() {
+            tiers.release_host(host);
+        }
+    }
+}

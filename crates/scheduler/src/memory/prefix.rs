@@ -1,0 +1,176 @@
+//! The prefix cache at admission: the blocks that a request finds in the tiers, and the new pages
+//! behind them.
+
+use std::collections::VecDeque;
+
+use forebay_kvcache::Found;
+
+use super::pages::Pages;
+use super::{Kind, Memory};
+use crate::config::SavePolicy;
+use crate::entry::Entry;
+use crate::roster::Roster;
+use crate::turns::Turns;
+
+/// The pages of a request that is admitted.
+#[derive(Default)]
+pub(crate) struct Leased {
+    pub(crate) pages: Pages,
+    /// Copies to wait for.
+    pub(crate) pending: VecDeque<u32>,
+    /// Positions that copies bring.
+    pub(crate) restored: u32,
+}
+
+impl Memory {
+    /// Looks up the prefix of a request, and leases pages for all its known tokens and, if it
+    /// generates, the next one. The first pages hold its leading blocks, or will when copies have
+    /// ended; `cached` tells the number of their positions. New pages follow. `None`, and nothing
+    /// is leased, if there are too few.
+    pub(crate) fn lease_with_prefix(&mut self, entry: &mut Entry) -> Option<Leased> {
+        // From here on it needs tokens of its own.
+        entry.settle();
+        let mut leased = match self.kind {
+            Kind::Nothing => Leased::default(),
+            Kind::Paged => self.lease_paged(entry)?,
+            Kind::Backed(sparse) => self.lease_backed(entry, sparse)?,
+        };
+        leased.pages.named = entry.cached / self.page_size;
+        self.host_counters.restores_chosen += u64::from(leased.restored > 0);
+        leased.restored *= self.page_size;
+        Some(leased)
+    }
+
+    /// The number of pages for all known tokens of a request and the next one.
+    pub(super) fn pages_for(&self, entry: &Entry) -> usize {
+        (entry.known() + u32::from(entry.generates())).div_ceil(self.page_size) as usize
+    }
+
+    fn lease_paged(&mut self, entry: &mut Entry) -> Option<Leased> {
+        let count = self.pages_for(entry);
+        let (found, declined) = self.find_prefix(entry);
+        let new = count - found.iter().filter(|found| !matches!(found, Found::Host(_))).count();
+        if (self.tiers.hot().available() as usize) < new {
+            self.free_found(found);
+            return None;
+        }
+        let mut leased = Leased::default();
+        leased.pages.hot.reserve_exact(count);
+        for (found, &name) in found.into_iter().zip(&entry.blocks.names) {
+            let (lease, ticket) = match found {
+                Found::Hot(lease) => (Some(lease), None),
+                Found::Arriving(lease, ticket) => (Some(lease), Some(ticket)),
+                Found::Host(lease) => self.tiers.restore(name, lease).unzip(),
+            };
+            leased.pages.hot.push(lease);
+            leased.restored += u32::from(ticket.is_some());
+            leased.pending.extend(ticket);
+        }
+        entry.cached = leased.pages.len() as u32 * self.page_size;
+        if declined {
+            self.host_counters.restores_declined += 1;
+            self.rates.declined();
+        }
+        leased.pages.hot.resize_with(count, || self.tiers.allocate());
+        Some(leased)
+    }
+
+    /// Finds the leading blocks of a request in the tiers, unless computing them again is cheaper
+    /// than to bring them back. The second value is true if it is.
+    fn find_prefix(&mut self, entry: &mut Entry) -> (Vec<Found>, bool) {
+        if !self.caches(entry) {
+            return (Vec::new(), false);
+        }
+        let selective =
+            self.host.is_some_and(|host| host.policy == SavePolicy::WriteThroughSelective);
+        let recomputes = self.recomputes(entry);
+        let blocks = (entry.reusable() / self.page_size) as usize;
+        let (mut found, mut first_on_host, mut on_host) = (Vec::new(), usize::MAX, 0);
+        for &name in entry.name_blocks(blocks, self.page_size as usize, &self.namer) {
+            match self.tiers.find(name) {
+                None => break,
+                Some(Found::Host(lease)) if recomputes => {
+                    self.tiers.release_host(lease);
+                    break;
+                }
+                Some(Found::Host(lease)) => {
+                    first_on_host = first_on_host.min(found.len());
+                    on_host += 1;
+                    found.push(Found::Host(lease));
+                }
+                Some(on_device) => {
+                    if selective && matches!(on_device, Found::Hot(_)) {
+                        self.tiers.want_saved(name);
+                    }
+                    found.push(on_device);
+                }
+            }
+        }
+        let tokens = (found.len() - first_on_host.min(found.len())) as u32 * self.page_size;
+        let declined = on_host > 0 && !self.rates.restores(on_host, tokens);
+        if declined {
+            let rest = found.split_off(first_on_host);
+            self.free_found(rest);
+        }
+        (found, declined)
+    }
+
+    /// True if a request computes its blocks again rather than have them restored.
+    fn recomputes(&self, entry: &Entry) -> bool {
+        entry.request.past.admitted && self.host.is_some_and(|host| !host.restore_preempted)
+    }
+
+    /// Frees the leases of blocks that were found, the deepest first.
+    fn free_found(&mut self, found: Vec<Found>) {
+        for found in found.into_iter().rev() {
+            match found {
+                Found::Hot(lease) | Found::Arriving(lease, _) => self.tiers.release(lease),
+                Found::Host(lease) => self.tiers.release_host(lease),
+            }
+        }
+    }
+
+    /// Brings back the prefixes of the next requests. It uses pages that are free of loss and that
+    /// no earlier request needs.
+    pub(crate) fn prefetch_prefixes(&mut self, roster: &mut Roster, turns: &Turns) {
+        let Some(host) = self.host.filter(|host| host.prefetch > 0) else { return };
+        debug_assert!(matches!(self.kind, Kind::Paged), "backed pages restore no index keys here");
+        let page_size = self.page_size;
+        if !self.rates.restores(1, page_size) {
+            return;
+        }
+        // Those who run may need a page each before these come free again.
+        let mut room = self.tiers.hot().spare().saturating_sub(roster.residents.len() as u32);
+        for ticket in turns.queue.upcoming(host.prefetch as usize) {
+            let entry = &mut roster[ticket.handle];
+            let pages = entry.total.div_ceil(page_size);
+            if room == 0 {
+                return;
+            }
+            let embeds = entry.request.spec.embeds.is_some();
+            if entry.blocks.prefetched || self.recomputes(entry) || embeds {
+                room = room.saturating_sub(pages);
+                continue;
+            }
+            // Once only, also where there is not room for all: what comes back later would take the
+            // pages of what came before.
+            entry.blocks.prefetched = true;
+            entry.settle();
+            let blocks = (entry.reusable() / page_size) as usize;
+            for &name in entry.name_blocks(blocks, page_size as usize, &self.namer) {
+                if room == 0 {
+                    return;
+                }
+                if self.tiers.only_on_host(name)
+                    && let Some(Found::Host(lease)) = self.tiers.find(name)
+                    && let Some((waiter, _)) = self.tiers.restore(name, lease)
+                {
+                    self.tiers.release(waiter);
+                    room -= 1;
+                } else if !self.tiers.knows(name) {
+                    break;
+                }
+            }
+        }
+    }
+}

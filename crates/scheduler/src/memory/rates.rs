@@ -1,0 +1,79 @@
+//! The quicker way to blocks: to restore or to compute them.
+
+use crate::mean::Mean;
+
+/// The factor on the time of a restore that is not tried.
+const FADING: f64 = 0.95;
+
+/// Running means of the device's times.
+#[derive(Debug, Default)]
+pub(crate) struct RestoreRates {
+    /// Microseconds a page that is restored.
+    restore_us: Mean,
+    /// Microseconds a token that is computed in a step that is mostly prefill.
+    prefill_us: Mean,
+}
+
+impl RestoreRates {
+    /// Notes the time of a step with so many positions, of which `single` were in rows of one.
+    pub(crate) fn computed(&mut self, positions: u32, single: u32, device_us: u32) {
+        // What decode rows cost is not what a position of a chunk costs.
+        if positions > 2 * single && device_us > 0 {
+            self.prefill_us.learn(f64::from(device_us) / f64::from(positions));
+        }
+    }
+
+    /// Notes the time of a restore of so many pages.
+    pub(crate) fn restored(&mut self, pages: u64, us: u32) {
+        if pages > 0 && us > 0 {
+            self.restore_us.learn(f64::from(us) / pages as f64);
+        }
+    }
+
+    /// Blocks were computed because restoring takes longer. What is never done is never measured,
+    /// so it is taken for a little faster each time, until it is tried again.
+    pub(crate) fn declined(&mut self) {
+        self.restore_us.scale(FADING);
+    }
+
+    /// True if to restore so many pages is faster than to compute so many tokens. Always, until
+    /// both rates are known.
+    pub(crate) fn restores(&self, pages: u32, tokens: u32) -> bool {
+        match (self.restore_us.get(), self.prefill_us.get()) {
+            (Some(restore), Some(prefill)) => {
+                f64::from(pages) * restore < f64::from(tokens) * prefill
+            }
+            _ => true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_takes_less_is_chosen_once_both_are_known() {
+        let mut rates = RestoreRates::default();
+        assert!(rates.restores(1000, 1));
+        rates.restored(10, 1000);
+        assert!(rates.restores(1000, 1), "what a token takes is not known");
+        rates.computed(100, 50, 100);
+        assert!(rates.restores(1000, 1), "half of it was decode");
+        rates.computed(100, 0, 1000);
+        assert!(rates.restores(1, 16) && !rates.restores(1, 10));
+        for _ in 0..100 {
+            rates.restored(10, 10);
+        }
+        assert!(rates.restores(1, 10), "it has become fast");
+        for _ in 0..100 {
+            rates.restored(1, 1000);
+        }
+        let mut declined = 0;
+        while !rates.restores(1, 10) {
+            rates.declined();
+            declined += 1;
+        }
+        assert!((10..100).contains(&declined), "it is tried again after a while");
+    }
+}

@@ -1,0 +1,100 @@
+//! The ways in which requests lose slot and pages.
+
+use crate::entry::Stage;
+use crate::slab::Handle;
+use crate::{Event, Scheduler};
+
+impl Scheduler {
+    /// Takes the pages of a resident for another request. It computes them again when its turn
+    /// comes. Its named blocks stay in the cache as long as possible, and tokens in flight still
+    /// count.
+    pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
+        self.counters.preemptions += 1;
+        self.send_back(handle, events);
+    }
+
+    /// Preempts the requests that wait for a copy which failed. They compute the missing blocks.
+    pub(crate) fn preempt_waiters(&mut self, ticket: u32, events: &mut Vec<Event>) {
+        let waits = |&handle: &Handle| {
+            let stage = self.roster[handle].stage();
+            matches!(stage, Some(Stage::Arriving(pending)) if pending.contains(&ticket))
+        };
+        let waiters: Vec<Handle> = self.roster.arriving.values().copied().filter(waits).collect();
+        waiters.into_iter().for_each(|handle| self.send_back(handle, events));
+    }
+
+    /// Has a resident wait for its turn again.
+    fn send_back(&mut self, handle: Handle, events: &mut Vec<Event>) {
+        self.retire(handle);
+        let entry = &self.roster[handle];
+        self.turns.line_up(handle, entry);
+        events.push(Event::Preempted { id: entry.request.id });
+    }
+
+    /// Takes a request out of everything.
+    pub(crate) fn remove(&mut self, handle: Handle) {
+        self.retire(handle);
+        if let Some(entry) = self.roster.remove(handle) {
+            self.turns.leave(&entry.ticket(handle));
+        }
+    }
+
+    /// Takes slot and pages from a request, if it has any, and retires them.
+    pub(crate) fn retire(&mut self, handle: Handle) {
+        let Some(residence) = self.roster.take_residence(handle) else { return };
+        self.images.stop(&self.roster[handle], &self.roster);
+        let entry = &mut self.roster[handle];
+        self.memory.note_use(entry, &residence.pages);
+        self.turns.shares.moved_out(entry.request.client);
+        let last_step = residence.last_step;
+        self.memory.retire(last_step, residence.pages);
+        residence
+            .images
+            .into_iter()
+            .flatten()
+            .for_each(|lease| self.images.retire(last_step, lease));
+        self.roster.retire_slot(last_step, residence.slot);
+    }
+
+    /// Notes that the result of a step has come. What only this step named may be freed.
+    pub(crate) fn answered(&mut self, step: u64) {
+        self.memory.retired.answered(step);
+        self.images.retired.answered(step);
+        self.roster.retired.answered(step);
+    }
+
+    /// Frees what no step in flight names.
+    pub(crate) fn free_retired(&mut self) {
+        self.memory.free_retired();
+        self.images.free_retired();
+        self.roster.free_retired();
+    }
+
+    /// Frees everything, whatever is in flight, because the device or the scheduler is gone.
+    pub(crate) fn free_everything(&mut self) {
+        self.turns.shares.forget_promise();
+        while let Some(flight) = self.steps.in_flight.pop_front() {
+            self.answered(flight.step);
+            self.free_retired();
+        }
+        while let Some((_, &handle)) = self.roster.residents.first_key_value() {
+            self.retire(handle);
+        }
+    }
+
+    /// The number of pages and images that came back from retirement so far.
+    pub(crate) fn returns(&self) -> u64 {
+        self.memory.retired.returns() + self.images.retired.returns()
+    }
+
+    /// Preempts a resident for the next request, if one has to give way
+    /// ([`crate::turns::Turns::who_gives_way`]).
+    pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
+        let (step, returns) = (self.steps.next(), self.returns());
+        if let Some((victim, ticket)) = self.turns.who_gives_way(&self.roster, step, returns) {
+            let lost = self.roster[victim].computed;
+            self.preempt(victim, events);
+            self.turns.promise(ticket, step, lost);
+        }
+    }
+}

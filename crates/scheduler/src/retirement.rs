@@ -1,0 +1,106 @@
+//! Retirement of slots and pages. A plan in flight may read and write the slots and pages that it
+//! names. So none of them returns to its pool before the result of the last step that names it was
+//! applied. Until then it is retired.
+
+/// Retired things of one kind.
+#[derive(Debug)]
+pub(crate) struct Retirement<T> {
+    /// The retired things. Each has the last step that names it.
+    retired: Vec<(u64, T)>,
+    /// The last step whose result was applied.
+    answered: u64,
+    /// The number of things that came back.
+    returns: u64,
+}
+
+impl<T> Default for Retirement<T> {
+    fn default() -> Self {
+        Self { retired: Vec::new(), answered: 0, returns: 0 }
+    }
+}
+
+impl<T> Retirement<T> {
+    /// Retires a thing until the result of `last_step` is applied. Gives it back if it was.
+    #[must_use]
+    pub(crate) fn retire(&mut self, last_step: u64, thing: T) -> Option<T> {
+        if last_step > self.answered {
+            self.retired.push((last_step, thing));
+            return None;
+        }
+        self.returns += 1;
+        Some(thing)
+    }
+
+    /// Notes that the result of a step has come: no later plan names what was retired until then.
+    pub(crate) fn answered(&mut self, step: u64) {
+        self.answered = step;
+    }
+
+    /// Takes what no step in flight names, in the order of retirement.
+    #[must_use]
+    pub(crate) fn take_returned(&mut self) -> Vec<T> {
+        let answered = self.answered;
+        let back = self.retired.extract_if(.., |(last, _)| *last <= answered);
+        let back: Vec<T> = back.map(|(_, thing)| thing).collect();
+        self.returns += back.len() as u64;
+        back
+    }
+
+    /// The number of things that came back. While it stays the same, what lacked room before lacks
+    /// it still.
+    pub(crate) fn returns(&self) -> u64 {
+        self.returns
+    }
+
+    /// True if something comes back with a step before this one.
+    pub(crate) fn is_awaited_before(&self, step: u64) -> bool {
+        self.retired.iter().any(|&(last, _)| last < step)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
+        self.retired.iter().map(|(_, thing)| thing)
+    }
+}
+
+/// Checks that a pool counts as many leases of each page as owners have.
+pub(crate) fn check_leases(
+    what: &str,
+    owned: impl Iterator<Item = u32>,
+    pages: u32,
+    counted: impl Fn(u32) -> u32,
+) -> Result<(), String> {
+    let mut leases = vec![0_u32; pages as usize];
+    owned.for_each(|page| leases[page as usize] += 1);
+    match leases.iter().zip(0..).find(|&(&owned, page)| owned != counted(page)) {
+        None => Ok(()),
+        Some((owned, page)) => {
+            Err(format!("{what} {page}: {owned} leases of {} exist", counted(page)))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn things_return_with_their_step_in_the_order_of_retirement() {
+        let mut retirement = Retirement::default();
+        assert_eq!(retirement.retire(0, 'a'), Some('a'), "no step names it");
+        for (step, thing) in [(2, 'b'), (1, 'c'), (2, 'd'), (1, 'e')] {
+            assert_eq!(retirement.retire(step, thing), None);
+        }
+        assert_eq!(
+            (retirement.is_awaited_before(2), retirement.is_awaited_before(1)),
+            (true, false)
+        );
+        assert_eq!(retirement.take_returned(), []);
+        retirement.answered(1);
+        assert_eq!(retirement.retire(1, 'f'), Some('f'), "its step was answered");
+        assert_eq!(retirement.take_returned(), ['c', 'e']);
+        assert_eq!((retirement.returns(), retirement.iter().count()), (4, 2));
+        retirement.answered(2);
+        assert_eq!(retirement.take_returned(), ['b', 'd']);
+        assert_eq!((retirement.returns(), retirement.iter().count()), (6, 0));
+    }
+}

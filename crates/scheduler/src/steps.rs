@@ -1,0 +1,160 @@
+//! The steps in flight, and the one under construction.
+
+use std::collections::VecDeque;
+
+use forebay_protocol::{PromptLogprobsWant, StepPlan, Want};
+
+use crate::event::Event;
+use crate::slab::Handle;
+
+/// A row of a step in flight.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FlightRow {
+    pub(crate) handle: Handle,
+    pub(crate) start: u32,
+    pub(crate) end: u32,
+    pub(crate) want: Want,
+    /// The log-probabilities of its prompt that it gives.
+    pub(crate) prompt: Option<PromptLogprobsWant>,
+    /// True if it was to sample, and gives no token: its last position comes again.
+    pub(crate) sits_out: bool,
+}
+
+/// Layers for an image, in a step in flight.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FlightImage {
+    /// The request that waits for it.
+    pub(crate) handle: Handle,
+    /// The end of the image's positions in that request.
+    pub(crate) end: u32,
+}
+
+/// A planned step.
+#[derive(Debug, Default)]
+pub(crate) struct Flight {
+    pub(crate) step: u64,
+    pub(crate) rows: Vec<FlightRow>,
+    pub(crate) sampled: usize,
+    pub(crate) pooled: usize,
+    /// Words of its result for log-probabilities of prompts.
+    pub(crate) answer_words: usize,
+    pub(crate) towers: Vec<FlightImage>,
+    /// The places of the patches that it reads.
+    pub(crate) read: Vec<u32>,
+}
+
+impl Flight {
+    /// The requests whose work is in it. Each comes with the end of the positions that it is for.
+    pub(crate) fn work(&self) -> impl Iterator<Item = (Handle, u32)> {
+        let rows = self.rows.iter().map(|row| (row.handle, row.end));
+        rows.chain(self.towers.iter().map(|image| (image.handle, image.end)))
+    }
+
+    /// The number of tokens for whose log-probabilities the result still has room. The first row to
+    /// give any may always give one.
+    pub(crate) fn answers_left(&self, step_words: usize, most: u32) -> u32 {
+        let left = step_words.saturating_sub(self.answer_words)
+            / PromptLogprobsWant::answer_words(1, most);
+        u32::try_from(left.max(usize::from(self.answer_words == 0))).unwrap_or(u32::MAX)
+    }
+
+    pub(crate) fn push(&mut self, row: FlightRow) {
+        self.sampled += usize::from(row.want.samples());
+        self.pooled += usize::from(row.want == Want::Vector);
+        let words =
+            |want: PromptLogprobsWant| PromptLogprobsWant::answer_words(want.count, want.most);
+        self.answer_words += row.prompt.map_or(0, words);
+        self.rows.push(row);
+    }
+
+    fn clear(&mut self) {
+        self.rows.clear();
+        self.towers.clear();
+        self.read.clear();
+        (self.sampled, self.pooled, self.answer_words) = (0, 0, 0);
+    }
+}
+
+/// The work of a plan.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Planned {
+    /// Rows that decode.
+    pub decode_rows: u32,
+    /// Rows that compute known tokens of a prompt.
+    pub prefill_rows: u32,
+    /// Positions of all rows.
+    pub tokens: u32,
+    /// Images in the tower.
+    pub images: u32,
+}
+
+impl Planned {
+    pub(crate) fn of(flight: &Flight, decodes: usize) -> Self {
+        Self {
+            decode_rows: decodes as u32,
+            prefill_rows: (flight.rows.len() - decodes) as u32,
+            tokens: flight.rows.iter().map(|row| row.end - row.start).sum(),
+            images: flight.towers.len() as u32,
+        }
+    }
+
+    /// True if the device computes anything.
+    #[must_use]
+    pub fn computes(&self) -> bool {
+        self.tokens > 0 || self.images > 0
+    }
+}
+
+/// A step under construction.
+pub(crate) struct NewStep<'a> {
+    pub(crate) plan: &'a mut StepPlan,
+    pub(crate) events: &'a mut Vec<Event>,
+    pub(crate) flight: Flight,
+}
+
+/// All steps whose results are outstanding.
+#[derive(Debug, Default)]
+pub(crate) struct Steps {
+    /// The number of steps so far.
+    count: u64,
+    pub(crate) in_flight: VecDeque<Flight>,
+    /// Emptied ones to use again.
+    spare: Vec<Flight>,
+    pub(crate) planned: Planned,
+}
+
+impl Steps {
+    /// The number of the next step; the first is 1.
+    pub(crate) fn next(&self) -> u64 {
+        self.count + 1
+    }
+
+    /// The next step, empty.
+    pub(crate) fn begin(&mut self) -> Flight {
+        Flight { step: self.next(), ..self.spare.pop().unwrap_or_default() }
+    }
+
+    /// The plan that was made is in flight; `decodes` of its rows decode.
+    pub(crate) fn launch(&mut self, flight: Flight, decodes: usize) {
+        self.planned = Planned::of(&flight, decodes);
+        self.count += 1;
+        self.in_flight.push_back(flight);
+    }
+
+    /// Keeps the memory of a step that was answered, or not made.
+    pub(crate) fn reuse(&mut self, mut flight: Flight) {
+        flight.clear();
+        self.spare.push(flight);
+    }
+
+    /// The rows of a request in flight.
+    pub(crate) fn rows_of(&self, handle: Handle) -> impl Iterator<Item = &FlightRow> + Clone {
+        let rows = self.in_flight.iter().flat_map(|flight| &flight.rows);
+        rows.filter(move |row| row.handle == handle)
+    }
+
+    /// The work of all steps in flight, as [`Flight::work`] gives it.
+    pub(crate) fn work(&self) -> impl Iterator<Item = (Handle, u32)> {
+        self.in_flight.iter().flat_map(Flight::work)
+    }
+}

@@ -1,0 +1,242 @@
+//! Turns: the request that is next, and the one that gives way.
+//!
+//! - `queue`: the order of waiting requests, by rank and by client (`fair`).
+//! - `shares`: the running requests of each client.
+
+pub(crate) mod fair;
+mod queue;
+mod shares;
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::config::Policy;
+use crate::entry::Entry;
+use crate::mean::Mean;
+use crate::request::{Key, Request, Ticket};
+use crate::roster::Roster;
+use crate::slab::Handle;
+use queue::{PROBE_RANK, Queue};
+use shares::Shares;
+
+/// The order in which requests have their turns.
+#[derive(Debug)]
+pub(crate) struct Turns {
+    policy: Policy,
+    fair: bool,
+    token_budget: u32,
+    /// The waiting requests, without the suspects.
+    pub(crate) queue: Queue,
+    pub(crate) shares: Shares,
+    /// The waiting request that did not fit, and the number of returns to the pools then. Until
+    /// something comes back, looking again is a waste.
+    blocked: Option<(Key, u64)>,
+    /// Suspects of the hand's death, resident or not. While there are any, only the first of them
+    /// has rows.
+    suspects: BTreeMap<Key, Handle>,
+    /// Microseconds a token that is computed.
+    token_us: Mean,
+}
+
+impl Turns {
+    pub(crate) fn new(policy: Policy, fair: bool, token_budget: u32) -> Self {
+        Self {
+            policy,
+            fair,
+            token_budget,
+            queue: Queue::new(fair),
+            shares: Shares::default(),
+            blocked: None,
+            suspects: BTreeMap::new(),
+            token_us: Mean::default(),
+        }
+    }
+
+    /// The rank of a request; smaller ones go first.
+    pub(crate) fn rank(&self, request: &Request) -> i64 {
+        match self.policy {
+            _ if request.probe => PROBE_RANK,
+            Policy::Fcfs => 0,
+            Policy::Priority => -i64::from(request.priority),
+            Policy::PriorityAscending => i64::from(request.priority),
+        }
+    }
+
+    /// Lets a request wait for its turn, which does not wait yet.
+    pub(crate) fn line_up(&mut self, handle: Handle, entry: &Entry) {
+        if entry.mark().is_some() {
+            self.suspects.insert(entry.key, handle);
+        } else {
+            self.queue.insert(entry.ticket(handle), entry.request.past.admitted);
+            self.shares.settled = false;
+        }
+    }
+
+    /// Lets a request have no turn any more.
+    pub(crate) fn leave(&mut self, ticket: &Ticket) {
+        self.queue.remove(ticket);
+        self.shares.gone(ticket.handle);
+        self.suspects.remove(&ticket.key);
+    }
+
+    /// Lines a request up again after the hand's death, as a suspect or not. It may be waiting
+    /// already.
+    pub(crate) fn line_up_again(&mut self, handle: Handle, entry: &Entry) {
+        let ticket = entry.ticket(handle);
+        if entry.mark().is_some() {
+            self.queue.remove(&ticket);
+        }
+        if !self.queue.contains(&ticket) {
+            self.line_up(handle, entry);
+        }
+    }
+
+    /// Clears a suspect.
+    pub(crate) fn clear_suspect(&mut self, handle: Handle, entry: &mut Entry) {
+        entry.request.past.suspect = None;
+        self.suspects.remove(&entry.key);
+        if entry.residence.is_none() {
+            self.line_up(handle, entry);
+        }
+    }
+
+    /// The suspect whose turn it is.
+    pub(crate) fn suspect(&self) -> Option<Handle> {
+        self.suspects.first_key_value().map(|(_, &handle)| handle)
+    }
+
+    /// The waiting request whose turn it is. No request overtakes it.
+    pub(crate) fn next(&self) -> Option<Ticket> {
+        self.shares.promised.or_else(|| self.queue.first())
+    }
+
+    /// True if a request lacked pages, and none came back since. `returns` counts returns.
+    pub(crate) fn is_blocked(&self, key: Key, returns: u64) -> bool {
+        self.blocked == Some((key, returns))
+    }
+
+    /// The request whose turn it is, if it is blocked.
+    pub(crate) fn next_blocked(&self, returns: u64) -> Option<Handle> {
+        let (key, _) = self.blocked.filter(|&(_, then)| then == returns)?;
+        self.next().filter(|next| next.key == key).map(|next| next.handle)
+    }
+
+    /// Notes that a request lacks pages.
+    pub(crate) fn block(&mut self, key: Key, returns: u64) {
+        self.blocked = Some((key, returns));
+        self.shares.settled = false;
+    }
+
+    /// Has the next request look for pages again.
+    pub(crate) fn unblock(&mut self) {
+        self.blocked = None;
+        self.shares.settled = false;
+    }
+
+    /// Lets nobody wait.
+    pub(crate) fn clear(&mut self) {
+        self.queue.clear();
+        self.suspects.clear();
+    }
+
+    /// The resident that gives way, and the next request whose client has nothing running. It is
+    /// the least important resident of a client with more than an even share, and no more important
+    /// than the request. The request is then the next to be admitted.
+    ///
+    /// This happens once a step at most, and so seldom that repeated computation takes only a part
+    /// of all steps. It runs before any request has a row, since the resident that gives way must
+    /// have none.
+    pub(crate) fn who_gives_way(
+        &mut self,
+        roster: &Roster,
+        step: u64,
+        returns: u64,
+    ) -> Option<(Handle, Ticket)> {
+        if !self.fair || !self.shares.may_change(step) {
+            return None;
+        }
+        let next = self.next();
+        if next.as_ref().is_some_and(|next| {
+            let place = roster.has_place(roster[next.handle].request.probe);
+            place && !self.is_blocked(next.key, returns)
+        }) {
+            return None;
+        }
+        self.shares.settled = true;
+        // Those that were admitted before go first, but not for ever before a client that has
+        // nothing.
+        let fresh = || self.queue.first_fresh(next?.key.rank);
+        let ticket = self.shares.promised.or_else(fresh)?;
+        let victim = self.shares.who_gives_way(&ticket, roster)?;
+        Some((victim, ticket))
+    }
+
+    /// Promises the next admission to a request for which another gave way, which had computed
+    /// `lost` positions.
+    pub(crate) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32) {
+        self.blocked = None;
+        self.shares.promise(ticket, step, lost, self.token_budget);
+    }
+
+    /// Learns from the time of a step with so many positions.
+    pub(crate) fn learn(&mut self, positions: u32, device_us: u32) {
+        if positions > 0 && device_us > 0 {
+            self.token_us.learn(f64::from(device_us) / f64::from(positions));
+        }
+    }
+
+    /// Charges a request's client for a time on the host: as many tokens as the device computes in
+    /// that time.
+    pub(crate) fn charge(&mut self, ticket: &Ticket, us: u64) {
+        self.queue.charge(ticket, self.tokens_in(us));
+    }
+
+    /// The number of tokens that the device computes in so many microseconds; 0: it is not known.
+    fn tokens_in(&self, us: u64) -> u64 {
+        self.token_us.get().map_or(0, |token_us| (us as f64 / token_us) as u64)
+    }
+
+    /// Checks that each request waits where it should, and each client's share.
+    pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
+        let mut counts = HashMap::new();
+        for (handle, entry) in roster.requests.iter() {
+            let (resident, held) = (entry.residence.is_some(), entry.request.held);
+            let suspect = entry.mark().is_some() && !held;
+            let places = [
+                (
+                    "queue",
+                    self.queue.contains(&entry.ticket(handle)),
+                    !resident && !suspect && !held,
+                ),
+                ("suspects", self.suspects.get(&entry.key) == Some(&handle), suspect),
+                ("held", held && resident, false),
+            ];
+            if let Some((place, is, _)) = places.iter().find(|(_, is, should)| is != should) {
+                return Err(format!("request {} in {place}: {is}", entry.request.id));
+            }
+            if resident {
+                *counts.entry(entry.request.client).or_default() += 1;
+            }
+        }
+        let listed = &self.shares.residents;
+        if *listed != counts {
+            return Err(format!("shares: {listed:?} listed, {counts:?} exist"));
+        }
+        match self.shares.promised.filter(|ticket| !self.queue.contains(ticket)) {
+            None => Ok(()),
+            Some(ticket) => Err(format!("{ticket:?} does not wait")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_is_worth_as_many_tokens_as_the_device_computes_in_it() {
+        let mut turns = Turns::new(Policy::Fcfs, true, 1);
+        assert_eq!(turns.tokens_in(10), 0, "no step was seen");
+        turns.learn(100, 250);
+        assert_eq!((turns.tokens_in(10), turns.tokens_in(2)), (4, 0));
+    }
+}

@@ -1,0 +1,83 @@
+//! Fair shares of the running requests. An admitted request keeps its slot until it ends. So turns
+//! in the queue are not enough: a client that comes first with long requests would hold every slot
+//! until they end.
+
+use std::collections::HashMap;
+
+use crate::request::Ticket;
+use crate::roster::Roster;
+use crate::slab::Handle;
+
+/// The share of computing again after giving way: of all tokens that steps have room for, at most
+/// one in this many.
+const YIELD_SHARE: u64 = 4;
+
+/// Each client's share of the running requests.
+#[derive(Debug, Default)]
+pub(crate) struct Shares {
+    /// Residents of each client that has any.
+    pub(super) residents: HashMap<u64, u32>,
+    /// The next request to be admitted, for which another gave way.
+    pub(super) promised: Option<Ticket>,
+    /// The step before which no request has to give way.
+    rested_at: u64,
+    /// True if no request had to give way at the last look, and nothing has changed since.
+    pub(super) settled: bool,
+}
+
+impl Shares {
+    pub(crate) fn moved_in(&mut self, client: u64, handle: Handle) {
+        *self.residents.entry(client).or_default() += 1;
+        self.gone(handle);
+    }
+
+    pub(crate) fn moved_out(&mut self, client: u64) {
+        if let Some(count) = self.residents.get_mut(&client) {
+            *count -= 1;
+            if *count == 0 {
+                self.residents.remove(&client);
+            }
+        }
+        self.settled = false;
+    }
+
+    /// A request does not wait any more.
+    pub(crate) fn gone(&mut self, handle: Handle) {
+        self.promised.take_if(|ticket| ticket.handle == handle);
+        self.settled = false;
+    }
+
+    pub(crate) fn forget_promise(&mut self) {
+        self.promised = None;
+        self.settled = false;
+    }
+
+    /// True if a look at this step may find that a request has to give way.
+    pub(crate) fn may_change(&self, step: u64) -> bool {
+        !self.settled && step >= self.rested_at
+    }
+
+    /// Promises the next admission to a request for which another gives way now. That one loses
+    /// `lost` computed positions.
+    pub(crate) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32, token_budget: u32) {
+        let steps = (YIELD_SHARE * u64::from(lost)).div_ceil(u64::from(token_budget.max(1)));
+        self.promised = Some(ticket);
+        self.rested_at = step + 1 + steps;
+    }
+
+    /// The least important resident of a client with more than an even share, and no more important
+    /// than the request. `None`: nobody has to give way for the request.
+    pub(crate) fn who_gives_way(&self, ticket: &Ticket, roster: &Roster) -> Option<Handle> {
+        let counts = &self.residents;
+        let admitted = roster[ticket.handle].request.past.admitted;
+        if counts.contains_key(&ticket.client) || admitted {
+            return None;
+        }
+        let even = (roster.residents.len() / (counts.len() + 1)).max(1);
+        let least = roster.residents.iter().rev();
+        least
+            .take_while(|(key, _)| key.rank >= ticket.key.rank)
+            .map(|(_, &handle)| handle)
+            .find(|&handle| counts[&roster[handle].request.client] as usize > even)
+    }
+}

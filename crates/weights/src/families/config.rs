@@ -1,0 +1,285 @@
+//! A `config.json` of a family, and the parts that most families read from it in the same way.
+
+use std::ops::Deref;
+
+use serde_json::{Map, Value};
+
+use super::Family;
+use super::experts::{Experts, check_count};
+use super::shape::{
+    Activation, Attention, DenseFeed, FeedShape, LayerShape, Mixer, Norm, NormPlacement, QkNorm,
+    Rope, Scales, Shape,
+};
+use crate::error::ModelError;
+use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, optional, real, size, truthy};
+
+/// The layers below which Qwen configs have no window, if they do not say it.
+const USUAL_WINDOW_LAYERS: u64 = 28;
+/// Positions of a config that says nothing about them.
+const USUAL_POSITIONS: u64 = 2048;
+
+/// A `config.json` of a known family.
+#[derive(Clone, Copy)]
+pub(crate) struct Config<'a> {
+    pub(super) family: &'static Family,
+    pub(super) values: &'a Map<String, Value>,
+}
+
+/// The layers that have the window of a config, unless `layer_types` says it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum WindowRule {
+    /// All layers.
+    All,
+    /// With `use_sliding_window` those from `max_window_layers` on.
+    Upper,
+}
+
+impl Deref for Config<'_> {
+    type Target = Map<String, Value>;
+
+    fn deref(&self) -> &Self::Target {
+        self.values
+    }
+}
+
+impl Config<'_> {
+    pub(super) fn flag(&self, key: &str, default: bool) -> bool {
+        self.get(key).map_or(default, |value| truthy(Some(value)))
+    }
+
+    pub(super) fn size(&self, key: &str, most: u64) -> Result<usize, ModelError> {
+        size(self.values, key, most)
+    }
+
+    pub(super) fn optional(&self, key: &str, most: u64) -> Result<Option<u64>, ModelError> {
+        optional(self.values, key, most)
+    }
+
+    pub(super) fn real(&self, key: &str, usual: f64) -> Result<f64, ModelError> {
+        real(self.values, key, usual)
+    }
+
+    /// The number under a key that may be null or 0; `usual` if the key is not there.
+    pub(super) fn number_or(&self, key: &str, usual: u64, most: u64) -> Result<u64, ModelError> {
+        match self.contains_key(key) {
+            true => Ok(self.optional(key, most)?.unwrap_or(0)),
+            false => Ok(usual),
+        }
+    }
+
+    /// Checks that a value is one of those that the family computes, or not there.
+    pub(super) fn only(&self, key: &str, known: &[&str]) -> Result<(), ModelError> {
+        let found = self.get(key).filter(|value| !value.is_null());
+        match found.filter(|value| !value.as_str().is_some_and(|text| known.contains(&text))) {
+            None => Ok(()),
+            Some(other) => Err(ModelError::unserved_part(&format!(
+                "{key} {other} in {} ({} is served)",
+                self.family.architecture,
+                known.join(", ")
+            ))),
+        }
+    }
+
+    pub(super) fn layer_count(&self) -> Result<usize, ModelError> {
+        self.size("num_hidden_layers", MOST_LAYERS)
+    }
+
+    pub(super) fn activation(&self) -> Result<Activation, ModelError> {
+        let name = self.get("hidden_act").filter(|value| truthy(Some(value)));
+        let name = name.map_or("silu", |value| value.as_str().unwrap_or_default());
+        Activation::from_name(name).ok_or_else(|| {
+            ModelError::unserved_part(&format!("the activation hidden_act {name:?}"))
+        })
+    }
+
+    /// Grouped-query attention that has biases on all four projections or none. `usual_dim` is the
+    /// length of a head of a config that does not say it.
+    pub(super) fn attention(&self, usual_dim: Option<u64>) -> Result<Attention, ModelError> {
+        let heads = self.size("num_attention_heads", MOST_HEADS)?;
+        let kv_heads = self.optional("num_key_value_heads", MOST_HEADS)?;
+        let kv_heads = kv_heads.unwrap_or(heads as u64) as usize;
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(ModelError::broken(format!(
+                "{heads} query heads (num_attention_heads) can't share {kv_heads} heads of keys and values \
+                 (num_key_value_heads) equally"
+            )));
+        }
+        let hidden_size = self.size("hidden_size", MOST)?;
+        let usual = usual_dim.unwrap_or((hidden_size / heads) as u64);
+        let head_dim = self.optional("head_dim", MOST_HEADS)?.unwrap_or(usual) as usize;
+        if head_dim == 0 {
+            return Err(ModelError::broken(format!(
+                "{hidden_size} elements (hidden_size) can't be shared by {heads} heads (num_attention_heads), \
+                 and the model's config has no 'head_dim'"
+            )));
+        }
+        let all_biases = self.flag("attention_bias", false);
+        Ok(Attention {
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim: head_dim,
+            scale: None,
+            window: None,
+            chunk: None,
+            sinks: false,
+            cap: None,
+            qk_norm: QkNorm::None,
+            gate: false,
+            // Rebuilt from a GGUF the key `qkv_bias` is there, because tensors tell what this
+            // format has no key for.
+            qkv_bias: self.flag("qkv_bias", all_biases),
+            output_bias: all_biases,
+        })
+    }
+
+    /// The gated part of a dense layer.
+    pub(super) fn dense(&self) -> Result<FeedShape, ModelError> {
+        Ok(FeedShape::Dense(DenseFeed {
+            intermediate_size: self.size("intermediate_size", MOST)?,
+            activation: self.activation()?,
+            gated: true,
+            bias: self.flag("mlp_bias", false),
+        }))
+    }
+
+    /// The parts of layers of which some have experts. A model of experts alone needs no size of a
+    /// dense layer.
+    pub(super) fn feeds(
+        &self,
+        sparse: &[bool],
+        experts: impl FnOnce() -> Result<Experts, ModelError>,
+    ) -> Result<Vec<FeedShape>, ModelError> {
+        let count = sparse.iter().filter(|&&sparse| sparse).count();
+        let experts = if count > 0 { Some(experts()?) } else { None };
+        if let Some(experts) = &experts {
+            check_count(experts, count)?;
+        }
+        let dense = if count < sparse.len() { Some(self.dense()?) } else { None };
+        let experts = experts.map(FeedShape::Experts);
+        let feed = |&sparse: &bool| if sparse { experts } else { dense };
+        Ok(sparse.iter().filter_map(feed).collect())
+    }
+
+    /// The window of each layer; `None`: the layer has none, or one that no prompt exceeds.
+    pub(super) fn windows(&self, rule: WindowRule) -> Result<Vec<Option<u64>>, ModelError> {
+        let layers = self.layer_count()?;
+        let none = vec![None; layers];
+        let there = self.get("sliding_window").is_some_and(|window| !window.is_null());
+        let used = rule == WindowRule::All || self.flag("use_sliding_window", false);
+        if !there || !used {
+            return Ok(none);
+        }
+        let window = self.size("sliding_window", MOST_POSITIONS)? as u64;
+        let longest = self.optional("max_position_embeddings", MOST_POSITIONS)?.unwrap_or(window);
+        if window >= longest {
+            return Ok(none);
+        }
+        let kinds = self.get("layer_types").and_then(Value::as_array);
+        // Qwen counts the other way round: the layers below this one see everything.
+        let first = match rule {
+            WindowRule::All => 0,
+            WindowRule::Upper => {
+                let below = self.get("max_window_layers").and_then(Value::as_u64);
+                below.unwrap_or(USUAL_WINDOW_LAYERS)
+            }
+        };
+        let has_window = |layer: usize| match kinds {
+            Some(kinds) => kinds.get(layer).and_then(Value::as_str) == Some("sliding_attention"),
+            None => layer as u64 >= first,
+        };
+        Ok((0..layers).map(|layer| has_window(layer).then_some(window)).collect())
+    }
+
+    /// A decoder whose layers differ in their windows and feeds only.
+    pub(super) fn grouped(
+        &self,
+        attention: Attention,
+        rope: Rope,
+        windows: Vec<Option<u64>>,
+        feeds: Vec<FeedShape>,
+    ) -> Result<Shape, ModelError> {
+        let mixer = |window| Mixer::Attention(Attention { window, ..attention });
+        let mixers: Vec<Mixer> = windows.into_iter().map(mixer).collect();
+        let ropes = vec![Some(rope); mixers.len()];
+        self.decoder(mixers, ropes, feeds)
+    }
+
+    /// A decoder with these parts in its layers.
+    pub(super) fn decoder(
+        &self,
+        mixers: Vec<Mixer>,
+        ropes: Vec<Option<Rope>>,
+        feeds: Vec<FeedShape>,
+    ) -> Result<Shape, ModelError> {
+        let (mixers, mixer_of) = distinct(mixers);
+        let (ropes, rope_of) = distinct(ropes);
+        let (feeds, feed_of) = distinct(feeds);
+        // The numbers of ropes among those that are there.
+        let there: Vec<Option<u16>> = ropes
+            .iter()
+            .scan(0, |next, rope| {
+                let number = rope.is_some().then_some(*next);
+                *next += u16::from(rope.is_some());
+                Some(number)
+            })
+            .collect();
+        let layers = mixer_of.iter().zip(&rope_of).zip(&feed_of);
+        let layers = layers.map(|((&mixer, &rope), &feed)| LayerShape {
+            mixer,
+            rope: there[usize::from(rope)],
+            feed,
+            norms: NormPlacement::Before,
+            keys_of: None,
+        });
+        let quantised = self.get("quantization_config").filter(|value| truthy(Some(value)));
+        let method = |value: &Value| {
+            let method = value.get("quant_method").and_then(Value::as_str);
+            method.unwrap_or("no quant_method").to_owned()
+        };
+        Ok(Shape {
+            family: self.family,
+            vocab_size: self.size("vocab_size", MOST)?,
+            hidden_size: self.size("hidden_size", MOST)?,
+            norm: Norm::Rms,
+            norm_eps: self.real("rms_norm_eps", 1e-6)?,
+            scales: Scales::NONE,
+            layers: layers.collect(),
+            ropes: ropes.into_iter().flatten().collect(),
+            mixers,
+            feeds,
+            tower: false,
+            quantised: quantised.map(method),
+            max_positions: self
+                .optional("max_position_embeddings", MOST_POSITIONS)?
+                .unwrap_or(USUAL_POSITIONS),
+            tied: self.flag("tie_word_embeddings", false),
+            headless: false,
+            eos_token_ids: token_ids(self.get("eos_token_id")),
+        })
+    }
+}
+
+/// The distinct values, and the number of each layer's value among them.
+fn distinct<T: PartialEq>(values: Vec<T>) -> (Vec<T>, Vec<u16>) {
+    let mut found: Vec<T> = Vec::new();
+    let mut numbers = Vec::with_capacity(values.len());
+    for value in values {
+        let at = found.iter().position(|known| *known == value).unwrap_or_else(|| {
+            found.push(value);
+            found.len() - 1
+        });
+        numbers.push(at as u16);
+    }
+    (found, numbers)
+}
+
+/// A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be.
+pub(crate) fn token_ids(value: Option<&Value>) -> Vec<i32> {
+    let id = |value: &Value| value.as_i64().and_then(|id| i32::try_from(id).ok());
+    match value {
+        Some(Value::Array(items)) => items.iter().filter_map(id).collect(),
+        Some(value) => id(value).into_iter().collect(),
+        None => Vec::new(),
+    }
+}

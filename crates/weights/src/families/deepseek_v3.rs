@@ -1,0 +1,82 @@
+//! DeepSeek V3 and R1, and Kimi K2. GGUF has one name for them, DeepSeek V2 and GLM-4.7-Flash.
+
+use serde_json::{Map, Value, json};
+
+use super::Family;
+use super::experts::Routed;
+use super::gguf::{GgufNames, head_counts, refuse_changes, required, routed_keys, scores, whole};
+use super::latent::decoder;
+use super::rules::Rule;
+use crate::error::ModelError;
+use crate::gguf::GgufFiles;
+
+pub(super) const ROUTED: Routed =
+    Routed { first_dense: 3, shared: 1, normalise: true, groups: 8, kept: 4, scaling: 2.5 };
+pub(super) const QUERY_RANK: u64 = 1536;
+
+pub(super) const FAMILY: Family = Family {
+    title: "DeepSeek V3, R1",
+    architecture: "DeepseekV3ForCausalLM",
+    model_type: "deepseek_v3",
+    attention: "latent",
+    layers: "experts, some dense",
+    compiled: false,
+    shape: |config| decoder(config, QUERY_RANK, &ROUTED, |config| ROUTED.corrected(config), None),
+    gguf: Some(GgufNames {
+        architecture: "deepseek2",
+        fits: |files| Ok(gguf_scores(files)? == "sigmoid"),
+        keys: gguf_keys,
+        rules: RENAMED,
+    }),
+    rules: &[],
+};
+
+/// Names of latent attention. The keys' and values' part of files that have it in two tensors is
+/// joined by PyTorch's hand.
+pub(super) const RENAMED: &[Rule] = &[
+    Rule::renamed("blk.#.attn_q_a.*", "model.layers.#.self_attn.q_a_proj.*"),
+    Rule::renamed("blk.#.attn_q_a_norm.*", "model.layers.#.self_attn.q_a_layernorm.*"),
+    Rule::renamed("blk.#.attn_q_b.*", "model.layers.#.self_attn.q_b_proj.*"),
+    Rule::renamed("blk.#.attn_kv_a_mqa.*", "model.layers.#.self_attn.kv_a_proj_with_mqa.*"),
+    Rule::renamed("blk.#.attn_kv_a_norm.*", "model.layers.#.self_attn.kv_a_layernorm.*"),
+    Rule::renamed("blk.#.attn_kv_b.*", "model.layers.#.self_attn.kv_b_proj.*"),
+];
+
+/// The function of experts' scores, in which the families of one name differ.
+pub(super) fn gguf_scores(files: &GgufFiles) -> Result<&'static str, ModelError> {
+    // Files older than the key are of DeepSeek V2, but those whose choice is corrected.
+    let corrected = files.tensors.iter().any(|tensor| tensor.name.ends_with(".exp_probs_b.bias"));
+    scores(files, if corrected { "sigmoid" } else { "softmax" })
+}
+
+pub(super) fn gguf_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    refuse_changes(files)?;
+    let (heads, _) = head_counts(files)?;
+    let rotary = required(files, "rope.dimension_count")?;
+    // Files with keys and values in two tensors describe the absorbed heads first, and these ones
+    // under other names.
+    let length = |of: &str| -> Result<i64, ModelError> {
+        let own = whole(files, &format!("attention.{of}_length_mla"))?.filter(|&it| it > 0);
+        own.map_or_else(|| required(files, &format!("attention.{of}_length")), Ok)
+    };
+    let (of_keys, of_values) = (length("key")?, length("value")?);
+    if !(1..of_keys).contains(&rotary) {
+        return Err(ModelError::unserved_part(&format!(
+            "heads of {of_keys} with {rotary} to rotate"
+        )));
+    }
+    let keys = json!({
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": whole(files, "attention.q_lora_rank")?.filter(|&rank| rank > 0),
+        "kv_lora_rank": required(files, "attention.kv_lora_rank")?,
+        "qk_nope_head_dim": of_keys - rotary,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": of_values,
+        "attention_bias": files.tensor("blk.0.attn_kv_a_mqa.bias").is_some(),
+        "rope_interleave": true,
+    });
+    let mut keys = keys.as_object().cloned().unwrap_or_default();
+    keys.extend(routed_keys(files, gguf_scores(files)?)?);
+    Ok(keys)
+}

@@ -1,0 +1,211 @@
+//! The experts of a decoder, read from a `config.json`.
+
+use super::config::Config;
+use super::shape::Activation;
+use crate::error::ModelError;
+use crate::sizes::MOST;
+
+/// Experts of all layers together. The bound is far beyond every known model: names of weights are
+/// made for each, before a file is asked for them.
+const MOST_EXPERTS: usize = 1 << 18;
+/// The largest number of shared experts.
+const MOST_SHARED: u64 = 1 << 10;
+
+/// A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token
+/// uses some.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Experts {
+    /// The number of experts of a layer.
+    pub count: usize,
+    /// The number of experts of a token.
+    pub per_token: usize,
+    /// Elements between the two products of one expert.
+    pub intermediate_size: usize,
+    /// Elements between the two products of the shared expert, which every token has; 0: there is
+    /// none.
+    pub shared_size: usize,
+    /// True if the shared expert's output is multiplied by a gate.
+    pub shared_gate: bool,
+    /// The function between the products.
+    pub activation: Activation,
+    /// True if the products have biases.
+    pub bias: bool,
+    /// The rule for the choice of a token's experts.
+    pub routing: Routing,
+    /// True if a token's weights are divided by their sum.
+    pub normalise: bool,
+    /// The factor of a token's weights, applied last.
+    pub scaling: f64,
+}
+
+/// The rule for the choice of a token's experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Routing {
+    /// The scores of experts.
+    pub scores: ExpertScores,
+    /// True if logits are computed in 32 bits, for any type of the model.
+    pub in_float32: bool,
+    /// True if a bias is added to the scores, only for the choice.
+    pub corrected: bool,
+    /// The number of groups of experts, which have neighbouring ids; 1: there are none.
+    pub groups: usize,
+    /// The number of best groups. Experts of other groups are not chosen.
+    pub kept_groups: usize,
+    /// The number of a group's best scores whose sum is the group's score.
+    pub best_of_group: usize,
+}
+
+/// The scores of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertScores {
+    /// The softmax over all experts.
+    Softmax,
+    /// The sigmoid of each logit.
+    Sigmoid,
+}
+
+impl Routing {
+    /// The largest of the softmax over all experts.
+    pub const SOFTMAX: Self = Self {
+        scores: ExpertScores::Softmax,
+        in_float32: false,
+        corrected: false,
+        groups: 1,
+        kept_groups: 1,
+        best_of_group: 1,
+    };
+
+    /// The largest of corrected sigmoids (DeepSeek-V3, 2024). A group's score is the sum of its two
+    /// best ones.
+    #[must_use]
+    pub const fn corrected(groups: usize, kept_groups: usize) -> Self {
+        Self {
+            scores: ExpertScores::Sigmoid,
+            in_float32: true,
+            corrected: true,
+            groups,
+            kept_groups,
+            best_of_group: 2,
+        }
+    }
+}
+
+/// The values of a family's config for keys that are not there.
+pub(super) struct Routed {
+    pub(super) first_dense: u64,
+    pub(super) shared: u64,
+    pub(super) normalise: bool,
+    pub(super) groups: u64,
+    pub(super) kept: u64,
+    pub(super) scaling: f64,
+}
+
+impl Routed {
+    /// The experts' weight in the way of DeepSeek V3 and GLM-4 MoE.
+    pub(super) fn corrected(&self, config: &Config<'_>) -> Result<Experts, ModelError> {
+        config.only("scoring_func", &["sigmoid"])?;
+        config.only("topk_method", &["noaux_tc"])?;
+        let groups = config.number_or("n_group", self.groups, MOST)?.max(1) as usize;
+        let kept = config.number_or("topk_group", self.kept, MOST)?.max(1) as usize;
+        self.experts(config, Routing::corrected(groups, kept))
+    }
+
+    /// Experts beside a shared one, under DeepSeek's names.
+    pub(super) fn experts(
+        &self,
+        config: &Config<'_>,
+        routing: Routing,
+    ) -> Result<Experts, ModelError> {
+        let keys = ["n_routed_experts", "num_experts", "num_local_experts"];
+        let experts = experts(config, expert_count(config, &keys)?, routing)?;
+        let shared = config.number_or("n_shared_experts", self.shared, MOST_SHARED)? as usize;
+        let scaling = if config.contains_key("routed_scaling_factor") { 1.0 } else { self.scaling };
+        Ok(Experts {
+            shared_size: shared * experts.intermediate_size,
+            normalise: config.flag("norm_topk_prob", self.normalise),
+            scaling: config.real("routed_scaling_factor", scaling)?,
+            ..experts
+        })
+    }
+
+    /// True for each layer that has experts: all behind the first ones.
+    pub(super) fn layers(&self, config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
+        let every = config.get("moe_layer_freq").filter(|value| !value.is_null());
+        if let Some(every) = every.filter(|every| every.as_u64() != Some(1)) {
+            return Err(ModelError::unserved_part(&format!(
+                "experts in one of {every} layers (moe_layer_freq)"
+            )));
+        }
+        let first = config.number_or("first_k_dense_replace", self.first_dense, MOST)?;
+        Ok((0..config.layer_count()?).map(|layer| layer as u64 >= first).collect())
+    }
+}
+
+/// The number of experts under one of several keys.
+pub(super) fn expert_count(config: &Config<'_>, keys: &[&str]) -> Result<usize, ModelError> {
+    let there = |key: &&&str| config.get(**key).is_some_and(|value| !value.is_null());
+    let key = keys.iter().find(there);
+    let key =
+        key.ok_or_else(|| ModelError::broken(format!("the model's config has no '{}'", keys[0])))?;
+    Ok(config.optional(key, MOST)?.unwrap_or(0) as usize)
+}
+
+/// The experts that a config describes, without a shared one.
+pub(super) fn experts(
+    config: &Config<'_>,
+    count: usize,
+    routing: Routing,
+) -> Result<Experts, ModelError> {
+    let per_token = config.size("num_experts_per_tok", MOST)?;
+    if per_token > count {
+        return Err(ModelError::broken(format!(
+            "a token has {per_token} experts (num_experts_per_tok), and there are {count}"
+        )));
+    }
+    check_groups(routing, count, per_token)?;
+    Ok(Experts {
+        count,
+        per_token,
+        intermediate_size: config.size("moe_intermediate_size", MOST)?,
+        shared_size: 0,
+        shared_gate: false,
+        activation: config.activation()?,
+        bias: config.flag("mlp_bias", false),
+        routing,
+        normalise: config.flag("norm_topk_prob", false),
+        scaling: 1.0,
+    })
+}
+
+/// Checks the number of experts of all layers.
+pub(super) fn check_count(experts: &Experts, layers: usize) -> Result<(), ModelError> {
+    if experts.count.saturating_mul(layers) <= MOST_EXPERTS {
+        return Ok(());
+    }
+    Err(ModelError::broken(format!(
+        "{} experts in each of {layers} layers are not supported: at most {MOST_EXPERTS} in all",
+        experts.count
+    )))
+}
+
+fn check_groups(routing: Routing, count: usize, per_token: usize) -> Result<(), ModelError> {
+    let (groups, kept) = (routing.groups, routing.kept_groups);
+    if !count.is_multiple_of(groups) {
+        return Err(ModelError::broken(format!(
+            "{count} experts can't be split into {groups} groups (n_group)"
+        )));
+    }
+    let of_group = count / groups;
+    if kept > groups || of_group < routing.best_of_group {
+        return Err(ModelError::broken(format!(
+            "{kept} groups (topk_group) can't be kept of {groups} with {of_group} experts each"
+        )));
+    }
+    if per_token > kept * of_group {
+        return Err(ModelError::broken(format!(
+            "a token has {per_token} experts (num_experts_per_tok), and its groups have {}",
+            kept * of_group
+        )));
+    }
+    Ok(())
+}

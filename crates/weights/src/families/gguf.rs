@@ -1,0 +1,496 @@
+//! GGUF metadata as a Hugging Face `config.json`.
+
+use serde_json::{Map, Value, json};
+
+use super::rules::{Rule, Take};
+use super::{ALL, Family};
+use crate::error::ModelError;
+use crate::gguf::{GgufFiles, GgufValue};
+
+/// A family's GGUF files. Several families may have one architecture.
+pub(crate) struct GgufNames {
+    /// The name in `general.architecture`.
+    pub(super) architecture: &'static str,
+    /// True if a file of this architecture is the family's.
+    pub(super) fits: fn(&GgufFiles) -> Result<bool, ModelError>,
+    /// The keys of a `config.json` for attention and experts.
+    pub(super) keys: fn(&GgufFiles) -> Result<Map<String, Value>, ModelError>,
+    /// Rules in front of [`COMMON`].
+    pub(crate) rules: &'static [Rule],
+}
+
+/// Rules of all families (`gguf.constants.TENSOR_NAMES`).
+pub(crate) const COMMON: &[Rule] = &[
+    // Tables for the rotary embedding are part of the config here, not weights.
+    Rule::spare("rope_freqs.*"),
+    Rule::renamed("token_embd.*", "model.embed_tokens.*"),
+    Rule::renamed("output_norm.*", "model.norm.*"),
+    Rule::renamed("output.*", "lm_head.*"),
+    Rule::renamed("blk.#.attn_norm.*", "model.layers.#.input_layernorm.*"),
+    Rule::renamed("blk.#.attn_q.*", "model.layers.#.self_attn.q_proj.*"),
+    Rule::renamed("blk.#.attn_k.*", "model.layers.#.self_attn.k_proj.*"),
+    Rule::renamed("blk.#.attn_v.*", "model.layers.#.self_attn.v_proj.*"),
+    Rule::renamed("blk.#.attn_output.*", "model.layers.#.self_attn.o_proj.*"),
+    Rule::renamed("blk.#.attn_q_norm.*", "model.layers.#.self_attn.q_norm.*"),
+    Rule::renamed("blk.#.attn_k_norm.*", "model.layers.#.self_attn.k_norm.*"),
+    Rule::renamed("blk.#.ffn_norm.*", "model.layers.#.post_attention_layernorm.*"),
+    Rule::renamed("blk.#.ffn_gate.*", "model.layers.#.mlp.gate_proj.*"),
+    Rule::renamed("blk.#.ffn_up.*", "model.layers.#.mlp.up_proj.*"),
+    Rule::renamed("blk.#.ffn_down.*", "model.layers.#.mlp.down_proj.*"),
+    Rule::renamed("blk.#.ffn_gate_inp.*", "model.layers.#.mlp.gate.*"),
+    Rule::renamed("blk.#.ffn_gate_shexp.*", "model.layers.#.mlp.shared_experts.gate_proj.*"),
+    Rule::renamed("blk.#.ffn_up_shexp.*", "model.layers.#.mlp.shared_experts.up_proj.*"),
+    Rule::renamed("blk.#.ffn_down_shexp.*", "model.layers.#.mlp.shared_experts.down_proj.*"),
+    // The one tensor that is called a bias and is none of a product.
+    Rule::renamed("blk.#.exp_probs_b.bias", "model.layers.#.mlp.gate.e_score_correction_bias"),
+    Rule::new("blk.#.ffn_gate_exps.weight", GATE, Take::EACH_EXPERT),
+    Rule::new("blk.#.ffn_up_exps.weight", UP, Take::EACH_EXPERT),
+    Rule::new("blk.#.ffn_down_exps.weight", DOWN, Take::EACH_EXPERT),
+    Rule::new("blk.#.ffn_gate_up_exps.weight", GATE, Take::EACH_EXPERT.share(0, 2)),
+    Rule::new("blk.#.ffn_gate_up_exps.weight", UP, Take::EACH_EXPERT.share(1, 2)),
+];
+const GATE: &str = "model.layers.#.mlp.experts.@.gate_proj.weight";
+const UP: &str = "model.layers.#.mlp.experts.@.up_proj.weight";
+const DOWN: &str = "model.layers.#.mlp.experts.@.down_proj.weight";
+
+const DEFAULT_FREQ_BASE: f64 = 10000.0;
+/// The control tokens that end a turn if a file names none (llama.cpp goes by the same texts).
+const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>"];
+const CONTROL: i64 = 3;
+/// Keys of families that share the names of those with experts, and compute something else.
+const CHANGES: [&str; 15] = [
+    "attention.clamp_kqv",
+    "attention.scale",
+    "attention.temperature_scale",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "expert_group_scale",
+    "final_logit_softcapping",
+    "interleave_moe_layer_step",
+    "logit_scale",
+    "moe_every_n_layers",
+    "moe_latent_size",
+    "residual_scale",
+    "router_logit_softcapping",
+    "swiglu_clamp_exp",
+    "swiglu_clamp_shexp",
+];
+const HUGE: i64 = i32::MAX as i64;
+/// Scores and numbers of experts, and their groups, of which some are kept.
+const GROUPS: [(&str, i64, (i64, i64)); 2] = [("softmax", 160, (8, 3)), ("sigmoid", 256, (8, 4))];
+
+/// The family of the files.
+fn family(files: &GgufFiles) -> Result<(&'static Family, &'static GgufNames), ModelError> {
+    let name = files.architecture();
+    for family in ALL {
+        if let Some(names) = family.gguf.as_ref().filter(|names| names.architecture == name)
+            && (names.fits)(files)?
+        {
+            return Ok((family, names));
+        }
+    }
+    Err(ModelError::unserved_gguf(name))
+}
+
+/// The `config.json` that the model would have.
+pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    let (family, names) = family(files)?;
+    if files.get("attention.causal").is_some_and(|causal| !causal.truthy()) {
+        return Err(ModelError::unserved_part(
+            "positions that see what is behind them (attention.causal is false)",
+        ));
+    }
+    let keys = (names.keys)(files)?;
+    let embedding = files.tensor("token_embd.weight").ok_or_else(|| {
+        ModelError::broken("the GGUF file has no token embedding: it isn't a whole model")
+    })?;
+    let context = required(files, "context_length")?;
+    let theta = files.get("rope.freq_base").and_then(GgufValue::as_f64);
+    let theta = theta.unwrap_or(DEFAULT_FREQ_BASE);
+    let window = whole(files, "attention.sliding_window")?.filter(|&window| window > 0);
+    let eos = eos_token_ids(files);
+    let eos = match eos[..] {
+        [] => Value::Null,
+        [one] => json!(one),
+        _ => json!(eos),
+    };
+    let eps = files.get("attention.layer_norm_rms_epsilon").and_then(GgufValue::as_f64);
+    let eps = eps.ok_or_else(|| missing(files, "attention.layer_norm_rms_epsilon"))?;
+    let special = |name: &str| {
+        let id = files.metadata.get(&format!("tokenizer.ggml.{name}_token_id"));
+        id.and_then(GgufValue::as_i64).map_or(Value::Null, |id| json!(id))
+    };
+    let number = |key: &str| keys.get(key).and_then(Value::as_i64);
+    let rotated = match (number("qk_rope_head_dim"), number("head_dim")) {
+        (Some(rotated), _) => (rotated, true),
+        (None, dim) => (dim.unwrap_or(0), false),
+    };
+    let config = json!({
+        "vocab_size": embedding.shape.first().copied().unwrap_or(0),
+        "hidden_size": required(files, "embedding_length")?,
+        "intermediate_size": required(files, "feed_forward_length")?,
+        "num_hidden_layers": layer_count(files)?,
+        "hidden_act": "silu",
+        "rms_norm_eps": shortest(eps),
+        "rope_theta": theta,
+        "rope_scaling": rope_scaling(files, theta, rotated, context)?,
+        "max_position_embeddings": context,
+        "sliding_window": window,
+        "tie_word_embeddings": files.tensor("output.weight").is_none(),
+        "bos_token_id": special("bos"),
+        "eos_token_id": eos,
+        "pad_token_id": special("padding"),
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+    });
+    let Value::Object(mut config) = config else { unreachable!("an object") };
+    config.extend(keys);
+    config.extend(pooling_type(files)?.map(|kind| ("pooling_type".to_owned(), json!(kind))));
+    Ok(config)
+}
+
+/// The way of pooling that the file states (`gguf.PoolingType`).
+fn pooling_type(files: &GgufFiles) -> Result<Option<&'static str>, ModelError> {
+    match whole(files, "pooling_type")? {
+        None | Some(0) => Ok(None),
+        Some(1) => Ok(Some("mean")),
+        Some(2) => Ok(Some("cls")),
+        Some(3) => Ok(Some("last")),
+        Some(4) => Ok(Some("rank")),
+        Some(other) => Err(ModelError::unserved_part(&format!("pooling_type {other}"))),
+    }
+}
+
+/// Layers that are computed: those behind them predict further tokens, and nothing else.
+fn layer_count(files: &GgufFiles) -> Result<i64, ModelError> {
+    Ok(required(files, "block_count")? - whole(files, "nextn_predict_layers")?.unwrap_or(0))
+}
+
+/// The keys of dense families with grouped-query attention.
+pub(super) fn dense_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    if whole(files, "expert_count")?.unwrap_or(0) > 0 {
+        let architecture = files.architecture();
+        return Err(ModelError::unserved_part(&format!(
+            "experts in a file of the GGUF architecture '{architecture}'"
+        )));
+    }
+    grouped_keys(files, false)
+}
+
+/// The keys of grouped-query attention. `partial` is true if a part of a head may be rotated.
+pub(super) fn grouped_keys(
+    files: &GgufFiles,
+    partial: bool,
+) -> Result<Map<String, Value>, ModelError> {
+    let heads = Heads::read(files)?;
+    if !partial && heads.rotated != heads.dim {
+        return Err(ModelError::unserved_part("heads that are rotated in part"));
+    }
+    let has = |name: &str| files.tensor(name).is_some();
+    let keys = json!({
+        "num_attention_heads": heads.queries,
+        "num_key_value_heads": heads.keys,
+        "head_dim": heads.dim,
+        "qkv_bias": has("blk.0.attn_q.bias"),
+        "attention_bias": has("blk.0.attn_output.bias"),
+        "mlp_bias": has("blk.0.ffn_up.bias"),
+    });
+    let mut keys = keys.as_object().cloned().unwrap_or_default();
+    if partial {
+        keys.insert("partial_rotary_factor".into(), json!(heads.turned_part()));
+    }
+    Ok(keys)
+}
+
+/// Refuses metadata of other kinds of files under the same name.
+pub(super) fn refuse_changes(files: &GgufFiles) -> Result<(), ModelError> {
+    match CHANGES.iter().find(|key| files.get(key).is_some_and(changes)) {
+        None => Ok(()),
+        Some(key) => Err(ModelError::unserved_part(&format!("'{}.{key}'", files.architecture()))),
+    }
+}
+
+/// Experts and their choice, under the names of DeepSeek's config. Every key is there: none has its
+/// default. The groups that older converters left out are those of DeepSeek's models, by the number
+/// of experts.
+pub(super) fn routed_keys(
+    files: &GgufFiles,
+    scores: &str,
+) -> Result<Map<String, Value>, ModelError> {
+    let positive = |key: &str| -> Result<Option<i64>, ModelError> {
+        Ok(whole(files, key)?.filter(|&number| number > 0))
+    };
+    let count = whole(files, "expert_count")?.unwrap_or(0);
+    let (groups, kept) = GROUPS
+        .into_iter()
+        .find_map(|(kind, of, groups)| (kind == scores && of == count).then_some(groups))
+        .unwrap_or((1, 1));
+    let groups = positive("expert_group_count")?.unwrap_or(groups);
+    let kept = positive("expert_group_used_count")?.unwrap_or(kept.min(groups));
+    let (per_token, first) = match count {
+        0 => (0, layer_count(files)?),
+        _ => (
+            required(files, "expert_used_count")?,
+            whole(files, "leading_dense_block_count")?.unwrap_or(0),
+        ),
+    };
+    let scaling = files.get("expert_weights_scale").and_then(GgufValue::as_f64);
+    let mut keys = json!({
+        "n_routed_experts": count,
+        "n_shared_experts": whole(files, "expert_shared_count")?.unwrap_or(0),
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
+        "first_k_dense_replace": first,
+        "n_group": groups,
+        "topk_group": kept,
+        "scoring_func": scores,
+        "norm_topk_prob": files.get("expert_weights_norm").is_some_and(GgufValue::truthy),
+        "routed_scaling_factor": shortest(scaling.filter(|&it| it != 0.0).unwrap_or(1.0)),
+    });
+    if scores == "softmax" {
+        keys["topk_method"] = json!(if groups > 1 { "group_limited_greedy" } else { "greedy" });
+    }
+    Ok(keys.as_object().cloned().unwrap_or_default())
+}
+
+/// The function of experts' scores (`gguf.ExpertGatingFuncType`).
+pub(super) fn scores(files: &GgufFiles, usual: &'static str) -> Result<&'static str, ModelError> {
+    match whole(files, "expert_gating_func")? {
+        None | Some(0) => Ok(usual),
+        Some(1) => Ok("softmax"),
+        Some(2) => Ok("sigmoid"),
+        Some(other) => {
+            let what = format!("experts with scores of the kind {other} (expert_gating_func)");
+            Err(ModelError::unserved_part(&what))
+        }
+    }
+}
+
+/// True if a value changes the computation.
+pub(super) fn changes(value: &GgufValue) -> bool {
+    match value {
+        GgufValue::List(items) => items.iter().any(changes),
+        value => value
+            .as_f64()
+            .or(value.as_i64().map(|it| it as f64))
+            .is_none_or(|it| it != 0.0 && it != 1.0),
+    }
+}
+
+fn missing(files: &GgufFiles, key: &str) -> ModelError {
+    ModelError::broken(format!("the GGUF file has no '{}.{key}'", files.architecture()))
+}
+
+/// A whole number of a size that something may have.
+pub(super) fn whole(files: &GgufFiles, key: &str) -> Result<Option<i64>, ModelError> {
+    let Some(value) = files.get(key) else { return Ok(None) };
+    if value.as_list().is_some() {
+        return Err(ModelError::unserved_part(&format!("a {key} that differs between layers")));
+    }
+    let number = value.as_i64().filter(|number| (0..=HUGE).contains(number));
+    number.map(Some).ok_or_else(|| {
+        ModelError::broken(format!("the GGUF file has metadata that makes no sense: {key}"))
+    })
+}
+
+pub(super) fn required(files: &GgufFiles, key: &str) -> Result<i64, ModelError> {
+    whole(files, key)?.ok_or_else(|| missing(files, key))
+}
+
+/// The shortest decimal that is this 32-bit number: 1e-05 and not 9.999999747378752e-06.
+fn shortest(value: f64) -> f64 {
+    format!("{}", value as f32).parse().unwrap_or(value)
+}
+
+/// Query heads, and heads of keys and values.
+pub(super) fn head_counts(files: &GgufFiles) -> Result<(i64, i64), ModelError> {
+    let queries = required(files, "attention.head_count")?;
+    if queries == 0 {
+        return Err(missing(files, "attention.head_count"));
+    }
+    Ok((queries, whole(files, "attention.head_count_kv")?.unwrap_or(queries)))
+}
+
+struct Heads {
+    queries: i64,
+    keys: i64,
+    dim: i64,
+    /// Elements that positions rotate.
+    rotated: i64,
+}
+
+impl Heads {
+    fn read(files: &GgufFiles) -> Result<Self, ModelError> {
+        let (queries, keys) = head_counts(files)?;
+        let hidden = required(files, "embedding_length")?;
+        let given = whole(files, "attention.key_length")?.filter(|&length| length > 0);
+        let dim = given.unwrap_or(hidden / queries);
+        let values = whole(files, "attention.value_length")?.filter(|&length| length > 0);
+        if values.is_some_and(|length| length != dim) {
+            return Err(ModelError::unserved_part("keys and values of different lengths"));
+        }
+        let rotated = whole(files, "rope.dimension_count")?.filter(|&length| length > 0);
+        let rotated = rotated.unwrap_or(dim);
+        if rotated > dim {
+            return Err(ModelError::unserved_part(&format!(
+                "heads of {dim} with {rotated} to rotate"
+            )));
+        }
+        Ok(Self { queries, keys, dim, rotated })
+    }
+
+    /// The factor by which `dim` is multiplied, and rounded down, to get `rotated`.
+    fn turned_part(&self) -> f64 {
+        let factor = self.rotated as f64 / self.dim as f64;
+        let again = (self.dim as f64 * factor) as i64;
+        if again == self.rotated { factor } else { factor.next_up() }
+    }
+}
+
+/// The tokens that end a generation: of a sequence, of a turn and of a message.
+fn eos_token_ids(files: &GgufFiles) -> Vec<i64> {
+    let id = |key: &str| {
+        files.metadata.get(&format!("tokenizer.ggml.{key}")).and_then(GgufValue::as_i64)
+    };
+    let mut found: Vec<i64> =
+        ["eos_token_id", "eot_token_id", "eom_token_id"].into_iter().filter_map(id).collect();
+    if id("eot_token_id").is_none() {
+        let list = |key: &str| {
+            let list = files.metadata.get(&format!("tokenizer.ggml.{key}"));
+            list.and_then(GgufValue::as_list).unwrap_or_default()
+        };
+        let tokens = (0..).zip(list("tokens")).zip(list("token_type"));
+        let ends = tokens.filter(|((_, token), kind)| {
+            kind.as_i64() == Some(CONTROL)
+                && token.as_text().is_some_and(|text| END_OF_TURN.contains(&text))
+        });
+        found.extend(ends.map(|((index, _), _)| index));
+    }
+    let mut each = Vec::new();
+    for id in found {
+        if !each.contains(&id) {
+            each.push(id);
+        }
+    }
+    each
+}
+
+/// The scaling of an embedding of `rotated` elements. Latent attention sharpens its softmax too.
+fn rope_scaling(
+    files: &GgufFiles,
+    theta: f64,
+    (rotated, latent): (i64, bool),
+    context: i64,
+) -> Result<Value, ModelError> {
+    if let Some(tensor) = files.tensor("rope_freqs.weight") {
+        let wanted = (rotated / 2) as usize;
+        if tensor.shape != [wanted] || tensor.row_bytes != 4 * wanted {
+            let found: usize = tensor.shape.iter().product();
+            return Err(ModelError::broken(format!(
+                "rope_freqs.weight has {found} elements, not {wanted}"
+            )));
+        }
+        let mut bytes = vec![0; tensor.row_bytes];
+        tensor.read(0, &mut bytes)?;
+        let (numbers, _) = bytes.as_chunks::<4>();
+        let factors: Vec<f64> = numbers.iter().map(|&n| f32::from_le_bytes(n).into()).collect();
+        return llama3_scaling(&factors, theta, rotated as f64);
+    }
+    let number =
+        |key: &str| files.get(key).and_then(GgufValue::as_f64).filter(|&value| value != 0.0);
+    let factor =
+        number("rope.scaling.factor").or_else(|| number("rope.scale_linear")).unwrap_or(1.0);
+    let kind = files.get("rope.scaling.type").map(|kind| kind.as_text().unwrap_or_default());
+    match kind {
+        None | Some("linear") if factor != 1.0 => {
+            Ok(json!({"rope_type": "linear", "factor": factor}))
+        }
+        None | Some("linear" | "none") => Ok(Value::Null),
+        Some("yarn") => {
+            let original = number("rope.scaling.original_context_length");
+            let original = original.unwrap_or(context as f64 / factor) as i64;
+            let mut scaling = json!({
+                "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
+            });
+            for key in ["beta_fast", "beta_slow"] {
+                let value = files.get(&format!("rope.scaling.yarn_{key}"));
+                if let Some(value) = value.and_then(GgufValue::as_f64) {
+                    scaling[key] = json!(value);
+                }
+            }
+            let weight = number("rope.scaling.yarn_log_multiplier").filter(|_| latent);
+            if let Some(weight) = weight {
+                // A tenth of it is written, and it stands for both weights: no model is known in
+                // which they differ.
+                let weight = json!(shortest(10.0 * shortest(weight)));
+                (scaling["mscale"], scaling["mscale_all_dim"]) = (weight.clone(), weight);
+            }
+            let multiplier = number("rope.scaling.attn_factor")
+                .or_else(|| number("rope.scaling.yarn_attn_factor"));
+            if let Some(multiplier) = multiplier.filter(|&multiplier| multiplier != 1.0) {
+                if latent {
+                    return Err(ModelError::unserved_part(
+                        "a yarn attn_factor beside latent attention",
+                    ));
+                }
+                // GGUF's factor multiplies YaRN's own, Hugging Face's replaces it.
+                scaling["attention_factor"] = json!(multiplier * (0.1 * factor.ln() + 1.0));
+            }
+            Ok(scaling)
+        }
+        Some(other) => Err(ModelError::unserved_part(&format!("the rope scaling '{other}'"))),
+    }
+}
+
+/// The parameters of Llama 3's scaling that give these divisors of the frequencies, `[head_dim /
+/// 2]`.
+///
+/// Between its two bounds the scaling is linear in `1 / wavelength`, so the parameters can be
+/// solved for. They are only known up to a common scale, which is fixed by `low_freq_factor` 1, the
+/// value of every published model.
+fn llama3_scaling(factors: &[f64], theta: f64, head_dim: f64) -> Result<Value, ModelError> {
+    if factors.iter().all(|&factor| factor == 1.0) {
+        return Ok(Value::Null);
+    }
+    let tau = 2.0 * std::f64::consts::PI;
+    let wavelengths: Vec<f64> =
+        (0..factors.len()).map(|at| tau * theta.powf(2.0 * at as f64 / head_dim)).collect();
+    let factor = factors.iter().copied().fold(f64::MIN, f64::max);
+    let mut candidates = vec![(8192.0, 4.0)];
+    let middle: Vec<(f64, f64)> = factors
+        .iter()
+        .zip(&wavelengths)
+        .filter(|&(&divisor, _)| divisor > 1.0 && divisor < factor)
+        .map(|(divisor, wave)| (1.0 / wave, (1.0 / divisor - 1.0 / factor) / (1.0 - 1.0 / factor)))
+        .collect();
+    if middle.len() >= 2 {
+        let count = middle.len() as f64;
+        let mean = |of: fn(&(f64, f64)) -> f64| middle.iter().map(of).sum::<f64>() / count;
+        let (x, y) = (mean(|point| point.0), mean(|point| point.1));
+        let above: f64 = middle.iter().map(|point| (point.0 - x) * (point.1 - y)).sum();
+        let below: f64 = middle.iter().map(|point| (point.0 - x).powi(2)).sum();
+        let slope = above / below;
+        let intercept = y - slope * x;
+        let high = ((1.0 - 1.0 / intercept) * 1e4).round() / 1e4;
+        candidates.push(((slope / -intercept).round(), high));
+    }
+    for (original, high) in candidates {
+        let fits = factors.iter().zip(&wavelengths).all(|(divisor, wave)| {
+            let smooth = ((original / wave - 1.0) / (high - 1.0)).clamp(0.0, 1.0);
+            let made = 1.0 / ((1.0 - smooth) / factor + smooth);
+            (made - divisor).abs() <= 1e-5 * divisor.abs()
+        });
+        if fits {
+            return Ok(json!({
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original as i64,
+            }));
+        }
+    }
+    Err(ModelError::unserved_part(
+        "frequency factors in rope_freqs.weight that are not those of Llama 3's rope scaling",
+    ))
+}

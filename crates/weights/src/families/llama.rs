@@ -1,0 +1,41 @@
+//! Llama, and the models that share its architecture.
+
+use super::Family;
+use super::gguf::{GgufNames, dense_keys};
+use super::rope::rope;
+use super::rules::{Rule, Take};
+
+pub(super) const FAMILY: Family = Family {
+    title: "Llama, SmolLM2",
+    architecture: "LlamaForCausalLM",
+    model_type: "llama",
+    attention: "grouped-query",
+    layers: "dense",
+    compiled: true,
+    shape: |config| {
+        let attention = config.attention(None)?;
+        let (rope, layers) = (rope(config, attention.head_dim)?, config.layer_count()?);
+        config.grouped(attention, rope, vec![None; layers], vec![config.dense()?; layers])
+    },
+    gguf: Some(GgufNames {
+        architecture: "llama",
+        fits: |files| Ok(!super::mistral::has_window(files)),
+        keys: dense_keys,
+        rules: PAIRED,
+    }),
+    rules: &[],
+};
+
+/// The llama converter makes the halves of heads alternate, as the original Llama code did.
+pub(super) const PAIRED: &[Rule] = &[
+    Rule::new(
+        "blk.#.attn_q.*",
+        "model.layers.#.self_attn.q_proj.*",
+        Take::ALL.pairs(|it| it.heads),
+    ),
+    Rule::new(
+        "blk.#.attn_k.*",
+        "model.layers.#.self_attn.k_proj.*",
+        Take::ALL.pairs(|it| it.kv_heads),
+    ),
+];

@@ -1,0 +1,148 @@
+//! The families of decoders, a file each: names, the way from a config to a shape, and rules for
+//! the names of tensors.
+
+mod config;
+mod experts;
+mod gguf;
+mod latent;
+mod rope;
+mod rules;
+mod shape;
+mod table;
+mod unserved;
+
+mod deepseek_v2;
+mod deepseek_v3;
+mod deepseek_v32;
+mod glm4_moe;
+mod glm_dsa;
+mod llama;
+mod mistral;
+mod qwen2;
+mod qwen2_5_vl;
+mod qwen3;
+mod qwen3_moe;
+mod qwen3_vl;
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+use serde_json::{Map, Value};
+
+pub use experts::{ExpertScores, Experts, Routing};
+pub use latent::{Indexer, KeyChoice, Latent};
+pub use rules::{Rule, Take, fused_keys, fused_queries, fused_values};
+pub use shape::{
+    Activation, Attention, DenseFeed, FeedShape, LayerShape, Mixer, Norm, NormPlacement, QkNorm,
+    Recurrence, Rope, Scales, Shape,
+};
+pub use table::{families_page, not_served_page};
+pub use unserved::NOT_SERVED;
+
+pub(crate) use config::token_ids;
+pub(crate) use gguf::{COMMON as COMMON_GGUF_RULES, hf_config};
+pub(crate) use rules::{TensorPart, Weight, layer_of, weights_of};
+
+use config::Config;
+use gguf::GgufNames;
+
+use crate::error::ModelError;
+
+/// All families, in the order of documents.
+pub const ALL: [&Family; 12] = [
+    &llama::FAMILY,
+    &mistral::FAMILY,
+    &qwen2::FAMILY,
+    &qwen3::FAMILY,
+    &qwen3_moe::FAMILY,
+    &glm4_moe::FAMILY,
+    &deepseek_v2::FAMILY,
+    &deepseek_v3::FAMILY,
+    &deepseek_v32::FAMILY,
+    &glm_dsa::FAMILY,
+    &qwen2_5_vl::FAMILY,
+    &qwen3_vl::FAMILY,
+];
+
+/// A family of decoders.
+pub struct Family {
+    /// The models of the family, in documents.
+    pub title: &'static str,
+    /// The name in `architectures` of a `config.json`.
+    pub architecture: &'static str,
+    /// The name in `model_type` of a `config.json`.
+    pub model_type: &'static str,
+    /// Its attention, in documents.
+    pub attention: &'static str,
+    /// The kinds of its layers, in documents.
+    pub layers: &'static str,
+    /// True if the compiled kernels of CPUs compute it.
+    pub compiled: bool,
+    /// The way from a `config.json` to the shape.
+    pub(crate) shape: fn(&Config<'_>) -> Result<Shape, ModelError>,
+    /// Its GGUF files; `None`: they are not read.
+    pub(crate) gguf: Option<GgufNames>,
+    /// Rules for the names in safetensors. A name without a rule is the weight's.
+    pub(crate) rules: &'static [Rule],
+}
+
+impl Family {
+    /// The names of its GGUF files in `general.architecture`.
+    #[must_use]
+    pub fn gguf_architecture(&self) -> Option<&'static str> {
+        self.gguf.as_ref().map(|names| names.architecture)
+    }
+
+    /// True if one of a config's names is the family's. A checkpoint without a head has the name of
+    /// the body.
+    fn is_named(&self, name: &str) -> bool {
+        name == self.architecture
+            || name
+                .strip_suffix("Model")
+                .is_some_and(|body| self.architecture.strip_suffix("ForCausalLM") == Some(body))
+    }
+
+    /// Finds the family of a `config.json`. One without `architectures` goes by its `model_type`.
+    fn find(config: &Map<String, Value>) -> Result<&'static Self, ModelError> {
+        let names = config.get("architectures").and_then(Value::as_array);
+        let names: Vec<&str> = names.into_iter().flatten().filter_map(Value::as_str).collect();
+        let model_type = config.get("model_type").and_then(Value::as_str);
+        let by_name = |family: &&Self| names.iter().any(|name| family.is_named(name));
+        let by_type = |family: &&Self| names.is_empty() && model_type == Some(family.model_type);
+        let found = ALL.iter().copied().find(|it| by_name(it) || by_type(it));
+        found.ok_or_else(|| match (names.first(), model_type) {
+            (Some(name), _) => ModelError::unserved_architecture(name),
+            (None, Some(name)) => {
+                ModelError::unserved_architecture(&format!("of model_type {name}"))
+            }
+            (None, None) => ModelError::broken(
+                "the model's config has neither 'architectures' nor 'model_type'",
+            ),
+        })
+    }
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.architecture == other.architecture
+    }
+}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.architecture)
+    }
+}
+
+impl Shape {
+    /// Reads a `config.json`.
+    ///
+    /// # Errors
+    /// No family has the config's name, or the config lacks a needed value.
+    pub fn from_config(config: &Map<String, Value>) -> Result<Self, ModelError> {
+        let family = Family::find(config)?;
+        (family.shape)(&Config { family, values: config })
+    }
+}

@@ -1,0 +1,78 @@
+//! Qwen3-VL: a Qwen3 behind a tower.
+
+use serde_json::{Map, Value, json};
+
+use super::Family;
+use super::config::Config;
+use super::qwen3;
+use super::rules::Rule;
+use super::shape::Shape;
+use crate::error::ModelError;
+use crate::sizes::truthy;
+
+pub(super) const FAMILY: Family = Family {
+    title: "Qwen3-VL",
+    architecture: "Qwen3VLForConditionalGeneration",
+    model_type: "qwen3_vl",
+    attention: "grouped-query, positions of three numbers; a tower with deepstack outputs",
+    layers: "dense",
+    compiled: false,
+    shape: |config| with_tower(config, qwen3::shape, [24, 20, 20], false),
+    gguf: None,
+    rules: RULES,
+};
+
+/// The decoder's weights without the prefix of the whole, which newer checkpoints have.
+pub(super) const RULES: &[Rule] = &[Rule::renamed("model.language_model.**", "model.**")];
+
+/// The shape of a decoder behind a tower. `usual` are its sections of rotary frequencies, and
+/// `nested` is true if the decoder's own config may say that its head is tied.
+pub(super) fn with_tower(
+    config: &Config<'_>,
+    decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,
+    usual: [usize; 3],
+    nested: bool,
+) -> Result<Shape, ModelError> {
+    let text = config.get("text_config").and_then(Value::as_object).cloned().unwrap_or_default();
+    let mut flat: Map<String, Value> = (*config.values).clone();
+    flat.retain(|key, _| !matches!(key.as_str(), "text_config" | "vision_config"));
+    let tied = config.flag("tie_word_embeddings", false);
+    let tied = tied || nested && truthy(text.get("tie_word_embeddings"));
+    // Older checkpoints do not nest it.
+    flat.extend(text.into_iter().filter(|(_, value)| !value.is_null()));
+    flat.insert("tie_word_embeddings".into(), json!(tied));
+    let there = |key: &str| flat.get(key).filter(|value| truthy(Some(value)))?.as_object().cloned();
+    let mut rope = there("rope_parameters").or_else(|| there("rope_scaling")).unwrap_or_default();
+    let counts = rope.shift_remove("mrope_section");
+    rope.shift_remove("mrope_interleaved");
+    for key in ["type", "rope_type"] {
+        if rope.get(key).and_then(Value::as_str) == Some("mrope") {
+            rope.insert(key.into(), "default".into());
+        }
+    }
+    flat.shift_remove("rope_scaling");
+    flat.insert("rope_parameters".into(), rope.into());
+    let mut shape = decoder(&Config { values: &flat, ..*config })?;
+    let sections = sections(counts.as_ref(), usual);
+    for rope in &mut shape.ropes {
+        let whole = |sections: &[usize; 3]| {
+            !sections.contains(&0) && sections.iter().sum::<usize>() == rope.dim / 2
+        };
+        rope.sections = sections.filter(whole);
+        if rope.sections.is_none() {
+            return Err(ModelError::broken(format!(
+                "mrope_section {counts:?} does not share the {} rotary frequencies of a head among three",
+                rope.dim / 2
+            )));
+        }
+    }
+    shape.tower = true;
+    Ok(shape)
+}
+
+fn sections(counts: Option<&Value>, usual: [usize; 3]) -> Option<[usize; 3]> {
+    let Some(counts) = counts.filter(|counts| truthy(Some(counts))) else { return Some(usual) };
+    let number = |count: &Value| usize::try_from(count.as_u64()?).ok();
+    let counts: Option<Vec<usize>> = counts.as_array()?.iter().map(number).collect();
+    counts?.try_into().ok()
+}

@@ -1,0 +1,397 @@
+//! Rules from the names of a file's tensors to the names of weights. One interpreter follows them
+//! for safetensors and GGUF.
+
+use std::ops::Range;
+
+use super::shape::{Attention, Mixer, Shape};
+use crate::error::ModelError;
+
+/// Digits of the number of a layer. None is so long.
+const MOST_DIGITS: usize = 9;
+
+/// A rule for the tensors whose name fits a pattern.
+///
+/// In a pattern `#` is the number of a layer, `*` is `weight` or `bias`, and `**` is any number of
+/// parts of a name. In the name of a weight these stand for what they stood for in the tensor's
+/// name, and `@` is the number of an expert. A fused tensor has a rule for each of its weights.
+#[derive(Debug, Clone, Copy)]
+pub struct Rule {
+    stored: &'static str,
+    /// Empty: the tensor is no weight.
+    weight: &'static str,
+    take: Take,
+}
+
+impl Rule {
+    /// A weight that is a part of a tensor.
+    #[must_use]
+    pub const fn new(stored: &'static str, weight: &'static str, take: Take) -> Self {
+        Self { stored, weight, take }
+    }
+
+    /// A weight that is a tensor of another name. With `**` in both patterns the new name goes
+    /// through the rules again.
+    #[must_use]
+    pub const fn renamed(stored: &'static str, weight: &'static str) -> Self {
+        Self::new(stored, weight, Take::ALL)
+    }
+
+    /// A tensor that is no weight.
+    #[must_use]
+    pub const fn spare(stored: &'static str) -> Self {
+        Self::new(stored, "", Take::ALL)
+    }
+}
+
+/// The part of a tensor that is a weight, and what is done to its numbers. The order is that of the
+/// fields.
+#[derive(Debug, Clone, Copy)]
+pub struct Take {
+    /// True if the tensor is a stack `[experts, rows, columns]`, of which each expert has a matrix.
+    stack: bool,
+    transposed: bool,
+    rows: Rows,
+    /// The number of heads, in each of which the rows of two halves alternate.
+    pairs: Option<fn(&Attention) -> usize>,
+    times: f32,
+    plus: f32,
+}
+
+/// The rows of a weight in its matrix.
+#[derive(Debug, Clone, Copy)]
+enum Rows {
+    All,
+    Range(fn(&Attention) -> Range<usize>),
+    Share { number: usize, of: usize },
+    Every { first: usize, step: usize },
+}
+
+impl Take {
+    /// The whole tensor.
+    pub const ALL: Self = Self {
+        stack: false,
+        transposed: false,
+        rows: Rows::All,
+        pairs: None,
+        times: 1.0,
+        plus: 0.0,
+    };
+    /// The matrix of each expert of a stack.
+    pub const EACH_EXPERT: Self = Self { stack: true, ..Self::ALL };
+
+    /// Columns become rows.
+    #[must_use]
+    pub const fn transposed(self) -> Self {
+        Self { transposed: true, ..self }
+    }
+
+    /// A range of rows that depends on the layer's attention, as of a fused product.
+    #[must_use]
+    pub const fn rows(self, range: fn(&Attention) -> Range<usize>) -> Self {
+        Self { rows: Rows::Range(range), ..self }
+    }
+
+    /// One of several equal shares of the rows.
+    #[must_use]
+    pub const fn share(self, number: usize, of: usize) -> Self {
+        Self { rows: Rows::Share { number, of }, ..self }
+    }
+
+    /// Every `step`-th row from `first` on: the even rows, or the odd ones.
+    #[must_use]
+    pub const fn every(self, first: usize, step: usize) -> Self {
+        Self { rows: Rows::Every { first, step }, ..self }
+    }
+
+    /// Rows of heads in which the two halves alternate, as the original Llama code had them.
+    #[must_use]
+    pub const fn pairs(self, heads: fn(&Attention) -> usize) -> Self {
+        Self { pairs: Some(heads), ..self }
+    }
+
+    /// Numbers times a constant.
+    #[must_use]
+    pub const fn times(self, factor: f32) -> Self {
+        Self { times: factor, ..self }
+    }
+
+    /// Numbers plus a constant, such as the 1 of Gemma's norms.
+    #[must_use]
+    pub const fn plus(self, term: f32) -> Self {
+        Self { plus: term, ..self }
+    }
+}
+
+/// Rows of queries in a product of queries, keys and values.
+#[must_use]
+pub fn fused_queries(attention: &Attention) -> Range<usize> {
+    0..attention.heads * attention.head_dim
+}
+
+/// Rows of keys in a product of queries, keys and values.
+#[must_use]
+pub fn fused_keys(attention: &Attention) -> Range<usize> {
+    let first = attention.heads * attention.head_dim;
+    first..first + attention.kv_heads * attention.head_dim
+}
+
+/// Rows of values in a product of queries, keys and values.
+#[must_use]
+pub fn fused_values(attention: &Attention) -> Range<usize> {
+    let first = (attention.heads + attention.kv_heads) * attention.head_dim;
+    first..first + attention.kv_heads * attention.value_dim
+}
+
+/// A weight of the model in a tensor of a file.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Weight {
+    pub(crate) name: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) part: TensorPart,
+}
+
+/// The part of a tensor that is a weight. A tensor is rows of all its outer dimensions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct TensorPart {
+    /// The first row of the matrix in the tensor.
+    pub(crate) base: usize,
+    /// Rows and columns of the matrix.
+    pub(crate) matrix: [usize; 2],
+    /// True if rows are counted in the transposed matrix.
+    pub(crate) transposed: bool,
+    /// The first taken row, the distance to the next one, and their number.
+    pub(crate) first: usize,
+    pub(crate) step: usize,
+    pub(crate) rows: usize,
+    /// The number of heads in which the rows of two halves alternate; `None`: in none.
+    pub(crate) pairs: Option<usize>,
+    pub(crate) times: f32,
+    pub(crate) plus: f32,
+}
+
+impl TensorPart {
+    /// All of a tensor.
+    pub(crate) fn whole(shape: &[usize]) -> Self {
+        let columns = shape.last().copied().unwrap_or(1);
+        let rows = shape.iter().rev().skip(1).product();
+        Self {
+            base: 0,
+            matrix: [rows, columns],
+            transposed: false,
+            first: 0,
+            step: 1,
+            rows,
+            pairs: None,
+            times: 1.0,
+            plus: 0.0,
+        }
+    }
+
+    /// Columns of the weight.
+    pub(crate) fn columns(&self) -> usize {
+        self.matrix[usize::from(!self.transposed)]
+    }
+
+    /// True if the weight is rows of the tensor, with the numbers that it has there.
+    pub(crate) fn is_rows(&self) -> bool {
+        !self.transposed && self.times == 1.0 && self.plus == 0.0
+    }
+}
+
+/// The weights in a tensor; `None`: there is no rule for it.
+///
+/// # Errors
+/// A rule does not fit the tensor's shape.
+pub(crate) fn weights_of(
+    tables: [&[Rule]; 2],
+    (name, stored): (&str, &[usize]),
+    shape: &Shape,
+) -> Result<Option<Vec<Weight>>, ModelError> {
+    let mut name = name.to_owned();
+    // Prefixes first. None is taken off twice.
+    for rule in tables.into_iter().flatten().filter(|rule| rule.stored.contains("**")) {
+        if let Some(found) = fit(rule.stored, &name) {
+            if rule.weight.is_empty() {
+                return Ok(Some(Vec::new()));
+            }
+            name = found.name(rule.weight, 0);
+        }
+    }
+    for table in tables {
+        let fitting = table.iter().filter(|rule| !rule.stored.contains("**"));
+        let fitting: Vec<(&Rule, Fit)> =
+            fitting.filter_map(|rule| Some((rule, fit(rule.stored, &name)?))).collect();
+        if !fitting.is_empty() {
+            let mut weights = Vec::new();
+            for (rule, found) in fitting.iter().filter(|(rule, _)| !rule.weight.is_empty()) {
+                rule.apply(found, (&name, stored), shape, &mut weights)?;
+            }
+            return Ok(Some(weights));
+        }
+    }
+    Ok(None)
+}
+
+/// The parts of a name that a pattern leaves open.
+struct Fit {
+    layer: Option<usize>,
+    kind: String,
+    rest: String,
+}
+
+impl Fit {
+    /// The name of a weight, of an expert of this number.
+    fn name(&self, weight: &str, expert: usize) -> String {
+        let part = |part: &str| match part {
+            "#" => self.layer.unwrap_or_default().to_string(),
+            "*" => self.kind.clone(),
+            "**" => self.rest.clone(),
+            "@" => expert.to_string(),
+            other => other.to_owned(),
+        };
+        weight.split('.').map(part).collect::<Vec<_>>().join(".")
+    }
+}
+
+fn fit(pattern: &str, name: &str) -> Option<Fit> {
+    let patterns: Vec<&str> = pattern.split('.').collect();
+    let mut parts: Vec<&str> = name.split('.').collect();
+    let mut found = Fit { layer: None, kind: String::new(), rest: String::new() };
+    if let Some(at) = patterns.iter().position(|&part| part == "**") {
+        let count = (parts.len() + 1).checked_sub(patterns.len()).filter(|&count| count > 0)?;
+        found.rest = parts.splice(at..at + count, ["**"]).collect::<Vec<_>>().join(".");
+    }
+    if parts.len() != patterns.len() {
+        return None;
+    }
+    for (&pattern, &part) in patterns.iter().zip(&parts) {
+        match pattern {
+            "#" => found.layer = Some(number(part)?),
+            "*" if matches!(part, "weight" | "bias") => part.clone_into(&mut found.kind),
+            "*" => return None,
+            other if other == part => {}
+            _ => return None,
+        }
+    }
+    Some(found)
+}
+
+/// The layer of a weight.
+pub(crate) fn layer_of(name: &str) -> Option<usize> {
+    let name = name.strip_prefix("model.").unwrap_or(name);
+    number(name.strip_prefix("layers.")?.split_once('.')?.0)
+}
+
+fn number(text: &str) -> Option<usize> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    (digits && text.len() <= MOST_DIGITS).then(|| text.parse().ok())?
+}
+
+impl Rule {
+    fn apply(
+        &self,
+        found: &Fit,
+        (name, stored): (&str, &[usize]),
+        shape: &Shape,
+        weights: &mut Vec<Weight>,
+    ) -> Result<(), ModelError> {
+        let take = &self.take;
+        if found.layer.is_some_and(|layer| !shape.has_place_for(layer)) {
+            return Ok(());
+        }
+        if !take.stack {
+            let part = take.part(0, stored, name, found.layer, shape)?;
+            let name = found.name(self.weight, 0);
+            weights.push(Weight { name, shape: part.shape(stored), part });
+            return Ok(());
+        }
+        let experts = found.layer.and_then(|layer| shape.experts(layer));
+        let wanted = experts.map_or(0, |experts| experts.count);
+        let &[count, rows, columns] = stored else { return Err(no_stack(name, stored, wanted)) };
+        if count != wanted {
+            return Err(no_stack(name, stored, wanted));
+        }
+        for expert in 0..count {
+            let matrix = [rows, columns];
+            let part = take.part(expert * rows, &matrix, name, found.layer, shape)?;
+            let name = found.name(self.weight, expert);
+            weights.push(Weight { name, shape: part.shape(&matrix), part });
+        }
+        Ok(())
+    }
+}
+
+fn no_stack(name: &str, stored: &[usize], wanted: usize) -> ModelError {
+    ModelError::broken(format!(
+        "the model's files have {name} of {stored:?}, and the layer has {wanted} experts"
+    ))
+}
+
+impl TensorPart {
+    /// The shape of the weight in a tensor of this shape.
+    fn shape(&self, stored: &[usize]) -> Vec<usize> {
+        match stored.len() {
+            1 => vec![self.rows * self.columns()],
+            2 => vec![self.rows, self.columns()],
+            _ => stored.to_vec(),
+        }
+    }
+}
+
+impl Take {
+    fn part(
+        &self,
+        base: usize,
+        stored: &[usize],
+        name: &str,
+        layer: Option<usize>,
+        shape: &Shape,
+    ) -> Result<TensorPart, ModelError> {
+        let unfit = |what: &str| {
+            let what = format!("the model's files have {name} of {stored:?}, {what}");
+            Err(ModelError::broken(what))
+        };
+        let chooses = self.transposed || self.pairs.is_some() || !matches!(self.rows, Rows::All);
+        let mut part = TensorPart::whole(stored);
+        (part.base, part.times, part.plus) = (base, self.times, self.plus);
+        match *stored {
+            // Its elements are rows.
+            [elements] if chooses => part.matrix = [elements, 1],
+            [_, _] => {}
+            _ if chooses => return unfit("and a matrix is wanted"),
+            _ => return Ok(part),
+        }
+        part.transposed = self.transposed;
+        let all = part.matrix[usize::from(self.transposed)];
+        let attention = || match layer.map(|layer| shape.mixer(layer)) {
+            Some(Mixer::Attention(attention)) => Some(attention),
+            _ => None,
+        };
+        (part.first, part.step, part.rows) = match self.rows {
+            Rows::All => (0, 1, all),
+            Rows::Range(range) => {
+                let Some(range) = attention().map(range) else {
+                    return unfit("and its layer has no heads");
+                };
+                if range.end > all {
+                    return unfit(&format!("and its rows {range:?} are wanted"));
+                }
+                (range.start, 1, range.len())
+            }
+            Rows::Share { number, of } if all.is_multiple_of(of) => {
+                (number * (all / of), 1, all / of)
+            }
+            Rows::Share { of, .. } => return unfit(&format!("which {of} parts can't share")),
+            Rows::Every { first, step } => (first, step, all.saturating_sub(first).div_ceil(step)),
+        };
+        if let Some(heads) = self.pairs {
+            let heads = attention().map(heads);
+            let fits = heads.is_some_and(|heads| heads > 0 && part.rows.is_multiple_of(2 * heads));
+            if !fits {
+                return unfit("whose heads have no two halves");
+            }
+            part.pairs = heads;
+        }
+        Ok(part)
+    }
+}

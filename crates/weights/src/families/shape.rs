@@ -1,0 +1,297 @@
+//! A decoder as a list of layers, and the distinct parts that they name.
+
+use serde_json::{Map, Value};
+
+use super::Family;
+use super::experts::Experts;
+use super::latent::Latent;
+
+/// The data from which a decoder is built. Sizes are numbers of elements, and positions are tokens.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Shape {
+    /// The family, whose rules give a file's tensors their names.
+    pub family: &'static Family,
+    /// The number of tokens in the vocabulary.
+    pub vocab_size: usize,
+    /// Elements of the residual stream.
+    pub hidden_size: usize,
+    /// The kind of all norms.
+    pub norm: Norm,
+    /// The epsilon of the norms.
+    pub norm_eps: f64,
+    /// Factors of states and logits.
+    pub scales: Scales,
+    /// The distinct rotary embeddings.
+    pub ropes: Vec<Rope>,
+    /// The distinct parts that mix positions.
+    pub mixers: Vec<Mixer>,
+    /// The distinct parts behind them.
+    pub feeds: Vec<FeedShape>,
+    /// The computed layers. A checkpoint may have more.
+    pub layers: Vec<LayerShape>,
+    /// True if a tower makes rows of images for the prompt.
+    pub tower: bool,
+    /// The `quant_method` of the checkpoint's matrices; `None`: they are not quantised.
+    pub quantised: Option<String>,
+    /// The largest number of positions that the model was trained for.
+    pub max_positions: u64,
+    /// True if the head is the embedding.
+    pub tied: bool,
+    /// True if the head is not used, because the model pools. Configs do not say it.
+    pub headless: bool,
+    /// Tokens that end a generation.
+    pub eos_token_ids: Vec<i32>,
+}
+
+/// One layer, by the numbers of its parts in [`Shape`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerShape {
+    /// The part that mixes positions.
+    pub mixer: u16,
+    /// The rotary embedding; `None`: positions rotate nothing.
+    pub rope: Option<u16>,
+    /// The part behind the mixer.
+    pub feed: u16,
+    /// The places of the layer's norms.
+    pub norms: NormPlacement,
+    /// The layer whose keys and values this one reads; `None`: it has its own.
+    pub keys_of: Option<u16>,
+}
+
+/// A kind of norm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Norm {
+    /// Divides by the root of the mean square.
+    Rms,
+    /// Subtracts the mean first (layer norm).
+    Mean,
+}
+
+/// The places of a layer's norms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormPlacement {
+    /// In front of each part.
+    Before,
+    /// Behind each part, before it is added.
+    After,
+    /// On both sides of each part.
+    Around,
+    /// One in front of both parts, which read the same states.
+    Parallel,
+}
+
+/// Factors of states and logits; 1: there is none.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scales {
+    /// The factor of embeddings.
+    pub embeddings: f64,
+    /// The factor of a part's output before it is added.
+    pub residuals: f64,
+    /// The factor of logits.
+    pub logits: f64,
+    /// The bound that logits approach (soft cap); `None`: there is none.
+    pub logit_cap: Option<f64>,
+}
+
+impl Scales {
+    /// No factor and no cap.
+    pub const NONE: Self = Self { embeddings: 1.0, residuals: 1.0, logits: 1.0, logit_cap: None };
+}
+
+/// A rotary embedding (Su et al. 2021).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    /// The number of first elements of a head that are rotated.
+    pub dim: usize,
+    /// The base.
+    pub theta: f64,
+    /// The scaling with the names of transformers 4, `rope_type` among them; `None`: there is none.
+    pub scaling: Option<Map<String, Value>>,
+    /// True if neighbours `(2i, 2i + 1)` are rotated, and not `(i, i + dim / 2)`.
+    pub interleaved: bool,
+    /// The frequencies of time, row and column where a position is three numbers.
+    pub sections: Option<[usize; 3]>,
+}
+
+/// A part that mixes positions.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Mixer {
+    /// Attention with keys and values of heads.
+    Attention(Attention),
+    /// Attention with one short row for each position.
+    Latent(Latent),
+    /// A state of fixed size for each request.
+    Recurrence(Recurrence),
+}
+
+/// Attention with keys and values of some heads each (Ainslie et al. 2023).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Attention {
+    /// The number of query heads.
+    pub heads: usize,
+    /// The number of heads of keys and values.
+    pub kv_heads: usize,
+    /// Elements of a query or key head.
+    pub head_dim: usize,
+    /// Elements of a value head.
+    pub value_dim: usize,
+    /// The factor of scores; `None`: `head_dim` to the power of -1/2.
+    pub scale: Option<f64>,
+    /// The number of positions that a position sees, itself included; `None`: all.
+    pub window: Option<u64>,
+    /// The number of positions of a chunk, within which positions see each other; `None`: all.
+    pub chunk: Option<u64>,
+    /// True if each head has a learned score that takes weight and gives nothing (a sink).
+    pub sinks: bool,
+    /// The bound that scores approach (soft cap); `None`: there is none.
+    pub cap: Option<f64>,
+    /// The norms of queries and keys before they are rotated.
+    pub qk_norm: QkNorm,
+    /// True if the output is multiplied by a gate.
+    pub gate: bool,
+    /// True if queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// True if the output has a bias.
+    pub output_bias: bool,
+}
+
+/// The norms of queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QkNorm {
+    /// There is none.
+    None,
+    /// Each head has its own mean.
+    Heads,
+    /// All heads of a position have one mean.
+    Rows,
+}
+
+/// A linear recurrence: gated delta nets, Mamba 2, short convolutions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Recurrence {
+    /// The number of heads of the state; 0: there is a convolution only.
+    pub heads: usize,
+    /// Elements of a key head.
+    pub key_dim: usize,
+    /// Elements of a value head.
+    pub value_dim: usize,
+    /// True if each channel of a head has a decay of its own, and not each head.
+    pub channel_decay: bool,
+    /// True if a state's old value for a key is taken away first (delta rule).
+    pub delta: bool,
+    /// Taps of the causal convolution in front; 0: there is none.
+    pub taps: usize,
+}
+
+/// The part of a layer behind the mixer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum FeedShape {
+    /// One feed-forward part for every token.
+    Dense(DenseFeed),
+    /// A mixture of experts.
+    Experts(Experts),
+}
+
+/// One feed-forward part for every token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DenseFeed {
+    /// Elements between the products.
+    pub intermediate_size: usize,
+    /// The function between the products.
+    pub activation: Activation,
+    /// True if a second product is multiplied with the function's result.
+    pub gated: bool,
+    /// True if the products have biases.
+    pub bias: bool,
+}
+
+/// The function between the products of a feed-forward part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x * sigmoid(x)`
+    Silu,
+    /// `x * Phi(x)`, exactly.
+    Gelu,
+    /// `x * Phi(x)`, by a hyperbolic tangent.
+    GeluTanh,
+    /// The square of the positive part.
+    SquaredRelu,
+}
+
+impl Activation {
+    /// Finds a function by its name in transformers.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "silu" | "swish" => Some(Self::Silu),
+            "gelu" => Some(Self::Gelu),
+            "gelu_new" | "gelu_fast" | "gelu_pytorch_tanh" => Some(Self::GeluTanh),
+            "relu2" => Some(Self::SquaredRelu),
+            _ => None,
+        }
+    }
+
+    /// The name in transformers.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Silu => "silu",
+            Self::Gelu => "gelu",
+            Self::GeluTanh => "gelu_pytorch_tanh",
+            Self::SquaredRelu => "relu2",
+        }
+    }
+}
+
+impl Shape {
+    /// The mixer of a layer.
+    #[must_use]
+    pub fn mixer(&self, layer: usize) -> &Mixer {
+        &self.mixers[usize::from(self.layers[layer].mixer)]
+    }
+
+    /// The part behind the mixer of a layer.
+    #[must_use]
+    pub fn feed(&self, layer: usize) -> &FeedShape {
+        &self.feeds[usize::from(self.layers[layer].feed)]
+    }
+
+    /// The experts of a layer; `None`: it has none, or is no computed layer.
+    #[must_use]
+    pub fn experts(&self, layer: usize) -> Option<&Experts> {
+        match self.feeds.get(usize::from(self.layers.get(layer)?.feed))? {
+            FeedShape::Experts(experts) => Some(experts),
+            FeedShape::Dense(_) => None,
+        }
+    }
+
+    /// True if a checkpoint's layer may belong to the computed ones. Behind them checkpoints with
+    /// experts have layers that only predict further tokens (MTP).
+    pub(crate) fn has_place_for(&self, layer: usize) -> bool {
+        let dense = |feed: &FeedShape| matches!(feed, FeedShape::Dense(_));
+        layer < self.layers.len() || self.feeds.iter().all(dense)
+    }
+
+    /// True if a head in the checkpoint is one too many.
+    pub(crate) fn has_spare_head(&self) -> bool {
+        self.tied || self.headless
+    }
+
+    /// The largest number of positions of a request. With yarn it may exceed the config's.
+    #[must_use]
+    pub fn longest_context(&self) -> u64 {
+        let of_rope = |rope: &Rope| {
+            let scaling = rope.scaling.as_ref()?;
+            if scaling.get("rope_type").and_then(Value::as_str) != Some("yarn") {
+                return None;
+            }
+            let number =
+                |key| scaling.get(key).and_then(Value::as_f64).filter(|&value| value != 0.0);
+            let original =
+                number("original_max_position_embeddings").unwrap_or(self.max_positions as f64);
+            Some((original * number("factor").unwrap_or(1.0)) as u64)
+        };
+        let longest = self.ropes.iter().filter_map(of_rope).max();
+        self.max_positions.max(longest.unwrap_or(0))
+    }
+}

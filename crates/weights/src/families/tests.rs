@@ -1,0 +1,5 @@
+//! What families read, and what rules take.
+
+mod configs;
+mod rules;
+mod tables;

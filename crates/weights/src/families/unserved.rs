@@ -1,0 +1,185 @@
+//! The parts and architectures that no hand computes. A part leaves this list when the first hand
+//! has it; the other hand then names it among what it lacks.
+
+use super::Family;
+use super::experts::Experts;
+use super::shape::{
+    Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, QkNorm, Scales, Shape,
+};
+use crate::error::ModelError;
+
+/// Known architectures that no hand serves: the names in a `config.json` and in GGUF files, and
+/// their missing parts.
+pub const NOT_SERVED: [(&str, &str, &str); 9] = [
+    ("GptOssForCausalLM", "gpt-oss", "attention sinks, and windows in some layers only"),
+    ("Gemma2ForCausalLM", "gemma2", "windows in some layers only, and caps of scores"),
+    ("Gemma3ForCausalLM", "gemma3", "windows and rotary embeddings that differ between layers"),
+    ("MixtralForCausalLM", "", "experts under other names"),
+    ("Qwen2MoeForCausalLM", "qwen2moe", "a shared expert with a gate of its own"),
+    ("Qwen2VLForConditionalGeneration", "qwen2vl", "another vision tower"),
+    ("Qwen3VLMoeForConditionalGeneration", "qwen3vlmoe", "experts in one tensor"),
+    (
+        "Glm4MoeLiteForCausalLM",
+        "",
+        "GLM's routing with latent attention, which is not checked against a reference; GGUF files are served",
+    ),
+    ("DeepseekV4ForCausalLM", "", "compressed attention"),
+];
+
+impl ModelError {
+    /// No hand has a part of a model.
+    pub(crate) fn unserved_part(part: &str) -> Self {
+        Self::Unserved(format!("a model with {part}"))
+    }
+
+    /// No hand has an architecture of a `config.json`.
+    pub(crate) fn unserved_architecture(name: &str) -> Self {
+        let known = NOT_SERVED.iter().find(|(known, ..)| *known == name);
+        let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
+        Self::Unserved(format!(
+            "the architecture {name}{why}: try transformers or vLLM, or a model of {}",
+            titles(|_| true)
+        ))
+    }
+
+    /// No hand has an architecture of GGUF files.
+    pub(crate) fn unserved_gguf(name: &str) -> Self {
+        let known = NOT_SERVED.iter().find(|(_, known, _)| *known == name && !name.is_empty());
+        let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
+        Self::Unserved(format!(
+            "the GGUF architecture '{name}'{why}: try llama.cpp, or a file of {}",
+            titles(|family| family.gguf.is_some())
+        ))
+    }
+}
+
+/// Some families, by their names in documents.
+fn titles(which: fn(&Family) -> bool) -> String {
+    let families = super::ALL.into_iter().filter(|family| which(family));
+    families.map(|family| family.title).collect::<Vec<_>>().join("; ")
+}
+
+impl Shape {
+    /// Checks that there is a hand with each of the model's parts.
+    ///
+    /// # Errors
+    /// [`ModelError::Unserved`], with the first part that no hand has.
+    pub fn check_served(&self) -> Result<(), ModelError> {
+        match self.part_without_hand() {
+            None => Ok(()),
+            Some(part) => Err(ModelError::unserved_part(&part)),
+        }
+    }
+
+    fn part_without_hand(&self) -> Option<String> {
+        let found = self
+            .scales
+            .part_without_hand()
+            .or_else(|| self.mixers.iter().find_map(Mixer::part_without_hand))
+            .or_else(|| self.differing_layers())
+            .or_else(|| self.layer_without_hand());
+        if let Some(part) = found {
+            return Some(part.to_owned());
+        }
+        if self.norm == Norm::Mean {
+            return Some("norms that subtract the mean".into());
+        }
+        self.feeds.iter().find_map(FeedShape::part_without_hand)
+    }
+
+    fn differing_layers(&self) -> Option<&'static str> {
+        if self.ropes.len() > 1 {
+            return Some("rotary embeddings that differ between layers");
+        }
+        let attentions: Vec<&Attention> = self.mixers.iter().filter_map(Mixer::attention).collect();
+        if attentions.windows(2).any(|pair| pair[0].window != pair[1].window) {
+            return Some("a sliding window in some of the layers");
+        }
+        // Layers with latent attention differ in their indexers.
+        if attentions.len() > 1 || !attentions.is_empty() && self.mixers.len() > 1 {
+            return Some("attention that differs between layers");
+        }
+        let dense = |feed: &&FeedShape| matches!(feed, FeedShape::Dense(_));
+        let count = self.feeds.iter().filter(dense).count();
+        if count > 1 || self.feeds.len() - count > 1 {
+            return Some("feed-forward parts whose sizes differ between layers");
+        }
+        None
+    }
+
+    fn layer_without_hand(&self) -> Option<&'static str> {
+        self.layers.iter().find_map(|layer| match layer.norms {
+            _ if layer.keys_of.is_some() => Some("layers that share keys and values"),
+            _ if layer.rope.is_none() => Some("layers without rotary positions"),
+            NormPlacement::Before => None,
+            NormPlacement::After | NormPlacement::Around => {
+                Some("norms behind the parts of layers")
+            }
+            NormPlacement::Parallel => Some("layers whose parts read the same states"),
+        })
+    }
+}
+
+impl Scales {
+    fn part_without_hand(&self) -> Option<&'static str> {
+        let Self { embeddings, residuals, logits, logit_cap } = *self;
+        let parts = [
+            (embeddings != 1.0, "scaled embeddings"),
+            (residuals != 1.0, "scaled residuals"),
+            (logits != 1.0, "scaled logits"),
+            (logit_cap.is_some(), "a cap of logits"),
+        ];
+        parts.into_iter().find_map(|(has, part)| has.then_some(part))
+    }
+}
+
+impl Mixer {
+    fn attention(&self) -> Option<&Attention> {
+        if let Self::Attention(attention) = self { Some(attention) } else { None }
+    }
+
+    fn part_without_hand(&self) -> Option<&'static str> {
+        let attention = match self {
+            Self::Recurrence(_) => return Some("recurrent layers"),
+            Self::Latent(_) => return None,
+            Self::Attention(attention) => attention,
+        };
+        let &Attention { head_dim, value_dim, scale, chunk, sinks, cap, qk_norm, gate, .. } =
+            attention;
+        let parts = [
+            (value_dim != head_dim, "keys and values of different lengths"),
+            (scale.is_some(), "attention with a scale of its own"),
+            (chunk.is_some(), "attention within chunks"),
+            (sinks, "attention sinks"),
+            (cap.is_some(), "a cap of attention scores"),
+            (qk_norm == QkNorm::Rows, "norms over all heads of queries and keys"),
+            (gate, "a gate behind attention"),
+        ];
+        parts.into_iter().find_map(|(has, part)| has.then_some(part))
+    }
+}
+
+impl FeedShape {
+    fn part_without_hand(&self) -> Option<String> {
+        let (activation, part) = match self {
+            Self::Dense(feed) => {
+                let part = (!feed.gated).then_some("feed-forward parts without a gate");
+                (feed.activation, part)
+            }
+            Self::Experts(experts) => (experts.activation, experts.part_without_hand()),
+        };
+        match activation {
+            Activation::Silu => part.map(str::to_owned),
+            other => Some(format!("the activation hidden_act {:?}", other.name())),
+        }
+    }
+}
+
+impl Experts {
+    fn part_without_hand(&self) -> Option<&'static str> {
+        if self.bias {
+            return Some("experts with biases (mlp_bias)");
+        }
+        self.shared_gate.then_some("a shared expert with a gate of its own")
+    }
+}

@@ -1,0 +1,45 @@
+"""Attention as a call of it asks: with windows, chunks, caps, sinks and scales, in PyTorch's operators."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forebay.attention.backend import How
+
+
+def positions_mask(queries: torch.Tensor, keys: torch.Tensor, how: How) -> torch.Tensor:
+    """True where a query sees a key, bool `[*queries, keys]`, from their positions `queries` and `keys` [keys].
+
+    The last dimension of `queries` becomes that of the queries, and counts 1 for decode rows.
+    """
+    of_query, of_key = queries[..., None], keys
+    sees = of_key <= of_query
+    if how.window is not None:
+        # The window has the query's own position in it.
+        sees = sees & (of_key > of_query - how.window)
+    if how.chunk is not None:
+        sees = sees & (of_key // how.chunk == of_query // how.chunk)
+    return sees
+
+
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, how: How) -> torch.Tensor:
+    """q [b, heads, n, head_dim] gives [b, heads, n, value_dim]; `mask` is bool and fits [b, 1, n, m].
+
+    k is [b, kv_heads, m, head_dim], and v [b, kv_heads, m, value_dim]. With a cap or sinks, scores are float32.
+    """
+    if how.cap is None and how.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale, enable_gqa=True)
+    kv_heads, queries = k.shape[1], q.shape[2]
+    grouped = q.unflatten(1, (kv_heads, -1))
+    scale = q.shape[3] ** -0.5 if how.scale is None else how.scale
+    scores = (grouped @ k[:, :, None].mT).float() * scale
+    if how.cap is not None:
+        scores = how.cap * torch.tanh(scores / how.cap)
+    scores = scores.masked_fill(~mask[..., None, :, :] if mask.dim() > 2 else ~mask, -torch.inf)
+    if how.sinks is not None:
+        sinks = how.sinks.float().view(1, kv_heads, -1, 1, 1).expand(len(q), -1, -1, queries, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype)
+    out: torch.Tensor = weights @ v[:, :, None]
+    return out.flatten(1, 2)

@@ -1,0 +1,338 @@
+"""A model in transformers' own modelling code, on our pages, packed rows and slots.
+
+The code calls its attention by name, which transformers lets others implement. Each call says what it wants (a window,
+a cap, sinks, a scale), so nothing is derived from a configuration. Recurrent layers run once a row, with a cache object
+of the row's slot. vLLM (`--model-impl transformers`) and SGLang have the same feature, with layers that are made from
+the configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.attention.backend import Batch, How
+from forebay.attention.cpu import CpuAttention
+from forebay.layers.decoder import Forward
+from forebay.layers.ops import Ops
+from forebay.layers.params import Parameters, Report, ignore
+from forebay.models.states import SlotStates
+from forebay.weights.called import CalledConfig, KeptShape
+from forebay.weights.errors import ModelError, UnsupportedModelError
+
+_CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
+"""The names that recurrent modules give the argument with their states."""
+_UPDATES_STATE = re.compile(r"\.update_(conv|recurrent)_state\b")
+_BESIDE_ATTENTION = frozenset(
+    {"dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
+)
+"""Arguments of a call that say nothing about attention."""
+_OLDEST, _TOO_NEW = (5, 20), (6, 0)
+"""The versions of transformers: from the first on, and below the second."""
+_NAMED = ("scaling", "sliding_window", "softcap", "s_aux")
+
+
+class CalledAttention:
+    """The attention that a model of transformers calls, registered under a name of its own."""
+
+    def __init__(self) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self.name = f"forebay_{id(self)}"
+        self.uses: set[str] = set()
+        """What calls have asked for so far, beyond causal order."""
+        self._answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor] | None = None
+        ALL_ATTENTION_FUNCTIONS.register(self.name, self._attend)
+
+    @contextmanager
+    def answered_by(
+        self, answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor]
+    ) -> Iterator[None]:
+        """Has `answer` compute all calls meanwhile.
+
+        It gets q [n, heads, key size], k [n, kv heads, key size], v [n, kv heads, value size], and gives
+        [n, heads * value size].
+        """
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **given: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """One call: query [1, heads, n, key size] gives [1, n, heads, value size]."""
+        if self._answer is None:
+            raise RuntimeError("a model was called outside of a step")
+        how = self._read(module, attention_mask, given)
+        q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+        if len(k) != len(q):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to keys that are not the step's: it keeps some itself"
+            )
+        out = self._answer(q, k, v, how)
+        return out.view(1, len(q), q.shape[1], v.shape[2]), None
+
+    def _read(self, module: torch.nn.Module, mask: torch.Tensor | None, given: Mapping[str, Any]) -> How:
+        """What a call asks for. Raises `UnsupportedModelError` for what nobody here would obey."""
+        name = type(module).__name__
+        if mask is not None:
+            raise UnsupportedModelError(f"{name} makes an attention mask of its own")
+        for key, value in given.items():
+            if key in _NAMED or key in _BESIDE_ATTENTION or value is None:
+                continue
+            if key == "is_causal" and value:
+                continue
+            raise UnsupportedModelError(f"{name} passes the argument {key} to attention, which is not known here")
+        if given.get("is_causal", getattr(module, "is_causal", True)) is False:
+            raise UnsupportedModelError(f"{name} attends to positions behind its own")
+        kind, chunk = _kind(module), None
+        window = given.get("sliding_window")
+        config = getattr(module, "config", None)
+        if kind == "full_attention":
+            # A configuration may state a window that no layer has (VaultGemma), and layers pass it on.
+            window = None
+        elif kind == "sliding_attention" and window is None:
+            window = config.sliding_window if config is not None else None
+        elif kind == "chunked_attention":
+            chunk = config.attention_chunk_size if config is not None else None
+        how = How(given.get("scaling"), window, chunk, given.get("softcap"), given.get("s_aux"))
+        wanted = {"window": window, "chunk": chunk, "cap": how.cap, "sinks": how.sinks}
+        self.uses.update(name for name, value in wanted.items() if value is not None)
+        return how
+
+
+def _kind(module: torch.nn.Module) -> str | None:
+    """The kind of a layer in the configuration's list; None: the list has none for it."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    layer = getattr(module, "layer_idx", None)
+    return str(kinds[layer]) if isinstance(layer, int) and 0 <= layer < len(kinds) else None
+
+
+class RecurrentLayers:
+    """The modules of a model that keep a recurrent or convolution state, which run once a row of a step."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.rows: list[tuple[int, int, Any]] = []
+        """The rows of the step: first token, number of tokens, and the cache object of the slot."""
+        ours = [module for module in model.modules() if ".models." in type(module).__module__]
+        self.modules = [module for module in ours if _UPDATES_STATE.search(inspect.getsource(type(module)))]
+        for module in self.modules:
+            names = inspect.signature(type(module).forward).parameters
+            cache = next((name for name in _CACHES if name in names), None)
+            if cache is None:
+                raise UnsupportedModelError(f"{type(module).__name__} takes no cache for its state")
+            module.forward = self._by_row(module.forward, cache)
+
+    def _by_row(self, forward: Callable[..., Any], cache: str) -> Callable[..., Any]:
+        def run(hidden_states: torch.Tensor, *args: Any, **named: Any) -> Any:
+            named = {key: value for key, value in named.items() if key not in ("attention_mask", "seq_idx", *_CACHES)}
+            parts = [
+                forward(hidden_states[:, first : first + count], **{**named, cache: states})
+                for first, count, states in self.rows
+            ]
+            outputs = torch.cat([part[0] if isinstance(part, tuple) else part for part in parts], dim=1)
+            return (outputs, *parts[0][1:]) if isinstance(parts[0], tuple) else outputs
+
+        return run
+
+
+class CalledModel:
+    """The model, for `TorchCompute`. Its weights are on the meta device until they are loaded."""
+
+    def __init__(
+        self, config: CalledConfig, directory: str, params: Parameters, backend: CpuAttention, ops: Ops
+    ) -> None:
+        """`params` has the type and the device of the weights, and allocates none of them."""
+        self.config = config
+        self.params = params
+        self.backend = backend
+        self.ops = ops
+        self._directory = directory
+        self._attention = CalledAttention()
+        self._take(made_of(config_of(Path(directory)), self._attention.name, params.dtype, torch.device("meta")))
+        self.nbytes: int = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
+        """Bytes of all weights. Those that several names share count once."""
+        self.states_of_slots: SlotStates | None = None
+
+    def _take(self, model: Any) -> None:
+        self._model = model
+        self._recurrent = RecurrentLayers(model)
+        self._body = body_of(model)
+        self._kept_forward = self._body.forward
+        self._given: torch.Tensor | None = None
+        self._output: type[Any] | None = None
+        """The class of the body's output, which the head reads."""
+        self._body.forward = self._run_body
+
+    def load(self, report: Report = ignore) -> None:
+        """Reads the weights from safetensors. Raises `ModelError`."""
+        report(0, 1)
+        self._load(self._directory)
+        report(1, 1)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes the tensors of a checkpoint, by Hugging Face name. Raises `ModelError`."""
+        self._load(None, config=config_of(Path(self._directory)), state_dict=dict(weights))
+
+    def _load(self, directory: str | None, **given: Any) -> None:
+        how = {"dtype": self.params.dtype, "attn_implementation": self._attention.name, "trust_remote_code": False}
+        try:
+            # With the loading info the result is a pair, which its annotations do not know.
+            read: Callable[..., Any] = type(self._model).from_pretrained
+            model, found = read(
+                directory, use_safetensors=True, local_files_only=True, output_loading_info=True, **how, **given
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"transformers can't load the model: {' '.join(str(error).split())}") from error
+        if found["missing_keys"]:
+            missing = sorted(found["missing_keys"])
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ModelError(f"the checkpoint lacks {', '.join(missing[:3])}{more}")
+        self._take(model.requires_grad_(False).to(self.params.device))
+
+    def randomise(self, seed: int, report: Report = ignore) -> None:
+        """Makes weights of a seed, with the initialisation of the model's code."""
+        torch.manual_seed(seed)
+        model = made_of(config_of(Path(self._directory)), self._attention.name, self.params.dtype, self.params.device)
+        self._take(model)
+        report(1, 1)
+
+    def __call__(self, forward: Forward) -> torch.Tensor:
+        """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones."""
+        return self.logits(self.states(forward))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [m, vocabulary] of final states [m, hidden], by the model's own head with its caps and factors."""
+        ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+        self._given = states[None]
+        try:
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._given = None
+        return logits.float()
+
+    def states(self, forward: Forward) -> torch.Tensor:
+        """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
+        if forward.given:
+            raise UnsupportedModelError("inputs in place of tokens, for a model that transformers computes")
+        batch: Batch = forward.prepared.batch
+        if self._recurrent.modules:
+            rows = zip(batch.offset.tolist(), batch.length.tolist(), strict=True)
+            states = self._states(batch)
+            self._recurrent.rows = [(first, count, state) for (first, count), state in zip(rows, states, strict=True)]
+        calls = iter(forward.kv)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+            kv = next(calls)
+            kv.keys.index_copy_(0, forward.writes, k)
+            kv.values.index_copy_(0, forward.writes, v)
+            return self.backend.attend(q, k, v, kv, forward.prepared, how)
+
+        with self._attention.answered_by(attend):
+            found = self._body(
+                input_ids=forward.tokens[None].long(), position_ids=forward.positions[None], use_cache=False
+            )
+        if next(calls, None) is not None:
+            raise UnsupportedModelError("the model called attention less often than when it was probed")
+        self._output = type(found)
+        last: torch.Tensor = found.last_hidden_state
+        return last[0].index_select(0, forward.sampled)
+
+    def _states(self, batch: Batch) -> list[Any]:
+        if self.states_of_slots is None:
+            self.states_of_slots = SlotStates(lambda: cache_of(self._model))
+        return self.states_of_slots.of_rows(batch)
+
+    def _run_body(self, *args: Any, **named: Any) -> Any:
+        if self._given is None:
+            return self._kept_forward(*args, **named)
+        assert self._output is not None
+        return self._output(last_hidden_state=self._given)
+
+
+def check_version() -> None:
+    """Raises `UnsupportedModelError` unless a version of transformers is installed whose seams are known here."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"--model-impl transformers needs transformers ({error}): pip install 'forebay[torch]'"
+        ) from error
+    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+    if not _OLDEST <= (major, minor) < _TOO_NEW:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} is not supported: use 5.20 or newer, and older than 6"
+        )
+
+
+def config_of(directory: Path) -> Any:
+    """The configuration that transformers reads of a model's folder. Raises `UnsupportedModelError`."""
+    check_version()
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"transformers does not know the model: {' '.join(str(error).split())}") from error
+
+
+def made_of(config: Any, attention: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The causal model of a configuration, with the initialisation of its code. Raises `UnsupportedModelError`."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device(device), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=attention, dtype=dtype
+            )
+    except KeyError as error:
+        # Code of before the interface looks its own implementations up by name (Falcon).
+        raise UnsupportedModelError(f"the code of {config.model_type} has an attention of its own ({error})") from error
+    except ValueError as error:
+        raise UnsupportedModelError(" ".join(str(error).split())) from error
+    model.eval()
+    return model.requires_grad_(False)
+
+
+def body_of(model: Any) -> Any:
+    """The part of a causal model below its head. Raises `UnsupportedModelError` if there is none."""
+    body = model.base_model
+    if body is model:
+        # Some code names a part that is not there (Llama 4's text).
+        body = getattr(model, "model", model)
+    if body is model:
+        raise UnsupportedModelError(f"{type(model).__name__} has no part below its head")
+    return body
+
+
+def cache_of(model: Any) -> Any:
+    """A new cache object for the recurrent states of one request."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+__all__ = [
+    "CalledAttention",
+    "CalledModel",
+    "KeptShape",
+    "RecurrentLayers",
+    "body_of",
+    "cache_of",
+    "config_of",
+    "made_of",
+]

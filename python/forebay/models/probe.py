@@ -1,0 +1,90 @@
+"""A forward of two tokens without weights: what a model that transformers computes needs of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.attention.backend import How
+from forebay.models.called import CalledAttention, RecurrentLayers, body_of, cache_of, config_of, made_of
+from forebay.weights.called import Calls, KeptShape
+from forebay.weights.errors import UnsupportedModelError
+from forebay.weights.sizes import MOST_POSITIONS
+
+__all__ = ["probe"]
+
+_META = torch.device("meta")
+_UNBOUNDED_CONTEXT = 32768
+"""The context length of models whose configuration names none, as recurrent ones."""
+
+
+class OnlyUpdates:
+    """The cache object of a probe. A model that wants more of it keeps what pages and slots do not."""
+
+    is_compileable = False
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives keys and values back."""
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        """No positions were seen."""
+        return 0
+
+
+def probe(directory: Path) -> Calls:
+    """Probes the model of a folder. Raises `UnsupportedModelError` with the reason for which it can't be served."""
+    config = config_of(directory)
+    # The id of padding makes some code look at the tokens, which have no values here.
+    config.pad_token_id = None
+    attention = CalledAttention()
+    model = made_of(config, attention.name, torch.bfloat16, _META)
+    recurrent, cache = RecurrentLayers(model), cache_of(model)
+    recurrent.rows = [(0, 2, cache)]
+    kept: list[KeptShape] = []
+
+    def answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+        kept.append(KeptShape(k.shape[1], k.shape[2], v.shape[2]))
+        return q.new_empty(len(q), q.shape[1] * v.shape[2])
+
+    ids = torch.zeros(1, 2, dtype=torch.long, device=_META)
+    positions = torch.arange(2, device=_META)[None]
+    try:
+        with torch.no_grad(), attention.answered_by(answer):
+            body_of(model)(input_ids=ids, position_ids=positions, use_cache=False, past_key_values=OnlyUpdates())
+    except UnsupportedModelError:
+        raise
+    except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError, KeyError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(
+            f"the code of {config.model_type} wants more than attention and states give: {type(error).__name__}: {why}"
+        ) from error
+    if not kept and not recurrent.modules:
+        raise UnsupportedModelError(
+            f"the code of {config.model_type} has an attention of its own, which nobody can reach"
+        )
+    text = config.get_text_config()
+    return Calls(
+        kept=tuple(kept),
+        uses=tuple(sorted(attention.uses)),
+        state_bytes=_bytes_of(cache) if recurrent.modules else 0,
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
+        longest_context=min(int(getattr(text, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT), MOST_POSITIONS),
+    )
+
+
+def _bytes_of(cache: Any) -> int:
+    """Bytes of the tensors of a cache object."""
+    return sum(tensor.nbytes for layer in cache.layers for value in vars(layer).values() for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)

@@ -1,0 +1,99 @@
+"""A model that transformers' own code computes: what the engine has to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forebay.weights.config import ModelConfig
+from forebay.weights.parts import Dense, GroupedQuery
+
+__all__ = ["CalledConfig", "Calls", "KeptShape"]
+
+
+@dataclass(frozen=True)
+class KeptShape:
+    """The keys and values that one call of attention keeps of a position. Sizes are numbers of elements."""
+
+    heads: int
+    """Key-value heads."""
+    key_size: int
+    """Elements of a key head."""
+    value_size: int
+    """Elements of a value head."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of one position."""
+        return self.heads * (self.key_size + self.value_size)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The findings of a probe: one forward of two tokens without weights."""
+
+    kept: tuple[KeptShape, ...]
+    """One for each call of attention, in the order of the calls."""
+    uses: tuple[str, ...]
+    """The arguments of attention beyond causal order that some call has given, sorted."""
+    state_bytes: int
+    """Bytes of the recurrent states of one request; 0: the model has none."""
+    vocab_size: int
+    hidden_size: int
+    longest_context: int
+    """The largest number of positions of a request."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Calls:
+        """Reads the output of `to_dict`."""
+        kept = tuple(KeptShape(*shape) for shape in values["kept"])
+        return cls(**{**values, "kept": kept, "uses": tuple(values["uses"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The findings, in JSON's types."""
+        kept = [[shape.heads, shape.key_size, shape.value_size] for shape in self.kept]
+        return {**asdict(self), "kept": kept, "uses": list(self.uses)}
+
+
+@dataclass(frozen=True)
+class CalledConfig(ModelConfig):
+    """The configuration of a model that transformers computes.
+
+    Its code reads everything else from the `config.json` itself. So the parts that native code is built from are
+    placeholders here, and `calls` has the shapes of pages.
+    """
+
+    calls: Calls | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], calls: Calls, eos: tuple[int, ...] = ()) -> CalledConfig:
+        """The configuration of a `config.json` and a probe."""
+        first = calls.kept[0] if calls.kept else KeptShape(1, 1, 1)
+        names = config.get("architectures") or [str(config.get("model_type"))]
+        return cls(
+            architecture=str(names[0]),
+            vocab_size=calls.vocab_size,
+            hidden_size=calls.hidden_size,
+            attention=GroupedQuery(first.heads, first.heads, first.key_size, first.key_size, False, False, False),
+            feeds=(Dense(0, False),) * len(calls.kept),
+            rms_norm_eps=0.0,
+            rope_theta=0.0,
+            rope_scaling=None,
+            max_position_embeddings=calls.longest_context,
+            tie_word_embeddings=False,
+            hidden_act="",
+            sliding_window=None,
+            eos_token_ids=eos,
+            calls=calls,
+        )
+
+    @property
+    def kept(self) -> tuple[KeptShape, ...]:
+        """The keys and values of a position, for each call of attention."""
+        return () if self.calls is None else self.calls.kept
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one request."""
+        return 0 if self.calls is None else self.calls.state_bytes

@@ -1,0 +1,179 @@
+"""Models that transformers computes inside the hand: the tokens of `generate`, however steps are cut."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forebay.runner.runner import ModelRunner
+from forebay.weights.errors import ModelError, UnsupportedModelError
+from tests.hand.called_models import ARCHITECTURES, PLAIN, VOCABULARY, WITH_STATES, called_runner, calls_of, model_of
+from tests.hand.support import MiniBrain, Request, Sampling
+
+COUNT = 12
+TOLERANCE = {"states": 1e-3, "attention": 1e-4}
+"""Recurrent layers add up in another order where their input comes in pieces."""
+QUICK = ("gemma2", "gpt_oss", "llama4_text", "gemma4_text", "mimo_v2_flash", "qwen3_5_text", "granitemoehybrid")
+"""Architectures with a cap, sinks, chunks, shapes that differ between layers, and states."""
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(5)
+    return [random.integers(5, VOCABULARY - 8, length).tolist() for length in (3, 29, 1, 13)]
+
+
+def reference(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """The greedy tokens of transformers with its eager attention, and their log-probabilities."""
+    ask = {"max_new_tokens": COUNT, "min_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
+    more = {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    given = model.generate(torch.tensor([prompt]), **ask, **more)
+    return given.sequences[0, len(prompt) :].tolist(), torch.cat(given.logits).log_softmax(-1)
+
+
+@cache
+def known(name: str) -> tuple[Any, list[tuple[list[int], torch.Tensor]]]:
+    model = model_of(name)
+    return model, [reference(model, prompt) for prompt in prompts()]
+
+
+def fill_with_nan(runner: ModelRunner) -> None:
+    """What was never written shows in every answer that reads it."""
+    for layer in runner.kv.layers:
+        for pool in layer:
+            pool.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+)
+def test_tokens_and_logprobs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, wanted = known(name)
+    runner = called_runner(model, tmp_path)
+    fill_with_nan(runner)
+    requests = [Request(prompt, COUNT, Sampling(logprobs=5), arrival=2 * at) for at, prompt in enumerate(prompts())]
+    MiniBrain(runner, lookahead=1).serve(requests, chunk=7)
+    tolerance = TOLERANCE["states" if name in WITH_STATES else "attention"]
+    for request, (tokens, logprobs) in zip(requests, wanted, strict=True):
+        assert request.tokens == tokens
+        for (_, values), token, distribution in zip(request.logprobs, tokens, logprobs, strict=True):
+            assert abs(values[0] - distribution[token]) < tolerance
+            np.testing.assert_allclose(values[1:], distribution.topk(5).values, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_chunks_do_not_change_tokens(name: str, device: str, chunk: int, tmp_path: Path) -> None:
+    model, wanted = known(name)
+    runner = called_runner(model, tmp_path, device=device)
+    runner.warm_up()
+    requests = [Request(prompt, COUNT, arrival=at) for at, prompt in enumerate(prompts())]
+    MiniBrain(runner, chunk, lookahead=1).serve(requests, chunk)
+    assert [request.tokens for request in requests] == [tokens for tokens, _ in wanted]
+
+
+def test_log_probabilities_of_prompts_come_from_the_models_own_head(tmp_path: Path) -> None:
+    model, _ = known("gemma2")
+    runner = called_runner(model, tmp_path)
+    request = Request(prompts()[1], 1, prompt_logprobs=0)
+    MiniBrain(runner).serve([request], chunk=11)
+    with torch.no_grad():
+        logits = model(torch.tensor([request.prompt])).logits[0].log_softmax(-1)
+    wanted = [float(logits[at, token]) for at, token in enumerate(request.prompt[1:])]
+    np.testing.assert_allclose([values[0] for _, _, values in request.of_prompt], wanted, atol=1e-4)
+
+
+def test_a_row_goes_on_where_its_states_are_and_nowhere_else(tmp_path: Path) -> None:
+    model, wanted = known("qwen3_5_text")
+    runner = called_runner(model, tmp_path)
+    request = Request(prompts()[1], COUNT)
+    brain = MiniBrain(runner)
+    brain.serve([request])
+    assert request.tokens == wanted[1][0]
+    states = runner.model.states_of_slots  # type: ignore[union-attr]
+    assert states is not None
+    seen = len(request.prompt) + COUNT - 1
+    # The last row may be computed again, as after a mask that came too late. Nothing else may.
+    for start, fits in ((seen, True), (seen - 1, False)):
+        batch = _one_row(request.slot, start)
+        if fits:
+            states.of_rows(batch)
+            states.of_rows(batch)
+            continue
+        with pytest.raises(ModelError, match=f"slot {request.slot} begins at position {start}"):
+            states.of_rows(batch)
+
+
+def _one_row(slot: int, start: int) -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(host_slots=np.array([slot]), start=np.array([start]), length=np.array([1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "wants more than attention and states give"),
+        ("falcon", "has an attention of its own"),
+        ("deepseek_v4", "wants more than attention and states give"),
+    ],
+)
+def test_a_probe_refuses_what_keeps_more_than_pages_and_states(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        calls_of(name, tmp_path)
+
+
+def test_a_probe_finds_shapes_and_arguments(tmp_path: Path) -> None:
+    found = calls_of("gemma4_text", tmp_path)
+    assert {(shape.heads, shape.key_size, shape.value_size) for shape in found.kept} == {(2, 16, 16), (2, 32, 32)}
+    assert found.uses == ("window",)
+    assert found.state_bytes == 0
+    assert calls_of("gpt_oss", tmp_path).uses == ("sinks", "window")
+    assert calls_of("gemma2", tmp_path).uses == ("cap", "window")
+    assert calls_of("llama4_text", tmp_path).uses == ("chunk",)
+    mixed = calls_of("qwen3_5_text", tmp_path)
+    assert len(mixed.kept) == 2
+    # Two layers: the last inputs of a convolution in bfloat16, and a float32 state of four heads.
+    assert mixed.state_bytes == 2 * (2 * 128 * 4 + 4 * 4 * 16 * 16)
+
+
+def test_an_unknown_argument_of_attention_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.LlamaAttention.forward
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        return plain(self, *args, **{**named, "slope": 0.5})
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="passes the argument slope to attention"):
+        calls_of("llama", tmp_path)
+
+
+def test_weights_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    model, _ = known("gemma2")
+    runner = called_runner(model, tmp_path)
+    weights = dict(model.state_dict())
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        runner.model.load_weights(weights.items())
+
+
+def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
+    model, _ = known("qwen3_5_text")
+    for changes, what in (
+        ({"world_size": 2}, "ranks"),
+        ({"attention_backend": "triton"}, "attention backend triton"),
+        ({"host_ratio": 2.0}, "a host tier of recurrent states"),
+        ({"quantization": "w8a8_int8"}, "quantization w8a8_int8"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            called_runner(model, tmp_path, **changes)
+
+
+assert set(QUICK) <= {*PLAIN, *WITH_STATES}

@@ -1,0 +1,64 @@
+"""No family without its tests: the lists of parity are held against the table that is made of `families::ALL`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from forebay.compute.native import NativeCompute
+from forebay.models import registry
+from forebay.weights.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from tests.hand import image_models
+from tests.hand.support import FAMILIES, hf_config
+from tests.hand.test_gguf_experts import MODELS
+from tests.hand.test_rust_hand import PARITY
+from tests.structure.repository import ROOT
+
+_ROW = re.compile(r"\| [^|]+ \| `(\w+)` \| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| \w+ \|")
+CONFIGS = FAMILIES | image_models.FAMILIES
+"""Test configs by name, a class of transformers and a config each."""
+OF_TINY_FILES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Families whose GGUF files are those of tests/hand/test_quantised.py."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family in the table."""
+
+    gguf: bool
+    compiled: bool
+
+
+def table() -> dict[str, Row]:
+    """The families of docs/features.md by architecture. A test of crates/weights compares them with the code."""
+    page = (ROOT / "docs/features.md").read_text()
+    rows = page.split("<!-- families:")[1].split("<!-- end -->")[0]
+    return {
+        name: Row("GGUF" in weights, computed == "compiled kernels") for name, weights, computed in _ROW.findall(rows)
+    }
+
+
+def test_the_readers_have_the_same_families() -> None:
+    assert set(table()) == set(SUPPORTED_ARCHITECTURES) == set(registry.FAMILIES)
+
+
+@pytest.mark.parametrize("architecture", table())
+def test_each_family_is_held_against_transformers(architecture: str) -> None:
+    configs = [config for kind, config in CONFIGS.values() if kind.__name__ == architecture]
+    assert configs, "tests/hand/support.py has no config of it"
+    for config in configs:
+        shape = ModelConfig.from_dict(hf_config(config, architecture))
+        assert NativeCompute.supports(shape) == table()[architecture].compiled
+
+
+@pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.compiled])
+def test_each_compiled_family_is_held_against_the_other_hand(architecture: str) -> None:
+    kinds = [(FAMILIES | MODELS)[name][0].__name__ for name in PARITY]
+    assert architecture in kinds, "tests/hand/test_rust_hand.py has no config of it"
+
+
+@pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.gguf])
+def test_each_family_with_gguf_files_is_read_from_one(architecture: str) -> None:
+    assert architecture in OF_TINY_FILES | {kind.__name__ for kind, _ in MODELS.values()}
