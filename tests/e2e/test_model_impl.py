@@ -74,7 +74,6 @@ def test_a_death_of_the_hand_changes_no_token(server: Server, cases: list[Case])
 
 def test_a_chat_through_openais_client(server: Server) -> None:
     client: OpenAI = openai_client(server)
-    client: OpenAI = openai_client(server)
     answer = client.chat.completions.create(
         model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": "Hello"}],
