@@ -379,7 +379,8 @@ def test_a_model_whose_calls_are_not_known_says_so(serve: Serve, model: ToolMode
     assert (unknown.status_code, error["param"]) == (400, "tool_choice")
     assert "--tool-call-parser" in error["message"]
     untold = serve(tiny, "--device", "sim").post("/v1/chat/completions", body)
-    assert (untold.status_code, untold.json()["error"]["param"]) == (400, "tools")
+    # A template that shows no tools gets them in a system message.
+    assert (untold.status_code, untold.headers["x-forebay-tools"]) == (200, "generic")
     off = serve(model, "--device", "sim", "--no-grammar").post("/v1/chat/completions", body)
     assert (off.status_code, off.json()["error"]["param"]) == (400, "tool_choice")
     bare = serve(model, "--device", "sim", "--tool-call-parser", "llama3_json")

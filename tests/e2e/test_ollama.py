@@ -83,6 +83,8 @@ def test_a_prompt(server: Server) -> None:
     body: Json = {"model": "scripted:latest", "prompt": "Just talk.", "system": "Be brief."}
     parts = lines(server, "/api/generate", body)
     assert "".join(part["response"] for part in parts) == "One, two, STOP, three."
+    assert server.post("/api/generate", {**body, "raw": True}).status_code == 400
+    del body["system"]
     raw = server.ask("/api/generate", {**body, "raw": True, "stream": False})
     assert raw["response"] == "One, two, STOP, three."
     assert raw["prompt_eval_count"] < parts[-1]["prompt_eval_count"]

@@ -194,12 +194,12 @@ def test_pooling_and_every_spelling_of_score(serve: Serve, tmp_path: Path) -> No
     assert server.post("/pooling", {"input": "a", "task": "classify"}).status_code == 400
     assert server.post("/v1/embeddings", {"input": ""}).status_code == 400
     spellings = [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"), ("query", "items")]
+    spellings += [("queries", "text_2"), ("query", "data_2")]
     scores = [server.ask("/score", {one: "a", others: ["b", "c"]})["data"] for one, others in spellings]
     assert all(score == scores[0] for score in scores)
     for wrong, param in (
         ({}, "text_1"),
         ({"text_1": "a"}, "text_2"),
-        ({"queries": "a", "text_2": ["b"]}, "queries"),
         ({"queries": ["a", "b"], "documents": ["c"]}, "queries"),
         ({"query": "a", "items": ["b"], "label_token_ids": [1]}, "label_token_ids"),
     ):

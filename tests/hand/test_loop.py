@@ -158,6 +158,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "hot_row_tokens": 0,
             "graphs": 0,
             "blocks": "",
+            "tokens_only": False,
             # What others have not need not be said.
             **(
                 {"tokens_a_row": 1, "tower_layers": 0, "image_page_count": 0, "image_page_tokens": 0}

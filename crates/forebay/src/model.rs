@@ -292,12 +292,12 @@ fn describe_any(
             Err(why).with_context(|| format!("the model {name} is not available"))
         }
         ModelError::Unserved(_) => {
-            describe(python, name, found, cache, source, weights).or_else(|error| {
+            describe(python, name, found, cache, source, weights).map_err(|error| {
                 if without_interpreter(&error) {
-                    let native = format!("the model {name} has no native code: {why}");
-                    return Err(error.context(native));
+                    error.context(format!("the model {name} has no native code: {why}"))
+                } else {
+                    error
                 }
-                Err(error)
             })
         }
         _ if hand == Hand::Torch => describe(python, name, found, cache, source, weights),

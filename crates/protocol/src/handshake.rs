@@ -362,6 +362,7 @@ mod tests {
             "image_page_tokens",
             "graphs",
             "blocks",
+            "tokens_only",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();

@@ -23,7 +23,7 @@ from forebay.layers.decoder import Forward
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
 from forebay.models.states import SlotStates
-from forebay.weights.called import CalledConfig, KeptShape
+from forebay.weights.called import CalledConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
 
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
@@ -329,7 +329,6 @@ def cache_of(model: Any) -> Any:
 __all__ = [
     "CalledAttention",
     "CalledModel",
-    "KeptShape",
     "RecurrentLayers",
     "body_of",
     "cache_of",

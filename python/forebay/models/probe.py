@@ -42,6 +42,7 @@ def probe(directory: Path) -> Calls:
     config.pad_token_id = None
     attention = CalledAttention()
     model = made_of(config, attention.name, torch.bfloat16, _META)
+    _check_name(config, type(model).__name__)
     recurrent, cache = RecurrentLayers(model), cache_of(model)
     recurrent.rows = [(0, 2, cache)]
     kept: list[KeptShape] = []
@@ -75,6 +76,20 @@ def probe(directory: Path) -> Calls:
         hidden_size=int(text.hidden_size),
         longest_context=min(int(getattr(text, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT), MOST_POSITIONS),
     )
+
+
+def _check_name(config: Any, made: str) -> None:
+    """Raises `UnsupportedModelError` if transformers makes another architecture than the configuration names."""
+    names = [str(name) for name in config.architectures or []]
+    if names and _stem(made) not in map(_stem, names):
+        raise UnsupportedModelError(
+            f"the config names {', '.join(names)}, and its model_type {config.model_type} is that of {made}"
+        )
+
+
+def _stem(name: str) -> str:
+    """The name of an architecture without its task."""
+    return name.partition("For")[0].removesuffix("Model")
 
 
 def _bytes_of(cache: Any) -> int:

@@ -203,9 +203,9 @@ pub(crate) struct ModelFlags {
     /// Encoders, and repositories that say that they are embedders, need no flag.
     #[arg(long)]
     pub(crate) is_embedding: bool,
-    /// The code that computes the model. `native` is Forebay's. `transformers` is the modelling code
-    /// of that library, in PyTorch: it serves nearly every model, and is slower. `auto` is `native`
-    /// where there is native code for the model, and else `transformers`.
+    /// The code that computes the model. `native` is Forebay's. `transformers` is the modelling
+    /// code of that library, in PyTorch: it serves nearly every model, and is slower. `auto` is
+    /// `native` where there is native code for the model, and else `transformers`.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) model_impl: ModelImpl,
     /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.

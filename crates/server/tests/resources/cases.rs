@@ -39,11 +39,11 @@ fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
         "/v1/chat/completions" | "/v1/messages" | "/api/chat" => {
             &[("messages", r#"[{"role":"user","content":"a"}]"#)]
         }
-        "/v1/completions" | "/completion" | "/tokenize" | "/api/generate" => {
+        "/v1/completions" | "/completion" | "/tokenize" | "/api/generate" | "/api/embeddings" => {
             &[("prompt", r#""a""#)]
         }
         "/generate" => &[("text", r#""a""#)],
-        "/v1/embeddings" | "/v1/responses" => &[("input", r#""a""#)],
+        "/v1/embeddings" | "/v1/responses" | "/v1/responses/input_tokens" => &[("input", r#""a""#)],
         "/rerank" => &[("query", r#""a""#), ("documents", r#"["a"]"#)],
         "/score" => &[("text_1", r#""a""#), ("text_2", r#""a""#)],
         "/detokenize" => &[("tokens", "[1]")],

@@ -133,7 +133,7 @@ mod tests {
     fn tools_are_listed_in_the_first_system_message() {
         let tools = [json!({"type": "function", "function": {"name": "f"}}), json!({"name": "é"})];
         let user = json!({"role": "user", "content": "u"});
-        let written = write(&[user.clone()], Some(&tools));
+        let written = write(std::slice::from_ref(&user), Some(&tools));
         assert_eq!((written.len(), &written[1]), (2, &user));
         let text = written[0]["content"].as_str().expect("text");
         assert!(text.starts_with(BEFORE) && text.ends_with(BEHIND));
@@ -150,7 +150,7 @@ mod tests {
         let with = write(&[system], Some(&tools));
         assert_eq!(with[0]["content"][0]["text"], "s");
         assert_eq!(with[0]["content"][2]["text"], text);
-        assert_eq!(write(&[user.clone()], None), [user]);
+        assert_eq!(write(std::slice::from_ref(&user), None), [user]);
     }
 
     #[test]

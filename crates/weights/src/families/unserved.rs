@@ -37,7 +37,7 @@ impl ModelError {
         let known = NOT_SERVED.iter().find(|(known, ..)| *known == name);
         let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
         Self::Unserved(format!(
-            "the architecture {name}{why}: try transformers or vLLM, or a model of {}",
+            "the architecture {name}{why}: try --model-impl transformers, or a model of {}",
             titles(|_| true)
         ))
     }
