@@ -27,7 +27,7 @@ from benchmarks.processes import PROC, Running, ServerError, free_port
 from benchmarks.records import Results
 from benchmarks.servers import FOREBAY_SIM, ROOT, SERVED_NAME, Forebay, Setting
 
-DATA = ROOT / "crates/server/tests/data"
+DATA = ROOT / "crates/http/tests/data"
 DIRECT, TASKS, TLS = "direct", "tasks", "tls"
 STREAMS = 16
 TOKENS = 512

@@ -21,7 +21,7 @@ from tests.e2e.server import BINARY, ROOT, Server, free_port
 from tests.e2e.simulated import SIM, paced
 from tests.e2e.waiting import eventually
 
-DATA = ROOT / "crates/server/tests/data"
+DATA = ROOT / "crates/http/tests/data"
 COMPLETION = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
 FILES = 300
 

@@ -30,7 +30,7 @@ from tests.e2e.waiting import eventually
 from tests.weights.support import tiny_directory, tiny_gguf
 
 NAME = "some-org/tiny-model"
-DATA = ROOT / "crates/server/tests/data"
+DATA = ROOT / "crates/http/tests/data"
 WEIGHTS = "model-00001-of-00002.safetensors"
 
 

@@ -88,8 +88,9 @@ def test_no_word_is_both_used_and_not_used() -> None:
 
 # Also those that a macro of the step protocol declares.
 PUBLIC_TYPE = re.compile(
-    r"^(?:(?:record|columns)! \{\n(?: +(?:///|#\[).*\n)* +)?pub (?:struct|enum|trait|union) (\w+)", re.MULTILINE
+    r"^(?:(?:record|columns)! \{\n(?: +(?:///|#\[).*\n)* +)?pub (?:struct|enum|trait|type|union) (\w+)", re.MULTILINE
 )
+TESTS = re.compile(r"^#\[cfg\(test\)\]\nmod \w+ \{", re.MULTILINE)
 
 
 def crates_by_public_name() -> dict[str, set[str]]:
@@ -97,7 +98,7 @@ def crates_by_public_name() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in files():
         if path.suffix == ".rs" and path.parts[0] == "crates" and path.parts[2] == "src" and path.stem != "tests":
-            for name in PUBLIC_TYPE.findall(read(path).split("#[cfg(test)]\nmod ")[0]):
+            for name in PUBLIC_TYPE.findall(TESTS.split(read(path))[0]):
                 found.setdefault(name, set()).add(path.parts[1])
     return found
 

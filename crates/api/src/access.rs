@@ -6,7 +6,7 @@
 //! the page. The third is the content type: without a preflight request, a browser sends no
 //! `Content-Type: application/json`.
 
-use http::header::{AUTHORIZATION, HOST, ORIGIN};
+use http::header::{HOST, ORIGIN};
 use http::{HeaderMap, Uri, Version};
 
 use crate::error::ApiError;
@@ -103,21 +103,6 @@ fn is_own(origin: &str, host: &str) -> bool {
     authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host))
 }
 
-/// The headers in which some clients put their key, in place of `Authorization`: Anthropic's, and
-/// Azure's.
-const KEY_HEADERS: [&str; 2] = ["x-api-key", "api-key"];
-
-/// The API key in a request's head, right or wrong.
-#[must_use]
-pub fn key_in(headers: &HeaderMap) -> Option<&str> {
-    let bearer = || {
-        let (scheme, token) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
-        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
-    };
-    let named = |name: &&str| Some(headers.get(*name)?.to_str().ok()?.trim());
-    bearer().or_else(|| KEY_HEADERS.iter().find_map(named))
-}
-
 /// True if a request comes from a page of the same server.
 #[must_use]
 pub fn is_from_own_page(headers: &HeaderMap) -> bool {
@@ -152,28 +137,6 @@ mod tests {
             assert!(!matches(&allowed, host), "{host}");
         }
         assert!(matches(&list(&["*"]), "anything"));
-    }
-
-    #[test]
-    fn a_key_is_in_one_of_three_headers() {
-        let head = |pairs: &[(&'static str, &'static str)]| -> HeaderMap {
-            let pair = |&(name, value): &(&'static str, &'static str)| {
-                (http::HeaderName::from_static(name), http::HeaderValue::from_static(value))
-            };
-            pairs.iter().map(pair).collect()
-        };
-        let bearer = ("authorization", "bearer  a");
-        for (given, key) in [
-            (&[bearer][..], Some("a")),
-            (&[("x-api-key", " b")], Some("b")),
-            (&[("api-key", "c")], Some("c")),
-            (&[("api-key", "c"), bearer], Some("a")),
-            (&[("authorization", "Basic x"), ("x-api-key", "b")], Some("b")),
-            (&[("authorization", "a")], None),
-            (&[], None),
-        ] {
-            assert_eq!(key_in(&head(given)), key, "{given:?}");
-        }
     }
 
     #[test]

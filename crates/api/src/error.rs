@@ -1,5 +1,6 @@
 //! All errors for clients, in the shape of OpenAI's errors.
 
+use forebay_fair::Refusal;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use utoipa::ToSchema;
@@ -453,6 +454,23 @@ impl ApiError {
     }
 }
 
+impl From<Refusal> for ApiError {
+    /// The error of a client whose request gets no bytes.
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::TooLarge { bytes, limit } => Self::RequestTooLarge { bytes, limit },
+            Refusal::Full { all, own, more, limit } => {
+                let reason = format!(
+                    "requests in flight take {all} of {limit} bytes (--max-request-bytes-in-flight), \
+                     {own} of them this client's, which may have half beside others, and this one \
+                     needs {more}"
+                );
+                Self::Overloaded { reason }
+            }
+        }
+    }
+}
+
 /// An error in its response, or in an error event of a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {
@@ -490,6 +508,17 @@ mod tests {
                 "code": "unsupported_parameter",
             }})
         );
+    }
+
+    #[test]
+    fn a_refusal_says_whether_to_come_again() {
+        let never = ApiError::from(Refusal::TooLarge { bytes: 800, limit: 700 });
+        assert_eq!((never.status(), never.retry_after()), (413, None));
+        let later = ApiError::from(Refusal::Full { all: 700, own: 400, more: 1, limit: 700 });
+        assert_eq!((later.status(), later.retry_after()), (429, Some(1)));
+        for error in [never, later] {
+            assert!(error.to_string().contains("--max-request-bytes-in-flight"), "{error}");
+        }
     }
 
     #[test]

@@ -61,7 +61,7 @@ mod tools;
 mod trial;
 mod turns;
 
-pub use access::{Access, is_from_own_page, key_in};
+pub use access::{Access, is_from_own_page};
 pub use apis::anthropic::MessagesRequest;
 pub use apis::llama::{
     LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,

@@ -75,7 +75,6 @@ mod owner;
 mod payload;
 mod picture;
 mod recovery;
-mod shares;
 mod thread;
 mod types;
 mod waiting;
@@ -95,7 +94,6 @@ pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepN
 pub use member::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads, There};
 pub use picture::{Picture, PictureError, Placed, Placement};
-pub use shares::{Holdings, Shares};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,

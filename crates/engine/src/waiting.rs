@@ -1,8 +1,7 @@
 //! The waiting line: its requests, each client's share of it, and the expected wait.
 
+use forebay_fair::{Holdings, Shares};
 use parking_lot::Mutex;
-
-use crate::shares::{Holdings, Shares};
 
 /// The largest number of waiting probes, whatever else waits.
 const PROBES: usize = 16;

@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -10,21 +11,17 @@ use std::thread::yield_now;
 use std::time::Duration;
 
 use forebay_engine::{
-    Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, Executor, FinishReason, Grid,
-    Hooks, ImageConfig, ImageId, Output, OutputSink, Payload, Picture, Placement, PromptImage,
-    Request, RequestId, Signal, Status, There, Wake,
+    EngineConfig, EngineRequest, Executor, FinishReason, Grid, ImageConfig, ImageId, Payload,
+    Picture, Placement, PromptImage, Request, RequestId, Signal, There, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
-use forebay_sim::{
-    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, SimTower, Timing,
-    next_token,
+use forebay_sim::testing::{
+    self, Hook, PATIENCE, RigParts, Story, VOCAB, quiet, tell, text, wholes,
 };
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimTower, Timing};
 
-const VOCAB: u32 = 1000;
 const PAD: i32 = 5;
 const GRID: Grid = Grid { rows: 5, columns: 7 };
-/// Far longer than anything here takes: a test that reaches it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What is in the arena here, and what of it has reached the hand.
 #[derive(Debug, Default)]
@@ -137,28 +134,19 @@ impl Executor for Far {
     }
 }
 
-/// Sees every batch on the engine's thread.
-type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
-
-struct Sink(Sender<Vec<Output>>, SimControl, Hook);
-
-impl OutputSink for Sink {
-    fn deliver(&mut self, outputs: Vec<Output>) {
-        (self.2)(&self.1, &outputs);
-        // The test may be over.
-        let _ = self.0.send(outputs);
-    }
-}
-
 struct Rig {
-    /// One a member.
-    handles: Vec<EngineHandle>,
-    control: SimControl,
-    outputs: Receiver<Vec<Output>>,
+    rig: testing::Rig,
     cargo: Receiver<Cargo>,
     carried: Arc<AtomicUsize>,
     arena: Arc<Arena>,
-    thread: Option<EngineThread>,
+}
+
+impl Deref for Rig {
+    type Target = testing::Rig;
+
+    fn deref(&self) -> &testing::Rig {
+        &self.rig
+    }
 }
 
 impl Rig {
@@ -169,7 +157,6 @@ impl Rig {
     /// Replicas that share a group of hands, one for each hook.
     fn group(hooks: Vec<Hook>) -> Self {
         let clock = SimClock::virtual_time();
-        let members = hooks.len() as u32;
         let sim = SimConfig {
             clock: clock.clone(),
             timing: Timing {
@@ -183,7 +170,6 @@ impl Rig {
             tower: Some(SimTower { layers: 6, pages: 16 }),
             ..SimConfig::default()
         };
-        let (inner, control) = SimExecutor::group(sim, members);
         let config = EngineConfig {
             max_running_requests: 16,
             slots: 24,
@@ -201,19 +187,14 @@ impl Rig {
             ..EngineConfig::default()
         };
         let (cargo, coming) = channel();
-        let (sender, outputs) = channel();
-        let carried = Arc::new(AtomicUsize::new(0));
-        let far = Far { inner, reached: Arc::default(), cargo, carried: Arc::clone(&carried) };
-        let sink = |hook| Sink(sender.clone(), control.clone(), hook);
-        let hooks = hooks.into_iter().map(|hook| Hooks::new(Box::new(sink(hook)))).collect();
-        let (handles, thread) =
-            Engine::start_group(config, Box::new(far), Arc::new(clock), hooks).expect("thread");
-        while handles.iter().any(|handle| handle.status() != Status::Ready) {
-            yield_now();
-        }
-        control.hold();
-        let (cargo, arena) = (coming, Arc::default());
-        Self { handles, control, outputs, cargo, carried, arena, thread: Some(thread) }
+        let counted = Arc::new(AtomicUsize::new(0));
+        let carried = Arc::clone(&counted);
+        let executor = Box::new(move |inner| -> Box<dyn Executor> {
+            Box::new(Far { inner, reached: Arc::default(), cargo, carried: counted })
+        });
+        let parts = RigParts { hooks, executor, ..RigParts::default() };
+        let rig = testing::Rig::start(config, sim, parts).held();
+        Self { rig, cargo: coming, carried, arena: Arc::default() }
     }
 
     fn submit(&self, id: u64, kind: Kind, max_tokens: u32) {
@@ -247,28 +228,15 @@ impl Rig {
 
     /// Follows the outputs until `count` requests have ended.
     fn follow(&self, count: usize) -> HashMap<u64, (Vec<i32>, FinishReason)> {
-        let (mut tokens, mut ends) = (HashMap::<u64, Vec<i32>>::new(), HashMap::new());
-        while ends.len() < count {
-            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
-                let id = output.id.0;
-                tokens.entry(id).or_default().extend(output.token.map(|token| token.id));
-                if let Some(finish) = output.finish {
-                    let told = tokens.remove(&id).unwrap_or_default();
-                    assert!(ends.insert(id, (told, finish)).is_none(), "{id} ends twice");
-                }
-            }
-        }
-        ends
+        wholes(self.collect(count))
     }
 
     /// Nothing is left in the arena once the engine has ended.
-    fn end(mut self) {
-        self.handles[0].stop();
-        if let Some(thread) = self.thread.take() {
-            thread.join();
-        }
-        drop(self.cargo);
-        assert_eq!(self.arena.used.load(Ordering::SeqCst), 0, "room that nobody gave back");
+    fn end(self) {
+        let Self { rig, cargo, arena, .. } = self;
+        rig.end();
+        drop(cargo);
+        assert_eq!(arena.used.load(Ordering::SeqCst), 0, "room that nobody gave back");
     }
 }
 
@@ -279,10 +247,6 @@ enum Kind {
     Image,
 }
 
-fn text() -> SimText {
-    SimText::endless((0..VOCAB as i32).collect())
-}
-
 /// What the simulated model gives a request that runs alone.
 fn alone(id: u64, kind: Kind, count: u32) -> Vec<i32> {
     let mut tokens = vec![id as i32 + 10; 9];
@@ -290,9 +254,7 @@ fn alone(id: u64, kind: Kind, count: u32) -> Vec<i32> {
         tokens.extend(std::iter::repeat_n(PAD, GRID.positions() as usize));
         tokens.push(7);
     }
-    let start = tokens.len();
-    (0..count).for_each(|_| tokens.push(next_token(&text(), &tokens, start)));
-    tokens.split_off(start)
+    testing::alone(tokens, count)
 }
 
 fn check(ends: &HashMap<u64, (Vec<i32>, FinishReason)>, id: u64, kind: Kind, count: u32) {
@@ -301,7 +263,7 @@ fn check(ends: &HashMap<u64, (Vec<i32>, FinishReason)>, id: u64, kind: Kind, cou
 
 #[test]
 fn whoever_has_no_payload_waits_for_nobody_s() {
-    let rig = Rig::start(Box::new(|_, _| {}));
+    let rig = Rig::start(quiet());
     rig.submit(0, Kind::Embedded, 5);
     rig.submit(1, Kind::Image, 5);
     for id in 2..6 {
@@ -322,7 +284,7 @@ fn whoever_has_no_payload_waits_for_nobody_s() {
 
 #[test]
 fn one_that_leaves_while_its_payload_is_on_its_way_leaves_nothing() {
-    let rig = Rig::start(Box::new(|_, _| {}));
+    let rig = Rig::start(quiet());
     rig.submit(0, Kind::Embedded, 5);
     let late = rig.next();
     rig.handles[0].abort(RequestId(0));
@@ -337,7 +299,7 @@ fn one_that_leaves_while_its_payload_is_on_its_way_leaves_nothing() {
 
 #[test]
 fn what_has_reached_a_hand_that_died_is_carried_to_the_next_one() {
-    let rig = Rig::start(Box::new(|_, _| {}));
+    let rig = Rig::start(quiet());
     rig.submit(0, Kind::Embedded, 20);
     rig.submit(1, Kind::Embedded, 20);
     let (first, second) = (rig.next(), rig.next());
@@ -359,7 +321,7 @@ fn what_has_reached_a_hand_that_died_is_carried_to_the_next_one() {
 
 #[test]
 fn a_payload_of_one_member_is_waited_for_by_its_request_alone() {
-    let rig = Rig::group(vec![Box::new(|_, _| {}), Box::new(|_, _| {})]);
+    let rig = Rig::group(vec![quiet(), quiet()]);
     // Two of the first member, whose payloads are late, and one of the second.
     rig.submit(0, Kind::Embedded, 5);
     rig.submit(2, Kind::Image, 5);
@@ -403,7 +365,7 @@ fn end_as_if_alone(members: u64) {
     rig.control.release();
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let Rig { cargo, .. } = &rig;
+        let (cargo, outputs) = (&rig.cargo, &rig.outputs);
         let (sender, moved) = channel();
         let over = &over;
         // The newest of what is there arrives first.
@@ -419,21 +381,17 @@ fn end_as_if_alone(members: u64) {
             }
         };
         scope.spawn(carrier);
-        let mut ends = HashMap::new();
-        let mut tokens = HashMap::<u64, Vec<i32>>::new();
-        while ends.len() < 48 {
+        let (mut stories, mut ended) = (HashMap::<u64, Story>::new(), 0);
+        while ended < 48 {
             cargo.try_iter().for_each(|one| sender.send(one).expect("it is carried"));
-            for output in rig.outputs.try_iter().flatten() {
-                let id = output.id.0;
-                tokens.entry(id).or_default().extend(output.token.map(|token| token.id));
-                ends.extend(output.finish.map(|finish| (id, finish)));
-            }
+            ended += tell(&mut stories, outputs.try_iter().flatten().collect()).len();
             yield_now();
         }
         over.store(true, Ordering::SeqCst);
         for id in 0..48 {
-            assert_eq!(ends[&id], FinishReason::Length);
-            assert_eq!(tokens[&id], alone(id, kind(id), count(id)), "request {id}");
+            let story = &stories[&id];
+            assert_eq!(story.end, Some(FinishReason::Length));
+            assert_eq!(story.tokens, alone(id, kind(id), count(id)), "request {id}");
         }
     });
     assert!(rig.handles[0].stats().hand.deaths >= 2);

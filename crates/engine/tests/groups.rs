@@ -1,29 +1,24 @@
 //! Step groups: one thread that owns several schedulers, against simulated ranks in virtual time.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use forebay_engine::{
-    Allowed, Broken, Constraint, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread,
-    Executor, FinishReason, Hooks, Output, OutputSink, Request, RequestError, RequestId, Signal,
-    Status, Wake,
+    Allowed, Broken, Constraint, EngineConfig, EngineHandle, EngineRequest, Executor, FinishReason,
+    Output, RequestError, RequestId, Signal, Status, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
-use forebay_sim::{
-    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
-};
+use forebay_sim::testing::{self, PATIENCE, RigParts, Story, VOCAB, alone, request, text};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, Timing};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-const VOCAB: u32 = 1000;
 const PAGES: u32 = 60;
 const PAGE_SIZE: u32 = 4;
-/// Far longer than anything here takes: a test that reaches it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The steps of each rank, by the group's lives.
 type Lives = Arc<Mutex<Vec<Vec<Vec<u64>>>>>;
@@ -96,28 +91,27 @@ struct Seen {
 
 /// Runs on the engine thread after each batch.
 type Hook = Box<dyn FnMut(&Rig, Seen) + Send>;
-/// The hook of all members, and the counts that it is told.
-type Hooked = Arc<Mutex<(Seen, Option<(Rig, Hook)>)>>;
-
-struct Sink {
-    member: usize,
-    outputs: Sender<(usize, Vec<Output>)>,
-    hook: Hooked,
+/// The hook of all members, the counts that it is told, and the member that gave each request's
+/// tokens.
+#[derive(Default)]
+struct Watch {
+    seen: Seen,
+    hook: Option<(Rig, Hook)>,
+    givers: HashMap<u64, usize>,
 }
 
-impl OutputSink for Sink {
-    fn deliver(&mut self, outputs: Vec<Output>) {
-        let mut hook = self.hook.lock();
-        hook.0.outputs += outputs.len() as u64;
-        hook.0.ends += outputs.iter().filter(|output| output.finish.is_some()).count() as u64;
-        if let (seen, Some((rig, hook))) = &mut *hook {
-            hook(&*rig, *seen);
+impl Watch {
+    fn see(&mut self, member: usize, outputs: &[Output]) {
+        self.seen.outputs += outputs.len() as u64;
+        self.seen.ends += outputs.iter().filter(|output| output.finish.is_some()).count() as u64;
+        self.givers.extend(outputs.iter().map(|output| (output.id.0, member)));
+        if let Some((rig, hook)) = &mut self.hook {
+            hook(rig, self.seen);
         }
-        // The test may be over.
-        let _ = self.outputs.send((self.member, outputs));
     }
 }
 
+/// The members, for hooks.
 #[derive(Clone)]
 struct Rig {
     handles: Vec<EngineHandle>,
@@ -125,18 +119,10 @@ struct Rig {
 }
 
 struct Group {
+    whole: testing::Rig,
     rig: Rig,
     given: Lives,
-    outputs: Receiver<(usize, Vec<Output>)>,
-    _thread: EngineThread,
-}
-
-/// All that a request gave.
-#[derive(Debug, Default)]
-struct Story {
-    member: usize,
-    tokens: Vec<i32>,
-    end: Option<FinishReason>,
+    watch: Arc<Mutex<Watch>>,
 }
 
 fn config() -> EngineConfig {
@@ -152,10 +138,6 @@ fn config() -> EngineConfig {
         mask_threads: 0,
         ..EngineConfig::default()
     }
-}
-
-fn text() -> SimText {
-    SimText::endless((0..VOCAB as i32).collect())
 }
 
 impl Group {
@@ -178,44 +160,26 @@ impl Group {
             text: text(),
             ..SimConfig::default()
         };
-        let (inner, control) = SimExecutor::group(sim, members);
         let given = Lives::default();
-        let executor =
-            Watched { inner, ranks: members as usize, given: Arc::clone(&given), answered: 0 };
-        let (sender, outputs) = channel();
-        let shared = Arc::new(Mutex::new((Seen::default(), None)));
-        let hooks = (0..members as usize).map(|member| {
-            let hook = Arc::clone(&shared);
-            Hooks::new(Box::new(Sink { member, outputs: sender.clone(), hook }))
+        let (ranks, noted) = (members as usize, Arc::clone(&given));
+        let executor = Box::new(move |inner| -> Box<dyn Executor> {
+            Box::new(Watched { inner, ranks, given: noted, answered: 0 })
         });
-        let (handles, thread) =
-            Engine::start_group(config, Box::new(executor), Arc::new(clock), hooks.collect())
-                .expect("thread");
-        let rig = Rig { handles, control };
-        shared.lock().1 = hook.map(|hook| (rig.clone(), hook));
-        rig.settled(|status| !matches!(status, Status::Starting(_)));
-        // Virtual time would run away from the test's submits.
-        rig.control.hold();
-        Self { rig, given, outputs, _thread: thread }
+        let watch = Arc::new(Mutex::new(Watch::default()));
+        let hooks = (0..ranks).map(|member| -> testing::Hook {
+            let watch = Arc::clone(&watch);
+            Box::new(move |_, outputs| watch.lock().see(member, outputs))
+        });
+        let parts = RigParts { hooks: hooks.collect(), executor, ..RigParts::default() };
+        let whole = testing::Rig::start(config, sim, parts);
+        let rig = Rig { handles: whole.handles.clone(), control: whole.control.clone() };
+        watch.lock().hook = hook.map(|hook| (rig.clone(), hook));
+        Self { whole: whole.held(), rig, given, watch }
     }
 
     /// Lets time go on until `count` requests have ended.
-    fn follow(&self, count: usize) -> BTreeMap<u64, Story> {
-        self.rig.control.release();
-        let mut stories: BTreeMap<u64, Story> = BTreeMap::new();
-        let mut ended = 0;
-        while ended < count {
-            let (member, outputs) = self.outputs.recv_timeout(PATIENCE).expect("outputs");
-            for output in outputs {
-                let story = stories.entry(output.id.0).or_default();
-                assert_eq!(story.end, None, "something after the end: {output:?}");
-                story.member = member;
-                story.tokens.extend(output.token.map(|token| token.id));
-                ended += usize::from(output.finish.is_some());
-                story.end = output.finish;
-            }
-        }
-        stories
+    fn follow(&self, count: usize) -> HashMap<u64, Story> {
+        self.whole.follow(count)
     }
 
     /// Checks that the ranks have been given the same steps, one after the other, and that the
@@ -266,36 +230,14 @@ impl Group {
 }
 
 impl Rig {
-    fn settled(&self, wanted: impl Fn(&Status) -> bool) {
-        while !self.handles.iter().all(|handle| wanted(&handle.status())) {
-            std::thread::yield_now();
-        }
-    }
-
     fn submit(&self, id: u64, member: usize, max_tokens: u32) {
         self.handles[member].submit(request(id, prompt(id), max_tokens)).expect("room");
     }
 }
 
-fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
-    let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
-    EngineRequest { request, ..EngineRequest::default() }
-}
-
 /// Prompts of many lengths, some with a common beginning.
 fn prompt(id: u64) -> Vec<i32> {
-    let common = if id.is_multiple_of(3) { 20 } else { 0 };
-    let own = 1 + (id as i32 * 7) % 60;
-    (0..common).chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32)).collect()
-}
-
-/// What the simulated model gives a request that runs alone.
-fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
-    let (text, start) = (text(), tokens.len());
-    for _ in 0..count {
-        tokens.push(next_token(&text, &tokens, start));
-    }
-    tokens.split_off(start)
+    testing::prompt(id, 20)
 }
 
 fn length(id: u64) -> u32 {
@@ -504,7 +446,10 @@ fn run(members: usize, lookahead: u32, seed: u64, events: Vec<(u64, Event)>) -> 
             other => panic!("request {id} ended with {other:?}"),
         }
         assert!(whole.starts_with(&story.tokens), "request {id}");
-        assert!(story.tokens.is_empty() || story.member == member, "request {id}");
+        assert!(
+            story.tokens.is_empty() || group.watch.lock().givers[&id] == member,
+            "request {id}"
+        );
     }
     group.check();
     let lives = group.given.lock();

@@ -3,29 +3,23 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::yield_now;
 use std::time::Duration;
 
 use forebay_engine::{
-    Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Grid, Hooks,
-    ImageConfig, ImageId, Output, OutputSink, Payload, Picture, PictureError, Placement,
-    PromptImage, Request, RequestError, RequestId, Status,
+    EngineConfig, EngineRequest, FinishReason, Grid, ImageConfig, ImageId, Payload, Picture,
+    PictureError, Placement, PromptImage, Request, RequestError, RequestId,
 };
-use forebay_sim::{
-    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, SimTower, Timing,
-    next_token,
-};
+use forebay_sim::testing::{self, RigParts, VOCAB, text, wholes};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimTower, Timing};
 
-const VOCAB: u32 = 1000;
 const PAD: i32 = 5;
 /// What follows an image.
 const TAIL: [i32; 6] = [7; 6];
 const GRID: Grid = Grid { rows: 5, columns: 7 };
-/// Far longer than anything here takes: a test that reaches it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What images have in the arena, and what was asked for.
 #[derive(Debug, Default)]
@@ -93,28 +87,24 @@ impl Picture for Shown {
     }
 }
 
-struct Sink(Sender<Vec<Output>>);
-
-impl OutputSink for Sink {
-    fn deliver(&mut self, outputs: Vec<Output>) {
-        // The test may be over.
-        let _ = self.0.send(outputs);
-    }
+struct Rig {
+    rig: testing::Rig,
+    arena: Arc<Arena>,
 }
 
-struct Rig {
-    handle: EngineHandle,
-    control: SimControl,
-    outputs: Receiver<Vec<Output>>,
-    arena: Arc<Arena>,
-    thread: Option<EngineThread>,
+impl Deref for Rig {
+    type Target = testing::Rig;
+
+    fn deref(&self) -> &testing::Rig {
+        &self.rig
+    }
 }
 
 impl Rig {
     fn new(lookahead: u32, image_pages: u32) -> Self {
         let clock = SimClock::virtual_time();
         let model = DeviceModel { step_us: 1000.0, tower_us: 10.0, ..DeviceModel::INSTANT };
-        let (executor, control) = SimExecutor::new(SimConfig {
+        let sim = SimConfig {
             clock: clock.clone(),
             timing: Timing { model, ..Timing::default() },
             load_us: 1000,
@@ -123,7 +113,7 @@ impl Rig {
             text: text(),
             tower: Some(SimTower { layers: 6, pages: image_pages }),
             ..SimConfig::default()
-        });
+        };
         let config = EngineConfig {
             max_running_requests: 16,
             slots: 24,
@@ -141,16 +131,8 @@ impl Rig {
             }),
             ..EngineConfig::default()
         };
-        let (sender, outputs) = channel();
-        let hooks = Hooks::new(Box::new(Sink(sender)));
-        let (handle, thread) =
-            Engine::start(config, Box::new(executor), Arc::new(clock), hooks).expect("thread");
-        while handle.status() != Status::Ready {
-            yield_now();
-        }
-        // Virtual time would run away from the test's submits.
-        control.hold();
-        Self { handle, control, outputs, arena: Arc::default(), thread: Some(thread) }
+        let rig = testing::Rig::start(config, sim, RigParts::default()).held();
+        Self { rig, arena: Arc::default() }
     }
 
     fn submit(&self, id: u64, images: &[(u128, Fate)]) {
@@ -171,19 +153,7 @@ impl Rig {
     }
 
     fn follow(&self, count: usize) -> HashMap<u64, (Vec<i32>, FinishReason)> {
-        self.control.release();
-        let (mut tokens, mut ends) = (HashMap::<u64, Vec<i32>>::new(), HashMap::new());
-        while ends.len() < count {
-            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
-                let id = output.id.0;
-                tokens.entry(id).or_default().extend(output.token.map(|token| token.id));
-                if let Some(finish) = output.finish {
-                    let told = tokens.remove(&id).unwrap_or_default();
-                    assert!(ends.insert(id, (told, finish)).is_none(), "{id} ends twice");
-                }
-            }
-        }
-        ends
+        wholes(self.rig.follow(count))
     }
 
     fn asked(&self) -> usize {
@@ -191,17 +161,10 @@ impl Rig {
     }
 
     /// Nothing is left in the arena once the engine has ended.
-    fn end(mut self) {
-        self.handle.stop();
-        if let Some(thread) = self.thread.take() {
-            thread.join();
-        }
+    fn end(self) {
+        self.rig.end();
         assert_eq!(self.arena.used.load(Ordering::SeqCst), 0, "patches that nobody reads");
     }
-}
-
-fn text() -> SimText {
-    SimText::endless((0..VOCAB as i32).collect())
 }
 
 /// What the simulated model gives a request that runs alone.
@@ -211,9 +174,7 @@ fn alone(id: u64, images: usize) -> Vec<i32> {
         tokens.extend(std::iter::repeat_n(PAD, GRID.positions() as usize));
         tokens.extend(TAIL);
     }
-    let start = tokens.len();
-    (0..5).for_each(|_| tokens.push(next_token(&text(), &tokens, start)));
-    tokens.split_off(start)
+    testing::alone(tokens, 5)
 }
 
 #[test]

@@ -4,29 +4,16 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    Clock, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
-    Orphan, Output, OutputSink, Peers, Request, RequestError, RequestId, Status, SubmitError,
+    Clock, EngineConfig, FinishReason, Orphan, Peers, RequestError, RequestId, Status, SubmitError,
 };
-use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing};
+use forebay_sim::testing::{PATIENCE, Rig, RigParts, VOCAB, request, wholes};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimText, Timing};
 
-const VOCAB: u32 = 1000;
 const POISON: i32 = 777;
-/// Far longer than anything here takes: a test that reaches it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
 const SECOND: u64 = 1_000_000;
-
-struct ChannelSink(Sender<Vec<Output>>);
-
-impl OutputSink for ChannelSink {
-    fn deliver(&mut self, outputs: Vec<Output>) {
-        // The test may be over.
-        let _ = self.0.send(outputs);
-    }
-}
 
 /// Other replicas that never take anything, and serve as long as they are told to.
 struct Others(Arc<AtomicBool>);
@@ -45,15 +32,6 @@ impl Peers for Others {
     fn abort(&self, _: RequestId) {}
 }
 
-struct Rig {
-    handle: EngineHandle,
-    clock: SimClock,
-    control: SimControl,
-    outputs: Receiver<Vec<Output>>,
-    exit: Receiver<()>,
-    _thread: EngineThread,
-}
-
 fn config() -> EngineConfig {
     EngineConfig {
         max_running_requests: 4,
@@ -70,81 +48,40 @@ fn config() -> EngineConfig {
     }
 }
 
-impl Rig {
-    fn start(config: EngineConfig) -> Self {
-        let rig = Self::broken(config, None, |_| {});
-        rig.settled(|status| *status == Status::Ready);
-        // Virtual time would run away from the test's submits.
-        rig.control.hold();
-        rig
-    }
-
-    fn broken(
-        config: EngineConfig,
-        others: Option<Arc<AtomicBool>>,
-        breaking: impl FnOnce(&SimControl),
-    ) -> Self {
-        let clock = SimClock::virtual_time();
-        let (executor, control) = SimExecutor::new(SimConfig {
-            clock: clock.clone(),
-            timing: Timing {
-                model: DeviceModel { step_us: 10_000.0, ..DeviceModel::INSTANT },
-                ..Timing::default()
-            },
-            load_us: SECOND,
-            page_count: 500,
-            vocab_size: VOCAB,
-            text: SimText::endless((0..VOCAB as i32 / 2).collect()),
-            ..SimConfig::default()
-        });
-        control.poison(POISON);
-        breaking(&control);
-        let (sender, outputs) = channel();
-        let (ended, exit) = channel();
-        let peers = others.map(|live| -> Box<dyn Peers> { Box::new(Others(live)) });
-        let on_exit = Box::new(move || {
-            // The test may be over.
-            let _ = ended.send(());
-        });
-        let hooks = Hooks { peers, on_exit, ..Hooks::new(Box::new(ChannelSink(sender))) };
-        let (handle, thread) =
-            Engine::start(config, Box::new(executor), Arc::new(clock.clone()), hooks)
-                .expect("thread");
-        Self { handle, clock, control, outputs, exit, _thread: thread }
-    }
-
-    /// Waits for a status; there is no event to wait for, and no assertion hangs on how long it
-    /// takes.
-    fn settled(&self, wanted: impl Fn(&Status) -> bool) -> Status {
-        loop {
-            let status = self.handle.status();
-            if wanted(&status) {
-                return status;
-            }
-            std::thread::yield_now();
-        }
-    }
-
-    /// Lets time go on until `count` requests have ended, each once; tokens and end of each.
-    fn follow(&self, count: usize) -> HashMap<u64, (usize, FinishReason)> {
-        self.control.release();
-        let (mut tokens, mut ends) = (HashMap::new(), HashMap::new());
-        while ends.len() < count {
-            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
-                let id = output.id.0;
-                assert!(!ends.contains_key(&id), "something after the end: {output:?}");
-                let tokens = tokens.entry(id).or_insert(0);
-                *tokens += usize::from(output.token.is_some());
-                ends.extend(output.finish.map(|finish| (id, (*tokens, finish))));
-            }
-        }
-        ends
-    }
+fn start(config: EngineConfig) -> Rig {
+    broken(config, None, |_| {}).held()
 }
 
-fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
-    let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
-    EngineRequest { request, ..EngineRequest::default() }
+fn broken(
+    config: EngineConfig,
+    others: Option<Arc<AtomicBool>>,
+    breaking: impl FnOnce(&SimControl) + 'static,
+) -> Rig {
+    let clock = SimClock::virtual_time();
+    let sim = SimConfig {
+        clock: clock.clone(),
+        timing: Timing {
+            model: DeviceModel { step_us: 10_000.0, ..DeviceModel::INSTANT },
+            ..Timing::default()
+        },
+        load_us: SECOND,
+        page_count: 500,
+        vocab_size: VOCAB,
+        text: SimText::endless((0..VOCAB as i32 / 2).collect()),
+        ..SimConfig::default()
+    };
+    let peers = others.map(|live| -> Box<dyn Peers> { Box::new(Others(live)) });
+    let breaking = Box::new(|control: &SimControl| {
+        control.poison(POISON);
+        breaking(control);
+    });
+    Rig::start(config, sim, RigParts { peers, breaking, ..RigParts::default() })
+}
+
+/// Lets time go on until `count` requests have ended, each once; tokens and end of each.
+fn follow(rig: &Rig, count: usize) -> HashMap<u64, (usize, FinishReason)> {
+    let wholes = wholes(rig.follow(count)).into_iter();
+    wholes.map(|(id, (tokens, end))| (id, (tokens.len(), end))).collect()
 }
 
 fn failed(reason: &str) -> FinishReason {
@@ -153,12 +90,12 @@ fn failed(reason: &str) -> FinishReason {
 
 #[test]
 fn however_many_requests_kill_the_hand_it_is_never_given_up() {
-    let rig = Rig::start(EngineConfig { hand_restarts: 0, ..config() });
+    let rig = start(EngineConfig { hand_restarts: 0, ..config() });
     for id in 0..40 {
         let prompt = if id % 4 == 3 { vec![1, 2, 3] } else { vec![1, POISON] };
         rig.handle.submit(request(id, prompt, 10)).expect("room");
     }
-    for (id, (tokens, finish)) in rig.follow(40) {
+    for (id, (tokens, finish)) in follow(&rig, 40) {
         if id % 4 == 3 {
             assert_eq!((tokens, finish), (10, FinishReason::Length), "request {id}");
         } else {
@@ -171,11 +108,11 @@ fn however_many_requests_kill_the_hand_it_is_never_given_up() {
 
 #[test]
 fn a_hand_that_hangs_while_it_comes_back_is_started_again() {
-    let rig = Rig::start(config());
+    let rig = start(config());
     rig.handle.submit(request(0, vec![1, 2], 50)).expect("room");
     rig.control.hang_starts(1);
     rig.control.kill();
-    assert_eq!(rig.follow(1)[&0], (50, FinishReason::Length));
+    assert_eq!(follow(&rig, 1)[&0], (50, FinishReason::Length));
     assert_eq!(rig.handle.stats().hand.deaths, 2);
     assert!(rig.clock.now_us() >= 20 * SECOND, "it had its time");
 }
@@ -185,7 +122,7 @@ fn a_first_start_that_fails_or_hangs_is_final() {
     for (hangs, reason) in
         [(false, "start refused"), (true, "no sign of life for 20 s while it started")]
     {
-        let rig = Rig::broken(config(), None, |control| {
+        let rig = broken(config(), None, move |control| {
             if hangs { control.hang_starts(1) } else { control.fail_starts(1) }
         });
         rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
@@ -197,13 +134,13 @@ fn a_first_start_that_fails_or_hangs_is_final() {
 
 #[test]
 fn when_the_only_hand_is_given_up_every_request_is_told_and_the_engine_ends() {
-    let rig = Rig::start(config());
+    let rig = start(config());
     for id in 0..20 {
         rig.handle.submit(request(id, vec![1, 2], 50)).expect("room");
     }
     rig.control.fail_starts(1000);
     rig.control.kill();
-    let ends = rig.follow(20);
+    let ends = follow(&rig, 20);
     assert!(ends.values().all(|(_, finish)| *finish == failed("start refused")));
     rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
 }
@@ -213,7 +150,7 @@ fn a_hand_that_was_given_up_is_tried_again_as_long_as_another_serves() {
     for first_start in [false, true] {
         let others = Arc::new(AtomicBool::new(true));
         let starts = if first_start { 3 } else { 0 };
-        let rig = Rig::broken(config(), Some(Arc::clone(&others)), |control| {
+        let rig = broken(config(), Some(Arc::clone(&others)), move |control| {
             control.fail_starts(starts);
         });
         if !first_start {
@@ -223,7 +160,7 @@ fn a_hand_that_was_given_up_is_tried_again_as_long_as_another_serves() {
             rig.control.fail_starts(4);
             rig.control.kill();
             // It waits here, because the others that live are not up either.
-            assert_eq!(rig.follow(1)[&0], (5, FinishReason::Length));
+            assert_eq!(follow(&rig, 1)[&0], (5, FinishReason::Length));
         }
         rig.settled(|status| *status == Status::Ready);
         let waited = if first_start { 30 + 60 + 120 } else { 30 + 60 };
@@ -241,12 +178,12 @@ fn a_hand_that_was_given_up_is_tried_again_as_long_as_another_serves() {
 fn who_waits_too_long_is_told_once_and_the_others_are_served() {
     let config =
         EngineConfig { max_running_requests: 1, queue_timeout: Duration::from_secs(1), ..config() };
-    let rig = Rig::start(config);
+    let rig = start(config);
     // A step takes 10 ms.
     for (id, tokens) in [(0, 60), (1, 20), (2, 50), (3, 50)] {
         rig.handle.submit(request(id, vec![1, 2], tokens)).expect("room");
     }
-    let ends = rig.follow(4);
+    let ends = follow(&rig, 4);
     assert_eq!(ends[&0], (60, FinishReason::Length));
     assert_eq!(ends[&1], (20, FinishReason::Length));
     assert_eq!(
@@ -264,12 +201,12 @@ fn who_waits_too_long_is_told_once_and_the_others_are_served() {
         rig.handle.submit(request(id, vec![1], 1)).expect("its place was given back");
     }
     rig.control.release();
-    rig.follow(64);
+    follow(&rig, 64);
 }
 
 #[test]
 fn a_full_queue_has_room_for_other_clients_and_for_probes() {
-    let rig = Rig::start(EngineConfig { max_running_requests: 1, slots: 2, ..config() });
+    let rig = start(EngineConfig { max_running_requests: 1, slots: 2, ..config() });
     let mut crowd = 0;
     let refused = loop {
         match rig.handle.submit(request(crowd, vec![1], 100)) {
@@ -298,7 +235,7 @@ fn a_full_queue_has_room_for_other_clients_and_for_probes() {
 
 #[test]
 fn what_no_plan_can_carry_is_refused_at_the_door() {
-    let rig = Rig::start(config());
+    let rig = start(config());
     let refused = rig.handle.submit(request(0, vec![1], u32::MAX));
     let Err(SubmitError::TooLarge { param, words, limit }) = refused else { panic!("{refused:?}") };
     assert_eq!(param, "logit_bias");
@@ -313,12 +250,12 @@ fn starved(rig: &Rig, enough: u32, count: u64) -> HashMap<u64, (usize, FinishRea
     for id in 0..count {
         rig.handle.submit(request(id, vec![1, 2], room - 2)).expect("room");
     }
-    rig.follow(count as usize)
+    follow(&rig, count as usize)
 }
 
 #[test]
 fn a_hand_without_memory_comes_back_with_fewer_pages_and_nobody_is_blamed() {
-    let rig = Rig::start(config());
+    let rig = start(config());
     for (tokens, finish) in starved(&rig, 300, 6).into_values() {
         assert_eq!((tokens, finish), (398, FinishReason::Length));
     }
@@ -333,7 +270,7 @@ fn a_hand_without_memory_comes_back_with_fewer_pages_and_nobody_is_blamed() {
 
 #[test]
 fn a_hand_that_can_not_do_with_less_says_so_and_ends() {
-    let rig = Rig::start(config());
+    let rig = start(config());
     let reason = "memory ran out; it can't do with fewer than 100 KV pages, because a request may \
         have 400 tokens: give it more memory, or lower --context-length";
     for (_, finish) in starved(&rig, 99, 3).into_values() {
@@ -346,7 +283,7 @@ fn a_hand_that_can_not_do_with_less_says_so_and_ends() {
 
 #[test]
 fn a_hand_comes_back_with_less_a_few_times_only() {
-    let rig = Rig::start(EngineConfig { context_length: 8, ..config() });
+    let rig = start(EngineConfig { context_length: 8, ..config() });
     let reason = "memory ran out; memory has run out 7 times, the last time with 87 KV pages: give \
         it more memory, or lower --max-total-tokens";
     for (_, finish) in starved(&rig, 0, 3).into_values() {
@@ -357,12 +294,12 @@ fn a_hand_comes_back_with_less_a_few_times_only() {
 
 #[test]
 fn what_memory_does_between_other_deaths_is_no_failed_start() {
-    let rig = Rig::start(EngineConfig { hand_restarts: 0, ..config() });
+    let rig = start(EngineConfig { hand_restarts: 0, ..config() });
     assert_eq!(starved(&rig, 400, 1)[&0].1, FinishReason::Length);
     rig.control.hold();
     rig.handle.submit(request(7, vec![3, 4], 50)).expect("room");
     rig.control.kill();
-    assert_eq!(rig.follow(1)[&7], (50, FinishReason::Length));
+    assert_eq!(follow(&rig, 1)[&7], (50, FinishReason::Length));
     let stats = rig.handle.stats().hand;
     assert_eq!((stats.deaths, stats.memory_kills), (2, 1));
 }

@@ -2,54 +2,42 @@
 //! end.
 
 use std::collections::HashMap;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::ops::Deref;
 use std::time::Duration;
 
 use forebay_engine::{
-    Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
-    HostConfig, Output, OutputSink, Preemption, Request, RequestId, SavePolicy, SaveUnit, Stats,
+    EngineConfig, FinishReason, HostConfig, Preemption, RequestId, SavePolicy, SaveUnit, Stats,
     Status,
 };
-use forebay_sim::{
-    CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, SimControl, SimExecutor, SimText,
-    Timing, next_token,
-};
+use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, alone, request, text};
+use forebay_sim::{CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, Timing};
 
-const VOCAB: u32 = 1000;
-/// Far longer than anything here takes: a test that reaches it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
 const PAGE: u32 = 4;
 /// Pages of the device: two prompts of these tests, and a little.
 const PAGES: u32 = 40;
 
-struct Sink {
-    outputs: Sender<Vec<Output>>,
-    control: SimControl,
-    /// Tokens after which the hand dies, once.
-    kill_after: Option<usize>,
-}
+struct Rig(testing::Rig);
 
-impl OutputSink for Sink {
-    fn deliver(&mut self, outputs: Vec<Output>) {
-        if let Some(left) = &mut self.kill_after {
-            let tokens = outputs.iter().filter(|output| output.token.is_some()).count();
-            *left = left.saturating_sub(tokens);
-            if *left == 0 {
-                self.kill_after = None;
-                self.control.kill();
-            }
-        }
-        // The test may be over.
-        let _ = self.outputs.send(outputs);
+impl Deref for Rig {
+    type Target = testing::Rig;
+
+    fn deref(&self) -> &testing::Rig {
+        &self.0
     }
 }
 
-struct Rig {
-    handle: EngineHandle,
-    control: SimControl,
-    outputs: Receiver<Vec<Output>>,
-    _thread: EngineThread,
+/// Kills the hand after so many tokens, once.
+fn killing(mut left: Option<usize>) -> Hook {
+    Box::new(move |control, outputs| {
+        if let Some(tokens) = &mut left {
+            let new = outputs.iter().filter(|output| output.token.is_some()).count();
+            *tokens = tokens.saturating_sub(new);
+            if *tokens == 0 {
+                left = None;
+                control.kill();
+            }
+        }
+    })
 }
 
 fn host(policy: SavePolicy) -> HostConfig {
@@ -70,7 +58,7 @@ impl Rig {
         kill_after: Option<usize>,
         hot_row_tokens: u32,
     ) -> Self {
-        let (executor, control) = SimExecutor::new(SimConfig {
+        let sim = SimConfig {
             host_pages: 400,
             clock: clock.clone(),
             timing: Timing {
@@ -89,8 +77,7 @@ impl Rig {
             vocab_size: VOCAB,
             text: text(),
             ..SimConfig::default()
-        });
-        let (sender, outputs) = channel();
+        };
         let config = EngineConfig {
             max_running_requests: 8,
             slots: 12,
@@ -105,12 +92,9 @@ impl Rig {
             host_tier: host,
             ..EngineConfig::default()
         };
-        let sink = Sink { outputs: sender, control: control.clone(), kill_after };
-        let hooks = Hooks::new(Box::new(sink));
-        let (handle, thread) =
-            Engine::start(config, Box::new(executor), Arc::new(clock), hooks).expect("thread");
-        let rig = Self { handle, control, outputs, _thread: thread };
-        rig.until(|rig| rig.handle.status() == Status::Ready);
+        let parts = RigParts { hooks: vec![killing(kill_after)], ..RigParts::default() };
+        let rig = Self(testing::Rig::start(config, sim, parts));
+        rig.settled(|status| *status == Status::Ready);
         rig
     }
 
@@ -122,27 +106,16 @@ impl Rig {
     }
 
     fn submit(&self, id: u64, prompt: Vec<i32>, max_tokens: u32) {
-        let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
-        let request = EngineRequest { request, ..EngineRequest::default() };
-        self.handle.submit(request).expect("there is room");
+        self.handle.submit(request(id, prompt, max_tokens)).expect("there is room");
     }
 
     /// Tokens found in a tier, and tokens, of each request, once `count` have ended.
     fn follow(&self, count: usize) -> HashMap<u64, (u32, Vec<i32>)> {
-        let mut stories: HashMap<u64, (u32, Vec<i32>)> = HashMap::new();
-        let mut ended = 0;
-        while ended < count {
-            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
-                let story = stories.entry(output.id.0).or_default();
-                story.0 += output.admission.map_or(0, |admission| admission.cached_tokens);
-                story.1.extend(output.token.map(|token| token.id));
-                if let Some(finish) = output.finish {
-                    assert!(matches!(finish, FinishReason::Length | FinishReason::Abort));
-                    ended += 1;
-                }
-            }
-        }
-        stories
+        let told = |(id, story): (u64, Story)| {
+            assert!(matches!(story.end, Some(FinishReason::Length | FinishReason::Abort)));
+            (id, (story.cached_tokens, story.tokens))
+        };
+        self.collect(count).into_iter().map(told).collect()
     }
 
     /// One request after the other, each until it has ended.
@@ -176,21 +149,9 @@ impl Rig {
     }
 }
 
-fn text() -> SimText {
-    SimText::endless((0..VOCAB as i32).collect())
-}
-
 /// Three prompts of 15 blocks and two tokens each, of which the device holds two at most.
 fn prompt(who: u64) -> Vec<i32> {
     (0..62).map(|at| (who as i32 * 131 + at * 7) % VOCAB as i32).collect()
-}
-
-fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
-    let (text, start) = (text(), tokens.len());
-    for _ in 0..count {
-        tokens.push(next_token(&text, &tokens, start));
-    }
-    tokens.split_off(start)
 }
 
 fn assert_exact(stories: &HashMap<u64, (u32, Vec<i32>)>) {

@@ -428,10 +428,10 @@ async fn nobody_listens() {
 
 #[tokio::test]
 async fn certificates_are_checked() {
-    let pem = include_bytes!("../../server/tests/data/certificate.pem");
+    let pem = include_bytes!("../../http/tests/data/certificate.pem");
     let certificate = CertificateDer::from_pem_slice(pem).unwrap();
     let key =
-        PrivateKeyDer::from_pem_slice(include_bytes!("../../server/tests/data/key.pem")).unwrap();
+        PrivateKeyDer::from_pem_slice(include_bytes!("../../http/tests/data/key.pem")).unwrap();
     let tls = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
         .unwrap()

@@ -4,23 +4,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use forebay_engine::{
-    EngineConfig, EngineRequest, EngineThread, FinishReason, Output, OutputSink, Request, Status,
-};
+use forebay_engine::{EngineConfig, EngineThread, FinishReason, Output, Status};
 use forebay_replicas::{Listeners, Member, Method, Replicas, ReplicasConfig};
+use forebay_sim::testing::{ChannelSink, PATIENCE, request};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing};
-
-/// Far longer than anything here takes: a test that reaches it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-struct ChannelSink(std::sync::mpsc::Sender<Vec<Output>>);
-
-impl OutputSink for ChannelSink {
-    fn deliver(&mut self, outputs: Vec<Output>) {
-        // The test may be over.
-        let _ = self.0.send(outputs);
-    }
-}
 
 struct Rig {
     replicas: Replicas,
@@ -65,7 +52,10 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 ..EngineConfig::default()
             },
             executor: Box::new(executor),
-            replicas: vec![Listeners { sink: Box::new(ChannelSink(sender.clone())), blocks: None }],
+            replicas: vec![Listeners {
+                sink: Box::new(ChannelSink::new(sender.clone())),
+                blocks: None,
+            }],
         });
     }
     let how =
@@ -101,11 +91,6 @@ impl Rig {
     }
 }
 
-fn request(id: u64, prompt: usize, max_tokens: u32) -> EngineRequest {
-    let request = Request { id, prompt: vec![1; prompt].into(), max_tokens, ..Request::default() };
-    EngineRequest { request, ..EngineRequest::default() }
-}
-
 #[test]
 fn one_that_hangs_at_its_first_start_keeps_nobody_from_serving() {
     let rig = start(&[500, 500], |at, control| control.hang_starts(u32::from(at == 0)));
@@ -113,7 +98,7 @@ fn one_that_hangs_at_its_first_start_keeps_nobody_from_serving() {
     assert_eq!(rig.replicas.status(), Status::Ready);
     assert!(matches!(rig.replicas.reports()[0].status, Status::Starting(_)), "and it is told");
     for id in 0..10 {
-        rig.replicas.submit(request(id, 5, 5)).expect("taken");
+        rig.replicas.submit(request(id, vec![1; 5], 5)).expect("taken");
     }
     assert!(rig.ends(10).iter().all(|(_, finish)| *finish == FinishReason::Length));
 }
@@ -143,13 +128,13 @@ fn a_request_goes_where_it_fits() {
     let rig = start(&[20, 100], |_, _| {});
     rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
     for id in 0..20 {
-        rig.replicas.submit(request(id, 150, 50)).expect("the second has room");
+        rig.replicas.submit(request(id, vec![1; 150], 50)).expect("the second has room");
     }
     assert!(rig.ends(20).iter().all(|(_, finish)| *finish == FinishReason::Length));
     let sent: Vec<u64> = rig.replicas.reports().iter().map(|r| r.load.dispatched).collect();
     assert_eq!(sent, [0, 20]);
     rig.controls[1].fail_starts(1000);
-    rig.replicas.submit(request(20, 150, 200)).expect("taken");
+    rig.replicas.submit(request(20, vec![1; 150], 200)).expect("taken");
     rig.controls[1].kill();
     let (_, finish) = &rig.ends(1)[0];
     assert!(matches!(finish, FinishReason::Error(_)), "nobody who is left can take it: {finish:?}");

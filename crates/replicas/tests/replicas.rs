@@ -4,32 +4,19 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use forebay_engine::{
     BlockEvent, BlockObserver, EngineConfig, EngineRequest, EngineThread, FinishReason, Output,
-    OutputSink, Payload, Preference, Request, RequestError, RequestId, Stats, Status, SubmitError,
+    Payload, Preference, RequestError, RequestId, Stats, Status, SubmitError,
 };
 use forebay_replicas::{Listeners, Member, Method, Replicas, ReplicasConfig};
-use forebay_sim::{
-    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
-};
+use forebay_sim::testing::{self, ChannelSink, PATIENCE, Story, VOCAB, alone, request, tell, text};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, Timing};
 
-const VOCAB: u32 = 1000;
-/// Far longer than anything here takes: a test that reaches it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
 const METHODS: [Method; 4] =
     [Method::RoundRobin, Method::ShortestQueue, Method::TotalTokens, Method::PrefixAware];
-
-struct ChannelSink(Sender<Vec<Output>>);
-
-impl OutputSink for ChannelSink {
-    fn deliver(&mut self, outputs: Vec<Output>) {
-        // The test may be over.
-        let _ = self.0.send(outputs);
-    }
-}
 
 /// Counts blocks that any replica has stored.
 #[derive(Clone, Default)]
@@ -51,14 +38,6 @@ struct Rig {
     stored: Stored,
 }
 
-/// All that a request gave.
-#[derive(Debug, Default)]
-struct Story {
-    tokens: Vec<i32>,
-    admissions: usize,
-    ends: Vec<FinishReason>,
-}
-
 fn config() -> EngineConfig {
     EngineConfig {
         max_running_requests: 16,
@@ -72,11 +51,6 @@ fn config() -> EngineConfig {
         mask_threads: 0,
         ..EngineConfig::default()
     }
-}
-
-/// Any token may follow any other, and none is an end.
-fn text() -> SimText {
-    SimText::endless((0..VOCAB as i32).collect())
 }
 
 impl Rig {
@@ -107,7 +81,7 @@ impl Rig {
                 ..SimConfig::default()
             });
             controls.push(control);
-            let sink = Box::new(ChannelSink(sender.clone()));
+            let sink = Box::new(ChannelSink::new(sender.clone()));
             let config = config.clone();
             let blocks: Option<Box<dyn BlockObserver>> = Some(Box::new(stored.clone()));
             let replicas = vec![Listeners { sink, blocks }];
@@ -154,22 +128,7 @@ impl Rig {
     }
 
     fn take(&mut self, outputs: Vec<Output>) -> Vec<u64> {
-        let mut ended = Vec::new();
-        for output in outputs {
-            let id = output.id.0;
-            let story = self.stories.entry(id).or_default();
-            assert!(story.ends.is_empty(), "something after the end: {output:?}");
-            story.admissions += usize::from(output.admission.is_some());
-            if let Some(token) = output.token {
-                assert_eq!(story.admissions, 1, "the admission comes with the first token");
-                story.tokens.push(token.id);
-            }
-            if let Some(finish) = output.finish {
-                story.ends.push(finish);
-                ended.push(id);
-            }
-        }
-        ended
+        tell(&mut self.stories, outputs)
     }
 
     fn follow(&mut self, mut count: usize) {
@@ -181,7 +140,7 @@ impl Rig {
     fn assert_exact(&self, id: u64, max_tokens: u32) {
         let story = &self.stories[&id];
         assert_eq!(story.tokens, alone(prompt(id), max_tokens), "request {id}");
-        assert_eq!(story.ends, [FinishReason::Length], "request {id}");
+        assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
     }
 
     /// Nobody has anything to do, and the books say so.
@@ -197,25 +156,9 @@ impl Rig {
     }
 }
 
-fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
-    let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
-    EngineRequest { request, ..EngineRequest::default() }
-}
-
 /// Prompts of many lengths, some with a common beginning.
 fn prompt(id: u64) -> Vec<i32> {
-    let common = if id.is_multiple_of(3) { 40 } else { 0 };
-    let own = 1 + (id as i32 * 7) % 60;
-    (0..common).chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32)).collect()
-}
-
-/// What the simulated model gives a request that runs alone.
-fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
-    let (text, start) = (text(), tokens.len());
-    for _ in 0..count {
-        tokens.push(next_token(&text, &tokens, start));
-    }
-    tokens.split_off(start)
+    testing::prompt(id, 40)
 }
 
 fn lengths(id: u64) -> u32 {
@@ -281,7 +224,7 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
             ended += rig.next().len() as u64;
             before.retain(|id, tokens| {
                 let story = rig.stories.get(id);
-                story.is_none_or(|story| story.ends.is_empty() && story.tokens.len() < *tokens + 2)
+                story.is_none_or(|story| story.end.is_none() && story.tokens.len() < *tokens + 2)
             });
             let ready = rig.states().iter().all(|status| *status == Status::Ready);
             if kills < 20 && ready && before.is_empty() {
@@ -291,7 +234,7 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
                 // What the dead hand has said is on its way still, and is nobody's progress.
                 ended += rig.catch_up().len() as u64;
                 let tokens = |id: &u64| rig.stories.get(id).map_or(0, |story| story.tokens.len());
-                let over = |id: &u64| rig.stories.get(id).is_some_and(|s| !s.ends.is_empty());
+                let over = |id: &u64| rig.stories.get(id).is_some_and(|s| s.end.is_some());
                 before = (0..next).filter(|id| !over(id)).map(|id| (id, tokens(&id))).collect();
             }
             if kills < 20 && next - ended < 40 {
@@ -373,12 +316,9 @@ fn a_poisonous_request_takes_two_hands_with_it_and_nobody_else() {
     for id in 0..24 {
         let story = &rig.stories[&id];
         if id == 5 {
-            assert_eq!(story.ends, [FinishReason::Error(RequestError::Poisoned)]);
+            assert_eq!(story.end, Some(FinishReason::Error(RequestError::Poisoned)));
         } else {
-            assert_eq!(
-                (story.ends.as_slice(), story.tokens.len()),
-                (&[FinishReason::Length][..], 20)
-            );
+            assert_eq!((story.end.as_ref(), story.tokens.len()), (Some(&FinishReason::Length), 20));
         }
     }
     assert_eq!(rig.replicas.stats().hand.deaths, 2);
@@ -406,7 +346,7 @@ fn aborts_find_requests_on_their_way() {
     }
     // Those that were quick may have ended by themselves.
     let fine = |end: &FinishReason| matches!(end, FinishReason::Abort | FinishReason::Length);
-    assert!(rig.stories.values().all(|story| story.ends.len() == 1 && fine(&story.ends[0])));
+    assert!(rig.stories.values().all(|story| story.end.as_ref().is_some_and(fine)));
     rig.assert_idle();
 }
 

@@ -3,36 +3,21 @@
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use forebay_api::{ApiError, key_in};
+use forebay_api::ApiError;
+use forebay_http::{KeyId, Keys};
 use http::HeaderMap;
-use subtle::ConstantTimeEq;
 use thiserror::Error;
 
 use crate::url::BackendUrl;
 
-/// The one of `keys` in a request. The time is the same for all wrong keys and all right ones.
-fn shown<'a>(headers: &HeaderMap, keys: impl Iterator<Item = &'a String>) -> Option<&'a str> {
-    let given = key_in(headers)?;
-    let mut found = None;
-    for key in keys {
-        if given.as_bytes().ct_eq(key.as_bytes()).into() {
-            found = Some(key.as_str());
-        }
-    }
-    found
-}
-
-/// The key of a client that may send requests; `None`: no key is required.
+/// The key of a client that may send requests.
 ///
 /// # Errors
-/// The request has none of the keys.
-pub(crate) fn client<'a>(
-    headers: &HeaderMap,
-    keys: &'a [String],
-) -> Result<Option<&'a str>, ApiError> {
-    match shown(headers, keys.iter()) {
+/// Keys are required, and the request has none of them.
+pub(crate) fn client(headers: &HeaderMap, keys: &Keys) -> Result<KeyId, ApiError> {
+    match keys.shown(headers) {
         None if !keys.is_empty() => Err(ApiError::Unauthorized),
-        key => Ok(key),
+        key => Ok(KeyId(key)),
     }
 }
 
@@ -41,16 +26,11 @@ pub(crate) fn client<'a>(
 ///
 /// # Errors
 /// The request has neither key.
-pub(crate) fn operator(
-    headers: &HeaderMap,
-    keys: &[String],
-    admin: Option<&String>,
-) -> Result<(), ApiError> {
-    match admin {
-        None => client(headers, keys).map(|_| ()),
-        Some(_) if shown(headers, admin.into_iter()).is_some() => Ok(()),
-        Some(_) => Err(ApiError::Unauthorized),
+pub(crate) fn operator(headers: &HeaderMap, keys: &Keys, admin: &Keys) -> Result<(), ApiError> {
+    if admin.is_empty() {
+        return client(headers, keys).map(|_| ());
     }
+    admin.shown(headers).map(|_| ()).ok_or(ApiError::Unauthorized)
 }
 
 /// A pattern that is none.
@@ -150,40 +130,33 @@ fn same_bits(a: IpAddr, b: IpAddr, bits: u8) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use http::HeaderValue;
     use http::header::AUTHORIZATION;
-    use http::{HeaderName, HeaderValue};
 
     use super::*;
 
-    fn head(name: HeaderName, value: &'static str) -> HeaderMap {
-        HeaderMap::from_iter([(name, HeaderValue::from_static(value))])
+    fn bearer(value: &'static str) -> HeaderMap {
+        HeaderMap::from_iter([(AUTHORIZATION, HeaderValue::from_static(value))])
     }
 
     #[test]
-    fn any_of_the_keys_is_right_and_no_other() {
-        let keys = ["secret".to_owned(), "other".to_owned()];
-        let bearer = |value| client(&head(AUTHORIZATION, value), &keys);
-        assert_eq!(bearer("Bearer secret"), Ok(Some("secret")));
-        assert_eq!(bearer("bearer  other"), Ok(Some("other")));
-        let header = head(HeaderName::from_static("api-key"), "other");
-        assert_eq!(client(&header, &keys), Ok(Some("other")));
-        for wrong in ["Bearer secre", "Bearer secret2", "Basic secret", "secret", "Bearer "] {
-            assert_eq!(bearer(wrong), Err(ApiError::Unauthorized), "{wrong}");
-        }
+    fn a_client_needs_one_of_the_keys_if_there_are_any() {
+        let keys = Keys::new(["secret", "other"]);
+        assert_eq!(client(&bearer("Bearer other"), &keys), Ok(KeyId(Some(1))));
+        assert_eq!(client(&bearer("Bearer wrong"), &keys), Err(ApiError::Unauthorized));
         assert_eq!(client(&HeaderMap::new(), &keys), Err(ApiError::Unauthorized));
-        assert_eq!(client(&HeaderMap::new(), &[]), Ok(None));
+        assert_eq!(client(&HeaderMap::new(), &Keys::default()), Ok(KeyId(None)));
     }
 
     #[test]
     fn operators_need_their_own_key_where_there_is_one() {
-        let (keys, admin) = (["client".to_owned()], "admin".to_owned());
-        let with = |value| head(AUTHORIZATION, value);
-        assert!(operator(&with("Bearer admin"), &keys, Some(&admin)).is_ok());
-        assert!(operator(&with("Bearer client"), &keys, Some(&admin)).is_err());
-        assert!(operator(&with("Bearer client"), &keys, None).is_ok());
-        assert!(operator(&HeaderMap::new(), &keys, None).is_err());
-        assert!(operator(&HeaderMap::new(), &[], Some(&admin)).is_err());
-        assert!(operator(&HeaderMap::new(), &[], None).is_ok());
+        let (keys, admin) = (Keys::new(["client"]), Keys::new(["admin"]));
+        assert!(operator(&bearer("Bearer admin"), &keys, &admin).is_ok());
+        assert!(operator(&bearer("Bearer client"), &keys, &admin).is_err());
+        assert!(operator(&bearer("Bearer client"), &keys, &Keys::default()).is_ok());
+        assert!(operator(&HeaderMap::new(), &keys, &Keys::default()).is_err());
+        assert!(operator(&HeaderMap::new(), &Keys::default(), &admin).is_err());
+        assert!(operator(&HeaderMap::new(), &Keys::default(), &Keys::default()).is_ok());
     }
 
     #[test]

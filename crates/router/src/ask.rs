@@ -8,6 +8,7 @@ use forebay_api::is_from_own_page;
 use forebay_api::peer::{
     RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER,
 };
+use forebay_http::ClientId;
 use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
     TRAILER, TRANSFER_ENCODING, UPGRADE,
@@ -20,7 +21,6 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::backend::Sent;
 use crate::budget::Held;
-use crate::client::ClientId;
 use crate::homes::wanted;
 use crate::index::Texts;
 use crate::past::Past;

@@ -35,7 +35,6 @@ mod attempt;
 mod backend;
 mod breaker;
 mod budget;
-mod client;
 mod config;
 mod flow;
 mod homes;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use forebay_api::ApiError;
+use forebay_http::ClientId;
 use http::Response;
 use http::header::RETRY_AFTER;
 use tokio::time::{sleep_until, timeout_at};
@@ -15,7 +16,6 @@ use crate::ask::{Ask, Resume};
 use crate::attempt::{Failed, Reached, Trouble, attempt};
 use crate::backend::{Backend, Check, Sent};
 use crate::breaker::FailureOrigin;
-use crate::client::ClientId;
 use crate::flow::Broken;
 use crate::shared::{Choice, Shared, Worker};
 use crate::watch::has_died;

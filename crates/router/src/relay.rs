@@ -11,13 +11,13 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use forebay_api::ApiError;
+use forebay_http::ClientId;
 use hyper::body::{Body, Frame, SizeHint};
 
 use crate::ask::{Ask, Resume};
 use crate::attempt::{Kind, Reached, tell};
 use crate::backend::Sent;
 use crate::breaker::FailureOrigin;
-use crate::client::ClientId;
 use crate::flow::{Broken, Flow};
 use crate::reach::{Failure, reach, unanswered};
 use crate::shared::{Live, Worker};

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use forebay_api::peer::DEATHS_HEADER;
 use forebay_api::{ApiError, Inflater, RegistrationRequest, parse_request};
+use forebay_http::Keys;
 use forebay_webui::{FeedBody, page};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
@@ -206,7 +207,7 @@ async fn pass_on(
     }
     let config = &shared.config;
     // Before anything of its body is read.
-    let reading = shared.reading(client(request.headers(), &config.api_keys)?, address);
+    let reading = shared.reading(client(request.headers(), &shared.keys)?, address);
     let live = shared.enter();
     let (mut parts, body) = request.into_parts();
     // Policies look into bodies, and a backend that goes on with a stream gets more than the body.
@@ -244,8 +245,7 @@ async fn own_answer(
 ) -> Result<Response<Answer>, ApiError> {
     let shared = &worker.shared;
     if matches!(own, Own::Loads | Own::Metrics | Own::Backends | Own::Live) {
-        let config = &shared.config;
-        operator(request.headers(), &config.api_keys, config.admin_key.as_ref())?;
+        operator(request.headers(), &shared.keys, &shared.admin_keys)?;
     }
     match own {
         Own::Health => health(shared),
@@ -306,7 +306,7 @@ async fn registration(
     let Some(key) = &shared.config.sources.registration_key else {
         return Err(unknown(&request));
     };
-    client(request.headers(), std::slice::from_ref(key))?;
+    Keys::new([key]).shown(request.headers()).ok_or(ApiError::Unauthorized)?;
     let time = shared.config.receive_timeout;
     let body = (request.into_body(), None);
     let (body, _held) = collect(body, REGISTRATION, &shared.budget, time).await?;

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use forebay_http::{Clients, KeyId, Keys, Remote};
 use forebay_webui::Watchers;
-use http::HeaderValue;
+use http::{HeaderMap, HeaderValue};
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, watch};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -14,7 +15,6 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::ask::{Ask, Reading};
 use crate::backend::Sent;
 use crate::budget::Budget;
-use crate::client::Clients;
 use crate::config::{RouterConfig, Watch};
 use crate::homes::Homes;
 use crate::index::TextIndex;
@@ -50,6 +50,9 @@ pub(crate) struct Shared {
     /// The seed of the names of texts, so that no client can construct texts with one name.
     text_root: u64,
     clients: Clients,
+    /// The keys of clients and of operators.
+    pub(crate) keys: Keys,
+    pub(crate) admin_keys: Keys,
     /// The places for connections of clients.
     pub(crate) places: Arc<Semaphore>,
     /// The memory that the bodies of requests take.
@@ -90,6 +93,8 @@ impl Shared {
             own_key,
             text_root: rand::random(),
             clients: Clients::default(),
+            keys: Keys::new(&config.api_keys),
+            admin_keys: Keys::new(&config.admin_key),
             places: Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS))),
             budget: Budget::new(config.bodies.all),
             registry,
@@ -172,10 +177,12 @@ impl Shared {
     }
 
     /// The purpose of looks at requests of a client with this key at this address.
-    pub(crate) fn reading(&self, key: Option<&str>, address: IpAddr) -> Reading {
-        let key = key.filter(|_| self.config.api_keys.len() > 1);
-        let client = self.clients.identify(key, address);
-        let key = key.filter(|_| !self.config.share_cache_across_keys).unwrap_or_default();
+    pub(crate) fn reading(&self, key: KeyId, address: IpAddr) -> Reading {
+        let key = KeyId(key.0.filter(|_| self.keys.len() > 1));
+        let remote = Remote::Ip(address.to_canonical());
+        let client = self.clients.id(key, remote, &HeaderMap::new());
+        let key = key.0.filter(|_| !self.config.share_cache_across_keys);
+        let key = key.and_then(|key| self.keys.text(key)).unwrap_or_default();
         let root = xxh3_64_with_seed(key.as_bytes(), self.text_root);
         Reading { policy: self.config.policy, client, root }
     }

@@ -7,11 +7,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use forebay_http::ClientId;
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use tokio::sync::Notify;
-
-use crate::client::ClientId;
 
 /// The suspects that wait for a trial.
 #[derive(Debug, Default)]

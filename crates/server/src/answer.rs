@@ -13,9 +13,9 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
 use bytes::Bytes;
 use forebay_api::ApiError;
+use forebay_http::Charge;
 use serde::Serialize;
 
-use crate::budget::Charge;
 use crate::reply::{Failure, unwritable};
 
 /// Writes an answer of at most so many bytes.
@@ -53,7 +53,7 @@ impl Write for AnswerWriter {
         let admitted = if all > self.limit {
             Err(ApiError::AnswerTooLarge { limit: self.limit })
         } else {
-            self.charge.answer(all)
+            self.charge.answer(all).map_err(ApiError::from)
         };
         if let Err(error) = admitted {
             self.error = Some(error);
@@ -152,14 +152,13 @@ impl AnswerWriter {
 
 #[cfg(test)]
 mod tests {
+    use forebay_http::{ByteBudget, ClientId};
     use http_body_util::BodyExt;
     use serde_json::json;
 
     use super::*;
-    use crate::budget::Budget;
-    use crate::client::ClientId;
 
-    fn charge(budget: &Budget) -> Arc<Charge> {
+    fn charge(budget: &ByteBudget) -> Arc<Charge> {
         Arc::new(budget.open(ClientId(1)))
     }
 
@@ -170,7 +169,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_answer_is_charged_until_its_last_byte_is_gone() {
-        let budget = Budget::new(1 << 30);
+        let budget = ByteBudget::new(1 << 30);
         let of_request = charge(&budget);
         of_request.set(1 << 20).unwrap();
         let value = json!({"text": "a".repeat(5000)});
@@ -188,7 +187,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_list_is_filled_item_by_item() {
-        let budget = Budget::new(1 << 30);
+        let budget = ByteBudget::new(1 << 30);
         let head = json!({"name": "\"list\":[]", "list": [], "after": [[]]});
         for count in 0..4 {
             let items = (0..count).map(|at| json!({"at": at}));
@@ -211,11 +210,11 @@ mod tests {
                 "x".repeat(98)
             })
         };
-        let budget = Budget::new(1 << 30);
+        let budget = ByteBudget::new(1 << 30);
         let refused = AnswerWriter::new(1000, &charge(&budget)).list(items()).unwrap_err();
         assert_eq!(refused.0, ApiError::AnswerTooLarge { limit: 1000 });
         assert_eq!(made.replace(0), 10);
-        let small = Budget::new(2000);
+        let small = ByteBudget::new(2000);
         let refused = AnswerWriter::new(1 << 20, &charge(&small)).list(items()).unwrap_err();
         assert_eq!(refused.0.status(), 413, "{refused:?}");
         assert_eq!((made.get(), small.used()), (18, 0));

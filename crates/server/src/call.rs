@@ -8,29 +8,25 @@ use std::time::Instant;
 use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation};
 use forebay_dialect::Reading;
+use forebay_egress::{
+    Delta, EgressMode, End, Engine, EventEncoder, Outlet, Registration, Speller, Tally, Terms,
+    mailbox::{MailboxBounds, Receiver, Sender, WakeRule, mailbox},
+};
 use forebay_engine::{
     BlockHash, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
 };
 use forebay_grammar::Constraints;
+use forebay_http::Charge;
 
 use crate::alive::LiveGuard;
 use crate::answer::AnswerWriter;
-use crate::budget::Charge;
 use crate::constrain;
-use crate::engine::Engine;
+use crate::cost;
 use crate::ignored::ignore;
 use crate::images::{ImageFile, Shown};
 use crate::peers::{Peer, Resume};
 use crate::state::Shared;
-use crate::stream::delta::{Delta, End};
-use crate::stream::egress::Registration;
-use crate::stream::mailbox::{Bounds, Receiver, Sender, Wake, mailbox};
-use crate::stream::mode::EgressMode;
-use crate::stream::outlet::{Chunk, Encoder, Outlet};
-use crate::stream::speller::Speller;
-use crate::stream::tally::Tally;
 use crate::submission::Submission;
-use crate::terms::Terms;
 
 /// Choices that are submitted before the HTTP thread looks after others.
 pub(crate) const CHOICES_A_TURN: usize = 16;
@@ -84,7 +80,7 @@ impl Call {
             return Err(ApiError::AnswerTooLarge { limit: unread });
         }
         let sizes = submissions.iter().map(Submission::size);
-        let charge = Arc::new(state.budget.choices(peer.client(), sizes)?);
+        let charge = Arc::new(state.budget.charge(peer.client(), cost::choices(sizes))?);
         let resume = peer.resume();
         if let Some(resume) = resume {
             check_resume(resume, &submissions, streamed, state)?;
@@ -101,9 +97,9 @@ impl Call {
         let mut tally = tally(&submissions, state);
         let prompt_tokens = tally.prompt_tokens();
         let wake = match (streamed, state.config.egress) {
-            (false, _) => Wake::AtEnd,
-            (true, EgressMode::Naive) => Wake::EveryDelta,
-            (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
+            (false, _) => WakeRule::AtEnd,
+            (true, EgressMode::Naive) => WakeRule::EveryDelta,
+            (true, EgressMode::Direct | EgressMode::Tasks) => WakeRule::Pending,
         };
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
@@ -126,7 +122,7 @@ impl Call {
             }
             restricted.push(constraints);
         }
-        let bounds = Bounds { limit: unread, repeated, charge: Arc::clone(&charge) };
+        let bounds = MailboxBounds { limit: unread, repeated, charge: Arc::clone(&charge) };
         let (senders, receiver) = mailbox(tally, wake, bounds);
         let span = tracing::info_span!(
             "request",
@@ -190,7 +186,8 @@ impl Call {
             let told = told.filter(|tail| (tail.first as usize) < prompt.len());
             if max_tokens == 0 && told.is_none() {
                 self.alive.push(None);
-                nothing(sender);
+                // It needs no computation.
+                sender.finish(End::Length);
                 continue;
             }
             let id = state.next_id();
@@ -265,7 +262,10 @@ impl Call {
     }
 
     /// Calls `write` with the encoder that was lent.
-    pub(crate) fn encode<R>(&self, write: impl FnOnce(&mut dyn Encoder, &Tally) -> R) -> Option<R> {
+    pub(crate) fn encode<R>(
+        &self,
+        write: impl FnOnce(&mut dyn EventEncoder, &Tally) -> R,
+    ) -> Option<R> {
         self.receiver.encode(write)
     }
 
@@ -344,12 +344,6 @@ fn tally(submissions: &[Submission], state: &Shared) -> Tally {
         tally.hide_cached();
     }
     tally
-}
-
-/// Ends a choice without wanted tokens, which needs no computation.
-fn nothing(mut sender: Sender) {
-    let mut delta = Delta { end: Some(End::Length), ..Delta::default() };
-    sender.send(&mut delta, &mut Chunk::default());
 }
 
 /// Names of the prompt's blocks, where several choices would each have them computed.

@@ -5,19 +5,17 @@ use std::time::Duration;
 
 use forebay_api::{Access, GenerationDefaults};
 use forebay_dialect::Dialect;
+use forebay_egress::EgressMode;
 use forebay_engine::{Namer, as_seconds};
 use forebay_fetch::Fetcher;
 use forebay_grammar::{Grammars, Markers};
+use forebay_http::{Keys, Tls, TrustedProxies};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::client::TrustedProxies;
 use crate::images::model::ImageModel;
-use crate::keys::Keys;
 use crate::pooling::model::PooledModel;
 use crate::store::StoreConfig;
-use crate::stream::mode::EgressMode;
-use crate::tls::Tls;
 
 /// The rule for clients that share cached blocks.
 #[derive(Debug, Clone, Serialize)]

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use forebay_api::{ApiError, Generation};
 use forebay_dialect::Place;
+use forebay_egress::Terms;
 use forebay_grammar::{Bounds, Constraints, GrammarError, Reasoning, Start, Wanted};
 use forebay_text::Tokenizer;
 
 use crate::state::Shared;
 use crate::submission::Submission;
-use crate::terms::Terms;
 
 /// The constraints of a submission's choices, behind the tokens `said`. A compile takes a turn of
 /// `client`. `None`: nothing restricts them.

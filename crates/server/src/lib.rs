@@ -4,10 +4,10 @@
 //! large ones on other threads. `forebay-api` validates, and the text pool tokenises. `call`
 //! registers each choice with the egress thread and submits it to the engine. The answer goes out
 //! through [`EgressSink`] to the egress thread, which makes text of the outputs. The egress thread
-//! writes chunks of a stream to the socket itself (`line`). Everything else waits in the request's
-//! mailbox, from which the response takes it (`sse`). That is an answer in one piece, chunks for a
-//! slow reader, and every end. A dropped response aborts its requests. The outputs of a model that
-//! pools are vectors, and take another way ([`PooledSink`], `pooling`).
+//! writes chunks of a stream to the socket itself ([`forebay_http::Line`]). Everything else waits
+//! in the request's mailbox, from which the response takes it (`sse`). That is an answer in one
+//! piece, chunks for a slow reader, and every end. A dropped response aborts its requests. The
+//! outputs of a model that pools are vectors, and take another way ([`PooledSink`], `pooling`).
 //!
 //! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
 //! with which another brain goes on with a stream.
@@ -24,29 +24,20 @@
 mod access;
 mod alive;
 mod answer;
-mod budget;
 mod call;
-mod caller;
-mod client;
 mod config;
-mod connection;
 mod constrain;
-mod engine;
-mod guard;
+mod cost;
 mod ignored;
 mod images;
 mod inflated;
 mod intake;
-mod keys;
 mod limits;
-mod line;
 mod live;
 mod loaded;
 mod loading;
-mod metrics;
 mod names;
 mod peers;
-mod places;
 mod pooling;
 mod reply;
 mod reserve;
@@ -54,32 +45,25 @@ mod routes;
 mod routing;
 mod serve;
 mod shapes;
-mod socket;
-mod stall;
+mod sse;
 mod state;
 mod store;
-mod stream;
 mod submission;
-mod terms;
 mod text;
-mod tls;
+mod wire;
 
-pub use client::TrustedProxies;
 pub use config::{ModelInfo, ServerConfig, Sharing};
-pub use engine::Engine;
 pub use forebay_api::Access;
-pub use guard::Guard;
+pub use forebay_egress::{
+    Egress, EgressConfig, EgressMode, EgressSink, Engine, Metrics, Pooled, PooledSink, egress,
+    pooled,
+};
+pub use forebay_http::{Guard, Keys, Listener, Tls, TrustedProxies};
 pub use images::ImageModel;
 pub use intake::{Intake, IntakeMode};
-pub use keys::Keys;
-pub use metrics::Metrics;
 pub use peers::{BlockLog, ReplicaBlocks};
-pub use pooling::{Pooled, PooledModel, PooledSink, PoolingTask, pooled};
+pub use pooling::{PooledModel, PoolingTask};
 pub use reserve::HealthThread;
 pub use serve::serve;
-pub use socket::Listener;
 pub use state::{AppState, ServerParts};
 pub use store::StoreConfig;
-pub use stream::egress::{Egress, EgressConfig, EgressSink, egress};
-pub use stream::mode::EgressMode;
-pub use tls::Tls;

@@ -10,12 +10,12 @@ use axum::http::Uri;
 use bytes::Bytes;
 use forebay_api::limits::{Limited, takes_embeds, takes_images};
 use forebay_api::{ApiError, Inflater};
+use forebay_http::{Charge, ClientId};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 use tokio::time::{timeout, timeout_at};
 
-use crate::budget::Charge;
-use crate::client::ClientId;
+use crate::cost::unread;
 use crate::ignored::ignore;
 use crate::inflated::Inflated;
 use crate::intake::LARGE_BODY;
@@ -148,7 +148,7 @@ async fn read_frames(
     let hint = body.size_hint();
     // What is declared was compared with the limit, and has to fit an empty server.
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
-    charge.check_unread(size(hint.lower()))?;
+    charge.check(unread(size(hint.lower())))?;
     let most = hint.upper().map_or(usize::MAX, size);
     let mut pieces = Pieces::default();
     let mut so_far = 0;
@@ -158,7 +158,7 @@ async fn read_frames(
         if charged.is_none_or(|charged| so_far >= charged) {
             let step = STEP.max(so_far / STEP_PART);
             let next = so_far.saturating_add(step).min(most.max(so_far));
-            charge.unread(next)?;
+            charge.at_least(unread(next))?;
             charged = Some(next);
         }
         if so_far >= LARGE_BODY && turn.is_none() {
@@ -217,13 +217,13 @@ mod tests {
     use axum::http::{HeaderMap, HeaderValue};
     use flate2::Compression;
     use flate2::write::GzEncoder;
+    use forebay_http::ByteBudget;
     use http_body_util::channel::Channel;
     use tokio::task::JoinSet;
 
     use crate::intake::turns::PATIENCE;
 
     use super::*;
-    use crate::budget::Budget;
 
     const CLIENT: ClientId = ClientId(1);
     const TIME: Duration = Duration::from_secs(60);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     fn free() -> Charge {
-        Budget::new(usize::MAX).open(CLIENT)
+        ByteBudget::new(usize::MAX).open(CLIENT)
     }
 
     async fn all(body: Body, limit: usize) -> Result<Bytes, ApiError> {
@@ -271,7 +271,7 @@ mod tests {
         let wrong = read(b"{}".to_vec(), 100).await.unwrap_err();
         assert!(wrong.to_string().contains("gzip"), "{wrong}");
         // What it becomes is charged, too.
-        let budget = Budget::new(1 << 20);
+        let budget = ByteBudget::new(1 << 20);
         let headers = HeaderMap::from_iter([(CONTENT_ENCODING, HeaderValue::from_static("gzip"))]);
         let upload = Upload { inflater: Inflater::of(&headers), ..upload(gzip(&large)) };
         let charge = budget.open(CLIENT);

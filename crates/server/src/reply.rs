@@ -5,6 +5,7 @@ use axum::http::header::{CONTENT_TYPE, RETRY_AFTER};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use forebay_api::ApiError;
+use forebay_http::Refusal;
 use serde::Serialize;
 
 /// An error on its way to the client.
@@ -18,6 +19,12 @@ pub(crate) struct Told(pub(crate) ApiError);
 impl From<ApiError> for Failure {
     fn from(error: ApiError) -> Self {
         Self(error)
+    }
+}
+
+impl From<Refusal> for Failure {
+    fn from(refusal: Refusal) -> Self {
+        Self(refusal.into())
     }
 }
 

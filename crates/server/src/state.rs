@@ -4,22 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::budget::Budget;
-use crate::client::Clients;
 use crate::config::{ModelInfo, ServerConfig};
-use crate::engine::Engine;
-use crate::guard::Guard;
 use crate::intake::Intake;
 use crate::live::shown::Live;
 use crate::loaded::Loaded;
-use crate::metrics::Metrics;
 use crate::peers::book::Book;
 use crate::peers::log::BlockLog;
 use crate::store::Store;
-use crate::stream::egress::Egress;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
+use forebay_egress::{Egress, Engine, Metrics};
 use forebay_engine::{Dtype, RequestId, Status};
+use forebay_http::{ByteBudget, Clients, Guard, HasClients, Keys};
 use forebay_text::TextPool;
 use serde_json::Value;
 
@@ -70,7 +66,7 @@ pub(crate) struct Inner {
     pub(crate) text: Arc<TextPool>,
     pub(crate) intake: Arc<Intake>,
     /// The budget of bytes that requests take.
-    pub(crate) budget: Budget,
+    pub(crate) budget: ByteBudget,
     pub(crate) egress: Egress,
     pub(crate) store: Store,
     pub(crate) loaded: Loaded,
@@ -94,7 +90,7 @@ impl AppState {
         let clients = Clients::new(config.trusted_proxies.clone());
         let pixels = intake.pixel_bytes();
         let inner = Inner {
-            budget: Budget::new(config.max_request_bytes_in_flight.saturating_sub(pixels)),
+            budget: ByteBudget::new(config.max_request_bytes_in_flight.saturating_sub(pixels)),
             store: Store::new(config.responses),
             loaded: Loaded::default(),
             live: Live::default(),
@@ -229,6 +225,12 @@ impl Inner {
     pub(crate) async fn idle(&self) {
         // The book lives in self, so waiting cannot fail.
         let _ = self.book.watch().wait_for(|&live| live == 0).await;
+    }
+}
+
+impl HasClients for Inner {
+    fn clients(&self) -> (&Clients, &Keys) {
+        (&self.clients, &self.config.api_keys)
     }
 }
 

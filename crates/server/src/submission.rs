@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use forebay_api::{ApiError, Generation, Limits, MaxTokens};
+use forebay_egress::{LOGPROB_JSON, Terms, check_tokens};
 use forebay_engine::{Embeds, PromptImage};
 
-use crate::budget::{LOGPROB_JSON, Size};
+use crate::cost::Size;
 use crate::ignored::note;
 use crate::images::ImageFile;
 use crate::state::Shared;
-use crate::terms::{Terms, check_tokens};
 
 /// The parts of an answer that repeat a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use forebay_api::{ApiError, ChatPrompt, Effort, Prompt};
+use forebay_http::Charge;
 use forebay_text::{TextError, TextInput, TextPool, Within};
 use serde_json::Value;
 
-use crate::budget::Charge;
 use crate::ignored::note_generic_tools;
 use crate::peers::Peer;
 use crate::state::Shared;

@@ -33,6 +33,7 @@ mod profile;
 mod record;
 mod samples;
 mod solve;
+pub mod testing;
 mod text;
 mod timeline;
 

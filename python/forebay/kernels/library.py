@@ -36,7 +36,7 @@ class TeamSpec(Structure):
 
 
 class ExpertsSpec(Structure):
-    """The experts of one layer; see `crates/kernels/src/experts.rs`."""
+    """The experts of one layer; see `crates/kernels/src/experts/mod.rs`."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("router", "correction", "gate_up", "down")),
@@ -145,7 +145,7 @@ class StepSpec(Structure):
 
 
 class EncoderLayerSpec(Structure):
-    """One layer of an encoder; see `crates/kernels/src/encoder.rs`."""
+    """One layer of an encoder; see `crates/kernels/src/encoder/mod.rs`."""
 
     _fields_ = [
         *(
@@ -158,7 +158,7 @@ class EncoderLayerSpec(Structure):
 
 
 class EncoderSpec(Structure):
-    """An encoder; see `crates/kernels/src/encoder.rs`."""
+    """An encoder; see `crates/kernels/src/encoder/mod.rs`."""
 
     _fields_ = [
         *(
@@ -186,7 +186,7 @@ class EncoderSpec(Structure):
 
 
 class BatchSpec(Structure):
-    """Prompts for an encoder; see `crates/kernels/src/encoder.rs`."""
+    """Prompts for an encoder; see `crates/kernels/src/encoder/mod.rs`."""
 
     _fields_ = [
         ("rows", c_uint64),

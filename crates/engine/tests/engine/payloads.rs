@@ -6,8 +6,9 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
 use forebay_engine::{EngineRequest, FinishReason, Payload, RequestId};
 use forebay_sim::SimControl;
+use forebay_sim::testing::{Hook, PATIENCE, alone, once, request};
 
-use crate::rig::{Hook, PATIENCE, Rig, alone, config, once, request};
+use crate::rig::{config, hooked, start};
 
 /// What lies in the arena, and tells when it is given back.
 #[derive(Debug)]
@@ -60,7 +61,7 @@ fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
             control.kill();
         }
     });
-    let rig = Rig::hooked(config(), hook);
+    let rig = hooked(config(), 500, hook);
     rig.handle.submit(request).expect("room");
     let stories = rig.follow(1);
     assert_eq!(stories[&0].tokens, alone(vec![0; 40], 60));
@@ -71,7 +72,7 @@ fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
 /// Ends a request while a step that reads its embeddings is in flight, lets `then` happen, and
 /// waits for them.
 fn ended_in_flight(then: impl FnOnce(&SimControl)) {
-    let rig = Rig::hooked(config(), once(SimControl::hold));
+    let rig = hooked(config(), 500, once(SimControl::hold));
     let (request, back, _) = embedded(0, 60);
     rig.handle.submit(request).expect("room");
     rig.control.release();
@@ -98,7 +99,7 @@ fn a_payload_outlives_its_request_until_the_hand_is_dead() {
 
 #[test]
 fn a_payload_of_a_request_that_is_not_served_is_given_back() {
-    let rig = Rig::start(config(), 500);
+    let rig = start(config(), 500);
     let (waiting, back, _) = embedded(0, 60);
     rig.handle.submit(waiting).expect("room");
     rig.handle.abort(RequestId(0));

@@ -8,11 +8,10 @@ use forebay_engine::{
     BlockEvent, BlockHash, BlockObserver, EngineConfig, FinishReason, Pooling, RequestError,
     RequestId, Status, SubmitError,
 };
+use forebay_sim::testing::{Hook, PATIENCE, Story, alone, once, request};
 use forebay_sim::{SimControl, vector};
 
-use crate::rig::{
-    Hook, PATIENCE, Rig, Story, alone, assert_exact, config, once, prompt, request, text,
-};
+use crate::rig::{assert_exact, config, hooked, observed, prompt, start, text};
 
 fn lengths(id: u64) -> u32 {
     1 + (id as u32 * 13) % 90
@@ -22,7 +21,7 @@ fn lengths(id: u64) -> u32 {
 fn the_tokens_do_not_depend_on_lookahead_or_memory() {
     for lookahead in [0, 1] {
         for pages in [64, 2000] {
-            let rig = Rig::start(EngineConfig { lookahead, ..config() }, pages);
+            let rig = start(EngineConfig { lookahead, ..config() }, pages);
             for id in 0..64 {
                 rig.handle.submit(request(id, prompt(id), lengths(id))).expect("room");
             }
@@ -53,7 +52,7 @@ fn the_tokens_do_not_depend_on_how_many_come_at_a_time() {
                     control.kill();
                 }
             });
-            let rig = Rig::observed(config, pages, 4, |_| {}, hook, None);
+            let rig = observed(config, pages, 4, hook, None);
             for id in 0..64 {
                 rig.handle.submit(request(id, prompt(id), lengths(id))).expect("room");
             }
@@ -66,7 +65,7 @@ fn the_tokens_do_not_depend_on_how_many_come_at_a_time() {
 
 #[test]
 fn a_request_goes_on_after_tokens_that_it_was_given_elsewhere() {
-    let rig = Rig::start(config(), 500);
+    let rig = start(config(), 500);
     for id in 0..20 {
         let mut given = alone(prompt(id), 40);
         given.truncate(2 * id as usize);
@@ -78,7 +77,7 @@ fn a_request_goes_on_after_tokens_that_it_was_given_elsewhere() {
     for id in 0..20 {
         let rest = alone(prompt(id), 40).split_off(2 * id as usize);
         assert_eq!(stories[&id].tokens, rest, "request {id}");
-        assert_eq!(stories[&id].ends, [FinishReason::Length]);
+        assert_eq!(stories[&id].end, Some(FinishReason::Length));
         assert_eq!(stories[&id].admissions, 1, "to this brain it is new");
     }
 }
@@ -95,7 +94,7 @@ fn streams_survive_twenty_kills() {
                 control.kill();
             }
         });
-        let rig = Rig::hooked(EngineConfig { lookahead, ..config() }, hook);
+        let rig = hooked(EngineConfig { lookahead, ..config() }, 500, hook);
         for id in 0..48 {
             rig.handle.submit(request(id, prompt(id), 100)).expect("room");
         }
@@ -109,7 +108,7 @@ fn streams_survive_twenty_kills() {
 
 #[test]
 fn a_poisonous_request_is_given_up_and_its_neighbours_are_not() {
-    let rig = Rig::start(config(), 500);
+    let rig = start(config(), 500);
     rig.control.poison(777);
     for id in 0..12 {
         let mut prompt: Vec<i32> = prompt(id).into_iter().map(|t| t % 500).collect();
@@ -121,9 +120,9 @@ fn a_poisonous_request_is_given_up_and_its_neighbours_are_not() {
     let stories = rig.follow(12);
     for (id, story) in &stories {
         if *id == 5 {
-            assert_eq!(story.ends, [FinishReason::Error(RequestError::Poisoned)]);
+            assert_eq!(story.end, Some(FinishReason::Error(RequestError::Poisoned)));
         } else {
-            assert_eq!(story.ends, [FinishReason::Length], "request {id}");
+            assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
             assert_eq!(story.tokens.len(), 10);
         }
     }
@@ -159,11 +158,11 @@ fn an_observer_knows_the_prefix_cache_whatever_happens_to_the_hand() {
         }
     });
     let blocks: Box<dyn BlockObserver> = Box::new(mirror.clone());
-    let rig = Rig::observed(config(), 64, 1, |_| {}, hook, Some(blocks));
+    let rig = observed(config(), 64, 1, hook, Some(blocks));
     for id in 0..30 {
         rig.handle.submit(request(id, prompt(id), 40)).expect("room");
     }
-    rig.follow(30);
+    let _ = rig.follow(30);
     let known = mirror.0.lock().expect("no panic").len();
     assert!(known > 0);
     assert_eq!(rig.handle.stats().scheduler.pages_cached, known, "nobody holds any more");
@@ -171,7 +170,7 @@ fn an_observer_knows_the_prefix_cache_whatever_happens_to_the_hand() {
 
 #[test]
 fn a_hung_hand_is_respawned() {
-    let rig = Rig::hooked(config(), once(SimControl::hang));
+    let rig = hooked(config(), 500, once(SimControl::hang));
     rig.handle.submit(request(0, prompt(0), 80)).expect("room");
     let stories = rig.follow(1);
     assert_exact(&stories, 1, |_| 80);
@@ -180,7 +179,7 @@ fn a_hung_hand_is_respawned() {
 
 #[test]
 fn an_abort_frees_everything_and_ends_once() {
-    let rig = Rig::start(config(), 500);
+    let rig = start(config(), 500);
     for id in 0..40 {
         rig.handle.submit(request(id, prompt(id), 150)).expect("room");
     }
@@ -189,9 +188,9 @@ fn an_abort_frees_everything_and_ends_once() {
         rig.handle.abort(RequestId(id));
     }
     let stories = rig.follow(40);
-    assert!(stories.values().all(|story| story.ends == [FinishReason::Abort]));
+    assert!(stories.values().all(|story| story.end == Some(FinishReason::Abort)));
     rig.handle.submit(request(100, prompt(1), 5)).expect("room");
-    rig.follow(1);
+    let _ = rig.follow(1);
     let (sender, flushed) = channel();
     rig.handle.flush_cache(Box::new(move |done| {
         let _ = sender.send(done);
@@ -201,10 +200,8 @@ fn an_abort_frees_everything_and_ends_once() {
 
 #[test]
 fn the_queue_is_bounded_and_drains() {
-    let rig = Rig::start(
-        EngineConfig { max_queued_requests: 5, max_running_requests: 1, ..config() },
-        500,
-    );
+    let config = EngineConfig { max_queued_requests: 5, max_running_requests: 1, ..config() };
+    let rig = start(config, 500);
     let mut taken = 0;
     let refused = loop {
         match rig.handle.submit(request(taken, vec![1, 2, 3], 200)) {
@@ -218,24 +215,24 @@ fn the_queue_is_bounded_and_drains() {
     assert_eq!(rig.handle.submit(request(9999, vec![1], 1)), Err(SubmitError::Draining));
     assert_eq!(rig.handle.status(), Status::Draining);
     let stories = rig.follow(taken as usize);
-    assert!(stories.values().all(|story| story.ends == [FinishReason::Length]));
+    assert!(stories.values().all(|story| story.end == Some(FinishReason::Length)));
 }
 
 #[test]
 fn stopping_ends_what_is_alive() {
-    let rig = Rig::start(config(), 500);
+    let rig = start(config(), 500);
     for id in 0..30 {
         rig.handle.submit(request(id, prompt(id), 150)).expect("room");
     }
     rig.handle.stop();
     let stories = rig.follow(30);
-    let ended = |story: &Story| story.ends.len() == 1;
+    let ended = |story: &Story| story.end.is_some();
     assert!(stories.values().all(ended));
 }
 
 #[test]
 fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
-    let rig = Rig::start(config(), 500);
+    let rig = start(config(), 500);
     let free = alone(prompt(1), 50);
     let stop = free[20];
     let first = free.iter().position(|&t| t == stop).expect("it is there");
@@ -247,7 +244,7 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     }
     let stories = rig.follow(2);
     assert_eq!(stories[&0].tokens, free[..=first]);
-    assert_eq!(stories[&0].ends, [FinishReason::Stop { token: stop }]);
+    assert_eq!(stories[&0].end, Some(FinishReason::Stop { token: stop }));
     assert!(stories[&1].tokens.len() > first + 1);
 }
 
@@ -264,7 +261,7 @@ fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
                 control.kill();
             }
         });
-        let rig = Rig::broken(config(), pages, |_| {}, hook);
+        let rig = hooked(config(), pages, hook);
         let facts = rig.handle.facts().expect("ready");
         assert_eq!(facts.context_length, if pages == 40 { 160 } else { 256 });
         for id in 0..100 {
@@ -291,7 +288,7 @@ fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
 
 #[test]
 fn the_engine_s_thread_does_what_it_is_told() {
-    let rig = Rig::start(config(), 500);
+    let rig = start(config(), 500);
     let (sender, done) = channel();
     rig.handle.run(Box::new(move || {
         let name = std::thread::current().name().map(str::to_owned);

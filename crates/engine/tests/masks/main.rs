@@ -6,8 +6,9 @@ mod rig;
 use std::sync::mpsc::channel;
 
 use forebay_engine::{FinishReason, RequestError, RequestId};
+use forebay_sim::testing::{Hook, quiet};
 
-use crate::rig::{Few, Hook, Rig, check, config, length, quiet};
+use crate::rig::{Few, Rig, check, config, length};
 
 #[test]
 fn the_tokens_are_the_same_whatever_runs_ahead_or_is_short_or_dies() {

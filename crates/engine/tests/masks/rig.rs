@@ -1,38 +1,16 @@
 //! An engine on a simulated device, and requests with constraints.
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    Allowed, Broken, Clock, Constraint, Engine, EngineConfig, EngineHandle, EngineRequest,
-    EngineThread, Executor, FinishReason, Hooks, Output, OutputSink, Peers, Request, Status,
+    Allowed, Broken, Constraint, EngineConfig, EngineRequest, FinishReason, Request,
 };
-use forebay_sim::{
-    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
-};
-
-pub(crate) const VOCAB: u32 = 1000;
-/// Far longer than anything here takes: a test that reaches it hangs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-
-pub(crate) type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
-
-struct ChannelSink {
-    outputs: Sender<Vec<Output>>,
-    control: SimControl,
-    hook: Hook,
-}
-
-impl OutputSink for ChannelSink {
-    fn deliver(&mut self, outputs: Vec<Output>) {
-        (self.hook)(&self.control, &outputs);
-        // The test may be over.
-        let _ = self.outputs.send(outputs);
-    }
-}
+use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, text};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, Timing, next_token};
 
 /// Allows a few tokens that all tokens before decide, and sometimes everything.
 #[derive(Debug)]
@@ -75,46 +53,18 @@ impl Constraint for Few {
     }
 }
 
+/// An engine, and the masks that its requests were asked for.
 pub(crate) struct Rig {
-    pub(crate) handle: EngineHandle,
-    pub(crate) control: SimControl,
-    pub(crate) clock: SimClock,
-    pub(crate) outputs: Receiver<Vec<Output>>,
+    rig: testing::Rig,
     pub(crate) asked: Arc<AtomicU64>,
-    _thread: EngineThread,
 }
 
-/// What an engine of a test is made of.
-pub(crate) struct Parts {
-    pub(crate) pages: u32,
-    pub(crate) tokens_a_row: u32,
-    pub(crate) hook: Hook,
-    pub(crate) peers: Option<Box<dyn Peers>>,
-    pub(crate) clock: fn(SimClock) -> Arc<dyn Clock>,
-    pub(crate) executor: Box<dyn FnOnce(SimExecutor) -> Box<dyn Executor>>,
-}
+impl Deref for Rig {
+    type Target = testing::Rig;
 
-impl Default for Parts {
-    fn default() -> Self {
-        Self {
-            pages: 2000,
-            tokens_a_row: 1,
-            hook: quiet(),
-            peers: None,
-            clock: |clock| Arc::new(clock),
-            executor: Box::new(|executor| Box::new(executor)),
-        }
+    fn deref(&self) -> &testing::Rig {
+        &self.rig
     }
-}
-
-#[derive(Debug, Default, PartialEq)]
-pub(crate) struct Story {
-    pub(crate) tokens: Vec<i32>,
-    pub(crate) end: Option<FinishReason>,
-}
-
-pub(crate) fn text() -> SimText {
-    SimText::endless((0..VOCAB as i32).collect())
 }
 
 pub(crate) fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
@@ -135,14 +85,18 @@ pub(crate) fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
 
 impl Rig {
     pub(crate) fn start(config: EngineConfig, pages: u32, tokens_a_row: u32, hook: Hook) -> Self {
-        let parts = Parts { pages, tokens_a_row, hook, ..Parts::default() };
-        Self::of(config, parts)
+        let parts = RigParts { hooks: vec![hook], ..RigParts::default() };
+        Self::with(config, pages, tokens_a_row, parts)
     }
 
-    pub(crate) fn of(config: EngineConfig, parts: Parts) -> Self {
-        let Parts { pages, tokens_a_row, hook, peers, clock: clock_of, executor: around } = parts;
+    pub(crate) fn with(
+        config: EngineConfig,
+        pages: u32,
+        tokens_a_row: u32,
+        parts: RigParts,
+    ) -> Self {
         let clock = SimClock::virtual_time();
-        let (executor, control) = SimExecutor::new(SimConfig {
+        let sim = SimConfig {
             tokens_a_row,
             clock: clock.clone(),
             timing: Timing {
@@ -154,19 +108,9 @@ impl Rig {
             vocab_size: VOCAB,
             text: text(),
             ..SimConfig::default()
-        });
-        let (sender, outputs) = channel();
-        let sink = ChannelSink { outputs: sender, control: control.clone(), hook };
-        let hooks = Hooks { peers, ..Hooks::new(Box::new(sink)) };
-        let (handle, thread) =
-            Engine::start(config, around(executor), clock_of(clock.clone()), hooks)
-                .expect("thread");
-        while handle.status() != Status::Ready {
-            std::thread::yield_now();
-        }
-        // Virtual time would run away from the test's submits.
-        control.hold();
-        Self { handle, control, clock, outputs, asked: Arc::default(), _thread: thread }
+        };
+        let rig = testing::Rig::start(config, sim, parts).held();
+        Self { rig, asked: Arc::default() }
     }
 
     pub(crate) fn submit(&self, id: u64, max_tokens: u32, constraint: Option<Few>) {
@@ -197,32 +141,10 @@ impl Rig {
             self.submit(id, length(id), (id % 3 != 0).then(|| self.few()));
         }
     }
-
-    /// Lets time go on until `count` requests have ended.
-    pub(crate) fn follow(&self, count: usize) -> HashMap<u64, Story> {
-        self.control.release();
-        let mut stories: HashMap<u64, Story> = HashMap::new();
-        let mut ended = 0;
-        while ended < count {
-            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
-                let story = stories.entry(output.id.0).or_default();
-                assert!(story.end.is_none(), "something after the end: {output:?}");
-                story.tokens.extend(output.token.map(|token| token.id));
-                ended += usize::from(output.finish.is_some());
-                story.end = output.finish;
-            }
-        }
-        stories
-    }
-}
-
-pub(crate) fn quiet() -> Hook {
-    Box::new(|_, _| {})
 }
 
 pub(crate) fn prompt(id: u64) -> Vec<i32> {
-    let own = 1 + (id as i32 * 7) % 60;
-    (0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32).collect()
+    testing::prompt(id, 0)
 }
 
 pub(crate) fn length(id: u64) -> u32 {

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use forebay_engine::{Grid, ImageId, Payload, Picture, PictureError, Placement};
+use forebay_http::Charge;
 use forebay_vision::{Header, Identity, ImageError, Preparer, Processing};
 use tokio::runtime::Handle;
 
 use super::model::ImageModel;
-use crate::budget::Charge;
 use crate::intake::{Cost, Intake};
 
 /// Bytes of a buffer that a thread keeps for the next image.

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use forebay_api::{ApiError, ImagePart, Limits};
 use forebay_fetch::FetchError;
+use forebay_http::Charge;
 use forebay_vision::{DataUrl, ImageError};
 use tokio::task::JoinSet;
 
@@ -21,7 +22,6 @@ pub(crate) use file::{ImageFile, Shown};
 pub use model::ImageModel;
 pub(crate) use prompt::{SeenPrompt, spread};
 
-use crate::budget::Charge;
 use crate::state::Shared;
 
 /// Reads the files of a conversation's images, and their headers. The client of `charge` is charged
@@ -119,7 +119,7 @@ async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Resul
     };
     let file = fetcher.fetch(url, room).await;
     match full {
-        Some(error) => Err(error),
+        Some(error) => Err(error.into()),
         None => file.map_err(refused),
     }
 }

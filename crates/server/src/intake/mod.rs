@@ -10,6 +10,7 @@
 //! for it. Everywhere clients take turns.
 
 pub(crate) mod body;
+mod line;
 mod room;
 pub(crate) mod turns;
 mod workers;
@@ -19,14 +20,13 @@ use std::sync::Arc;
 
 use forebay_api::limits::{Limited, Weight};
 use forebay_api::{ApiError, EmbeddedPrompt, parse_request};
+use forebay_egress::{Engine, IntakeStats};
 use forebay_engine::{Dtype, Embeds, Payload, Payloads, PictureError, Placed};
+use forebay_http::{Charge, ClientId, Guard};
 
-use crate::budget::Charge;
-use crate::client::ClientId;
-use crate::engine::Engine;
-use crate::guard::Guard;
-use crate::line::Line;
+use crate::cost::read;
 use body::{BodyLimit, Pieces};
+use line::Line;
 use room::Room;
 use turns::Turns;
 pub(crate) use workers::Cost;
@@ -58,19 +58,6 @@ pub struct Intake {
     room: Room,
     turns: Turns,
     fetches: Arc<Line>,
-}
-
-/// Counts of waiting requests, and of bytes in the arena.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct IntakeStats {
-    /// Large bodies that wait to be parsed.
-    pub(crate) unread: usize,
-    /// Requests that wait for room in the arena.
-    pub(crate) in_line: usize,
-    /// Reserved bytes of the arena.
-    pub(crate) arena_bytes: usize,
-    /// Bytes that requests in flight are charged.
-    pub(crate) request_bytes: usize,
 }
 
 impl Intake {
@@ -227,7 +214,7 @@ where
     };
     let parsed = parse_request::<T>(&body, fits)?;
     let Weight { values, embeds } = parsed.weight;
-    charge.read(body.len().saturating_sub(embeds), embeds, values)?;
+    charge.set(read(body.len().saturating_sub(embeds), embeds, values))?;
     Ok((parsed.request, parsed.unread))
 }
 

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use forebay_api::ApiError;
-use forebay_engine::{Holdings, Payload, Payloads, Shares};
+use forebay_engine::{Payload, Payloads};
+use forebay_fair::{Holdings, Shares};
+use forebay_http::ClientId;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::client::ClientId;
-use crate::line::Line;
+use super::line::Line;
 
 /// Room in the arena, given by turns of the clients. A small request does not overtake a large one
 /// whose turn it is, which would never get any.

@@ -7,10 +7,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use forebay_http::ClientId;
 use tokio::time::Instant;
 
-use crate::client::ClientId;
-use crate::line::{Line, Permit};
+use super::line::{Line, Permit};
 
 /// Bytes a second that have to arrive during a turn.
 const RATE: u64 = 10_000_000;

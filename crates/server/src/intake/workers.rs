@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use forebay_api::ApiError;
-use forebay_engine::{FairQueue, Holdings, Shares};
+use forebay_egress::Engine;
+use forebay_engine::FairQueue;
+use forebay_fair::{Holdings, Shares};
+use forebay_http::{ClientId, Guard};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
 use super::IntakeMode;
-use crate::client::ClientId;
-use crate::engine::Engine;
-use crate::guard::Guard;
 
 /// The priority of these threads, in steps of `nice`. If processors are short, these threads are
 /// the ones that wait.

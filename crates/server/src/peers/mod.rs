@@ -24,16 +24,14 @@ use forebay_api::peer::{
     BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER,
     RouterTag, STREAM_HEADER, StreamName, encode_blocks, read_ids, sample_blocks, write_comment,
 };
+use forebay_egress::{Delta, EventEncoder, Tally};
+use forebay_http::{ClientId, KeyId};
 use subtle::ConstantTimeEq;
 
-use crate::client::{ClientId, KeyId};
 use crate::limits::{self, Upload};
 use crate::names::random_hex;
 use crate::reply::Failure;
 use crate::state::{Shared, now};
-use crate::stream::delta::Delta;
-use crate::stream::outlet::Encoder;
-use crate::stream::tally::Tally;
 
 pub(crate) use blocks::wait;
 use book::Pace;
@@ -135,8 +133,8 @@ impl Peer {
         &self,
         state: &Shared,
         name: &StreamName,
-        encoder: Box<dyn Encoder>,
-    ) -> Box<dyn Encoder> {
+        encoder: Box<dyn EventEncoder>,
+    ) -> Box<dyn EventEncoder> {
         let Some(exchange) = &self.exchange else { return encoder };
         if !encoder.resumable() {
             return encoder;
@@ -165,14 +163,14 @@ pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
 
 /// Events with a comment after each delta but the last: its tokens, and now and then the load.
 struct Tagged {
-    encoder: Box<dyn Encoder>,
+    encoder: Box<dyn EventEncoder>,
     ids: Vec<i32>,
     router: u64,
     pace: Pace,
     state: Shared,
 }
 
-impl Encoder for Tagged {
+impl EventEncoder for Tagged {
     fn delta(
         &mut self,
         choice: u32,

@@ -4,19 +4,18 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use forebay_api::{ApiError, Limits, PoolingUsage};
+use forebay_egress::{Engine, PooledAnswer, PooledRegistration, check_tokens};
 use forebay_engine::{EngineRequest, Pooling, Preference, Request, RequestId, SlotSpec};
+use forebay_http::Charge;
 use tokio::sync::oneshot;
 
 use super::inputs::Input;
-use super::lane::{Answer, Expected};
 use super::model::PooledModel;
 use crate::alive::LiveGuard;
-use crate::budget::Charge;
 use crate::call::{CHOICES_A_TURN, check_priority, submit_error};
-use crate::engine::Engine;
+use crate::cost;
 use crate::peers::Peer;
 use crate::state::Shared;
-use crate::terms::check_tokens;
 
 /// Engine requests of one client request. To drop it aborts those that have not ended. So a client
 /// that has gone frees its slots and pages.
@@ -24,7 +23,7 @@ pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,
     /// Empty once all have ended.
     alive: Vec<RequestId>,
-    answer: oneshot::Receiver<Answer>,
+    answer: oneshot::Receiver<PooledAnswer>,
     usage: PoolingUsage,
     span: tracing::Span,
     _live: LiveGuard,
@@ -66,7 +65,8 @@ impl PooledCall {
             check_tokens(&input.tokens, limits, param)?;
         }
         let all = inputs.iter().map(|input| input.tokens.len()).sum();
-        let charge = state.budget.inputs(peer.client(), inputs.len(), all, model.size)?;
+        let cost = cost::inputs(inputs.len(), all, model.size);
+        let charge = state.budget.charge(peer.client(), cost)?;
         let ids: Vec<RequestId> = inputs.iter().map(|_| state.next_id()).collect();
         let tokens = |input: &Input| u32::try_from(input.tokens.len()).unwrap_or(u32::MAX);
         let prompt_tokens: Vec<u32> = inputs.iter().map(tokens).collect();
@@ -80,7 +80,9 @@ impl PooledCall {
             finish = tracing::field::Empty,
         );
         let (reply, answer) = oneshot::channel();
-        model.outputs.expect(Expected { ids: ids.clone(), prompt_tokens, arrived, reply })?;
+        let ids_of_call = ids.clone();
+        let expected = PooledRegistration { ids: ids_of_call, prompt_tokens, arrived, reply };
+        model.outputs.expect(expected)?;
         let mut call = Self {
             engine: Arc::clone(&state.engine),
             alive: Vec::with_capacity(ids.len()),
@@ -137,7 +139,7 @@ impl PooledCall {
     ///
     /// # Errors
     /// The error of the first input that was not served; the others are aborted.
-    pub(crate) async fn collect(&mut self) -> Answer {
+    pub(crate) async fn collect(&mut self) -> PooledAnswer {
         let gone =
             || ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" };
         let answer = (&mut self.answer).await.unwrap_or_else(|_| Err(gone()));

@@ -1,18 +1,16 @@
 //! Requests for vectors. They are submitted input by input, and answered with the last vector.
 //!
-//! A model that pools makes no text, so its outputs go past the egress thread. `lane` is their way
-//! from the engine, and routes wait for a `call`. `inputs` makes prompts of texts. `vectors` works
-//! on the model's output.
+//! A model that pools makes no text, so its outputs go past the egress thread. Their way from the
+//! engine is in `forebay_egress`, and routes wait for a `call`. `inputs` makes prompts of texts.
+//! `vectors` works on the model's output.
 
 mod call;
 mod inputs;
-mod lane;
 pub(crate) mod model;
 mod vectors;
 
 use forebay_api::ApiError;
 
-pub use lane::{Pooled, PooledSink, pooled};
 pub use model::{PooledModel, PoolingTask};
 
 pub(crate) use call::{Place, PooledCall, check_lengths};

@@ -1,6 +1,6 @@
 //! A model that pools.
 
-use super::lane::Pooled;
+use forebay_egress::Pooled;
 
 /// The output of a model that pools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

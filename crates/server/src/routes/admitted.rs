@@ -6,9 +6,8 @@ use std::time::Instant;
 use axum::extract::{FromRequest, FromRequestParts, Request};
 use forebay_api::limits::Limited;
 use forebay_api::{ApiError, Limits};
+use forebay_http::{Charge, ClientId, KeyId};
 
-use crate::budget::Charge;
-use crate::client::{ClientId, KeyId};
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::Failure;

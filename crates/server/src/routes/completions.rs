@@ -8,25 +8,24 @@ use forebay_api::{
     CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds, PromptTokenLogprobs, TokenOutput,
     ValidCompletion,
 };
+use forebay_egress::{
+    Candidate, Delta, EventEncoder, Logprobs, Tally, Terms,
+    events::{Chunks, Cut},
+    prompt_logprobs::{self, Awaited, PromptLogprobList},
+};
+use forebay_http::ClientId;
 use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::wording::{matched_stop, stop_reason, token_name};
 use crate::call::Call;
-use crate::client::ClientId;
 use crate::reply::{self, Failure};
+use crate::sse;
 use crate::state::Shared;
-use crate::stream::delta::{Candidate, Delta, Logprobs};
-use crate::stream::events::{Chunks, Cut};
-use crate::stream::outlet::Encoder;
-use crate::stream::prompt_logprobs::{self, Awaited, PromptLogprobs};
-use crate::stream::sse;
-use crate::stream::tally::Tally;
-use crate::stream::wire::Wire;
 use crate::submission::{Repetition, Submission};
-use crate::terms::Terms;
 use crate::text::{RequestText, encode_prompts, text_error};
+use crate::wire::Wire;
 
 impl Admissible for CompletionRequest {
     type Valid = ValidCompletion;
@@ -249,7 +248,7 @@ struct ChoiceState {
     /// The prompt's tokens, where their log-probabilities are to be sent with the text.
     echoed: Option<Arc<[i32]>>,
     /// The log-probabilities of the prompt.
-    told: Arc<PromptLogprobs>,
+    told: Arc<PromptLogprobList>,
     /// Characters of all tokens' text so far.
     offset: u32,
     /// The tokenizer for log-probabilities, if requested.
@@ -386,7 +385,7 @@ impl CompletionEncoder {
     }
 }
 
-impl Encoder for CompletionEncoder {
+impl EventEncoder for CompletionEncoder {
     fn delta(
         &mut self,
         index: u32,
@@ -443,8 +442,9 @@ fn shortest(value: f32) -> Value {
 mod tests {
     use std::path::Path;
 
+    use forebay_egress::End;
+
     use super::*;
-    use crate::stream::delta::End;
 
     fn logprobs(tokens: &[&[Candidate]]) -> Logprobs {
         let mut all = Logprobs::default();

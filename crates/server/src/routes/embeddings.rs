@@ -8,10 +8,10 @@ use forebay_api::{
     ApiError, Embedding, EmbeddingRequest, EmbeddingResponse, ErrorBody, PoolingData,
     PoolingResponse, PoolingUsage, ValidEmbedding,
 };
+use forebay_http::Charge;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use crate::answer::AnswerWriter;
-use crate::budget::Charge;
 use crate::names::random_hex;
 use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, scores};
 use crate::reply::Failure;

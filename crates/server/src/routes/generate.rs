@@ -8,6 +8,10 @@ use forebay_api::{
     ApiError, ErrorBody, GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput,
     GenerateRequest, ImagePart, LogprobTriple, Prompt, StopReason, ValidGenerate,
 };
+use forebay_egress::{
+    Candidate, Delta, End, EventEncoder, Tally, Terms, events,
+    prompt_logprobs::{self, Awaited, PromptLogprobList},
+};
 use forebay_text::Tokenizer;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
@@ -15,16 +19,10 @@ use crate::call::Call;
 use crate::images::{self, SeenPrompt};
 use crate::names::random_hex;
 use crate::reply::Failure;
-use crate::stream::delta::{Candidate, Delta, End};
-use crate::stream::events;
-use crate::stream::outlet::Encoder;
-use crate::stream::prompt_logprobs::{self, Awaited, PromptLogprobs};
-use crate::stream::sse;
-use crate::stream::tally::Tally;
-use crate::stream::wire::Wire;
+use crate::sse;
 use crate::submission::Submission;
-use crate::terms::Terms;
 use crate::text::{RequestText, encode_prompts};
+use crate::wire::Wire;
 
 /// Bytes that an event of a stream may always repeat: as much as a few thousand tokens.
 const FREELY_REPEATED: usize = 64 << 10;
@@ -210,7 +208,7 @@ struct Accumulated {
     /// the token there, and `told` are the log-probabilities of the others.
     start: Option<u32>,
     first: i32,
-    told: Arc<PromptLogprobs>,
+    told: Arc<PromptLogprobList>,
     /// The weight of the output at its last event.
     sent: Option<usize>,
 }
@@ -303,7 +301,7 @@ impl GenerateEncoder {
     }
 }
 
-impl Encoder for GenerateEncoder {
+impl EventEncoder for GenerateEncoder {
     fn delta(
         &mut self,
         choice: u32,
@@ -345,7 +343,7 @@ mod tests {
     /// A stream of so many tokens with so many candidates each, and what is told of its prompt.
     /// Gives the weight of all events together, and that of the last.
     fn events(tokens: usize, candidates: i32, told: usize) -> (usize, usize, usize) {
-        let mut of_prompt = PromptLogprobs::default();
+        let mut of_prompt = PromptLogprobList::default();
         of_prompt.push(&forebay_engine::PromptLogprobs {
             ranks: vec![1; told],
             ids: vec![5; told * 21],

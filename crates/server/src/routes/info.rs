@@ -11,6 +11,7 @@ use axum::response::Response;
 use forebay_api::{
     ApiError, ErrorBody, GenerateRequest, Limits, ModelCard, ModelList, parse_request,
 };
+use forebay_egress::{IntakeStats, PartStats, Terms};
 use forebay_engine::{Preference, Stats, Status};
 use forebay_grammar::Grammars;
 use forebay_replicas::ReplicaReport;
@@ -22,14 +23,11 @@ use utoipa::ToSchema;
 
 use crate::call::Call;
 use crate::constrain;
-use crate::intake::IntakeStats;
-use crate::metrics::Parts;
 use crate::peers::Peer;
 use crate::pooling::{Input, Place, PooledCall};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, not_serving};
 use crate::submission::Submission;
-use crate::terms::Terms;
 
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -356,7 +354,7 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
-    let parts = Parts {
+    let parts = PartStats {
         text: state.text.stats(),
         grammars: state.model.grammars.as_ref().map(Grammars::stats).unwrap_or_default(),
         intake: IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() },

@@ -7,9 +7,8 @@ use axum::http::{HeaderValue, Method};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use forebay_api::ApiError;
+use forebay_http::{KeyId, contained, panic_message};
 
-use crate::client::KeyId;
-use crate::guard;
 use crate::names::{REQUEST_ID, random_hex};
 use crate::peers::{is_router, not_a_router};
 use crate::reply::Failure;
@@ -90,9 +89,9 @@ pub(super) async fn check_generator(
 /// Answers a request that makes its handler panic; what the handler held is dropped by then, which
 /// aborts what it waited for.
 pub(super) async fn contain(request: Request, next: Next) -> Response {
-    guard::contained(next.run(request)).await.unwrap_or_else(|panic| {
+    contained(next.run(request)).await.unwrap_or_else(|panic| {
         // What it says is about the server, and not for a client.
-        tracing::error!("a handler panicked: {}", guard::message(&*panic));
+        tracing::error!("a handler panicked: {}", panic_message(&*panic));
         let reason = "the server failed on this request; its log says why".to_owned();
         Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
     })

@@ -9,6 +9,7 @@ use forebay_api::{
     ApiError, ErrorBody, LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot,
     LlamaTimings, TokenizeInput, TokenizeRequest, ValidLlama,
 };
+use forebay_egress::{Candidate, Delta, End, EventEncoder, Logprobs, Tally, Terms, events};
 use forebay_text::Tokenizer;
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -20,16 +21,11 @@ use crate::call::Call;
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::sse;
 use crate::state::Shared;
-use crate::stream::delta::{Candidate, Delta, End, Logprobs};
-use crate::stream::events;
-use crate::stream::outlet::Encoder;
-use crate::stream::sse;
-use crate::stream::tally::Tally;
-use crate::stream::wire::Wire;
 use crate::submission::Submission;
-use crate::terms::Terms;
 use crate::text::{RequestText, encode_chat, encode_prompts};
+use crate::wire::Wire;
 
 impl Admissible for LlamaRequest {
     type Valid = ValidLlama;
@@ -158,7 +154,7 @@ struct LlamaEncoder {
     writer: Writer,
 }
 
-impl Encoder for LlamaEncoder {
+impl EventEncoder for LlamaEncoder {
     fn delta(
         &mut self,
         choice: u32,

@@ -1,10 +1,9 @@
 //! Made-up outputs of models, for tests of the shapes of answers.
 
 use forebay_api::CUSTOM_INPUT;
+use forebay_egress::{Delta, End};
 use proptest::prelude::*;
 use serde_json::{Value, json};
-
-use crate::stream::delta::{Delta, End};
 
 /// One thing that a model says.
 #[derive(Debug, Clone)]

@@ -1,9 +1,8 @@
 //! The words for an end and a token that several APIs share.
 
 use forebay_api::{StopReason, TokenOutput};
+use forebay_egress::End;
 use forebay_text::Tokenizer;
-
-use crate::stream::delta::End;
 
 /// vLLM's `stop_reason`: what ended the text, unless it was end-of-sequence.
 pub(super) fn stop_reason(end: &End) -> Option<StopReason> {

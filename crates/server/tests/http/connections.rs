@@ -28,7 +28,7 @@ fn chat(stream: bool) -> Vec<u8> {
 }
 
 fn data(name: &str) -> std::path::PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../http/tests/data").join(name)
 }
 
 /// Sends `request` and gives what comes until the connection ends.

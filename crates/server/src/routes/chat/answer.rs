@@ -7,14 +7,14 @@ use forebay_api::{
     FunctionCall, FunctionDelta, ResponseMessage, TokenOutput, ToolCall, ToolCallDelta,
 };
 use forebay_dialect::{Ids, Part};
+use forebay_egress::{
+    Candidate, Delta, EventEncoder, Logprobs, Tally,
+    events::{Chunks, Cut},
+};
 use forebay_text::Tokenizer;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::routes::wording::{matched_stop, stop_reason, token_name};
-use crate::stream::delta::{Candidate, Delta, Logprobs};
-use crate::stream::events::{Chunks, Cut};
-use crate::stream::outlet::Encoder;
-use crate::stream::tally::Tally;
 
 /// The ids of calls if the model gives them none. A brain that goes on with another's stream gives
 /// the same ones.
@@ -132,7 +132,7 @@ impl ChatEncoder {
     }
 }
 
-impl Encoder for ChatEncoder {
+impl EventEncoder for ChatEncoder {
     fn delta(
         &mut self,
         index: u32,

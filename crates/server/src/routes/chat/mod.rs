@@ -6,13 +6,13 @@ mod prepare;
 
 use axum::response::Response;
 use forebay_api::{ApiError, ChatCompletion, ChatRequest, ErrorBody, ValidChat};
+use forebay_egress::events::Chunks;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use crate::call::Call;
 use crate::reply::{self, Failure};
-use crate::stream::events::Chunks;
-use crate::stream::sse;
-use crate::stream::wire::Wire;
+use crate::sse;
+use crate::wire::Wire;
 pub(crate) use answer::CallIds;
 use answer::{ChatEncoder, Tokens, choice};
 pub(crate) use prepare::{prepare, render};

@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use forebay_api::{ApiError, Calls, ChatPrompt, Limits, OfferedTools, ReasoningOutput, ValidChat};
 use forebay_dialect::{Reading, Start, Tools};
+use forebay_egress::Terms;
+use forebay_http::Charge;
 
 use super::calls;
-use crate::budget::Charge;
 use crate::ignored::ignore;
 use crate::images::{self, ImageFile, SeenPrompt};
 use crate::peers::Peer;
 use crate::state::Shared;
 use crate::submission::Submission;
-use crate::terms::Terms;
 use crate::text::{RequestText, encode_chat};
 
 /// A conversation as tokens.

@@ -2,16 +2,13 @@
 
 use forebay_api::{ApiError, Usage};
 use forebay_dialect::Part;
+use forebay_egress::{Delta, End, EventEncoder, Tally, events};
 use serde::Serialize;
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::routes::chat::CallIds;
 use crate::shapes;
-use crate::stream::delta::{Delta, End};
-use crate::stream::events;
-use crate::stream::outlet::Encoder;
-use crate::stream::tally::Tally;
 
 /// Writes a message.
 pub(super) struct Writer {
@@ -197,7 +194,7 @@ fn event(name: &str, data: Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
     events::named(name, &Named { kind: name, data: &data }, out)
 }
 
-impl Encoder for Blocks {
+impl EventEncoder for Blocks {
     fn delta(
         &mut self,
         _: u32,

@@ -17,10 +17,10 @@ use crate::ignored::ignore;
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::sse;
 use crate::state::Shared;
-use crate::stream::sse;
-use crate::stream::wire::Wire;
 use crate::text::RequestText;
+use crate::wire::Wire;
 use answer::{Blocks, Writer};
 
 impl Admissible for MessagesRequest {

@@ -1,13 +1,11 @@
 use forebay_dialect::Ids;
+use forebay_egress::{Delta, End, EventEncoder, Tally};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::answer::{Blocks, Writer};
 use crate::routes::chat::CallIds;
 use crate::routes::scripted::{deltas, events, said};
-use crate::stream::delta::{Delta, End};
-use crate::stream::outlet::Encoder;
-use crate::stream::tally::Tally;
 
 fn writer() -> Writer {
     let ids = CallIds { response: "msg_1".into(), form: Ids::Free };

@@ -4,14 +4,11 @@ use std::time::Instant;
 
 use forebay_api::ApiError;
 use forebay_dialect::Part;
+use forebay_egress::{Delta, EventEncoder, Tally, events};
 use serde_json::{Value, json};
 
 use crate::routes::chat::CallIds;
 use crate::shapes;
-use crate::stream::delta::Delta;
-use crate::stream::events;
-use crate::stream::outlet::Encoder;
-use crate::stream::tally::Tally;
 
 /// The route of the objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -162,7 +159,7 @@ impl Lines {
     }
 }
 
-impl Encoder for Lines {
+impl EventEncoder for Lines {
     fn delta(
         &mut self,
         _: u32,

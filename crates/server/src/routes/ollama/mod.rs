@@ -10,6 +10,7 @@ use forebay_api::{
     ApiError, ErrorBody, OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest,
     OllamaGenerateRequest, Prompt, ValidEmbedding, Vector,
 };
+use forebay_egress::Terms;
 use serde_json::json;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
@@ -19,12 +20,11 @@ use crate::call::Call;
 use crate::names::random_hex;
 use crate::pooling::form;
 use crate::reply::{self, Failure};
+use crate::sse;
 use crate::state::Shared;
-use crate::stream::sse;
-use crate::stream::wire::Wire;
 use crate::submission::Submission;
-use crate::terms::Terms;
 use crate::text::{RequestText, encode_prompts};
+use crate::wire::Wire;
 use about::served;
 pub(crate) use about::{__path_ps, __path_show, __path_tags, __path_version};
 pub(crate) use about::{ps, show, tags, version};

@@ -5,18 +5,15 @@ use std::collections::HashMap;
 
 use forebay_api::{ApiError, ToolKind, Usage, sealed};
 use forebay_dialect::Part;
+use forebay_egress::{Delta, EventEncoder, Tally, events};
+use forebay_http::Charge;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::input::Input;
 use super::keep::Keeper;
-use crate::budget::Charge;
 use crate::routes::chat::CallIds;
-use crate::stream::delta::Delta;
-use crate::stream::events;
-use crate::stream::outlet::Encoder;
-use crate::stream::tally::Tally;
 
 /// The largest number of events of a token. A stream that goes on elsewhere counts on from a number
 /// that no event had.
@@ -392,7 +389,7 @@ fn told(usage: &Usage) -> Value {
     })
 }
 
-impl Encoder for Answer {
+impl EventEncoder for Answer {
     fn delta(
         &mut self,
         _: u32,

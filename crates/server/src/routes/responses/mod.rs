@@ -18,6 +18,7 @@ use bytes::Bytes;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::peer::RESPONSE_HEADER;
 use forebay_api::{ApiError, ErrorBody, Item, ResponsesRequest, ValidResponses};
+use forebay_http::{Charge, ClientId, KeyId, contained};
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -26,19 +27,16 @@ use utoipa::ToSchema;
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::chat::{CallIds, prepare, render};
 use crate::answer::{AnswerWriter, charged};
-use crate::budget::Charge;
 use crate::call::Call;
-use crate::client::{ClientId, KeyId};
-use crate::guard;
 use crate::ignored::ignore;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::sse;
 use crate::state::Shared;
 use crate::store::{Kept, Owner, Turn};
-use crate::stream::sse;
-use crate::stream::wire::Wire;
 use crate::submission::Submission;
 use crate::text::RequestText;
+use crate::wire::Wire;
 use answer::{Answer, Head};
 use keep::Keeper;
 
@@ -192,7 +190,7 @@ async fn start(
     let task = tokio::spawn(async move {
         // It is in the store before it can end.
         let Ok(()) = begin.await else { return };
-        let ended = guard::contained(work).await;
+        let ended = contained(work).await;
         let response = ended.ok().and_then(Result::ok).unwrap_or(broken);
         // One that was answered has been kept by now, and stays as it is.
         shared.store.fail(owner, &name, bytes(&response));

@@ -2,17 +2,14 @@ use std::collections::HashMap;
 
 use forebay_api::ToolKind;
 use forebay_dialect::Ids;
+use forebay_egress::{Delta, End, EventEncoder, Tally};
+use forebay_http::{ByteBudget, ClientId};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Head};
-use crate::budget::Budget;
-use crate::client::ClientId;
 use crate::routes::chat::CallIds;
 use crate::routes::scripted::{deltas, events, said};
-use crate::stream::delta::{Delta, End};
-use crate::stream::outlet::Encoder;
-use crate::stream::tally::Tally;
 
 fn answer() -> Answer {
     let ids = CallIds { response: "resp_1".into(), form: Ids::Free };
@@ -27,7 +24,7 @@ fn answer() -> Answer {
             ids,
             kinds,
             sealed: true,
-            _held: Budget::new(0).open(ClientId(1)),
+            _held: ByteBudget::new(0).open(ClientId(1)),
         },
         None,
     )

@@ -1,0 +1,253 @@
+//! The box in which the egress thread leaves a request's output for its HTTP response, unless it
+//! writes to the socket.
+//!
+//! A mailbox has one pending delta for each choice. A write merges into it, and a read takes it. So
+//! a slow reader finds more at once, and nothing is dropped. Unread deltas have a limit. Beyond it
+//! the response ends with an error, its content is freed, and the writer is told to stop.
+//!
+//! A streamed response lends the mailbox its encoder and its connection. As long as the
+//! connection's line is open and nothing is pending, a delta does not stop here. The thread that
+//! brings the delta writes it to the socket, and the response is not woken. The response gets the
+//! rest: deltas that come while the line is shut (a slow reader, an answer whose head has not been
+//! written), and every end.
+
+mod pending;
+
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use forebay_api::ApiError;
+use forebay_http::{Line, Written};
+use parking_lot::Mutex;
+
+use crate::delta::{Delta, End};
+use crate::outlet::{Chunk, EventEncoder, Outlet};
+use crate::tally::Tally;
+use pending::Pending;
+
+pub use pending::MailboxBounds;
+
+/// The time at which a reader is woken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WakeRule {
+    /// The reader of a stream is woken when something is pending. Deltas that come before it looks
+    /// are merged.
+    Pending,
+    /// The reader of a stream is woken at every delta, and reads each by itself, as in servers
+    /// without batching.
+    EveryDelta,
+    /// The reader is woken when all choices have ended, or one in an error.
+    AtEnd,
+}
+
+struct Inner {
+    pending: Pending,
+    tally: Tally,
+    running: usize,
+    failed: bool,
+    /// True if the reader is gone.
+    gone: bool,
+    wake: WakeRule,
+    waker: Option<Waker>,
+    outlet: Option<Outlet>,
+}
+
+impl Inner {
+    fn ready(&self) -> bool {
+        match self.wake {
+            WakeRule::Pending | WakeRule::EveryDelta => {
+                !self.pending.is_empty() || self.running == 0
+            }
+            WakeRule::AtEnd => self.failed || self.running == 0,
+        }
+    }
+
+    fn line(&self) -> Option<&Line> {
+        self.outlet.as_ref()?.line.as_deref()
+    }
+
+    /// Writes the delta to the socket if that can be done now, and leaves it empty. `None`: it has
+    /// to be left here.
+    fn pass(&mut self, choice: u32, delta: &mut Delta, chunk: &mut Chunk) -> Option<Written> {
+        if delta.end.is_some() || !self.pending.is_empty() {
+            return None;
+        }
+        let Outlet { encoder, line: Some(line) } = self.outlet.as_mut()? else { return None };
+        if !line.is_open() {
+            return None;
+        }
+        self.tally.add(choice, delta);
+        let events = chunk.start();
+        let encoded = encoder.delta(choice, delta, &self.tally, events);
+        delta.clear();
+        if let Err(error) = encoded {
+            let reason = format!("a chunk could not be written as JSON: {error}");
+            delta.end = Some(End::Error(ApiError::Internal { reason, code: None }));
+            return None;
+        }
+        let chunk = chunk.finish();
+        Some(if chunk.is_empty() { Written::Whole } else { line.write(chunk) })
+    }
+
+    /// Keeps the delta until it is read; gives who is to be woken.
+    fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
+        self.pending.count(delta);
+        if let Some(end) = &delta.end {
+            self.running -= 1;
+            self.failed |= matches!(end, End::Error(_));
+        }
+        if self.gone {
+            self.pending.forget();
+            delta.clear();
+        } else {
+            self.pending.keep(choice, delta);
+        }
+        if self.ready() { self.waker.take() } else { None }
+    }
+}
+
+/// The fate of a delta.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sent {
+    /// More may follow.
+    Taken,
+    /// The delta was the last: it had an end, or too much was unread.
+    Ended,
+}
+
+/// A writer of one choice of a mailbox. To drop it before the end ends the choice with an error, so
+/// a reader always sees an end.
+pub struct Sender {
+    inner: Arc<Mutex<Inner>>,
+    choice: u32,
+    ended: bool,
+}
+
+/// Reads a mailbox.
+pub struct Receiver {
+    inner: Arc<Mutex<Inner>>,
+}
+
+/// A mailbox for the choices of `tally`. It holds unread deltas within `bounds`
+/// ([`Delta::weight`]).
+pub fn mailbox(tally: Tally, wake: WakeRule, bounds: MailboxBounds) -> (Vec<Sender>, Receiver) {
+    let choices = tally.choices();
+    let inner = Arc::new(Mutex::new(Inner {
+        pending: Pending::new(choices, wake != WakeRule::EveryDelta, bounds),
+        tally,
+        running: choices,
+        failed: false,
+        gone: false,
+        wake,
+        waker: None,
+        outlet: None,
+    }));
+    let sender = |choice| Sender { inner: Arc::clone(&inner), choice, ended: false };
+    let senders = (0..u32::try_from(choices).unwrap_or(u32::MAX)).map(sender).collect();
+    (senders, Receiver { inner })
+}
+
+impl Sender {
+    /// Passes `delta` on, or merges it into the pending one, and leaves it empty. Nothing may
+    /// follow a delta with an end, nor [`Sent::Ended`].
+    pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) -> Sent {
+        debug_assert!(!self.ended, "a choice ends once");
+        let mut inner = self.inner.lock();
+        let waker = match inner.pass(self.choice, delta, chunk) {
+            Some(Written::Whole) => None,
+            Some(Written::Waiting) => inner.waker.take(),
+            None => {
+                self.ended = delta.end.is_some();
+                let waker = inner.leave(self.choice, delta);
+                self.ended |= inner.pending.is_overflown();
+                waker
+            }
+        };
+        drop(inner);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        if self.ended { Sent::Ended } else { Sent::Taken }
+    }
+
+    /// Ends the choice.
+    pub fn finish(mut self, end: End) {
+        self.end(end);
+    }
+
+    fn end(&mut self, end: End) {
+        let mut delta = Delta { end: Some(end), ..Delta::default() };
+        self.send(&mut delta, &mut Chunk::default());
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.end(End::Error(ApiError::Aborted));
+        }
+    }
+}
+
+impl Receiver {
+    /// Lets deltas be written through `outlet` from now on, pending ones too: see
+    /// [`Receiver::encode`].
+    pub fn lend(&self, outlet: Outlet) {
+        self.inner.lock().outlet = Some(outlet);
+    }
+
+    /// Calls `write` with the encoder, if one was lent.
+    pub fn encode<R>(&self, write: impl FnOnce(&mut dyn EventEncoder, &Tally) -> R) -> Option<R> {
+        let mut inner = self.inner.lock();
+        let inner = &mut *inner;
+        let outlet = inner.outlet.as_mut()?;
+        Some(write(outlet.encoder.as_mut(), &inner.tally))
+    }
+
+    /// Tokens that were read or passed by.
+    pub fn tally(&self) -> Tally {
+        self.inner.lock().tally.clone()
+    }
+
+    /// Takes pending deltas into `out` (choice, delta). It is ready without any once all choices
+    /// have ended and were taken.
+    pub fn poll(&mut self, context: &mut Context<'_>, out: &mut Vec<(u32, Delta)>) -> Poll<()> {
+        let mut inner = self.inner.lock();
+        let inner = &mut *inner;
+        if !inner.ready() {
+            match &mut inner.waker {
+                Some(waker) => waker.clone_from(context.waker()),
+                None => inner.waker = Some(context.waker().clone()),
+            }
+            if let Some(line) = inner.line() {
+                line.ask();
+            }
+            return Poll::Pending;
+        }
+        // What is read here goes through hyper: nothing may overtake it.
+        if let Some(line) = inner.line() {
+            line.shut();
+        }
+        let from = out.len();
+        inner.pending.take(out);
+        for (choice, delta) in &out[from..] {
+            inner.tally.add(*choice, delta);
+        }
+        Poll::Ready(())
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        let mut inner = self.inner.lock();
+        if let Some(line) = inner.line() {
+            line.shut();
+        }
+        inner.outlet = None;
+        inner.gone = true;
+        inner.pending.forget();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,30 @@
+//! The numbers of the server's parts, as they are when metrics are read.
+
+use forebay_grammar::GrammarStats;
+use forebay_text::TextStats;
+
+/// Numbers of the server's parts beside the replicas.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PartStats {
+    /// The counts of the text pool.
+    pub text: TextStats,
+    /// The counts of the threads that compile forms of answers.
+    pub grammars: GrammarStats,
+    /// The counts of the way of large requests.
+    pub intake: IntakeStats,
+    /// Log lines that were dropped because the writer was behind.
+    pub dropped: u64,
+}
+
+/// Counts of waiting requests, and of bytes in the arena.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct IntakeStats {
+    /// Large bodies that wait to be parsed.
+    pub unread: usize,
+    /// Requests that wait for room in the arena.
+    pub in_line: usize,
+    /// Reserved bytes of the arena.
+    pub arena_bytes: usize,
+    /// Bytes that requests in flight are charged.
+    pub request_bytes: usize,
+}

@@ -1,0 +1,107 @@
+//! The loan of a streamed response to its mailbox, so that other threads can write its events.
+
+use std::sync::Arc;
+
+use forebay_api::ApiError;
+use forebay_http::Line;
+
+use crate::delta::Delta;
+use crate::events;
+use crate::tally::Tally;
+
+/// Writes the events of one dialect. A delta never has an error for an end.
+pub trait EventEncoder: Send + 'static {
+    /// Appends the events of a delta, which may be taken apart.
+    fn delta(
+        &mut self,
+        choice: u32,
+        delta: &mut Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()>;
+    /// True if its streams end with `data: [DONE]`.
+    fn is_said_done(&self) -> bool {
+        true
+    }
+    /// Appends an error, which ends the stream.
+    fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        events::event(&error.body(), out)?;
+        if self.is_said_done() {
+            out.extend_from_slice(events::DONE);
+        }
+        Ok(())
+    }
+    /// The media type of its streams.
+    fn media_type(&self) -> &'static str {
+        "text/event-stream; charset=utf-8"
+    }
+    /// True if another brain's encoder could go on with the response at any delta: it has one
+    /// choice, and its tokens tell everything that was written.
+    fn resumable(&self) -> bool;
+    /// Goes on after `before`, which another brain has written. Only called where it is resumable,
+    /// before anything else.
+    fn resume(&mut self, before: &Delta);
+    /// Appends what comes after the last delta.
+    fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
+}
+
+/// The loan of a streamed response.
+pub struct Outlet {
+    /// Writes the events.
+    pub encoder: Box<dyn EventEncoder>,
+    /// `None`: everything goes through the response.
+    pub line: Option<Arc<Line>>,
+}
+
+/// A buffer for one chunk of HTTP/1.1's chunked coding (RFC 9112, section 7.1), used again and
+/// again.
+#[derive(Debug, Default)]
+pub(crate) struct Chunk(Vec<u8>);
+
+impl Chunk {
+    /// Room for the size line: 8 hexadecimal digits at most, CR, LF.
+    const HEAD: usize = 10;
+
+    /// The empty content, to be appended to.
+    pub(crate) fn start(&mut self) -> &mut Vec<u8> {
+        self.0.clear();
+        self.0.resize(Self::HEAD, 0);
+        &mut self.0
+    }
+
+    /// The chunk of all appended bytes. It is empty if there are none, since an empty chunk would
+    /// end the body.
+    pub(crate) fn finish(&mut self) -> &[u8] {
+        let mut size = self.0.len() - Self::HEAD;
+        if size == 0 {
+            return &[];
+        }
+        let mut at = Self::HEAD - 2;
+        self.0[at..Self::HEAD].copy_from_slice(b"\r\n");
+        while size > 0 && at > 0 {
+            at -= 1;
+            self.0[at] = b"0123456789abcdef"[size & 15];
+            size >>= 4;
+        }
+        self.0.extend_from_slice(b"\r\n");
+        &self.0[at..]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_is_its_size_in_hexadecimal_and_its_content() {
+        let mut chunk = Chunk::default();
+        for size in [1, 9, 15, 16, 255, 256, 4095, 70_000] {
+            let content = vec![b'x'; size];
+            chunk.start().extend_from_slice(&content);
+            let expected = [format!("{size:x}\r\n").as_bytes(), &content, b"\r\n"].concat();
+            assert_eq!(chunk.finish(), expected);
+        }
+        chunk.start();
+        assert!(chunk.finish().is_empty());
+    }
+}

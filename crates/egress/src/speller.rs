@@ -1,0 +1,155 @@
+//! The way from one request's tokens to the text that may be sent.
+
+use std::sync::Arc;
+
+use forebay_api::Generation;
+use forebay_dialect::{Parser, Part, Parts};
+use forebay_text::{Detokenizer, StopStrings, Tokenizer};
+
+use crate::terms::Terms;
+
+/// Makes text of tokens and parts of text. It holds back text that may become a stop string, and
+/// finds stop strings. It looks for them only in text for the reader.
+#[derive(Debug)]
+pub struct Speller {
+    detokenizer: Detokenizer,
+    /// Finds reasoning and calls; `None`: all is text.
+    parser: Option<Box<Reader>>,
+    stops: StopStrings,
+    /// True if the token that ends the request is spelled too.
+    include_stop: bool,
+    /// Stop strings do not count up to here.
+    min_tokens: u32,
+    tokens: u32,
+    /// The last token was one of reasoning.
+    reasons: bool,
+}
+
+#[derive(Debug)]
+struct Reader {
+    parser: Parser,
+    /// The parts that it has just read.
+    fresh: Parts,
+}
+
+/// A reason that ends an answer before the engine does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EarlyEnd {
+    /// The stop string with this number.
+    Stop(usize),
+    /// The end of the only demanded call.
+    Call,
+}
+
+impl Speller {
+    /// Makes a speller at the start of a request's text. `marks`: special tokens that a dialect is
+    /// read by, ascending.
+    pub fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms, marks: &Arc<[i32]>) -> Self {
+        let Generation { include_stop, skip_special_tokens, .. } = &terms.generation;
+        let parser = terms.reading.as_ref().map(|reading| {
+            Box::new(Reader { parser: Parser::new(reading.clone()), fresh: Parts::default() })
+        });
+        let shown = parser.as_ref().map_or_else(Default::default, |_| Arc::clone(marks));
+        Self {
+            detokenizer: Detokenizer::showing(Arc::clone(tokenizer), *skip_special_tokens, shown),
+            parser,
+            stops: StopStrings::new(Arc::clone(&terms.stops), *include_stop),
+            include_stop: *include_stop,
+            min_tokens: terms.generation.sampling.min_tokens,
+            tokens: 0,
+            reasons: false,
+        }
+    }
+
+    /// Appends the text of a token. `ends` is true for the stop token that ended the request.
+    /// `fresh` is a buffer.
+    pub fn push(
+        &mut self,
+        id: i32,
+        ends: bool,
+        fresh: &mut String,
+        out: &mut Parts,
+    ) -> Option<EarlyEnd> {
+        fresh.clear();
+        self.tokens += 1;
+        if !ends || self.include_stop {
+            self.detokenizer.push(id, fresh);
+        }
+        let Some(mut reader) = self.parser.take() else { return self.content(fresh, out) };
+        let before = reader.parser.is_reasoning();
+        reader.parser.push(fresh, &mut reader.fresh);
+        // Neither the mark before it nor that behind it is a part of it.
+        self.reasons = before && reader.parser.is_reasoning() && !ends;
+        let found = self.pass(&mut reader, out);
+        self.parser = Some(reader);
+        found
+    }
+
+    /// Appends held text, because the request has ended. `complete` is false if it became too long.
+    pub fn finish(
+        &mut self,
+        complete: bool,
+        fresh: &mut String,
+        out: &mut Parts,
+    ) -> Option<EarlyEnd> {
+        fresh.clear();
+        self.detokenizer.finish(fresh);
+        let found = match self.parser.take() {
+            None => self.content(fresh, out),
+            Some(mut reader) => {
+                reader.parser.push(fresh, &mut reader.fresh);
+                reader.parser.finish(complete, &mut reader.fresh);
+                let found = self.pass(&mut reader, out);
+                self.parser = Some(reader);
+                found.filter(|found| *found != EarlyEnd::Call)
+            }
+        };
+        if found.is_none() {
+            out.content_with(|out| self.stops.finish(out));
+        }
+        found
+    }
+
+    /// True if a call is complete that the client has not named.
+    pub fn has_called(&self) -> bool {
+        self.parser.as_ref().is_some_and(|reader| reader.parser.has_chosen())
+    }
+
+    /// True if the last token was one of reasoning.
+    pub fn reasons(&self) -> bool {
+        self.reasons
+    }
+
+    /// A stop string that was found.
+    pub fn stop(&self, index: usize) -> String {
+        self.stops.text(index).to_owned()
+    }
+
+    /// Passes on the read parts.
+    fn pass(&mut self, reader: &mut Reader, out: &mut Parts) -> Option<EarlyEnd> {
+        let mut found = None;
+        for part in reader.fresh.iter() {
+            if let Part::Content(text) = part {
+                found = self.content(text, out);
+                if found.is_some() {
+                    break;
+                }
+            } else {
+                // A stop string does not reach over what is between two texts.
+                out.content_with(|out| self.stops.finish(out));
+                out.part(part);
+            }
+        }
+        reader.fresh.clear();
+        found.or(reader.parser.is_over().then_some(EarlyEnd::Call))
+    }
+
+    /// Appends text for the reader, and looks for stop strings in it.
+    fn content(&mut self, fresh: &str, out: &mut Parts) -> Option<EarlyEnd> {
+        if self.tokens <= self.min_tokens {
+            out.content(fresh);
+            return None;
+        }
+        out.content_with(|out| self.stops.push(fresh, out)).map(EarlyEnd::Stop)
+    }
+}

@@ -1,0 +1,105 @@
+//! The numbers of tokens of a call, for its usage.
+
+use forebay_api::Usage;
+
+use crate::delta::Delta;
+
+/// Tokens of a call so far.
+#[derive(Debug, Clone, Default)]
+pub struct Tally {
+    /// Prompt tokens of each prompt.
+    prompts: Vec<u32>,
+    /// Prompt tokens of each prompt found in the prefix cache.
+    cached: Vec<u32>,
+    /// True if the client is not told the cached tokens.
+    hidden: bool,
+    /// Generated tokens by choice.
+    generated: Vec<u32>,
+    /// The number of tokens of each choice that are reasoning.
+    reasoning: Vec<u32>,
+    /// The model is known to reason, so that they are told.
+    reasons: bool,
+    /// Prompt that a choice answers.
+    prompt_of: Vec<usize>,
+}
+
+impl Tally {
+    /// Makes the tally of prompts of these numbers of tokens, each with this number of choices.
+    pub fn new(prompts: impl Iterator<Item = (u32, u32)>) -> Self {
+        let mut tally = Self::default();
+        for (index, (tokens, choices)) in prompts.enumerate() {
+            tally.prompts.push(tokens);
+            tally.cached.push(0);
+            tally.prompt_of.extend((0..choices).map(|_| index));
+        }
+        tally.generated = vec![0; tally.prompt_of.len()];
+        tally.reasoning = tally.generated.clone();
+        tally
+    }
+
+    /// Has the usage say nothing of the prefix cache.
+    pub fn hide_cached(&mut self) {
+        self.hidden = true;
+    }
+
+    /// Adds the number of reasoning tokens to the usage.
+    pub fn show_reasoning(&mut self) {
+        self.reasons = true;
+    }
+
+    fn told(&self, usage: Usage, reasoning: u32) -> Usage {
+        if self.reasons { usage.with_reasoning(reasoning) } else { usage }
+    }
+
+    fn shown(&self, cached: u32) -> Option<u32> {
+        (!self.hidden).then_some(cached)
+    }
+
+    /// Choices of all prompts.
+    pub fn choices(&self) -> usize {
+        self.generated.len()
+    }
+
+    /// Tokens of all prompts.
+    pub fn prompt_tokens(&self) -> u32 {
+        self.prompts.iter().sum()
+    }
+
+    /// Tokens generated in all choices.
+    pub fn generated_tokens(&self) -> u32 {
+        self.generated.iter().sum()
+    }
+
+    /// The usage of the whole call: each prompt is counted once.
+    pub fn usage(&self) -> Usage {
+        let cached = self.shown(self.cached.iter().sum());
+        let usage = Usage::new(self.prompt_tokens(), self.generated_tokens(), cached);
+        self.told(usage, self.reasoning.iter().sum())
+    }
+
+    /// The usage before the first token.
+    pub fn usage_before(&self) -> Usage {
+        let usage = Usage::new(self.prompt_tokens(), 0, self.shown(self.cached.iter().sum()));
+        self.told(usage, 0)
+    }
+
+    /// The usage of one choice.
+    pub fn usage_of(&self, choice: u32) -> Usage {
+        let prompt = self.prompt_of[choice as usize];
+        let generated = self.generated[choice as usize];
+        let usage = Usage::new(self.prompts[prompt], generated, self.shown(self.cached[prompt]));
+        self.told(usage, self.reasoning[choice as usize])
+    }
+
+    /// Counts the tokens of a delta.
+    pub fn add(&mut self, choice: u32, delta: &Delta) {
+        let prompt = self.prompt_of[choice as usize];
+        self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);
+        self.reasoning[choice as usize] += delta.reasoning_tokens;
+        if let Some(cached) = delta.cached_tokens {
+            // The choices of a prompt share its pages; what one of them found is what the client is
+            // told.
+            self.cached[prompt] = self.cached[prompt].max(cached);
+        }
+    }
+}

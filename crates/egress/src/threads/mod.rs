@@ -1,0 +1,374 @@
+//! The egress threads: from the engine's outputs to text, and to the sockets of streams.
+//!
+//! A request belongs to one thread, by its name. One lane leads into each thread. A request's
+//! registration is sent before the request is submitted, so it is always ahead of its outputs. A
+//! thread waits for its lane only, since writes to sockets do not block. Writes are nine tenths of
+//! a token's cost here. So a thread that is behind, with the next step already in its lane, gathers
+//! several steps' tokens for one chunk. The engine does not wait for it, and streams get fewer and
+//! longer chunks. Lanes are bounded all the same.
+
+mod stream;
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use forebay_api::ApiError;
+use forebay_engine::{Output, OutputSink, RequestId};
+use forebay_http::Guard;
+use rustc_hash::FxBuildHasher;
+use serde::{Serialize, Serializer};
+
+use crate::delta::End;
+use crate::engine::Engine;
+use crate::mailbox::{self, Sent};
+use crate::metrics::Metrics;
+use crate::speller::Speller;
+use stream::{Due, Scratch, Stream};
+
+pub(crate) use stream::request_error;
+
+/// The longest time that a thread which is behind gathers tokens before it writes.
+const GATHER: Duration = Duration::from_millis(5);
+
+/// The settings of the egress threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct EgressConfig {
+    /// The number of threads, at least one.
+    pub egress_threads: usize,
+    /// The number of steps and registrations that may wait for each thread.
+    #[serde(skip)]
+    pub capacity: usize,
+    /// The least time between two chunks of a stream. Tokens that come sooner are merged. The first
+    /// token and the end do not wait.
+    #[serde(rename = "stream_flush_us", serialize_with = "as_microseconds")]
+    pub stream_flush: Duration,
+}
+
+impl Default for EgressConfig {
+    /// The defaults of the flags, for a machine with few processors.
+    fn default() -> Self {
+        Self { egress_threads: 1, capacity: 1024, stream_flush: Duration::ZERO }
+    }
+}
+
+fn as_microseconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
+}
+
+/// The facts of a request that the egress thread needs.
+pub struct Registration {
+    /// The request's name, as the engine has it.
+    pub id: RequestId,
+    /// The request's side of its mailbox.
+    pub sender: mailbox::Sender,
+    /// The engine, which is told when a stop string ends the request.
+    pub engine: Arc<dyn Engine>,
+    /// The speller. If the stream began at another brain, the speller has read the tokens so far.
+    pub speller: Speller,
+    /// The end-of-sequence ids, to tell them from the client's own stop tokens.
+    pub eos: Arc<[i32]>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// The time at which the client's request came.
+    pub arrived: Instant,
+    /// The number of tokens for a chunk; `None`: the answer comes in one piece.
+    pub interval: Option<u32>,
+    /// The paths of the request's images.
+    pub images: Arc<[String]>,
+}
+
+enum Message {
+    Register(Box<Registration>),
+    Outputs(Vec<Output>),
+    Forget(RequestId),
+    AbortAll,
+    EngineGone,
+}
+
+/// The engines' side of the egress threads. Each engine gets a clone when it is started. After the
+/// last sink is dropped, the remaining requests never end.
+#[derive(Debug, Clone)]
+pub struct EgressSink {
+    lanes: Lanes,
+    _last: Arc<Last>,
+}
+
+/// Dropped with the last clone of the sink.
+#[derive(Debug)]
+struct Last(Lanes);
+
+impl OutputSink for EgressSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        // A closed lane means that the thread has ended; every stream has got its end by then.
+        if let [lane] = &self.lanes.0[..] {
+            let _ = lane.send(Message::Outputs(outputs));
+            return;
+        }
+        let mut parts = vec![Vec::new(); self.lanes.0.len()];
+        for output in outputs {
+            parts[self.lanes.index(output.id)].push(output);
+        }
+        for (lane, part) in self.lanes.0.iter().zip(parts) {
+            if !part.is_empty() {
+                let _ = lane.send(Message::Outputs(part));
+            }
+        }
+    }
+}
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        self.0.send_all(|| Message::EngineGone);
+    }
+}
+
+/// The server's side of the egress threads. They end when all clones and the sink are dropped.
+#[derive(Debug, Clone)]
+pub struct Egress {
+    lanes: Lanes,
+}
+
+impl Egress {
+    /// Announces a request; to be called before it is submitted.
+    ///
+    /// # Errors
+    /// The egress thread has ended.
+    pub fn register(&self, registration: Registration) -> Result<(), ApiError> {
+        let lane = self.lanes.of(registration.id);
+        lane.send(Message::Register(Box::new(registration))).map_err(|_| ApiError::Internal {
+            reason: "the egress thread has ended".into(),
+            code: Some("egress_gone"),
+        })
+    }
+
+    /// Takes back the registration of a request that could not be submitted.
+    pub fn forget(&self, id: RequestId) {
+        let _ = self.lanes.of(id).send(Message::Forget(id));
+    }
+
+    /// Aborts every request; each gets its end at once.
+    pub fn abort_all(&self) {
+        self.lanes.send_all(|| Message::AbortAll);
+    }
+}
+
+/// One lane a thread.
+#[derive(Debug, Clone)]
+struct Lanes(Arc<[Sender<Message>]>);
+
+impl Lanes {
+    fn index(&self, id: RequestId) -> usize {
+        // Names are given in order, so this spreads requests evenly.
+        (id.0 % self.0.len() as u64) as usize
+    }
+
+    fn of(&self, id: RequestId) -> &Sender<Message> {
+        &self.0[self.index(id)]
+    }
+
+    fn send_all(&self, message: impl Fn() -> Message) {
+        for lane in self.0.iter() {
+            let _ = lane.send(message());
+        }
+    }
+}
+
+/// Starts the egress threads, under `guard`.
+///
+/// # Errors
+/// The system has no room for a thread.
+pub fn egress(
+    metrics: &Arc<Metrics>,
+    config: EgressConfig,
+    guard: &Guard,
+) -> io::Result<(EgressSink, Egress)> {
+    let start = |_| {
+        let (lane, receiver) = crossbeam_channel::bounded(config.capacity.max(1));
+        let mut owner = Owner {
+            metrics: Arc::clone(metrics),
+            window: config.stream_flush,
+            streams: HashMap::default(),
+            alarms: BinaryHeap::new(),
+            gathered: Vec::new(),
+            engine_gone: false,
+        };
+        guard.spawn("egress", move || owner.run(&receiver))?;
+        Ok(lane)
+    };
+    let lanes = Lanes((0..config.egress_threads.max(1)).map(start).collect::<io::Result<_>>()?);
+    let last = Arc::new(Last(lanes.clone()));
+    Ok((EgressSink { lanes: lanes.clone(), _last: last }, Egress { lanes }))
+}
+
+type Streams = HashMap<RequestId, Stream, FxBuildHasher>;
+
+/// The state of an egress thread.
+struct Owner {
+    metrics: Arc<Metrics>,
+    window: Duration,
+    streams: Streams,
+    /// Streams with something that the window holds back, and until when.
+    alarms: BinaryHeap<Reverse<(Instant, RequestId)>>,
+    /// Streams with something that waits for the lane to be empty.
+    gathered: Vec<RequestId>,
+    engine_gone: bool,
+}
+
+impl Owner {
+    fn run(&mut self, lane: &Receiver<Message>) {
+        let mut scratch = Scratch::default();
+        let mut gathering = None;
+        loop {
+            let message = match self.alarms.peek() {
+                None => lane.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(&Reverse((next, _))) => lane.recv_deadline(next),
+            };
+            let now = Instant::now();
+            match message {
+                Ok(message) => {
+                    let since = *gathering.get_or_insert(now);
+                    let behind = !lane.is_empty() && now < since + GATHER;
+                    self.take(message, now, behind, &mut scratch);
+                    if !behind {
+                        gathering = None;
+                        self.send_gathered(now, &mut scratch);
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            self.ring(now, &mut scratch);
+        }
+    }
+
+    fn take(&mut self, message: Message, now: Instant, behind: bool, scratch: &mut Scratch) {
+        match message {
+            Message::Register(registration) => self.register(*registration),
+            Message::Outputs(mut outputs) => {
+                // Somebody waits for a first token more than for any other, and writing a large
+                // step's chunks takes a while.
+                if outputs.iter().any(|output| output.admission.is_some()) {
+                    outputs.sort_by_key(|output| output.admission.is_none());
+                }
+                for output in outputs {
+                    self.apply(output, now, behind, scratch);
+                }
+            }
+            Message::Forget(id) => drop(self.streams.remove(&id)),
+            Message::AbortAll => {
+                for (id, stream) in self.streams.drain() {
+                    stream.engine.abort(id);
+                    self.metrics.finished(&stream.timeline, "abort", now);
+                    stream.fail(ApiError::Aborted);
+                }
+            }
+            Message::EngineGone => {
+                self.engine_gone = true;
+                for (_, stream) in self.streams.drain() {
+                    self.metrics.finished(&stream.timeline, "error", now);
+                    stream.fail(engine_gone());
+                }
+            }
+        }
+    }
+
+    fn send_gathered(&mut self, now: Instant, scratch: &mut Scratch) {
+        for id in self.gathered.drain(..) {
+            // What the last step brought has taken along what was gathered before it, and left
+            // nothing.
+            if let Some(stream) = self.streams.get_mut(&id)
+                && stream.due(now) == Due::Now
+                && stream.send(now, scratch) == Sent::Ended
+            {
+                give_up(&mut self.streams, &self.metrics, id, now);
+            }
+        }
+    }
+
+    /// Sends text that the window has held back long enough.
+    fn ring(&mut self, now: Instant, scratch: &mut Scratch) {
+        while let Some(&Reverse((next, id))) = self.alarms.peek()
+            && next <= now
+        {
+            self.alarms.pop();
+            if let Some(stream) = self.streams.get_mut(&id) {
+                stream.noted = false;
+                if stream.due(now) == Due::Now && stream.send(now, scratch) == Sent::Ended {
+                    give_up(&mut self.streams, &self.metrics, id, now);
+                }
+            }
+        }
+    }
+
+    fn register(&mut self, registration: Registration) {
+        if self.engine_gone {
+            return registration.sender.finish(End::Error(engine_gone()));
+        }
+        let id = registration.id;
+        self.streams.insert(id, Stream::new(registration, self.window));
+    }
+
+    fn apply(&mut self, output: Output, now: Instant, behind: bool, scratch: &mut Scratch) {
+        let id = output.id;
+        // Outputs of a request that a stop string ended keep coming until the engine has seen the
+        // abort.
+        let Some(stream) = self.streams.get_mut(&id) else { return };
+        let alive = output.finish.is_none();
+        if let Some(admission) = output.admission {
+            stream.timeline.admitted(admission.queue_us, admission.cached_tokens);
+        }
+        if output.token.is_some() {
+            self.metrics.token(&mut stream.timeline, now);
+        }
+        stream.apply(output, scratch);
+        if let Some(end) = stream.end() {
+            self.metrics.finished(&stream.timeline, reason_label(end), now);
+            if alive {
+                stream.engine.abort(id);
+            }
+            // An end is taken, whatever nobody has read.
+            let _ = stream.send(now, scratch);
+            self.streams.remove(&id);
+            return;
+        }
+        match stream.due(now) {
+            Due::Now if behind => self.gathered.push(id),
+            Due::Now => {
+                if stream.send(now, scratch) == Sent::Ended {
+                    give_up(&mut self.streams, &self.metrics, id, now);
+                }
+            }
+            Due::Later => {}
+            Due::At(time) if !stream.noted => {
+                stream.noted = true;
+                self.alarms.push(Reverse((time, id)));
+            }
+            Due::At(_) => {}
+        }
+    }
+}
+
+/// Stops a request whose output is not read any more.
+fn give_up(streams: &mut Streams, metrics: &Metrics, id: RequestId, now: Instant) {
+    if let Some(stream) = streams.remove(&id) {
+        stream.engine.abort(id);
+        metrics.finished(&stream.timeline, "abort", now);
+    }
+}
+
+fn engine_gone() -> ApiError {
+    ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" }
+}
+
+fn reason_label(end: &End) -> &'static str {
+    match end {
+        End::Eos(_) | End::Token(_) | End::Text(_) | End::Call => "stop",
+        End::Length => "length",
+        End::Error(ApiError::Aborted) => "abort",
+        End::Error(_) => "error",
+    }
+}

@@ -1,0 +1,340 @@
+//! A budget of bytes for all requests in flight.
+//!
+//! Each queue has a bound, but its requests may be small or large: a thousand texts may be
+//! gigabytes. So a request is charged for its memory before that is allocated. A request that does
+//! not fit is refused at once.
+//!
+//! Clients share the budget as they share the queue ([`Shares`]). As long as less than half of it
+//! is taken, a charge is two atomic additions. Only beyond that is a lock taken.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use forebay_fair::{Refusal, Shares};
+use parking_lot::Mutex;
+use rustc_hash::FxBuildHasher;
+use tokio::time::Instant;
+
+use crate::client::ClientId;
+
+/// Bytes by which the charge of an answer that is longer than expected grows.
+const GROWTH: usize = 256 << 10;
+
+/// The part of the budget that is the reserve.
+const RESERVE: usize = 8;
+/// The part of the budget that is little for a client, and the least that is: a few chats.
+const LITTLE: usize = 1024;
+const LEAST_LITTLE: usize = 256 << 10;
+/// The time for which a client that has asked counts among those who ask.
+const ASKING: Duration = Duration::from_secs(10);
+/// The maps over which clients are spread, each with a lock.
+const SHARDS: usize = 16;
+
+/// The budget. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct ByteBudget(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    shares: Shares,
+    used: AtomicUsize,
+    /// The clients with charges.
+    accounts: [Mutex<HashMap<ClientId, Weak<Account>, FxBuildHasher>>; SHARDS],
+    askers: Mutex<Askers>,
+}
+
+/// The last two clients that asked while more than half was taken.
+#[derive(Debug, Default)]
+struct Askers([Option<(ClientId, Instant)>; 2]);
+
+impl Askers {
+    /// Notes that a client asks. True if another one has done so lately.
+    fn ask(&mut self, client: ClientId, now: Instant) -> bool {
+        let [last, before] = &mut self.0;
+        if last.is_some_and(|(asker, _)| asker != client) {
+            *before = *last;
+        }
+        *last = Some((client, now));
+        before.is_some_and(|(asker, at)| asker != client && now < at + ASKING)
+    }
+}
+
+/// The bytes of a client.
+#[derive(Debug)]
+struct Account {
+    client: ClientId,
+    bytes: AtomicUsize,
+    budget: Arc<Inner>,
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        let mut shard = self.budget.shard(self.client).lock();
+        // Another account may have taken its place meanwhile.
+        if shard.get(&self.client).is_some_and(|account| account.strong_count() == 0) {
+            shard.remove(&self.client);
+        }
+    }
+}
+
+impl Inner {
+    fn shard(&self, client: ClientId) -> &Mutex<HashMap<ClientId, Weak<Account>, FxBuildHasher>> {
+        // The numbers of clients are hashes.
+        &self.accounts[(client.0 % SHARDS as u64) as usize]
+    }
+}
+
+impl ByteBudget {
+    /// A budget of `limit` bytes, of which a part is the reserve.
+    #[must_use]
+    pub fn new(limit: usize) -> Self {
+        let reserve = limit / RESERVE;
+        let shares = Shares {
+            limit: limit - reserve,
+            reserve,
+            little: (limit / LITTLE).max(LEAST_LITTLE).min(reserve / 4),
+        };
+        let accounts = std::array::from_fn(|_| Mutex::default());
+        let (used, askers) = (AtomicUsize::new(0), Mutex::default());
+        Self(Arc::new(Inner { shares, used, accounts, askers }))
+    }
+
+    /// Bytes that are charged now.
+    #[must_use]
+    pub fn used(&self) -> usize {
+        self.0.used.load(Ordering::Relaxed)
+    }
+
+    /// A charge of nothing yet, to `client`.
+    #[must_use]
+    pub fn open(&self, client: ClientId) -> Charge {
+        let mut shard = self.0.shard(client).lock();
+        let account = shard.get(&client).and_then(Weak::upgrade).unwrap_or_else(|| {
+            let budget = Arc::clone(&self.0);
+            let account = Arc::new(Account { client, bytes: AtomicUsize::new(0), budget });
+            shard.insert(client, Arc::downgrade(&account));
+            account
+        });
+        Charge { account, bytes: AtomicUsize::new(0) }
+    }
+
+    /// A charge of `bytes` to `client`.
+    ///
+    /// # Errors
+    /// As [`Charge::set`].
+    pub fn charge(&self, client: ClientId, bytes: usize) -> Result<Charge, Refusal> {
+        let charge = self.open(client);
+        charge.set(bytes)?;
+        Ok(charge)
+    }
+}
+
+/// The charge of a request, until it is dropped.
+pub struct Charge {
+    account: Arc<Account>,
+    bytes: AtomicUsize,
+}
+
+impl fmt::Debug for Charge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.bytes())
+    }
+}
+
+impl Charge {
+    /// The client that is charged.
+    #[must_use]
+    pub fn client(&self) -> ClientId {
+        self.account.client
+    }
+
+    /// Another charge of nothing yet, to the same client.
+    #[must_use]
+    pub fn beside(&self) -> Self {
+        Self { account: Arc::clone(&self.account), bytes: AtomicUsize::new(0) }
+    }
+
+    /// Bytes that it is.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Charges `bytes` in all.
+    ///
+    /// # Errors
+    /// The budget is spent, or the client's share of it, or they are smaller than that. The charge
+    /// is unchanged then.
+    pub fn set(&self, bytes: usize) -> Result<(), Refusal> {
+        let before = self.bytes();
+        if bytes <= before {
+            self.give_back(before - bytes);
+        } else {
+            self.check(bytes)?;
+            self.take(bytes - before)?;
+        }
+        self.bytes.store(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Charges `bytes` more than before.
+    ///
+    /// # Errors
+    /// As [`Charge::set`].
+    pub fn add(&self, bytes: usize) -> Result<(), Refusal> {
+        self.set(self.bytes.load(Ordering::Relaxed).saturating_add(bytes))
+    }
+
+    /// Charges `bytes` in all, if it is less so far.
+    ///
+    /// # Errors
+    /// As [`Charge::set`].
+    pub fn at_least(&self, bytes: usize) -> Result<(), Refusal> {
+        if bytes > self.bytes() { self.set(bytes) } else { Ok(()) }
+    }
+
+    /// Charges an answer of which so many bytes wait, in steps.
+    ///
+    /// # Errors
+    /// As [`Charge::set`].
+    pub fn answer(&self, bytes: usize) -> Result<(), Refusal> {
+        if bytes <= self.bytes() {
+            return Ok(());
+        }
+        self.set(bytes.next_multiple_of(GROWTH)).or_else(|_| self.set(bytes))
+    }
+
+    /// Charges no more than `bytes` from now on.
+    pub fn shrink(&self, bytes: usize) {
+        let more = self.bytes().saturating_sub(bytes);
+        self.give_back(more);
+        self.bytes.fetch_sub(more, Ordering::Relaxed);
+    }
+
+    /// Refuses what would not fit either if nothing else were in flight.
+    ///
+    /// # Errors
+    /// It never fits.
+    pub fn check(&self, bytes: usize) -> Result<(), Refusal> {
+        let limit = self.account.budget.shares.limit;
+        if bytes > limit { Err(Refusal::TooLarge { bytes, limit }) } else { Ok(()) }
+    }
+
+    fn take(&self, more: usize) -> Result<(), Refusal> {
+        let Account { client, bytes, budget } = &*self.account;
+        let all = budget.used.fetch_add(more, Ordering::Relaxed);
+        let own = bytes.fetch_add(more, Ordering::Relaxed);
+        // Nobody has more than half of what is not half full.
+        if all.saturating_add(more) <= budget.shares.half() {
+            return Ok(());
+        }
+        let others = budget.askers.lock().ask(*client, Instant::now());
+        let alone = own >= all && !others;
+        if budget.shares.admits(own, all, more, alone) {
+            return Ok(());
+        }
+        self.give_back(more);
+        let Shares { limit, .. } = budget.shares;
+        Err(Refusal::Full { all, own, more, limit })
+    }
+
+    fn give_back(&self, less: usize) {
+        self.account.budget.used.fetch_sub(less, Ordering::Relaxed);
+        self.account.bytes.fetch_sub(less, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.give_back(self.bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: ClientId = ClientId(1);
+    const B: ClientId = ClientId(2);
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn what_is_charged_is_given_back_however_it_ends() {
+        let budget = ByteBudget::new(800);
+        let (first, second) = (budget.charge(A, 400).unwrap(), budget.charge(A, 300).unwrap());
+        assert_eq!(budget.used(), 700);
+        let refused = budget.charge(A, 1).unwrap_err();
+        assert_eq!(refused, Refusal::Full { all: 700, own: 700, more: 1, limit: 700 });
+        first.set(100).unwrap();
+        assert_eq!(budget.used(), 400);
+        assert!(first.set(401).is_err(), "and what it had stays");
+        assert_eq!(budget.used(), 400);
+        first.shrink(50);
+        first.shrink(60);
+        assert_eq!(budget.used(), 350);
+        drop((first, second));
+        assert_eq!(budget.used(), 0);
+        let clients: usize = budget.0.accounts.iter().map(|shard| shard.lock().len()).sum();
+        assert_eq!(clients, 0, "nothing is remembered of clients without charges");
+    }
+
+    #[test]
+    fn what_never_fits_is_not_told_to_come_again() {
+        let refused = ByteBudget::new(800).charge(A, 701).unwrap_err();
+        assert_eq!(refused, Refusal::TooLarge { bytes: 701, limit: 700 });
+    }
+
+    /// Charges of a MiB, until one is refused.
+    fn fill(budget: &ByteBudget, client: ClientId) -> Vec<Charge> {
+        std::iter::from_fn(|| budget.charge(client, MIB).ok()).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_client_has_half_while_another_asks() {
+        let budget = ByteBudget::new(64 * MIB);
+        let mut first = fill(&budget, A);
+        assert_eq!(first.len(), 56, "alone it has all but the reserve");
+        assert!(budget.charge(B, MIB).is_err(), "there is no room for this");
+        first.truncate(20);
+        first.extend(fill(&budget, A));
+        assert_eq!(first.len(), 28, "another one has asked lately, and was refused");
+        let second = fill(&budget, B);
+        assert_eq!(second.len(), 28);
+        tokio::time::advance(ASKING).await;
+        assert!(budget.charge(A, MIB).is_err(), "the other one holds its half");
+        drop(second);
+        first.extend(fill(&budget, A));
+        assert_eq!(first.len(), 56, "and now nobody else asks");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn small_requests_find_room_whoever_holds_the_rest() {
+        let budget = ByteBudget::new(64 * MIB);
+        let _most = fill(&budget, A);
+        let small = 60 << 10;
+        let mut held = Vec::new();
+        for client in 2..30 {
+            let own: Vec<_> =
+                (0..4).map(|_| budget.charge(ClientId(client), small).unwrap()).collect();
+            assert!(budget.charge(ClientId(client), small).is_err(), "that is little no more");
+            held.push(own);
+        }
+        assert!(budget.charge(A, small).is_err(), "the reserve is not for the one with the rest");
+    }
+
+    #[test]
+    fn a_longer_answer_than_expected_is_charged_as_it_comes() {
+        let budget = ByteBudget::new(64 * MIB);
+        let charge = budget.charge(A, 100).unwrap();
+        charge.answer(90).unwrap();
+        assert_eq!(budget.used(), 100);
+        for bytes in (0..20 * MIB).step_by(1000) {
+            charge.answer(bytes).unwrap();
+            assert!((bytes..=bytes + GROWTH + 100).contains(&budget.used()));
+        }
+        assert!(charge.answer(64 * MIB).is_err());
+    }
+}

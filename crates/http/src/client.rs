@@ -1,0 +1,224 @@
+//! The client of a request, whose share is counted.
+//!
+//! A client is an API key if keys are required, and an address otherwise. An IPv6 client can choose
+//! addresses from a whole /64, so that is one client. Behind a trusted proxy, the proxy tells the
+//! address.
+
+use std::convert::Infallible;
+use std::hash::{BuildHasher, RandomState};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use axum::extract::FromRequestParts;
+use axum::http::HeaderMap;
+use axum::http::request::Parts;
+use ipnet::IpNet;
+
+use crate::keys::Keys;
+
+const FORWARDED_FOR: &str = "x-forwarded-for";
+/// The bits of an IPv6 address that its owner cannot choose.
+const PREFIX_BITS: u32 = 64;
+
+/// A client, as a number that means nothing outside this process and is never 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ClientId(pub u64);
+
+/// The place of the API key of a request; `None`: no key is required, or the key is wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct KeyId(pub Option<usize>);
+
+/// The other end of a connection, in the extensions of each of its requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Remote {
+    /// The address of a client or a proxy.
+    Ip(IpAddr),
+    /// A process of this machine, over a Unix socket.
+    Local,
+}
+
+/// Proxies that are trusted to name their clients.
+#[derive(Debug, Clone, Default)]
+pub struct TrustedProxies {
+    networks: Vec<IpNet>,
+    local: bool,
+}
+
+impl FromStr for TrustedProxies {
+    type Err = String;
+
+    /// Networks (`10.0.0.0/8`), addresses, and `unix` for clients of a Unix socket, with commas
+    /// between them.
+    fn from_str(list: &str) -> Result<Self, String> {
+        let mut proxies = Self::default();
+        for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+            if item == "unix" {
+                proxies.local = true;
+                continue;
+            }
+            let network = item.parse().or_else(|_| item.parse::<IpAddr>().map(IpNet::from));
+            let wrong = |_| format!("`{item}` is not an address, a network (10.0.0.0/8) or `unix`");
+            proxies.networks.push(network.map_err(wrong)?);
+        }
+        Ok(proxies)
+    }
+}
+
+impl TrustedProxies {
+    fn trust(&self, remote: Remote) -> bool {
+        match remote {
+            Remote::Ip(address) => self.networks.iter().any(|network| network.contains(&address)),
+            Remote::Local => self.local,
+        }
+    }
+
+    /// The last address on a request's way that is not a trusted proxy. An unreadable entry ends
+    /// the way, since the addresses before it are not trusted.
+    fn origin(&self, remote: Remote, headers: &HeaderMap) -> Remote {
+        let mut origin = remote;
+        let lines = headers.get_all(FORWARDED_FOR).iter().rev();
+        let mut hops = lines.flat_map(|line| line.to_str().unwrap_or_default().rsplit(','));
+        while self.trust(origin) {
+            let Some(address) = hops.next().and_then(address) else { break };
+            origin = Remote::Ip(address);
+        }
+        origin
+    }
+}
+
+/// An address as proxies write them: plain, or with a port.
+fn address(text: &str) -> Option<IpAddr> {
+    let text = text.trim();
+    let plain = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    let parsed = plain.parse().or_else(|_| text.parse::<SocketAddr>().map(|socket| socket.ip()));
+    Some(parsed.ok()?.to_canonical())
+}
+
+/// The numbers of clients.
+#[derive(Debug, Default)]
+pub struct Clients {
+    hasher: RandomState,
+    proxies: TrustedProxies,
+}
+
+impl Clients {
+    /// Clients of which `proxies` may tell the address.
+    #[must_use]
+    pub fn new(proxies: TrustedProxies) -> Self {
+        Self { hasher: RandomState::new(), proxies }
+    }
+
+    /// The client with a key, or at the end of the way that the headers tell.
+    #[must_use]
+    pub fn id(&self, key: KeyId, remote: Remote, headers: &HeaderMap) -> ClientId {
+        let hash = if let KeyId(Some(key)) = key {
+            self.hasher.hash_one((0u8, key))
+        } else {
+            match self.proxies.origin(remote, headers) {
+                Remote::Ip(IpAddr::V4(address)) => self.hasher.hash_one((1u8, address)),
+                Remote::Ip(IpAddr::V6(address)) => {
+                    let prefix = Ipv6Addr::to_bits(address) >> (128 - PREFIX_BITS);
+                    self.hasher.hash_one((2u8, prefix))
+                }
+                Remote::Local => self.hasher.hash_one(3u8),
+            }
+        };
+        ClientId(hash.max(1))
+    }
+
+    /// The client of a request with this head, and its place in `keys`.
+    fn identify(&self, keys: &Keys, parts: &Parts) -> (ClientId, KeyId) {
+        let key = KeyId(keys.shown(&parts.headers));
+        let remote = parts.extensions.get().copied().unwrap_or(Remote::Local);
+        (self.id(key, remote, &parts.headers), key)
+    }
+}
+
+/// The state of a server that knows its clients. Handlers get the client of their request with it.
+pub trait HasClients: Send + Sync + 'static {
+    /// The clients and the accepted keys.
+    fn clients(&self) -> (&Clients, &Keys);
+}
+
+/// Identifies a request once. Later calls get the same answer.
+fn identified<S: HasClients>(parts: &mut Parts, state: &S) -> (ClientId, KeyId) {
+    if let Some(known) = parts.extensions.get() {
+        return *known;
+    }
+    let (clients, keys) = state.clients();
+    let found = clients.identify(keys, parts);
+    parts.extensions.insert(found);
+    found
+}
+
+impl<S: HasClients> FromRequestParts<Arc<S>> for ClientId {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, state: &Arc<S>) -> Result<Self, Infallible> {
+        Ok(identified(parts, &**state).0)
+    }
+}
+
+impl<S: HasClients> FromRequestParts<Arc<S>> for KeyId {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, state: &Arc<S>) -> Result<Self, Infallible> {
+        Ok(identified(parts, &**state).1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    fn headers(lines: &[&'static str]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for line in lines {
+            headers.append(FORWARDED_FOR, HeaderValue::from_static(line));
+        }
+        headers
+    }
+
+    fn ip(text: &str) -> Remote {
+        Remote::Ip(text.parse().unwrap())
+    }
+
+    #[test]
+    fn only_a_trusted_proxys_word_counts() {
+        let proxies: TrustedProxies = "10.0.0.0/8, 192.0.2.1,::1,unix".parse().unwrap();
+        let origin = |remote, lines: &[&'static str]| proxies.origin(remote, &headers(lines));
+        // Whoever is no proxy may write what it likes.
+        assert_eq!(origin(ip("203.0.113.9"), &["198.51.100.1"]), ip("203.0.113.9"));
+        assert_eq!(origin(ip("10.1.2.3"), &["198.51.100.1"]), ip("198.51.100.1"));
+        assert_eq!(origin(Remote::Local, &["198.51.100.1:4711"]), ip("198.51.100.1"));
+        assert_eq!(origin(ip("::1"), &["[2001:db8::7]:80"]), ip("2001:db8::7"));
+        // From the end: what stands before the first stranger was written by that stranger.
+        let way = ["1.1.1.1, 198.51.100.1", "192.0.2.1,10.9.9.9"];
+        assert_eq!(origin(ip("10.1.2.3"), &way), ip("198.51.100.1"));
+        assert_eq!(origin(ip("10.1.2.3"), &["1.1.1.1, unknown"]), ip("10.1.2.3"));
+        assert_eq!(origin(ip("10.1.2.3"), &[]), ip("10.1.2.3"));
+        assert_eq!(origin(ip("192.0.2.1"), &["::ffff:198.51.100.1"]), ip("198.51.100.1"));
+        for wrong in ["10.0.0.0/40", "host", "10.0.0.1,x"] {
+            assert!(wrong.parse::<TrustedProxies>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_client_is_its_key_else_its_address() {
+        let clients = Clients::new(TrustedProxies::default());
+        let of = |key, remote| clients.id(KeyId(key), remote, &HeaderMap::new());
+        assert_eq!(of(Some(0), ip("198.51.100.1")), of(Some(0), ip("198.51.100.2")));
+        assert_ne!(of(Some(0), ip("198.51.100.1")), of(Some(1), ip("198.51.100.1")));
+        assert_ne!(of(None, ip("198.51.100.1")), of(None, ip("198.51.100.2")));
+        // All addresses of a /64 are one household's.
+        assert_eq!(of(None, ip("2001:db8:0:1::1")), of(None, ip("2001:db8:0:1:ffff::2")));
+        assert_ne!(of(None, ip("2001:db8:0:1::1")), of(None, ip("2001:db8:0:2::1")));
+        // The numbers tell nothing: another process has others.
+        let others = Clients::new(TrustedProxies::default());
+        let same = ip("198.51.100.1");
+        assert_ne!(of(None, same), others.id(KeyId(None), same, &HeaderMap::new()));
+    }
+}

@@ -1,0 +1,207 @@
+//! One connection: its requests, answered one after the other, and its end.
+
+use std::future::poll_fn;
+use std::io::{self, IoSlice};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes, HttpBody};
+use axum::http::{Request, Response};
+use hyper::body::{Frame, Incoming, SizeHint};
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::Watcher;
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::timeout;
+use tower::ServiceExt;
+
+use crate::client::Remote;
+use crate::line::{Line, LineIo};
+use crate::places::Seat;
+use crate::socket::Socket;
+use crate::stall::Stalling;
+use crate::tls::Tls;
+
+/// The state that all connections of a listener share.
+#[derive(Debug, Clone)]
+pub struct ConnectionSetup {
+    /// The routes. Each request has the [`Remote`] in its extensions, and the [`Line`] where the
+    /// connection is not encrypted.
+    pub router: Router,
+    /// The longest time for a head, and for a TLS handshake, to arrive.
+    pub header_timeout: Duration,
+    /// The longest time in which a client may take no bytes although some wait for it.
+    pub send_timeout: Duration,
+    /// True if a connection may carry a second request.
+    pub keep_alive: bool,
+    /// Certificate and key; `None`: the connections are not encrypted.
+    pub tls: Option<Tls>,
+}
+
+/// Answers the requests of a connection until it ends, its place is needed, or its client has left
+/// a request alone.
+pub(crate) async fn run(
+    setup: ConnectionSetup,
+    socket: Socket,
+    remote: Remote,
+    seat: Seat,
+    watcher: Watcher,
+) {
+    let (line, seat) = (Line::new(socket), Arc::new(seat));
+    let answering = async {
+        let io = Stalling::new(LineIo(Arc::clone(&line)), setup.send_timeout);
+        match setup.tls.clone() {
+            None => answer(&setup, io, Some(&line), remote, &seat, watcher).await,
+            Some(tls) => match timeout(setup.header_timeout, tls.accept(io)).await {
+                // What is written to the line is not encrypted, so nobody but the connection writes
+                // to this one.
+                Ok(Ok(io)) => answer(&setup, io, None, remote, &seat, watcher).await,
+                Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
+                Err(_) => tracing::debug!("a TLS handshake took too long"),
+            },
+        }
+    };
+    tokio::select! {
+        // A request that can be answered at once is answered before anybody asks whether its client
+        // is still there.
+        biased;
+        () = answering => {}
+        () = left_alone(&line, &seat) => tracing::debug!("a client has left"),
+        () = seat.told_to_go() => tracing::debug!("an idle connection made room"),
+    }
+}
+
+async fn answer(
+    setup: &ConnectionSetup,
+    io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    line: Option<&Arc<Line>>,
+    remote: Remote,
+    seat: &Arc<Seat>,
+    watcher: Watcher,
+) {
+    let (line, begun, ended) = (line.cloned(), Arc::clone(seat), Arc::clone(seat));
+    let service = setup
+        .router
+        .clone()
+        .map_request(move |mut request: Request<Incoming>| {
+            begun.begin();
+            let extensions = request.extensions_mut();
+            extensions.insert(remote);
+            if let Some(line) = &line {
+                extensions.insert(Arc::clone(line));
+            }
+            request
+        })
+        .map_response(move |response: Response<Body>| {
+            response.map(|body| Answer { body, seat: Arc::clone(&ended) })
+        });
+    let io = TokioIo::new(Watched { io, seat: Arc::clone(seat) });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(setup.header_timeout)
+        .keep_alive(setup.keep_alive)
+        .serve_connection(io, TowerToHyperService::new(service));
+    if let Err(error) = watcher.watch(connection).await {
+        tracing::debug!(%error, "a connection ended early");
+    }
+}
+
+/// Ready once the client has closed its end while a request is answered. hyper sees that only if no
+/// bytes are unread: one byte after a request would keep the request running.
+async fn left_alone(line: &Line, seat: &Seat) {
+    let mut closed = pin!(line.closed());
+    let mut is_closed = false;
+    // Polled whenever the connection is, so it sees the request that begins after the client has
+    // closed its end.
+    poll_fn(move |context| {
+        is_closed = is_closed || closed.as_mut().poll(context).is_ready();
+        if is_closed && seat.is_busy() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+}
+
+/// An answer's body, which says when it is complete.
+struct Answer {
+    body: Body,
+    seat: Arc<Seat>,
+}
+
+impl HttpBody for Answer {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        self.seat.end();
+    }
+}
+
+/// A connection's io, which says when all is written.
+struct Watched<I> {
+    io: I,
+    seat: Arc<Seat>,
+}
+
+impl<I: AsyncRead + Unpin> AsyncRead for Watched<I> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_read(context, buffer)
+    }
+}
+
+impl<I: AsyncWrite + Unpin> AsyncWrite for Watched<I> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write(context, buffer)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write_vectored(context, buffers)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.io).poll_flush(context);
+        if let Poll::Ready(Ok(())) = flushed {
+            self.seat.flushed();
+        }
+        flushed
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(context)
+    }
+}

@@ -1,0 +1,45 @@
+//! The HTTP face of a server: its connections, and what is known of a client before its request is
+//! read. Nothing here knows a model or an API.
+//!
+//! [`Connections`] accepts, within the places of a listener, and answers requests with the routes
+//! of a [`ConnectionSetup`]. A connection is encrypted by [`Tls`], and cut once its client takes
+//! nothing for too long. A [`Line`] lets another thread write the chunks of an answer past hyper.
+//! [`Keys`] and [`Clients`] tell whose request it is, and a [`ByteBudget`] what it may take. A
+//! [`Guard`] watches over threads.
+//!
+//! ```
+//! use forebay_http::{ByteBudget, ClientId, Refusal};
+//!
+//! let budget = ByteBudget::new(800);
+//! let charge = budget.charge(ClientId(1), 500)?;
+//! assert_eq!(budget.used(), 500);
+//! assert!(matches!(budget.charge(ClientId(1), 900), Err(Refusal::TooLarge { .. })));
+//! drop(charge);
+//! assert_eq!(budget.used(), 0, "what is charged is given back");
+//! # Ok::<(), Refusal>(())
+//! ```
+
+mod budget;
+mod client;
+mod connection;
+mod connections;
+mod guard;
+mod keys;
+mod line;
+mod places;
+mod socket;
+mod stall;
+mod thread;
+mod tls;
+
+pub use budget::{ByteBudget, Charge};
+pub use client::{ClientId, Clients, HasClients, KeyId, Remote, TrustedProxies};
+pub use connection::ConnectionSetup;
+pub use connections::Connections;
+pub use forebay_fair::Refusal;
+pub use guard::{Guard, contained, panic_message};
+pub use keys::Keys;
+pub use line::{Line, LineIo, Written};
+pub use socket::{Listener, Socket};
+pub use thread::ListenerThread;
+pub use tls::Tls;

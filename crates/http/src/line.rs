@@ -1,0 +1,275 @@
+//! A connection's socket, to which the egress thread may write too.
+//!
+//! hyper owns the connection. It reads requests, writes heads and ends, and notices that the client
+//! has gone. Between the head and the end of a streamed answer it has no decision to make. So the
+//! egress thread writes those chunks itself: no task is woken, and nothing is copied from thread to
+//! thread. The two never write at once. A response without anything to send *asks* for the line.
+//! The line *opens* once hyper has written all its bytes. It is *shut* before hyper gets anything
+//! more to write, or when the socket takes no more. Bytes that the socket did not take are kept
+//! here, ahead of all that hyper writes next.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use crate::socket::Socket;
+use crate::stall::Transport;
+
+const SHUT: u8 = 0;
+const ASKED: u8 = 1;
+const OPEN: u8 = 2;
+
+/// A socket with a gate beside hyper.
+#[derive(Debug)]
+pub struct Line {
+    socket: Socket,
+    gate: AtomicU8,
+    /// The end of a chunk that the socket did not take whole.
+    rest: Mutex<Vec<u8>>,
+}
+
+/// The fate of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// The socket has taken the chunk.
+    Whole,
+    /// The line is shut and holds the bytes: the connection's task must be woken to write the rest.
+    Waiting,
+}
+
+impl Line {
+    /// The line of a connection that is shut at first.
+    #[must_use]
+    pub fn new(socket: Socket) -> Arc<Self> {
+        Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
+    }
+
+    /// Waits until the client has closed its side, also if earlier bytes are unread. hyper looks
+    /// for the end only if nothing is left to read.
+    pub(crate) async fn closed(&self) {
+        // A socket that cannot be watched is broken.
+        let _ = self.socket.closed().await;
+    }
+
+    /// Lets the line open as soon as hyper has written its bytes.
+    pub fn ask(&self) {
+        let _ = self.gate.compare_exchange(SHUT, ASKED, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// Shuts the line: from here on, hyper writes.
+    pub fn shut(&self) {
+        self.gate.store(SHUT, Ordering::Release);
+    }
+
+    /// True if [`Line::write`] may be called.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.gate.load(Ordering::Acquire) == OPEN
+    }
+
+    /// Writes without a wait. The line must be open, and nobody may ask or shut meanwhile.
+    pub fn write(&self, chunk: &[u8]) -> Written {
+        let taken = match self.socket.try_write(chunk) {
+            Ok(taken) if taken == chunk.len() => return Written::Whole,
+            Ok(taken) => taken,
+            // A broken connection is for hyper to find out: it gets the same error for the rest.
+            Err(_) => 0,
+        };
+        self.rest.lock().extend_from_slice(&chunk[taken..]);
+        self.shut();
+        Written::Waiting
+    }
+
+    fn poll_rest(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut rest = self.rest.lock();
+        while !rest.is_empty() {
+            ready!(self.socket.poll_write_ready(context))?;
+            match self.socket.try_write(&rest) {
+                Ok(0) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                Ok(taken) => drop(rest.drain(..taken)),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_with(
+        &self,
+        context: &mut Context<'_>,
+        write: impl Fn(&Socket) -> io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        ready!(self.poll_rest(context))?;
+        loop {
+            ready!(self.socket.poll_write_ready(context))?;
+            match write(&self.socket) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                written => return Poll::Ready(written),
+            }
+        }
+    }
+}
+
+/// hyper's end of a line.
+#[derive(Debug)]
+pub struct LineIo(pub Arc<Line>);
+
+impl AsyncRead for LineIo {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        loop {
+            ready!(self.0.socket.poll_read_ready(context))?;
+            match self.0.socket.try_read_buf(buffer) {
+                Ok(_) => return Poll::Ready(Ok(())),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+    }
+}
+
+impl AsyncWrite for LineIo {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.0.poll_with(context, |socket| socket.try_write(buffer))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.0.poll_with(context, |socket| socket.try_write_vectored(buffers))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    /// hyper flushes its io only when it holds nothing more.
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.0.poll_rest(context))?;
+        let gate = &self.0.gate;
+        let _ = gate.compare_exchange(ASKED, OPEN, Ordering::AcqRel, Ordering::Acquire);
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.0.poll_rest(context))?;
+        Poll::Ready(
+            rustix::net::shutdown(&self.0.socket, rustix::net::Shutdown::Write)
+                .map_err(io::Error::from),
+        )
+    }
+}
+
+impl Transport for LineIo {
+    fn backlog(&self) -> usize {
+        self.0.rest.lock().len()
+    }
+
+    fn give_up(&self) {
+        // Where the system refuses, it forgets after some minutes by itself.
+        let _ = rustix::net::sockopt::set_socket_linger(&self.0.socket, Some(Duration::ZERO));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    /// A line and its client.
+    async fn pair() -> (Arc<Line>, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let socket = listener.accept().await.unwrap().0;
+        // The runtime has to see once that the socket takes data.
+        socket.writable().await.unwrap();
+        (Line::new(Socket::Tcp(socket)), client)
+    }
+
+    #[tokio::test]
+    async fn it_opens_only_when_asked_and_flushed() {
+        let (line, _client) = pair().await;
+        let mut io = LineIo(Arc::clone(&line));
+        io.flush().await.unwrap();
+        assert!(!line.is_open());
+        line.ask();
+        assert!(!line.is_open());
+        io.flush().await.unwrap();
+        assert!(line.is_open());
+        line.ask();
+        assert!(line.is_open());
+        line.shut();
+        io.flush().await.unwrap();
+        assert!(!line.is_open());
+    }
+
+    #[tokio::test]
+    async fn what_a_full_socket_did_not_take_comes_before_what_hyper_writes() {
+        let (line, mut client) = pair().await;
+        let mut io = LineIo(Arc::clone(&line));
+        line.ask();
+        io.flush().await.unwrap();
+        let mut sent = Vec::new();
+        let mut number = 0u32;
+        loop {
+            let chunk: Vec<u8> = (0..5_000u32).flat_map(|at| (number + at).to_le_bytes()).collect();
+            number += 5_000;
+            sent.extend_from_slice(&chunk);
+            if line.write(&chunk) == Written::Waiting {
+                break;
+            }
+        }
+        assert!(!line.is_open());
+        let flushed = poll_fn(|context| Poll::Ready(Pin::new(&mut io).poll_flush(context))).await;
+        assert!(flushed.is_pending() && !line.is_open());
+
+        sent.extend_from_slice(b"the end");
+        let expected = sent.len();
+        let writing = tokio::spawn(async move {
+            io.write_all(b"the end").await.unwrap();
+            io
+        });
+        let mut got = vec![0; expected];
+        client.read_exact(&mut got).await.unwrap();
+        assert!(got == sent, "bytes are lost or out of order");
+        let mut io = writing.await.unwrap();
+        line.ask();
+        io.flush().await.unwrap();
+        assert!(line.is_open());
+    }
+
+    #[tokio::test]
+    async fn a_client_that_has_gone_is_hypers_to_find() {
+        let (line, client) = pair().await;
+        let mut io = LineIo(Arc::clone(&line));
+        rustix::net::sockopt::set_socket_linger(&client, Some(Duration::ZERO)).unwrap();
+        drop(client);
+        io.0.closed().await;
+        line.ask();
+        // The reset may be seen by either of them first.
+        let flushed = io.flush().await;
+        if flushed.is_ok() && line.is_open() {
+            assert_eq!(line.write(b"chunk"), Written::Waiting);
+        }
+        assert!(io.write_all(b"more").await.is_err());
+    }
+}

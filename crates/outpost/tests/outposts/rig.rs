@@ -1,0 +1,215 @@
+//! A brain, its outposts, and hands that compute nothing.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use forebay_engine::{Executor, Ready, Signal};
+use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
+use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
+use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
+use tokio::sync::oneshot;
+
+pub(crate) const MINUTE_US: u64 = 60_000_000;
+
+/// A brain that takes outposts.
+pub(crate) struct Brain {
+    /// All replicas share it.
+    pub(crate) site: Arc<dyn Site>,
+    pub(crate) arena: Arena,
+    pub(crate) address: SocketAddr,
+    pub(crate) token: JoinToken,
+    pub(crate) _stop: oneshot::Sender<()>,
+}
+
+pub(crate) fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().expect("it works")
+}
+
+impl Brain {
+    pub(crate) fn start() -> Self {
+        Self::of(None)
+    }
+
+    /// One whose groups may be on several outposts if an interface is named.
+    pub(crate) fn of(interface: Option<&str>) -> Self {
+        let credentials = Credentials::make().expect("it works");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("it works");
+        let address = listener.local_addr().expect("it works");
+        let (outposts, serving) = Outposts::listen(listener, &credentials).expect("it works");
+        let (stop, stopped) = oneshot::channel();
+        thread::spawn(move || {
+            runtime().block_on(async {
+                tokio::select! {
+                    served = serving => served.expect("it works"),
+                    _ = stopped => {}
+                }
+            });
+        });
+        let site = outposts.site("fake", interface);
+        let arena = Arena::new(16 << 20).expect("it works");
+        Self { site, arena, address, token: credentials.token().clone(), _stop: stop }
+    }
+
+    pub(crate) fn executor(&self, behaviour: &str, ranks: usize) -> HandExecutor {
+        HandExecutor::new(self.spec(behaviour, ranks)).expect("it works")
+    }
+
+    /// A step group, each of whose ranks is a member.
+    pub(crate) fn step_group(&self, behaviour: &str, ranks: usize) -> HandExecutor {
+        let mut spec = self.spec(behaviour, ranks);
+        spec.config.step_group = true;
+        HandExecutor::new(spec).expect("it works")
+    }
+
+    pub(crate) fn spec(&self, behaviour: &str, ranks: usize) -> HandSpec {
+        HandSpec {
+            program: "/not/used".into(),
+            args: Vec::new(),
+            env: vec![("FAKE_BEHAVIOUR".into(), behaviour.into())],
+            config: HandConfig { page_size: 16, ..HandConfig::default() },
+            arena: self.arena.clone(),
+            ranks: vec![RankSpec::default(); ranks],
+            site: Some(Arc::clone(&self.site)),
+        }
+    }
+
+    pub(crate) fn settings(&self, hands: u32) -> WorkSettings {
+        let (brain, token) = (self.address.to_string(), self.token.clone());
+        WorkSettings { brain, token, name: "here".into(), hands }
+    }
+
+    /// Settings with the certificate of this brain and the secret of another one.
+    pub(crate) fn mixed_up(&self, other: &Credentials) -> WorkSettings {
+        let (right, wrong) = (self.token.to_string(), other.token().to_string());
+        let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
+        WorkSettings { token: mixed.parse().expect("it works"), ..self.settings(1) }
+    }
+}
+
+/// An outpost on a thread of its own. Dropping it ends it as a signal would.
+pub(crate) struct Outpost {
+    pub(crate) stop: Option<oneshot::Sender<()>>,
+    pub(crate) thread: Option<thread::JoinHandle<Result<(), Ended>>>,
+}
+
+pub(crate) fn spawn(
+    order: &HandOrder,
+    arena: &Arena,
+) -> io::Result<(RankProcess, std::os::unix::net::UnixStream)> {
+    assert_eq!(order.hand, "fake");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../hand/tests/fake_hand.py");
+    let mut command = Command::new("python3");
+    command.arg(script).envs(order.env.iter().map(|(name, value)| (name, value)));
+    command.env("FAKE_COLLECTIVES", format!("{:?}", order.collectives));
+    if order.env.iter().any(|(_, value)| value == "no program") {
+        command = Command::new("/no/such/program");
+    }
+    RankProcess::spawn(command, arena, None, &[])
+}
+
+impl Outpost {
+    pub(crate) fn start(settings: WorkSettings) -> Self {
+        let (stop, stopped) = oneshot::channel();
+        let stopping = async {
+            let _ = stopped.await;
+        };
+        let thread =
+            thread::spawn(move || runtime().block_on(work(settings, Arc::new(spawn), stopping)));
+        Self { stop: Some(stop), thread: Some(thread) }
+    }
+
+    pub(crate) fn end(mut self) -> Result<(), Ended> {
+        drop(self.stop.take());
+        self.thread.take().expect("it works").join().expect("it works")
+    }
+
+    /// Waits until it ends by itself.
+    pub(crate) fn ended(mut self) -> Ended {
+        let thread = self.thread.as_ref().expect("it is there");
+        eventually("the outpost ends by itself", || thread.is_finished());
+        self.thread.take().expect("it works").join().expect("it works").expect_err("it goes on")
+    }
+}
+
+pub(crate) fn next(executor: &mut HandExecutor) -> Signal {
+    match executor.wait(Some(MINUTE_US)) {
+        Signal::TimedOut => panic!("nothing happened for a minute"),
+        signal => signal,
+    }
+}
+
+pub(crate) fn ready(executor: &mut HandExecutor) -> Ready {
+    executor.start();
+    ready_at_last(executor)
+}
+
+/// The facts of a group that was started.
+pub(crate) fn ready_at_last(executor: &mut HandExecutor) -> Ready {
+    loop {
+        match next(executor) {
+            Signal::Ready(facts) => return facts,
+            Signal::Progress(_) => {}
+            other => panic!("not ready: {other:?}"),
+        }
+    }
+}
+
+/// The reason, and how long it took.
+pub(crate) fn death(executor: &mut HandExecutor) -> (String, Duration) {
+    let began = Instant::now();
+    loop {
+        match next(executor) {
+            Signal::Died(reason) => return (reason, began.elapsed()),
+            Signal::Progress(_) | Signal::Result(_) => {}
+            other => panic!("not dead: {other:?}"),
+        }
+    }
+}
+
+pub(crate) fn plan(step: u64, tokens: &[i32]) -> StepPlan {
+    let mut plan = StepPlan::default();
+    plan.begin(step);
+    let prompt_len = tokens.len() as u32;
+    plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len, spec: &SlotSpec::default() });
+    plan.push_row(Row { slot: 0, start: 0, length: prompt_len, want: Want::TOKEN });
+    plan
+}
+
+pub(crate) fn step(executor: &mut HandExecutor, step: u64, tokens: &[i32]) -> Vec<i32> {
+    executor.submit(&[plan(step, tokens)]);
+    match next(executor) {
+        Signal::Result(mut results) => {
+            let result = results.remove(0);
+            assert_eq!(result.step, step);
+            result.tokens
+        }
+        other => panic!("no result: {other:?}"),
+    }
+}
+
+/// Hands below this process that are alive.
+pub(crate) fn hands_of(marker: &str) -> usize {
+    environments(marker).len()
+}
+
+/// The variables of those hands.
+pub(crate) fn environments(marker: &str) -> Vec<String> {
+    let wanted = format!("FAKE_BEHAVIOUR={marker}\0");
+    let processes = std::fs::read_dir("/proc").expect("it works").flatten();
+    let texts = processes.filter_map(|entry| std::fs::read(entry.path().join("environ")).ok());
+    let texts = texts.map(|text| String::from_utf8_lossy(&text).into_owned());
+    texts.filter(|text| text.contains(&wanted)).collect()
+}
+
+pub(crate) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}

@@ -1,0 +1,103 @@
+//! The bytes of memory that a request is charged.
+//!
+//! A request is charged twice. One charge is for its body and the values made of it, until its
+//! prompts are token ids. The other is for its choices and its answer, until that has been sent.
+//! When their form is compiled, what it takes is added to that.
+
+use forebay_egress::LOGPROB_JSON;
+
+/// Bytes of memory for each byte of a body: the body, its copy in one piece, and the parsed values.
+const UNREAD: usize = 4;
+/// Bytes of a parsed request for each byte of its body: the strings, the rendered prompt, its token
+/// ids.
+const READ: usize = 3;
+/// Bytes of a JSON value that is kept as such, with the template's copy.
+const VALUE: usize = 512;
+/// Bytes of a request of any kind.
+const REQUEST: usize = 4096;
+/// Bytes of a choice: its places in the queue, the egress and the mailbox.
+const CHOICE: usize = 4096;
+/// Bytes of a token id.
+const TOKEN: usize = size_of::<i32>();
+/// Bytes of a log-probability as numbers: an id, and a value.
+const LOGPROB: usize = 8;
+/// Bytes of a generated token: its id here and in the engine, and its text.
+const GENERATED: usize = 12;
+/// Tokens that a choice is expected to generate at most. Few answers get so long. The rest of a
+/// long context would be too much to set aside for each, and is charged when it comes.
+const EXPECTED: u32 = 4096;
+/// Bytes of an element of a vector: twice as a number, and as JSON.
+const ELEMENT: usize = 2 * size_of::<f32>() + 16;
+
+/// Bytes of a request whose body of so many bytes has come, or will come.
+pub(crate) fn unread(body: usize) -> usize {
+    REQUEST.saturating_add(body.saturating_mul(UNREAD))
+}
+
+/// Bytes of the parsed form of a body of `body` bytes. Its embeddings take `embeds` bytes on top,
+/// and `values` JSON values were kept.
+pub(crate) fn read(body: usize, embeds: usize, values: usize) -> usize {
+    REQUEST + body * READ + embeds + values * VALUE
+}
+
+/// Bytes of the choices of prompts.
+pub(crate) fn choices(prompts: impl Iterator<Item = Size>) -> usize {
+    prompts.map(|size| size.bytes()).fold(0, usize::saturating_add)
+}
+
+/// Bytes of prompts of so many tokens in all, which are pooled to vectors of `size` elements.
+pub(crate) fn inputs(inputs: usize, tokens: usize, size: usize) -> usize {
+    let vectors = inputs.saturating_mul(CHOICE + ELEMENT * size);
+    vectors.saturating_add(2 * TOKEN * tokens)
+}
+
+/// The sizes of a prompt and its choices.
+pub(crate) struct Size {
+    /// Tokens of the prompt.
+    pub(crate) prompt: usize,
+    /// The largest number of tokens of a choice.
+    pub(crate) max_tokens: u32,
+    pub(crate) choices: usize,
+    /// Log-probabilities of each token.
+    pub(crate) candidates: usize,
+    /// Ids that are the only ones allowed.
+    pub(crate) allowed: usize,
+    /// Log-probabilities of each token of the prompt.
+    pub(crate) told: usize,
+    /// Bytes of the answer that repeat the prompt, and what is told of it.
+    pub(crate) repeated: usize,
+}
+
+impl Size {
+    fn bytes(&self) -> usize {
+        let Self { prompt, max_tokens, choices, candidates, allowed, told, repeated } = *self;
+        let tokens = max_tokens.min(EXPECTED) as usize;
+        // An admitted choice has the prompt's tokens once more.
+        let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + LOGPROB_JSON * candidates);
+        // Choices share the ids that are allowed, and so do prompts: each counts them, which is
+        // more than enough.
+        (TOKEN * (prompt + allowed) + LOGPROB * told * prompt)
+            .saturating_add(repeated)
+            .saturating_add(choice.saturating_mul(choices))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_http::{ByteBudget, ClientId};
+
+    use super::*;
+
+    #[test]
+    fn a_body_is_charged_before_and_after_it_is_parsed() {
+        let budget = ByteBudget::new(1 << 20);
+        let charge = budget.open(ClientId(1));
+        charge.at_least(unread(1000)).unwrap();
+        let before = budget.used();
+        charge.at_least(unread(10)).unwrap();
+        assert_eq!(budget.used(), before, "it only grows while it is read");
+        assert!(before >= 4000);
+        charge.set(read(1000, 0, 0)).unwrap();
+        assert!(budget.used() < before);
+    }
+}

@@ -1,0 +1,301 @@
+//! A kit for tests of engines: an engine on a simulated hand, and what becomes of its requests.
+//!
+//! ```
+//! use forebay_sim::testing::{VOCAB, alone, text};
+//!
+//! assert_eq!(alone(vec![1, 2, 3], 5), alone(vec![1, 2, 3], 9)[..5]);
+//! assert!(alone(vec![1], 9).iter().all(|&token| (token as u32) < VOCAB));
+//! ```
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use forebay_engine::{
+    BlockObserver, Clock, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread,
+    Executor, FinishReason, Hooks, Output, OutputSink, Peers, Request, Status,
+};
+
+use crate::{SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token};
+
+/// Tokens of the vocabulary of [`text`].
+pub const VOCAB: u32 = 1000;
+/// Far longer than anything here takes: a test that reaches it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A look at every batch on the engine thread. A fault in it happens at that very step.
+pub type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
+
+/// A hook that does nothing.
+#[must_use]
+pub fn quiet() -> Hook {
+    Box::new(|_, _| {})
+}
+
+/// A hook that breaks something at the first step that gave outputs.
+#[must_use]
+pub fn once(mut breaking: impl FnMut(&SimControl) + Send + 'static) -> Hook {
+    let mut done = false;
+    Box::new(move |control, _| {
+        if !std::mem::replace(&mut done, true) {
+            breaking(control);
+        }
+    })
+}
+
+/// A sink that sends outputs to the test.
+pub struct ChannelSink {
+    outputs: Sender<Vec<Output>>,
+    look: Option<(SimControl, Hook)>,
+}
+
+impl ChannelSink {
+    /// A sink without a hook.
+    #[must_use]
+    pub fn new(outputs: Sender<Vec<Output>>) -> Self {
+        Self { outputs, look: None }
+    }
+
+    /// A sink whose hook sees outputs before the test does.
+    #[must_use]
+    pub fn hooked(outputs: Sender<Vec<Output>>, control: SimControl, hook: Hook) -> Self {
+        Self { outputs, look: Some((control, hook)) }
+    }
+}
+
+impl OutputSink for ChannelSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        if let Some((control, hook)) = &mut self.look {
+            hook(control, &outputs);
+        }
+        // The test may be over.
+        let _ = self.outputs.send(outputs);
+    }
+}
+
+/// All that a request gave.
+#[derive(Debug, Default, PartialEq)]
+pub struct Story {
+    /// Admissions, of which there is one at most.
+    pub admissions: usize,
+    /// Tokens of the prompt that were found in a tier.
+    pub cached_tokens: u32,
+    /// The generated tokens.
+    pub tokens: Vec<i32>,
+    /// The end; `None` before it.
+    pub end: Option<FinishReason>,
+}
+
+impl Story {
+    /// Adds an output; true if it is the end.
+    ///
+    /// # Panics
+    /// The story has ended already, or the request is admitted twice.
+    pub fn push(&mut self, output: Output) -> bool {
+        assert_eq!(self.end, None, "something after the end: {output:?}");
+        if let Some(admission) = output.admission {
+            self.admissions += 1;
+            self.cached_tokens += admission.cached_tokens;
+        }
+        if let Some(token) = output.token {
+            // A request that another engine has admitted goes on without an admission.
+            assert!(self.admissions <= 1, "admitted twice");
+            self.tokens.push(token.id);
+        }
+        self.end = output.finish;
+        self.end.is_some()
+    }
+
+    /// The tokens and the end.
+    ///
+    /// # Panics
+    /// The story has not ended.
+    #[must_use]
+    pub fn whole(self) -> (Vec<i32>, FinishReason) {
+        (self.tokens, self.end.expect("it has ended"))
+    }
+}
+
+/// Adds outputs to the stories of their requests; gives the requests that ended with them.
+pub fn tell(stories: &mut HashMap<u64, Story>, outputs: Vec<Output>) -> Vec<u64> {
+    let mut ended = Vec::new();
+    for output in outputs {
+        let id = output.id.0;
+        if stories.entry(id).or_default().push(output) {
+            ended.push(id);
+        }
+    }
+    ended
+}
+
+/// The tokens and the end of each story.
+#[must_use]
+pub fn wholes<K: Eq + Hash>(stories: HashMap<K, Story>) -> HashMap<K, (Vec<i32>, FinishReason)> {
+    stories.into_iter().map(|(id, story)| (id, story.whole())).collect()
+}
+
+/// The parts of a [`Rig`] beside its settings.
+pub struct RigParts {
+    /// The hook of each member: one, but for a step group.
+    pub hooks: Vec<Hook>,
+    /// Gets the changes of the first member's prefix cache.
+    pub blocks: Option<Box<dyn BlockObserver>>,
+    /// The other engines of the first member.
+    pub peers: Option<Box<dyn Peers>>,
+    /// Breaks the hand before it starts.
+    pub breaking: Box<dyn FnOnce(&SimControl)>,
+    /// The engine's clock, made of the simulation's.
+    pub clock: fn(SimClock) -> Arc<dyn Clock>,
+    /// The engine's executor, made of the simulated one.
+    pub executor: Box<dyn FnOnce(SimExecutor) -> Box<dyn Executor>>,
+}
+
+impl Default for RigParts {
+    fn default() -> Self {
+        Self {
+            hooks: vec![quiet()],
+            blocks: None,
+            peers: None,
+            breaking: Box::new(|_| {}),
+            clock: |clock| Arc::new(clock),
+            executor: Box::new(|executor| Box::new(executor)),
+        }
+    }
+}
+
+/// An engine on a simulated hand. To drop it stops the engine.
+pub struct Rig {
+    /// The first member.
+    pub handle: EngineHandle,
+    /// All members.
+    pub handles: Vec<EngineHandle>,
+    /// The simulation's clock.
+    pub clock: SimClock,
+    /// Faults of the hand, and the flow of time.
+    pub control: SimControl,
+    /// The outputs of all members.
+    pub outputs: Receiver<Vec<Output>>,
+    /// Gets something when the engine's thread has ended.
+    pub exit: Receiver<()>,
+    thread: EngineThread,
+}
+
+impl Rig {
+    /// Starts the engine.
+    ///
+    /// # Panics
+    /// The system has no room for a thread.
+    #[must_use]
+    pub fn start(config: EngineConfig, sim: SimConfig, parts: RigParts) -> Self {
+        let RigParts { hooks, mut blocks, mut peers, breaking, clock: clock_of, executor: around } =
+            parts;
+        let clock = sim.clock.clone();
+        let members = u32::try_from(hooks.len()).expect("a few members");
+        let (executor, control) = SimExecutor::group(sim, members);
+        breaking(&control);
+        let (sender, outputs) = channel();
+        let (ended, exit) = channel();
+        let hooks = hooks.into_iter().map(|hook| {
+            let ended = ended.clone();
+            let on_exit = Box::new(move || {
+                // The test may be over.
+                let _ = ended.send(());
+            });
+            let sink = Box::new(ChannelSink::hooked(sender.clone(), control.clone(), hook));
+            let (blocks, peers) = (blocks.take(), peers.take());
+            Hooks { blocks, peers, on_exit, ..Hooks::new(sink) }
+        });
+        let clock_of_engine = clock_of(clock.clone());
+        let (handles, thread) =
+            Engine::start_group(config, around(executor), clock_of_engine, hooks.collect())
+                .expect("thread");
+        Self { handle: handles[0].clone(), handles, clock, control, outputs, exit, thread }
+    }
+
+    /// Waits until no member starts any more, and stops the time: virtual time would run away from
+    /// the test's submits.
+    #[must_use]
+    pub fn held(self) -> Self {
+        for handle in &self.handles {
+            settled(handle, |status| !matches!(status, Status::Starting(_)));
+        }
+        self.control.hold();
+        self
+    }
+
+    /// Waits for a status of the first member.
+    pub fn settled(&self, wanted: impl Fn(&Status) -> bool) -> Status {
+        settled(&self.handle, wanted)
+    }
+
+    /// Lets time go on and follows the outputs until `count` requests have ended.
+    #[must_use]
+    pub fn follow(&self, count: usize) -> HashMap<u64, Story> {
+        self.control.release();
+        self.collect(count)
+    }
+
+    /// Follows the outputs until `count` requests have ended.
+    ///
+    /// # Panics
+    /// No outputs come any more.
+    #[must_use]
+    pub fn collect(&self, mut count: usize) -> HashMap<u64, Story> {
+        let mut stories = HashMap::new();
+        while count > 0 {
+            let outputs = self.outputs.recv_timeout(PATIENCE).expect("outputs");
+            count -= tell(&mut stories, outputs).len();
+        }
+        stories
+    }
+
+    /// Stops the engine and waits for its end.
+    pub fn end(self) {
+        self.handle.stop();
+        self.thread.join();
+    }
+}
+
+/// Waits for a status; there is no event to wait for, and no assertion hangs on how long it takes.
+pub fn settled(handle: &EngineHandle, wanted: impl Fn(&Status) -> bool) -> Status {
+    loop {
+        let status = handle.status();
+        if wanted(&status) {
+            return status;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Any token may follow any other, and none is an end.
+#[must_use]
+pub fn text() -> SimText {
+    SimText::endless((0..VOCAB as i32).collect())
+}
+
+/// A request of text, whose other parameters are those of nobody.
+#[must_use]
+pub fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
+    let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
+    EngineRequest { request, ..EngineRequest::default() }
+}
+
+/// Prompts of many lengths. Every third begins with the same `common` tokens.
+#[must_use]
+pub fn prompt(id: u64, common: i32) -> Vec<i32> {
+    let common = if id.is_multiple_of(3) { common } else { 0 };
+    let own = 1 + (id as i32 * 7) % 60;
+    (0..common).chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32)).collect()
+}
+
+/// The tokens that a request with this prompt gets when it runs alone.
+#[must_use]
+pub fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
+    let (text, start) = (text(), tokens.len());
+    for _ in 0..count {
+        tokens.push(next_token(&text, &tokens, start));
+    }
+    tokens.split_off(start)
+}
