@@ -40,8 +40,9 @@ pub struct SchedulerConfig {
     pub block_events: bool,
     /// The order of admission.
     pub policy: Policy,
-    /// True if clients take turns within a priority. A client with nothing running then need not
-    /// wait for the requests of a client with many. Otherwise all requests count as one client's.
+    /// True if clients take turns within a priority. A client with less than an even share of what
+    /// runs then need not wait for the requests of a client with more. Otherwise all requests count
+    /// as one client's.
     pub fair: bool,
     /// The size in words up to which a plan may admit a further request; [`STEP_WORDS`], except in
     /// tests.

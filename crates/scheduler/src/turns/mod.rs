@@ -138,9 +138,8 @@ impl Turns {
         self.suspects.clear();
     }
 
-    /// The resident that gives way, and the next request whose client has nothing running. It is
-    /// the least important resident of a client with more than an even share, and no more important
-    /// than the request. The request is then the next to be admitted.
+    /// The resident that gives way, and the request for which it does ([`Shares::who_gives_way`]).
+    /// The request is then the next to be admitted.
     ///
     /// This happens once a step at most, and so seldom that repeated computation takes only a part
     /// of all steps. It runs before any request has a row, since the resident that gives way must
@@ -162,8 +161,8 @@ impl Turns {
             return None;
         }
         self.shares.settled = true;
-        // Those that were admitted before go first, but not for ever before a client that has
-        // nothing.
+        // Those that were admitted before go first, but not for ever before a client that has less
+        // than its share.
         let fresh = || self.queue.first_fresh(next?.key.rank);
         let ticket = self.shares.promised.or_else(fresh)?;
         let victim = self.shares.who_gives_way(&ticket, roster)?;

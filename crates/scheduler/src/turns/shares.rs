@@ -65,15 +65,20 @@ impl Shares {
         self.rested_at = step + 1 + steps;
     }
 
-    /// The least important resident of a client with more than an even share, and no more important
-    /// than the request. `None`: nobody has to give way for the request.
+    /// The resident that gives way for a request whose client has less than an even share: one more
+    /// is no more than that. It is the least important one of a client with more than an even
+    /// share, and no more important than the request. `None`: nobody has to give way.
+    ///
+    /// Afterwards the one client has at most an even share and the other at least one, so that no
+    /// two requests make each other give way in turn.
     pub(crate) fn who_gives_way(&self, ticket: &Ticket, roster: &Roster) -> Option<Handle> {
         let counts = &self.residents;
-        let admitted = roster[ticket.handle].request.past.admitted;
-        if counts.contains_key(&ticket.client) || admitted {
+        let own = counts.get(&ticket.client).copied().unwrap_or(0) as usize;
+        let clients = counts.len() + usize::from(own == 0);
+        let even = (roster.residents.len() / clients).max(1);
+        if own >= even || roster[ticket.handle].request.past.admitted {
             return None;
         }
-        let even = (roster.residents.len() / (counts.len() + 1)).max(1);
         let least = roster.residents.iter().rev();
         least
             .take_while(|(key, _)| key.rank >= ticket.key.rank)

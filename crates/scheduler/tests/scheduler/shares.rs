@@ -2,7 +2,7 @@
 
 use forebay_protocol::{ROW_OK, SamplingParams, SlotSpec, StepPlan, StepResult};
 use forebay_scheduler::{
-    Event, MAX_REQUEST_WORDS, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+    Event, MAX_REQUEST_WORDS, Phase, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
     request_words,
 };
 
@@ -104,19 +104,42 @@ fn turns_go_by_what_requests_cost() {
 }
 
 #[test]
-fn nobody_gives_way_to_a_client_that_has_something_running_or_is_less_important() {
-    let config = SchedulerConfig { policy: Policy::Priority, max_running: 4, slots: 6, ..large() };
+fn a_client_gets_its_even_share_of_what_runs_and_no_more() {
+    let config = SchedulerConfig { max_running: 8, slots: 16, ..large() };
     let mut replica = Replica::new(config);
-    for id in 0..4 {
+    for id in 0..8 {
+        replica.submit(1, id, vec![1; 20], 2000);
+    }
+    assert_eq!(replica.step().len(), 8);
+    for id in 100..108 {
+        replica.submit(2, id, vec![1; 20], 1000);
+        // The one that gave way waits too, and takes nothing back.
+        replica.steps_until(id, 20);
+    }
+    for _ in 0..40 {
+        replica.step();
+    }
+    let running = replica.scheduler.views().filter(|view| view.phase != Phase::Queued);
+    let second = running.filter(|view| view.id >= 100).count();
+    let preempted = replica.scheduler.stats().preemptions;
+    assert_eq!((second, preempted), (4, 4), "half of eight, and each gave way once");
+    assert_eq!(replica.scheduler.check_integrity(), Ok(()));
+}
+
+#[test]
+fn nobody_gives_way_to_a_client_that_has_its_share_or_is_less_important() {
+    let config = SchedulerConfig { policy: Policy::Priority, max_running: 3, slots: 6, ..large() };
+    let mut replica = Replica::new(config);
+    for id in 0..3 {
         let priority = 1;
-        let client = if id == 3 { 2 } else { 1 };
+        let client = if id == 2 { 2 } else { 1 };
         let request = Request { client, priority, ..request(id, vec![1; 20], 2000) };
         replica.scheduler.submit(request);
     }
-    assert_eq!(replica.step().len(), 4);
+    assert_eq!(replica.step().len(), 3);
     let second = Request { client: 2, priority: 1, ..request(4, vec![1], 5) };
     replica.scheduler.submit(second);
-    assert_eq!(replica.steps_until(4, 200), None, "its client has a slot");
+    assert_eq!(replica.steps_until(4, 200), None, "two would be more than an even share of three");
     replica.scheduler.abort(4);
     replica.scheduler.submit(Request { client: 3, priority: 0, ..request(5, vec![1], 5) });
     assert_eq!(replica.steps_until(5, 200), None, "all others are more important");
