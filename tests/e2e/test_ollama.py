@@ -121,7 +121,8 @@ def test_facts_of_the_files_are_told(models: Models, serve: Serve) -> None:
     shown = server.ask("/api/show", {"model": model["name"]})
     assert shown["details"] == model["details"]
     told = shown["model_info"]
-    assert (told["llama.block_count"], told["llama.embedding_length"], told["llama.attention.head_count"]) == (30, 576, 9)
+    sizes = [told[f"llama.{key}"] for key in ("block_count", "embedding_length", "attention.head_count")]
+    assert sizes == [30, 576, 9]
     assert told["llama.context_length"] == server.http.get("/api/ps").json()["models"][0]["context_length"]
     assert "temperature" in shown["parameters"]
     config = server.http.get("/server_info").json()["config"]
