@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.client import Json
-from tests.e2e.conftest import Serve
+from tests.e2e.conftest import Models, Serve
 from tests.e2e.embedders import MiniLM
 from tests.e2e.families import ToolModel
 from tests.e2e.models import Model
@@ -105,6 +105,29 @@ def test_what_is_said_about_models(server: Server) -> None:
     assert {"completion", "tools", "thinking"} <= set(shown["capabilities"])
     assert "im_start" in shown["template"]
     assert server.http.get("/api/version").json()["version"]
+
+
+def test_facts_of_the_files_are_told(models: Models, serve: Serve) -> None:
+    server = serve(models("smollm2"))
+    (model, *_) = server.http.get("/api/tags").json()["models"]
+    assert model["details"] == {
+        "parent_model": "",
+        "format": "gguf",
+        "family": "llama",
+        "families": ["llama"],
+        "parameter_size": "134.52M",
+        "quantization_level": "Q4_1",
+    }
+    shown = server.ask("/api/show", {"model": model["name"]})
+    assert shown["details"] == model["details"]
+    told = shown["model_info"]
+    sizes = [told[f"llama.{key}"] for key in ("block_count", "embedding_length", "attention.head_count")]
+    assert sizes == [30, 576, 9]
+    assert told["llama.context_length"] == server.http.get("/api/ps").json()["models"][0]["context_length"]
+    assert "temperature" in shown["parameters"]
+    config = server.http.get("/server_info").json()["config"]
+    known = [config[name] for name in ("format", "family", "parameters", "weight_type")]
+    assert known == ["gguf", "llama", told["general.parameter_count"], "Q4_1"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -50,6 +51,16 @@ def test_both_hands_answer_alike(models: Models, serve: Serve, flags: list[str])
         given.append([answer["output_ids"] for answer in native_together(server, asked)])
         server.kill()
     assert given[0] == given[1]
+
+
+@pytest.mark.parametrize("hand", ["rust", "torch"])
+def test_pages_beyond_the_memory_are_refused_with_their_number(models: Models, serve: Serve, hand: str) -> None:
+    flags = ("--hand", hand, "--dtype", "bfloat16", "--max-total-tokens", str(10**12))
+    refused = serve(models("llama"), *flags, healthy=False)
+    assert refused.process.wait(120) == 1
+    log = refused.log()
+    assert re.search(r"keys and values of so many tokens take \d+\.\d GB.*: at most \d+ tokens", log), log
+    assert "ConfigError" not in log
 
 
 def test_what_the_rust_hand_lacks_is_said(models: Models, serve: Serve) -> None:

@@ -31,6 +31,7 @@ def runner(**changes: Any) -> ModelRunner:
         ({"load_format": "pickle"}, "load format 'pickle'"),
         ({"max_total_tokens": 3}, "no memory for a single page"),
         ({"mem_fraction_static": 0.0, "max_total_tokens": None}, "no memory for a single page"),
+        ({"max_total_tokens": 1 << 50}, r"keys and values .* take .* GB are free .*: at most \d+ tokens"),
         ({"world_size": 2}, "2 ranks"),
         ({"page_size": 0}, "at least 1"),
         ({"model": {"config": {"architectures": ["GPT2LMHeadModel"]}}}, "GPT2LMHeadModel"),

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "weights",
     },
     "runner": {"compute", "device", "distributed", "layers", "models", "protocol", "state", "weights"},
-    "worker": {"device", "distributed", "protocol", "runner", "state"},
+    "worker": {"device", "distributed", "protocol", "runner", "state", "weights"},
     "place": set(),
 }
 # No module of the first may reach, through any number of imports, a module of the second.

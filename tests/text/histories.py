@@ -65,6 +65,7 @@ CONTENTS = {
         "{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% else %}{{ m.content }}"
         "{% endif %}"
     ),
+    "string_or_json": "{{ m.content if m.content is string else m.content | tojson }}",
     "parts": "{% for p in m.content %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}",
 }
 CALLS = (
@@ -208,8 +209,8 @@ def shape(source: str, render: Render, *, parts: bool) -> tuple[str | None, bool
 
 def nothing_of(empty: str | None, null: str | None) -> str | None:
     """What stands for no content beside calls, if these are the texts of chats with an empty one and with null."""
-    printed = null is None or ("None" in null and "None" not in (empty or ""))
-    return "" if printed else None
+    named = [word for word in ("None", "null") if null is not None and word in null and word not in (empty or "")]
+    return "" if null is None or named else None
 
 
 def only_null(source: str, render: Render, *, parts: bool) -> bool:

@@ -311,6 +311,8 @@ def test_deepseek_llm_cuts_by_script() -> None:
         ("dbrx", "glm4"),
         ("exaone", "smollm"),
         ("hunyuan-dense", "deepseek-v3"),
+        ("hy_v4", "deepseek-v3"),
+        ("glm5", "glm4"),
     ],
 )
 def test_names_of_one_pattern(name: str, other: str) -> None:
@@ -385,6 +387,44 @@ def test_scores_are_followed(tmp_path: Path, add_space_prefix: bool) -> None:
     def check(text: str) -> None:
         ids = rebuilt.encode(text, add_special_tokens=False).ids
         assert ids == spm_encode(text, metadata)
+        assert rebuilt.encode(text).ids == [1, *ids]
+        assert rebuilt.decode([1, *ids]) == text
+
+    check()
+
+
+# Halves that are not there for the last one.
+MERGES = ["▁ ▁", "▁ t", "h e", "▁t he", "l o", "he l", "hel lo", "▁ hello", "\n \n", "\n\n \n", "日 本", "q q"]
+
+
+def merged_metadata(model: str, pre: str | None) -> dict[str, Any]:
+    """A vocabulary as Gemma 4's: pieces, and merges by their order."""
+    pieces = [*"▁thelo\n日本", *("".join(merge.split(" ")) for merge in MERGES[:-1])]
+    return {
+        **spm_metadata(pieces, add_space_prefix=False),
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.scores": None,
+        "tokenizer.ggml.merges": MERGES,
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "pre"), [("gemma4", None), ("gemma4", "default"), ("gpt2", "gemma4"), ("gpt2", "sarvam-moe")]
+)
+def test_merges_of_pieces_are_followed(tmp_path: Path, model: str, pre: str | None) -> None:
+    metadata = merged_metadata(model, pre)
+    rebuilt = built(tokenizer_json(gguf_metadata(tmp_path / "x.gguf", metadata)))
+    # The rule of pieces that are joined by their scores, with the places of merges for scores.
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(MERGES)}
+    scored = {**metadata, "tokenizer.ggml.scores": [ranks.get(token, -99.0) for token in tokens]}
+
+    @examples
+    @given(text=st.text("the lo\n日本x👍", max_size=16))
+    def check(text: str) -> None:
+        ids = rebuilt.encode(text, add_special_tokens=False).ids
+        assert ids == spm_encode(text, scored)
         assert rebuilt.encode(text).ids == [1, *ids]
         assert rebuilt.decode([1, *ids]) == text
 

@@ -23,6 +23,7 @@ from tests.hand.support import FAMILIES, hf_config, random_model, reference_mode
 from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_quantised import tiny
 from tests.weights.support import tiny_directory, tiny_gguf
+from tests.weights.test_gguf_tokenizer import merged_metadata
 
 Q = gguf.GGMLQuantizationType
 
@@ -113,6 +114,28 @@ def test_files_of_gguf(tmp_path: Path, architecture: str, tied: bool) -> None:
 @pytest.mark.parametrize("name", sorted(PIPELINES))
 def test_ways_to_cut_text(tmp_path: Path, name: str) -> None:
     check_gguf(tiny_gguf(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": name}), tmp_path)
+
+
+@pytest.mark.parametrize(("model", "pre"), [("gemma4", None), ("gpt2", "sarvam-moe")])
+def test_merges_of_pieces(tmp_path: Path, model: str, pre: str | None) -> None:
+    check_gguf(tiny_gguf(tmp_path / "model.gguf", metadata=merged_metadata(model, pre)), tmp_path)
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"model.norm.weight": torch.zeros(4)}, folder / "w.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    kind, config = FAMILIES["llama"]
+    text = json.dumps({**hf_config(config, kind.__name__), "time_step_limit": [0.0, float("inf")]})
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    one, other = both(folder, tmp_path)
+    # A text to the brain, which has no such numbers.
+    assert (one["config"].pop("time_step_limit"), other["config"].pop("time_step_limit")) == (
+        [0.0, "Infinity"],
+        [0.0, float("inf")],
+    )
+    assert one == other
 
 
 def test_sampling_parameters_of_a_file(tmp_path: Path) -> None:

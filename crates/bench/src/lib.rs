@@ -5,10 +5,9 @@
 //! run, and `report` makes a page of such files.
 //!
 //! ```no_run
-//! use std::path::PathBuf;
-//!
 //! use clap::Parser;
 //! use forebay_bench::{ServeArgs, TokenizerFinder, serve};
+//! use forebay_text::Tokenizer;
 //!
 //! #[derive(Parser)]
 //! struct Flags {
@@ -20,8 +19,8 @@
 //! struct Files;
 //!
 //! impl TokenizerFinder for Files {
-//!     fn find(&self, name: &str) -> anyhow::Result<PathBuf> {
-//!         Ok(name.into())
+//!     fn find(&self, name: &str) -> anyhow::Result<Tokenizer> {
+//!         Ok(Tokenizer::from_file(name.as_ref())?)
 //!     }
 //! }
 //!

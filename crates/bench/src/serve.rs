@@ -43,7 +43,9 @@ pub fn serve(args: &ServeArgs, finder: &dyn TokenizerFinder) -> Result<()> {
     let client = Arc::new(Client::new(target, args.request.request_timeout));
     runtime.block_on(wait_until_ready(&client, args.run.ready_check_timeout))?;
     let model = Model::find(args, &client, &runtime)?;
-    let tokenizer = tokens::load(&model.tokenizer, finder)?;
+    let tokenizer = finder
+        .find(&model.tokenizer)
+        .with_context(|| format!("no tokenizer of {}", model.tokenizer))?;
 
     let items = dataset::load(&args.dataset, args.run.seed, Some(&tokenizer))?;
     ensure!(!items.is_empty(), "the dataset is empty");

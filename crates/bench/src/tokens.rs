@@ -1,31 +1,19 @@
 //! The client's tokenizer: the search for it, and its counts for servers without counts.
 
-use std::path::PathBuf;
-
-use anyhow::{Context, Result};
+use anyhow::Result;
 use forebay_text::Tokenizer;
 
 use crate::record::Record;
 
 /// Finds the tokenizer of a model.
 pub trait TokenizerFinder {
-    /// The path of the `tokenizer.json` of `name`: a hub id, a directory, a `tokenizer.json`, a
-    /// `.gguf` file, or a built-in model.
+    /// The tokenizer of `name`: a hub id, a directory, a `tokenizer.json`, a `.gguf` file, or a
+    /// built-in model.
     ///
     /// # Errors
     ///
-    /// The model has no tokenizer.
-    fn find(&self, name: &str) -> Result<PathBuf>;
-}
-
-/// Finds and reads the tokenizer of `name`.
-///
-/// # Errors
-///
-/// There is none, or it cannot be read.
-pub(crate) fn load(name: &str, finder: &dyn TokenizerFinder) -> Result<Tokenizer> {
-    let path = finder.find(name).with_context(|| format!("no tokenizer of {name}"))?;
-    Tokenizer::from_file(&path).with_context(|| format!("cannot read {}", path.display()))
+    /// The model has no tokenizer, or it cannot be read.
+    fn find(&self, name: &str) -> Result<Tokenizer>;
 }
 
 /// Tokens of `text` by the client's tokenizer, without special ones.

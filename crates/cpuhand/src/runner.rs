@@ -25,12 +25,13 @@ use crate::serves::{Asked, serves};
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables};
 
-/// The errors that end a hand, by the names that the hand in Python gives such errors.
+/// The errors that end a hand. Those that are about its own code have the names that the hand in
+/// Python gives them.
 #[derive(Debug, Error)]
 pub(crate) enum HandError {
-    #[error("ConfigError: {0}")]
+    #[error("{0}")]
     Config(String),
-    #[error("ModelError: {0}")]
+    #[error("{0}")]
     Model(#[from] ModelError),
     #[error("NotFiniteError: {0}")]
     NotFinite(String),
@@ -38,7 +39,7 @@ pub(crate) enum HandError {
     Plan(#[from] PlanError),
     #[error("WireError: {0}")]
     Wire(#[from] ConnectionError),
-    #[error("OSError: {0}")]
+    #[error("{0}")]
     System(#[from] std::io::Error),
 }
 
@@ -353,13 +354,25 @@ fn sizes(
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
     let taken = weight_bytes + if shape.headless { 0 } else { slices };
     let pages = match config.max_total_tokens {
-        Some(tokens) => tokens / u64::from(config.page_size),
+        Some(tokens) => {
+            let pages = tokens / u64::from(config.page_size);
+            let (bytes, free) = (pages.saturating_mul(page_bytes), available.saturating_sub(taken));
+            if available > 0 && bytes > free {
+                let most = free / page_bytes * u64::from(config.page_size);
+                return Err(HandError::Config(format!(
+                    "max_total_tokens {tokens}: keys and values of so many tokens take {:.1} GB, and {:.1} GB are free beside \
+                     the weights: at most {most} tokens",
+                    bytes as f64 / 1e9,
+                    free as f64 / 1e9
+                )));
+            }
+            pages
+        }
         None => {
             let share = (config.mem_fraction_static * available as f64) as u64;
             let fitting = share.saturating_sub(taken) / page_bytes;
             let of_slot = u64::from(config.context_length.div_ceil(config.page_size));
-            // More than every slot can fill is never taken from memory; a fixed number is taken as
-            // it is.
+            // More than every slot can fill is never taken from memory; a fixed number may be.
             fitting.min(u64::from(config.slots) * of_slot)
         }
     };

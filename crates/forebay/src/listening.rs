@@ -19,8 +19,11 @@ const BACKLOG: i32 = 65_535;
 
 /// Listens on an address and port.
 pub(crate) fn tcp(host: &str, port: u16) -> Result<TcpListener> {
-    let listener = TcpListener::bind((host, port))
-        .with_context(|| format!("cannot listen on {host}:{port}"))?;
+    let listener = TcpListener::bind((host, port)).map_err(|error| {
+        let taken = error.kind() == io::ErrorKind::AddrInUse;
+        let advice = if taken { ": another program has this port, choose another" } else { "" };
+        anyhow::Error::new(error).context(format!("cannot listen on {host}:{port}{advice}"))
+    })?;
     rustix::net::listen(&listener, BACKLOG)?;
     listener.set_nonblocking(true)?;
     Ok(listener)

@@ -365,7 +365,8 @@ fn describe(
     if !output.status.success() {
         bail!("the model {name} is not available (see above)");
     }
-    serde_json::from_slice(&output.stdout).context("forebay.models.describe printed no model")
+    let description = forebay_weights::read_json(&output.stdout).and_then(serde_json::from_value);
+    description.context("forebay.models.describe printed no model")
 }
 
 /// The interpreter to use: named, beside this program, of the active virtual environment, or on the

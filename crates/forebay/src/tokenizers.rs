@@ -3,30 +3,51 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result, bail};
 use forebay_bench::TokenizerFinder;
+use forebay_text::{Backend, Tokenizer};
+use forebay_weights::read_json;
+use serde_json::{Map, Value};
 
 use crate::flags::Hand;
 use crate::model::{Source, fetch, find_python};
+
+const CONFIG: &str = "tokenizer_config.json";
 
 /// Finds a tokenizer by the model's name in `serve`, or takes a `tokenizer.json`.
 pub(crate) struct Tokenizers;
 
 impl TokenizerFinder for Tokenizers {
-    fn find(&self, name: &str) -> Result<PathBuf> {
+    fn find(&self, name: &str) -> Result<Tokenizer> {
         let path = Path::new(name);
         if path.extension().is_some_and(|ending| ending == "json") && path.is_file() {
-            return Ok(path.to_owned());
+            return read(path);
         }
         // No interpreter is needed for what is already there.
         let inside = path.join("tokenizer.json");
         if inside.is_file() {
-            return Ok(inside);
+            return read(&inside);
         }
         let python = std::env::var_os("FOREBAY_PYTHON").map(PathBuf::from);
         let python = find_python(python.as_deref());
-        Ok(fetch(&python, name, Source::default(), false, Hand::Auto)?.tokenizer)
+        let model = fetch(&python, name, Source::default(), false, Hand::Auto)?;
+        Ok(Tokenizer::from_file_with(&model.tokenizer, Backend::Hf, &model.tokenizer_config)?)
     }
+}
+
+/// Reads a tokenizer, with the tokens that a configuration beside it adds.
+fn read(path: &Path) -> Result<Tokenizer> {
+    let config = path.with_file_name(CONFIG);
+    let config = if config.is_file() {
+        let text = std::fs::read(&config)?;
+        match read_json(&text).with_context(|| format!("{} is not JSON", config.display()))? {
+            Value::Object(config) => config,
+            _ => bail!("{} is not a JSON object", config.display()),
+        }
+    } else {
+        Map::new()
+    };
+    Ok(Tokenizer::from_file_with(path, Backend::Hf, &config)?)
 }
 
 #[cfg(test)]
@@ -35,9 +56,21 @@ mod tests {
 
     #[test]
     fn files_and_folders_need_no_download() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../text/tests/data");
-        let file = folder.join("tiny-llama-tokenizer.json");
-        let name = file.display().to_string();
-        assert_eq!(Tokenizers.find(&name).expect("the file itself"), file);
+        let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../text/tests/data/tiny-llama-tokenizer.json");
+        let plain = Tokenizers.find(&file.display().to_string()).expect("the file itself");
+        let folder = tempfile::tempdir().expect("a folder");
+        std::fs::copy(&file, folder.path().join("tokenizer.json")).expect("copied");
+        let found = || Tokenizers.find(&folder.path().display().to_string());
+        let text = "a <mytoken> b";
+        let ids = plain.encode(text, false).expect("ids");
+        assert_eq!(found().expect("a folder").encode(text, false), Ok(ids.clone()));
+        let config = folder.path().join(CONFIG);
+        std::fs::write(&config, r#"{"additional_special_tokens": ["<mytoken>"], "scale": NaN}"#)
+            .expect("written");
+        let more = found().expect("a folder").encode(text, false).expect("ids");
+        assert!(more.len() < ids.len(), "the token of the configuration is one: {more:?}, {ids:?}");
+        std::fs::write(&config, "[]").expect("written");
+        assert!(found().is_err());
     }
 }

@@ -11,7 +11,7 @@ const NAMED: usize = 8;
 
 /// Control tokens that end a text in GGUF files, which name only some of their ends: llama.cpp's
 /// list, with its tokens for code between files.
-const GGUF_ENDS: [&str; 32] = [
+const GGUF_ENDS: [&str; 33] = [
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
@@ -33,6 +33,7 @@ const GGUF_ENDS: [&str; 32] = [
     "<turn|>",
     "<|tool_response>",
     "<｜end▁of▁sentence｜>",
+    "[e~[",
     "<|fim_pad|>",
     "<fim-pad>",
     "<fim_pad>",
@@ -182,6 +183,7 @@ mod tests {
             (&["<|end|>", "<|flush|>", "<|calls|>"], &["<|flush|>", "<|calls|>"]),
             (&["</s>", "<turn|>", "<|tool_response>"], &["<turn|>", "<|tool_response>"]),
             (&["<|fim_pad|>", "<|fim_prefix|>", "<|file_sep|>"], &["<|fim_pad|>", "<|file_sep|>"]),
+            (&["]~b]", "[e~["], &["[e~["]),
             (&["<|im_start|>"], &[]),
         ] {
             // A token of the list that is no control token is text.

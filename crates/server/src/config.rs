@@ -13,6 +13,7 @@ use forebay_http::{Keys, Tls, TrustedProxies};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use crate::facts::ModelFacts;
 use crate::images::model::ImageModel;
 use crate::pooling::model::PooledModel;
 use crate::store::StoreConfig;
@@ -148,6 +149,8 @@ pub struct ModelInfo {
     pub served_names: Vec<String>,
     /// The loaded model: a hub id or a path.
     pub root: String,
+    /// Facts about its files.
+    pub facts: ModelFacts,
     /// End-of-sequence token ids.
     pub eos: Arc<[i32]>,
     /// Sampling parameters that the model's generation config sets.

@@ -28,6 +28,7 @@ mod call;
 mod config;
 mod constrain;
 mod cost;
+mod facts;
 mod ignored;
 mod images;
 mod inflated;
@@ -53,6 +54,7 @@ mod text;
 mod wire;
 
 pub use config::{ModelInfo, ServerConfig, Sharing};
+pub use facts::ModelFacts;
 pub use forebay_api::Access;
 pub use forebay_egress::{
     Egress, EgressConfig, EgressMode, EgressSink, Engine, Metrics, Pooled, PooledSink, egress,

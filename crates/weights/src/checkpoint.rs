@@ -11,6 +11,7 @@ use crate::bert::BertShape;
 use crate::error::ModelError;
 use crate::families::{COMMON_GGUF_RULES, Rule, Shape, TensorPart, Weight, layer_of, weights_of};
 use crate::gguf::{BlockKind, GgufFiles};
+use crate::json::read_json;
 use crate::safe::SafeFile;
 use crate::tensor::{Tensor, TorchNumber};
 
@@ -249,7 +250,7 @@ pub(crate) fn read_index(folder: &Path) -> Result<Option<HashMap<String, String>
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(ModelError::unreadable(&path, &error)),
     };
-    let index: Value = serde_json::from_slice(&text)
+    let index = read_json(&text)
         .map_err(|error| ModelError::broken(format!("{} is not JSON: {error}", path.display())))?;
     let map = index.get("weight_map").and_then(Value::as_object);
     let shard = |(name, shard): (&String, &Value)| Some((name.clone(), shard.as_str()?.to_owned()));

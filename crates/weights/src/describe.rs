@@ -14,6 +14,7 @@ use crate::checkpoint::{INDEX, read_index};
 use crate::error::ModelError;
 use crate::families::{Shape, hf_config, token_ids};
 use crate::gguf::{GgufFiles, GgufValue, special_token, tokenizer_json};
+use crate::json::read_json;
 use crate::pooling::read_pooling;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
@@ -389,7 +390,7 @@ pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Val
         }
         Err(error) => return Err(ModelError::unreadable(path, &error)),
     };
-    match serde_json::from_slice(&text) {
+    match read_json(&text) {
         Ok(Value::Object(object)) => Ok(object),
         Ok(_) => Err(ModelError::broken(format!("{} is not a JSON object", path.display()))),
         Err(error) => Err(ModelError::broken(format!("{} is not JSON: {error}", path.display()))),

@@ -1,9 +1,76 @@
-//! JSON in Python's form. Names of files on disk are hashes of such texts, and both hands need the
-//! same names.
+//! JSON in Python's form. Files of models are written with it. Names of files on disk are hashes of
+//! such texts, and both hands need the same names.
 
+use std::borrow::Cow;
 use std::fmt::Write;
 
 use serde_json::{Map, Number, Value};
+
+/// Reads JSON as Python does, which accepts a byte order mark, `NaN` and `Infinity`. A number that
+/// is not finite becomes its text, so a reader of a size refuses it by name.
+///
+/// # Errors
+/// The text is not JSON to Python either.
+pub fn read_json(text: &[u8]) -> Result<Value, serde_json::Error> {
+    let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(text);
+    serde_json::from_slice(text).or_else(|error| match quote_infinite(text) {
+        Cow::Borrowed(_) => Err(error),
+        Cow::Owned(quoted) => serde_json::from_slice(&quoted),
+    })
+}
+
+/// Puts numbers that are not finite into quotation marks.
+fn quote_infinite(text: &[u8]) -> Cow<'_, [u8]> {
+    let mut quoted = Vec::new();
+    let (mut at, mut copied) = (0, 0);
+    while let Some(&byte) = text.get(at) {
+        let rest = &text[at..];
+        let length = match byte {
+            b'"' => text_length(rest),
+            b'-' | b'0'..=b'9' | b'A'..=b'Z' | b'a'..=b'z' => word_length(rest),
+            _ => 1,
+        };
+        let word = &rest[..length];
+        if is_infinite(word) {
+            quoted.extend_from_slice(&text[copied..at]);
+            quoted.push(b'"');
+            quoted.extend_from_slice(word);
+            quoted.push(b'"');
+            copied = at + length;
+        }
+        at += length;
+    }
+    if copied == 0 {
+        return Cow::Borrowed(text);
+    }
+    quoted.extend_from_slice(&text[copied..]);
+    Cow::Owned(quoted)
+}
+
+/// The length of a text with its quotation marks, which may lack its end.
+fn text_length(text: &[u8]) -> usize {
+    let mut escaped = false;
+    let end = text.iter().skip(1).position(|&byte| {
+        let ends = byte == b'"' && !escaped;
+        escaped = byte == b'\\' && !escaped;
+        ends
+    });
+    end.map_or(text.len(), |end| end + 2)
+}
+
+/// The length of a number or a name.
+fn word_length(text: &[u8]) -> usize {
+    let within = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
+    text.iter().position(|byte| !within(byte)).unwrap_or(text.len())
+}
+
+fn is_infinite(word: &[u8]) -> bool {
+    if matches!(word, b"NaN" | b"Infinity" | b"-Infinity") {
+        return true;
+    }
+    let number = str::from_utf8(word).ok().filter(|_| word.last().is_some_and(u8::is_ascii_digit));
+    number.and_then(|number| number.parse::<f64>().ok()).is_some_and(f64::is_infinite)
+}
 
 /// The text that `json.dumps(value, sort_keys=sorted)` gives.
 #[must_use]
@@ -101,6 +168,25 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn files_are_read_as_python_reads_them() {
+        let text = "\u{feff}{\"limits\": [0.0, Infinity, -Infinity, 1e999], \"nan\":NaN, \"Infinity\": 1.5, \
+                    \"text\": \"a \\\" NaN, Infinity\", \"end\": -0.5e-3}";
+        let expected = json!({
+            "limits": [0.0, "Infinity", "-Infinity", "1e999"], "nan": "NaN", "Infinity": 1.5,
+            "text": "a \" NaN, Infinity", "end": -0.0005,
+        });
+        assert_eq!(read_json(text.as_bytes()).expect("JSON"), expected);
+        assert_eq!(read_json(b"NaN").expect("JSON"), json!("NaN"));
+        for wrong in
+            ["", "nan", "Inf", "+Infinity", "[NaN", "{\"a\": NaN,}", "\"NaN", "NaNs", "- Infinity"]
+        {
+            assert!(read_json(wrong.as_bytes()).is_err(), "{wrong}");
+        }
+        let error = read_json(b"{\"a\": NaN,\n \"b\" 1}").expect_err("no colon");
+        assert_eq!(error.line(), 2, "the place is that of what is wrong");
+    }
 
     #[test]
     fn floats_are_pythons() {

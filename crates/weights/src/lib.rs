@@ -40,6 +40,7 @@ mod packed;
 mod pooling;
 mod safe;
 mod sizes;
+mod stored;
 mod tensor;
 
 pub use angles::Angles;
@@ -53,6 +54,7 @@ pub use families::{
     Scales, Shape, Take,
 };
 pub use gguf::{BlockKind, computed_as};
-pub use json::python_json;
+pub use json::{python_json, read_json};
 pub use packed::{Entry, PackedFile, content_key};
+pub use stored::{StoredWeights, stored_weights};
 pub use tensor::TorchNumber;

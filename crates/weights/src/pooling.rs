@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use crate::bert::is_bert;
 use crate::describe::read_object;
 use crate::error::ModelError;
+use crate::json::read_json;
 
 const MODULES: &str = "modules.json";
 const SCORER: &str = "BertForSequenceClassification";
@@ -135,8 +136,8 @@ fn modules(folder: &Path) -> Result<Vec<Map<String, Value>>, ModelError> {
     let found = (about.len() <= MOST_JSON)
         .then(|| fs::read(&path).ok())
         .flatten()
-        .and_then(|bytes| serde_json::from_slice::<Vec<Value>>(&bytes).ok());
-    let Some(found) = found else {
+        .and_then(|bytes| read_json(&bytes).ok());
+    let Some(Value::Array(found)) = found else {
         return Err(ModelError::broken(format!("{} is no list of modules", path.display())));
     };
     Ok(found

@@ -39,13 +39,21 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
 
     `available_bytes` is the free memory before the weights were allocated. `weight_bytes` is the memory of weights in
     steps, and of the steps themselves if that was measured. During the load it may be more, but the pool's memory is
-    not taken yet then. Memory gives no more pages than all slots can fill. A given number is taken as it is.
+    not taken yet then. Memory gives no more pages than all slots can fill. A given number may be more, if there is
+    memory for it.
     """
+    a_page, most = page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype), _most_pages(config)
     if config.max_total_tokens is not None:
         count = config.max_total_tokens // config.page_size
+        free = max(available_bytes - weight_bytes, 0)
+        if available_bytes and count * a_page > free:
+            raise ConfigError(
+                f"max_total_tokens {config.max_total_tokens}: keys and values of so many tokens take "
+                f"{count * a_page / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free beside the weights: "
+                f"at most {free // a_page * config.page_size} tokens"
+            )
     else:
         budget = int(config.mem_fraction_static * available_bytes) - weight_bytes
-        a_page, most = page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype), _most_pages(config)
         # Where all layers are recurrent, pages are numbers and nothing else.
         count = min(budget // a_page, most) if a_page else most
     if count < 1:

@@ -29,7 +29,7 @@ def read_json_list(path: Path) -> list[Any]:
 
 def _read(path: Path, *, optional: bool, missing: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         if optional:
             return missing

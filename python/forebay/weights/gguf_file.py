@@ -108,6 +108,10 @@ class GgufFile:
             raise ModelError(f"{self.path} is not a GGUF file")
         self._at = 4
         version = self._scalar(_U32)
+        if version >> 24 in (1, 2, 3):
+            raise UnsupportedModelError(
+                f"{self.path} is big-endian: gguf-py's gguf_convert_endian.py makes it little-endian"
+            )
         if version not in (2, 3):
             raise UnsupportedModelError(f"{self.path} has version {version} of the format; supported: 2, 3")
         self._elements = 0

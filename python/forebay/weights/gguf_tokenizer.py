@@ -16,6 +16,8 @@ _USER_DEFINED = 4
 _UNUSED = 5
 _BYTE = 6
 _SPACE = "▁"
+# Pre-tokenizers of SentencePiece's pieces, which no alphabet of bytes stands for.
+_OF_PIECES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,11 +33,13 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(types)} token types")
+    if kind == "gemma4" or (kind == "gpt2" and metadata.get("tokenizer.ggml.pre") in _OF_PIECES):
+        return _merged_pieces(metadata, tokens, types)
     if kind == "gpt2":
         return _byte_level_bpe(metadata, tokens, types)
     if kind == "llama":
         return _sentencepiece_bpe(metadata, tokens, types)
-    raise UnsupportedModelError(f"the GGUF tokenizer {kind!r} is not supported; supported: gpt2, llama")
+    raise UnsupportedModelError(f"the GGUF tokenizer {kind!r} is not supported; supported: gemma4, gpt2, llama")
 
 
 def special_token(metadata: Mapping[str, Any], name: str) -> str | None:
@@ -48,13 +52,6 @@ def special_token(metadata: Mapping[str, Any], name: str) -> str | None:
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
     pipe = pipeline(metadata.get("tokenizer.ggml.pre") or "default")
     vocab = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
-    stored = metadata.get("tokenizer.ggml.merges")
-    if stored is None:
-        raise ModelError("the GGUF file has a tokenizer of merges, and no merges (tokenizer.ggml.merges)")
-    # A space separates the two halves, and byte-level tokens hold none.
-    pairs = [merge.split(" ", 1) for merge in stored]
-    # A merge that leads to no token is an error to the reader of a `tokenizer.json`.
-    merges = [pair for pair in pairs if pair[0] in vocab and pair[-1] in vocab and "".join(pair) in vocab]
     return _document(
         metadata,
         tokens,
@@ -73,26 +70,53 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[
             "byte_fallback": False,
             "ignore_merges": pipe.ignore_merges,
             "vocab": vocab,
-            "merges": merges,
+            "merges": _stored_merges(metadata, vocab),
         },
     )
+
+
+def _stored_merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[list[str]]:
+    """The merges of the file. One that leads to no token is an error to the reader of a `tokenizer.json`."""
+    stored = metadata.get("tokenizer.ggml.merges")
+    if stored is None:
+        raise ModelError("the GGUF file has a tokenizer of merges, and no merges (tokenizer.ggml.merges)")
+    # A space separates the two halves, and neither holds one.
+    pairs = [merge.split(" ", 1) for merge in stored if " " in merge]
+    return [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab]
+
+
+def _merged_pieces(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """Pieces as SentencePiece has them, whose merges the file names."""
+    merges = _stored_merges(metadata, _first_places(tokens))
+    return _pieces(metadata, tokens, types, merges=merges, prefix=False)
+
+
+def _first_places(tokens: list[str]) -> dict[str, int]:
+    """The place of each text. One that is there twice is the first one's, as SentencePiece and llama.cpp have it."""
+    vocab: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        vocab.setdefault(token, index)
+    return vocab
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ModelError("the GGUF file has no score for each token, which its kind of tokenizer needs")
-    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    vocab: dict[str, int] = {}
-    for index, token in enumerate(tokens):
-        # A text that is there twice is the first one's, as SentencePiece and llama.cpp have it.
-        vocab.setdefault(token, index)
     mergeable = {
         token: score
         for token, score, kind in zip(tokens, scores, types, strict=True)
         if kind not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
     }
-    add_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return _pieces(metadata, tokens, types, merges=_merges_of_scores(mergeable), prefix=prefix)
+
+
+def _pieces(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], *, merges: list[list[str]], prefix: bool
+) -> dict[str, Any]:
+    """A tokenizer of pieces, in which a mark stands for each space. `prefix` puts one in front."""
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     decoders = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
@@ -100,7 +124,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: li
         {"type": "Fuse"},
     ]
     normalizers = [replace_spaces]
-    if add_prefix:
+    if prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return _document(
@@ -120,8 +144,8 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: li
             "fuse_unk": True,
             "byte_fallback": True,
             "ignore_merges": False,
-            "vocab": vocab,
-            "merges": _merges_of_scores(mergeable),
+            "vocab": _first_places(tokens),
+            "merges": merges,
         },
     )
 

@@ -62,11 +62,11 @@ def main() -> int:
     except (BrokenPipeError, ConnectionResetError, Dismissed):
         return 0
     except RefusedError as error:
-        _send_fatal(connection, error.reason)
+        _send_fatal(connection, str(error))
         return 1
     except Exception as error:
         traceback.print_exc()
-        _send_fatal(connection, error)
+        _send_fatal(connection, f"{type(error).__name__}: {error}")
         return 1
     return 0
 
@@ -123,6 +123,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
     from forebay.distributed.store import BrainStore
     from forebay.runner.runner import HostMemory, ModelRunner
     from forebay.state.config import ConfigError, RunnerConfig
+    from forebay.weights.errors import ModelError
 
     host = HostMemory(HOST_DESCRIPTOR, SOCKET_DESCRIPTOR) if _is_open(HOST_DESCRIPTOR) else None
     try:
@@ -133,10 +134,10 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
             return open_group(BrainStore(connection), resolved.rank, resolved.world_size, device)
 
         runner = ModelRunner(resolved, arena, host, meet)
-    except (ConfigError, DeviceError) as error:
+        runner.load(Progress(connection, "weights"))
+        runner.warm_up()
+    except (ConfigError, DeviceError, ModelError) as error:
         raise RefusedError(error) from error
-    runner.load(Progress(connection, "weights"))
-    runner.warm_up()
     # What loading left behind lives as long as the process: keep the collector from walking it in every full pass.
     gc.collect()
     gc.freeze()
@@ -189,8 +190,8 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _send_fatal(connection: Connection, error: Exception) -> None:
-    line = " ".join(f"{type(error).__name__}: {error}".split())
+def _send_fatal(connection: Connection, why: str) -> None:
+    line = " ".join(why.split())
     try:
         connection.send(encode_json(Kind.FATAL, {"error": line, "traceback": traceback.format_exc()}))
     except OSError:

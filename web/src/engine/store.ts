@@ -159,10 +159,12 @@ function readReplicas(state: Engine, tick: Tick, seconds: number): void {
     replica.lost += now.lost;
     for (const columns of now.steps) {
       const made = step(columns);
+      replica.steps.push(made);
+      // The first tick brings the steps of minutes, and its time is that since the start.
+      if (made.done < state.start.now_us) continue;
       fresh.push(made);
       grown.decoded += made.decode;
       grown.prefilled += Math.max(0, made.tokens - made.decode);
-      replica.steps.push(made);
     }
     if (replica.steps.length > MOST_STEPS) replica.steps.splice(0, replica.steps.length - MOST_STEPS);
   }

@@ -2,11 +2,12 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use clap::Parser;
 use forebay_bench::{ServeArgs, TokenizerFinder, serve};
+use forebay_text::Tokenizer;
 use serde_json::{Value, json};
 
 /// A request as the server got it.
@@ -131,10 +132,11 @@ fn read(reader: &mut impl BufRead) -> Option<Request> {
 struct Words;
 
 impl TokenizerFinder for Words {
-    fn find(&self, name: &str) -> anyhow::Result<PathBuf> {
+    fn find(&self, name: &str) -> anyhow::Result<Tokenizer> {
         anyhow::ensure!(name == "root-model", "{name} is unknown");
-        Ok(Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../text/tests/data/tiny-llama-tokenizer.json"))
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../text/tests/data/tiny-llama-tokenizer.json");
+        Ok(Tokenizer::from_file(&path)?)
     }
 }
 

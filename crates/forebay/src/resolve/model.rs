@@ -2,6 +2,8 @@
 
 use anyhow::{Result, bail};
 use forebay_api::GenerationDefaults;
+use forebay_server::ModelFacts;
+use forebay_weights::stored_weights;
 use serde::Serialize;
 
 use crate::dialect::ChatFacts;
@@ -14,6 +16,8 @@ use crate::sampling;
 pub(crate) struct ModelSettings {
     pub(crate) model: String,
     pub(crate) served_model_names: Vec<String>,
+    #[serde(flatten)]
+    pub(crate) facts: ModelFacts,
     /// The values of sampling parameters that a request leaves out; null: OpenAI's.
     pub(crate) sampling_defaults: GenerationDefaults,
     pub(crate) tokenizer_backend: TokenizerBackend,
@@ -36,6 +40,7 @@ impl ModelSettings {
         Self {
             model: model.name.clone(),
             served_model_names,
+            facts: facts(model),
             sampling_defaults: sampling::defaults(
                 &model.format,
                 &model.generation_config,
@@ -46,6 +51,18 @@ impl ModelSettings {
             pooling: model.pooling.clone(),
         }
     }
+}
+
+/// The facts of the model's files. A server without weights, as on a simulated device, does not
+/// know all.
+fn facts(model: &Model) -> ModelFacts {
+    let stored =
+        Some(&model.files).filter(|files| !files.is_empty()).map(|files| stored_weights(files));
+    // Whoever loads the weights says what is wrong with a file.
+    let stored = stored.and_then(Result::ok);
+    let parameters = stored.as_ref().and_then(|stored| stored.parameters);
+    let weight_type = stored.map(|stored| stored.weight_type).unwrap_or_default();
+    ModelFacts::new(&model.format, &model.config, parameters, &weight_type)
 }
 
 /// The longest prompt and answer together.

@@ -12,13 +12,17 @@ struct Line {
 }
 
 /// Keys of settings that no flag names alone.
-const DERIVED: [&str; 13] = [
+const DERIVED: [&str; 17] = [
     // The model and its hand.
     "chat",
+    "family",
+    "format",
     "hand_reason",
+    "parameters",
     "pooling",
     "sampling_defaults",
     "simulated",
+    "weight_type",
     // Of several flags, or of the machine.
     "gpus",
     "graph_rows",

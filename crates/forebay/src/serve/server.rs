@@ -38,6 +38,7 @@ impl Server {
         let info = ModelInfo {
             served_names: resolved.model.served_model_names.clone(),
             root: name.to_owned(),
+            facts: resolved.model.facts.clone(),
             eos: model.eos_token_ids.clone().into(),
             defaults: resolved.model.sampling_defaults,
             pooling: outputs.pooling,

@@ -12,7 +12,7 @@ use http_body_util::Full;
 use hyper::Request;
 use serde_json::{Value, json};
 
-use crate::fake::{IMAGE, ModelKind, TestServer};
+use crate::fake::{EOS, IMAGE, ModelKind, TestServer};
 
 const CHAT: &str = "/v1/chat/completions";
 const MESSAGES: &str = "/v1/messages";
@@ -256,6 +256,33 @@ async fn ollama_s_clients_get_vectors_of_nothing_and_of_one_text() {
     let (_, version) = server.get_json("/api/version").await;
     let number = |text: &str| text.split('.').map(|n| n.parse().unwrap()).collect::<Vec<u32>>();
     assert!(number(version["version"].as_str().unwrap()) >= vec![0, 6, 4], "{version}");
+}
+
+#[tokio::test]
+async fn ollama_s_clients_are_told_about_the_model() {
+    let server = TestServer::start(None, |_| ()).await;
+    let (_, tags) = server.get_json("/api/tags").await;
+    let details = json!({
+        "parent_model": "", "format": "gguf", "family": "llama", "families": ["llama"],
+        "parameter_size": "134.52M", "quantization_level": "Q4_K_M",
+    });
+    assert_eq!(tags["models"][0]["details"], details);
+    let (_, loaded) = server.get_json("/api/ps").await;
+    let context = loaded["models"][1]["context_length"].as_u64().expect("a number");
+    let (status, shown) = server.post("/api/show", json!({"model": "tiny:latest"})).await;
+    assert_eq!((status, &shown["details"]), (200, &details));
+    let expected = json!({
+        "general.architecture": "llama", "general.basename": "tiny", "general.parameter_count": 134_515_008,
+        "llama.block_count": 30, "llama.context_length": context, "llama.embedding_length": 576,
+        "tokenizer.ggml.eos_token_id": EOS,
+    });
+    assert_eq!(shown["model_info"], expected);
+    assert_eq!(shown["capabilities"], json!(["completion", "tools"]));
+    let parameters = shown["parameters"].as_str().expect("lines");
+    let lines: Vec<Vec<&str>> =
+        parameters.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(lines, [["num_ctx", &*context.to_string()], ["top_p", "0.9"]]);
+    assert!(!shown["template"].as_str().expect("a template").is_empty());
 }
 
 #[tokio::test]

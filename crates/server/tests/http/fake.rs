@@ -18,7 +18,7 @@ use forebay_grammar::{CompileHook, GrammarConfig, Grammars, ThreadStart};
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
     AppState, EgressConfig, Engine, Guard, ImageModel, Intake, IntakeMode, Listener, Metrics,
-    ModelInfo, PooledModel, PoolingTask, ServerConfig, ServerParts,
+    ModelFacts, ModelInfo, PooledModel, PoolingTask, ServerConfig, ServerParts,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use forebay_vision::Processing;
@@ -522,6 +522,14 @@ impl TestServer {
             marks: Arc::default(),
             served_names: vec!["tiny".into(), "org/tiny".into()],
             root: "tiny".into(),
+            facts: ModelFacts::new(
+                "gguf",
+                json!({"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "num_hidden_layers": 30})
+                    .as_object()
+                    .unwrap(),
+                Some(134_515_008),
+                "Q4_K_M",
+            ),
             eos: [EOS].into(),
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
             pooling,

@@ -5,12 +5,16 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::fmt::Write as _;
 
-use minijinja::value::{ValueKind, from_args};
+use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use minijinja_contrib::pycompat;
 
 use super::json;
 use super::program::TooMuch;
+
+/// Spaces in front of a line that is indented, and the most of them.
+const WIDTH: i64 = 4;
+const MOST_WIDTH: i64 = 64;
 
 thread_local! {
     /// Bytes that the template on this thread may still print, into variables too.
@@ -57,6 +61,7 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
         let text = soft_string(value);
         Value::from(strip(&text, characters, true, true))
     });
+    environment.add_filter("indent", indent);
     for name in ["length", "count"] {
         environment.add_filter(name, |value: &Value| match value.len() {
             None if !value.is_undefined() => Err(invalid("the value has no length")),
@@ -72,6 +77,40 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
         !value.is_none() && (value.kind() == ValueKind::String || value.try_iter().is_ok())
     });
     Ok(environment)
+}
+
+/// `text | indent(width=4, first=False, blank=False)`. A line's end at the end of the text stays,
+/// which minijinja's own filter takes off.
+fn indent(
+    value: &Value,
+    width: Option<Value>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    let width = width.or(options.get("width")?).unwrap_or_else(|| Value::from(WIDTH));
+    let first = first.or(options.get("first")?).unwrap_or(false);
+    let blank = blank.or(options.get("blank")?).unwrap_or(false);
+    options.assert_all_used()?;
+    let indent = match width.as_str() {
+        Some(text) => text.to_owned(),
+        None => {
+            " ".repeat(usize::try_from(i64::try_from(width)?.clamp(0, MOST_WIDTH)).unwrap_or(0))
+        }
+    };
+    let text = soft_string(value).replace("\r\n", "\n").replace('\r', "\n");
+    let mut indented = String::new();
+    for (number, line) in text.split('\n').enumerate() {
+        if number > 0 {
+            indented.push('\n');
+        }
+        let indents = if number == 0 { first } else { blank || !line.is_empty() };
+        if indents {
+            indented.push_str(&indent);
+        }
+        indented.push_str(line);
+    }
+    Ok(Value::from(indented))
 }
 
 /// Text for a filter: a string, or Python's `str` of another value.

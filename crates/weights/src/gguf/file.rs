@@ -292,6 +292,13 @@ impl<R: Read> Header<R> {
 
     fn read(&mut self, path: &Path, file: &Arc<File>) -> Result<Opened, Fault> {
         let version = self.u32()?;
+        if matches!(version >> 24, 1..=3) {
+            let what = format!(
+                "{} is big-endian: gguf-py's gguf_convert_endian.py makes it little-endian",
+                path.display()
+            );
+            return Err(Fault::Model(ModelError::broken(what)));
+        }
         if version != 2 && version != 3 {
             let what =
                 format!("{} has version {version} of the format; supported: 2, 3", path.display());
@@ -558,6 +565,10 @@ pub(crate) mod tests {
     #[test]
     fn what_a_file_can_not_have_takes_no_memory() {
         let mut bytes = sample();
+        bytes[4..8].reverse();
+        let error = read_all(&bytes).expect_err("big-endian").to_string();
+        assert!(error.contains("is big-endian"), "{error}");
+        bytes[4..8].reverse();
         // The number of fields.
         bytes[16..24].copy_from_slice(&(1_u64 << 60).to_le_bytes());
         let error = read_all(&bytes).expect_err("damaged").to_string();

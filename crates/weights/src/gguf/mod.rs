@@ -10,7 +10,7 @@ mod tokenizer;
 
 pub use blocks::{BlockKind, computed_as};
 pub(crate) use blocks::{as_blocks, dequantise};
-#[cfg(test)]
-pub(crate) use file::TensorType;
 pub(crate) use file::{GgufFiles, GgufTensor, GgufValue};
+#[cfg(test)]
+pub(crate) use file::{TensorType, tests::gguf as gguf_bytes};
 pub(crate) use tokenizer::{special_token, tokenizer_json};

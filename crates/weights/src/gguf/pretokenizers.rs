@@ -130,9 +130,9 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
             plain(sequence(vec![digits(), byte_level(true)]))
         }
         "command-r" => composed(sequence(vec![digits(), byte_level(true)])),
-        "llama-bpe" | "llama3" | "llama-v3" | "falcon3" | "falcon-h1" | "lfm2" | "midm-2.0"
-        | "pixtral" => with_words(splits(&[&three])),
-        "glm4" | "chatglm-bpe" | "dbrx" | "smaug-bpe" => plain(splits(&[&three])),
+        "llama-bpe" | "llama3" | "llama-v3" | "falcon3" | "falcon-h1" | "jina-v5-nano" | "lfm2"
+        | "midm-2.0" | "pixtral" => with_words(splits(&[&three])),
+        "glm4" | "glm5" | "chatglm-bpe" | "dbrx" | "smaug-bpe" => plain(splits(&[&three])),
         "qwen2" | "deepseek-r1-qwen" | "megrez" | "f2llmv2" | "kormo" => composed(splits(&[&one])),
         "grok-2" | "hunyuan" | "solar-open" | "stablelm2" => plain(splits(&[&one])),
         "qwen35" => composed(splits(&[QWEN35])),
@@ -157,9 +157,13 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
             digits(),
             byte_level(false),
         ])),
-        "deepseek-v3" | "hunyuan-dense" | "joyai-llm" => {
+        "deepseek-v3" | "hunyuan-dense" | "hy_v4" | "joyai-llm" => {
             plain(splits(&[r"\p{N}{1,3}", V3_CJK, V3_WORDS]))
         }
+        "minicpm5" => Pipeline {
+            ignore_merges: true,
+            ..plain(splits(&[r"\p{N}{1,3}", &gpt4_like(r"\p{N}+")]))
+        },
         "kimi-k2" => plain(splits(&[&kimi()])),
         other => return Err(ModelError::elsewhere(format!("the GGUF pre-tokenizer '{other}'"))),
     })

@@ -14,6 +14,8 @@ const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
 const BYTE: i64 = 6;
 const SPACE: &str = "▁";
+/// Pre-tokenizers of SentencePiece's pieces, which no alphabet of bytes stands for.
+const OF_PIECES: [&str; 3] = ["gemma4", "granite-embed-multi-311m", "sarvam-moe"];
 
 type Metadata = HashMap<String, GgufValue>;
 
@@ -49,7 +51,12 @@ pub(crate) fn tokenizer_json(metadata: &Metadata) -> Result<Value, ModelError> {
         )));
     }
     let vocabulary = Vocabulary { metadata, tokens, types };
+    let pre = metadata.get("tokenizer.ggml.pre").and_then(GgufValue::as_text);
     match metadata.get("tokenizer.ggml.model").and_then(GgufValue::as_text) {
+        Some("gemma4") => vocabulary.merged_pieces(),
+        Some("gpt2") if pre.is_some_and(|pre| OF_PIECES.contains(&pre)) => {
+            vocabulary.merged_pieces()
+        }
         Some("gpt2") => vocabulary.byte_level_bpe(),
         Some("llama") => vocabulary.sentencepiece_bpe(),
         other => Err(ModelError::elsewhere(format!(
@@ -97,21 +104,7 @@ impl Vocabulary<'_> {
         for (index, token, _) in self.entries().filter(|&(_, _, kind)| kind != UNUSED) {
             vocab.insert(token.to_owned(), json!(index));
         }
-        let stored = texts(self.metadata, "tokenizer.ggml.merges")?.ok_or_else(|| {
-            ModelError::broken(
-                "the GGUF file has a tokenizer of merges, and no merges (tokenizer.ggml.merges)",
-            )
-        })?;
-        // A space separates the two halves, and byte-level tokens hold none. A merge that leads to
-        // no token is an error to the reader of a `tokenizer.json`.
-        let pairs = stored.iter().filter_map(|merge| merge.split_once(' '));
-        let merges: Vec<Value> = pairs
-            .filter(|&(left, right)| {
-                let known = |text: &str| vocab.contains_key(text);
-                known(left) && known(right) && known(&format!("{left}{right}"))
-            })
-            .map(|(left, right)| json!([left, right]))
-            .collect();
+        let merges = self.stored_merges(&vocab)?;
         let model = json!({
             "type": "BPE",
             "dropout": null,
@@ -135,6 +128,42 @@ impl Vocabulary<'_> {
         Ok(self.document(around, model))
     }
 
+    /// The merges of the file. One that leads to no token is an error to the reader of a
+    /// `tokenizer.json`.
+    fn stored_merges(&self, vocab: &Map<String, Value>) -> Result<Vec<Value>, ModelError> {
+        let stored = texts(self.metadata, "tokenizer.ggml.merges")?.ok_or_else(|| {
+            ModelError::broken(
+                "the GGUF file has a tokenizer of merges, and no merges (tokenizer.ggml.merges)",
+            )
+        })?;
+        let known = |text: &str| vocab.contains_key(text);
+        // A space separates the two halves, and neither holds one.
+        let pairs = stored.iter().filter_map(|merge| merge.split_once(' '));
+        let pairs = pairs.filter(|&(left, right)| {
+            known(left) && known(right) && known(&format!("{left}{right}"))
+        });
+        Ok(pairs.map(|(left, right)| json!([left, right])).collect())
+    }
+
+    /// Pieces as SentencePiece has them, whose merges the file names.
+    fn merged_pieces(&self) -> Result<Value, ModelError> {
+        let vocab = self.first_places();
+        let merges = self.stored_merges(&vocab)?;
+        Ok(self.pieces(vocab, merges, false))
+    }
+
+    /// The place of each text. A text that is there twice is the first one's, as SentencePiece and
+    /// llama.cpp have it.
+    fn first_places(&self) -> Map<String, Value> {
+        let mut vocab = Map::new();
+        for (index, token, _) in self.entries() {
+            if !vocab.contains_key(token) {
+                vocab.insert(token.to_owned(), json!(index));
+            }
+        }
+        vocab
+    }
+
     fn sentencepiece_bpe(&self) -> Result<Value, ModelError> {
         let scores = self.metadata.get("tokenizer.ggml.scores").and_then(GgufValue::as_list);
         let scores: Option<Vec<f64>> =
@@ -145,21 +174,19 @@ impl Vocabulary<'_> {
                     "the GGUF file has no score for each token, which its kind of tokenizer needs",
                 )
             })?;
-        let unknown =
-            self.entries().find(|&(_, _, kind)| kind == UNKNOWN).map(|(_, token, _)| token);
-        let mut vocab = Map::new();
-        for (index, token, _) in self.entries() {
-            // A text that is there twice is the first one's, as SentencePiece and llama.cpp have
-            // it.
-            if !vocab.contains_key(token) {
-                vocab.insert(token.to_owned(), json!(index));
-            }
-        }
         let mergeable = self
             .entries()
             .filter(|&(_, _, kind)| ![UNKNOWN, CONTROL, USER_DEFINED, BYTE].contains(&kind))
             .map(|(index, token, _)| (token, scores[index]))
             .collect();
+        let prefix = flag(self.metadata, "tokenizer.ggml.add_space_prefix", true);
+        Ok(self.pieces(self.first_places(), merges_of_scores(mergeable), prefix))
+    }
+
+    /// A tokenizer of pieces, in which a mark stands for each space. `prefix` puts one in front.
+    fn pieces(&self, vocab: Map<String, Value>, merges: Vec<Value>, prefix: bool) -> Value {
+        let unknown =
+            self.entries().find(|&(_, _, kind)| kind == UNKNOWN).map(|(_, token, _)| token);
         let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
         let mut normalizers = vec![replace];
         let mut decoders = vec![
@@ -167,7 +194,7 @@ impl Vocabulary<'_> {
             json!({"type": "ByteFallback"}),
             json!({"type": "Fuse"}),
         ];
-        if flag(self.metadata, "tokenizer.ggml.add_space_prefix", true) {
+        if prefix {
             normalizers.insert(0, json!({"type": "Prepend", "prepend": SPACE}));
             decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
         }
@@ -181,7 +208,7 @@ impl Vocabulary<'_> {
             "byte_fallback": true,
             "ignore_merges": false,
             "vocab": vocab,
-            "merges": merges_of_scores(mergeable),
+            "merges": merges,
         });
         let around = Around {
             normalizer: json!({"type": "Sequence", "normalizers": normalizers}),
@@ -190,7 +217,7 @@ impl Vocabulary<'_> {
             add_bos: true,
             unknown: unknown.map(str::to_owned),
         };
-        Ok(self.document(around, model))
+        self.document(around, model)
     }
 
     fn document(&self, around: Around, model: Value) -> Value {

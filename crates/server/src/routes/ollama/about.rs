@@ -2,7 +2,7 @@
 
 use axum::extract::State;
 use axum::response::Response;
-use forebay_api::{ApiError, ErrorBody, OllamaShowRequest};
+use forebay_api::{ApiError, ErrorBody, GenerationDefaults, OllamaShowRequest};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -39,24 +39,25 @@ pub(crate) async fn tags(State(state): State<Shared>) -> Response {
     responses((status = 200, description = "The models", body = Object)),
 )]
 pub(crate) async fn ps(State(state): State<Shared>) -> Response {
+    let on_cpu = state.info["device"] == "cpu";
+    let context = state.engine.facts().map(|facts| facts.context_length);
     let mut models = models(&state);
     for model in &mut models {
-        model["size_vram"] = model["size"].clone();
+        model["size_vram"] = if on_cpu { json!(0) } else { model["size"].clone() };
         model["expires_at"] = json!("9999-12-31T23:59:59Z");
+        model["context_length"] = json!(context);
     }
     reply::ok(&json!({"models": models}))
 }
 
 fn models(state: &Shared) -> Vec<Value> {
     let bytes = state.engine.facts().map_or(0, |facts| facts.hand.weight_bytes);
-    let modified = i64::try_from(state.started).unwrap_or(0);
-    let modified = jiff::Timestamp::from_second(modified).unwrap_or_default().to_string();
     let digest = format!("{:032x}", xxh3_128(state.model.root.as_bytes()));
     let model = |name: &String| {
         json!({
             "name": name,
             "model": name,
-            "modified_at": modified,
+            "modified_at": modified(state),
             "size": bytes,
             "digest": digest,
             "details": details(state),
@@ -65,28 +66,38 @@ fn models(state: &Shared) -> Vec<Value> {
     state.model.served_names.iter().map(model).collect()
 }
 
+/// The server's start, since when the model has been what it is.
+fn modified(state: &Shared) -> String {
+    let seconds = i64::try_from(state.started).unwrap_or(0);
+    jiff::Timestamp::from_second(seconds).unwrap_or_default().to_string()
+}
+
 fn details(state: &Shared) -> Value {
-    let info = &state.info["model"];
-    let quantization = state.info["quantization"].as_str();
-    let family = family(&info["config"]);
+    let facts = &state.model.facts;
+    let families: Vec<&str> =
+        Some(&*facts.family).filter(|name| !name.is_empty()).into_iter().collect();
     json!({
         "parent_model": "",
-        "format": info["format"].as_str().unwrap_or_default(),
-        "family": family,
-        "families": if family.is_empty() { Vec::new() } else { vec![&family] },
-        "parameter_size": "",
-        "quantization_level": quantization.filter(|&name| name != "auto").unwrap_or_default(),
+        "format": facts.format,
+        "family": facts.family,
+        "families": families,
+        "parameter_size": facts.parameter_size(),
+        "quantization_level": facts.weight_type,
     })
 }
 
-/// The family of a model: its type, or the beginning of its architecture's name where a file names
-/// no type.
-fn family(config: &Value) -> String {
-    if let Some(kind) = config["model_type"].as_str() {
-        return kind.to_owned();
-    }
-    let name = config["architectures"][0].as_str().unwrap_or_default();
-    name.split("For").next().unwrap_or_default().trim_end_matches("Model").to_lowercase()
+/// The values of options that a request leaves out, in lines as Ollama writes them.
+fn parameters(defaults: &GenerationDefaults, context_length: u32) -> String {
+    let values = [
+        ("num_ctx", Some(context_length.to_string())),
+        ("temperature", defaults.temperature.map(|value| value.to_string())),
+        ("top_k", defaults.top_k.map(|value| value.to_string())),
+        ("top_p", defaults.top_p.map(|value| value.to_string())),
+        ("min_p", defaults.min_p.map(|value| value.to_string())),
+        ("repeat_penalty", defaults.repetition_penalty.map(|value| value.to_string())),
+    ];
+    let line = |(name, value): (&str, Option<String>)| Some(format!("{name:<30} {}", value?));
+    values.into_iter().filter_map(line).collect::<Vec<_>>().join("\n")
 }
 
 /// Describes the served model.
@@ -105,9 +116,7 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     let name = request.model.or(request.name);
     let name = name.ok_or_else(|| ApiError::invalid("model", "`model`: required and missing"))?;
     state.model_name(served(Some(&name)))?;
-    let config = &state.info["model"]["config"];
-    let family = family(config);
-    let limits = state.limits()?;
+    let context_length = state.limits()?.context_length;
     let mut capabilities = Vec::new();
     if state.model.pooling.is_some() {
         capabilities.push("embedding");
@@ -123,19 +132,19 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
             capabilities.push("vision");
         }
     }
-    let mut facts = json!({
-        "general.architecture": family,
-        "general.basename": state.model.served_names.first(),
-    });
-    facts[format!("{family}.context_length")] = json!(limits.context_length);
-    facts[format!("{family}.embedding_length")] = config["hidden_size"].clone();
+    let mut facts = state.model.facts.metadata(context_length);
+    facts.insert("general.basename".into(), json!(state.model.served_names.first()));
+    if let Some(id) = state.model.eos.first() {
+        facts.insert("tokenizer.ggml.eos_token_id".into(), json!(id));
+    }
     Ok(reply::ok(&json!({
         "modelfile": format!("FROM {}\n", state.model.root),
-        "parameters": "",
+        "parameters": parameters(&state.model.defaults, context_length),
         "template": state.text.template().map(|template| template.source()).unwrap_or_default(),
         "details": details(&state),
         "model_info": facts,
         "capabilities": capabilities,
+        "modified_at": modified(&state),
     })))
 }
 
@@ -148,22 +157,4 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
 )]
 pub(crate) async fn version() -> Response {
     reply::ok(&json!({"version": OLLAMA_VERSION}))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_family_is_the_type_or_the_architecture() {
-        for (config, expected) in [
-            (json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}), "qwen2"),
-            (json!({"architectures": ["LlamaForCausalLM"]}), "llama"),
-            (json!({"architectures": ["BertModel"]}), "bert"),
-            (json!({}), ""),
-            (Value::Null, ""),
-        ] {
-            assert_eq!(family(&config), expected, "{config}");
-        }
-    }
 }
