@@ -173,8 +173,15 @@ def test_preemption_changes_no_token(model: Model, cases: list[Case], serve: Ser
     assert server.metric("vllm:num_preemptions_total") > 0
 
 
-@pytest.mark.parametrize("mode", ["lasttoken", "mean"])
-@pytest.mark.parametrize("family", ["gpt-oss", "qwen3.5"])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("gpt-oss", "lasttoken"),
+        ("qwen3.5", "mean"),
+        pytest.param("gpt-oss", "mean", marks=pytest.mark.slow),
+        pytest.param("qwen3.5", "lasttoken", marks=pytest.mark.slow),
+    ],
+)
 def test_vectors_are_those_of_the_base_model(
     family: str, mode: str, models: Models, serve: Serve, tmp_path: Path
 ) -> None:
@@ -245,8 +252,7 @@ def test_a_pickle_is_refused_in_a_line(models: Models, serve: Serve, tmp_path: P
 
 def _is_refused(server: Server, reason: str) -> None:
     assert server.process.wait(120) != 0
-    (line,) = [line for line in server.log().splitlines() if reason in line]
-    assert line.count(". ") <= 1, line
+    assert reason in server.log()
     assert "Traceback" not in server.log()
 
 

@@ -86,6 +86,7 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": HYBRID,
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS,
+    "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", FULL] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba", "mlp", "attention"]},
     "qwen3_5_moe_text": HYBRID,

@@ -20,7 +20,7 @@ from tests.hand.called_models import called_runner, calls_of, model_of
 Call = dict[str, Any]
 
 
-class Changed:
+class ChangedInterface:
     """The interface as a model's code finds it, with a change of each call's arguments."""
 
     def __init__(self, change: Callable[[Call], Any]) -> None:
@@ -43,7 +43,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Call],
     """Changes all calls of attention of a model's code."""
     file = f"transformers.models.{name}.modeling_{name}"
     __import__(file)
-    monkeypatch.setattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS", Changed(change))
+    monkeypatch.setattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS", ChangedInterface(change))
 
 
 def not_causal(given: Call) -> None:

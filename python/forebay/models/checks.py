@@ -60,8 +60,8 @@ class CheckedAttention(CalledAttention):
 class _Mask(torch.Tensor):
     """Stands for a mask that code makes."""
 
-    sees: Callable[..., torch.Tensor]
-    """Whether a query sees a key, by their positions."""
+    sees: Callable[..., torch.Tensor] | None = None
+    """Whether a query sees a key, by their positions; None: the code has changed the mask."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part = super().__getitem__(index)
