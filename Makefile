@@ -42,7 +42,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-slow e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu bench-gpu-peers gpu-pack check lint fmt deny docs docs-cli columns families wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-transformers-new test-slow e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu bench-gpu-peers gpu-pack check lint fmt deny docs docs-cli columns families wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
 	clean distclean
 
 help: ## print this list
@@ -85,6 +85,14 @@ $(STAMPS)/triton-old: requirements/triton.txt $(STAMPS)/dev
 	@echo '==> Installing an older Triton beside the runtime: 180 MB to download the first time'
 	@rm -rf $(TRITON_OLD)
 	@$(UV_INSTALL) --no-deps --target $(TRITON_OLD) -r requirements/triton.txt
+	@touch $@
+
+# In the same way, the newest transformers: the runtime keeps the tested one.
+TRANSFORMERS_NEW := $(VENV)/transformers-new
+$(STAMPS)/transformers-new: requirements/transformers.txt $(STAMPS)/dev
+	@echo '==> Installing a newer transformers beside the runtime: 11 MB to download the first time'
+	@rm -rf $(TRANSFORMERS_NEW)
+	@$(UV_INSTALL) --no-deps --target $(TRANSFORMERS_NEW) -r requirements/transformers.txt
 	@touch $@
 
 $(STAMPS)/embedder: requirements/embedder.txt $(STAMPS)/uv
@@ -208,7 +216,8 @@ test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's inter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/interpreted $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/compiled $(PYTEST_ARGS)
 
-test-slow: build-tests ## run the cases of tests that `make test` and `make e2e` leave out
+test-slow: build-tests test-transformers-new ## run the cases of tests that `make test` and `make e2e` leave out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOW) --dist worksteal tests/hand $(PYTEST_ARGS)
 	$(TEST_BINARY) $(BIN)/python -m pytest $(SLOW) tests/e2e tests/bench $(PYTEST_ARGS)
 	FOREBAY_SMOLLM2_TEXTS=24 FOREBAY_HANDS_PROMPTS=200 $(TEST_BINARY) $(BIN)/python -m pytest \
 		tests/e2e/test_evaluators.py tests/e2e/test_two_hands.py -k 'smollm2 or alike' $(PYTEST_ARGS)
@@ -216,6 +225,11 @@ test-slow: build-tests ## run the cases of tests that `make test` and `make e2e`
 test-triton-old: setup-dev $(STAMPS)/triton-old ## compile the GPU's kernels with the Triton of PyTorch 2.11 (3 minutes)
 	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton.__version__'
 	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/compiled $(PYTEST_ARGS)
+
+test-transformers-new: setup-dev $(STAMPS)/transformers-new ## run the models that transformers computes on its newest version (10 minutes)
+	PYTHONPATH=$(TRANSFORMERS_NEW) $(BIN)/python -c 'import transformers; assert transformers.__file__.startswith("$(abspath $(TRANSFORMERS_NEW))")'
+	PYTHONPATH=$(TRANSFORMERS_NEW) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_SPREAD) tests/hand/test_called.py \
+		tests/hand/test_called_checks.py $(PYTEST_ARGS)
 
 e2e: build-tests ## run the end-to-end tests only
 	$(TEST_BINARY) $(BIN)/python -m pytest $(QUICK) tests/e2e $(PYTEST_ARGS)
@@ -300,7 +314,7 @@ lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the ne
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done
-	@for name in model embedder triton; do \
+	@for name in model embedder triton transformers; do \
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) --no-deps requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done

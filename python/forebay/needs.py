@@ -3,7 +3,9 @@
 from importlib.util import find_spec
 
 PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch", "transformers")
-"""The packages of `pip install 'forebay[torch]'`, by their import names."""
+"""The packages of `pip install 'forebay[torch]'` that every hand in Python imports."""
+FOR_TOKENIZERS = ("protobuf", "sentencepiece", "tiktoken")
+"""Those that only tokenizers in other forms than `tokenizer.json` need. An error names them where one is missing."""
 
 
 def missing() -> list[str]:

@@ -86,6 +86,7 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": HYBRID,
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS,
+    "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", FULL] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba", "mlp", "attention"]},
     "qwen3_5_moe_text": HYBRID,
@@ -107,22 +108,24 @@ PLAIN = (
 ARCHITECTURES = (*PLAIN, *WITH_STATES)
 
 
-def config_of(name: str) -> PreTrainedConfig:
+def config_of(name: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of a tiny model, by its `model_type`."""
     kind = CONFIG_MAPPING[name]
     known = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map)
     # Latent heads have one size, and as many keys as queries.
     latent = {"head_dim": 8, "num_key_value_heads": 4} if "kv_lora_rank" in known else {}
     sizes = {key: value for key, value in {**SIZES, **latent}.items() if key in known}
-    config: PreTrainedConfig = kind(**{**sizes, **OWN.get(name, {})})
+    config: PreTrainedConfig = kind(**{**sizes, **OWN.get(name, {}), **changes})
     return config
 
 
 @torch.no_grad()
-def model_of(name: str) -> Any:
+def model_of(name: str, **changes: Any) -> Any:
     """A random model whose norms, sinks and biases are not the 0 and 1 that hide what is left out."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config_of(name), attn_implementation="eager", dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config_of(name, **changes), attn_implementation="eager", dtype=torch.float32
+    ).eval()
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.05)
     return model

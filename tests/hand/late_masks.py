@@ -41,15 +41,15 @@ PATTERNS: dict[str, Late] = {
 PATTERN = pytest.mark.parametrize("late", PATTERNS.values(), ids=PATTERNS)
 
 
-def mask_of(slot: int, position: int) -> UInt32s | None:
+def mask_of(slot: int, position: int, vocabulary: int) -> UInt32s | None:
     """The tokens that may come at a position of a slot; None: all."""
     if slot in LOOSE:
         return None
-    words = -(-TINY["vocab_size"] // 32)
+    words = -(-vocabulary // 32)
     return np.random.default_rng((slot, position)).integers(0, 1 << 32, words, np.uint64).astype(np.uint32)
 
 
-def tell(step_of: Step, late: Late) -> list[Said]:
+def tell(step_of: Step, late: Late, vocabulary: int = TINY["vocab_size"]) -> list[Said]:
     """What each slot says."""
     said: list[Said] = [[] for _ in SLOTS]
     prompt, pages = 5, 4
@@ -69,7 +69,7 @@ def tell(step_of: Step, late: Late) -> list[Said]:
                 builder.slot(slot, [7 + slot, 8, 9, 10, 11], sampling)
                 builder.page_writes += [(slot, index, pages * slot + index) for index in range(pages)]
             builder.row(slot, end - 1 if begun else 0, 1 if begun else end, masked=slot != FREE)
-            mask = mask_of(slot, end)
+            mask = mask_of(slot, end, vocabulary)
             if slot != FREE and late(step, slot):
                 missing.append(len(places))
                 places.append(EVERYTHING)
@@ -95,10 +95,10 @@ def tell(step_of: Step, late: Late) -> list[Said]:
     return said
 
 
-def check_late(step_of: Callable[[], Step], late: Late) -> None:
+def check_late(step_of: Callable[[], Step], late: Late, vocabulary: int = TINY["vocab_size"]) -> None:
     """Compares a story with one in which all masks are ready. `step_of` gives a new hand."""
-    expected = tell(step_of(), lambda *_: False)
-    found = tell(step_of(), late)
+    expected = tell(step_of(), lambda *_: False, vocabulary)
+    found = tell(step_of(), late, vocabulary)
     for slot, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert [token for token, *_ in ours] == [token for token, *_ in theirs], slot
         for (_, ids, values), (_, other_ids, other_values) in zip(ours, theirs, strict=True):

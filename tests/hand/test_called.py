@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,19 @@ import torch
 from forebay.runner.runner import ModelRunner
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from tests.hand.called_models import ARCHITECTURES, PLAIN, VOCABULARY, WITH_STATES, called_runner, calls_of, model_of
-from tests.hand.support import MiniBrain, Request, Sampling
+from tests.hand.late_masks import PATTERN, Late, Step, check_late
+from tests.hand.support import EVERYTHING, MiniBrain, Request, Sampling
 
 COUNT = 12
 TOLERANCE = {"states": 1e-3, "attention": 1e-4}
 """Recurrent layers add up in another order where their input comes in pieces."""
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0 + 0.2 * at for at in range(8)],
+    "long_factor": [3.0 + 0.5 * at for at in range(8)],
+}
 QUICK = ("gemma2", "gpt_oss", "llama4_text", "gemma4_text", "mimo_v2_flash", "qwen3_5_text", "granitemoehybrid")
 """Architectures with a cap, sinks, chunks, shapes that differ between layers, and states."""
 
@@ -27,10 +36,10 @@ def prompts() -> list[list[int]]:
     return [random.integers(5, VOCABULARY - 8, length).tolist() for length in (3, 29, 1, 13)]
 
 
-def reference(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+def reference(model: Any, prompt: list[int], **more: Any) -> tuple[list[int], torch.Tensor]:
     """The greedy tokens of transformers with its eager attention, and their log-probabilities."""
     ask = {"max_new_tokens": COUNT, "min_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
-    more = {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    more |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     given = model.generate(torch.tensor([prompt]), **ask, **more)
     return given.sequences[0, len(prompt) :].tolist(), torch.cat(given.logits).log_softmax(-1)
 
@@ -98,29 +107,96 @@ def test_a_row_goes_on_where_its_states_are_and_nowhere_else(tmp_path: Path) -> 
     states = runner.model.states_of_slots  # type: ignore[union-attr]
     assert states is not None
     seen = len(request.prompt) + COUNT - 1
-    # The last row may be computed again, as after a mask that came too late. Nothing else may.
-    for start, fits in ((seen, True), (seen - 1, False)):
-        batch = _one_row(request.slot, start)
-        if fits:
-            states.of_rows(batch)
-            states.of_rows(batch)
-            continue
+    for start in (seen - 1, seen + 1):
         with pytest.raises(ModelError, match=f"slot {request.slot} begins at position {start}"):
-            states.of_rows(batch)
+            states.of_rows(_row(request.slot, start))
+    (row,) = states.of_rows(_row(request.slot, seen))
+    assert row.source is None, "nothing is copied for a row without a mask"
+    # The last position of a masked row may be computed again, and it alone.
+    _, ahead = states.of_rows(_row(request.slot, seen + 1, 3, masked=True))
+    for _ in range(2):
+        (again,) = states.of_rows(_row(request.slot, seen + 3, masked=True))
+        assert again.source is ahead.source
+    with pytest.raises(ModelError, match=f"begins at position {seen + 1}"):
+        states.of_rows(_row(request.slot, seen + 1))
+    assert states.of_rows(_row(request.slot, seen + 4))[0].cache is again.cache
 
 
-def _one_row(slot: int, start: int) -> Any:
+def _row(slot: int, start: int, length: int = 1, masked: bool = False) -> Any:
     from types import SimpleNamespace
 
-    return SimpleNamespace(host_slots=np.array([slot]), start=np.array([start]), length=np.array([1]))
+    columns = {"host_slots": slot, "start": start, "length": length, "offset": 0, "masked": masked}
+    return SimpleNamespace(**{key: np.array([value]) for key, value in columns.items()})
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_5_text"])
+@PATTERN
+def test_a_row_whose_mask_is_late_says_the_same_later(name: str, late: Late, tmp_path: Path) -> None:
+    """A whole prompt whose mask is late comes again as its last position, from the states before that."""
+
+    def step_of() -> Step:
+        runner = called_runner(known(name)[0], tmp_path)
+        return lambda plan, masks: runner.step(plan, lambda: masks)
+
+    check_late(step_of, late, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_text"])
+def test_penalties_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, _ = known(name)
+    requests = [Request(prompt, COUNT, Sampling(repetition_penalty=1.4)) for prompt in prompts()]
+    MiniBrain(called_runner(model, tmp_path), lookahead=1).serve(requests, chunk=7)
+    assert [request.tokens for request in requests] == [
+        reference(model, prompt, repetition_penalty=1.4)[0] for prompt in prompts()
+    ]
+
+
+def test_a_seed_and_every_parameter_say_the_same_in_any_company(tmp_path: Path) -> None:
+    model, _ = known("qwen3_5_text")
+    runner = called_runner(model, tmp_path)
+
+    def asked() -> list[Request]:
+        return [
+            Request(prompt, COUNT, replace(EVERYTHING, seed=at, min_total=0)) for at, prompt in enumerate(prompts())
+        ]
+
+    together, alone = asked(), asked()
+    MiniBrain(runner, lookahead=1).serve(together, chunk=7)
+    for request in alone:
+        MiniBrain(runner).serve([request])
+    assert [request.tokens for request in together] == [request.tokens for request in alone]
+
+
+@pytest.mark.parametrize(("context", "prompt"), [(96, 29), (16, 3)])
+def test_rotary_frequencies_follow_the_context_and_no_request(context: int, prompt: int, tmp_path: Path) -> None:
+    """Of two sets of frequencies a server has one, and a request has the same tokens beside any other.
+
+    Transformers has the long ones as soon as a request is longer than 16, and the short ones before.
+    """
+    model = model_of("phi3", rope_parameters=LONG_ROPE)
+    runner = called_runner(model, tmp_path, context_length=context)
+    most = min(COUNT, context - prompt)
+    asked = Request(prompts()[0] if prompt == 3 else prompts()[1], most)
+    MiniBrain(runner, lookahead=1).serve([asked, Request(prompts()[0], most), Request([9], most)], chunk=7)
+    assert asked.tokens == reference(model, asked.prompt)[0][:most]
+    short = [Request(prompts()[0], most) for _ in range(2)]
+    MiniBrain(runner).serve(short[:1])
+    MiniBrain(runner).serve([short[1], Request(prompts()[1][: context - most], most)])
+    assert short[0].tokens == short[1].tokens
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bloom", "wants more than attention and states give"),
+        ("bloom", "has an attention of its own"),
         ("falcon", "has an attention of its own"),
+        ("mpt", "has an attention of its own"),
+        ("doge", "makes an attention mask of its own"),
         ("deepseek_v4", "wants more than attention and states give"),
+        ("deepseek_v32", "wants more than attention and states give"),
+        ("minimax_m3_vl_text", "wants more than attention and states give"),
+        ("inkling_text", "passes the argument position_bias to attention"),
+        ("bert", "attends to positions behind its own"),
     ],
 )
 def test_a_probe_refuses_what_keeps_more_than_pages_and_states(name: str, reason: str, tmp_path: Path) -> None:
@@ -140,19 +216,6 @@ def test_a_probe_finds_shapes_and_arguments(tmp_path: Path) -> None:
     assert len(mixed.kept) == 2
     # Two layers: the last inputs of a convolution in bfloat16, and a float32 state of four heads.
     assert mixed.state_bytes == 2 * (2 * 128 * 4 + 4 * 4 * 16 * 16)
-
-
-def test_an_unknown_argument_of_attention_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
-    plain = modeling_llama.LlamaAttention.forward
-
-    def forward(self: Any, *args: Any, **named: Any) -> Any:
-        return plain(self, *args, **{**named, "slope": 0.5})
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    with pytest.raises(UnsupportedModelError, match="passes the argument slope to attention"):
-        calls_of("llama", tmp_path)
 
 
 def test_weights_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_python_and_rust_have_one_version() -> None:
 def test_the_extra_has_the_packages_that_the_hand_asks_for() -> None:
     extra = re.search(r"^torch = \[\n(.*?)^\]", read(Path("pyproject.toml")), re.MULTILINE | re.DOTALL)
     assert extra
-    assert re.findall(r'"([\w-]+)>=', extra[1]) == sorted(needs.PACKAGES)
+    assert re.findall(r'"([\w-]+)>=', extra[1]) == sorted(needs.PACKAGES + needs.FOR_TOKENIZERS)
 
 
 def test_the_default_model_is_pinned_alike_everywhere() -> None:

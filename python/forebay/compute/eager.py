@@ -115,6 +115,7 @@ class TorchCompute:
             page_table=tables.page_table,
             page_size=kv.page_size,
             page_stride=stride,
+            masked=None if rows.masked is None else np.isin(cut.row[: cut.whole], rows.masked),
         )
         return Forward(
             tokens=tables.token_pool.view(-1).index_select(0, token_slots * tables.stride + positions),

@@ -33,6 +33,7 @@ class Rows:
     segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model knows no pairs
     images: RowImages | None = None  # where images stand in the slots; None: there are none
     prompts: PromptTokens | None = None  # whose log-probabilities are asked for; None: of none
+    masked: Int64s | None = None  # rows with masks: one that comes too late has the last position computed again
 
     @property
     def last(self) -> Int64s:

@@ -8,8 +8,6 @@ the configuration.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +20,11 @@ from forebay.attention.cpu import CpuAttention
 from forebay.layers.decoder import Forward
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
-from forebay.models.states import SlotStates
+from forebay.models.recurrent import RecurrentLayers, SlotStates, StateRow
+from forebay.models.rotary import settle_rotary
 from forebay.weights.called import CalledConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
 
-_CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
-"""The names that recurrent modules give the argument with their states."""
-_UPDATES_STATE = re.compile(r"\.update_(conv|recurrent)_state\b")
 _BESIDE_ATTENTION = frozenset(
     {"dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
 )
@@ -92,12 +88,11 @@ class CalledAttention:
         if mask is not None:
             raise UnsupportedModelError(f"{name} makes an attention mask of its own")
         for key, value in given.items():
-            if key in _NAMED or key in _BESIDE_ATTENTION or value is None:
-                continue
-            if key == "is_causal" and value:
+            if key in _NAMED or key in _BESIDE_ATTENTION or key == "is_causal" or value is None:
                 continue
             raise UnsupportedModelError(f"{name} passes the argument {key} to attention, which is not known here")
-        if given.get("is_causal", getattr(module, "is_causal", True)) is False:
+        causal = given.get("is_causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise UnsupportedModelError(f"{name} attends to positions behind its own")
         kind, chunk = _kind(module), None
         window = given.get("sliding_window")
@@ -109,6 +104,9 @@ class CalledAttention:
             window = config.sliding_window if config is not None else None
         elif kind == "chunked_attention":
             chunk = config.attention_chunk_size if config is not None else None
+        for key in ("scaling", "softcap"):
+            if isinstance(given.get(key), torch.Tensor):
+                raise UnsupportedModelError(f"{name} passes a tensor as {key} to attention, where a number is expected")
         how = How(given.get("scaling"), window, chunk, given.get("softcap"), given.get("s_aux"))
         wanted = {"window": window, "chunk": chunk, "cap": how.cap, "sinks": how.sinks}
         self.uses.update(name for name, value in wanted.items() if value is not None)
@@ -122,42 +120,22 @@ def _kind(module: torch.nn.Module) -> str | None:
     return str(kinds[layer]) if isinstance(layer, int) and 0 <= layer < len(kinds) else None
 
 
-class RecurrentLayers:
-    """The modules of a model that keep a recurrent or convolution state, which run once a row of a step."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.rows: list[tuple[int, int, Any]] = []
-        """The rows of the step: first token, number of tokens, and the cache object of the slot."""
-        ours = [module for module in model.modules() if ".models." in type(module).__module__]
-        self.modules = [module for module in ours if _UPDATES_STATE.search(inspect.getsource(type(module)))]
-        for module in self.modules:
-            names = inspect.signature(type(module).forward).parameters
-            cache = next((name for name in _CACHES if name in names), None)
-            if cache is None:
-                raise UnsupportedModelError(f"{type(module).__name__} takes no cache for its state")
-            module.forward = self._by_row(module.forward, cache)
-
-    def _by_row(self, forward: Callable[..., Any], cache: str) -> Callable[..., Any]:
-        def run(hidden_states: torch.Tensor, *args: Any, **named: Any) -> Any:
-            named = {key: value for key, value in named.items() if key not in ("attention_mask", "seq_idx", *_CACHES)}
-            parts = [
-                forward(hidden_states[:, first : first + count], **{**named, cache: states})
-                for first, count, states in self.rows
-            ]
-            outputs = torch.cat([part[0] if isinstance(part, tuple) else part for part in parts], dim=1)
-            return (outputs, *parts[0][1:]) if isinstance(parts[0], tuple) else outputs
-
-        return run
-
-
 class CalledModel:
     """The model, for `TorchCompute`. Its weights are on the meta device until they are loaded."""
 
     def __init__(
-        self, config: CalledConfig, directory: str, params: Parameters, backend: CpuAttention, ops: Ops
+        self,
+        config: CalledConfig,
+        directory: str,
+        params: Parameters,
+        backend: CpuAttention,
+        ops: Ops,
+        context_length: int,
     ) -> None:
         """`params` has the type and the device of the weights, and allocates none of them."""
         self.config = config
+        self.context_length = context_length
+        """The largest number of positions of a request."""
         self.params = params
         self.backend = backend
         self.ops = ops
@@ -169,6 +147,7 @@ class CalledModel:
         self.states_of_slots: SlotStates | None = None
 
     def _take(self, model: Any) -> None:
+        settle_rotary(model, self.context_length)
         self._model = model
         self._recurrent = RecurrentLayers(model)
         self._body = body_of(model)
@@ -203,12 +182,52 @@ class CalledModel:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ModelError(f"the checkpoint lacks {', '.join(missing[:3])}{more}")
         self._take(model.requires_grad_(False).to(self.params.device))
+        self._check_rows()
+
+    @torch.no_grad()
+    def _check_rows(self) -> None:
+        """Computes a few tokens of no request. Raises `UnsupportedModelError` if rows can't be cut or packed.
+
+        Of rows of one token the embedding of one is no number. No arithmetic loses that, so it shows in every state
+        that the token reaches. A row in pieces goes on from the states of recurrent layers.
+        """
+        name, recurrent = self.config.architecture, self._recurrent
+        if recurrent.modules:
+            whole, cut = cache_of(self._model), cache_of(self._model)
+            recurrent.rows = [StateRow(0, 6, whole)]
+            recurrent.pieces = [StateRow(0, 3, cut), StateRow(3, 2, cut), StateRow(5, 1, cut)]
+            self._states_of(6)
+            recurrent.pieces = []
+        recurrent.rows = [StateRow(at, 1, cache_of(self._model)) for at in range(3)]
+
+        def spoil(_: Any, __: Any, embeddings: torch.Tensor) -> torch.Tensor:
+            return embeddings.index_fill(1, torch.ones(1, dtype=torch.long, device=embeddings.device), torch.nan)
+
+        hook = self._model.get_input_embeddings().register_forward_hook(spoil)
+        try:
+            states = self._states_of(3)
+        finally:
+            hook.remove()
+        if states[::2].isnan().any():
+            raise UnsupportedModelError(f"the code of {name} computes a token with others, not by attention or states")
+
+    def _states_of(self, tokens: int) -> torch.Tensor:
+        """The final states [tokens, hidden] of tokens that attend to themselves only."""
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+            return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).flatten(1)
+
+        ids = torch.arange(tokens, device=self.params.device)[None]
+        with self._attention.answered_by(attend):
+            states: torch.Tensor = self._body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state[0]
+        return states
 
     def randomise(self, seed: int, report: Report = ignore) -> None:
         """Makes weights of a seed, with the initialisation of the model's code."""
         torch.manual_seed(seed)
         model = made_of(config_of(Path(self._directory)), self._attention.name, self.params.dtype, self.params.device)
         self._take(model)
+        self._check_rows()
         report(1, 1)
 
     def __call__(self, forward: Forward) -> torch.Tensor:
@@ -231,13 +250,13 @@ class CalledModel:
             raise UnsupportedModelError("inputs in place of tokens, for a model that transformers computes")
         batch: Batch = forward.prepared.batch
         if self._recurrent.modules:
-            rows = zip(batch.offset.tolist(), batch.length.tolist(), strict=True)
-            states = self._states(batch)
-            self._recurrent.rows = [(first, count, state) for (first, count), state in zip(rows, states, strict=True)]
+            self._recurrent.rows = self._states().of_rows(batch)
         calls = iter(forward.kv)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
-            kv = next(calls)
+            kv = next(calls, None)
+            if kv is None:
+                raise UnsupportedModelError("the model called attention more often than when it was probed")
             kv.keys.index_copy_(0, forward.writes, k)
             kv.values.index_copy_(0, forward.writes, v)
             return self.backend.attend(q, k, v, kv, forward.prepared, how)
@@ -252,10 +271,10 @@ class CalledModel:
         last: torch.Tensor = found.last_hidden_state
         return last[0].index_select(0, forward.sampled)
 
-    def _states(self, batch: Batch) -> list[Any]:
+    def _states(self) -> SlotStates:
         if self.states_of_slots is None:
             self.states_of_slots = SlotStates(lambda: cache_of(self._model))
-        return self.states_of_slots.of_rows(batch)
+        return self.states_of_slots
 
     def _run_body(self, *args: Any, **named: Any) -> Any:
         if self._given is None:
@@ -329,7 +348,6 @@ def cache_of(model: Any) -> Any:
 __all__ = [
     "CalledAttention",
     "CalledModel",
-    "RecurrentLayers",
     "body_of",
     "cache_of",
     "config_of",

@@ -1,4 +1,4 @@
-"""A forward of two tokens without weights: what a model that transformers computes needs of the engine."""
+"""A forward of a few tokens without weights: what a model that transformers computes needs of the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from forebay.attention.backend import How
-from forebay.models.called import CalledAttention, RecurrentLayers, body_of, cache_of, config_of, made_of
+from forebay.models.called import body_of, cache_of, config_of, made_of
+from forebay.models.checks import CheckedAttention, WatchedPositions
+from forebay.models.recurrent import RecurrentLayers, StateRow
+from forebay.models.rotary import settle_rotary
 from forebay.weights.called import Calls, KeptShape
 from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.sizes import MOST_POSITIONS
@@ -17,6 +20,8 @@ from forebay.weights.sizes import MOST_POSITIONS
 __all__ = ["probe"]
 
 _META = torch.device("meta")
+_TOKENS = 7
+"""The tokens of the forward: a number that no size of a model has."""
 _UNBOUNDED_CONTEXT = 32768
 """The context length of models whose configuration names none, as recurrent ones."""
 
@@ -34,27 +39,39 @@ class OnlyUpdates:
         """No positions were seen."""
         return 0
 
+    def get_query_offset(self, *_: Any) -> int:
+        """The first position, for masks."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        """The number of keys, and the first, for masks."""
+        return query_length, 0
+
 
 def probe(directory: Path) -> Calls:
     """Probes the model of a folder. Raises `UnsupportedModelError` with the reason for which it can't be served."""
     config = config_of(directory)
     # The id of padding makes some code look at the tokens, which have no values here.
     config.pad_token_id = None
-    attention = CalledAttention()
+    attention = CheckedAttention()
     model = made_of(config, attention.name, torch.bfloat16, _META)
     _check_name(config, type(model).__name__)
     recurrent, cache = RecurrentLayers(model), cache_of(model)
-    recurrent.rows = [(0, 2, cache)]
+    recurrent.rows = [StateRow(0, _TOKENS, cache)]
     kept: list[KeptShape] = []
 
     def answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
         kept.append(KeptShape(k.shape[1], k.shape[2], v.shape[2]))
         return q.new_empty(len(q), q.shape[1] * v.shape[2])
 
-    ids = torch.zeros(1, 2, dtype=torch.long, device=_META)
-    positions = torch.arange(2, device=_META)[None]
+    text = config.get_text_config()
+    longest = min(int(getattr(text, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT), MOST_POSITIONS)
+    settle_rotary(model, longest)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=_META)
+    positions = torch.arange(_TOKENS, device=_META)[None]
+    watched = WatchedPositions(positions)
     try:
-        with torch.no_grad(), attention.answered_by(answer):
+        with torch.no_grad(), attention.answered_by(answer), watched:
             body_of(model)(input_ids=ids, position_ids=positions, use_cache=False, past_key_values=OnlyUpdates())
     except UnsupportedModelError:
         raise
@@ -67,14 +84,15 @@ def probe(directory: Path) -> Calls:
         raise UnsupportedModelError(
             f"the code of {config.model_type} has an attention of its own, which nobody can reach"
         )
-    text = config.get_text_config()
+    if kept:
+        watched.check(config.model_type)
     return Calls(
         kept=tuple(kept),
         uses=tuple(sorted(attention.uses)),
         state_bytes=_bytes_of(cache) if recurrent.modules else 0,
         vocab_size=int(text.vocab_size),
         hidden_size=int(text.hidden_size),
-        longest_context=min(int(getattr(text, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT), MOST_POSITIONS),
+        longest_context=longest,
     )
 
 

@@ -44,9 +44,11 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
     return FAMILIES[config.architecture](config, params, backend, ops)
 
 
-def build_called(config: CalledConfig, directory: str, params: Parameters, ops: Ops) -> CalledModel:
+def build_called(
+    config: CalledConfig, directory: str, params: Parameters, ops: Ops, context_length: int
+) -> CalledModel:
     """The model of a folder that transformers computes, without its weights. Raises `UnsupportedModelError`."""
-    return CalledModel(config, directory, params, CpuAttention(), ops)
+    return CalledModel(config, directory, params, CpuAttention(), ops, context_length)
 
 
 def build_encoder(config: EncoderConfig, pooling: Pooling | None, params: Parameters) -> Bert:

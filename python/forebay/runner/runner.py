@@ -263,7 +263,8 @@ class ModelRunner:
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
         if isinstance(model, CalledConfig):
-            return registry.build_called(model, config.model["directory"], params, self._choice.ops())
+            directory: str = config.model["directory"]
+            return registry.build_called(model, directory, params, self._choice.ops(), config.context_length)
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
 
     def _weight_bytes(self) -> int:
@@ -491,7 +492,8 @@ class ModelRunner:
         sparse = None if hot is None else hot.check_rows(slot, length)
         found = None if sparse is None else FoundColumns(self.device)
         images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
-        rows = Rows(slot, start, length, sampling, given, sparse, images=images, prompts=wanted)
+        masked = sampling[planned.masked] if len(planned.masked) else None
+        rows = Rows(slot, start, length, sampling, given, sparse, images=images, prompts=wanted, masked=masked)
         prompts = None if wanted is None else PromptColumns(wanted, slot, self.tables, self._ops, self.device)
         launch, steps = Launch(rows, inputs, found, prompts), self._steps
         slots, positions = slot[sampling], planned.ends[sampling]

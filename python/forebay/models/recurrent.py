@@ -1,0 +1,155 @@
+"""Recurrent layers of models that transformers computes, and the states of slots."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forebay.attention.backend import Batch
+from forebay.weights.errors import ModelError, UnsupportedModelError
+
+__all__ = ["RecurrentLayers", "SlotStates", "StatePositionError", "StateRow"]
+
+_CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
+"""The names that recurrent modules give the argument with their states."""
+_OF_BATCHES = ("attention_mask", "seq_idx")
+"""Arguments for padding and for packed rows, which a row alone does not need."""
+_ROUNDING = 0.1
+"""What bfloat16 and another order of sums may change of outputs; to forget a state changes most of them."""
+_UPDATES_STATE = re.compile(r"\.update_(conv|recurrent)_state\b")
+
+
+class StatePositionError(ModelError):
+    """A plan computes a row whose state nobody has: the state has seen other positions than those before the row."""
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """Tokens of a step that advance one cache object."""
+
+    first: int
+    """The first of the step's tokens."""
+    count: int
+    cache: Any
+    source: Any = None
+    """The cache object whose states are copied to `cache` first; None: `cache` has its own."""
+
+
+class SlotStates:
+    """A cache object for each slot, with the number of positions that it has seen.
+
+    A masked row whose mask comes too late has its last position computed again. So the states before that position are
+    kept until the next row shows which of both it continues.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._slots: dict[int, tuple[int, Any]] = {}
+        self._before: dict[int, tuple[int, Any]] = {}
+
+    def of_rows(self, batch: Batch) -> list[StateRow]:
+        """The rows of a step, whose cache objects are about to advance by their tokens. Raises `StatePositionError`."""
+        columns = (batch.host_slots, batch.start, batch.length, batch.offset)
+        masked = [False] * len(batch.start) if batch.masked is None else batch.masked.tolist()
+        rows = zip(*(column.tolist() for column in columns), masked, strict=True)
+        return [part for row in rows for part in self._of_row(*row)]
+
+    def _of_row(self, slot: int, start: int, length: int, first: int, masked: bool) -> Iterable[StateRow]:
+        state, end = self._at(slot, start), start + length
+        self._before.pop(slot, None)
+        if not masked:
+            self._slots[slot] = end, state
+            yield StateRow(first, length, state)
+            return
+        if length > 1:
+            yield StateRow(first, length - 1, state)
+        ahead = copy.copy(state)
+        ahead.layers = list(state.layers)
+        yield StateRow(first + length - 1, 1, ahead, state)
+        self._before[slot], self._slots[slot] = (end - 1, state), (end, ahead)
+
+    def _at(self, slot: int, start: int) -> Any:
+        if start == 0:
+            return self._make()
+        for kept in (self._slots, self._before):
+            seen, state = kept.get(slot, (0, None))
+            if seen == start:
+                return state
+        raise StatePositionError(
+            f"a row of slot {slot} begins at position {start}, and the slot's recurrent states have seen others"
+        )
+
+
+class RecurrentLayers:
+    """The modules of a model that keep a recurrent or convolution state, which run once a row of a step."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.rows: list[StateRow] = []
+        """The rows of the step, in the order of their tokens."""
+        self.pieces: list[StateRow] = []
+        """The same tokens in other pieces, whose outputs have to be the same; none: nothing is compared."""
+        ours = [module for module in model.modules() if ".models." in type(module).__module__]
+        self.modules = [module for module in ours if _updates_state(type(module))]
+        for module in self.modules:
+            if any(inner in self.modules for inner in module.modules() if inner is not module):
+                raise UnsupportedModelError(f"{type(module).__name__} keeps a state, and a part of it does too")
+            names = inspect.signature(type(module).forward).parameters
+            cache = next((name for name in _CACHES if name in names), None)
+            if cache is None or not hasattr(module, "layer_idx"):
+                raise UnsupportedModelError(f"{type(module).__name__} takes no cache for its state")
+            module.forward = self._by_row(module, module.forward, cache)
+
+    def _by_row(self, module: Any, forward: Callable[..., Any], cache: str) -> Callable[..., Any]:
+        layer = int(module.layer_idx)
+
+        def run(hidden_states: torch.Tensor, *args: Any, **named: Any) -> Any:
+            named = {key: value for key, value in named.items() if key not in (*_OF_BATCHES, *_CACHES)}
+            _check_arguments(type(module).__name__, hidden_states, args, named)
+
+            def compute(row: StateRow) -> Any:
+                if row.source is not None:
+                    row.cache.layers[layer : layer + 1] = [copy.deepcopy(row.source.layers[layer])]
+                tokens = hidden_states[:, row.first : row.first + row.count]
+                return forward(tokens, **{**named, cache: row.cache})
+
+            parts = list(map(compute, self.rows))
+            outputs = _joined(parts)
+            if self.pieces:
+                _compare(type(module).__name__, outputs, _joined(list(map(compute, self.pieces))))
+            return (outputs, *parts[0][1:]) if isinstance(parts[0], tuple) else outputs
+
+        return run
+
+
+def _joined(parts: list[Any]) -> torch.Tensor:
+    return torch.cat([part[0] if isinstance(part, tuple) else part for part in parts], dim=1)
+
+
+def _compare(name: str, whole: torch.Tensor, pieces: torch.Tensor) -> None:
+    """Raises `UnsupportedModelError` if a row in pieces has other outputs than the whole, beyond rounding."""
+    whole, pieces = whole.float(), pieces.float()
+    if (whole - pieces).norm() > _ROUNDING * whole.norm():
+        raise UnsupportedModelError(f"{name} does not go on from its state with several tokens")
+
+
+def _updates_state(kind: type) -> bool:
+    """True if the class or one that it inherits from updates a state."""
+    own = [one for one in kind.__mro__ if ".models." in one.__module__]
+    return any(_UPDATES_STATE.search(inspect.getsource(one)) for one in own)
+
+
+def _check_arguments(name: str, hidden_states: torch.Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Raises `UnsupportedModelError` for arguments that have something for each token: a row would get them all."""
+    if any(arg is not None for arg in args):
+        raise UnsupportedModelError(f"{name} keeps a state, and takes arguments by position")
+    tokens = hidden_states.shape[1]
+    for key, value in named.items():
+        tensors = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, torch.Tensor)]
+        if any(tokens > 1 and tokens in one.shape for one in tensors):
+            raise UnsupportedModelError(f"{name} keeps a state, and takes {key} for each token")

@@ -1,0 +1,43 @@
+"""Rotary frequencies of models that transformers computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["settle_rotary"]
+
+
+@torch.no_grad()
+def settle_rotary(model: torch.nn.Module, context_length: int) -> None:
+    """Has frequencies follow the context length, which is the same for all rows of all steps.
+
+    Code of transformers lets them follow the largest position of a call (`longrope`, `dynamic`). Here that is another
+    request's position, and the keys in pages have the frequencies of an earlier call.
+    """
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        if isinstance(kinds, str):
+            module.rope_type = _settled(module, kinds, None, context_length)
+        elif isinstance(kinds, dict):
+            module.rope_type = {layer: _settled(module, kind, layer, context_length) for layer, kind in kinds.items()}
+
+
+def _settled(module: Any, kind: str, layer: str | None, context_length: int) -> str:
+    """Sets the frequencies of a layer type, None being all. Gives a kind that stays as it is."""
+    if "dynamic" in kind:
+        # They grow behind the largest position of the configuration, and no request gets there.
+        return "default"
+    if kind != "longrope":
+        return kind
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings = module.config.rope_parameters
+    original = (settings if layer is None else settings[layer])["original_max_position_embeddings"]
+    if context_length > original:
+        buffer: torch.Tensor = getattr(module, "inv_freq" if layer is None else f"{layer}_inv_freq")
+        more = {} if layer is None else {"layer_type": layer}
+        found, _ = ROPE_INIT_FUNCTIONS[kind](module.config, buffer.device, seq_len=context_length, **more)
+        buffer.copy_(found)
+    return "default"
