@@ -20,6 +20,7 @@ MOST_MEGABYTES = 40
 PARTS = {
     "forebay/__init__.py",
     "forebay/__main__.py",
+    "forebay/llm/__init__.py",
     "forebay/py.typed",
     "forebay/worker/__main__.py",
     "forebay/kernels/libforebay_kernels.so",

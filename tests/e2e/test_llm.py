@@ -100,7 +100,7 @@ def test_log_probabilities(llm: LLM, tiny: Model) -> None:
 
 def test_a_chat_and_a_prompt_have_equal_log_probabilities(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
-    (chat,) = llm.chat([{"role": "user", "content": "hello"}], params, use_tqdm=False)
+    (chat,) = llm.chat([{"role": "user", "content": "hello " * 20}], params, use_tqdm=False)
     assert chat.prompt_token_ids is not None
     (prompt,) = llm.generate(chat.prompt_token_ids, params, use_tqdm=False)
     assert chat.outputs[0].token_ids == prompt.outputs[0].token_ids

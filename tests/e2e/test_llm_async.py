@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from forebay import (
     StructuredOutputsParams,
 )
 from tests.e2e.models import Model
+from tests.e2e.processes import children, is_hand
 from tests.e2e.test_llm import texts
 from tests.e2e.waiting import eventually_async
 
@@ -67,7 +70,9 @@ def test_the_kinds_of_outputs_tell_the_same(flags: dict[str, Any], chat: bool) -
         assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
         assert cumulative[-1].num_cached_tokens is not None
         # Earlier outputs do not change when later ones come.
-        assert len(cumulative[0].outputs[0].token_ids) <= 1
+        counts = [sum(len(one.token_ids) for one in output.outputs) for output in cumulative]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == 16
         for index in (0, 1):
             own = [one for output in deltas for one in output.outputs if one.index == index]
             assert [token for one in own for token in one.token_ids] == whole.outputs[index].token_ids
@@ -146,11 +151,25 @@ def test_errors(flags: dict[str, Any]) -> None:
         assert caught.value.param == "structured_outputs.regex"
         with pytest.raises(RequestError, match="makes no vectors"):
             await llm.embed("x")
-        stream = llm.generate("x", SamplingParams(max_tokens=None, ignore_eos=True))
-        await anext(stream)
+
+    with_llm(flags, story)
+
+
+def test_a_server_that_dies_ends_its_streams(flags: dict[str, Any]) -> None:
+    async def story(llm: AsyncLLM) -> None:
+        (hand,) = [pid for pid in children(llm._server.process.pid) if is_hand(pid)]
+        # No token comes.
+        os.kill(hand, signal.SIGSTOP)
+        stream = asyncio.ensure_future(collected(llm.generate("x", GREEDY)))
+        client = await llm._client()
+        requests = 0
+        while not requests:
+            info = await client.ask("GET", "/server_info")
+            requests = info["internal_states"][0]["requests"]
         llm._server.process.kill()
+        os.kill(hand, signal.SIGCONT)
         with pytest.raises(EngineDeadError, match="signal 9"):
-            await collected(stream)
+            await stream
 
     with_llm(flags, story)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -167,6 +168,7 @@ def test_a_library_that_nobody_holds_ends_its_server(tiny: Model) -> None:
     pids = [pid for pid in children(os.getpid()) if llm._server.socket in command_line(pid)]
     assert len(pids) == 1
     del llm
+    gc.collect()
     gone(pids)
 
 

@@ -6,12 +6,15 @@ import asyncio
 import json
 import os
 import resource
+import select
+import selectors
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from forebay.llm.calls import unnamed_tokens
 from forebay.llm.client import Client
@@ -146,15 +149,21 @@ async def name_tokens(client: Client, outputs: Iterable[RequestOutput], texts: d
 
 _inherited: list[object] = []
 """What a fork got of its parent. It shares the parent's connections, which nothing here may touch."""
+_selectors: WeakSet[selectors.EpollSelector] = WeakSet()
 _lock = threading.Lock()
 
 
-def _renew_lock() -> None:
+def _after_fork() -> None:
+    """Gives the inherited loops a poll set of their own. Connections that are collected leave theirs."""
     global _lock
     _lock = threading.Lock()
+    for selector in _selectors:
+        with select.epoll() as own:
+            os.dup2(own.fileno(), selector.fileno(), inheritable=False)
+    _selectors.clear()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Background:
@@ -204,7 +213,9 @@ class Background:
             if self._loop is not None and self._owner == os.getpid():
                 return self._loop
             _inherited.extend([self._loop, self._client])
-            self._loop, self._client, self._owner = asyncio.new_event_loop(), None, os.getpid()
+            selector = selectors.EpollSelector()
+            _selectors.add(selector)
+            self._loop, self._client, self._owner = asyncio.SelectorEventLoop(selector), None, os.getpid()
             threading.Thread(target=_run_loop, args=[self._loop], name="forebay-requests", daemon=True).start()
             weakref.finalize(self, _stop_loop, self._loop, self._owner)
             return self._loop

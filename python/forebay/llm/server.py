@@ -181,6 +181,8 @@ class _Keeper:
                 started.set_result(start())
             except BaseException as error:
                 started.set_exception(error)
+            # Nothing of a server is held between two calls.
+            del start, started
 
 
 def _renew_lock() -> None:
