@@ -34,7 +34,8 @@ def main() -> None:
     with LLM(model, max_model_len=1024) as llm:
         outputs = llm.chat(conversations, params, use_tqdm=False)
     for (task, _), output in zip(TASKS, outputs, strict=True):
-        print(f"{task} -> {output.outputs[0].text}")
+        # White space between the parts of JSON is the model's.
+        print(f"{task} -> {' '.join(output.outputs[0].text.split())}")
     print("legs:", json.loads(outputs[2].outputs[0].text)["legs"])
 
 

@@ -114,9 +114,9 @@ class LLM:
         `tool_calls` and `reasoning`. `extra_args` of the parameters may have `tool_choice` and other fields.
 
         >>> from forebay import SamplingParams
-        >>> question = [{"role": "user", "content": "What is the capital of France?"}]
-        >>> llm.chat(question, SamplingParams(temperature=0))[0].outputs[0].text
-        'The capital of France is Paris.'
+        >>> question = [{"role": "user", "content": "What is the capital of Norway?"}]
+        >>> llm.chat(question, SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].text
+        'The capital of Norway is Oslo'
 
         Raises:
             RequestError: a request failed. The others' results are in the error's `outputs`.
