@@ -206,6 +206,9 @@ def test_a_server_that_dies_ends_all_requests(tiny: Model) -> None:
 
 def test_an_interrupt_stops_the_requests(tiny: Model) -> None:
     with start(tiny) as llm:
+        # A terminal interrupts a group of processes: the server is in none with its program.
+        (pid,) = [pid for pid in children(os.getpid()) if llm._server.socket in command_line(pid)]
+        assert os.getpgid(pid) != os.getpgid(0)
 
         class Interrupt:
             def __init__(self, **options: object) -> None:
