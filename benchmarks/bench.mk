@@ -27,7 +27,7 @@ LLAMA_LEVEL := $(if $(shell grep -m1 -ow amx_tile /proc/cpuinfo),-DGGML_NATIVE=O
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
+.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-llm bench-profile bench-agreement bench-embeddings \
 	bench-attacks bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-hand-host bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -74,6 +74,9 @@ bench-ablations: bench-build ## measure what each mechanism is worth: on/off rat
 bench-egress: bench-build ## measure what a streamed chunk costs, by who writes it, and what a socket write does (10 minutes)
 	$(BIN)/python -m benchmarks.egress $(BENCH_ROUNDS) $(if $(STREAMS),--streams $(STREAMS))
 	cargo bench --locked -p forebay-server --bench socket_writes
+
+bench-llm: bench-build ## 2000 short prompts by the library beside the load generator, on the tiny model (2 minutes)
+	$(BIN)/python -m benchmarks.llm $(BENCH_ROUNDS)
 
 bench-profile: bench-build ## say where the CPU time of a streamed token goes; needs perf (1 minute)
 	$(BIN)/python -m benchmarks.studies.profile $(BENCH_ROUNDS)

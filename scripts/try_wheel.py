@@ -1,7 +1,7 @@
 """Tries the wheel as a user would: installs it in an empty virtual environment and serves one request from there.
 
-First alone, without PyTorch: the binary computes by itself, and says what it lacks where PyTorch is asked for. Then
-with the extra `torch`, by PyTorch.
+First alone, without PyTorch: the binary computes by itself, as a server and for the library, and says what it lacks
+where PyTorch is asked for. Then with the extra `torch`, by PyTorch.
 
 usage: try_wheel.py FOLDER_WITH_THE_WHEEL
 """
@@ -20,6 +20,7 @@ MOST_MEGABYTES = 40
 PARTS = {
     "forebay/__init__.py",
     "forebay/__main__.py",
+    "forebay/llm/__init__.py",
     "forebay/py.typed",
     "forebay/worker/__main__.py",
     "forebay/kernels/libforebay_kernels.so",
@@ -73,6 +74,11 @@ def serve(venv: Path, *flags: str) -> None:
     serve_one_request([python, "-m", "forebay", "serve", "smollm2", *flags], venv)
 
 
+def use_library(venv: Path) -> None:
+    """Runs the first example, where no other package is installed."""
+    subprocess.run([venv / "bin/python", ROOT / "examples/offline_batch.py"], cwd=venv, check=True)
+
+
 def refuse_without_torch(venv: Path) -> None:
     """Asks for the hand in Python where PyTorch is not installed."""
     command: list[str | Path] = [
@@ -98,6 +104,7 @@ def main() -> None:
         venv = Path(folder, "venv")
         install(wheel.resolve(), venv)
         serve(venv, "--hand", "rust")
+        use_library(venv)
         refuse_without_torch(venv)
         install_torch(wheel.resolve(), venv)
         serve(venv, "--hand", "torch")

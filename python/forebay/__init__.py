@@ -1,3 +1,74 @@
-"""Forebay, an LLM serving engine. Rust decides, PyTorch computes."""
+"""Forebay, an LLM serving engine. Rust decides, a hand computes.
+
+`LLM` and `AsyncLLM` are the engine as a library: docs/python.md. They are imported when they are first used, because
+hands import this package too.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forebay.llm import (
+        LLM,
+        AsyncLLM,
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        EngineDeadError,
+        ForebayError,
+        Logprob,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        RequestError,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+        ScoringOutput,
+        ScoringRequestOutput,
+        StartError,
+        StructuredOutputsParams,
+        TextPrompt,
+        TokensPrompt,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineDeadError",
+    "ForebayError",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "StartError",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from forebay import llm
+
+    return getattr(llm, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -6,6 +6,8 @@ import sysconfig
 from pathlib import Path
 
 NAME = "forebay"
+VARIABLE = "FOREBAY_BINARY"
+"""The variable with the path of a binary to use in place of the installed one."""
 
 
 class BinaryNotFoundError(FileNotFoundError):
@@ -18,7 +20,7 @@ class BinaryNotFoundError(FileNotFoundError):
 
 
 def find_binary() -> Path:
-    """Returns the path of the binary that was installed with this package.
+    """Returns the path of the binary that was installed with this package, or of that which FOREBAY_BINARY names.
 
     The search goes through these folders, in this order:
 
@@ -29,6 +31,8 @@ def find_binary() -> Path:
     Raises:
         BinaryNotFoundError: it is in none of these places.
     """
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
     directories = [
         Path(sys.executable).parent,
         Path(sysconfig.get_path("scripts")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.e2e.models import Model, SmolLM2, TinyImageModel, TinyModel
-from tests.e2e.server import BINARY, RUNNING, Server
+from tests.e2e.server import BINARY, CACHE, RUNNING, Server
 
 FLAGS = ("--dtype", "float32", "--log-interval", "0")
 
@@ -36,6 +37,9 @@ def _set_up() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # One token at a time gains nothing from a second thread, and loses much to it when something else runs as well.
     torch.set_num_threads(1)
+    # Where the library looks.
+    os.environ["FOREBAY_BINARY"] = str(BINARY)
+    os.environ.setdefault("FOREBAY_CACHE", str(CACHE))
 
 
 @pytest.fixture(scope="session")

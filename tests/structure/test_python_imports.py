@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "runner": {"compute", "device", "distributed", "layers", "models", "protocol", "state", "weights"},
     "worker": {"device", "distributed", "protocol", "runner", "state", "weights"},
     "place": set(),
+    "llm": set(),
 }
 # No module of the first may reach, through any number of imports, a module of the second.
 FORBIDDEN = [

@@ -159,12 +159,15 @@ pub struct DetokenizeRequest {
     /// The name of the model; the served one if absent.
     pub model: Option<String>,
     tokens: Vec<i32>,
+    /// Return the text of each token too.
+    pub with_pieces: Option<bool>,
 }
 
 #[rustfmt::skip]
 const DETOKENIZE: &[Line<DetokenizeRequest>] = &[
     own("model", NAME, "The name of the model; the served one if absent.", |r, v| v.put(&mut r.model)),
     own("tokens", Bound::Ids(IDS), "Token ids.", |r: &mut DetokenizeRequest, v| v.put(&mut r.tokens)).required(),
+    own("with_pieces", Bound::Flag, "Return the text of each token too, as log-probabilities have it.", |r, v| v.put(&mut r.with_pieces)),
 ];
 
 tabled!(DetokenizeRequest, "Tokens to turn into text.", [DETOKENIZE]);
@@ -196,6 +199,9 @@ pub struct DetokenizeResponse {
     pub text: String,
     /// The text, under llama.cpp's name.
     pub content: String,
+    /// The text of each token, if requested.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pieces: Option<Vec<String>>,
 }
 
 #[cfg(test)]
@@ -227,7 +233,9 @@ mod tests {
 
     #[test]
     fn ids_in_the_vocabulary() {
-        let detokenize = |tokens: Vec<i32>| DetokenizeRequest { model: None, tokens }.validate(5);
+        let detokenize = |tokens: Vec<i32>| {
+            DetokenizeRequest { tokens, ..DetokenizeRequest::default() }.validate(5)
+        };
         assert_eq!(detokenize(vec![0, 4]), Ok(vec![0, 4]));
         assert_eq!(detokenize(vec![]), Ok(vec![]));
         assert!(

@@ -87,6 +87,7 @@ pub(crate) fn detokenize() -> Fields {
     let fields = vec![
         row("model", json!([text(1025)])),
         row("tokens", json!([[0, 999], [1000], ids((1 << 18) + 1), ["x"], [1e12]])),
+        row("with_pieces", json!([false])),
         row("more", json!([])),
     ];
     Fields { base: parsed(first), fields, bodies: bodies(first) }

@@ -94,20 +94,26 @@ pub(crate) async fn detokenize(
 ) -> Result<Response, Failure> {
     let (request, charge) = limits::read::<DetokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
+    let with_pieces = request.with_pieces.unwrap_or(false);
     let tokens = request.validate(state.limits()?.vocab_size)?;
     let limit = most_tokens(&state)?;
     if tokens.len() > limit {
         return Err(too_many("tokens", limit).into());
     }
+    let named = if with_pieces { tokens.len() * NAMED } else { 0 };
+    charge.at_least(named)?;
+    let tokenizer = state.text.tokenizer();
+    let pieces = with_pieces.then(|| tokens.iter().map(|&id| tokenizer.token_text(id)).collect());
     let decoded = state.text.decode(tokens).await;
     let prompt = decoded.map_err(|error| text_error(error, "tokens"))?;
     // Three times here, and three times as JSON.
-    charge.at_least(6 * prompt.len())?;
+    charge.at_least(6 * prompt.len() + named)?;
     let (text, content) = (prompt.clone(), prompt.clone());
     AnswerWriter::new(state.config.max_unread_bytes, &charge).value(&DetokenizeResponse {
         prompt,
         text,
         content,
+        pieces,
     })
 }
 

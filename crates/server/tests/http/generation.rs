@@ -274,6 +274,11 @@ async fn tokens_and_back() {
     assert_eq!(answer["token_strs"].as_array().unwrap().len(), tokens.len());
     let (_, answer) = server.post("/detokenize", json!({"tokens": tokens})).await;
     assert_eq!(answer, json!({"prompt": TEXT, "text": TEXT, "content": TEXT}));
+    let (_, answer) =
+        server.post("/detokenize", json!({"tokens": tokens, "with_pieces": true})).await;
+    let pieces: Vec<&str> =
+        answer["pieces"].as_array().unwrap().iter().map(|it| it.as_str().unwrap()).collect();
+    assert_eq!((pieces.len(), pieces.concat().as_str()), (tokens.len(), TEXT));
     let body = json!({"messages": [{"role": "user", "content": "hi"}]});
     let (_, answer) = server.post("/tokenize", body).await;
     assert_eq!(answer["tokens"], json!(server.encode("user: hi\nassistant:")));

@@ -1,0 +1,56 @@
+"""The engine as a library: a server of one's own, over a Unix socket in a private folder.
+
+The server is the same program as `forebay serve`. It starts with `LLM` or `AsyncLLM`, and ends with the interpreter.
+Nothing here imports more than the standard library.
+"""
+
+from forebay.llm.asynchronous import AsyncLLM
+from forebay.llm.errors import EngineDeadError, ForebayError, RequestError, StartError
+from forebay.llm.offline import LLM
+from forebay.llm.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from forebay.llm.params import (
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
+)
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineDeadError",
+    "ForebayError",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "StartError",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+]

@@ -1,0 +1,83 @@
+"""HTTP/1.1 over a Unix socket, as far as our own server speaks it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from time import monotonic
+
+__all__ = ["Connection", "ConnectionLost", "Response"]
+
+LINE_LIMIT = 1 << 16
+"""Bytes of an answer's head, and of the line before a chunk."""
+
+
+class ConnectionLost(Exception):
+    """The server closed the connection before the answer's end."""
+
+
+@dataclass
+class Response:
+    """The head of an answer."""
+
+    status: int
+    headers: Mapping[str, str]
+
+
+class Connection:
+    """A connection that is kept from one request to the next."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.last_used = monotonic()
+        self.reusable = False
+        """True if the last answer was read to its end, and the server keeps the connection."""
+
+    @classmethod
+    async def open(cls, socket: str) -> Connection:
+        """Connects. Raises OSError."""
+        return cls(*await asyncio.open_unix_connection(socket, limit=LINE_LIMIT))
+
+    def close(self) -> None:
+        """Closes it. The server gives up a request that is not answered."""
+        self._writer.close()
+
+    def is_usable(self, idle_seconds: float) -> bool:
+        """True if another request may be sent: the server has not closed it, and won't yet for being idle."""
+        fresh = monotonic() - self.last_used < idle_seconds
+        return self.reusable and fresh and not self._reader.at_eof() and not self._writer.is_closing()
+
+    async def send(self, method: str, path: str, body: bytes) -> Response:
+        """Sends a request, and reads the head of the answer. Raises ConnectionLost."""
+        self.reusable = False
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        try:
+            self._writer.write(head.encode() + body)
+            await self._writer.drain()
+            lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+            raise ConnectionLost(str(error)) from error
+        fields = (line.partition(":") for line in lines[1:] if line)
+        return Response(int(lines[0].split(" ", 2)[1]), {name.lower(): value.strip() for name, _, value in fields})
+
+    async def body(self, response: Response) -> bytes:
+        """The whole body of an answer. Raises ConnectionLost."""
+        return b"".join([part async for part in self.parts(response)])
+
+    async def parts(self, response: Response) -> AsyncGenerator[bytes, None]:
+        """The body of an answer as it comes. Raises ConnectionLost."""
+        try:
+            if response.headers.get("transfer-encoding") == "chunked":
+                while size := int((await self._reader.readuntil(b"\r\n")).split(b";")[0], 16):
+                    yield (await self._reader.readexactly(size + 2))[:-2]
+                await self._reader.readuntil(b"\r\n")
+            elif length := int(response.headers.get("content-length", 0)):
+                yield await self._reader.readexactly(length)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise ConnectionLost(str(error)) from error
+        self.reusable = response.headers.get("connection") != "close"
+        self.last_used = monotonic()

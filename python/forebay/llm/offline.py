@@ -1,0 +1,319 @@
+"""`LLM`: batches, and an answer when all is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, TypeVar
+
+from forebay.llm.calls import Calls, Messages
+from forebay.llm.client import Call, Client
+from forebay.llm.engine import Background, BorrowedServer, failures, name_tokens, wait_until_ready
+from forebay.llm.errors import RequestError
+from forebay.llm.flags import command_line
+from forebay.llm.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from forebay.llm.params import PoolingParams, Prompt, SamplingParams, one_each, prompt_list, to_json
+from forebay.llm.progress import bar
+from forebay.llm.server import Server
+
+__all__ = ["LLM", "chat_fields"]
+
+T = TypeVar("T")
+Show = bool | Callable[..., Any]
+"""True: a bar where tqdm is installed. A class is used in place of tqdm."""
+
+
+class LLM:
+    """A model, for batches of any size.
+
+    Starts a server for the model and waits until it is ready. The server ends with this object, with the block of a
+    `with`, and with the interpreter. `flags` are those of `forebay serve`: `max_model_len=2048` is
+    `--max-model-len 2048`, and docs/cli.md lists them.
+
+    >>> from forebay import LLM, SamplingParams
+    >>> llm = LLM("smollm2", max_model_len=512)
+    >>> outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=2))
+    >>> outputs[0].outputs[0].text
+    ' Paris.'
+    >>> llm.close()
+
+    A forked or spawned process may use the object of its parent: it shares the parent's server.
+
+    Raises:
+        StartError: the server did not start; the text is its reason.
+        ValueError: a flag is about the server's socket.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **flags: Any) -> None:
+        self.model = os.fspath(model)
+        self._texts: dict[int, str] = {}
+        self._calls = Calls()
+        server = Server([f"--model-path={self.model}", *command_line(flags)])
+        self._server: Server | BorrowedServer = server
+        self._background = Background(server)
+        try:
+            self._facts = self._background.run(lambda: wait_until_ready(server, self.model))
+        except BaseException:
+            server.stop()
+            raise
+        self._background.use(self._facts)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Show = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues prompts. The results have the prompts' order.
+
+        >>> from forebay import SamplingParams, StructuredOutputsParams
+        >>> params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+        >>> [output.outputs[0].text in ("yes", "no") for output in llm.generate(["Is snow cold?"], params)]
+        [True]
+
+        Args:
+            prompts: texts, token ids, or objects with either.
+            sampling_params: those of all prompts, or a list with those of each. None: the model's own.
+            use_tqdm: whether a bar is shown.
+            priority: of all prompts or of each; larger is sooner, under `schedule_policy="priority"`.
+
+        Raises:
+            RequestError: a request failed. The others' results are in the error's `outputs`.
+            EngineDeadError: the server ended.
+        """
+        found = prompt_list(prompts)
+        params = one_each("sampling_params", self._sampling(sampling_params), len(found))
+        priorities = one_each("priority", priority or 0, len(found))
+        calls = [self._calls.completion(*each) for each in zip(found, params, priorities, strict=True)]
+        return self._generated(calls, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Show = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or a list of conversations.
+
+        Images are parts of messages, as in OpenAI's API. Calls of tools and reasoning stand beside the text, in
+        `tool_calls` and `reasoning`. `extra_args` of the parameters may have `tool_choice` and other fields.
+
+        >>> from forebay import SamplingParams
+        >>> question = [{"role": "user", "content": "What is the capital of Norway?"}]
+        >>> llm.chat(question, SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].text
+        'The capital of Norway is Oslo'
+
+        Raises:
+            RequestError: a request failed. The others' results are in the error's `outputs`.
+            EngineDeadError: the server ended.
+        """
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        found: Any = [messages] if one else messages
+        more = chat_fields(tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        params = one_each("sampling_params", self._sampling(sampling_params), len(found))
+        calls = [self._calls.chat(*each, more) for each in zip(found, params, strict=True)]
+        return self._generated(calls, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: Show = True,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Makes vectors of texts, with an embedding model.
+
+        >>> outputs = embedder.embed(["rain", "snow"])
+        >>> [output.outputs.hidden_size for output in outputs]
+        [384, 384]
+
+        Raises:
+            RequestError: a request failed. The others' results are in the error's `outputs`.
+            EngineDeadError: the server ended.
+        """
+        return self._all([self._calls.embedding(*each) for each in _pooled(prompts, pooling_params)], use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: Show = True,
+        *,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The output of a model that pools: vectors, or scores. `pooling_task` names what the model has to be for.
+
+        Raises:
+            RequestError: a request failed. The others' results are in the error's `outputs`.
+            EngineDeadError: the server ended.
+        """
+        calls = [self._calls.pooling(*each, pooling_task) for each in _pooled(prompts, pooling_params)]
+        return self._all(calls, use_tqdm)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: Show = True,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of a classifier's labels.
+
+        Raises:
+            RequestError: a request failed. The others' results are in the error's `outputs`.
+            EngineDeadError: the server ended.
+        """
+        return self._all([self._calls.classification(*each) for each in _pooled(prompts, pooling_params)], use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: Show = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Scores pairs of texts: one with each of several, or two lists entry by entry.
+
+        >>> close, far = embedder.score("How is the weather?", ["It rains.", "A whale is a mammal."])
+        >>> close.outputs.score > far.outputs.score
+        True
+
+        Raises:
+            RequestError: a request failed. The others' results are in the error's `outputs`.
+            EngineDeadError: the server ended.
+            ValueError: the lists have different lengths.
+        """
+        seconds = [data_2] if isinstance(data_2, str) else data_2
+        pairs = zip(one_each("data_1", data_1, len(seconds)), seconds, strict=True)
+        params = pooling_params or PoolingParams()
+        return self._all([self._calls.score(pair, params) for pair in pairs], use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling that the model's authors recommend."""
+        return self._facts.sampling()
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        >>> llm.detokenize(llm.tokenize("Hello"))
+        'Hello'
+        """
+        body = to_json({"prompt": text, "add_special_tokens": add_special_tokens})
+        tokens: list[int] = self._background.ask(lambda client: client.ask("POST", "/tokenize", body))["tokens"]
+        return tokens
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        body = to_json({"tokens": list(token_ids)})
+        text: str = self._background.ask(lambda client: client.ask("POST", "/detokenize", body))["text"]
+        return text
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets cached prompts."""
+        self._background.ask(lambda client: client.ask("POST", "/flush_cache"))
+
+    def close(self) -> None:
+        """Ends the server. Requests of other threads fail."""
+        self._background.close()
+        self._server.stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "facts": self._facts, "socket": self._server.socket}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model = state["model"]
+        self._facts = state["facts"]
+        self._texts, self._calls = {}, Calls()
+        self._server = BorrowedServer(state["socket"])
+        self._background = Background(self._server)
+        self._background.use(self._facts)
+
+    def _sampling(self, given: SamplingParams | Sequence[SamplingParams] | None) -> Any:
+        return self._facts.sampling() if given is None else given
+
+    def _generated(self, calls: Sequence[Call[RequestOutput]], use_tqdm: Show) -> list[RequestOutput]:
+        async def named(client: Client, outputs: list[RequestOutput]) -> None:
+            await name_tokens(client, outputs, self._texts)
+
+        return self._all(calls, use_tqdm, named)
+
+    def _all(
+        self,
+        calls: Sequence[Call[T]],
+        use_tqdm: Show,
+        complete: Callable[[Client, list[T]], Any] | None = None,
+    ) -> list[T]:
+        """The results of calls. `complete` is awaited with all of them."""
+        ended: SimpleQueue[int | None] = SimpleQueue()
+
+        async def work() -> list[T]:
+            client = self._background.client()
+            results = await client.every(calls, ended.put)
+            if complete is not None:
+                await complete(client, results)
+            return results
+
+        future = self._background.submit(work)
+        future.add_done_callback(lambda _: ended.put(None))
+        try:
+            with bar(use_tqdm, len(calls), "Processed prompts") as shown:
+                while ended.get() is not None:
+                    if shown is not None:
+                        shown.update(1)
+            outputs = future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        if errors := failures(outputs):
+            raise RequestError.of_batch(errors, len(outputs), outputs)
+        return outputs
+
+
+def chat_fields(
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The fields of the API for arguments of `chat` that are not the default."""
+    found: dict[str, Any] = {} if add_generation_prompt else {"add_generation_prompt": False}
+    if continue_final_message:
+        found["continue_final_message"] = True
+    if tools:
+        found["tools"] = list(tools)
+    if chat_template_kwargs:
+        found["chat_template_kwargs"] = dict(chat_template_kwargs)
+    return found
+
+
+def _pooled(
+    prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None
+) -> list[tuple[Prompt, PoolingParams]]:
+    """Each prompt with its parameters."""
+    found = prompt_list(prompts)
+    each = one_each("pooling_params", params or PoolingParams(), len(found))
+    return list(zip(found, each, strict=True))

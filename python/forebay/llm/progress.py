@@ -1,0 +1,59 @@
+"""What a person sees of a long call: a bar where tqdm is installed, and the stages of a start on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+__all__ = ["Bar", "Stages", "bar"]
+
+
+class Bar(Protocol):
+    """The part of tqdm that is used."""
+
+    def update(self, n: float | None = 1) -> object:
+        """Notes that `n` more have ended."""
+
+
+def bar(use_tqdm: bool | Callable[..., Any], total: int, what: str) -> AbstractContextManager[Bar | None]:
+    """A bar of `total` entries, or None. `use_tqdm` may be a class to use in place of tqdm."""
+    if not use_tqdm or total == 0:
+        return nullcontext()
+    make = use_tqdm
+    if use_tqdm is True:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            return nullcontext()
+        make = tqdm
+    shown: AbstractContextManager[Bar] = make(total=total, desc=what, dynamic_ncols=True)  # type: ignore[operator]
+    return shown
+
+
+class Stages:
+    """A line on the terminal that says how far a server is. Elsewhere nothing is written."""
+
+    def __init__(self, model: str) -> None:
+        self._model, self._shown = model, ""
+
+    def show(self, stage: str) -> None:
+        """Replaces the line."""
+        line = f"forebay: {self._model}: {stage}"[:100]
+        if line != self._shown and _is_terminal():
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+            self._shown = line
+
+    def clear(self) -> None:
+        """Removes the line."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shown = ""
+
+
+def _is_terminal() -> bool:
+    # There may be no standard error at all.
+    return sys.stderr is not None and sys.stderr.isatty()

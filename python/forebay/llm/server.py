@@ -1,0 +1,192 @@
+"""The server's process: started in a private folder, and ended with the interpreter."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO
+
+from forebay._bin import find_binary
+from forebay.llm.errors import EngineDeadError, StartError
+
+__all__ = ["Server"]
+
+PREFIX = "forebay-llm-"
+LONGEST_PATH = 100
+"""Bytes of a Unix socket's path that every system takes, and a few for its name."""
+STOP_SECONDS = 10.0
+"""How long the server may take to end after SIGTERM, before it is killed."""
+STALE_SECONDS = 3600.0
+"""The age from which an empty folder of ours was left by a process that was killed."""
+TAIL = 8192
+"""Bytes at the end of the log that are searched for a reason."""
+KEYS = ("FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY")
+"""Variables for servers that others reach."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_LOG_LINE = re.compile(r"^\S+\s+(ERROR|WARN)\s+(.*)")
+
+
+class Server:
+    """A `forebay serve` of this process. It ends with the process, however the process ends."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """Starts it with these arguments, and does not wait until it is ready."""
+        _remove_stale_folders()
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        if len(os.fsencode(folder)) > LONGEST_PATH - len("/socket"):
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
+        self.socket = os.path.join(folder, "socket")
+        # It has no name, so that nothing of it is left behind.
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = {key: value for key, value in os.environ.items() if key not in KEYS}
+        # A hand in Python runs where its packages are installed.
+        environment.setdefault("FOREBAY_PYTHON", sys.executable)
+        environment["NO_COLOR"] = "1"
+        command = [
+            *(os.fspath(find_binary()), "serve", "--uds", self.socket, "--parent", str(os.getpid())),
+            *("--no-webui", "--log-level", "warn", "--log-interval", "0", "--drain-timeout", "0"),
+            *arguments,
+        ]
+
+        def start() -> subprocess.Popen[bytes]:
+            # In a session of its own, because Ctrl-C is for the caller.
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=environment,
+                start_new_session=True,
+            )
+
+        try:
+            self.process = _Keeper.current().call(start)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._stop = weakref.finalize(self, _stop, self.process, folder, self._log, os.getpid())
+
+    def is_alive(self) -> bool:
+        """True if it runs."""
+        return self._stop.alive and self.process.poll() is None
+
+    def stop(self) -> None:
+        """Ends it. A second call does nothing."""
+        self._stop()
+
+    def start_error(self) -> StartError:
+        """The reason why it did not start, of a server that has ended."""
+        lines = self._lines()
+        at = max((number for number, line in enumerate(lines) if line.startswith("error: ")), default=None)
+        if at is None:
+            return StartError(f"the server ended with status {self.process.returncode}: {_last(lines)}")
+        return StartError(lines[at].removeprefix("error: "))
+
+    def death(self) -> EngineDeadError:
+        """The error of requests to a server that has ended or ends."""
+        if not self._stop.alive:
+            return EngineDeadError("the server was closed")
+        try:
+            status = self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return EngineDeadError("the server closed a connection in the middle of an answer")
+        by = f"by signal {-status}" if status < 0 else f"with status {status}"
+        return EngineDeadError(f"the server ended {by}: {_last(self._lines())}")
+
+    def _lines(self) -> list[str]:
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace")
+        return [line for line in _COLOUR.sub("", tail).splitlines() if line.strip()]
+
+
+def _last(lines: Sequence[str]) -> str:
+    """The last line for a person, without its time."""
+    line = lines[-1] if lines else "it said nothing"
+    found = _LOG_LINE.match(line)
+    return found[2] if found else line.removeprefix("error: ")
+
+
+def _stop(process: subprocess.Popen[bytes], folder: str, log: IO[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        # A fork of the owner: the server is not its own.
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    log.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale_folders() -> None:
+    """Removes empty folders that killed processes left. A server removes its socket, and never the folder."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_mtime < time.time() - STALE_SECONDS:
+                folder.rmdir()
+        except OSError:
+            # Another's, or not empty.
+            continue
+
+
+class _Keeper:
+    """A thread that starts processes and lives as long as the interpreter.
+
+    The system ends a server when the thread that started it ends, and callers' threads may end sooner.
+    """
+
+    _lock = threading.Lock()
+    _instance: _Keeper | None = None
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]]
+        self._calls = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="forebay-keeper", daemon=True).start()
+
+    @classmethod
+    def current(cls) -> _Keeper:
+        """That of this process, which a fork does not inherit."""
+        with cls._lock:
+            if cls._instance is None or cls._instance._owner != os.getpid():
+                cls._instance = cls()
+            return cls._instance
+
+    def call(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        """Starts a process."""
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self._calls.put((start, started))
+        return started.result()
+
+    def _run(self) -> None:
+        while True:
+            start, started = self._calls.get()
+            try:
+                started.set_result(start())
+            except BaseException as error:
+                started.set_exception(error)
+            # Nothing of a server is held between two calls.
+            del start, started
+
+
+def _renew_lock() -> None:
+    _Keeper._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
