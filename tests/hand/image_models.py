@@ -16,6 +16,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from forebay.layers.vision import Grid, Pixels
@@ -23,7 +25,7 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.state.images import pages_of
 from forebay.weights.vision import Preprocessing
-from tests.hand.support import TINY, MiniBrain, PlanBuilder, Request, hf_config, random_model, wire_config
+from tests.hand.support import TINY, MiniBrain, PlanBuilder, Request, hf_config, hub_weights, random_model, wire_config
 
 PAD, START, END = 128, 129, 130
 CONTEXT = 640
@@ -50,6 +52,20 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "qwen3-vl-no-deepstack": (
         Qwen3VLForConditionalGeneration,
         Qwen3VLConfig(text_config=QWEN3, vision_config={**QWEN3_TOWER, "deepstack_visual_indexes": []}, **TOKENS),
+    ),
+    "qwen3-vl-moe": (
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLMoeConfig(
+            text_config={
+                **QWEN3,
+                "num_experts": 5,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24,
+                "mlp_only_layers": [1],
+            },
+            vision_config={**QWEN3_TOWER, "deepstack_visual_indexes": [0, 2]},
+            **TOKENS,
+        ),
     ),
     "qwen2.5-vl": (
         Qwen2_5_VLForConditionalGeneration,
@@ -146,7 +162,7 @@ def image_runner(family: str, arena: npt.NDArray[np.uint8] | None = None, **chan
     sizes = {"context_length": CONTEXT, "max_total_tokens": 4096, "image_pool_tokens": 4096}
     wire = {**wire_config(config), **sizes, "model": described, **changes}
     runner = ModelRunner(RunnerConfig.from_dict(wire), arena)
-    runner.model.load_weights(model.state_dict().items())
+    runner.model.load_weights(hub_weights(model).items())
     return runner
 
 

@@ -10,14 +10,16 @@ import pytest
 from forebay.compute.native import NativeCompute
 from forebay.models import registry
 from forebay.weights.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from forebay.weights.named import same_name
 from tests.hand import image_models
+from tests.hand.named_models import ARCHITECTURES, LATENT_NAMED, NAMED
 from tests.hand.support import FAMILIES, hf_config
 from tests.hand.test_gguf_experts import MODELS
 from tests.hand.test_rust_hand import PARITY
 from tests.structure.repository import ROOT
 
 _ROW = re.compile(r"\| [^|]+ \| `(\w+)` \| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| \w+ \|")
-CONFIGS = FAMILIES | image_models.FAMILIES
+CONFIGS = FAMILIES | image_models.FAMILIES | NAMED | LATENT_NAMED
 """Test configs by name, a class of transformers and a config each."""
 OF_TINY_FILES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Families whose GGUF files are those of tests/hand/test_quantised.py."""
@@ -46,7 +48,7 @@ def test_the_readers_have_the_same_families() -> None:
 
 @pytest.mark.parametrize("architecture", table())
 def test_each_family_is_held_against_transformers(architecture: str) -> None:
-    configs = [config for kind, config in CONFIGS.values() if kind.__name__ == architecture]
+    configs = [config for kind, config in CONFIGS.values() if same_name(kind.__name__) == architecture]
     assert configs, "tests/hand/support.py has no config of it"
     for config in configs:
         shape = ModelConfig.from_dict(hf_config(config, architecture))
@@ -55,10 +57,11 @@ def test_each_family_is_held_against_transformers(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.compiled])
 def test_each_compiled_family_is_held_against_the_other_hand(architecture: str) -> None:
-    kinds = [(FAMILIES | MODELS)[name][0].__name__ for name in PARITY]
-    assert architecture in kinds, "tests/hand/test_rust_hand.py has no config of it"
+    kinds = [(FAMILIES | MODELS)[name][0].__name__ for name in PARITY] + [kind.__name__ for kind, _ in NAMED.values()]
+    assert architecture in kinds, "tests/hand/test_rust_hand.py and named_models.py have no config of it"
 
 
 @pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.gguf])
 def test_each_family_with_gguf_files_is_read_from_one(architecture: str) -> None:
-    assert architecture in OF_TINY_FILES | {kind.__name__ for kind, _ in MODELS.values()}
+    named = {NAMED[name][0].__name__ for name in ARCHITECTURES}
+    assert architecture in OF_TINY_FILES | {kind.__name__ for kind, _ in MODELS.values()} | named

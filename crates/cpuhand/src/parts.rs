@@ -4,7 +4,7 @@
 use forebay_kernels::ExpertSizes;
 use forebay_weights::{
     Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError, QkNorm, Rope,
-    Routing, Shape,
+    Scales, Shape,
 };
 
 /// The parts of a decoder that this hand serves.
@@ -79,11 +79,16 @@ impl<'a> DecoderParts<'a> {
 /// The part of a model that another hand has, and this one has not.
 fn lacks(shape: &Shape) -> Option<&'static str> {
     let latent = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Latent(_)));
-    let routing = shape.feeds.iter().any(|feed| match feed {
-        FeedShape::Experts(experts) => !has_routing(experts.routing),
-        FeedShape::Dense(_) => false,
-    });
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
+    let attentions = shape.mixers.iter().filter_map(|mixer| match mixer {
+        Mixer::Attention(attention) => Some(attention),
+        _ => None,
+    });
+    let (mut scaled, mut rows) = (false, false);
+    for attention in attentions {
+        scaled |= attention.scale.is_some();
+        rows |= attention.qk_norm == QkNorm::Rows;
+    }
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
     let parts = [
         (latent, "latent attention"),
@@ -91,14 +96,12 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
         (shape.quantised.is_some(), "a checkpoint that is quantised"),
-        (routing, "this choice of experts"),
+        (shape.scales != Scales::NONE, "scaled embeddings, residuals or logits"),
+        (scaled, "attention with a scale of its own"),
+        (rows, "norms over all heads of queries and keys"),
+        (shape.layers.iter().any(|it| it.rope.is_none()), "layers without rotary positions"),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
-}
-
-fn has_routing(routing: Routing) -> bool {
-    let (groups, kept) = (routing.groups, routing.kept_groups);
-    routing == Routing::SOFTMAX || routing == Routing::corrected(groups, kept)
 }
 
 /// The sizes of experts in the kernels.
@@ -109,7 +112,10 @@ pub(crate) fn expert_sizes(experts: &Experts) -> ExpertSizes {
         per_token: experts.per_token,
         intermediate: experts.intermediate_size,
         shared: experts.shared_size,
-        corrected: routing.scores == ExpertScores::Sigmoid,
+        sigmoid: routing.scores == ExpertScores::Sigmoid,
+        corrected: routing.corrected,
+        in_float32: routing.in_float32,
+        shared_gate: experts.shared_gate,
         groups: routing.groups,
         kept_groups: routing.kept_groups,
         best_of_group: routing.best_of_group,
@@ -131,6 +137,9 @@ mod tests {
             "architectures": [architecture], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
             "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
             "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "num_local_experts": if architecture == "GraniteMoeHybridForCausalLM" { 0 } else { 8 },
+            "moe_num_experts": 8, "moe_k": 2, "shared_expert_intermediate_size": 16,
+            "shared_intermediate_size": 16, "layer_types": ["attention", "attention", "attention"],
             "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
             "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "index_head_dim": 16,
             "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
@@ -154,9 +163,16 @@ mod tests {
 
     #[test]
     fn a_part_that_only_the_other_hand_has_is_named() {
-        let mut grouped = shape("Qwen3MoeForCausalLM", &json!({}));
-        let FeedShape::Experts(experts) = &mut grouped.feeds[0] else { panic!("experts") };
-        experts.routing.groups = 2;
+        let mut scaled = shape("LlamaForCausalLM", &json!({}));
+        scaled.scales.residuals = 0.5;
+        let mut unrotated = shape("LlamaForCausalLM", &json!({}));
+        unrotated.layers[1].rope = None;
+        let attending = |change: fn(&mut Attention)| {
+            let mut shape = shape("LlamaForCausalLM", &json!({}));
+            let Mixer::Attention(attention) = &mut shape.mixers[0] else { panic!("attention") };
+            change(attention);
+            shape
+        };
         let mut turned = shape("LlamaForCausalLM", &json!({}));
         turned.ropes[0].interleaved = true;
         let mut sections = shape("LlamaForCausalLM", &json!({}));
@@ -170,7 +186,10 @@ mod tests {
                 shape("LlamaForCausalLM", &json!({"hidden_size": 63})),
                 "inner dimensions that are odd",
             ),
-            (grouped, "this choice of experts"),
+            (scaled, "scaled embeddings, residuals or logits"),
+            (unrotated, "layers without rotary positions"),
+            (attending(|it| it.scale = Some(0.5)), "attention with a scale of its own"),
+            (attending(|it| it.qk_norm = QkNorm::Rows), "norms over all heads of queries and keys"),
             (turned, "rotary positions of neighbouring elements"),
             (sections, "positions of three numbers"),
         ] {

@@ -77,7 +77,7 @@ pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 10;
+const VERSION: u32 = 12;
 
 /// [`VERSION`].
 #[unsafe(no_mangle)]

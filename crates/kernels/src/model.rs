@@ -50,6 +50,8 @@ pub struct ModelSpec {
     pub(crate) routing: RoutingSpec,
     /// 1: pages have 8-bit codes of keys and values. 0: they have elements.
     pub(crate) kv_codes: u32,
+    /// float32 `[positions]`: factors of queries at each position; null: there are none.
+    pub(crate) query_scales: *const f32,
 }
 
 impl ModelSpec {
@@ -162,6 +164,7 @@ pub(crate) struct Model<E> {
     head: Owned<E>,
     cos: *const f32,
     sin: *const f32,
+    query_scales: *const f32,
     layers: Vec<Layer<E>>,
     /// True if any matrix is quantised.
     quantised: bool,
@@ -243,6 +246,7 @@ impl<E: Element> Model<E> {
             head,
             cos: spec.cos,
             sin: spec.sin,
+            query_scales: spec.query_scales,
             layers,
             quantised,
             team,
@@ -388,6 +392,7 @@ impl<E: Element> Model<E> {
             rotary_dim: self.rotary_dim,
             cos: self.cos,
             sin: self.sin,
+            query_scales: self.query_scales,
             final_norm: &self.final_norm,
             head: self.head.matrix(),
             layers: &self.layers,

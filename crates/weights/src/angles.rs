@@ -1,5 +1,5 @@
 //! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al.
-//! 2023).
+//! 2023), longrope (Ding et al. 2024).
 //!
 //! All numbers have 32 bits, and each operation is PyTorch's (`python/forebay/layers/rotary.py`). A
 //! scalar divisor becomes a reciprocal first. So both hands have the same angles.
@@ -33,7 +33,7 @@ impl Angles {
         positions: usize,
         number: TorchNumber,
     ) -> Result<Self, ModelError> {
-        let (inverse, factor) = frequencies(rope, trained)?;
+        let (inverse, factor) = frequencies(rope, trained, positions)?;
         let round = |value: f32| match number {
             TorchNumber::Float32 => value,
             TorchNumber::Bfloat16 => bf16::from_f32(value).to_f32(),
@@ -74,8 +74,8 @@ impl Scaling<'_> {
     }
 }
 
-/// Inverse frequencies, and the factor on cosine and sine.
-fn frequencies(rope: &Rope, trained: u64) -> Result<(Vec<f32>, f32), ModelError> {
+/// Inverse frequencies, and the factor on cosine and sine, for requests of so many positions.
+fn frequencies(rope: &Rope, trained: u64, positions: usize) -> Result<(Vec<f32>, f32), ModelError> {
     let dim = rope.dim as f32;
     let half = rope.dim / 2;
     let power = |index: usize| {
@@ -112,6 +112,15 @@ fn frequencies(rope: &Rope, trained: u64) -> Result<(Vec<f32>, f32), ModelError>
                 }
             });
             Ok((scaled.collect(), 1.0))
+        }
+        "longrope" => {
+            // One set for all requests: keys of one request are those of another's prefix.
+            let long = positions as f64 > original;
+            let key = if long { "long_factor" } else { "short_factor" };
+            let factors = scaling.0.get(key).and_then(Value::as_array);
+            let factors = factors.into_iter().flatten().filter_map(Value::as_f64);
+            let divided = factors.zip(&powers).map(|(factor, power)| 1.0 / (factor as f32 * power));
+            Ok((divided.collect(), scaling.required("attention_factor")? as f32))
         }
         "yarn" => Ok(yarn(&powers, rope.theta, &scaling, original, most)),
         other => Err(ModelError::elsewhere(format!("the rope scaling {other:?}"))),

@@ -41,7 +41,7 @@ from forebay.state.kv_format import KvFormat
 from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.weights.config import ModelConfig
-from forebay.weights.parts import Dense, Experts, GroupedQuery
+from forebay.weights.parts import Dense, Experts, GroupedQuery, Scales
 
 ERRORS = {1: "a row has a position without a page", 2: "a row has a token that is not of the vocabulary"}
 
@@ -53,6 +53,14 @@ def why_not_plain(config: ModelConfig) -> str | None:
         return "latent attention"
     if config.sections is not None:
         return "positions of three numbers"
+    if config.scales != Scales():
+        return "scaled embeddings, residuals or logits"
+    if attention.scale is not None:
+        return "attention with a scale of its own"
+    if attention.row_norms:
+        return "norms over all heads of queries and keys"
+    if config.unrotated:
+        return "layers without rotary positions"
     return None
 
 
@@ -137,6 +145,7 @@ class NativeCompute:
         heads = _heads(config)
         cos, sin = model.rotary.table(tables.context_length)
         self._kept += [layers, cos, sin, model.embedding]
+        factors = model.query_factors(torch.arange(tables.context_length))
         spec = ModelSpec(
             dtype=DTYPES[kv.dtype],
             layers=len(layers),
@@ -162,6 +171,7 @@ class NativeCompute:
             rotary_dim=heads.rotary_dim,
             routing=_routing(_experts(config)),
             kv_codes=kv.form is KvFormat.INT8,
+            query_scales=None if factors is None else self._pointer(factors.flatten().float().contiguous()),
         )
         self._model = self._library.fb_model_new(ctypes.byref(spec), ctypes.byref(open_mp()))
         weakref.finalize(self, self._library.fb_model_free, self._model)
@@ -251,6 +261,7 @@ class NativeCompute:
             gate_up=self._stack(gate_up, interleaved=True),
             down=self._stack(down),
             formats=(format_number(gate_up.format), format_number(down.format)),
+            shared_gate=None if experts.shared_gate is None else self._pointer(experts.shared_gate),
         )
 
     def _stack(self, stack: Stack, *, interleaved: bool = False) -> int:

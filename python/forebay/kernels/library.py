@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 10
+VERSION = 12
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """The timed parts of a step."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
@@ -41,6 +41,7 @@ class ExpertsSpec(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("router", "correction", "gate_up", "down")),
         ("formats", c_uint32 * 2),
+        ("shared_gate", c_void_p),
     ]
 
 
@@ -124,6 +125,7 @@ class ModelSpec(Structure):
         ("rotary_dim", c_uint32),
         ("routing", RoutingSpec),
         ("kv_codes", c_uint32),
+        ("query_scales", c_void_p),
     ]
 
 

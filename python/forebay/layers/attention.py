@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from forebay.layers.linear import Linear
@@ -9,6 +11,7 @@ from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads
 from forebay.layers.params import Parameters
 from forebay.layers.step import Step
+from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.parts import GroupedQuery
 
 
@@ -16,13 +19,22 @@ class Attention:
     """Attention of a layer. It projects, rotates, stores keys and values in their pages, attends, and projects back."""
 
     def __init__(
-        self, params: Parameters, prefix: str, layer: int, hidden: int, shape: GroupedQuery, norm_eps: float
+        self,
+        params: Parameters,
+        prefix: str,
+        layer: int,
+        hidden: int,
+        shape: GroupedQuery,
+        norm_eps: float,
+        rotated: bool = True,
     ) -> None:
-        """`layer` is its number. `norm_eps`: of the norms of heads, where there are any.
+        """`layer` is its number. `norm_eps`: of the norms of heads, where there are any. `rotated`: by positions.
 
         With other ranks it has some of the heads, and gives a term of a sum over ranks.
         """
         self._layer = layer
+        self.rotated = rotated
+        self._factor = 1.0 if shape.scale is None else shape.scale * math.sqrt(shape.head_dim)
         own = shape.of_rank(params.shard.world)
         self._heads = heads = Heads(own.heads, own.kv_heads, shape.head_dim)
         queries = params.shard.of(shape.heads * heads.dim)
@@ -36,7 +48,21 @@ class Attention:
                 RMSNorm(params, f"{prefix}.q_norm", heads.dim, norm_eps),
                 RMSNorm(params, f"{prefix}.k_norm", heads.dim, norm_eps),
             )
+        self._row_norms: tuple[RMSNorm, RMSNorm] | None = None
+        if shape.row_norms:
+            if params.shard.world > 1:
+                raise UnsupportedModelError("norms over all heads of queries and keys are not supported by ranks")
+            self._row_norms = (
+                RMSNorm(params, f"{prefix}.q_norm", heads.queries * heads.dim, norm_eps),
+                RMSNorm(params, f"{prefix}.k_norm", heads.keys * heads.dim, norm_eps),
+            )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x is [tokens, hidden]."""
-        return self.output(step.attend(self._layer, self.qkv(x), self._heads, self.norms))
+        qkv = self.qkv(x)
+        if self._row_norms is not None:
+            heads = self._heads
+            widths = [heads.queries * heads.dim, heads.keys * heads.dim, heads.keys * heads.dim]
+            q, k, v = qkv.split(widths, dim=1)
+            qkv = torch.cat((self._row_norms[0](q), self._row_norms[1](k), v), dim=1)
+        return self.output(step.attend(self._layer, qkv, self._heads, self.norms, self.rotated, self._factor))

@@ -19,7 +19,8 @@ def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> At
     """The attention of layer `index`, whose heads share keys and values."""
     assert isinstance(config.attention, GroupedQuery)
     prefix = f"model.layers.{index}.self_attn"
-    return Attention(params, prefix, index, config.hidden_size, config.attention, config.rms_norm_eps)
+    rotated = index not in config.unrotated
+    return Attention(params, prefix, index, config.hidden_size, config.attention, config.rms_norm_eps, rotated)
 
 
 def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
@@ -54,6 +55,7 @@ def pre_norm(config: ModelConfig, params: Parameters, index: int, attention: Att
         mlp,
         RMSNorm(params, f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps),
         RMSNorm(params, f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
+        config.scales.residuals,
     )
 
 

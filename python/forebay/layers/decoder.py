@@ -79,7 +79,11 @@ class TakesPart(Protocol):
 class Block:
     """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, attention: Attends, mlp: Feeds, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
+    def __init__(
+        self, attention: Attends, mlp: Feeds, input_norm: RMSNorm, post_norm: RMSNorm, scale: float = 1.0
+    ) -> None:
+        """`scale` is the factor of both parts' outputs."""
+        self._scale = scale
         self.attention = attention
         self.mlp = mlp
         self.input_norm = input_norm
@@ -88,8 +92,11 @@ class Block:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and gives a layer's output without what goes around it: that is added with the next norm."""
         x, residual = step.ops.norm(self.input_norm, x, residual)
-        x, residual = step.ops.norm(self.post_norm, self.attention(x, step), residual)
-        return self.mlp(x, step.ops), residual
+        x, residual = step.ops.norm(self.post_norm, self._scaled(self.attention(x, step)), residual)
+        return self._scaled(self.mlp(x, step.ops)), residual
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._scale == 1.0 else x * self._scale
 
 
 class Decoder:
@@ -128,6 +135,14 @@ class Decoder:
         if config.sections is None:
             return Rotary(*shape, params.dtype, params.device)
         return SectionedRotary(config.sections, *shape, params.dtype, params.device)
+
+    def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """The factors of queries [n, 1, 1] at positions [n], or [3, n] whose first numbers count."""
+        scale = self.config.attention.query_scale
+        if scale is None:
+            return None
+        steps = (positions if positions.dim() == 1 else positions[0]).div(scale.every, rounding_mode="floor")
+        return (1 + scale.beta * torch.log1p(steps.float())).to(self.params.dtype)[:, None, None]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report = ignore) -> None:
         """Copies checkpoint tensors, by Hugging Face name, into place. Raises `WeightError` if they do not fit."""
@@ -172,8 +187,14 @@ class Decoder:
         images = forward.images
         if images is not None:
             x.index_copy_(0, images.at, images.rows[:, 0])
+        scales = self.config.scales
+        if scales.embeddings != 1.0:
+            x = x * scales.embeddings
         rotation = self.rotary(forward.positions)
-        step = Step(rotation, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index)
+        factors = self.query_factors(forward.positions)
+        step = Step(
+            rotation, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors
+        )
         residual: torch.Tensor | None = None
         for number, block in enumerate(self.blocks, start=1):
             x, residual = block(x, residual, step)
@@ -186,4 +207,5 @@ class Decoder:
         if residual is not None:
             residual = residual.index_select(0, forward.sampled)
         x, _ = self.ops.norm(self.norm, x, residual)
-        return x
+        # Logits are a product with these states, and vectors have no factor.
+        return x if self.config.headless or scales.logits == 1.0 else x * scales.logits

@@ -70,6 +70,10 @@ class MixtureOfExperts:
         self.shared: SwiGLU | None = None
         if experts.shared_size:
             self.shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
+        self.shared_gate: torch.Tensor | None = None
+        """The gate [hidden] of the shared expert; None: it has none."""
+        if experts.shared_gate:
+            self.shared_gate = params.tensor((hidden,), {f"{prefix}.shared_expert_gate.weight": hidden})
 
     @staticmethod
     def _stack(params: Parameters, count: int, rows: int, inputs: int | Part, parts: dict[str, int | Part]) -> Stack:
@@ -78,7 +82,12 @@ class MixtureOfExperts:
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         y = self._routed(x, ops) if self._exchange is None else self._exchanged(x, ops, self._exchange)
-        return y if self.shared is None else y.add_(self.shared(x, ops))
+        if self.shared is None:
+            return y
+        shared = self.shared(x, ops)
+        if self.shared_gate is not None:
+            shared = shared * (x @ self.shared_gate).sigmoid()[:, None]
+        return y.add_(shared)
 
     def take_part(self, none: torch.Tensor, ops: Ops) -> None:
         """Computes the tokens of others where this rank has none; `none` is [0, hidden]."""

@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al. 2023)."""
+"""Rotary position embedding (Su et al. 2021) and its scalings.
+
+These are linear, llama3, yarn (Peng et al. 2023) and longrope (Ding et al. 2024).
+"""
 
 from __future__ import annotations
 
@@ -87,6 +90,11 @@ def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
     return Rotation(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
 
 
+def unrotated(rotation: Rotation) -> Rotation:
+    """The rotation of the same tokens by no angle."""
+    return Rotation(torch.ones_like(rotation.cos), torch.zeros_like(rotation.signed_sin))
+
+
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotates heads x, [tokens, heads, head_dim]. With fewer angles only the first elements are rotated."""
     turned = rotation.cos.shape[-1]
@@ -122,9 +130,29 @@ def frequencies(
     original = scaling.get("original_max_position_embeddings") or max_positions
     if kind == "llama3":
         return _llama3(1.0 / powers, scaling, original), 1.0
+    if kind == "longrope":
+        divisors = torch.tensor(scaling["divisors"], dtype=torch.float32)
+        return 1.0 / (divisors * powers), scaling["attention_factor"]
     if kind == "yarn":
         return _yarn(powers, theta, scaling, original, max_positions)
-    raise UnsupportedModelError(f"rope scaling {kind!r} is not supported: only default, linear, llama3 and yarn are")
+    raise UnsupportedModelError(
+        f"rope scaling {kind!r} is not supported: only default, linear, llama3, yarn and longrope are"
+    )
+
+
+def at_context(scaling: Mapping[str, Any] | None, context_length: int) -> Mapping[str, Any] | None:
+    """The scaling of requests of so many positions. Of longrope it has one of two sets of divisors.
+
+    One set is for all requests: keys of one request are those of another's prefix.
+    """
+    if scaling is None or scaling["rope_type"] != "longrope":
+        return scaling
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    attention_factor = scaling["attention_factor"]
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    divisors = scaling["long_factor" if context_length > original else "short_factor"]
+    return {"rope_type": "longrope", "divisors": divisors, "attention_factor": attention_factor}
 
 
 def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from forebay.attention.backend import AttentionBackend, LatentHeads, LayerKV
 from forebay.attention.hot_rows import Chosen
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
-from forebay.layers.rotary import Rotation
+from forebay.layers.rotary import Rotation, unrotated
 
 
 @dataclass
@@ -41,13 +41,28 @@ class Step:
     prepared: Any  # what the backend prepared for this step
     ops: Ops
     index: Index | None
+    query_factors: torch.Tensor | None = None  # [n, 1, 1] of the model's dtype; None: queries stay as they are
 
     def attend(
-        self, layer: int, qkv: torch.Tensor, heads: Heads, norms: tuple[RMSNorm, RMSNorm] | None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        rotated: bool = True,
+        factor: float = 1.0,
     ) -> torch.Tensor:
-        """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages."""
+        """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages.
+
+        `rotated` is false for a layer without positions; `factor` is of queries.
+        """
         kv = self.kv[layer]
-        q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, self.rotation, kv, self.writes)
+        rotation = self.rotation if rotated else unrotated(self.rotation)
+        q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, rotation, kv, self.writes)
+        if factor != 1.0:
+            q = q * factor
+        if self.query_factors is not None:
+            q = q * self.query_factors
         return self.backend.attend(q, k, v, kv, self.prepared)
 
     def attend_latent(
@@ -56,6 +71,8 @@ class Step:
         """Attention [n, heads * value_dim] of rows [n, row], which are kept in the layer's pages."""
         kv = self.kv[layer]
         kv.keys.index_copy_(0, self.writes, rows[:, None])
+        if self.query_factors is not None:
+            q = q * self.query_factors
         chosen = None if self.index is None else self.index.chosen
         if chosen is None:
             return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, None)

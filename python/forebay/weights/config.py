@@ -15,10 +15,12 @@ from forebay.weights.families import (
     feeds_of,
     indexer_of,
 )
-from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent
+from forebay.weights.named import MODEL_TYPES as NAMED_TYPES
+from forebay.weights.named import NAMED, resolve, same_name, with_sum_1
+from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent, Scales
 from forebay.weights.sizes import MOST_LAYERS, MOST_POSITIONS, one_line, real, size, size_or
 from forebay.weights.stored import Stored, stored_of
-from forebay.weights.vision import DECODERS, Sections, Vision, decoder_config, sections_of, vision_of
+from forebay.weights.vision import DECODERS, QWEN3_VL_MOE, Sections, Vision, decoder_config, sections_of, vision_of
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -36,15 +38,12 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     *EXPERT_ARCHITECTURES,
     *DECODERS,
+    *NAMED,
 )
 _NOT_SERVED = {
     "DeepseekV4ForCausalLM": "compressed attention that is not built",
-    "Glm4MoeLiteForCausalLM": "latent attention with GLM's routing, which is not checked against a reference",
     "GptOssForCausalLM": "attention sinks, and windows in some layers only",
-    "MixtralForCausalLM": "experts under other names, which are not read",
-    "Qwen2MoeForCausalLM": "a shared expert with a gate of its own, which is not built",
     "Qwen2VLForConditionalGeneration": "a vision tower of another kind, which is not built",
-    "Qwen3VLMoeForConditionalGeneration": "experts in one tensor, which are not read",
 }
 """Known architectures that are not supported, with their missing parts."""
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
@@ -62,6 +61,8 @@ _MODEL_TYPES = {
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    **NAMED_TYPES,
 }
 _DEFAULT_ROPE_THETA = 10000.0
 _FACTORS = (
@@ -104,6 +105,10 @@ class ModelConfig:
     """The vision tower; None: the model takes no images."""
     sections: Sections | None = None
     """The sections of rotary frequencies; None: a position has one number."""
+    scales: Scales = Scales()
+    """Factors of states and logits."""
+    unrotated: frozenset[int] = frozenset()
+    """The layers whose queries and keys positions do not rotate."""
     headless: bool = False
     """True if the final states are needed, and not the logits of an output head."""
 
@@ -114,6 +119,8 @@ class ModelConfig:
         Raises UnsupportedModelError for a model that `forebay.models` would compute wrongly.
         """
         architecture = _architecture(d)
+        if architecture in NAMED:
+            return resolve(d, architecture, cls.from_dict)
         if architecture in DECODERS:
             return cls._with_tower(d, architecture)
         layers = size(d, "num_hidden_layers", most=MOST_LAYERS)
@@ -143,6 +150,8 @@ class ModelConfig:
     def _with_tower(cls, d: dict[str, Any], architecture: str) -> ModelConfig:
         flat = decoder_config(d, architecture)
         decoder = cls.from_dict({**flat, "architectures": [DECODERS[architecture]]})
+        if architecture == QWEN3_VL_MOE:
+            decoder = with_sum_1(decoder)
         return replace(
             decoder,
             architecture=architecture,
@@ -164,7 +173,7 @@ class ModelConfig:
 
         Behind them DeepSeek and GLM checkpoints have layers that predict further tokens (MTP), and nothing else.
         """
-        if self.architecture not in EXPERT_ARCHITECTURES:
+        if not any(isinstance(feed, Experts) for feed in self.feeds):
             return True
         layer = _LAYER.match(name)
         return layer is None or int(layer["number"]) < len(self.feeds)
@@ -198,7 +207,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _architecture(d: dict[str, Any]) -> str:
-    names = [str(name) for name in d.get("architectures") or []]
+    names = [same_name(str(name)) for name in d.get("architectures") or []]
     if not names and d.get("model_type") in _MODEL_TYPES:
         return _MODEL_TYPES[d["model_type"]]
     for name in names:

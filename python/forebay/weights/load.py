@@ -18,6 +18,7 @@ from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import EMBEDDING, HEAD, iter_tensors, tensor_shapes
 from forebay.weights.index import placed
 from forebay.weights.matrices import Matrices
+from forebay.weights.named import Piece, pieces
 from forebay.weights.shards import WHOLE, Cuts
 
 __all__ = ["iter_kept", "iter_weights", "quantised_matrices", "spare_biases", "weight_shapes"]
@@ -78,27 +79,39 @@ def iter_kept(
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
             names = [name for name in file.keys() if own.wanted(path, name) and name not in matrices.beside][::-1]
-            names = [name for name in names if own.weight(matrices.name_of(name)) not in cuts.others]
+            names = [name for name in names if own.renamed(matrices.name_of(name)) not in cuts.others]
         while names:
             mapped = 0
             with safe_open(path, framework="pt", device="cpu") as file:
                 while names and mapped < _MAPPED:
                     name = names.pop()
                     matrix = matrices.by_codes.get(name)
-                    cut = cuts.parts.get(own.weight(name) if matrix is None else matrix.name)
                     if matrix is None:
+                        found = own.pieces(name, tuple(file.get_slice(name).get_shape()))
+                        cut = cuts.parts.get(found[0].name) if len(found) == 1 and found[0].name == name else None
                         tensor = file.get_tensor(name) if cut is None else file.get_slice(name)[cut.places]
                         mapped += tensor.nbytes
-                        yield own.weight(name), tensor
+                        for piece in found:
+                            if piece.name in cuts.others:
+                                continue
+                            part = cuts.parts.get(piece.name)
+                            values = tensor if cut is not None else piece.read(tensor)
+                            yield piece.name, values if cut is not None or part is None else values[part.places]
                         continue
+                    weight = own.renamed(matrix.name)
+                    cut = cuts.parts.get(weight)
                     raw = matrices.raw(matrix, path, file)
                     mapped += raw.nbytes
-                    if cut is None and keeps(matrix.name):
-                        yield matrix.name, raw
-                    else:
-                        # Scales are of blocks that a part may begin inside of: all of it is multiplied out.
-                        values = raw.codes().values()
-                        yield matrix.name, values if cut is None else values[cut.places]
+                    if cut is None and keeps(weight) and own.is_whole(matrix.name, matrix.shape):
+                        yield weight, raw
+                        continue
+                    # Scales are of blocks that a part may begin inside of: all of it is multiplied out.
+                    whole = raw.codes().values()
+                    for piece in own.pieces(matrix.name, matrix.shape):
+                        part = cuts.parts.get(piece.name)
+                        if piece.name not in cuts.others:
+                            values = piece.read(whole)
+                            yield piece.name, values if part is None else values[part.places]
                 # The mapping goes with its last tensor.
                 tensor = raw = None  # type: ignore[assignment]
 
@@ -113,12 +126,15 @@ def weight_shapes(
         return tensor_shapes(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
     matrices = quantised_matrices(model, config)
     own = _Names.read(_safetensors(model), config)
-    shapes: dict[str, tuple[int, ...]] = {matrix.name: matrix.shape for matrix in matrices.by_codes.values()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for matrix in matrices.by_codes.values():
+        shapes |= {piece.name: piece.shape for piece in own.pieces(matrix.name, matrix.shape)}
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():
                 if own.wanted(path, name) and name not in matrices.beside and name not in matrices.by_codes:
-                    shapes[own.weight(name)] = tuple(file.get_slice(name).get_shape())
+                    shape = tuple(file.get_slice(name).get_shape())
+                    shapes |= {piece.name: piece.shape for piece in own.pieces(name, shape)}
     return shapes
 
 
@@ -160,6 +176,23 @@ class _Names:
     def weight(self, tensor: str) -> str:
         """The name of the weight in a tensor."""
         return EMBEDDING if self.embeds_by_head and tensor == HEAD else tensor
+
+    def pieces(self, tensor: str, shape: tuple[int, ...]) -> list[Piece]:
+        """The weights in a tensor, none behind the last layer."""
+        name = self.weight(tensor)
+        if not isinstance(self.config, ModelConfig):
+            return [Piece(name, shape, lambda values: values)]
+        return [piece for piece in pieces(self.config, name, shape) if self.config.has_place_for(piece.name)]
+
+    def renamed(self, tensor: str) -> str:
+        """The name of the weight in a tensor with one; that of the tensor if it has several, or none."""
+        found = self.pieces(tensor, (1, 1))
+        return found[0].name if len(found) == 1 else tensor
+
+    def is_whole(self, tensor: str, shape: tuple[int, ...]) -> bool:
+        """True if a tensor is one weight."""
+        found = self.pieces(tensor, shape)
+        return len(found) == 1 and found[0].shape == shape
 
     def wanted(self, path: str, name: str) -> bool:
         """True if a tensor of the file at `path` is a weight of the model."""

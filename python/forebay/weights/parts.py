@@ -4,7 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["Dense", "Experts", "GroupedQuery", "Indexer", "Latent", "Routing"]
+__all__ = ["Dense", "Experts", "GroupedQuery", "Indexer", "Latent", "QueryScale", "Routing", "Scales"]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of states and logits; 1: there is none."""
+
+    embeddings: float = 1.0
+    residuals: float = 1.0
+    """The factor of a part's output before it is added."""
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """A factor of queries that grows with their position: `1 + beta * ln(1 + position // every)` (Llama 4, 2025)."""
+
+    beta: float
+    every: int
+    """The number of positions with one factor."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +39,12 @@ class GroupedQuery:
     output_bias: bool
     qk_norm: bool
     """True if query and key heads are normalised before they are rotated."""
+    query_scale: QueryScale | None = None
+    """The factor of queries that grows with their position; None: there is none."""
+    scale: float | None = None
+    """The factor of scores before the softmax; None: `head_dim` to the power of -1/2."""
+    row_norms: bool = False
+    """True if the queries, and the keys, of all heads of a position are normalised together."""
 
     @property
     def position_elements(self) -> int:
@@ -51,6 +76,8 @@ class Latent:
     """True if positions rotate neighbours (2i, 2i + 1), and not (i, i + rotary_dim / 2)."""
     scale: float
     """The factor of scores before the softmax."""
+    query_scale: QueryScale | None = None
+    """The factor of queries that grows with their position; None: there is none."""
 
     @property
     def position_elements(self) -> int:
@@ -128,3 +155,5 @@ class Experts:
     shared_size: int
     """The inner size of the shared expert, which every token has; 0: there is none."""
     routing: Routing
+    shared_gate: bool = False
+    """True if the shared expert's output is multiplied by a gate of its own."""

@@ -15,6 +15,7 @@ from forebay.weights.sizes import MOST, MOST_HEADS, MOST_LAYERS, real, size
 __all__ = [
     "DECODERS",
     "PREPROCESSOR_FILES",
+    "QWEN3_VL_MOE",
     "TOWER",
     "Preprocessing",
     "Sections",
@@ -29,7 +30,10 @@ __all__ = [
 _QWEN3_VL = "Qwen3VLForConditionalGeneration"
 _QWEN25_VL = "Qwen2_5_VLForConditionalGeneration"
 
-DECODERS = {_QWEN3_VL: "Qwen3ForCausalLM", _QWEN25_VL: "Qwen2ForCausalLM"}
+QWEN3_VL_MOE = "Qwen3VLMoeForConditionalGeneration"
+_OF_QWEN3 = (_QWEN3_VL, QWEN3_VL_MOE)
+
+DECODERS = {_QWEN3_VL: "Qwen3ForCausalLM", QWEN3_VL_MOE: "Qwen3MoeForCausalLM", _QWEN25_VL: "Qwen2ForCausalLM"}
 """Architectures with a vision tower, and the architecture of their decoder."""
 TOWER = "visual"
 """The prefix of the names of a tower's weights."""
@@ -47,8 +51,8 @@ _MOST_OF_TOWER = {
 }
 """The largest sizes of a tower that have bounds of their own."""
 _MOST_PIXELS = 1 << 31
-_ACTIVATIONS = {_QWEN3_VL: "gelu_pytorch_tanh", _QWEN25_VL: "silu"}
-_DEFAULT_SECTIONS = {_QWEN3_VL: (24, 20, 20), _QWEN25_VL: (16, 24, 24)}
+_ACTIVATIONS = {_QWEN3_VL: "gelu_pytorch_tanh", QWEN3_VL_MOE: "gelu_pytorch_tanh", _QWEN25_VL: "silu"}
+_DEFAULT_SECTIONS = {_QWEN3_VL: (24, 20, 20), QWEN3_VL_MOE: (24, 20, 20), _QWEN25_VL: (16, 24, 24)}
 """The default sections of transformers for a config without `mrope_section`."""
 _DEFAULT_DEEPSTACK = (8, 16, 24)
 _DEFAULT_WHOLE = (7, 15, 23, 31)
@@ -190,7 +194,7 @@ def sections_of(d: Mapping[str, Any], architecture: str, frequencies: int) -> Se
             f"mrope_section {list(counts)} does not share the {frequencies} rotary frequencies of a head among three"
         )
     time, row, column = counts
-    return Sections((time, row, column), interleaved=architecture == _QWEN3_VL)
+    return Sections((time, row, column), interleaved=architecture in _OF_QWEN3)
 
 
 def vision_of(d: Mapping[str, Any], architecture: str, hidden: int, layers: int) -> Vision | None:
@@ -228,7 +232,7 @@ def vision_of(d: Mapping[str, Any], architecture: str, hidden: int, layers: int)
         raise UnsupportedModelError(
             f"the tower gives {sizes['out_hidden_size']} elements (out_hidden_size), and the decoder takes {hidden}"
         )
-    own = _of_qwen3(v, sizes["depth"], layers) if architecture == _QWEN3_VL else _of_qwen25(v, sizes)
+    own = _of_qwen3(v, sizes["depth"], layers) if architecture in _OF_QWEN3 else _of_qwen25(v, sizes)
     return Vision(
         layers=sizes["depth"],
         hidden_size=sizes["hidden_size"],

@@ -190,14 +190,17 @@ impl Plan {
 
     fn experts(&mut self, at: &str, hidden: usize, of: &Experts) -> Result<(), ModelError> {
         let inner = of.intermediate_size;
-        let of_router = self.vectors.len();
         self.vector(&[(format!("{at}.gate.weight"), vec![of.count, hidden])]);
+        // Rounding would change who is chosen, and next to the experts these are small.
+        if let Some(router) = self.vectors.last_mut().filter(|_| of.routing.in_float32) {
+            router.number = TorchNumber::Float32;
+        }
         if of.routing.corrected {
-            self.vector(&[(correction(at), vec![of.count])]);
-            // Their rounding would change who is chosen, and next to the experts they are small.
-            for vector in &mut self.vectors[of_router..] {
-                vector.number = TorchNumber::Float32;
-            }
+            let parts = Parts { parts: vec![(correction(at), vec![of.count])] };
+            self.vectors.push(Vectors { parts, number: TorchNumber::Float32 });
+        }
+        if of.shared_gate {
+            self.vector(&[(shared_gate(at), vec![hidden])]);
         }
         if of.shared_size > 0 {
             self.gated(&format!("{at}.shared_experts"), (hidden, of.shared_size), false)?;
@@ -375,6 +378,11 @@ fn correction(at: &str) -> String {
     format!("{at}.gate.e_score_correction_bias")
 }
 
+/// The name of the shared expert's gate.
+fn shared_gate(at: &str) -> String {
+    format!("{at}.shared_expert_gate.weight")
+}
+
 fn dtype(number: TorchNumber) -> Dtype {
     match number {
         TorchNumber::Float32 => Dtype::Float32,
@@ -428,6 +436,10 @@ pub(crate) fn assemble(
                     gate_up: matrix(&at("mlp.experts.0.gate_proj.weight"))?,
                     down: matrix(&at("mlp.experts.0.down_proj.weight"))?,
                     shared: shared.then(|| gated("mlp.shared_experts", false)).transpose()?,
+                    shared_gate: experts
+                        .shared_gate
+                        .then(|| get(&shared_gate(&at("mlp"))))
+                        .transpose()?,
                 })
             }
             FeedShape::Dense(dense) => FeedForward::Dense(gated("mlp", dense.bias)?),
@@ -452,5 +464,8 @@ pub(crate) fn assemble(
         layers,
         cos,
         sin,
+        query_scales: attention.query_scale.map_or_else(Vec::new, |scale| {
+            (0..positions as u64).map(|position| scale.at(position)).collect()
+        }),
     })
 }

@@ -15,9 +15,15 @@ pub struct ExpertSizes {
     /// Elements between the two products of the shared expert, which all tokens have; 0: there is
     /// none.
     pub shared: usize,
-    /// True for sigmoids with a bias for the choice, of routers in 32 bits (DeepSeek-V3, 2024).
-    /// False for the softmax over all experts (Shazeer et al. 2017).
+    /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024). False for the softmax over all
+    /// experts (Shazeer et al. 2017).
+    pub sigmoid: bool,
+    /// True if a bias is added to scores for the choice.
     pub corrected: bool,
+    /// True if routers are in 32 bits, for any type of the model.
+    pub in_float32: bool,
+    /// True if the shared expert's output is multiplied by a gate.
+    pub shared_gate: bool,
     /// The number of groups of experts, which have neighbouring ids; 1: there are none.
     pub groups: usize,
     /// The number of best groups. Experts of other groups are not chosen.
@@ -37,8 +43,8 @@ impl ExpertSizes {
             per_token: self.per_token as u32,
             intermediate: self.intermediate as u32,
             shared: self.shared as u32,
-            scores: self.corrected.into(),
-            in_float32: self.corrected.into(),
+            scores: self.sigmoid.into(),
+            in_float32: self.in_float32.into(),
             groups: self.groups as u32,
             kept_groups: self.kept_groups as u32,
             best_of_group: self.best_of_group as u32,
@@ -53,7 +59,8 @@ impl ExpertSizes {
         let small = numbers.iter().all(|number| (1..=i32::MAX as usize).contains(number))
             && [shared, self.best_of_group].iter().all(|&number| number <= i32::MAX as usize);
         let odd = [intermediate, shared].iter().any(|size| size % 2 > 0);
-        if !small || odd || !self.spec().is_possible() {
+        let gate_alone = self.shared_gate && shared == 0;
+        if !small || odd || gate_alone || !self.spec().is_possible() {
             return unfit(format!("no kernel computes experts of {self:?}"));
         }
         Ok(())
@@ -63,7 +70,7 @@ impl ExpertSizes {
 /// The experts of a layer.
 #[derive(Clone)]
 pub struct ExpertMatrices {
-    /// The router, `[count, hidden]`, not packed: of the model's type, or float32 if `corrected`.
+    /// The router, `[count, hidden]`, not packed: of the model's type, or float32 if `in_float32`.
     pub router: Bytes,
     /// The bias of scores for the choice, float32 `[count]`.
     pub correction: Option<Bytes>,
@@ -74,6 +81,8 @@ pub struct ExpertMatrices {
     pub down: Matrix,
     /// The shared expert, which all tokens have.
     pub shared: Option<Gated>,
+    /// The shared expert's gate, `[hidden]` of the model's type.
+    pub shared_gate: Option<Bytes>,
 }
 
 impl ExpertMatrices {
@@ -85,6 +94,10 @@ impl ExpertMatrices {
             gate_up: self.gate_up.packed.as_ptr().cast(),
             down: self.down.packed.as_ptr().cast(),
             formats: [self.gate_up.storage.number(), self.down.storage.number()],
+            shared_gate: self
+                .shared_gate
+                .as_ref()
+                .map_or(std::ptr::null(), |bytes| bytes.as_ptr().cast()),
         }
     }
 
@@ -92,14 +105,20 @@ impl ExpertMatrices {
         let Some(of) = &sizes.experts else {
             return unfit("experts of a model that has none");
         };
-        if self.correction.is_some() != of.corrected || self.shared.is_some() != (of.shared > 0) {
+        if self.correction.is_some() != of.corrected
+            || self.shared.is_some() != (of.shared > 0)
+            || self.shared_gate.is_some() != of.shared_gate
+        {
             return unfit(format!("a layer whose experts are not {of:?}"));
         }
         let (dtype, hidden) = (sizes.dtype, sizes.hidden);
-        let of_router = if of.corrected { size_of::<f32>() } else { dtype.bytes() };
+        let of_router = if of.in_float32 { size_of::<f32>() } else { dtype.bytes() };
         of_size(&self.router, of.count * hidden * of_router)?;
         if let Some(correction) = &self.correction {
             of_size(correction, of.count * size_of::<f32>())?;
+        }
+        if let Some(gate) = &self.shared_gate {
+            of_size(gate, hidden * dtype.bytes())?;
         }
         if let Some(shared) = &self.shared {
             shared.check(sizes, of.shared)?;
@@ -129,7 +148,10 @@ mod tests {
         per_token: 3,
         intermediate: 24,
         shared: 16,
+        sigmoid: true,
         corrected: true,
+        in_float32: true,
+        shared_gate: false,
         groups: 4,
         kept_groups: 2,
         best_of_group: 2,
@@ -175,6 +197,7 @@ mod tests {
                 down: matrix(1, 32, 16, false),
                 down_bias: None,
             }),
+            shared_gate: None,
         }
     }
 
@@ -183,7 +206,14 @@ mod tests {
         assert_eq!(layer().check(&SIZES), Ok(()));
         let of = |experts| Sizes { experts, ..SIZES };
         assert!(layer().check(&of(None)).is_err());
-        let plain = ExpertSizes { corrected: false, groups: 1, kept_groups: 1, ..EXPERTS };
+        let plain = ExpertSizes {
+            sigmoid: false,
+            corrected: false,
+            in_float32: false,
+            groups: 1,
+            kept_groups: 1,
+            ..EXPERTS
+        };
         assert!(layer().check(&of(Some(plain))).is_err());
         assert!(layer().check(&of(Some(ExpertSizes { shared: 0, ..EXPERTS }))).is_err());
         for wrong in [
@@ -193,6 +223,7 @@ mod tests {
             ExpertMatrices { gate_up: matrix(7, 48, 32, true), ..layer() },
             ExpertMatrices { down: matrix(8, 64, 24, false), ..layer() },
             ExpertMatrices { shared: None, ..layer() },
+            ExpertMatrices { shared_gate: Some(room(32 * 2)), ..layer() },
             ExpertMatrices {
                 shared: layer()
                     .shared
@@ -204,6 +235,11 @@ mod tests {
         }
         let plain_layer = ExpertMatrices { router: room(8 * 32 * 2), correction: None, ..layer() };
         assert_eq!(plain_layer.check(&of(Some(plain))), Ok(()));
+        let gated = Some(ExpertSizes { shared_gate: true, ..EXPERTS });
+        assert!(layer().check(&of(gated)).is_err());
+        let with = |bytes| ExpertMatrices { shared_gate: Some(room(bytes)), ..layer() };
+        assert!(with(32 * 4).check(&of(gated)).is_err());
+        assert_eq!(with(32 * 2).check(&of(gated)), Ok(()));
     }
 
     #[test]
@@ -214,6 +250,7 @@ mod tests {
             ExpertSizes { per_token: 5, ..EXPERTS },
             ExpertSizes { intermediate: 23, ..EXPERTS },
             ExpertSizes { shared: 15, ..EXPERTS },
+            ExpertSizes { shared: 0, shared_gate: true, ..EXPERTS },
             ExpertSizes { groups: 3, ..EXPERTS },
             ExpertSizes { kept_groups: 5, ..EXPERTS },
             ExpertSizes { best_of_group: 3, ..EXPERTS },

@@ -181,6 +181,8 @@ pub struct Weights {
     pub cos: Vec<f32>,
     /// The sines of the angles, of the shape of `cos`.
     pub sin: Vec<f32>,
+    /// Factors of queries, `[positions]`; empty: there are none.
+    pub query_scales: Vec<f32>,
 }
 
 /// A row of a step whose first inputs come from the caller.
@@ -318,6 +320,10 @@ impl Decoder {
             rotary_dim: sizes.rotary_dim as u32,
             routing: sizes.experts.map_or_else(RoutingSpec::default, |experts| experts.spec()),
             kv_codes: u32::from(sizes.kv_codes),
+            query_scales: match weights.query_scales.is_empty() {
+                true => std::ptr::null(),
+                false => weights.query_scales.as_ptr(),
+            },
         };
         // SAFETY: the description was checked, and what it points to lives in the decoder.
         if unsafe { !spec.is_possible() } {
@@ -491,6 +497,9 @@ impl Weights {
         }
         if [&self.cos, &self.sin].iter().any(|table| table.len() != positions * rotary_dim / 2) {
             return unfit("angles of another number of positions");
+        }
+        if ![0, positions].contains(&self.query_scales.len()) {
+            return unfit("factors of queries of another number of positions");
         }
         self.layers.iter().try_for_each(|layer| layer.check(sizes))
     }

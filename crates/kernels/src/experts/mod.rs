@@ -12,6 +12,7 @@ use std::ffi::c_void;
 
 use crate::codes::Format;
 use crate::element::Element;
+use crate::layer::vector;
 use crate::matmul::Matrix;
 use crate::memory::grow;
 use crate::pack::{packed_len, padded_outputs};
@@ -38,6 +39,9 @@ pub struct ExpertsSpec {
     pub(crate) down: *const c_void,
     /// The formats of the two matrices, see [`Format::of`].
     pub(crate) formats: [u32; 2],
+    /// `[hidden]`: its product with a token is the logit of the shared expert's factor; null: the
+    /// factor is 1.
+    pub(crate) shared_gate: *const c_void,
 }
 
 impl ExpertsSpec {
@@ -48,6 +52,7 @@ impl ExpertsSpec {
         gate_up: std::ptr::null(),
         down: std::ptr::null(),
         formats: [0; 2],
+        shared_gate: std::ptr::null(),
     };
 
     pub(crate) fn is_there(&self) -> bool {
@@ -98,6 +103,8 @@ pub(crate) struct Mixture<E> {
     pub(crate) correction: Vec<f32>,
     pub(crate) gate_up: Stack<E>,
     pub(crate) down: Stack<E>,
+    /// Empty: the shared expert has no gate.
+    pub(crate) shared_gate: Vec<f32>,
 }
 
 impl<E: Element> Mixture<E> {
@@ -117,6 +124,8 @@ impl<E: Element> Mixture<E> {
             correction,
             gate_up: Stack::new(spec.gate_up, spec.formats[0], (2 * inner, hidden), true),
             down: Stack::new(spec.down, spec.formats[1], (hidden, inner), false),
+            // SAFETY: the caller's description.
+            shared_gate: unsafe { vector::<E>(spec.shared_gate, hidden) },
         }
     }
 

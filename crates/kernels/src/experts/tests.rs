@@ -162,6 +162,8 @@ struct Tiny<E> {
     /// The same in float32.
     wide_router: Vec<f32>,
     correction: Vec<f32>,
+    /// The gate of the shared expert.
+    gate: Vec<E>,
     gate_up: Matrices,
     down: Matrices,
     /// The matrices of the layer without experts, and of the shared expert.
@@ -196,6 +198,7 @@ impl<E: Number> Tiny<E> {
             wide_router: router.iter().map(|x| x.to_f32()).collect(),
             router,
             correction: numbers(count, seed ^ 6),
+            gate: numbers(HIDDEN, seed ^ 7),
             gate_up: Matrices::new::<E>(count, (2 * INNER, HIDDEN), true, all),
             down: Matrices::new::<E>(count, (HIDDEN, INNER), false, all),
             dense: [gate_up, down, shared_gate_up, shared_down],
@@ -204,8 +207,15 @@ impl<E: Number> Tiny<E> {
         }
     }
 
+    /// Sigmoids are corrected (DeepSeek-V3), and the softmax of a router in 32 bits without groups
+    /// (ERNIE 4.5).
     fn corrected(&self) -> bool {
-        self.routing.scores == 1
+        self.routing.scores == 1 || self.routing.in_float32 == 1 && self.routing.groups == 1
+    }
+
+    /// The shared expert of this size has a gate (Qwen2-MoE).
+    fn has_gate(&self) -> bool {
+        self.routing.shared == GATED
     }
 
     /// The final stream of each of `tokens`, as one row of a step; `sampled`: of those.
@@ -224,6 +234,7 @@ impl<E: Number> Tiny<E> {
             _ => self.wide_router.as_ptr().cast(),
         };
         let correction = if self.corrected() { self.correction.as_ptr() } else { null.cast() };
+        let shared_gate = if self.has_gate() { self.gate.as_ptr().cast() } else { null };
         let shared = self.routing.shared > 0;
         let mut layers = Vec::new();
         for (layer, pages) in self.pages.chunks_exact_mut(2).enumerate() {
@@ -234,6 +245,7 @@ impl<E: Number> Tiny<E> {
                 gate_up: address(&self.gate_up.packed),
                 down: address(&self.down.packed),
                 formats: [number(self.format); 2],
+                shared_gate,
             };
             let has_experts = layer != 1;
             let dense = |at: usize| match (has_experts, shared) {
@@ -285,6 +297,7 @@ impl<E: Number> Tiny<E> {
             rotary_dim: HEAD_DIM as u32,
             routing: self.routing,
             kv_codes: 0,
+            query_scales: std::ptr::null(),
         };
         let pages: Vec<i32> = (0..VOCABULARY as i32).collect();
         let (zero, length) = ([0_i64], [tokens.len() as i64]);
@@ -372,7 +385,15 @@ impl<E: Number> Tiny<E> {
                 add(weight, self.down.of(id, HIDDEN, &inner));
             }
             if self.routing.shared > 0 {
-                add(1.0, dense(2, self.routing.shared as usize));
+                let product = |w: &[E]| -> f64 {
+                    let terms = w.iter().zip(&normed);
+                    terms.map(|(w, x)| f64::from(w.to_f32()) * f64::from(x.to_f32())).sum()
+                };
+                let factor = match self.has_gate() {
+                    true => 1.0 / (1.0 + (-product(&self.gate)).exp()),
+                    false => 1.0,
+                };
+                add(factor, dense(2, self.routing.shared as usize));
             }
         }
         Some(x)
@@ -392,10 +413,13 @@ const SOFTMAX: RoutingSpec = RoutingSpec {
     normalise: 1,
     scaling: 1.0,
 };
-const ROUTINGS: [RoutingSpec; 4] = [
+/// The size of a shared expert with a gate.
+const GATED: u32 = 40;
+const ROUTINGS: [RoutingSpec; 5] = [
     SOFTMAX,
     RoutingSpec { normalise: 0, scaling: 4.0, ..SOFTMAX },
-    RoutingSpec { groups: 4, kept_groups: 2, in_float32: 1, shared: 40, ..SOFTMAX },
+    RoutingSpec { groups: 4, kept_groups: 2, in_float32: 1, shared: GATED, ..SOFTMAX },
+    RoutingSpec { in_float32: 1, shared: 24, ..SOFTMAX },
     RoutingSpec {
         scores: 1,
         in_float32: 1,

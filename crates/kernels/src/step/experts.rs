@@ -92,6 +92,35 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
+    /// Multiplies the shared expert's inner rows `[rows, inner]` with its gate, if it has one.
+    /// Whoever comes back has met the others since they wrote.
+    ///
+    /// # Safety
+    /// As for [`Step::compute`]; nobody else writes these rows now.
+    #[inline(always)]
+    pub(super) unsafe fn gate_shared<V: Vector>(
+        &self,
+        mixture: &Mixture<E>,
+        (normed, inner): (Rows<E>, usize),
+        member: &Member<'_>,
+    ) {
+        if mixture.shared_gate.is_empty() {
+            return;
+        }
+        for row in member.share(normed.count) {
+            // SAFETY: a row of what is normalised, and this member's row of the inner ones.
+            unsafe {
+                let x = normed.first.add(row * self.hidden);
+                let gate = mixture.shared_gate.as_ptr();
+                let logit = product::<E, f32, V>(x, gate, self.hidden);
+                let factor = 1.0 / (1.0 + (-logit).exp());
+                let inner = std::slice::from_raw_parts_mut(self.gated.add(row * inner), inner);
+                inner.iter_mut().for_each(|x| *x = E::from_f32(x.to_f32() * factor));
+            }
+        }
+        member.meet();
+    }
+
     /// The logits of this member's part of all tokens and experts.
     #[inline(always)]
     unsafe fn score<K: Kernel<E>>(

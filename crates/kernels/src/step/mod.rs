@@ -111,6 +111,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) rotary_dim: usize,
     pub(crate) cos: *const f32,
     pub(crate) sin: *const f32,
+    /// Factors of queries at each position; null: there are none.
+    pub(crate) query_scales: *const f32,
     pub(crate) final_norm: &'a [f32],
     pub(crate) head: Matrix<'a, E>,
     pub(crate) layers: &'a [Layer<E>],
@@ -236,6 +238,9 @@ impl<E: Element> Step<'_, E> {
                 let gate = Out::Gate(self.gated);
                 self.multiply::<K, D>(queue(2), normed, &gate_up.matrix(), gate);
                 member.meet();
+                if let Some(mixture) = &layer.mixture {
+                    self.gate_shared::<K::Vector>(mixture, (normed, gate_up.outputs / 2), member);
+                }
                 watch.lap(Part::GateUp);
                 let gated = Rows { first: self.gated.cast_const(), count: stream.count };
                 self.multiply::<K, D>(queue(3), gated, &down.matrix(), added);
@@ -443,13 +448,21 @@ impl<E: Element> Step<'_, E> {
             // SAFETY: the unit's queries, which others that attend to parts of the same ones only
             // read.
             unsafe {
-                let angles = self.angles(self.tokens[token].position);
+                let position = self.tokens[token].position;
+                let angles = self.angles(position);
+                let scale = match self.query_scales.is_null() {
+                    true => 1.0,
+                    false => *self.query_scales.add(position),
+                };
                 let first = token * (heads + 2 * kv_heads) + unit.queries.held.kv_head * group;
                 for head in 0..together {
                     let from = self.qkv.add((first + head) * dim);
                     let from = std::slice::from_raw_parts(from, dim);
                     scratch.head.copy_from_slice(from);
                     turn::<K::Vector>(&mut scratch.head, norm, self.eps, angles);
+                    if scale != 1.0 {
+                        scratch.head.iter_mut().for_each(|x| *x *= scale);
+                    }
                     let to = &mut scratch.queries[(index * together + head) * dim..][..dim];
                     math::narrow::<E, K>(&scratch.head, to);
                     if let Some(then) = expected {

@@ -43,6 +43,17 @@ impl Deref for Config<'_> {
 }
 
 impl Config<'_> {
+    /// The values, some of them under further names: the first of a pair is the config's.
+    pub(super) fn renamed(&self, names: &[(&str, &str)]) -> Map<String, Value> {
+        let mut values = self.values.clone();
+        for (from, to) in names {
+            if let Some(value) = self.get(*from) {
+                values.insert((*to).to_owned(), value.clone());
+            }
+        }
+        values
+    }
+
     pub(super) fn flag(&self, key: &str, default: bool) -> bool {
         self.get(key).map_or(default, |value| truthy(Some(value)))
     }
@@ -130,6 +141,7 @@ impl Config<'_> {
             // format has no key for.
             qkv_bias: self.flag("qkv_bias", all_biases),
             output_bias: all_biases,
+            query_scale: None,
         })
     }
 

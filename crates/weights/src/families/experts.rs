@@ -1,5 +1,7 @@
 //! The experts of a decoder, read from a `config.json`.
 
+use serde_json::{Map, Value};
+
 use super::config::Config;
 use super::shape::Activation;
 use crate::error::ModelError;
@@ -139,6 +141,24 @@ impl Routed {
         let first = config.number_or("first_k_dense_replace", self.first_dense, MOST)?;
         Ok((0..config.layer_count()?).map(|layer| layer as u64 >= first).collect())
     }
+}
+
+/// The values of a config, in which a list of kinds of layers became the number of dense ones in
+/// front.
+pub(super) fn with_first_dense(config: &Config<'_>) -> Result<Map<String, Value>, ModelError> {
+    let mut values = config.values.clone();
+    let kinds = config.get("mlp_layer_types").and_then(Value::as_array);
+    let Some(kinds) = kinds else { return Ok(values) };
+    let count = config.layer_count()?;
+    let dense = kinds.iter().take_while(|kind| kind.as_str() == Some("dense")).count();
+    let rest = kinds.iter().take(count).skip(dense);
+    if kinds.len() < count || rest.into_iter().any(|kind| kind.as_str() != Some("sparse")) {
+        return Err(ModelError::unserved_part(
+            "an mlp_layer_types that is not dense layers, then sparse ones: try --model-impl transformers",
+        ));
+    }
+    values.insert("first_k_dense_replace".into(), dense.into());
+    Ok(values)
 }
 
 /// The number of experts under one of several keys.

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::rules::{Rule, Take};
 use super::{ALL, Family};
 use crate::error::ModelError;
-use crate::gguf::{GgufFiles, GgufValue};
+use crate::gguf::{GgufFiles, GgufTensor, GgufValue};
 
 /// A family's GGUF files. Several families may have one architecture.
 pub(crate) struct GgufNames {
@@ -123,7 +123,10 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     let number = |key: &str| keys.get(key).and_then(Value::as_i64);
     let rotated = match (number("qk_rope_head_dim"), number("head_dim")) {
         (Some(rotated), _) => (rotated, true),
-        (None, dim) => (dim.unwrap_or(0), false),
+        (None, dim) => {
+            let part = keys.get("partial_rotary_factor").and_then(Value::as_f64).unwrap_or(1.0);
+            ((dim.unwrap_or(0) as f64 * part) as i64, false)
+        }
     };
     let config = json!({
         "vocab_size": embedding.shape.first().copied().unwrap_or(0),
@@ -144,7 +147,15 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         "model_type": family.model_type,
     });
     let Value::Object(mut config) = config else { unreachable!("an object") };
+    let beta = keys.get("llama_4_scaling_beta").filter(|beta| !beta.is_null()).cloned();
     config.extend(keys);
+    if let Some(beta) = beta {
+        // Other engines take the steps of the growth from the scaling too.
+        match config.get_mut("rope_scaling") {
+            Some(Value::Object(scaling)) => scaling.insert("llama_4_scaling_beta".into(), beta),
+            _ => return Err(ModelError::unserved_part("a temperature_scale without yarn")),
+        };
+    }
     config.extend(pooling_type(files)?.map(|kind| ("pooling_type".to_owned(), json!(kind))));
     Ok(config)
 }
@@ -298,7 +309,7 @@ pub(super) fn required(files: &GgufFiles, key: &str) -> Result<i64, ModelError> 
 }
 
 /// The shortest decimal that is this 32-bit number: 1e-05 and not 9.999999747378752e-06.
-fn shortest(value: f64) -> f64 {
+pub(super) fn shortest(value: f64) -> f64 {
     format!("{}", value as f32).parse().unwrap_or(value)
 }
 
@@ -383,21 +394,23 @@ fn rope_scaling(
     context: i64,
 ) -> Result<Value, ModelError> {
     if let Some(tensor) = files.tensor("rope_freqs.weight") {
-        let wanted = (rotated / 2) as usize;
-        if tensor.shape != [wanted] || tensor.row_bytes != 4 * wanted {
-            let found: usize = tensor.shape.iter().product();
-            return Err(ModelError::broken(format!(
-                "rope_freqs.weight has {found} elements, not {wanted}"
-            )));
-        }
-        let mut bytes = vec![0; tensor.row_bytes];
-        tensor.read(0, &mut bytes)?;
-        let (numbers, _) = bytes.as_chunks::<4>();
-        let factors: Vec<f64> = numbers.iter().map(|&n| f32::from_le_bytes(n).into()).collect();
+        let factors = frequency_factors(tensor, rotated)?;
         return llama3_scaling(&factors, theta, rotated as f64);
     }
     let number =
         |key: &str| files.get(key).and_then(GgufValue::as_f64).filter(|&value| value != 0.0);
+    if let Some(long) = files.tensor("rope_factors_long.weight") {
+        let short = files.tensor("rope_factors_short.weight").ok_or_else(|| {
+            ModelError::broken("the GGUF file has rope_factors_long.weight alone")
+        })?;
+        return Ok(json!({
+            "rope_type": "longrope",
+            "short_factor": frequency_factors(short, rotated)?,
+            "long_factor": frequency_factors(long, rotated)?,
+            "original_max_position_embeddings": whole(files, "rope.scaling.original_context_length")?,
+            "attention_factor": number("rope.scaling.attn_factor").map_or(1.0, shortest),
+        }));
+    }
     let factor =
         number("rope.scaling.factor").or_else(|| number("rope.scale_linear")).unwrap_or(1.0);
     let kind = files.get("rope.scaling.type").map(|kind| kind.as_text().unwrap_or_default());
@@ -418,8 +431,7 @@ fn rope_scaling(
                     scaling[key] = json!(value);
                 }
             }
-            let weight = number("rope.scaling.yarn_log_multiplier").filter(|_| latent);
-            if let Some(weight) = weight {
+            if let Some(weight) = number("rope.scaling.yarn_log_multiplier") {
                 // A tenth of it is written, and it stands for both weights: no model is known in
                 // which they differ.
                 let weight = json!(shortest(10.0 * shortest(weight)));
@@ -440,6 +452,22 @@ fn rope_scaling(
         }
         Some(other) => Err(ModelError::unserved_part(&format!("the rope scaling '{other}'"))),
     }
+}
+
+/// The divisors of the frequencies of an embedding of `rotated` elements.
+fn frequency_factors(tensor: &GgufTensor, rotated: i64) -> Result<Vec<f64>, ModelError> {
+    let wanted = (rotated / 2) as usize;
+    if tensor.shape != [wanted] || tensor.row_bytes != 4 * wanted {
+        let found: usize = tensor.shape.iter().product();
+        return Err(ModelError::broken(format!(
+            "{} has {found} elements, not {wanted}",
+            tensor.name
+        )));
+    }
+    let mut bytes = vec![0; tensor.row_bytes];
+    tensor.read(0, &mut bytes)?;
+    let (numbers, _) = bytes.as_chunks::<4>();
+    Ok(numbers.iter().map(|&number| f32::from_le_bytes(number).into()).collect())
 }
 
 /// The parameters of Llama 3's scaling that give these divisors of the frequencies, `[head_dim /

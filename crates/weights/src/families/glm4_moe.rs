@@ -15,6 +15,9 @@ use crate::gguf::GgufFiles;
 const ROUTED: Routed =
     Routed { first_dense: 1, shared: 1, normalise: true, groups: 1, kept: 1, scaling: 1.0 };
 
+/// The part of a head that positions rotate.
+const ROTATED: f64 = 0.5;
+
 pub(super) const FAMILY: Family = Family {
     title: "GLM-4.5, GLM-4.6",
     architecture: "Glm4MoeForCausalLM",
@@ -43,7 +46,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
         output_bias: false,
         ..config.attention(None)?
     };
-    let rope = partial_rope(config, attention.head_dim)?;
+    let rope = partial_rope(config, attention.head_dim, ROTATED)?;
     let windows = config.windows(WindowRule::All)?;
     let feeds = config.feeds(&ROUTED.layers(config)?, || ROUTED.corrected(config))?;
     config.grouped(attention, rope, windows, feeds)

@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use super::config::Config;
 use super::experts::Routed;
-use super::rope::rope;
-use super::shape::{FeedShape, Mixer, Rope, Shape};
+use super::rope::{query_scale, rope};
+use super::shape::{FeedShape, Mixer, QueryScale, Rope, Shape};
 use crate::error::ModelError;
 use crate::sizes::{MOST, MOST_HEADS};
 
@@ -29,6 +29,8 @@ pub struct Latent {
     pub bias: bool,
     /// The factor of scores before the softmax.
     pub scale: f64,
+    /// The factor of queries that grows with their position; `None`: there is none.
+    pub query_scale: Option<QueryScale>,
     /// The positions that a query attends to.
     pub chosen: KeyChoice,
 }
@@ -130,6 +132,7 @@ fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Rope), ModelE
         value_dim: config.size("v_head_dim", MOST_HEADS)?,
         bias: config.flag("attention_bias", false),
         scale,
+        query_scale: query_scale(config)?,
         chosen: KeyChoice::All,
     };
     Ok((latent, rope))

@@ -19,7 +19,7 @@ pub(super) const FAMILY: Family = Family {
     },
     gguf: Some(GgufNames {
         architecture: "llama",
-        fits: |files| Ok(!super::mistral::has_window(files)),
+        fits: |files| Ok(!super::mistral::has_window(files) && !super::mixtral::has_experts(files)),
         keys: dense_keys,
         rules: PAIRED,
     }),

@@ -14,15 +14,34 @@ mod unserved;
 mod deepseek_v2;
 mod deepseek_v3;
 mod deepseek_v32;
+mod ernie4_5;
+mod ernie4_5_moe;
 mod glm4_moe;
+mod glm4_moe_lite;
 mod glm_dsa;
+mod granite;
+mod granite_hybrid;
+mod granite_moe;
+mod hy_v3;
+mod kimi_k25;
 mod llama;
+mod minimax_m2;
+mod ministral3;
 mod mistral;
+mod mistral3;
+mod mistral4;
+mod mixtral;
+mod phi3;
 mod qwen2;
 mod qwen2_5_vl;
+mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
 mod qwen3_vl;
+mod qwen3_vl_moe;
+mod seed_oss;
+mod smollm3;
+mod text;
 
 #[cfg(test)]
 mod tests;
@@ -36,7 +55,7 @@ pub use latent::{Indexer, KeyChoice, Latent};
 pub use rules::{Rule, Take, fused_keys, fused_queries, fused_values};
 pub use shape::{
     Activation, Attention, DenseFeed, FeedShape, LayerShape, Mixer, Norm, NormPlacement, QkNorm,
-    Recurrence, Rope, Scales, Shape,
+    QueryScale, Recurrence, Rope, Scales, Shape,
 };
 pub use table::{families_page, not_served_page};
 pub use unserved::NOT_SERVED;
@@ -51,19 +70,38 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 12] = [
+pub const ALL: [&Family; 31] = [
     &llama::FAMILY,
     &mistral::FAMILY,
+    &ministral3::FAMILY,
+    &mistral3::FAMILY,
     &qwen2::FAMILY,
     &qwen3::FAMILY,
+    &phi3::FAMILY,
+    &smollm3::FAMILY,
+    &granite::FAMILY,
+    &granite_hybrid::FAMILY,
+    &seed_oss::FAMILY,
+    &ernie4_5::FAMILY,
+    &mixtral::FAMILY,
+    &qwen2_moe::FAMILY,
     &qwen3_moe::FAMILY,
     &glm4_moe::FAMILY,
+    &granite_moe::FAMILY,
+    &granite_moe::SHARED,
+    &ernie4_5_moe::FAMILY,
+    &minimax_m2::FAMILY,
+    &hy_v3::FAMILY,
     &deepseek_v2::FAMILY,
     &deepseek_v3::FAMILY,
     &deepseek_v32::FAMILY,
     &glm_dsa::FAMILY,
+    &glm4_moe_lite::FAMILY,
+    &kimi_k25::FAMILY,
+    &mistral4::FAMILY,
     &qwen2_5_vl::FAMILY,
     &qwen3_vl::FAMILY,
+    &qwen3_vl_moe::FAMILY,
 ];
 
 /// A family of decoders.
@@ -99,6 +137,8 @@ impl Family {
     /// the body.
     fn is_named(&self, name: &str) -> bool {
         name == self.architecture
+            // transformers writes some names with underscores that the hub's repositories lack.
+            || name.replace('_', "") == self.architecture
             || name
                 .strip_suffix("Model")
                 .is_some_and(|body| self.architecture.strip_suffix("ForCausalLM") == Some(body))

@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::Family;
 use super::config::{Config, WindowRule};
-use super::experts::{Routing, expert_count, experts};
+use super::experts::{Experts, Routing, expert_count, experts};
 use super::gguf::{GgufNames, changes, grouped_keys, refuse_changes, required, scores};
 use super::rope::rope;
 use super::shape::{Attention, QkNorm, Shape};
@@ -27,10 +27,28 @@ pub(super) const FAMILY: Family = Family {
 };
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
+    decoder(config, config.flag("norm_topk_prob", false))
+}
+
+/// The decoder of Qwen3-VL, whose weights always have the sum 1.
+pub(super) fn of_tower(config: &Config<'_>) -> Result<Shape, ModelError> {
+    decoder(config, true)
+}
+
+fn decoder(config: &Config<'_>, normalise: bool) -> Result<Shape, ModelError> {
     config.only("scoring_func", &["softmax"])?;
     let attention = Attention { qk_norm: QkNorm::Heads, ..config.attention(None)? };
     let rope = rope(config, attention.head_dim)?;
     let windows = config.windows(WindowRule::Upper)?;
+    let (count, sparse) = sparse_layers(config)?;
+    let feeds = config.feeds(&sparse, || {
+        Ok(Experts { normalise, ..experts(config, count, Routing::SOFTMAX)? })
+    })?;
+    config.grouped(attention, rope, windows, feeds)
+}
+
+/// The number of experts, and for each layer if it has them.
+pub(super) fn sparse_layers(config: &Config<'_>) -> Result<(usize, Vec<bool>), ModelError> {
     let count = expert_count(config, &COUNTS)?;
     let dense = config.get("mlp_only_layers").and_then(Value::as_array);
     let step = config.optional("decoder_sparse_step", MOST)?.unwrap_or(1);
@@ -38,9 +56,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
         let named = dense.is_some_and(|it| it.iter().any(|it| it.as_u64() == Some(layer)));
         count > 0 && !named && (layer + 1).is_multiple_of(step)
     };
-    let sparse: Vec<bool> = (0..windows.len() as u64).map(is_sparse).collect();
-    let feeds = config.feeds(&sparse, || experts(config, count, Routing::SOFTMAX))?;
-    config.grouped(attention, rope, windows, feeds)
+    Ok((count, (0..config.layer_count()? as u64).map(is_sparse).collect()))
 }
 
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {

@@ -1,15 +1,13 @@
 //! Rotary embeddings, read from a `config.json`.
 
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
 use super::config::Config;
-use super::shape::Rope;
+use super::shape::{QueryScale, Rope};
 use crate::error::ModelError;
-use crate::sizes::{real, truthy};
+use crate::sizes::{MOST_POSITIONS, optional, real, truthy};
 
 const DEFAULT_THETA: f64 = 10000.0;
-/// The share of a head that GLM-4 MoE rotates.
-const USUAL_PART: f64 = 0.5;
 const PART: &str = "partial_rotary_factor";
 /// The numbers of a scaling that are divisors.
 const FACTORS: [&str; 6] = [
@@ -32,9 +30,14 @@ pub(super) fn rope(config: &Config<'_>, dim: usize) -> Result<Rope, ModelError> 
     }
 }
 
-/// The embedding of a family that rotates a part of each head.
-pub(super) fn partial_rope(config: &Config<'_>, head_dim: usize) -> Result<Rope, ModelError> {
-    let usual = config.real(PART, USUAL_PART)?;
+/// The embedding of a family that rotates a part of each head; `usual` is the part of a config that
+/// does not say it.
+pub(super) fn partial_rope(
+    config: &Config<'_>,
+    head_dim: usize,
+    usual: f64,
+) -> Result<Rope, ModelError> {
+    let usual = config.real(PART, usual)?;
     let nested = config.get("rope_parameters").and_then(Value::as_object);
     let factor = nested.map_or(Ok(usual), |rope| real(rope, PART, usual))?;
     let dim = (head_dim as f64 * factor) as usize;
@@ -66,6 +69,10 @@ fn read(config: &Config<'_>, dim: usize) -> Result<(Rope, Option<f64>), ModelErr
         }
         return Ok((plain, part));
     }
+    if ["longrope", "su"].contains(&kind.as_str()) {
+        let scaling = longrope(config, &parameters, dim)?;
+        return Ok((Rope { scaling: Some(scaling), ..plain }, part));
+    }
     if !["linear", "llama3", "yarn"].contains(&kind.as_str()) {
         return Err(ModelError::unserved_part(&format!("the rope scaling '{kind}'")));
     }
@@ -86,4 +93,66 @@ fn read(config: &Config<'_>, dim: usize) -> Result<(Rope, Option<f64>), ModelErr
     }
     parameters.insert("rope_type".into(), kind.into());
     Ok((Rope { scaling: Some(parameters), ..plain }, part))
+}
+
+/// The scaling of LongRoPE (Ding et al. 2024): a divisor for each frequency, short ones for
+/// contexts of the original length and long ones beyond it.
+fn longrope(
+    config: &Config<'_>,
+    parameters: &Map<String, Value>,
+    dim: usize,
+) -> Result<Map<String, Value>, ModelError> {
+    const ORIGINAL: &str = "original_max_position_embeddings";
+    let original = match optional(parameters, ORIGINAL, MOST_POSITIONS)? {
+        Some(original) => Some(original),
+        None => config.optional(ORIGINAL, MOST_POSITIONS)?,
+    };
+    let longest = config.optional("max_position_embeddings", MOST_POSITIONS)?;
+    let (Some(original), Some(longest)) = (original, longest) else {
+        return Err(ModelError::broken(format!("rope scaling 'longrope' without {ORIGINAL}")));
+    };
+    for key in ["short_factor", "long_factor"] {
+        let factors = parameters.get(key).and_then(Value::as_array);
+        let fits = |factors: &Vec<Value>| {
+            let above_0 = |it: &Value| it.as_f64().is_some_and(|it| it > 0.0 && it.is_finite());
+            factors.len() == dim / 2 && factors.iter().all(above_0)
+        };
+        if !factors.is_some_and(fits) {
+            return Err(ModelError::broken(format!(
+                "rope scaling 'longrope' whose {key} is not {} numbers above 0",
+                dim / 2
+            )));
+        }
+    }
+    let factor = real(parameters, "factor", longest as f64 / original as f64)?;
+    let usual = match factor > 1.0 {
+        true => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
+        false => 1.0,
+    };
+    let scaling = json!({
+        "rope_type": "longrope",
+        "short_factor": parameters["short_factor"],
+        "long_factor": parameters["long_factor"],
+        ORIGINAL: original,
+        "attention_factor": real(parameters, "attention_factor", usual)?,
+    });
+    Ok(scaling.as_object().cloned().unwrap_or_default())
+}
+
+/// The factor of queries that a config's embedding names.
+pub(super) fn query_scale(config: &Config<'_>) -> Result<Option<QueryScale>, ModelError> {
+    let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
+    let Some(rope) = object("rope_parameters").or_else(|| object("rope_scaling")) else {
+        return Ok(None);
+    };
+    if !truthy(rope.get("llama_4_scaling_beta")) {
+        return Ok(None);
+    }
+    let beta = real(rope, "llama_4_scaling_beta", 0.0)?;
+    match optional(rope, "original_max_position_embeddings", MOST_POSITIONS)? {
+        Some(every) => Ok(Some(QueryScale { beta, every })),
+        None => {
+            Err(ModelError::broken("llama_4_scaling_beta without original_max_position_embeddings"))
+        }
+    }
 }

@@ -13,7 +13,8 @@ const MOST_DIGITS: usize = 9;
 ///
 /// In a pattern `#` is the number of a layer, `*` is `weight` or `bias`, and `**` is any number of
 /// parts of a name. In the name of a weight these stand for what they stood for in the tensor's
-/// name, and `@` is the number of an expert. A fused tensor has a rule for each of its weights.
+/// name. `@` is the number of an expert: in the tensor's name, or in a stack of all. A fused tensor
+/// has a rule for each of its weights.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
     stored: &'static str,
@@ -53,6 +54,8 @@ pub struct Take {
     rows: Rows,
     /// The number of heads, in each of which the rows of two halves alternate.
     pairs: Option<fn(&Attention) -> usize>,
+    /// True if the weight is a vector of all elements.
+    flat: bool,
     times: f32,
     plus: f32,
 }
@@ -73,6 +76,7 @@ impl Take {
         transposed: false,
         rows: Rows::All,
         pairs: None,
+        flat: false,
         times: 1.0,
         plus: 0.0,
     };
@@ -107,6 +111,12 @@ impl Take {
     #[must_use]
     pub const fn pairs(self, heads: fn(&Attention) -> usize) -> Self {
         Self { pairs: Some(heads), ..self }
+    }
+
+    /// A vector of all elements, whatever the dimensions of the tensor.
+    #[must_use]
+    pub const fn flat(self) -> Self {
+        Self { flat: true, ..self }
     }
 
     /// Numbers times a constant.
@@ -207,7 +217,7 @@ pub(crate) fn weights_of(
     (name, stored): (&str, &[usize]),
     shape: &Shape,
 ) -> Result<Option<Vec<Weight>>, ModelError> {
-    let mut name = name.to_owned();
+    let (mut name, mut is_renamed) = (name.to_owned(), false);
     // Prefixes first. None is taken off twice.
     for rule in tables.into_iter().flatten().filter(|rule| rule.stored.contains("**")) {
         if let Some(found) = fit(rule.stored, &name) {
@@ -215,6 +225,7 @@ pub(crate) fn weights_of(
                 return Ok(Some(Vec::new()));
             }
             name = found.name(rule.weight, 0);
+            is_renamed = true;
         }
     }
     for table in tables {
@@ -229,12 +240,14 @@ pub(crate) fn weights_of(
             return Ok(Some(weights));
         }
     }
-    Ok(None)
+    let whole = || vec![Weight { name, shape: stored.to_vec(), part: TensorPart::whole(stored) }];
+    Ok(is_renamed.then(whole))
 }
 
 /// The parts of a name that a pattern leaves open.
 struct Fit {
     layer: Option<usize>,
+    expert: Option<usize>,
     kind: String,
     rest: String,
 }
@@ -256,7 +269,7 @@ impl Fit {
 fn fit(pattern: &str, name: &str) -> Option<Fit> {
     let patterns: Vec<&str> = pattern.split('.').collect();
     let mut parts: Vec<&str> = name.split('.').collect();
-    let mut found = Fit { layer: None, kind: String::new(), rest: String::new() };
+    let mut found = Fit { layer: None, expert: None, kind: String::new(), rest: String::new() };
     if let Some(at) = patterns.iter().position(|&part| part == "**") {
         let count = (parts.len() + 1).checked_sub(patterns.len()).filter(|&count| count > 0)?;
         found.rest = parts.splice(at..at + count, ["**"]).collect::<Vec<_>>().join(".");
@@ -267,6 +280,7 @@ fn fit(pattern: &str, name: &str) -> Option<Fit> {
     for (&pattern, &part) in patterns.iter().zip(&parts) {
         match pattern {
             "#" => found.layer = Some(number(part)?),
+            "@" => found.expert = Some(number(part)?),
             "*" if matches!(part, "weight" | "bias") => part.clone_into(&mut found.kind),
             "*" => return None,
             other if other == part => {}
@@ -301,8 +315,12 @@ impl Rule {
         }
         if !take.stack {
             let part = take.part(0, stored, name, found.layer, shape)?;
-            let name = found.name(self.weight, 0);
-            weights.push(Weight { name, shape: part.shape(stored), part });
+            let name = found.name(self.weight, found.expert.unwrap_or(0));
+            let shape = match take.flat {
+                true => vec![part.rows * part.columns()],
+                false => part.shape(stored),
+            };
+            weights.push(Weight { name, shape, part });
             return Ok(());
         }
         let experts = found.layer.and_then(|layer| shape.experts(layer));

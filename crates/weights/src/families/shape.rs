@@ -153,6 +153,27 @@ pub struct Attention {
     pub qkv_bias: bool,
     /// True if the output has a bias.
     pub output_bias: bool,
+    /// The factor of queries that grows with their position; `None`: there is none.
+    pub query_scale: Option<QueryScale>,
+}
+
+/// A factor of queries that grows with their position: `1 + beta ln(1 + floor(position / every))`
+/// (Llama 4, 2025).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryScale {
+    /// The growth.
+    pub beta: f64,
+    /// The number of positions with one factor.
+    pub every: u64,
+}
+
+impl QueryScale {
+    /// The factor of queries at a position.
+    #[must_use]
+    pub fn at(&self, position: u64) -> f32 {
+        let steps = (position / self.every) as f32;
+        1.0 + self.beta as f32 * (1.0 + steps).ln()
+    }
 }
 
 /// The norms of queries and keys.

@@ -3,25 +3,20 @@
 
 use super::Family;
 use super::experts::Experts;
-use super::shape::{
-    Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, QkNorm, Scales, Shape,
-};
+use super::shape::{Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, Scales, Shape};
 use crate::error::ModelError;
 
 /// Known architectures that no hand serves: the names in a `config.json` and in GGUF files, and
 /// their missing parts.
-pub const NOT_SERVED: [(&str, &str, &str); 9] = [
+pub const NOT_SERVED: [(&str, &str, &str); 6] = [
     ("GptOssForCausalLM", "gpt-oss", "attention sinks, and windows in some layers only"),
     ("Gemma2ForCausalLM", "gemma2", "windows in some layers only, and caps of scores"),
     ("Gemma3ForCausalLM", "gemma3", "windows and rotary embeddings that differ between layers"),
-    ("MixtralForCausalLM", "", "experts under other names"),
-    ("Qwen2MoeForCausalLM", "qwen2moe", "a shared expert with a gate of its own"),
     ("Qwen2VLForConditionalGeneration", "qwen2vl", "another vision tower"),
-    ("Qwen3VLMoeForConditionalGeneration", "qwen3vlmoe", "experts in one tensor"),
     (
-        "Glm4MoeLiteForCausalLM",
+        "MistralLarge3ForCausalLM",
         "",
-        "GLM's routing with latent attention, which is not checked against a reference; GGUF files are served",
+        "its repository has a params.json and names of its own, which are not read",
     ),
     ("DeepseekV4ForCausalLM", "", "compressed attention"),
 ];
@@ -110,7 +105,6 @@ impl Shape {
     fn layer_without_hand(&self) -> Option<&'static str> {
         self.layers.iter().find_map(|layer| match layer.norms {
             _ if layer.keys_of.is_some() => Some("layers that share keys and values"),
-            _ if layer.rope.is_none() => Some("layers without rotary positions"),
             NormPlacement::Before => None,
             NormPlacement::After | NormPlacement::Around => {
                 Some("norms behind the parts of layers")
@@ -122,14 +116,7 @@ impl Shape {
 
 impl Scales {
     fn part_without_hand(&self) -> Option<&'static str> {
-        let Self { embeddings, residuals, logits, logit_cap } = *self;
-        let parts = [
-            (embeddings != 1.0, "scaled embeddings"),
-            (residuals != 1.0, "scaled residuals"),
-            (logits != 1.0, "scaled logits"),
-            (logit_cap.is_some(), "a cap of logits"),
-        ];
-        parts.into_iter().find_map(|(has, part)| has.then_some(part))
+        self.logit_cap.map(|_| "a cap of logits")
     }
 }
 
@@ -144,15 +131,12 @@ impl Mixer {
             Self::Latent(_) => return None,
             Self::Attention(attention) => attention,
         };
-        let &Attention { head_dim, value_dim, scale, chunk, sinks, cap, qk_norm, gate, .. } =
-            attention;
+        let &Attention { head_dim, value_dim, chunk, sinks, cap, gate, .. } = attention;
         let parts = [
             (value_dim != head_dim, "keys and values of different lengths"),
-            (scale.is_some(), "attention with a scale of its own"),
             (chunk.is_some(), "attention within chunks"),
             (sinks, "attention sinks"),
             (cap.is_some(), "a cap of attention scores"),
-            (qk_norm == QkNorm::Rows, "norms over all heads of queries and keys"),
             (gate, "a gate behind attention"),
         ];
         parts.into_iter().find_map(|(has, part)| has.then_some(part))
@@ -177,9 +161,6 @@ impl FeedShape {
 
 impl Experts {
     fn part_without_hand(&self) -> Option<&'static str> {
-        if self.bias {
-            return Some("experts with biases (mlp_bias)");
-        }
-        self.shared_gate.then_some("a shared expert with a gate of its own")
+        self.bias.then_some("experts with biases (mlp_bias)")
     }
 }

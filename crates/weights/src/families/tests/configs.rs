@@ -3,8 +3,9 @@ use serde_json::{Value, json};
 use crate::error::ModelError;
 use crate::families::{
     ALL, Activation, Attention, ExpertScores, Experts, FeedShape, KeyChoice, Latent, Mixer, Norm,
-    NormPlacement, QkNorm, Recurrence, Routing, Shape,
+    NormPlacement, QkNorm, QueryScale, Recurrence, Routing, Scales, Shape,
 };
+use crate::{Angles, TorchNumber};
 
 fn of(changes: &[Value]) -> Result<Shape, ModelError> {
     let mut config = json!({
@@ -111,7 +112,7 @@ fn whatever_no_hand_has_is_named() {
         ),
         (json!({"hidden_act": "gelu"}), "hidden_act \"gelu\""),
         (json!({"hidden_act": "sine"}), "hidden_act \"sine\""),
-        (json!({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}), "longrope"),
+        (json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}), "dynamic"),
         (
             json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true, "sliding_window": 16,
                 "max_window_layers": 1}),
@@ -138,24 +139,18 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
             }
         }
     }
-    const CHANGES: [(&str, Change); 21] = [
+    const CHANGES: [(&str, Change); 15] = [
         ("norms that subtract the mean", |it| it.norm = Norm::Mean),
-        ("scaled embeddings", |it| it.scales.embeddings = 8.0),
-        ("scaled residuals", |it| it.scales.residuals = 0.5),
-        ("scaled logits", |it| it.scales.logits = 0.5),
         ("a cap of logits", |it| it.scales.logit_cap = Some(30.0)),
         ("different lengths", |it| attends(it, |attention| attention.value_dim = 8)),
-        ("a scale of its own", |it| attends(it, |attention| attention.scale = Some(0.5))),
         ("within chunks", |it| attends(it, |attention| attention.chunk = Some(8))),
         ("attention sinks", |it| attends(it, |attention| attention.sinks = true)),
         ("a cap of attention scores", |it| attends(it, |attention| attention.cap = Some(50.0))),
-        ("over all heads", |it| attends(it, |attention| attention.qk_norm = QkNorm::Rows)),
         ("a gate behind attention", |it| attends(it, |attention| attention.gate = true)),
         ("norms behind the parts", |it| it.layers[1].norms = NormPlacement::Around),
         ("norms behind the parts", |it| it.layers[1].norms = NormPlacement::After),
         ("read the same states", |it| it.layers[1].norms = NormPlacement::Parallel),
         ("share keys and values", |it| it.layers[2].keys_of = Some(0)),
-        ("without rotary positions", |it| it.layers[2].rope = None),
         ("rotary embeddings that differ", |it| it.ropes.push(it.ropes[0].clone())),
         ("attention that differs between layers", |it| it.mixers.push(it.mixers[0].clone())),
         ("sizes differ between layers", |it| it.feeds.push(it.feeds[0])),
@@ -187,10 +182,6 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
     let mut shape = plain;
     ungated(&mut shape);
     assert!(shape.check_served().is_err_and(|error| error.to_string().contains("without a gate")));
-    let mut gated = glm(json!({})).expect("a model");
-    let FeedShape::Experts(experts) = &mut gated.feeds[1] else { panic!("experts") };
-    experts.shared_gate = true;
-    assert!(gated.check_served().is_err_and(|error| error.to_string().contains("gate of its own")));
     let biased = qwen(json!({"mlp_bias": true})).expect("a shape").check_served();
     assert!(biased.is_err_and(|error| error.to_string().contains("mlp_bias")));
 }
@@ -377,4 +368,130 @@ fn a_decoder_behind_a_tower_has_sections_of_frequencies() {
     other["text_config"]["rope_scaling"]["mrope_section"] = json!([4, 2, 1]);
     let error = Shape::from_config(other.as_object().expect("an object")).expect_err("7 of 8");
     assert!(error.to_string().contains("mrope_section"), "{error}");
+}
+
+#[test]
+fn a_decoder_without_its_tower_is_that_of_its_own_config() {
+    let text = json!({"model_type": "ministral3", "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 128, "tie_word_embeddings": true, "rope_parameters": {"rope_type": "yarn",
+        "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}});
+    let read = |config: &Value| Shape::from_config(config.as_object().expect("an object"));
+    let mut config = json!({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text,
+        "quantization_config": {"quant_method": "fp8"}});
+    let shape = read(&config).expect("a model");
+    assert!(!shape.tower && shape.tied && shape.quantised == Some("fp8".into()));
+    let wanted = QueryScale { beta: 0.1, every: 32 };
+    assert_eq!(attention(&shape).query_scale, Some(wanted));
+    assert_eq!([0, 31, 32, 64].map(|at| wanted.at(at)), [1.0, 1.0, 1.069_314_7, 1.109_861_2]);
+    config["tie_word_embeddings"] = json!(false);
+    assert!(!read(&config).expect("a model").tied, "the whole decides");
+    config["text_config"]["model_type"] = json!("mistral");
+    assert_eq!(attention(&read(&config).expect("a model")).query_scale, None);
+    config["text_config"]["model_type"] = json!("gemma3");
+    assert!(read(&config).is_err_and(|error| error.to_string().contains("model_type gemma3")));
+    let kimi = json!({"architectures": ["Kimi_K25ForConditionalGeneration"], "text_config": {
+        "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 12}});
+    assert_eq!(latent(&read(&kimi).expect("a model")).rank, 32);
+}
+
+#[test]
+fn factors_and_layers_without_rotation_are_read() {
+    let granite =
+        of(&[json!({"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.25,
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.5, "logits_scaling": 8.0})])
+        .expect("a model");
+    let scales = Scales { embeddings: 12.0, residuals: 0.5, logits: 0.125, logit_cap: None };
+    assert_eq!((granite.scales, attention(&granite).scale), (scales, Some(0.25)));
+    let hybrid = |changes: Value| {
+        let own = json!({"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0,
+            "layer_types": ["attention", "full_attention", "attention"], "shared_intermediate_size": 48});
+        of(&[own, changes])
+    };
+    let dense = hybrid(json!({"position_embedding_type": "rope"})).expect("a model");
+    let FeedShape::Dense(feed) = dense.feed(0) else { panic!("a dense part") };
+    assert!(feed.intermediate_size == 48 && dense.layers[0].rope == Some(0));
+    assert_eq!(hybrid(json!({})).expect("a model").layers[0].rope, None);
+    for (changes, why) in [
+        (json!({"layer_types": ["attention", "mamba", "attention"]}), "recurrent layers"),
+        (json!({"layer_types": null}), "recurrent layers"),
+        (json!({"num_local_experts": 4}), "experts in GraniteMoeHybrid"),
+    ] {
+        assert!(hybrid(changes).is_err_and(|error| error.to_string().contains(why)));
+    }
+    let rotated = |changes: Value| {
+        let own = json!({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5});
+        let shape = of(&[own, changes])?;
+        assert_eq!(shape.check_served(), Ok(()));
+        Ok(shape.layers.iter().map(|layer| layer.rope.is_some()).collect::<Vec<_>>())
+    };
+    let usual = vec![true, true, true, false, true];
+    assert_eq!(rotated(json!({})), Ok::<_, ModelError>(usual));
+    assert_eq!(
+        rotated(json!({"no_rope_layers": [0, 1, 1, 0, 1, 1]})),
+        Ok(vec![false, true, true, false, true])
+    );
+    assert!(rotated(json!({"no_rope_layers": [0, 1]})).is_err());
+}
+
+#[test]
+fn parts_of_heads_and_their_divisors_are_read() {
+    let phi = |changes: Value| {
+        of(&[json!({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}), changes])
+    };
+    let plain = phi(json!({})).expect("a model");
+    assert_eq!((plain.ropes[0].dim, &plain.ropes[0].scaling), (12, &None));
+    let rope = |short: usize| {
+        json!({"original_max_position_embeddings": 32, "rope_scaling": {"type": "longrope",
+        "short_factor": vec![1.0; short], "long_factor": vec![2.0; 6]}})
+    };
+    let long = phi(rope(6)).expect("a model");
+    let scaling = long.ropes[0].scaling.clone().expect("a scaling");
+    let wanted = (1.0 + 4_f64.ln() / 32_f64.ln()).sqrt();
+    assert_eq!(scaling["attention_factor"].as_f64(), Some(wanted));
+    assert!(phi(rope(5)).is_err_and(|error| error.to_string().contains("short_factor")));
+    let first = |positions| {
+        let angles = Angles::new(&long.ropes[0], 128, positions, TorchNumber::Float32);
+        angles.expect("angles").sin[6] / wanted as f32
+    };
+    assert!((first(32) - 1_f32.sin()).abs() < 1e-6 && (first(33) - 0.5_f32.sin()).abs() < 1e-6);
+    let minimax = of(&[json!({"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2})])
+    .expect("a model");
+    assert!(attention(&minimax).qk_norm == QkNorm::Rows && minimax.ropes[0].dim == 8);
+    let routing = experts(&minimax).routing;
+    assert!(routing.corrected && !routing.in_float32 && experts(&minimax).normalise);
+}
+
+#[test]
+fn experts_have_their_places_and_their_scores() {
+    let ernie = |changes: Value| {
+        let own = json!({"architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 6, "moe_num_experts": 8,
+            "moe_k": 2, "moe_intermediate_size": 24});
+        of(&[own, changes]).expect("a model")
+    };
+    let usual = ernie(json!({}));
+    assert_eq!(sparse(&usual), [false, true, true, true, true, true]);
+    let routing = experts(&usual).routing;
+    assert!(routing.corrected && routing.scores == ExpertScores::Softmax && routing.in_float32);
+    assert_eq!(experts(&usual).shared_size, 48);
+    let some = ernie(
+        json!({"moe_layer_start_index": 2, "moe_layer_end_index": 4, "moe_layer_interval": 2}),
+    );
+    assert_eq!(sparse(&some), [false, false, false, true, false, false]);
+    let hy = |kinds: Value| {
+        of(&[
+            json!({"architectures": ["HYV3ForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "num_shared_experts": 2, "router_scaling_factor": 1.5,
+            "mlp_layer_types": kinds}),
+        ])
+    };
+    let found = hy(json!(["dense", "dense", "sparse"])).expect("a model");
+    assert_eq!((sparse(&found), experts(&found).scaling), (vec![false, false, true], 1.5));
+    assert_eq!(experts(&found).shared_size, 48);
+    assert!(hy(json!(["dense", "sparse", "dense"])).is_err());
+    assert!(hy(json!(["dense"])).is_err());
 }

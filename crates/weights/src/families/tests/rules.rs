@@ -71,7 +71,15 @@ fn a_familys_rules_are_in_front() {
     assert_eq!(names(&prefix, "model.visual.blocks.0.weight", &[4]), [""; 0]);
     let found = names(&prefix, "model.language_model.layers.0.norm.weight", &[4]);
     assert_eq!(found, ["model.layers.0.input_layernorm.weight"]);
+    let found = names(&prefix, "model.language_model.layers.0.mlp.up_proj.weight", &[2, 4]);
+    assert_eq!(found, ["model.layers.0.mlp.up_proj.weight"], "no further rule");
     assert_eq!(weights(&prefix, "model.visual", &[4]), Ok(None), "`**` is one part at least");
+    let mixtral = Rule::renamed("x.#.experts.@.w1.*", "y.#.@.gate.*");
+    assert_eq!(names(&[mixtral], "x.1.experts.12.w1.weight", &[2, 4]), ["y.1.12.gate.weight"]);
+    assert_eq!(weights(&[mixtral], "x.1.experts.w.w1.weight", &[2, 4]), Ok(None));
+    let flat = Rule::new("x.#.*", "y.#.*", Take::ALL.flat());
+    let found = weights(&[flat], "x.1.weight", &[1, 4]).expect("it fits").expect("a rule");
+    assert_eq!(found[0].shape, [4]);
 }
 
 #[test]
@@ -162,6 +170,7 @@ fn each_kind_of_part_is_read() {
     assert_eq!(taken(Take::ALL.every(0, 2), &[5]), all(vec![0.0, 2.0, 4.0]));
     let odd_columns = Take::ALL.transposed().every(1, 2);
     assert_eq!(taken(odd_columns, &[2, 4]), all(vec![1.0, 5.0, 3.0, 7.0]));
+    assert_eq!(taken(Take::ALL.flat(), &[1, 3]), all(vec![0.0, 1.0, 2.0]));
     assert_eq!(taken(Take::ALL.plus(1.0), &[3]), all(vec![1.0, 2.0, 3.0]));
     assert_eq!(taken(Take::ALL.times(0.5).plus(1.0), &[1, 3]), all(vec![1.0, 1.5, 2.0]));
     assert_eq!(

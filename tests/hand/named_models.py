@@ -1,0 +1,484 @@
+"""Tiny random models of families that differ from others in names, factors and small parts, and their files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import (
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+from tests.hand.gguf_models import Form, _add, _tokenizer
+from tests.hand.support import LATENT, ROPE_YARN_LATENT, TINY, random_model
+
+NO_IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+"""Ids of the vocabulary, where a config's own are not."""
+SIZES: dict[str, Any] = {**TINY, **NO_IDS}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+"""Queries that grow several times within a prompt."""
+FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}
+TOWER: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "image_size": 16,
+}
+KIMI_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+
+
+def divisors(count: int, last: float) -> list[float]:
+    return np.linspace(1.0, last, count).round(3).tolist()
+
+
+def longrope(original: int) -> dict[str, Any]:
+    """Heads of 24, of which 18 elements are rotated, as in Phi-4-mini."""
+    return {
+        "num_attention_heads": 4,
+        "hidden_size": 96,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": divisors(9, 1.5),
+            "long_factor": divisors(9, 6.0),
+            "original_max_position_embeddings": original,
+        },
+    }
+
+
+def text(**changes: Any) -> dict[str, Any]:
+    return {**SIZES, "head_dim": 24, **changes}
+
+
+NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
+    "ministral3": (Ministral3ForCausalLM, Ministral3Config(**text(rope_parameters=GROWING))),
+    "mistral3-small": (
+        Mistral3ForConditionalGeneration,
+        Mistral3Config(
+            text_config=MistralConfig(**text(sliding_window=None)), vision_config=TOWER, tie_word_embeddings=False
+        ),
+    ),
+    "mistral3-ministral": (
+        Mistral3ForConditionalGeneration,
+        Mistral3Config(
+            text_config=Ministral3Config(**text(rope_parameters=GROWING)),
+            vision_config=TOWER,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "phi3": (Phi3ForCausalLM, Phi3Config(**{**SIZES, "num_attention_heads": 6, "hidden_size": 96})),
+    "phi3-short": (Phi3ForCausalLM, Phi3Config(**{**SIZES, **longrope(96)})),
+    "phi3-long": (Phi3ForCausalLM, Phi3Config(**{**SIZES, **longrope(16), "tie_word_embeddings": True})),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**{**SIZES, "num_hidden_layers": 5})),
+    "smollm3-list": (SmolLM3ForCausalLM, SmolLM3Config(**SIZES, no_rope_layers=[0, 1, 0], attention_bias=True)),
+    "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, **FACTORS, tie_word_embeddings=True)),
+    "granite-biases": (GraniteForCausalLM, GraniteConfig(**SIZES, **FACTORS, attention_bias=True, mlp_bias=True)),
+    "granite4": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **SIZES,
+            **FACTORS,
+            num_local_experts=0,
+            shared_intermediate_size=80,
+            layer_types=["full_attention"] * 3,
+            position_embedding_type="rope",
+            mamba_n_heads=8,
+        ),
+    ),
+    "granite4-nope": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **SIZES,
+            **FACTORS,
+            num_local_experts=0,
+            shared_intermediate_size=80,
+            layer_types=["full_attention"] * 3,
+            mamba_n_heads=8,
+        ),
+    ),
+    "seed-oss": (SeedOssForCausalLM, SeedOssConfig(**text(attention_out_bias=True))),
+    "ernie4_5": (Ernie4_5ForCausalLM, Ernie4_5Config(**text(use_bias=True))),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2)),
+    "qwen2-moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig(
+            **SIZES,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+        ),
+    ),
+    "qwen2-moe-some-dense": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig(
+            **SIZES,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            mlp_only_layers=[1],
+            norm_topk_prob=True,
+        ),
+    ),
+    "granite-moe": (
+        GraniteMoeForCausalLM,
+        GraniteMoeConfig(**SIZES, **FACTORS, num_local_experts=5, num_experts_per_tok=2),
+    ),
+    "granite-moe-shared": (
+        GraniteMoeSharedForCausalLM,
+        GraniteMoeSharedConfig(
+            **SIZES, **FACTORS, num_local_experts=5, num_experts_per_tok=1, shared_intermediate_size=40
+        ),
+    ),
+    "ernie4_5-moe": (
+        Ernie4_5_MoeForCausalLM,
+        Ernie4_5_MoeConfig(**SIZES, moe_num_experts=6, moe_k=2, moe_intermediate_size=24, moe_num_shared_experts=2),
+    ),
+    "minimax-m2": (
+        MiniMaxM2ForCausalLM,
+        MiniMaxM2Config(
+            **text(
+                intermediate_size=32,
+                num_local_experts=5,
+                num_experts_per_tok=2,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            )
+        ),
+    ),
+    "hy3": (
+        HYV3ForCausalLM,
+        HYV3Config(
+            **text(
+                num_experts=6,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                num_shared_experts=2,
+                mlp_layer_types=["dense", "sparse", "sparse"],
+            )
+        ),
+    ),
+}
+"""Families that the hand in Rust computes."""
+
+OF_LATENT = {**LATENT, **NO_IDS}
+LATENT_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
+    "glm4-moe-lite": (
+        Glm4MoeLiteForCausalLM,
+        Glm4MoeLiteConfig(**{**OF_LATENT, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
+    ),
+    "kimi-k25": (
+        Kimi_K25ForConditionalGeneration,
+        Kimi_K25Config(
+            text_config=DeepseekV3Config(**OF_LATENT, rope_parameters=ROPE_YARN_LATENT),
+            vision_config=KIMI_TOWER,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "mistral4": (Mistral4ForCausalLM, Mistral4Config(**OF_LATENT, rope_parameters=dict(GROWING))),
+}
+"""Families that PyTorch's hand computes."""
+
+
+@cache
+def model_of(family: str) -> Any:
+    """A random model, made once: nobody changes it."""
+    model = random_model(*{**NAMED, **LATENT_NAMED}[family])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("e_score_correction_bias"):
+                parameter.copy_(torch.rand_like(parameter) * 0.2)
+    return model
+
+
+def save(folder: Path, family: str) -> dict[str, Any]:
+    """The model of a hand's configuration, in safetensors under the names of the hub."""
+    model_of(family).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    if family == "kimi-k25":
+        # transformers gives the decoder's layers the name of the tower's as it saves them.
+        tensors = {name.replace(".model.blocks.", ".model.layers."): tensor for name, tensor in _stored(folder)}
+        save_file(tensors, folder / "model.safetensors")
+    files = sorted(str(path) for path in folder.glob("*.safetensors"))
+    return {"format": "safetensors", "files": files, "config": config}
+
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def _stored(folder: Path) -> Named:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+
+
+def _alternating(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of heads whose two halves alternate, as llama.cpp's converter writes them for Llama's kin."""
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+_A = gguf.MODEL_ARCH
+ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
+    "ministral3": _A.MISTRAL3,
+    "phi3": _A.PHI3,
+    "phi3-short": _A.PHI3,
+    "phi3-long": _A.PHI3,
+    "smollm3": _A.SMOLLM3,
+    "granite": _A.GRANITE,
+    "granite-biases": _A.GRANITE,
+    "granite4": _A.GRANITE,
+    "seed-oss": _A.SEED_OSS,
+    "ernie4_5": _A.ERNIE4_5,
+    "mixtral": _A.LLAMA,
+    "qwen2-moe": _A.QWEN2MOE,
+    "granite-moe": _A.GRANITE_MOE,
+    "granite-moe-shared": _A.GRANITE_MOE,
+    "ernie4_5-moe": _A.ERNIE4_5_MOE,
+    "minimax-m2": _A.MINIMAXM2,
+}
+"""Families with GGUF files of their own."""
+PERMUTED = {_A.MISTRAL3, _A.SMOLLM3, _A.GRANITE, _A.GRANITE_MOE, _A.LLAMA}
+"""Architectures whose converter makes the halves of heads alternate."""
+
+
+PLAIN = Form()
+
+
+def write_gguf(path: Path, family: str, folder: Path, form: Form = PLAIN) -> Path:
+    """The file of a model that `save` has written, as llama.cpp's `convert_hf_to_gguf.py` writes it."""
+    arch, config = ARCHITECTURES[family], NAMED[family][1]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    # Granite 4's dense part is its shared one.
+    writer.add_feed_forward_length(80 if family == "granite4" else config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _METADATA.get(arch, lambda *_: None)(writer, config)
+    _tokenizer(writer, config.vocab_size)
+    tensors = dict(_converted(family, folder, arch, config))
+    form.change(tensors)
+    for name, tensor in tensors.items():
+        _add(writer, name, tensor, form.others.get(name, form.kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _granite(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _granite_moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    _granite(writer, config)
+    _experts(writer, config)
+    shared = getattr(config, "shared_intermediate_size", 0)
+    if shared:
+        writer.add_expert_shared_feed_forward_length(shared)
+
+
+def _phi3(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    head = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
+    original = rope.get("original_max_position_embeddings")
+    if original:
+        writer.add_rope_scaling_orig_ctx_len(original)
+        factor = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(np.sqrt(1 + np.log(factor) / np.log(original)) if factor > 1 else 1.0)
+
+
+def _ministral3(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def _qwen2_moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _ernie_moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.moe_num_experts)
+    writer.add_expert_used_count(config.moe_k)
+    writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    writer.add_leading_dense_block_count(config.moe_layer_start_index)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.moe_num_shared_experts)
+
+
+def _minimax(writer: gguf.GGUFWriter, config: Any) -> None:
+    _experts(writer, config)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+
+
+_METADATA: dict[gguf.MODEL_ARCH, Callable[[gguf.GGUFWriter, Any], None]] = {
+    _A.GRANITE: _granite,
+    _A.GRANITE_MOE: _granite_moe,
+    _A.PHI3: _phi3,
+    _A.MISTRAL3: _ministral3,
+    _A.LLAMA: _experts,
+    _A.QWEN2MOE: _qwen2_moe,
+    _A.ERNIE4_5_MOE: _ernie_moe,
+    _A.MINIMAXM2: _minimax,
+}
+
+
+def _converted(family: str, folder: Path, arch: gguf.MODEL_ARCH, config: Any) -> Named:
+    """Weights under the names of a file: experts stacked, what Granite keeps together taken apart."""
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in _apart(family, folder):
+        before, is_expert, after = name.partition(".experts.")
+        if is_expert and after[0].isdigit():
+            expert, matrix = after.split(".", 1)
+            experts.setdefault(f"{before}.experts.{matrix}", {})[int(expert)] = tensor
+            continue
+        if arch in PERMUTED and ".self_attn.q_proj." in name:
+            tensor = _alternating(tensor, config.num_attention_heads)
+        elif arch in PERMUTED and ".self_attn.k_proj." in name:
+            tensor = _alternating(tensor, config.num_key_value_heads)
+        yield _name(names, name), tensor
+    for name, of in experts.items():
+        yield _name(names, name), torch.stack([of[expert] for expert in range(len(of))])
+    factors = config.rope_parameters.get("long_factor")
+    if factors is not None:
+        yield "rope_factors_long.weight", torch.tensor(factors)
+        yield "rope_factors_short.weight", torch.tensor(config.rope_parameters["short_factor"])
+
+
+def _name(names: gguf.TensorNameMap, name: str) -> str:
+    # Granite's own stacks have names of a file already.
+    found = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+def _apart(family: str, folder: Path) -> Named:
+    for name, tensor in _stored(folder):
+        layer = name.split(".")[2] if name.startswith("model.layers.") else ""
+        if name.endswith("moe_statics.e_score_correction_bias"):
+            yield f"blk.{layer}.exp_probs_b.bias", tensor.flatten()
+        elif name.endswith("e_score_correction_bias"):
+            yield f"blk.{layer}.exp_probs_b.bias", tensor
+        elif name.endswith("shared_expert_gate.weight"):
+            yield name, tensor.flatten()
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"blk.{layer}.ffn_gate_exps.weight", gate
+            yield f"blk.{layer}.ffn_up_exps.weight", up
+        elif name.endswith("block_sparse_moe.output_linear.weight"):
+            yield f"blk.{layer}.ffn_down_exps.weight", tensor
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            end = "" if family == "granite4" else "_shexp"
+            gate, up = tensor.chunk(2)
+            yield f"blk.{layer}.ffn_gate{end}.weight", gate
+            yield f"blk.{layer}.ffn_up{end}.weight", up
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            yield f"blk.{layer}.ffn_down{'' if family == 'granite4' else '_shexp'}.weight", tensor
+        else:
+            yield name, tensor

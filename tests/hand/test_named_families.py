@@ -1,0 +1,169 @@
+"""Families that differ in names, factors and small parts: the hand in Rust against transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forebay.weights.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from forebay.weights.load import iter_weights, weight_shapes
+from forebay.weights.named import same_name
+from forebay.weights.vision import own_name
+from tests.binary import example
+from tests.hand import image_models
+from tests.hand.gguf_models import Form
+from tests.hand.named_models import ARCHITECTURES, LATENT_NAMED, NAMED, model_of, save, write_gguf
+from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference, hub_weights
+from tests.hand.test_rust_hand import rust, settings, torch_runner
+
+ALL = NAMED | LATENT_NAMED
+COUNT = 8
+VOCABULARY = 131
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+
+def prompts() -> list[list[int]]:
+    """Prompts that are longer than the original contexts of `named_models`, as transformers changes over there."""
+    random = np.random.default_rng(5)
+    return [random.integers(3, VOCABULARY, length).tolist() for length in (17, 23, 40, 61)]
+
+
+@cache
+def expected(family: str) -> list[tuple[list[int], torch.Tensor]]:
+    return [greedy_reference(model_of(family), prompt, COUNT) for prompt in prompts()]
+
+
+def check(family: str, requests: list[Request]) -> None:
+    for request, (tokens, logprobs) in zip(requests, expected(family), strict=True):
+        assert request.tokens == tokens
+        for (ids, values), token, distribution in zip(request.logprobs, tokens, logprobs, strict=False):
+            assert ids[0] == token
+            top = distribution.topk(5)
+            assert ids[1:].tolist() == top.indices.tolist()
+            np.testing.assert_allclose(values[1:], top.values, atol=1e-4)
+
+
+def serve_in_pieces(runner: Any, family: str) -> None:
+    """However prompts are cut, beside decode rows of others, and after a preemption."""
+    for chunk in (1, 3, 7, 16, 17, 1000):
+        requests = [
+            Request(prompt, COUNT, Sampling(logprobs=5), arrival=2 * number) for number, prompt in enumerate(prompts())
+        ]
+        MiniBrain(runner, chunk).serve(requests, chunk)
+        check(family, requests)
+    for kept in (1, COUNT - 1):
+        again = [
+            Request(prompt, COUNT, replayed=tokens[:kept])
+            for prompt, (tokens, _) in zip(prompts(), expected(family), strict=True)
+        ]
+        MiniBrain(runner, kept).serve(again, 5)
+        assert [request.tokens for request in again] == [tokens for tokens, _ in expected(family)]
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_safetensors_are_computed_as_transformers_does(tmp_path: Path, family: str) -> None:
+    model = save(tmp_path / "model", family)
+    with rust(tmp_path, settings(model, max_total_tokens=1 << 13)) as runner:
+        serve_in_pieces(runner, family)
+
+
+PYTHON = [name for name, (kind, _) in ALL.items() if same_name(kind.__name__) in SUPPORTED_ARCHITECTURES]
+"""Families that PyTorch's hand has a reader for."""
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("family", PYTHON)
+def test_pytorchs_hand_computes_as_transformers_does(
+    tmp_path: Path, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "native" and family in LATENT_NAMED:
+        pytest.skip("no kernel of latent attention")
+    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
+    values = settings(save(tmp_path / "model", family), max_total_tokens=1 << 13)
+    serve_in_pieces(torch_runner(values), family)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_stacks_of_qwen3_vl_are_read_either_way(tmp_path: Path, turned: bool) -> None:
+    """Its experts lie in two tensors of a layer: columns first on the hub, and rows first as transformers 5 saves."""
+    model = image_models.model_of("qwen3-vl-moe")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if turned:
+        path = tmp_path / "model.safetensors"
+        tensors = load_file(path)
+        stacks = [name for name in tensors if ".mlp.experts." in name]
+        assert len(stacks) == 4
+        save_file(tensors | {name: tensors[name].transpose(1, 2).contiguous() for name in stacks}, path)
+    stored = {"format": "safetensors", "files": [str(tmp_path / "model.safetensors")]}
+    read = ModelConfig.from_dict(config)
+    found = {own_name(name): tensor for name, tensor in iter_weights(stored, read)}
+    wanted = {own_name(name): tensor for name, tensor in hub_weights(model).items()}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    shapes = {own_name(name): shape for name, shape in weight_shapes(stored, read).items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+
+
+def described(path: Path, cache: Path) -> dict[str, Any]:
+    """The model as the brain describes it to a hand."""
+    command = [str(example("describe")), str(path), str(cache)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, family: str) -> None:
+    save(tmp_path / "model", family)
+    path = write_gguf(tmp_path / "m.gguf", family, tmp_path / "model")
+    with rust(tmp_path, settings(described(path, tmp_path), max_total_tokens=1 << 13)) as runner:
+        requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
+        MiniBrain(runner).serve(requests, 17)
+        check(family, requests)
+
+
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "ernie4_5-moe"])
+def test_fused_and_stacked_matrices_stay_in_their_blocks(tmp_path: Path, family: str) -> None:
+    save(tmp_path / "model", family)
+    path = write_gguf(tmp_path / "m.gguf", family, tmp_path / "model", Form(kind=Q8_0))
+    values = settings(described(path, tmp_path), quantization="gguf", dtype="bfloat16")
+    with rust(tmp_path, values) as runner:
+        requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
+        MiniBrain(runner).serve(requests, 17)
+        assert all(len(request.tokens) == COUNT for request in requests)
+    told = (tmp_path / "stderr").read_text()
+    assert "computing with blocks of the file" in told
+    # The first tokens are still those of transformers: eight bits change few of them.
+    same = [request.tokens[0] == tokens[0] for request, (tokens, _) in zip(requests, expected(family), strict=True)]
+    assert sum(same) >= len(same) - 1
+
+
+@pytest.mark.parametrize("family", ["phi3-long", "mixtral", "qwen2-moe", "ministral3"])
+def test_a_prefix_shared_by_pages_is_not_computed_again(tmp_path: Path, family: str) -> None:
+    model = save(tmp_path / "model", family)
+    prefix = prompts()[2][:32]
+    with rust(tmp_path, settings(model)) as runner:
+        first = PlanBuilder(1)
+        first.slot(0, prefix)
+        first.page_writes += [(0, 0, 40), (0, 1, 17)]
+        first.row(0, 0, 32, sample=False)
+        assert runner.launch(first.build()).collect().tokens.tolist() == []
+        tails = [[9, 100, 3], [77]]
+        second = PlanBuilder(2)
+        for slot, tail in enumerate(tails, start=1):
+            second.slot(slot, prefix + tail)
+            second.page_writes += [(slot, 0, 40), (slot, 1, 17), (slot, 2, 50 + slot)]
+            second.row(slot, 32, len(tail))
+        found = runner.launch(second.build()).collect().tokens.tolist()
+    assert found == [greedy_reference(model_of(family), prefix + tail, 1)[0][0] for tail in tails]
