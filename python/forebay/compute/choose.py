@@ -233,7 +233,9 @@ class Choice:
             return OperatorSteps(compute, tables, sampler, self._device)
         # FlashAttention decides on the host how it splits rows: whether a replay is right has never been seen.
         graph_rows = config.graph_rows if self._backend == "triton" else 0
-        limits = Limits(config.max_running_requests, config.chunked_prefill_size, graph_rows)
+        # The scheduler bounds the tokens of prompts by the chunk size, and each running request adds a token.
+        tokens = max(config.chunked_prefill_size, config.max_running_requests)
+        limits = Limits(config.max_running_requests, tokens, graph_rows)
         return PagedSteps(model, tables, kv, prompts, sampler, shape.vocab_size, limits, self._kernels, self._device)
 
     def compute(
