@@ -101,6 +101,21 @@ def test_a_step_may_have_more_decode_rows_than_tokens_of_prompts(graph_rows: int
     assert served(runner) == served(runner_of(model_of("llama"), max_running_requests=8))
 
 
+def test_a_start_is_finished_behind_the_last_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    capture = DeferredDevice.capture
+
+    def noted(device: DeferredDevice, work: Work) -> Work:
+        calls.append("capture")
+        return capture(device, work)
+
+    monkeypatch.setattr(DeferredDevice, "capture", noted)
+    monkeypatch.setattr(DeferredDevice, "finish_start", lambda device: calls.append("finish"))
+    paged("llama")
+    assert calls.count("capture") > 5
+    assert calls.index("finish") == len(calls) - 1
+
+
 @GRAPHS
 @pytest.mark.parametrize("kept", [1, COUNT - 1])
 def test_replay_and_preemption_go_on_where_they_stopped(kept: int, graph_rows: int) -> None:
