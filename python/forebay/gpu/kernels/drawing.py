@@ -386,7 +386,8 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    masses = empty(2, rows, chunks, dtype=torch.int64)
+    # Not two parts of one tensor: whether an address is a multiple of 16 is a variant of a kernel.
+    masses, kept = (empty(rows, chunks, dtype=torch.int64) for _ in range(2))
     histograms, candidates = empty(rows, chunks, _BINS.value), empty(2, rows, CANDIDATES)
     sizes = (logits.stride(0), tops.shape[1], vocabulary)
     options = {"TOPS_BLOCK": power_of_2(tops.shape[1]), "BLOCK": _BLOCK, "num_warps": 8}
@@ -394,7 +395,7 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
         masses_kernel,
         (rows, chunks),
         *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p),
-        *(masses[0], masses[1], histograms, *sizes, chunk_size),
+        *(masses, kept, histograms, *sizes, chunk_size),
         **options,
     )
     launch(
@@ -409,7 +410,7 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
         draw_kernel,
         (rows,),
         *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.bits),
-        *(masses[0], masses[1], histograms, candidates[0], candidates[1], tokens, *sizes, chunks, chunk_size),
+        *(masses, kept, histograms, candidates[0], candidates[1], tokens, *sizes, chunks, chunk_size),
         CHUNKS_BLOCK=power_of_2(most),
         CANDIDATES=CANDIDATES,
         **options,
