@@ -85,9 +85,18 @@ def free_port() -> int:
 class Running:
     """A server and all processes below it; leaving the context ends them all."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        port: int,
+        log: Path,
+        grace_seconds: float = TERM_SECONDS,
+    ) -> None:
+        """`grace_seconds`: the time to end by itself when it is asked to."""
         self.port = port
         self.log = log
+        self._grace_seconds = grace_seconds
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -144,6 +153,13 @@ class Running:
                 raise ServerError(f"did not answer within {seconds:.0f} s:\n{self._tail()}")
             time.sleep(poll_seconds)
 
+    def wait(self, seconds: float) -> int | None:
+        """The status of the first process when it has ended, negative for a signal; None: it runs for longer."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
     def stop(self) -> None:
         """Ends the tree: the first process is asked to, what is left of the tree is killed."""
         table = processes()
@@ -151,7 +167,7 @@ class Running:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(TERM_SECONDS)
+                self._process.wait(self._grace_seconds)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(KILL_SECONDS)

@@ -3,9 +3,10 @@
 usage: gpu.py test [PYTEST ARGUMENTS]   the tests of tests/gpu_device
        gpu.py bench [ARGUMENTS]         benchmarks/gpu
        gpu.py peers [ARGUMENTS]         benchmarks/gpu/peers.py
+       gpu.py visit first|second        the parts of both that matter most, each with its limit (5 and 6 minutes)
        gpu.py pack [--binary FILE]      makes .gpu: packages that such a host lacks, and the server's binary
 
-Where there is no GPU, the first three say why, and end with status 0. They run with the interpreter
+Where there is no GPU, the first four say why, and end with status 0. They run with the interpreter
 that runs this file, which needs PyTorch, and pytest for `test`.
 """
 
@@ -35,7 +36,7 @@ PACKAGES = ("gguf", "transformers")
 def main() -> int:
     """Runs a command; gives the exit status."""
     command, *arguments = sys.argv[1:] or [""]
-    commands = {"test": test, "bench": bench, "peers": peers, "pack": pack}
+    commands = {"test": test, "bench": bench, "peers": peers, "visit": visit, "pack": pack}
     if command not in commands:
         print(__doc__)
         return 2
@@ -45,7 +46,7 @@ def main() -> int:
 def test(arguments: list[str]) -> int:
     """The tests; those that the GPU's absence skips are no failure."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
-        pytest = [sys.executable, "-m", "pytest", "-v", "--maxfail=5", "--durations=15", "-p", "no:cacheprovider"]
+        pytest = [sys.executable, "-m", "pytest", "-v", "--maxfail=60", "--durations=15", "-p", "no:cacheprovider"]
         command = [*pytest, *([] if any("tests/" in word for word in arguments) else ["tests/gpu_device"]), *arguments]
         return subprocess.run(command, cwd=ROOT, env=environment(Path(folder)), check=False).returncode
 
@@ -58,6 +59,11 @@ def bench(arguments: list[str]) -> int:
 def peers(arguments: list[str]) -> int:
     """Others on the same GPU."""
     return module("benchmarks.gpu.peers", arguments)
+
+
+def visit(arguments: list[str]) -> int:
+    """A short visit, in parts."""
+    return module("benchmarks.gpu.visit", arguments)
 
 
 def module(name: str, arguments: list[str]) -> int:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -189,10 +190,11 @@ def main() -> int:
         asked = replace(asked, deadline=asked.deadline + share * SHARES[part])
         try:
             PARTS[part](asked, found)
+            release(asked)
         except Exception as error:
             # A kernel that fails, or too little memory, costs the rest of its part: a GPU's time is short.
+            traceback.print_exc()
             found.skipped[f"rest of {part}"] = " ".join(str(error).split())[:500]
-        release(asked)
         if options.out is not None:
             records.save(found, options.out)
     print(report.text(found))

@@ -10,6 +10,8 @@ from benchmarks.gpu.clock import captured, host_seconds, seconds
 
 SIDE = 8192
 """Of the square matrices of the product."""
+COPY = "copy on the device"
+PRODUCT = "product of {side} x {side} in bfloat16"
 COPIED = 2 << 30
 CROSSING = 256 << 20
 EVENTS = "a launch, a replay and an event"
@@ -19,8 +21,8 @@ def measure(device: torch.device, scale: float = 1.0) -> dict[str, dict[str, Any
     """Bandwidths in GB/s, arithmetic in TFLOP/s, and the host's microseconds. `scale` below 1 is for tests."""
     side = max(16, int(SIDE * scale))
     found = {
-        "copy on the device": {"gbps": _copy(device, max(1024, int(COPIED * scale**2)))},
-        f"product of {side} x {side} in bfloat16": {"tflops": _product(device, side)},
+        COPY: {"gbps": _copy(device, max(1024, int(COPIED * scale**2)))},
+        PRODUCT.format(side=side): {"tflops": _product(device, side)},
     }
     if device.type == "cuda":
         found |= _crossing(device, int(CROSSING * scale))

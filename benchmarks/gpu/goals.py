@@ -1,11 +1,27 @@
-"""Goals of a hand on an H200. Floors are bytes by the speed of a copy on the device."""
+"""Goals of a hand, written for an H200. Another card's are longer by the ratio of its copies or products to an H200's.
+
+Floors are bytes by the speed of a copy on the device, and for a prompt products by the speed of a large one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.gpu.ceilings import COPY, PRODUCT, SIDE
 from benchmarks.records import Results
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """A limit of a card: where the results have it, and an H200's value."""
+
+    case: tuple[str, str, str]
+    h200: float
+
+
+COPIES = Ceiling((f"ceilings: {COPY}", "device", "gbps"), 4300.0)
+PRODUCTS = Ceiling((f"ceilings: {PRODUCT.format(side=SIDE)}", "device", "tflops"), 860.0)
 
 
 @dataclass(frozen=True)
@@ -23,15 +39,24 @@ class Goal:
     more: bool = False
     scale: float = 1.0
     """From the results' unit to this."""
+    bound: Ceiling | None = None
+    """The limit of the card to which the time of this case is proportional."""
 
     def measured(self, found: Results) -> float | None:
         """The median of the results; None: it was not measured."""
         value = found.median(*self.case)
         return None if value is None else value * self.scale
 
-    def reached(self, value: float) -> str:
-        """The better one of both that a value reaches."""
-        for name, bound in (("aim", self.aim), ("must", self.must)):
+    def slower(self, found: Results) -> float:
+        """What the measured card is slower by than an H200; 1 where that does not matter, or was not measured."""
+        if self.bound is None:
+            return 1.0
+        value = found.median(*self.bound.case)
+        return self.bound.h200 / value if value else 1.0
+
+    def reached(self, value: float, slower: float = 1.0) -> str:
+        """The better one of both that a value reaches, on a card that is `slower` by that much."""
+        for name, bound in (("aim", self.aim * slower), ("must", self.must * slower)):
             if value >= bound if self.more else value <= bound:
                 return name
         return "missed"
@@ -46,17 +71,30 @@ GOALS: Sequence[Goal] = (
         *("ms", 1.1, 0.75, 0.28),
         "vLLM 0.19 on an H100 at 16 requests a second: TPOT 2.39 ms (kvcached #331)",
         scale=1e-3,
+        bound=COPIES,
     ),
-    Goal("8B, 1 row", ("steps: decode 1 x 512", LARGE, STEP), "ms", 5.0, 4.2, 3.5, scale=1e-3),
-    Goal("0.6B, 64 rows x 512", ("steps: decode 64 x 512", SMALL, STEP), "ms", 2.4, 1.9, 1.15, scale=1e-3),
+    Goal("8B, 1 row", ("steps: decode 1 x 512", LARGE, STEP), "ms", 5.0, 4.2, 3.5, scale=1e-3, bound=COPIES),
+    Goal(
+        "0.6B, 64 rows x 512", ("steps: decode 64 x 512", SMALL, STEP), "ms", 2.4, 1.9, 1.15, scale=1e-3, bound=COPIES
+    ),
     Goal(
         "8B, 256 rows x 1500",
         ("steps: decode 256 x 1500", LARGE, STEP),
         *("ms", 24, 20, 16.7),
         "SGLang 16.2k and vLLM 12.6k tokens/s, offline ShareGPT, bfloat16, H100 (AIMultiple)",
         scale=1e-3,
+        bound=COPIES,
     ),
-    Goal("8B, 2048 tokens of a prompt", ("steps: prefill 2048", LARGE, STEP), "ms", 80, 55, 38, scale=1e-3),
+    Goal(
+        "8B, 2048 tokens of a prompt",
+        ("steps: prefill 2048", LARGE, STEP),
+        "ms",
+        80,
+        55,
+        38,
+        scale=1e-3,
+        bound=PRODUCTS,
+    ),
     Goal(
         "0.6B server, 512/128, 500 prompts at once",
         ("server: all 500 at once, 512/128", SMALL, "request_throughput"),
@@ -66,13 +104,23 @@ GOALS: Sequence[Goal] = (
     ),
     *(
         Goal(
-            f"idle between decode steps, 0.6B, rows: {rows}",
-            (f"steps: decode {rows} x 512", SMALL, "idle_percent"),
+            f"gaps between decode steps, 0.6B, rows: {rows}",
+            (f"steps: decode {rows} x 512", SMALL, "gap_percent"),
             "%",
             2,
             1,
         )
         for rows in (1, 64, 256)
+    ),
+    *(
+        Goal(
+            f"no kernel runs, 0.6B, rows: {rows}",
+            (f"steps: decode {rows} x 512", SMALL, "idle_percent"),
+            "%",
+            must,
+            aim,
+        )
+        for rows, must, aim in ((1, 35, 15), (64, 15, 8), (256, 5, 2))
     ),
     Goal("64 draws of 151 936", ("operators: draw, 64 rows", SMALL, "us"), "us", 150, 150),
     Goal("64 largest logits", ("operators: largest logit, 64 rows", SMALL, "us"), "us", 15, 15),

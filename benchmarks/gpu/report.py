@@ -7,10 +7,9 @@ from typing import Any
 
 from benchmarks import tables
 from benchmarks.cells import markdown, number, table_of
+from benchmarks.gpu.ceilings import COPY
 from benchmarks.gpu.goals import GOALS
 from benchmarks.records import Results, Run
-
-COPY = "copy on the device"
 
 
 def text(found: Results) -> str:
@@ -36,11 +35,13 @@ def goals(found: Results) -> str:
     """A row for each goal, measured or not."""
     rows = []
     for goal in GOALS:
+        slower = goal.slower(found)
         value = goal.measured(found)
-        reached = "-" if value is None else goal.reached(value)
-        bounds = [number(bound) for bound in (goal.floor, goal.must, goal.aim, value)]
-        rows.append([f"{goal.name}, {goal.unit}", *bounds, reached, goal.others or "-"])
-    return markdown(["an H200, bfloat16", "floor", "must", "aim", "measured", "reached", "others, as published"], rows)
+        reached = "-" if value is None else goal.reached(value, slower)
+        scaled = [None if bound is None else bound * slower for bound in (goal.floor, goal.must, goal.aim)]
+        rows.append([f"{goal.name}, {goal.unit}", *map(number, scaled), number(value), reached, goal.others or "-"])
+    card = found.machine.get("gpu", "an H200")
+    return markdown([f"{card}, bfloat16", "floor", "must", "aim", "measured", "reached", "others, as published"], rows)
 
 
 def runs_of(found: Results, part: str) -> list[tuple[str, Run]]:
@@ -76,8 +77,9 @@ def of_steps(found: Results) -> str:
         "host_p50": "host, us p50",
         "host_p99": "p99",
         "gap_p50": "gap, us p50",
+        "gap_percent": "gaps, %",
+        "kernels_us": "kernels, us",
         "idle_percent": "idle, %",
-        "busy_percent": "kernels run, %",
     }
     tables = []
     for shape, runs in by_shape(runs_of(found, "steps")).items():
@@ -126,7 +128,7 @@ def told(values: dict[str, Any]) -> str:
 
 def of_operators(found: Results) -> str:
     """Operators by shape, with the share of a copy's bandwidth."""
-    copy = next((run.values["gbps"] for case, run in runs_of(found, "ceilings") if case == COPY), None)
+    copy = found.median(f"ceilings: {COPY}", "device", "gbps")
     tables = []
     for shape, runs in by_shape(runs_of(found, "operators")).items():
         rows = []

@@ -1,15 +1,17 @@
 """A hand without a server: what steps take, what the host does for them, and whether the device waits.
 
-Two steps are in flight, as in a server. Host time is that of `launch`. The gap is what the device's events say between
-two steps; waits inside of a step show in the share of time in which kernels run, which the profiler tells.
+Two steps are in flight, as in a server. Host time is that of `launch`. The gap is the time between the events of two
+steps. The device is idle where no kernel runs: that is the time of a step, without the profiler, less the times of its
+kernels, which the profiler knows.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from forebay.runner.runner import ModelRunner
 MEMORY = 0.9
 """The share of a GPU's memory for weights, pages and steps, as in a server."""
 PROFILED = 10
+_COPIES = ("Memcpy", "Memset")
 WARM = 5
 
 
@@ -66,9 +69,12 @@ class Measured:
     host_p99: float
     gap_p50: float
     gap_p99: float
-    idle_percent: float
-    busy_percent: float | None
-    """Of the time of steps in which a kernel or a copy runs; None: no profiler for this device."""
+    gap_percent: float
+    """The share of gaps between two steps."""
+    kernels_us: float | None
+    """The time of a step's kernels; None: no profiler for this device."""
+    idle_percent: float | None
+    """The share of a step in which no kernel runs."""
 
 
 def runner_of(shape: str, device: str, cases: Sequence[Case]) -> ModelRunner:
@@ -145,10 +151,10 @@ def measure(runner: ModelRunner, case: Case) -> Measured:
     device = np.array([step for step, _ in timing], float)
     # The first step's gap is the pause before it.
     gap = np.array([between for _, between in timing][1:], float)
-    busy = None
-    if runner.device.torch_device.type == "cuda":
-        busy = busy_percent(runner, planned)
     took = float(np.median(device) + np.median(gap))
+    kernels_us = None
+    if runner.device.torch_device.type == "cuda":
+        kernels_us = sum(kernel.us for kernel in kernels_of(runner, planned)) / PROFILED
     return Measured(
         case.name,
         1e6 * case.rows * case.length / took,
@@ -158,18 +164,43 @@ def measure(runner: ModelRunner, case: Case) -> Measured:
         float(np.median(gap)),
         float(np.percentile(gap, 99)),
         float(100 * gap.sum() / (gap.sum() + device[1:].sum())),
-        busy,
+        kernels_us,
+        None if kernels_us is None else idle_percent(kernels_us, took),
     )
 
 
-def busy_percent(runner: ModelRunner, planned: Iterator[Plan]) -> float:
-    """The share of the steps' time in which the GPU does something, by the profiler's kernels and copies."""
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that ran: its name, and when, in microseconds."""
+
+    name: str
+    begin: float
+    us: float
+
+
+def kernels_of(runner: ModelRunner, planned: Iterator[Plan], out: Path | None = None) -> list[Kernel]:
+    """The kernels of `PROFILED` steps, without copies; `out` gets the profiler's trace."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        _, timing = run(runner, planned, PROFILED)
-    busy = sum(event.self_device_time_total for event in profiler.key_averages())
-    return float(100 * busy / sum(device for device, _ in timing))
+        run(runner, planned, PROFILED)
+    if out is not None:
+        profiler.export_chrome_trace(str(out))
+    return kernels_among(
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if "CUDA" in str(event.device_type)
+    )
+
+
+def kernels_among(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
+    """The kernels among events (name, begin, end) of the device: all but copies and fills by the copy engine."""
+    return [Kernel(name, begin, end - begin) for name, begin, end in events if not name.startswith(_COPIES)]
+
+
+def idle_percent(kernels_us: float, step_us: float) -> float:
+    """The share of a step in which no kernel runs. Kernels of a stream do not overlap."""
+    return max(0.0, 100 * (1 - kernels_us / step_us))
 
 
 @dataclass

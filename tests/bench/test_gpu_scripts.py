@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -16,9 +17,9 @@ from benchmarks import tables
 from benchmarks.gpu import made_up, operators, peers, report, server
 from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.__main__ import main as gpu_main
-from benchmarks.gpu.goals import GOALS, LARGE, SMALL, Goal
+from benchmarks.gpu.goals import COPIES, GOALS, LARGE, SMALL, Goal
 from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.steps import CASES
+from benchmarks.gpu.steps import CASES, Measured
 from benchmarks.records import RESULTS, Results, Run, from_json, read
 from forebay.gpu.choose import VARIABLE
 from tests.binary import binary
@@ -64,9 +65,9 @@ def test_the_most_telling_tests_come_first() -> None:
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("what", ["bench", "peers"])
+@pytest.mark.parametrize("what", ["bench", "peers", "visit first", "visit second"])
 def test_what_measures_is_skipped_with_the_reason(what: str) -> None:
-    assert run(what).startswith("skipped: ")
+    assert run(*what.split()).startswith("skipped: ")
 
 
 def test_the_benchmark_measures(tmp_path: Path) -> None:
@@ -171,6 +172,8 @@ def test_goals_are_of_what_is_measured() -> None:
     names |= {f"operators: {kind}, {rows} rows" for kind in ("draw", "largest logit") for rows in sizes.rows}
     names |= {f"server: {load.name}" for shape in (SMALL, LARGE) for load in server.LOADS[shape]}
     assert {goal.case[0] for goal in GOALS} <= names
+    steps = {field.name for field in fields(Measured)}
+    assert {goal.case[2] for goal in GOALS if goal.case[0].startswith("steps")} <= steps
     assert {goal.case[1] for goal in GOALS} <= SHAPES.keys()
 
 
@@ -184,6 +187,15 @@ def test_goals_say_what_is_reached(value: float, more: bool, reached: str) -> No
     found = Results("gpu", rounds=1, runs=[Run("steps: a", "shape", 1, {"key": value})])
     assert goal.measured(found) == value
     assert goal.reached(value) == reached
+
+
+@pytest.mark.parametrize(("gbps", "reached"), [(4300.0, "missed"), (None, "missed"), (3000.0, "must")])
+def test_goals_of_what_reads_memory_are_those_of_the_card(gbps: float | None, reached: str) -> None:
+    goal = Goal("name", ("steps: a", "shape", "key"), "ms", 5.0, 4.0, bound=COPIES)
+    found = Results("gpu", rounds=1, runs=[Run("steps: a", "shape", 1, {"key": 6.5})])
+    if gbps is not None:
+        found.runs.append(Run("ceilings: copy on the device", "device", 1, {"gbps": gbps}))
+    assert goal.reached(6.5, goal.slower(found)) == reached
 
 
 def test_idle_time_is_of_decode_steps_without_pauses() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +26,23 @@ def reason() -> str | None:
     except DeviceError as error:
         return str(error)
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Ends a process whose GPU has failed, as nothing that follows in it can pass. xdist goes on with a new one."""
+    report = yield
+    if call.excinfo is not None and lost(str(call.excinfo.value)):
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            print(report.longreprtext, file=sys.__stderr__, flush=True)
+            os._exit(70)
+        pytest.exit(f"the GPU has failed in {report.nodeid}: {call.excinfo.value}", returncode=1)
+    return report
+
+
+def lost(error: str) -> bool:
+    """True for an error after which CUDA computes nothing more in this process."""
+    return any(name in error for name in ("illegal memory access", "device-side assert", "misaligned address"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -107,4 +107,5 @@ def test_a_page_that_nobody_wrote_ends_the_hand_in_one_line() -> None:
     )
     assert found.returncode
     last = found.stderr.strip().splitlines()[-1]
-    assert "the GPU has failed: CUDA error: device-side assert triggered" in last
+    # The error word of the step says it, so that a hand ends without an assertion on the device.
+    assert "PlanError: a plan that the tables contradict" in last

@@ -67,6 +67,9 @@ class FakeCuda:
         self.refuses_memory = False
         self.pinned: list[tuple[int, int]] = []
         self._pins: list[torch.Tensor] = []
+        self.pools = itertools.count(1)
+        self.captured: list[object] = []
+        """The memory pools of captures."""
 
     def init(self) -> None:
         if self.error is not None:
@@ -85,6 +88,16 @@ class FakeCuda:
             return False
         at = tensor.data_ptr()
         return any(first <= at and at + tensor.nbytes <= end for first, end in self.pinned)
+
+    @contextmanager
+    def graph(self, graph: object, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        """As PyTorch's context: it gives unused pinned memory back, and its end fails if what it records has failed."""
+        self.captured.append(pool)
+        self.pinned.clear()
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError("operation failed due to a previous error during capture") from error
 
     def cudart(self) -> Any:
         def register(address: int, size: int, flags: int) -> str:
@@ -119,6 +132,9 @@ def install(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> FakeCuda:
         "mem_get_info": lambda _: (fake.free, 80 << 30),
         "synchronize": lambda _: None,
         "empty_cache": lambda: None,
+        "graph_pool_handle": lambda: next(fake.pools),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": fake.graph,
         "cudart": fake.cudart,
     }
     for name, value in surface.items():

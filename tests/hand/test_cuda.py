@@ -13,12 +13,14 @@ import pytest
 import torch
 from transformers import BertConfig
 
+from forebay.compute.choose import Choice
 from forebay.device import DeviceError, open_device
 from forebay.device.cuda import RESERVE, CudaDevice, CudaEvent
 from forebay.device.cuda_open import compiled_for
 from forebay.device.cuda_pages import joined
 from forebay.device.deferred import DeferredDevice
 from forebay.device.watch import HiddenWaitError, NoStrayCopies, NoWaits
+from forebay.gpu import reference
 from forebay.gpu.choose import VARIABLE
 from forebay.protocol.constants import FLAG_POOL
 from forebay.runner.runner import ModelRunner
@@ -187,6 +189,48 @@ def test_memory_is_measured_while_steps_run(fake: FakeCuda) -> None:
         fake.free -= 3 << 30
 
     assert device.measure(run) == (3 << 30) + RESERVE
+
+
+def test_a_measurement_uses_a_pool_of_graphs_up(fake: FakeCuda) -> None:
+    """PyTorch asserts that nobody else captures into a pool whose memory is gone."""
+    device = CudaDevice()
+    device.measure(lambda: [device.capture(lambda: None) for _ in range(2)])
+    for _ in range(2):
+        device.capture(lambda: None)
+    assert fake.captured == [1, 1, 2, 2]
+
+
+def test_pinned_blocks_are_there_behind_the_last_capture(fake: FakeCuda) -> None:
+    device = CudaDevice()
+    device.capture(lambda: None)
+    assert not fake.pinned
+    device.finish_start()
+    sizes = sorted(end - first for first, end in fake.pinned)
+    assert sizes == sorted(8 * [1 << power for power in range(17)])
+
+
+def test_a_failed_capture_says_its_first_cause(fake: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = itertools.count()
+
+    def fails_while_captured() -> None:
+        if next(runs):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(DeviceError, match="the GPU can't capture this: operation not permitted when stream"):
+        CudaDevice().capture(fails_while_captured)
+    log = capsys.readouterr().err
+    assert "fails_while_captured" in log
+    assert "failed due to a previous error" in log
+
+
+def test_a_missing_c_compiler_is_told_in_one_line(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, config = FAMILIES["llama"]
+    monkeypatch.setattr(reference, "COMPILES", True)
+    monkeypatch.setattr(CudaDevice, "torch_device", GPU)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(DeviceError, match="a C compiler, and there is none: install gcc or clang, set CC"):
+        Choice(CudaDevice(), RunnerConfig.from_dict(wire_config(hf_config(config, kind.__name__), device="cuda")))
 
 
 # Why there is none.

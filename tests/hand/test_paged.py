@@ -88,6 +88,35 @@ def test_chunks_and_pages_do_not_change_tokens(chunk: int, page_size: int, graph
 
 
 @GRAPHS
+def test_a_step_may_have_more_decode_rows_than_tokens_of_prompts(graph_rows: int) -> None:
+    """The scheduler bounds the tokens of prompts by the chunk size. Each running request adds one more."""
+    prompts = [[3 * number + 1, 7] for number in range(8)]
+
+    def served(runner: ModelRunner) -> list[list[int]]:
+        found = [Request(prompt, COUNT, SAMPLING[number % 3]) for number, prompt in enumerate(prompts)]
+        MiniBrain(runner, 1, 1).serve(found, chunk=1)
+        return [request.tokens for request in found]
+
+    runner = paged("llama", graph_rows and 8, max_running_requests=8, chunked_prefill_size=4)
+    assert served(runner) == served(runner_of(model_of("llama"), max_running_requests=8))
+
+
+def test_a_start_is_finished_behind_the_last_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    capture = DeferredDevice.capture
+
+    def noted(device: DeferredDevice, work: Work) -> Work:
+        calls.append("capture")
+        return capture(device, work)
+
+    monkeypatch.setattr(DeferredDevice, "capture", noted)
+    monkeypatch.setattr(DeferredDevice, "finish_start", lambda device: calls.append("finish"))
+    paged("llama")
+    assert calls.count("capture") > 5
+    assert calls.index("finish") == len(calls) - 1
+
+
+@GRAPHS
 @pytest.mark.parametrize("kept", [1, COUNT - 1])
 def test_replay_and_preemption_go_on_where_they_stopped(kept: int, graph_rows: int) -> None:
     found = requests(kept, expected("llama"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 
@@ -67,7 +68,7 @@ class Choice:
         self._kernels: Kernels | None = None
         self._backend = self._settle(config)
         if self._backend != "torch":
-            self._kernels = _kernels()
+            self._kernels = _kernels(device)
         if config.hot_rows and device.torch_device.type != "cpu":
             self._check_sparse()
 
@@ -233,7 +234,9 @@ class Choice:
             return OperatorSteps(compute, tables, sampler, self._device)
         # FlashAttention decides on the host how it splits rows: whether a replay is right has never been seen.
         graph_rows = config.graph_rows if self._backend == "triton" else 0
-        limits = Limits(config.max_running_requests, config.chunked_prefill_size, graph_rows)
+        # The scheduler bounds the tokens of prompts by the chunk size, and each running request adds a token.
+        tokens = max(config.chunked_prefill_size, config.max_running_requests)
+        limits = Limits(config.max_running_requests, tokens, graph_rows)
         return PagedSteps(model, tables, kv, prompts, sampler, shape.vocab_size, limits, self._kernels, self._device)
 
     def compute(
@@ -315,13 +318,24 @@ def _needs_host(model: ModelConfig) -> bool:
     return model.indexer is not None or model.sections is not None
 
 
-def _kernels() -> Kernels:
-    """Raises `DeviceError` where Triton is missing."""
+def _kernels(device: Device) -> Kernels:
+    """Raises `DeviceError` where Triton, or what it needs on this device, is missing."""
     # Compiled kernels are worth the volume of the cache. Triton's own folder is in a home that may not be written to.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
     try:
-        return kernels()
+        found = kernels()
     except ImportError as error:
         raise DeviceError(
             f"Triton can't be imported ({error}): install it, or use --attention-backend torch"
         ) from error
+    if device.torch_device.type == "cuda" and found.COMPILES and not _c_compiler():
+        raise DeviceError(
+            "Triton builds the launches of its kernels with a C compiler, and there is none: install gcc or clang, set "
+            "CC, or use --attention-backend torch"
+        )
+    return found
+
+
+def _c_compiler() -> str | None:
+    """The compiler that Triton would call (`triton.runtime.build`); None: there is none."""
+    return os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")

@@ -98,6 +98,9 @@ class CpuDevice:
         # Nothing is saved where work runs when it is queued.
         return work
 
+    def finish_start(self) -> None:
+        pass
+
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         to[...] = tensor.numpy()
 

@@ -7,6 +7,7 @@ queued copies of that block are done.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,7 +29,7 @@ _ALIGNMENT = 16
 _UPLOAD_BYTES = 16 << 20
 """Bytes of each of the two buffers through which weights go."""
 _WARM_BLOCKS, _WARM_BYTES = 8, 1 << 16
-"""The number and largest size of pinned blocks that exist from the start, since a later allocation stops the GPU."""
+"""The number and largest size of pinned blocks that exist before the first step. A later allocation stops the GPU."""
 
 
 class CudaEvent:
@@ -76,8 +77,6 @@ class CudaDevice:
         # Tokens are those of the CPU where arithmetic is float32, and sums of bfloat16 products are kept in float32.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        sizes = [1 << power for power in range(_WARM_BYTES.bit_length())]
-        _ = [pinned(size) for size in sizes for _ in range(_WARM_BLOCKS)]
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
@@ -99,6 +98,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         # PyTorch gives nothing back by itself, so this is the peak, and what libraries have taken is in it.
         taken = before - self.available_bytes()
+        # No memory of the measured graphs lives on, and PyTorch refuses a pool that was used up.
+        self._graph_pool = None
         torch.cuda.empty_cache()
         return max(0, taken) + RESERVE
 
@@ -163,8 +164,15 @@ class CudaDevice:
             with torch.cuda.graph(graph, self._graph_pool, self._stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            raise DeviceError(f"the GPU can't capture this: {str(error).splitlines()[0]}") from error
+            # The error at the end of a capture hides the one that ended it. The log gets both.
+            traceback.print_exc()
+            raise DeviceError(f"the GPU can't capture this: {_first_cause(error)}") from error
         return graph.replay
+
+    def finish_start(self) -> None:
+        # A capture gives PyTorch's unused pinned blocks back, so they are made behind the last one.
+        sizes = [1 << power for power in range(_WARM_BYTES.bit_length())]
+        _ = [pinned(size) for size in sizes for _ in range(_WARM_BLOCKS)]
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         torch.from_numpy(to).copy_(tensor, non_blocking=True)
@@ -205,6 +213,13 @@ class _Upload:
             copied.record()
         if not same:
             target.copy_(there)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of the error that came before all others in the chain."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

@@ -112,6 +112,9 @@ class Device(Protocol):
         content there. Inputs and outputs lie in memory that the caller keeps. Raises `DeviceError`.
         """
 
+    def finish_start(self) -> None:
+        """Prepares what steps need from now on, after the last capture."""
+
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         """Copies to host memory, which is complete at the next event. Called as work."""
 

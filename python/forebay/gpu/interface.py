@@ -239,6 +239,13 @@ class Quantised(Protocol):
         """
 
 
+class Built(Protocol):
+    """The way in which operators come to be."""
+
+    COMPILES: bool
+    """True if the first launch of a kernel compiles it, which takes a C compiler on a GPU."""
+
+
 class Sparse(Protocol):
     """Attention to chosen positions, some of which are in the host's memory only."""
 
@@ -288,5 +295,5 @@ class Sparse(Protocol):
         """
 
 
-class Kernels(Attention, Layers, Plans, Sampling, Experts, Quantised, Sparse, Protocol):
+class Kernels(Built, Attention, Layers, Plans, Sampling, Experts, Quantised, Sparse, Protocol):
     """All operators. A module of functions implements it."""

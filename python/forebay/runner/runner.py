@@ -340,6 +340,7 @@ class ModelRunner:
         graphs = self._steps.graphs
         if graphs is not None and graphs.count:
             print(f"captured {graphs} in {time.monotonic() - began:.1f} s", file=sys.stderr)
+        self.device.finish_start()
         self.device.queue(self.tables.forget_pages)
         self._ended = self.device.event()
 

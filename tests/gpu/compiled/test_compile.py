@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -11,8 +12,8 @@ import pytest
 from forebay.compute.graphs import Size, decode_rows, mixed_sizes
 from forebay.gpu.kernels.launch import COMPILATIONS, LITTLE_ROOM, ROOM, CompiledWhileServingError
 from tests.gpu.compiled.compiling import Compiled, Compiler
-from tests.gpu.compiled.variants import all_variants, attend_step, mixed_step
-from tests.gpu.shapes import QWEN3_0_6B
+from tests.gpu.compiled.variants import all_variants, attend_step, hot_step, mixed_step
+from tests.gpu.shapes import QWEN3_0_6B, TOP_K
 
 VARIANTS = all_variants()
 # One a kernel: models of other sizes are other constants.
@@ -24,6 +25,7 @@ FEW = [
     *(f"codes: {kind}" for kind in ("blocks", "4 bits")),
     *(f"8-bit KV of Qwen3-0.6B: {name}" for name in ("decode", "chunks", "layer")),
 ]
+_WAITS = re.compile(r"cp\.async\.wait_group\s+(\d+)")
 # On Hopper these products take 64 rows and more, which only its own instruction multiplies fast.
 LARGE_PRODUCTS = {"chunks_kernel", "gate_up_kernel", "down_kernel", "scores_kernel", "product_kernel"}
 
@@ -53,6 +55,20 @@ def test_large_products_use_the_large_instruction(name: str, compiler: Compiler)
     assert large == LARGE_PRODUCTS & {kernel.name for kernel in found}
 
 
+@pytest.mark.parametrize(
+    "name", ["Qwen3-0.6B: decode", "8-bit KV of Qwen3-0.6B: decode", "DeepSeek-V3.2: latent decode"]
+)
+def test_decodes_load_while_they_compute(name: str, compiler: Compiler) -> None:
+    """A wait for 0 copies within the loop would leave no load in flight. Only the wait behind the loop is for all."""
+    kernels = [kernel for kernel in compiler.compile(90, VARIANTS[name]) if kernel.name == "decodes_kernel"]
+    assert kernels
+    for kernel in kernels:
+        *within, last = map(int, _WAITS.findall(kernel.ptx))
+        assert within
+        assert min(within) > 0
+        assert last == 0
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_large_blackwell(name: str, compiler: Compiler) -> None:
     check(compiler.compile(100, VARIANTS[name]), ROOM)
@@ -78,6 +94,21 @@ def test_other_lengths_compile_nothing_more(compiler: Compiler) -> None:
     before = COMPILATIONS.count
     for tokens, rows in ((33, 3), (17, 16), (2, 1), (1, 1)):
         compiler.compile(90, lambda tokens=tokens, rows=rows: mixed_step(tokens, rows))  # type: ignore[misc]
+    assert COMPILATIONS.count == before
+
+
+def test_other_numbers_of_pages_compile_nothing_more(compiler: Compiler) -> None:
+    """A start measures a step with one page, then takes as many as fit. What was compiled serves both."""
+
+    def step(pages: int) -> None:
+        mixed_step(48, 4, pages)
+        attend_step(QWEN3_0_6B, 4, 4, False, pages)
+        hot_step(TOP_K, pages)
+
+    compiler.compile(90, partial(step, 1))
+    before = COMPILATIONS.count
+    for pages in (9999, 16 * 600, 4097):
+        compiler.compile(90, partial(step, pages))
     assert COMPILATIONS.count == before
 
 

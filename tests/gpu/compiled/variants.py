@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,12 @@ META = torch.device("meta")
 Operators = Callable[[], object]
 
 
-def rows_of(count: int, page_size: int, page_stride: int, *, decodes: bool, chunks: bool) -> PagedRows:
+PAGES = 9999
+
+
+def rows_of(
+    count: int, page_size: int, page_stride: int, *, decodes: bool, chunks: bool, pages: int = PAGES
+) -> PagedRows:
     return PagedRows(
         meta(count),
         meta(count),
@@ -27,7 +33,7 @@ def rows_of(count: int, page_size: int, page_stride: int, *, decodes: bool, chun
         meta(257, 32768 // page_size),
         page_size,
         page_stride,
-        9999,
+        pages,
         decodes=decodes,
         chunks=chunks,
     )
@@ -55,10 +61,11 @@ def attention(model: Model) -> Iterator[tuple[str, Operators]]:
     yield "chunks", lambda: attend(2048, True)
 
 
-def attend_step(model: Model, tokens: int, rows: int, chunks: bool) -> None:
+def attend_step(model: Model, tokens: int, rows: int, chunks: bool, pages: int = PAGES) -> None:
     """The attention of a step of so many tokens and rows; `chunks`: rows may have several tokens."""
     pool = meta(4000, model.kv_heads, model.dim, dtype=model.dtype)
-    paged = rows_of(rows, model.page_size, model.layers * 2 * model.page_size, decodes=True, chunks=chunks)
+    stride = model.layers * 2 * model.page_size
+    paged = rows_of(rows, model.page_size, stride, decodes=True, chunks=chunks, pages=pages)
     kernels.attend(meta(tokens, model.heads, model.dim, dtype=model.dtype), pool, pool, paged, 0.1)
 
 
@@ -155,10 +162,10 @@ def step(model: Model) -> Iterator[tuple[str, Operators]]:
 
     def tables() -> None:
         stride = model.layers * 2 * model.page_size
-        found = Tables.make(256, 32768, model.vocabulary, model.page_size, 9999, stride, META)
+        found = Tables.make(256, 32768, model.vocabulary, model.page_size, PAGES, stride, META)
         buffers, plan, errors = StepBuffers.make(64, 64, META), Received(meta(5000), meta(18, 2), meta(8)), meta(1)
         kernels.apply_slots(plan, found, errors)
-        kernels.write_table(plan, "page_writes", found.page_table, -1, 9999, errors)
+        kernels.write_table(plan, "page_writes", found.page_table, -1, PAGES, errors)
         kernels.prepare(plan, found, buffers, errors, None)
         kernels.keep(meta(64, dtype=torch.int64), meta(64, dtype=torch.bool), found, buffers)
         kernels.ask(found, buffers)
@@ -210,34 +217,32 @@ def latent(dtype: torch.dtype) -> Iterator[tuple[str, Operators]]:
     yield "chosen rows", chosen
 
 
-def hot_rows(hot: int) -> Iterator[tuple[str, Operators]]:
-    def find() -> None:
-        slots, page = 256, 64
-        width, errors = 32768 // page, meta(1)
-        pages = SparsePages(
-            meta(slots, width), meta(slots, width), meta(slots, hot // page), meta(slots), page, 61 * page, 9999
-        )
-        line = meta(slots, hot + 1)
-        group = HotRows(meta(slots, 32769, dtype=torch.int16), line, line, hot)
-        found = kernels.resolve(meta(64, TOP_K), meta(64), pages, group, errors)
-        host = meta(100_000, dtype=torch.bfloat16)
-        kernels.gather(found, host, 61 * page * 576, page, meta(4000, RANK + ROTARY, dtype=torch.bfloat16))
-        plan = Received(meta(5000), meta(18, 2), meta(8))
-        kernels.clear_slots(plan, pages.hot_rows, slots)
-        kernels.open_hot_rows(plan, pages, group, slots)
-
-    yield f"hot rows {hot}", find
+def hot_step(hot: int, count: int = PAGES) -> None:
+    """The search for chosen positions in hot rows, with `count` pages on the device."""
+    slots, page = 256, 64
+    width, errors = 32768 // page, meta(1)
+    pages = SparsePages(
+        meta(slots, width), meta(slots, width), meta(slots, hot // page), meta(slots), page, 61 * page, count
+    )
+    line = meta(slots, hot + 1)
+    group = HotRows(meta(slots, 32769, dtype=torch.int16), line, line, hot)
+    found = kernels.resolve(meta(64, TOP_K), meta(64), pages, group, errors)
+    host = meta(100_000, dtype=torch.bfloat16)
+    kernels.gather(found, host, 61 * page * 576, page, meta(4000, RANK + ROTARY, dtype=torch.bfloat16))
+    plan = Received(meta(5000), meta(18, 2), meta(8))
+    kernels.clear_slots(plan, pages.hot_rows, slots)
+    kernels.open_hot_rows(plan, pages, group, slots)
 
 
-def mixed_step(tokens: int, rows: int) -> None:
-    """What depends on how many tokens and rows a step has, once each."""
+def mixed_step(tokens: int, rows: int, pages: int = PAGES) -> None:
+    """What depends on the numbers of tokens and rows of a step, and of pages, once each."""
     model, page, stride = QWEN3_0_6B, 16, 28 * 32
     half = meta(tokens, 1024, dtype=torch.bfloat16)
     kernels.add_norm(half, half, half[0], 1e-5)
     kernels.gate(half)
     heads = meta(tokens, 16, 128, dtype=torch.bfloat16)
     pool = meta(4000, 8, 128, dtype=torch.bfloat16)
-    paged = rows_of(rows, page, stride, decodes=False, chunks=True)
+    paged = rows_of(rows, page, stride, decodes=False, chunks=True, pages=pages)
     kernels.attend(heads, pool, pool, paged, 0.1)
     # Tiles of few tokens and of many are two variants, and a step of either kind is ready for both.
     for some in (half, half[:16]):
@@ -245,8 +250,9 @@ def mixed_step(tokens: int, rows: int) -> None:
     kernels.quantise(half)
     kernels.choose(heads, meta(tokens, 16, dtype=torch.float32), pool[:, 0], paged, TOP_K)
     experts(replace(model, experts=(128, 8, 768)), tokens)
-    tables = Tables.make(256, 32768, model.vocabulary, page, 9999, stride, META)
+    tables = Tables.make(256, 32768, model.vocabulary, page, pages, stride, META)
     buffers, plan, errors = StepBuffers.make(rows, tokens, META), Received(meta(5000), meta(18, 2), meta(8)), meta(1)
+    kernels.write_table(plan, "page_writes", tables.page_table, -1, pages, errors)
     kernels.prepare(plan, tables, buffers, errors, None)
     wishes = kernels.ask(tables, buffers)
     logits = meta(rows, model.vocabulary, dtype=torch.float32)
@@ -267,7 +273,7 @@ def all_variants() -> dict[str, Operators]:
     found |= {name: operators for name, operators in quantised("codes in float32", torch.float32) if "blocks" in name}
     found["codes of activations"] = activations
     for hot in (TOP_K, 2 * TOP_K, 32704):
-        found |= dict(hot_rows(hot))
+        found[f"hot rows {hot}"] = partial(hot_step, hot)
     wide = Model("heads of 256", 3072, 8192, 16, 8, 256, 256000, 28, 256)
     wide_ones = [wide, replace(wide, name="heads of 256 in float32", dtype=torch.float32)]
     of_bytes = [replace(model, name=f"8-bit KV of {model.name}", eight_bits=True) for model in (*MODELS, *wide_ones)]

@@ -40,7 +40,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, blocks, and more tokens than there is room for candidates, with few tokens."""
     drawing, largest = sys.modules["forebay.gpu.kernels.drawing"], sys.modules["forebay.gpu.kernels.largest"]
     monkeypatch.setattr(drawing, "CANDIDATES", 16)
-    monkeypatch.setattr(drawing, "_BLOCK", 64)
+    monkeypatch.setattr(drawing, "_BLOCK", 32)
+    monkeypatch.setattr(drawing, "_LEAST_CHUNK", 32)
     monkeypatch.setattr(largest, "CHUNK", 64)
 
 
@@ -177,10 +178,13 @@ MUTANTS: dict[str, tuple[str, str, dict[str, float]]] = {
     "least weight": ("keep & (_weight(found) >= min_p)", "keep & (_weight(found) >= 0.0)", {"min_p": 0.5}),
     "temperature": ("tl.math.div_rn(top - x, temperature)", "top - x", {}),
     "candidates that do not suffice": (
-        "few = (count > 0) & (limited |",
-        "few = (count > 0) & (limited | (top_p < 1) |",
+        "if few & (limited == 0):",
+        "if few & (limited == 0) & (top_p >= 1.0):",
         {"top_p": 0.95},
     ),
+    "candidates of earlier chunks": ("tl.where(c < chunk, found, 0)", "tl.where(c < 0, found, 0)", {"top_k": 12}),
+    "the chunk of the goal": ("goal -= tl.sum(tl.where(here, behind - mass, 0), 0)", "goal -= 0", {}),
+    "what min_p keeps of chunks": ("tl.where(_weight(found) >= min_p, each, 0)", "each", {"min_p": 0.5}),
 }
 
 
@@ -189,7 +193,8 @@ def test_a_wrong_filter_is_seen(name: str, mutate: Callable[..., ModuleType], mo
     old, new, kind = MUTANTS[name]
     mutated = mutate("drawing", old, new)
     monkeypatch.setattr(mutated, "CANDIDATES", 16)
-    monkeypatch.setattr(mutated, "_BLOCK", 64)
+    monkeypatch.setattr(mutated, "_BLOCK", 16)
+    monkeypatch.setattr(mutated, "_LEAST_CHUNK", 16)
     monkeypatch.setattr(kernels, "draw", mutated.draw)
     rows = [{"temperature": 3.0, **kind}] * 6
     generator = torch.Generator().manual_seed(6)

@@ -16,6 +16,7 @@ from forebay.gpu.kernels.hot_rows import clear_slots, open_hot_rows, resolve
 from forebay.gpu.kernels.index import choose
 from forebay.gpu.kernels.inputs import prepare
 from forebay.gpu.kernels.largest import greedy
+from forebay.gpu.kernels.launch import COMPILES
 from forebay.gpu.kernels.norm import add_norm
 from forebay.gpu.kernels.quantised import experts_of_codes, product, quantise
 from forebay.gpu.kernels.rotate import rotate_and_keep
@@ -23,6 +24,7 @@ from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
 from forebay.gpu.kernels.wishes import ask, keep
 
 __all__ = [
+    "COMPILES",
     "READS_HOST",
     "add_norm",
     "apply_slots",

@@ -34,7 +34,7 @@ def column(places, id_, RECORD: tl.constexpr):
     return tl.load(places + 2 * id_), tl.load(places + 2 * id_ + 1) // RECORD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def table_kernel(body, places, table, errors, slots, width, least, most, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
     """Writes triples (slot, index, value) of a column to a table. Values outside of `least .. most` become -1."""
     at, count = column(places, COLUMN, _TRIPLE)

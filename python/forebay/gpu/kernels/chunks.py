@@ -32,7 +32,7 @@ def row_of_block(block, first, rows, SIZE: tl.constexpr):
     return low, block - (tl.load(first + low) // SIZE + low)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])
+@triton.jit(do_not_specialize=["rows", "tokens", "null_page"])
 def chunks_kernel(
     q,
     keys,

@@ -17,7 +17,7 @@ from forebay.gpu.kernels.shape import LOG2_E, Shape, splits
 from forebay.gpu.kernels.walk import walk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["null_page"])
 def decodes_kernel(
     q,
     keys,

@@ -1,10 +1,13 @@
-"""Tokens drawn from logits, with one program for each row, and without a sort.
+"""Tokens drawn from logits, without a sort. Passes over all logits have programs for each row's chunks.
 
 A token's *key* is the bits of its distance from the largest logit, divided by the temperature. No distance is negative,
 so keys order tokens like distances do. A token's *mass* is its weight in fixed point, so that sums do not depend on
 their order. A filter is a largest key, and a number of kept tokens with this key, lower ids first. Bisection finds it,
 mostly among a few thousand candidates: the tokens of the first bins of a histogram. If these are not enough, it
 searches all tokens, which takes long.
+
+Three kernels: the first one sums masses and makes histograms of chunks, the second one collects candidates, the third
+one has a program for each row and draws. All sums are of integers, so tokens do not depend on the number of chunks.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ import triton
 import triton.language as tl
 
 from forebay.gpu.kernels.largest import scan
-from forebay.gpu.kernels.launch import launch, power_of_2
+from forebay.gpu.kernels.launch import cdiv, launch, power_of_2
 from forebay.gpu.sampling import FIXED_POINT, Wishes
 
 CANDIDATES = 4096
 """The number of candidates of a row."""
 _BLOCK = 2048
+_LEAST_CHUNK = 8192
+"""Logits of a chunk, at least."""
+_PROGRAMS = 528
+"""The number of programs that fill an H100: four for each processor."""
 
 _ONE = tl.constexpr(float(1 << FIXED_POINT))
 _NO_KEY = tl.constexpr(0x7F800001)  # above that of a weight of 0, which infinity has
@@ -115,38 +122,48 @@ def _filter(
 
 
 @triton.jit
-def _invert(
+def _drawn(bits, total):
+    """floor(u * total): the upper half of a product of u's 53 bits, which stand highest, and the total; int64."""
+    return tl.umulhi(bits.to(tl.uint64, bitcast=True) & 0xFFFFFFFFFFFFF800, total.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def _total(logits, candidates, count, top, temperature, key, equals, min_p, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """The mass of all kept tokens, int64."""
+    kept, seen = tl.zeros([BLOCK], tl.int64), tl.cast(0, tl.int64)
+    for begin in range(0, count, BLOCK):
+        found = _keys(logits, candidates, begin + tl.arange(0, BLOCK), count, top, temperature, FEW)
+        mass, seen = _kept(found, key, equals, min_p, seen)
+        kept += mass
+    return tl.sum(kept, 0)
+
+
+@triton.jit
+def _find(
     logits,
     candidates,
     ids,
-    count,
+    first,
+    end,
     top,
     temperature,
     key,
     equals,
     min_p,
-    bits,
+    goal,
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first token, in the order of ids, at which the mass of kept tokens exceeds u times their total."""
+    """The first token of `first .. end`, in the order of ids, at which the mass of kept tokens exceeds `goal`."""
     i = tl.arange(0, BLOCK)
-    kept, seen = tl.zeros([BLOCK], tl.int64), tl.cast(0, tl.int64)
-    for begin in range(0, count, BLOCK):
-        found = _keys(logits, candidates, begin + i, count, top, temperature, FEW)
-        mass, seen = _kept(found, key, equals, min_p, seen)
-        kept += mass
-    total = tl.sum(kept, 0)
-    # floor(u * total): the upper half of a product of u's 53 bits, which stand highest, and the total.
-    goal = tl.umulhi(bits.to(tl.uint64, bitcast=True) & 0xFFFFFFFFFFFFF800, total.to(tl.uint64)).to(tl.int64)
     token, before, seen = tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
-    for begin in range(0, count, BLOCK):
-        found = _keys(logits, candidates, begin + i, count, top, temperature, FEW)
+    for begin in range(first, end, BLOCK):
+        found = _keys(logits, candidates, begin + i, end, top, temperature, FEW)
         mass, seen = _kept(found, key, equals, min_p, seen)
         behind = before + tl.cumsum(mass, 0)
         id_ = begin + i
         if FEW:
-            id_ = tl.load(ids + id_, mask=id_ < count, other=0)
+            id_ = tl.load(ids + id_, mask=id_ < end, other=0)
         here = (behind > goal) & (behind - mass <= goal)
         token += tl.sum(tl.where(here, id_, 0).to(tl.int64), 0)
         before += tl.sum(mass, 0)
@@ -164,6 +181,124 @@ def _kept(found, key, equals, min_p, seen):
 
 
 @triton.jit
+def _bin(key):
+    """The bin of a key, int32: bins are equally wide, but for the last one, which has no end."""
+    distance = key.to(tl.float32, bitcast=True)
+    scaled = tl.where(distance < _BINS / _BINS_A_UNIT, distance * _BINS_A_UNIT, _BINS - 1)
+    return tl.minimum(scaled.to(tl.int32), _BINS - 1)
+
+
+@triton.jit
+def _top(tops, row, top_chunks, TOPS_BLOCK: tl.constexpr):
+    """The largest logit of a row."""
+    c = tl.arange(0, TOPS_BLOCK)
+    return tl.max(tl.load(tops + row * top_chunks + c, mask=c < top_chunks, other=float("-inf")), 0)
+
+
+@triton.jit
+def _edge(histograms, chunks, chunk, top_k, limited, CANDIDATES: tl.constexpr):
+    """The last bin of candidates, the number of tokens up to it, and that of those in chunks before `chunk`."""
+    bins = tl.arange(0, _BINS)
+    histogram, earlier = tl.zeros([_BINS], tl.int32), tl.zeros([_BINS], tl.int32)
+    for c in range(chunks):
+        found = tl.load(histograms + c * _BINS + bins)
+        histogram += found
+        earlier += tl.where(c < chunk, found, 0)
+    upto = tl.cumsum(histogram, 0)
+    edge = tl.sum((upto < top_k).to(tl.int32), 0)
+    if limited == 0:
+        edge = tl.sum((upto <= CANDIDATES).to(tl.int32), 0) - 1
+    there = tl.sum(tl.where(bins == edge, upto, 0), 0)
+    return edge, there, tl.sum(tl.where(bins <= edge, earlier, 0), 0)
+
+
+@triton.jit(do_not_specialize=["chunk_size"])
+def masses_kernel(
+    logits,
+    tops,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    masses,
+    kept,
+    histograms,
+    stride,
+    top_chunks,
+    vocabulary,
+    chunk_size,
+    TOPS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The mass of a chunk, the mass that `min_p` keeps, and the histogram if a filter needs it; grid: rows, chunks."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    if temperature <= 0:
+        return
+    top_k, min_p = tl.load(top_ks + row), tl.load(min_ps + row)
+    filtered = ((top_k > 0) & (top_k < vocabulary)) | (tl.load(top_ps + row) < 1.0)
+    logits += row * stride
+    top = _top(tops, row, top_chunks, TOPS_BLOCK)
+    i = tl.arange(0, BLOCK)
+    mass, keeps = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    histogram = tl.zeros([_BINS], tl.int32)
+    for begin in range(chunk * chunk_size, tl.minimum((chunk + 1) * chunk_size, vocabulary), BLOCK):
+        found = _key(logits, begin + i, vocabulary, top, temperature)
+        each = _mass(found)
+        mass += each
+        keeps += tl.where(_weight(found) >= min_p, each, 0)
+        if filtered:
+            histogram += tl.histogram(_bin(found), _BINS, mask=found < _NO_KEY)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(masses + at, tl.sum(mass, 0))
+    tl.store(kept + at, tl.sum(keeps, 0))
+    if filtered:
+        tl.store(histograms + at * _BINS + tl.arange(0, _BINS), histogram)
+
+
+@triton.jit(do_not_specialize=["chunk_size"])
+def candidates_kernel(
+    logits,
+    tops,
+    temperatures,
+    top_ks,
+    top_ps,
+    histograms,
+    candidates,
+    ids,
+    stride,
+    top_chunks,
+    vocabulary,
+    chunk_size,
+    TOPS_BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the candidates of a chunk behind those of earlier chunks, if they fit; grid: rows, chunks."""
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    temperature = tl.load(temperatures + row)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+    limited = (top_k > 0) & (top_k < vocabulary)
+    if (temperature <= 0) | ((limited == 0) & (top_p >= 1.0)):
+        return
+    edge, there, count = _edge(histograms + row * chunks * _BINS, chunks, chunk, top_k, limited, CANDIDATES)
+    if there > CANDIDATES:
+        return
+    logits += row * stride
+    candidates += row * CANDIDATES
+    ids += row * CANDIDATES
+    top = _top(tops, row, top_chunks, TOPS_BLOCK)
+    i = tl.arange(0, BLOCK)
+    for begin in range(chunk * chunk_size, tl.minimum((chunk + 1) * chunk_size, vocabulary), BLOCK):
+        found = _key(logits, begin + i, vocabulary, top, temperature)
+        candidate = (found < _NO_KEY) & (_bin(found) <= edge)
+        place = count + tl.cumsum(candidate.to(tl.int32), 0) - 1
+        tl.store(candidates + place, found, mask=candidate)
+        tl.store(ids + place, begin + i, mask=candidate)
+        count += tl.sum(candidate.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["chunks", "chunk_size"])
 def draw_kernel(
     logits,
     tops,
@@ -172,12 +307,18 @@ def draw_kernel(
     top_ps,
     min_ps,
     bits,
+    masses,
+    kept,
+    histograms,
     candidates,
     ids,
     tokens,
     stride,
-    chunks,
+    top_chunks,
     vocabulary,
+    chunks,
+    chunk_size,
+    TOPS_BLOCK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -192,75 +333,85 @@ def draw_kernel(
     logits += row * stride
     candidates += row * CANDIDATES
     ids += row * CANDIDATES
-    c = tl.arange(0, CHUNKS_BLOCK)
-    top = tl.max(tl.load(tops + row * chunks + c, mask=c < chunks, other=float("-inf")), 0)
+    top = _top(tops, row, top_chunks, TOPS_BLOCK)
     limited = (top_k > 0) & (top_k < vocabulary)
-    few, count = tl.cast(0, tl.int1), tl.cast(0, tl.int32)
-    key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(vocabulary, tl.int64)
+    c = tl.arange(0, CHUNKS_BLOCK)
     if limited | (top_p < 1.0):
-        i = tl.arange(0, BLOCK)
-        histogram = tl.zeros([_BINS], tl.int32)
-        masses = tl.zeros([BLOCK], tl.int64)
-        for begin in range(0, vocabulary, BLOCK):
-            found = _key(logits, begin + i, vocabulary, top, temperature)
-            masses += _mass(found)
-            histogram += tl.histogram(_bin(found), _BINS, mask=found < _NO_KEY)
-        all_mass = tl.sum(masses, 0)
-        upto = tl.cumsum(histogram, 0)
-        bins = tl.arange(0, _BINS)
-        edge = tl.sum((upto < top_k).to(tl.int32), 0)
-        if limited == 0:
-            edge = tl.sum((upto <= CANDIDATES).to(tl.int32), 0) - 1
-        there = tl.sum(tl.where(bins == edge, upto, 0), 0)
-        if there <= CANDIDATES:
-            masses = tl.zeros([BLOCK], tl.int64)
-            for begin in range(0, vocabulary, BLOCK):
-                found = _key(logits, begin + i, vocabulary, top, temperature)
-                candidate = (found < _NO_KEY) & (_bin(found) <= edge)
-                place = count + tl.cumsum(candidate.to(tl.int32), 0) - 1
-                tl.store(candidates + place, found, mask=candidate)
-                tl.store(ids + place, begin + i, mask=candidate)
-                masses += tl.where(candidate, _mass(found), 0)
-                count += tl.sum(candidate.to(tl.int32), 0)
-            few = (count > 0) & (limited | (tl.sum(masses, 0) >= _goal(top_p, all_mass)))
-        # What some threads have stored others read.
-        tl.debug_barrier()
+        all_mass = tl.sum(tl.load(masses + row * chunks + c, mask=c < chunks, other=0), 0)
+        _, count, _ = _edge(histograms + row * chunks * _BINS, chunks, 0, top_k, limited, CANDIDATES)
+        few = (count > 0) & (count <= CANDIDATES)
+        if few & (limited == 0):
+            most = tl.cast(_NO_KEY - 1, tl.int32)
+            few = _upto(logits, candidates, count, top, temperature, most, True, True, BLOCK) >= _goal(top_p, all_mass)
         if few:
             key, equals = _filter(
                 logits, candidates, count, top, temperature, top_k, top_p, limited, all_mass, True, BLOCK
             )
+            total = _total(logits, candidates, count, top, temperature, key, equals, min_p, True, BLOCK)
+            goal = _drawn(drawn, total)
+            token = _find(logits, candidates, ids, 0, count, top, temperature, key, equals, min_p, goal, True, BLOCK)
         else:
             key, equals = _filter(
                 logits, candidates, vocabulary, top, temperature, top_k, top_p, limited, all_mass, False, BLOCK
             )
-    if few:
-        token = _invert(logits, candidates, ids, count, top, temperature, key, equals, min_p, drawn, True, BLOCK)
+            total = _total(logits, candidates, vocabulary, top, temperature, key, equals, min_p, False, BLOCK)
+            goal = _drawn(drawn, total)
+            token = _find(
+                logits, candidates, ids, 0, vocabulary, top, temperature, key, equals, min_p, goal, False, BLOCK
+            )
     else:
-        token = _invert(logits, candidates, ids, vocabulary, top, temperature, key, equals, min_p, drawn, False, BLOCK)
+        # The chunk in which the goal is reached, then the token there.
+        mass = tl.load(kept + row * chunks + c, mask=c < chunks, other=0)
+        goal = _drawn(drawn, tl.sum(mass, 0))
+        behind = tl.cumsum(mass, 0)
+        here = (behind > goal) & (behind - mass <= goal)
+        chunk = tl.sum(tl.where(here, c, 0), 0)
+        goal -= tl.sum(tl.where(here, behind - mass, 0), 0)
+        key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(vocabulary, tl.int64)
+        first = chunk * chunk_size
+        end = tl.minimum(first + chunk_size, vocabulary)
+        token = _find(logits, candidates, ids, first, end, top, temperature, key, equals, min_p, goal, False, BLOCK)
     tl.store(tokens + row, token)
-
-
-@triton.jit
-def _bin(key):
-    """The bin of a key, int32: bins are equally wide, but for the last one, which has no end."""
-    distance = key.to(tl.float32, bitcast=True)
-    scaled = tl.where(distance < _BINS / _BINS_A_UNIT, distance * _BINS_A_UNIT, _BINS - 1)
-    return tl.minimum(scaled.to(tl.int32), _BINS - 1)
 
 
 def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
     """See `interface.Sampling`."""
     rows, vocabulary = logits.shape
     tops, _, _ = scan(logits)
-    chunks = tops.shape[1]
-    candidates = torch.empty(2, rows, CANDIDATES, dtype=torch.int32, device=logits.device)
+    most = cdiv(vocabulary, _LEAST_CHUNK)
+    # Every program of a row reads the histograms of all its chunks, so there are no more than fill the device.
+    chunk_size = cdiv(cdiv(vocabulary, min(most, cdiv(_PROGRAMS, rows))), _BLOCK) * _BLOCK
+    chunks = cdiv(vocabulary, chunk_size)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    # Not two parts of one tensor: whether an address is a multiple of 16 is a variant of a kernel.
+    masses, kept = (empty(rows, chunks, dtype=torch.int64) for _ in range(2))
+    histograms, candidates = empty(rows, chunks, _BINS.value), empty(2, rows, CANDIDATES)
+    sizes = (logits.stride(0), tops.shape[1], vocabulary)
+    options = {"TOPS_BLOCK": power_of_2(tops.shape[1]), "BLOCK": _BLOCK, "num_warps": 8}
+    launch(
+        masses_kernel,
+        (rows, chunks),
+        *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p),
+        *(masses, kept, histograms, *sizes, chunk_size),
+        **options,
+    )
+    launch(
+        candidates_kernel,
+        (rows, chunks),
+        *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p),
+        *(histograms, candidates[0], candidates[1], *sizes, chunk_size),
+        CANDIDATES=CANDIDATES,
+        **options,
+    )
     launch(
         draw_kernel,
         (rows,),
         *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.bits),
-        *(candidates[0], candidates[1], tokens, logits.stride(0), chunks, vocabulary),
-        CHUNKS_BLOCK=power_of_2(chunks),
+        *(masses, kept, histograms, candidates[0], candidates[1], tokens, *sizes, chunks, chunk_size),
+        CHUNKS_BLOCK=power_of_2(most),
         CANDIDATES=CANDIDATES,
-        BLOCK=_BLOCK,
-        num_warps=8,
+        **options,
     )

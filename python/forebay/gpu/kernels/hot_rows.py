@@ -56,7 +56,7 @@ def open_kernel(body, places, owner, stamp, clock, slots, pages, line, PAGE: tl.
             tl.store(clock + slot, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["null_page"])
 def resolve_kernel(
     chosen,
     query_slots,

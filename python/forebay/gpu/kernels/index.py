@@ -24,7 +24,7 @@ _DIGIT = tl.constexpr(8)
 _DIGITS = tl.constexpr(256)
 
 
-@triton.jit(do_not_specialize=["rows", "begin"])
+@triton.jit(do_not_specialize=["rows", "begin", "null_page"])
 def scores_kernel(
     q,
     weights,

@@ -79,7 +79,7 @@ def rows_kernel(
     tl.store(first + rows, tl.minimum(before, tokens))
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "steps"])
+@triton.jit(do_not_specialize=["rows", "tokens", "steps", "null_page"])
 def tokens_kernel(
     slots,
     ends,

@@ -17,6 +17,8 @@ import triton.language as tl
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """True if kernels run in Triton's interpreter: the environment had `TRITON_INTERPRET=1` when Triton was imported."""
 
+COMPILES = not INTERPRETED
+
 ROOM = 227 << 10
 """Bytes of shared memory for a program on a GPU that `is_roomy`."""
 LITTLE_ROOM = 99 << 10

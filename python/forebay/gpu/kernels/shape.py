@@ -82,9 +82,12 @@ class Shape:
                 return Tiles(LEAST_DOT, 16, 8, 1)
             return Tiles(LEAST_DOT, 16 if self.dim > 256 else 32, 8, 2)
         m = max(LEAST_DOT, min(power_of_2(self.group), 32))
+        # The lookup of pages takes three stages of the pipeline: only from five on are the next keys and values loaded
+        # while a tile is computed.
+        stages = 5 if self.roomy else 2
         if self.dim > 256:
-            return Tiles(m, 64 if self.roomy else 32, 8, 2)
-        return Tiles(m, 64, 8 if self.eight_bits else 4, 3 if self.roomy else 2)
+            return Tiles(m, 64 if self.roomy else 32, 8, stages)
+        return Tiles(m, 64, 8 if self.eight_bits else 4, stages)
 
     def chunk_tiles(self) -> Tiles:
         """The tiles for rows of several tokens, as large as registers allow."""

@@ -11,7 +11,10 @@ from forebay.gpu.reference.sampling import ask, draw, greedy, keep
 from forebay.gpu.reference.sparse import READS_HOST, attend_chosen, choose, clear_slots, gather, open_hot_rows, resolve
 from forebay.gpu.reference.tables import apply_slots, prepare, write_table
 
+COMPILES = False
+
 __all__ = [
+    "COMPILES",
     "READS_HOST",
     "add_norm",
     "apply_slots",

@@ -1,0 +1,202 @@
+"""A short visit to a GPU: what matters most comes first, and no part costs another one.
+
+    python3 scripts/gpu.py visit first --out FOLDER
+
+Each part is a process with a time limit, and its end is that of all processes that it started. FOLDER/NAME.log has its
+output, FOLDER/NAME.json its results. FOLDER/gpu.json has the results of all parts. The last lines are a summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import records
+from benchmarks.processes import Running
+from forebay.device import DeviceError
+from forebay.device.cuda_open import require_gpu
+from forebay.gpu.choose import VARIABLE
+
+MOST_LOG = 1 << 20
+"""Bytes of a part's output that are kept: one half of its beginning, one half of its end."""
+GRACE_SECONDS = 2.0
+WORTH_SECONDS = 10.0
+"""Nothing is begun with less time left."""
+_LINE = 100
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command and its limit."""
+
+    name: str
+    seconds: float
+    """The most that it takes."""
+    arguments: Sequence[str]
+    """The arguments of this interpreter. FOLDER stands for the folder of results."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    after_failure_of: str | None = None
+    """The part that this one explains: it is left out unless that one failed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a part."""
+
+    name: str
+    how: str
+    """`ok`, or what it was instead."""
+    seconds: float
+    last: str
+    """The last line that it printed."""
+
+    def __str__(self) -> str:
+        return f"{self.name:<10} {self.how:<18} {self.seconds:5.0f} s  {self.last[:_LINE]}"
+
+
+def _tests(*arguments: str) -> list[str]:
+    return ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *arguments]
+
+
+def _bench(name: str, seconds: int, parts: str, shape: str, *more: str) -> list[str]:
+    flags = ["--parts", *parts.split(), "--shapes", shape, "--seconds", str(seconds), "--out", f"FOLDER/{name}.json"]
+    return ["-m", "benchmarks.gpu", *flags, *more]
+
+
+_DEVICE = "tests/gpu_device"
+_HELLO = _tests("--maxfail=2", f"{_DEVICE}/test_steps.py", "-k", "float32_tokens and llama and not yarn")
+
+VISITS: dict[str, tuple[float, Sequence[Part]]] = {
+    "first": (
+        300.0,
+        (
+            Part("hello", 90, _HELLO),
+            Part("twins", 45, _HELLO, {VARIABLE: "reference"}, after_failure_of="hello"),
+            Part("steps", 95, _bench("steps", 85, "ceilings steps", "Qwen3-0.6B")),
+            Part("trace", 40, ["-m", "benchmarks.gpu.trace", "--out", "FOLDER"]),
+            Part("kernels", 70, _tests("-n", "12", "--maxfail=60", f"{_DEVICE}/test_kernels.py")),
+        ),
+    ),
+    "second": (
+        360.0,
+        (
+            Part("server", 120, _bench("server", 100, "server", "Qwen3-0.6B", "--profiles", "FOLDER")),
+            Part("large", 80, _bench("large", 70, "ceilings steps", "Qwen3-8B")),
+            Part("operators", 50, _bench("operators", 40, "ceilings operators", "Qwen3-0.6B")),
+            Part(
+                "rest",
+                60,
+                _tests("-n", "6", "--maxfail=60", *(f"{_DEVICE}/test_{n}.py" for n in ("graphs", "steps", "stored"))),
+            ),
+            Part("killed", 50, _tests(f"{_DEVICE}/test_server.py")),
+        ),
+    ),
+}
+"""The seconds of a visit, and its parts."""
+
+
+def run(part: Part, folder: Path, seconds: float) -> Outcome:
+    """Runs a part in `seconds` at most, and ends all processes that it has started."""
+    log = folder / f"{part.name}.log"
+    command = [sys.executable, *(word.replace("FOLDER", str(folder)) for word in part.arguments)]
+    begun = time.monotonic()
+    # One cache: what a part has compiled, the next one has.
+    cache = os.environ.get("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), "forebay-triton")))
+    variables = {"TRITON_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1", **part.variables}
+    with Running(command, variables, 0, log, GRACE_SECONDS) as running:
+        status = running.wait(seconds)
+    text = _cut(log)
+    how = "out of time" if status is None else "ok" if status == 0 else _failed(status)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return Outcome(part.name, how, time.monotonic() - begun, lines[-1] if lines else "printed nothing")
+
+
+def visit(parts: Sequence[Part], folder: Path, seconds: float, say: Callable[[str], None]) -> list[Outcome]:
+    """Runs the parts, one after the other, and leaves out what there is no time for."""
+    deadline, found = time.monotonic() + seconds, list[Outcome]()
+    for part in parts:
+        explained = next((outcome for outcome in found if outcome.name == part.after_failure_of), None)
+        if explained is not None and explained.how == "ok":
+            continue
+        left = deadline - time.monotonic()
+        if left < WORTH_SECONDS:
+            found.append(Outcome(part.name, "not begun", 0, "no time was left"))
+            continue
+        found.append(run(part, folder, min(part.seconds, left)))
+        say(str(found[-1]))
+    return found
+
+
+def join(folder: Path, parts: Sequence[Part]) -> records.Results | None:
+    """The results of all parts as one; None: there are none."""
+    found: records.Results | None = None
+    for part in parts:
+        path = folder / f"{part.name}.json"
+        if not path.is_file():
+            continue
+        more = records.from_json(path.read_text())
+        if found is None:
+            found = more
+            continue
+        known = {(run.workload, run.server) for run in found.runs}
+        found.runs += [run for run in more.runs if (run.workload, run.server) not in known]
+        found.skipped.update(more.skipped)
+    return found
+
+
+def main() -> int:
+    """Runs a visit; 1 if a part did not end well."""
+    parser = argparse.ArgumentParser(prog="gpu.py visit", description=__doc__)
+    parser.add_argument("which", choices=list(VISITS))
+    parser.add_argument(
+        "--out", type=Path, default=os.environ.get("OUT", "visit"), help="the folder for results [$OUT, or visit]"
+    )
+    options = parser.parse_args()
+    try:
+        require_gpu()
+    except DeviceError as error:
+        print(f"skipped: {error}")
+        return 0
+    seconds, parts = VISITS[options.which]
+    folder = options.out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    print(_card(), flush=True)
+    outcomes = visit(parts, folder, seconds, lambda line: print(line, flush=True))
+    joined = join(folder, parts)
+    if joined is not None:
+        records.save(joined, folder / "gpu.json")
+    print(f"\n{options.which} visit, in {folder}:", *outcomes, sep="\n")
+    return 0 if all(outcome.how == "ok" for outcome in outcomes) else 1
+
+
+def _failed(status: int) -> str:
+    return f"status {status}" if status > 0 else f"signal {-status}"
+
+
+def _cut(log: Path) -> str:
+    """The text of a log, whose middle is removed from the file if it is long."""
+    data = log.read_bytes()
+    if len(data) > MOST_LOG:
+        half = MOST_LOG // 2
+        data = data[:half] + f"\n[{len(data) - MOST_LOG} bytes are left out]\n".encode() + data[-half:]
+        log.write_bytes(data)
+    return data.decode(errors="replace")
+
+
+def _card() -> str:
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.used,memory.total", "--format=csv,noheader"]
+        return subprocess.run(query, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
