@@ -23,12 +23,17 @@ from tests.hand import image_models
 from tests.hand.gguf_models import Form
 from tests.hand.named_models import ARCHITECTURES, LATENT_NAMED, NAMED, model_of, save, write_gguf
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference, hub_weights
+from tests.hand.test_families import table
 from tests.hand.test_rust_hand import rust, settings, torch_runner
 
 ALL = NAMED | LATENT_NAMED
 COUNT = 8
 VOCABULARY = 131
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
+COMPILED = [name for name, (kind, _) in NAMED.items() if table()[kind.__name__].compiled]
+"""Families that the hand in Rust serves."""
+PYTHON = [name for name, (kind, _) in ALL.items() if same_name(kind.__name__) in SUPPORTED_ARCHITECTURES]
+"""Families that PyTorch's hand has a reader for."""
 
 
 def prompts() -> list[list[int]]:
@@ -69,15 +74,11 @@ def serve_in_pieces(runner: Any, family: str) -> None:
         assert [request.tokens for request in again] == [tokens for tokens, _ in expected(family)]
 
 
-@pytest.mark.parametrize("family", NAMED)
+@pytest.mark.parametrize("family", COMPILED)
 def test_safetensors_are_computed_as_transformers_does(tmp_path: Path, family: str) -> None:
     model = save(tmp_path / "model", family)
     with rust(tmp_path, settings(model, max_total_tokens=1 << 13)) as runner:
         serve_in_pieces(runner, family)
-
-
-PYTHON = [name for name, (kind, _) in ALL.items() if same_name(kind.__name__) in SUPPORTED_ARCHITECTURES]
-"""Families that PyTorch's hand has a reader for."""
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -123,7 +124,7 @@ def described(path: Path, cache: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", [name for name in ARCHITECTURES if name in COMPILED])
 def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, family: str) -> None:
     save(tmp_path / "model", family)
     path = write_gguf(tmp_path / "m.gguf", family, tmp_path / "model")
@@ -131,6 +132,18 @@ def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, family: st
         requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
         MiniBrain(runner).serve(requests, 17)
         check(family, requests)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_pytorchs_hand_reads_gguf_files_that_the_brain_has_described(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_KERNELS", "torch")
+    save(tmp_path / "model", family)
+    path = write_gguf(tmp_path / "m.gguf", family, tmp_path / "model")
+    requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
+    MiniBrain(torch_runner(settings(described(path, tmp_path)))).serve(requests, 17)
+    check(family, requests)
 
 
 @pytest.mark.parametrize("family", ["phi3", "mixtral", "ernie4_5-moe"])

@@ -138,7 +138,7 @@ mod tests {
             "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
             "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
             "num_local_experts": if architecture == "GraniteMoeHybridForCausalLM" { 0 } else { 8 },
-            "moe_num_experts": 8, "moe_k": 2, "shared_expert_intermediate_size": 16,
+            "no_rope_layers": [1, 0, 1], "moe_num_experts": 8, "moe_k": 2, "shared_expert_intermediate_size": 16,
             "shared_intermediate_size": 16, "layer_types": ["attention", "attention", "attention"],
             "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
             "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "index_head_dim": 16,

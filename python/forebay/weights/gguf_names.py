@@ -14,9 +14,9 @@ from typing import TypeAlias
 from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
-from forebay.weights.parts import Experts
+from forebay.weights.parts import Experts, GroupedQuery
 
-__all__ = ["LatentUp", "Part", "Stored", "stored_weights"]
+__all__ = ["PERMUTED", "LatentUp", "Part", "Stored", "stored_weights"]
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -43,6 +43,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
@@ -56,9 +57,12 @@ _OF_EXPERTS = {
 """Tensors [experts, rows, columns], with the matrices of an expert that their rows hold, one after the other."""
 _OF_LAYER = re.compile(r"blk\.(?P<layer>[0-9]{1,9})\.(?P<part>.+)")
 _CORRECTION = "exp_probs_b.bias"
+_FUSED_QKV, _FUSED_UP = "attn_qkv.weight", "ffn_up.weight"
 _KEYS_UP, _VALUES_UP, _BOTH_UP = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight"
 # Tables for the rotary embedding: they are part of the config here (`gguf_config`), not weights.
-_ROPE_TENSORS = ("rope_freqs.weight",)
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "ernie4_5", "ernie4_5-moe")
+"""Architectures whose files have heads in which the rows of two halves alternate."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,9 @@ def _weights_in(files: GgufFiles, name: str, tensor: GgufTensor, config: ModelCo
     if not config.has_place_for(at):
         return
     stem, _, kind = part.rpartition(".")
-    if stem in _LAYER_NAMES and kind in ("weight", "bias"):
+    if files.architecture == "phi3" and part in (_FUSED_QKV, _FUSED_UP):
+        yield from _fused(at, part, tensor, config)
+    elif stem in _LAYER_NAMES and kind in ("weight", "bias"):
         yield f"{at}{_LAYER_NAMES[stem]}.{kind}", Part(tensor, tensor.shape)
     elif stem in _OF_EXPERTS and kind == "weight":
         yield from _experts(f"{at}mlp.experts", tensor, _OF_EXPERTS[stem], _expert_count(config, int(layer)))
@@ -139,6 +145,23 @@ def _weights_in(files: GgufFiles, name: str, tensor: GgufTensor, config: ModelCo
             yield f"{at}self_attn.kv_b_proj.weight", _latent_up(files, layer)
     else:
         raise _no_place(name)
+
+
+def _fused(at: str, part: str, tensor: GgufTensor, config: ModelConfig) -> Iterator[tuple[str, Part]]:
+    """Queries, keys and values in one tensor, or gates and ups."""
+    shape, (rows, columns) = config.attention, tensor.shape
+    if part == _FUSED_UP:
+        sizes = {"mlp.gate_proj": rows // 2, "mlp.up_proj": rows // 2}
+    else:
+        assert isinstance(shape, GroupedQuery)
+        keys = shape.kv_heads * shape.head_dim
+        sizes = {"self_attn.q_proj": shape.heads * shape.head_dim, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    if sum(sizes.values()) != rows:
+        raise ModelError(f"the GGUF file has {tensor.name} of {list(tensor.shape)}, which its parts can't share")
+    first = 0
+    for name, size in sizes.items():
+        yield f"{at}{name}.weight", Part(tensor, (size, columns), first)
+        first += size
 
 
 def _expert_count(config: ModelConfig, layer: int) -> int:

@@ -16,7 +16,7 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.gguf_blocks import as_blocks
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
-from forebay.weights.gguf_names import LatentUp, Part, stored_weights
+from forebay.weights.gguf_names import PERMUTED, LatentUp, Part, stored_weights
 from forebay.weights.parts import GroupedQuery
 from forebay.weights.quantization import COMPUTED_AS
 from forebay.weights.shards import WHOLE, Cut, Cuts
@@ -86,9 +86,9 @@ def iter_tensors(
     """
     in_blocks = in_blocks or {}
     check_types(files)
-    # Only the llama converter reorders: it makes the two halves of a head alternate, as the original Llama code did.
+    # Llama's converter and its kin's reorder: they make the halves of a head alternate, as the original code did.
     attention = config.attention
-    permuted = attention if files.architecture == "llama" and isinstance(attention, GroupedQuery) else None
+    permuted = attention if files.architecture in PERMUTED and isinstance(attention, GroupedQuery) else None
     for name, stored in stored_weights(files, config).items():
         cut = cuts.parts.get(name)
         if name in cuts.others:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.parts import Experts, GroupedQuery, QueryScale, Routing, Scales
@@ -19,7 +17,10 @@ from forebay.weights.sizes import MOST_POSITIONS, real, size, size_or
 from forebay.weights.vision import QWEN3_VL_MOE, own_name
 
 if TYPE_CHECKING:
-    from forebay.weights.config import ModelConfig
+    import torch
+
+ModelConfig: TypeAlias = Any
+"""`config.ModelConfig`, which imports this file."""
 
 __all__ = ["MODEL_TYPES", "NAMED", "Piece", "pieces", "resolve", "same_name", "with_sum_1"]
 
@@ -202,11 +203,9 @@ def _of_seed_oss(d: Config) -> tuple[str, Config, Change]:
 
 
 def _of_ernie(d: Config) -> tuple[str, Config, Change]:
-    return (
-        "LlamaForCausalLM",
-        {**d, "attention_bias": bool(d.get("use_bias")), "mlp_bias": bool(d.get("use_bias"))},
-        _same,
-    )
+    # Rebuilt from a GGUF, a config has a key for each kind of biases.
+    biases = {"attention_bias": bool(d["use_bias"]), "mlp_bias": bool(d["use_bias"])} if "use_bias" in d else {}
+    return "LlamaForCausalLM", {**d, **biases}, _same
 
 
 def _of_mixtral(d: Config) -> tuple[str, Config, Change]:
@@ -326,7 +325,7 @@ def resolve(d: Config, architecture: str, read: Callable[[Config], ModelConfig])
     return replace(config, architecture=architecture)
 
 
-Read = Callable[[torch.Tensor], torch.Tensor]
+Read: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
 @dataclass(frozen=True)

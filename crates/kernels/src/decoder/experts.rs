@@ -15,8 +15,8 @@ pub struct ExpertSizes {
     /// Elements between the two products of the shared expert, which all tokens have; 0: there is
     /// none.
     pub shared: usize,
-    /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024). False for the softmax over all
-    /// experts (Shazeer et al. 2017).
+    /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024). False for the softmax over
+    /// all experts (Shazeer et al. 2017).
     pub sigmoid: bool,
     /// True if a bias is added to scores for the choice.
     pub corrected: bool,

@@ -12,7 +12,6 @@ use std::ffi::c_void;
 
 use crate::codes::Format;
 use crate::element::Element;
-use crate::layer::vector;
 use crate::matmul::Matrix;
 use crate::memory::grow;
 use crate::pack::{packed_len, padded_outputs};
@@ -119,13 +118,21 @@ impl<E: Element> Mixture<E> {
                 std::slice::from_raw_parts(spec.correction, routing.count as usize).to_vec()
             },
         };
+        let shared_gate = match spec.shared_gate.is_null() {
+            true => Vec::new(),
+            false => {
+                // SAFETY: the caller's description.
+                let gate =
+                    unsafe { std::slice::from_raw_parts(spec.shared_gate.cast::<E>(), hidden) };
+                gate.iter().map(|x| x.to_f32()).collect()
+            }
+        };
         Self {
             router: spec.router,
             correction,
             gate_up: Stack::new(spec.gate_up, spec.formats[0], (2 * inner, hidden), true),
             down: Stack::new(spec.down, spec.formats[1], (hidden, inner), false),
-            // SAFETY: the caller's description.
-            shared_gate: unsafe { vector::<E>(spec.shared_gate, hidden) },
+            shared_gate,
         }
     }
 
