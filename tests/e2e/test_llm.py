@@ -174,6 +174,12 @@ def test_a_length_beyond_the_context_is_cut(llm: LLM, recwarn: pytest.WarningsRe
     prompt = [5] * 4090
     (output,) = llm.generate(prompt, SamplingParams(max_tokens=999, ignore_eos=True), use_tqdm=False)
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (6, "length")
+    everything = SamplingParams(max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([5] * 4000, everything, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 96
+    (output,) = llm.chat([{"role": "user", "content": "x " * 1900}], everything, use_tqdm=False)
+    assert output.prompt_token_ids is not None
+    assert len(output.outputs[0].token_ids) == 4096 - len(output.prompt_token_ids) > 16
     assert not recwarn.list
 
 

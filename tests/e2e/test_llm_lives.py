@@ -264,6 +264,7 @@ def test_a_fork_uses_and_leaves_what_it_inherits(script: Callable[[str], Script]
         "        assert answer(llm)[0].outputs == own\n"
         "        sys.exit(0)\n"
         "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    assert os.path.exists(llm._server.socket)\n"
         "    assert answer(llm)[0].outputs == own\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
@@ -272,6 +273,7 @@ def test_a_fork_uses_and_leaves_what_it_inherits(script: Callable[[str], Script]
         "        llm.close()\n"
         "        sys.exit(0)\n"
         "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    assert os.path.exists(llm._server.socket)\n"
         "    assert answer(llm)[0].outputs == own\n"
         "    said('equal')\n"
     )

@@ -34,6 +34,8 @@ EMBEDDINGS = "/v1/embeddings"
 POOLING = "/pooling"
 SCORE = "/score"
 _ID = "token_id:"
+ALL_TOKENS = (1 << 31) - 1
+"""A number that the server cuts to what the context has room for."""
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, in the shape of OpenAI's API."""
@@ -55,6 +57,8 @@ class Calls:
 
         def fields() -> dict[str, Any]:
             output.prompt, prompt_fields = prompt_field(prompt)
+            # Without a number the route generates 16 tokens, as OpenAI's does.
+            prompt_fields["max_tokens"] = ALL_TOKENS
             return prompt_fields | _sampling(params, params.logprobs, None) | _priority(priority)
 
         return _generation(COMPLETIONS, fields, output, params)
