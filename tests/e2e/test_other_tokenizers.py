@@ -59,7 +59,7 @@ def ranks() -> list[bytes]:
     """The tokens of the tiny models' tokenizer without special ones, in the order of their merges."""
     source = json.loads(TOKENIZER.read_text())
     special = {token["content"] for token in source["added_tokens"]}
-    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     ordered = sorted((number, token) for token, number in source["model"]["vocab"].items() if token not in special)
     return [bytes(byte_of[letter] for letter in token) for _, token in ordered]
 
