@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_a_death_amid_a_stream_changes_no_text(server: Server, model: Model, cas
                     os.kill(before, signal.SIGKILL)
 
         async with async_client(server) as client:
-            streams = (native_stream(client, body, lambda n, at=at: progress(at, n)) for at, body in enumerate(long))
+            streams = (native_stream(client, body, partial(progress, at)) for at, body in enumerate(long))
             return list(await asyncio.gather(*streams))
 
     answers = asyncio.run(load())
@@ -165,7 +166,8 @@ def test_images_are_refused(server: Server) -> None:
     assert "image" in response.json()["error"]["message"]
 
 
-def test_preemption_changes_no_token(model: Model, cases: list[Case], serve: Serve) -> None:
+def test_preemption_changes_no_token(model: Model, serve: Serve) -> None:
+    cases = clear_cases(model, 8, 16, range(40, 60), seed=9)
     flags = ("--max-total-tokens", "160", "--context-length", "128", "--page-size", "4", "--chunked-prefill-size", "32")
     server = serve(model, *flags)
     answers = native_together(server, bodies(cases), held=True)

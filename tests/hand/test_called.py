@@ -173,7 +173,7 @@ def test_rotary_frequencies_follow_the_context_and_no_request(context: int, prom
 
     Transformers has the long ones as soon as a request is longer than 16, and the short ones before.
     """
-    model = model_of("phi3", rope_parameters=LONG_ROPE)
+    model = model_of("phi3", rope_parameters=LONG_ROPE, original_max_position_embeddings=16)
     runner = called_runner(model, tmp_path, context_length=context)
     most = min(COUNT, context - prompt)
     asked = Request(prompts()[0] if prompt == 3 else prompts()[1], most)

@@ -119,7 +119,7 @@ def test_code_that_numbers_its_tokens_itself_is_refused(tmp_path: Path, monkeypa
 def test_a_token_that_reaches_another_row_is_found_at_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
-    plain = modeling_llama.LlamaMLP.forward
+    plain: Any = modeling_llama.LlamaMLP.forward
 
     def forward(self: Any, x: torch.Tensor) -> Any:
         return plain(self, x + 0.1 * x.roll(1, dims=1))

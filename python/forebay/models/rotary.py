@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ def settle_rotary(model: torch.nn.Module, context_length: int) -> None:
     Code of transformers lets them follow the largest position of a call (`longrope`, `dynamic`). Here that is another
     request's position, and the keys in pages have the frequencies of an earlier call.
     """
-    for module in model.modules():
-        kinds: Any = getattr(module, "rope_type", None)
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):
             module.rope_type = _settled(module, kinds, None, context_length)
         elif isinstance(kinds, dict):
