@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     Clock, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
-    Orphan, Output, OutputSink, Peers, Request, RequestError, RequestId, Status, SubmitError,
+    Orphan, Output, OutputSink, Peers, QueuedRequest, Request, RequestError, RequestId, Status,
+    SubmitError,
 };
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing};
 
@@ -41,6 +42,12 @@ impl Peers for Others {
     }
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan> {
         orphans
+    }
+    fn move_pays(&self, _: usize, _: &QueuedRequest<'_>) -> bool {
+        false
+    }
+    fn take(&self, _: usize, orphan: Orphan) -> Option<Orphan> {
+        Some(orphan)
     }
     fn abort(&self, _: RequestId) {}
 }
