@@ -28,7 +28,7 @@ LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 .PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-quantised-coder bench-experts bench-accuracy bench-kv-cache bench-startup bench-first-minute bench-ablations bench-egress bench-llm bench-profile bench-agreement bench-embeddings \
-	bench-attacks bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-hand-host bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
+	bench-attacks bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-hand-host bench-outposts bench-outpost-bursts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-turns bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -136,6 +136,9 @@ bench-host-tier: bench-build ## measure what the host tier gives a second turn a
 
 bench-plan-tiers: bench-build ## how many replicas a trace needs with host pools of 0, 1, 4 and 16 times the device's (TRACE=FILE)
 	$(BIN)/python -m benchmarks.studies.plan_tiers --trace $(TRACE)
+
+bench-turns: bench-build ## simulate short prompts beside long ones, with and without shares of a step (MOONCAKE=FILE for its throughput; 3 minutes)
+	$(BIN)/python -m benchmarks.turns $(if $(MOONCAKE),--mooncake $(MOONCAKE))
 
 bench-hisparse: bench-build ## simulate what sparse decoding from host memory gives, and what waits for saves (2 minutes)
 	$(BIN)/python -m benchmarks.studies.hisparse

@@ -23,10 +23,12 @@ mod balancer;
 mod budget;
 mod key;
 mod ledger;
+mod moves;
 mod prefix;
 
 pub use balancer::{Ask, Balancer, Method};
 pub use budget::Budget;
 pub use key::preferred;
 pub use ledger::{Ledger, Load, Work};
+pub use moves::{MOST_MOVES, drifted, move_pays};
 pub use prefix::PrefixIndex;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use forebay_scheduler::SavePolicy;
+use forebay_scheduler::{DecodeGap, SavePolicy};
 use serde::Serialize;
 
 use crate::images::ImageArgs;
@@ -65,6 +65,16 @@ pub struct PlanArgs {
     /// Do not share the KV pages of equal beginnings.
     #[arg(long, visible_alias = "no-enable-prefix-caching")]
     pub disable_radix_cache: bool,
+    /// Have the first prompt in turn take all that a step has left for prompts, however long it is.
+    #[arg(long)]
+    pub disable_step_shares: bool,
+    /// The time between two tokens of a running request for which steps leave room beside prompts,
+    /// in milliseconds; `auto`: a few times a step without prompts; `off`.
+    #[arg(long, value_name = "MS|auto|off", default_value = "auto", value_parser = decode_gap)]
+    pub decode_gap_ms: DecodeGap,
+    /// Leave queued requests where they are, although another replica has much less to do.
+    #[arg(long)]
+    pub disable_queue_moves: bool,
     /// The size of each replica's host tier in GB (10^9 bytes).
     #[arg(long, value_name = "GB", conflicts_with = "hicache_ratio", value_parser = from_zero)]
     pub hicache_size: Option<f64>,
@@ -182,6 +192,20 @@ impl PlanArgs {
 
 fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64, String> {
     text.parse().ok().filter(|&value| fits(value)).ok_or_else(|| expected.to_owned())
+}
+
+/// Reads `--decode-gap-ms`.
+///
+/// # Errors
+/// It is neither `auto` nor `off` nor a number above 0.
+pub fn decode_gap(text: &str) -> Result<DecodeGap, String> {
+    let expected = "expected milliseconds above 0, auto or off";
+    match text {
+        "auto" => Ok(DecodeGap::Auto),
+        "off" => Ok(DecodeGap::Off),
+        _ => number(text, |ms| ms > 0.0 && ms <= 1e6, expected)
+            .map(|ms| DecodeGap::Micros((1000.0 * ms).ceil() as u32)),
+    }
 }
 
 fn positive(text: &str) -> Result<f64, String> {

@@ -31,6 +31,7 @@
 //! ```
 
 mod args;
+mod groups;
 mod images;
 mod memory;
 mod outcome;
@@ -47,7 +48,7 @@ mod traffic;
 use anyhow::{Context, Result, bail};
 use forebay_sim::Profile;
 
-pub use args::{PlanArgs, Router, Slo, SloMetric, WritePolicy};
+pub use args::{PlanArgs, Router, Slo, SloMetric, WritePolicy, decode_gap};
 pub use memory::{Memory, RankMemory};
 pub use sparse::{KvSave, KvSaveOrder, SparseArgs, hot_row_tokens};
 

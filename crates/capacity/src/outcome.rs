@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use crate::args::{Goal, Slo, SloMetric};
+use crate::groups::GroupOutcome;
 use crate::simulate::{Life, Run};
 use crate::sparse::SparseOutcome;
 
@@ -60,6 +61,8 @@ pub(crate) struct Outcome {
     pub(crate) running_peak: usize,
     /// Times a request lost its pages to another.
     pub(crate) preemptions: u64,
+    /// Times a queued request moved to another replica.
+    pub(crate) moves: u64,
     /// Steps of all replicas.
     pub(crate) steps: u64,
     /// Seconds from the first arrival to the last end.
@@ -70,6 +73,8 @@ pub(crate) struct Outcome {
     pub(crate) mean_tpot_ms: f64,
     /// Sparse decoding.
     pub(crate) sparse: SparseOutcome,
+    /// Requests by client and length, and who waits for whom.
+    pub(crate) groups: Vec<GroupOutcome>,
 }
 
 impl Outcome {
@@ -106,6 +111,13 @@ impl Outcome {
             itl_ms: Latency::of(&itl),
             mean_tpot_ms,
             sparse: run.sparse,
+            groups: run.waits.outcomes(|members| {
+                let lives = members.iter().map(|&at| &run.lives[at]);
+                let mut ttft: Vec<f64> =
+                    lives.filter_map(|life| latency_ms(life, SloMetric::Ttft)).collect();
+                ttft.sort_unstable_by(f64::total_cmp);
+                Latency::of(&ttft)
+            }),
             e2el_ms,
             goodput,
             prefix_hit_rate: share(run.cached_tokens, run.prompt_tokens),
@@ -114,6 +126,7 @@ impl Outcome {
             queue_peak: run.queue_peak,
             running_peak: run.running_peak,
             preemptions: run.preemptions,
+            moves: run.moves,
             steps: run.steps,
             makespan_s,
             output_throughput: if makespan_s > 0.0 { tokens as f64 / makespan_s } else { 0.0 },

@@ -3,10 +3,11 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use forebay_balance::MOST_MOVES;
 use forebay_protocol::{ROW_OK, SparseRows, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, ImageId, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS,
-    Scheduler, SchedulerConfig,
+    BlockEvent, BlockHash, Event, ImageId, MAX_IN_FLIGHT, Namer, Past, Policy, QueuedRequest,
+    Request, STEP_WORDS, Scheduler, SchedulerConfig,
 };
 use forebay_sim::{CopyFault, Jitter, Timeline};
 
@@ -14,6 +15,9 @@ use crate::args::Router;
 use crate::images::{Intake, Seeing};
 use crate::simulate::Setup;
 use crate::traffic::Arrival;
+
+/// The number of requests that are considered for a move, as in the engine.
+const LATEST: usize = 8;
 
 /// A step that the device computes, or will.
 #[derive(Debug, Clone, Copy, Default)]
@@ -49,6 +53,8 @@ pub(crate) struct Replica {
     events: Vec<Event>,
     seeing: Option<Seeing>,
     intake: Intake,
+    /// The largest number of moves of a request.
+    most_moves: u8,
 }
 
 impl Replica {
@@ -66,6 +72,8 @@ impl Replica {
             block_events: setup.router == Router::PrefixAware && setup.prefix_cache,
             policy: Policy::Fcfs,
             fair: true,
+            step_shares: setup.step_shares,
+            decode_gap: setup.decode_gap,
             step_words: STEP_WORDS,
             vector_size: 0,
             tokens_a_row: 1,
@@ -90,6 +98,7 @@ impl Replica {
             events: Vec::new(),
             seeing: setup.seeing,
             intake: Intake::default(),
+            most_moves: if setup.queue_moves { MOST_MOVES } else { 0 },
         }
     }
 
@@ -102,8 +111,23 @@ impl Replica {
             names: names.into(),
             max_tokens: arrival.output,
             images: Arc::clone(&arrival.images),
+            client: arrival.client,
+            past: Past { moves_left: self.most_moves, ..Past::default() },
             ..Request::default()
         });
+    }
+
+    /// Gives away one of the waiting requests, the last one in turn for which it `pays`.
+    pub(crate) fn give(&mut self, pays: impl FnMut(&QueuedRequest<'_>) -> bool) -> Option<Request> {
+        let id = self.scheduler.movable().take(LATEST).find(pays)?.id;
+        self.alive -= 1;
+        self.scheduler.withdraw(id)
+    }
+
+    /// Takes a request that has waited elsewhere.
+    pub(crate) fn take(&mut self, request: Request) {
+        self.alive += 1;
+        self.scheduler.submit(request);
     }
 
     /// Plans as far ahead as the engine does.

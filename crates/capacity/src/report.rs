@@ -2,10 +2,12 @@
 
 use std::path::PathBuf;
 
+use forebay_scheduler::DecodeGap;
 use forebay_sim::{DeviceModel, Profile, SparseModel};
 use serde::Serialize;
 
 use crate::args::{Goal, PlanArgs, Router, SloMetric, WritePolicy};
+use crate::groups;
 use crate::outcome::{Latency, Outcome};
 use crate::sparse::SparseArgs;
 use crate::traffic::Traffic;
@@ -33,6 +35,9 @@ pub(crate) struct PlanFile {
     max_running_requests: u32,
     chunked_prefill_size: u32,
     prefix_cache: bool,
+    step_shares: bool,
+    decode_gap_ms: DecodeGap,
+    queue_moves: bool,
     /// Pages of a replica's host tier for each page of its device.
     host_ratio: f64,
     hicache_write_policy: WritePolicy,
@@ -80,6 +85,9 @@ impl PlanFile {
             max_running_requests: args.max_running_requests,
             chunked_prefill_size: args.chunked_prefill_size,
             prefix_cache: !args.disable_radix_cache,
+            step_shares: !args.disable_step_shares,
+            decode_gap_ms: args.decode_gap_ms,
+            queue_moves: !args.disable_queue_moves,
             host_ratio,
             hicache_write_policy: args.hicache_write_policy,
             sparse: args.sparse.clone(),
@@ -107,6 +115,9 @@ impl PlanFile {
                 "{refused} requests are larger than the KV pool of a replica and were refused."
             );
         }
+        let last = self.answer.unwrap_or(u32::MAX);
+        let shown = self.tried.iter().rev().find(|outcome| outcome.replicas <= last);
+        groups::print(shown.map_or(&[], |outcome| &outcome.groups));
         println!(
             "Simulated {:.0} s of traffic in {:.2} s of CPU: {:.0} times as fast as it happens.",
             self.simulated_seconds,

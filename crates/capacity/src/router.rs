@@ -1,7 +1,7 @@
 //! The choice of a replica for a request: a brain's policies, over the same ledger.
 
-use forebay_balance::{Ask, Balancer, Ledger, Method, PrefixIndex, Work};
-use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage};
+use forebay_balance::{Ask, Balancer, Ledger, Method, PrefixIndex, Work, drifted, move_pays};
+use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage, QueuedRequest};
 
 use crate::args::Router;
 use crate::traffic::Arrival;
@@ -50,6 +50,25 @@ impl Routing {
         let at = self.balancer.choose(self.ledger.loads(), |_| true, &ask).unwrap_or(0);
         self.ledger.sent(id, at, Work { prefill: ask.uncached(at), decode: 0 });
         (at, names)
+    }
+
+    /// The replica with most to compute and the one with least, if requests may move between them.
+    pub(crate) fn drifted(&self) -> Option<(usize, usize)> {
+        drifted(self.ledger.loads(), |_| true)
+    }
+
+    /// Notes the move of a waiting request, if it pays. False: it stays.
+    pub(crate) fn moves(&mut self, from: usize, to: usize, request: &QueuedRequest<'_>) -> bool {
+        let held = self.index.as_ref().map(|index| index.lookup(request.names));
+        let blocks = held.and_then(|held| held.get(to).copied()).unwrap_or(0);
+        let cached = blocks * u64::from(self.page_size);
+        let uncached = u64::from(request.tokens).saturating_sub(cached).max(1);
+        let loads = self.ledger.loads();
+        let pays = move_pays(&loads[from], &loads[to], uncached);
+        if pays {
+            self.ledger.sent(request.id, to, Work { prefill: uncached, decode: 0 });
+        }
+        pays
     }
 
     /// The prefix cache of replica `at` has changed.

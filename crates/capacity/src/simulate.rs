@@ -4,10 +4,11 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use anyhow::{Result, bail};
-use forebay_scheduler::{BlockEvent, Event, HostTier, Sparse};
+use forebay_scheduler::{BlockEvent, DecodeGap, Event, HostTier, Sparse};
 use forebay_sim::{Profile, SparseModel, Timing};
 
 use crate::args::{PlanArgs, Router};
+use crate::groups::{Groups, Waits};
 use crate::images::Seeing;
 use crate::replica::Replica;
 use crate::router::Routing;
@@ -27,6 +28,9 @@ pub(crate) struct Setup {
     pub(crate) max_running: u32,
     pub(crate) token_budget: u32,
     pub(crate) prefix_cache: bool,
+    pub(crate) step_shares: bool,
+    pub(crate) decode_gap: DecodeGap,
+    pub(crate) queue_moves: bool,
     pub(crate) lookahead: u32,
     pub(crate) seed: u64,
     pub(crate) router: Router,
@@ -104,6 +108,9 @@ impl Setup {
             max_running: args.max_running_requests,
             token_budget: args.chunked_prefill_size,
             prefix_cache: !args.disable_radix_cache,
+            step_shares: !args.disable_step_shares,
+            decode_gap: args.decode_gap_ms,
+            queue_moves: !args.disable_queue_moves,
             lookahead: args.lookahead,
             seed: args.seed,
             router: args.router,
@@ -158,6 +165,8 @@ pub(crate) struct Run {
     /// The number of cached tokens that were in the host tier.
     pub(crate) host_tokens: u64,
     pub(crate) preemptions: u64,
+    /// Moves of queued requests between replicas.
+    pub(crate) moves: u64,
     /// The largest number of requests that waited at a time at one replica.
     pub(crate) queue_peak: usize,
     /// The largest number of requests that ran at a time on one replica.
@@ -165,6 +174,8 @@ pub(crate) struct Run {
     /// Microseconds between neighbouring tokens of a request, ascending.
     pub(crate) itl_us: Vec<u32>,
     pub(crate) sparse: SparseOutcome,
+    /// The prompts that were computed while requests waited.
+    pub(crate) waits: Waits,
 }
 
 /// The event that comes next at a replica.
@@ -187,6 +198,9 @@ struct Simulation {
     itl_us: Vec<u32>,
     /// Empty between calls, kept for its memory.
     blocks: Vec<BlockEvent>,
+    waits: Waits,
+    queue_moves: bool,
+    moves: u64,
 }
 
 /// Runs the traffic against `replicas` replicas. The same arguments always give the same run.
@@ -198,6 +212,9 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
         lives: Vec::with_capacity(traffic.arrivals.len()),
         itl_us: Vec::new(),
         blocks: Vec::new(),
+        waits: Waits::new(Groups::new(traffic), replicas),
+        queue_moves: setup.queue_moves,
+        moves: 0,
     };
     for (id, arrival) in traffic.arrivals.iter().enumerate() {
         simulation.until(arrival.at_us);
@@ -205,8 +222,10 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
         if setup.holds(arrival) {
             let id = id as u64;
             let (at, names) = simulation.routing.route(id, arrival);
+            simulation.waits.arrived(id, at);
             simulation.replicas[at].submit(id, arrival, names);
             simulation.feed(at, arrival.at_us);
+            simulation.move_queued(arrival.at_us);
         }
     }
     simulation.until(u64::MAX);
@@ -232,6 +251,22 @@ impl Simulation {
                     self.feed(at, now_us);
                 }
             }
+            self.move_queued(now_us);
+        }
+    }
+
+    /// Moves waiting requests where loads have drifted apart.
+    fn move_queued(&mut self, now_us: u64) {
+        while self.queue_moves
+            && let Some((from, to)) = self.routing.drifted()
+        {
+            let routing = &mut self.routing;
+            let given = self.replicas[from].give(|request| routing.moves(from, to, request));
+            let Some(request) = given else { return };
+            self.moves += 1;
+            self.waits.arrived(request.id, to);
+            self.replicas[to].take(request);
+            self.feed(to, now_us);
         }
     }
 
@@ -270,6 +305,7 @@ impl Simulation {
                     if life.tokens == 1 {
                         life.first_us = now_us;
                         self.routing.first_token(id);
+                        self.waits.first_token(id, at);
                     }
                 }
                 Event::Finished { id, .. } => {
@@ -278,9 +314,9 @@ impl Simulation {
                     ended += 1;
                 }
                 Event::ImageWanted { image, .. } => wanted.push(image),
+                Event::Prefilled { id, tokens } => self.waits.prefilled(id, at, tokens),
                 Event::Admitted { .. }
                 | Event::Arrived { .. }
-                | Event::Prefilled { .. }
                 | Event::Pooled { .. }
                 | Event::ImageRead { .. }
                 | Event::PromptLogprobs { .. }
@@ -300,7 +336,8 @@ impl Simulation {
         let makespan_us = self.lives.iter().map(|life| life.last_us).max().unwrap_or(0);
         let mut itl_us = self.itl_us;
         itl_us.sort_unstable();
-        let mut run = Run { replicas, makespan_us, lives: self.lives, itl_us, ..Run::default() };
+        let (lives, waits, moves) = (self.lives, self.waits, self.moves);
+        let mut run = Run { replicas, makespan_us, lives, itl_us, waits, moves, ..Run::default() };
         for replica in &self.replicas {
             debug_assert_eq!(replica.alive, 0, "every request ends");
             let stats = replica.stats();

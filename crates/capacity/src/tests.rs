@@ -11,7 +11,7 @@ use forebay_engine::{
     Clock, Engine, EngineConfig, EngineRequest, Hooks, Output, OutputSink, Request, Status,
 };
 use forebay_protocol::Grid;
-use forebay_scheduler::{HostTier, ImageId, PromptImage, SavePolicy, Sparse, Tower};
+use forebay_scheduler::{DecodeGap, HostTier, ImageId, PromptImage, SavePolicy, Sparse, Tower};
 use forebay_sim::{
     CopyModel, DeviceModel, PageBytes, Profile, SaveOrder, SimClock, SimConfig, SimExecutor,
     SimText, SparseModel, Timing,
@@ -39,6 +39,9 @@ fn setup(model: DeviceModel) -> Setup {
         max_running: 8,
         token_budget: 256,
         prefix_cache: true,
+        step_shares: true,
+        decode_gap: DecodeGap::Off,
+        queue_moves: true,
         lookahead: 1,
         seed: 3,
         router: Router::RoundRobin,
@@ -49,7 +52,7 @@ fn setup(model: DeviceModel) -> Setup {
 }
 
 fn arrival(at_us: u64, input: u32, output: u32, blocks: &[u32]) -> Arrival {
-    Arrival { at_us, input, output, blocks: blocks.to_vec(), images: Arc::default() }
+    Arrival { at_us, input, output, blocks: blocks.to_vec(), images: Arc::default(), client: 0 }
 }
 
 #[test]
@@ -328,6 +331,78 @@ proptest! {
     }
 }
 
+/// The TTFT of the requests that `are` of a kind, at a percentile, in milliseconds.
+fn ttft_ms(run: &Run, traffic: &Traffic, percent: usize, are: impl Fn(&Arrival) -> bool) -> u64 {
+    let lives = run.lives.iter().zip(&traffic.arrivals).filter(|(_, arrival)| are(arrival));
+    let mut all: Vec<u64> = lives.map(|(life, _)| life.first_us - life.arrived_us).collect();
+    all.sort_unstable();
+    all[(all.len() * percent).div_ceil(100) - 1] / 1000
+}
+
+/// Short prompts, 20 a second, and in the middle of them one of 100 000 tokens, on an H100 by its
+/// data sheet.
+#[test]
+fn short_prompts_wait_for_no_long_one() {
+    let profile = Profile::find("h100-llama-3.1-8b").expect("a profile");
+    let traffic = |shorts: u32| {
+        let mut next = 0;
+        let mut blocks = |input: u32| {
+            let first = next;
+            next += input.div_ceil(512);
+            (first..next).collect::<Vec<u32>>()
+        };
+        let short = (0..shorts).map(|at| (u64::from(at) * 50_000, 200));
+        let mut arrivals: Vec<Arrival> = short
+            .chain([(1_010_000, 100_000)])
+            .map(|(at_us, input)| arrival(at_us, input, 32, &blocks(input)))
+            .collect();
+        arrivals.sort_by_key(|arrival| arrival.at_us);
+        Traffic { arrivals }
+    };
+    let run = |step_shares, decode_gap, traffic: &Traffic| {
+        let setup = Setup {
+            timing: Timing { model: profile.time, ..Timing::default() },
+            pages: 26_000,
+            max_running: 256,
+            token_budget: 1024,
+            step_shares,
+            decode_gap,
+            ..setup(MODEL)
+        };
+        run(&setup, traffic, 1)
+    };
+    let (alone, beside) = (traffic(0), traffic(180));
+    let short = |arrival: &Arrival| arrival.input == 200;
+    let long = |arrival: &Arrival| !short(arrival);
+    let unshared = run(false, DecodeGap::Off, &beside);
+    assert!(ttft_ms(&unshared, &beside, 50, short) > 2000);
+    let before = ttft_ms(&run(true, DecodeGap::Auto, &alone), &alone, 50, long);
+    let shared = run(true, DecodeGap::Auto, &beside);
+    assert!(ttft_ms(&shared, &beside, 50, short) <= 150);
+    assert!(ttft_ms(&shared, &beside, 90, short) <= 300);
+    let after = ttft_ms(&shared, &beside, 50, long);
+    assert!(10 * after <= 13 * before, "{after} ms, and {before} alone");
+}
+
+#[test]
+fn queued_requests_move_to_replicas_with_less_to_do() {
+    // By round robin one replica of four gets all long prompts.
+    let arrivals = (0..200_u32).map(|i| {
+        let input = if i % 4 == 0 { 2000 } else { 100 };
+        arrival(u64::from(i) * 2000, input, 4, &(i * 4..i * 4 + 4).collect::<Vec<u32>>())
+    });
+    let traffic = Traffic { arrivals: arrivals.collect() };
+    let p99 = |queue_moves| {
+        let run = run(&Setup { queue_moves, ..setup(MODEL) }, &traffic, 4);
+        assert!(run.lives.iter().all(|life| (life.tokens, life.ends) == (4, 1)));
+        assert_eq!(run.moves > 0, queue_moves);
+        assert!(run.moves <= 2 * traffic.arrivals.len() as u64);
+        ttft_ms(&run, &traffic, 99, |_| true)
+    };
+    let (moving, staying) = (p99(true), p99(false));
+    assert!(13 * moving <= 10 * staying, "{moving} ms, and {staying} without moves");
+}
+
 /// Tells the time of every output.
 struct TimedSink {
     clock: SimClock,
@@ -367,6 +442,8 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             chunked_prefill_size: setup.token_budget,
             prefix_cache: setup.prefix_cache,
             lookahead: setup.lookahead,
+            step_shares: setup.step_shares,
+            decode_gap_ms: setup.decode_gap,
             max_queued_requests: 1000,
             context_length: 6000,
             watchdog_timeout: Duration::from_micros(1 << 40),
@@ -417,7 +494,9 @@ fn the_real_engine_takes_the_same_time_for_everything() {
     for lookahead in [0, 1] {
         for pages in [130, 400] {
             let model = DeviceModel { jitter_sigma: 0.2, ..MODEL };
-            let setup = Setup { pages, lookahead, ..setup(model) };
+            // Planned ahead, the second step depends on who is there to pass others.
+            let step_shares = lookahead == 0;
+            let setup = Setup { pages, lookahead, step_shares, ..setup(model) };
             let planned = run(&setup, &traffic, 1);
             let real = in_the_engine(&setup, &traffic);
             for (id, life) in (0..).zip(&planned.lives) {

@@ -26,6 +26,8 @@ pub(crate) struct Arrival {
     pub(crate) blocks: Vec<u32>,
     /// The images in it.
     pub(crate) images: Arc<[PromptImage]>,
+    /// The number of its client.
+    pub(crate) client: u64,
 }
 
 impl Arrival {
@@ -83,6 +85,7 @@ impl Traffic {
                     input: entry.input_length,
                     output: entry.output_length,
                     blocks,
+                    client: entry.client,
                 }
             })
             .collect();
@@ -108,7 +111,8 @@ mod tests {
 
     fn entry(timestamp_ms: f64, input_length: u32, hash_ids: &[u64]) -> TraceEntry {
         let hash_ids = hash_ids.to_vec();
-        TraceEntry { timestamp_ms, input_length, output_length: 1, hash_ids, images: Vec::new() }
+        let (output_length, images, client) = (1, Vec::new(), 0);
+        TraceEntry { timestamp_ms, input_length, output_length, hash_ids, images, client }
     }
 
     #[test]

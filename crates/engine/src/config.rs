@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use forebay_scheduler::{HostTier, Namer, Policy, SavePolicy};
+use forebay_scheduler::{DecodeGap, HostTier, Namer, Policy, SavePolicy};
 use serde::{Serialize, Serializer};
 
 /// The settings of an engine, with everything resolved. A field of a flag has the flag's name.
@@ -26,6 +26,10 @@ pub struct EngineConfig {
     pub schedule_policy: Policy,
     /// True if clients take turns within a priority. Otherwise all requests count as one client's.
     pub fair_queueing: bool,
+    /// True if prompts with little left to compute pass longer ones in a step.
+    pub step_shares: bool,
+    /// The time between two tokens of a running request for which steps leave room beside prompts.
+    pub decode_gap_ms: DecodeGap,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
     pub lookahead: u32,
     /// The largest number of requests that wait; see [`crate::Waiting`] for each client's share.
@@ -80,6 +84,8 @@ impl Default for EngineConfig {
             namer: Namer::open(),
             schedule_policy: Policy::Fcfs,
             fair_queueing: true,
+            step_shares: true,
+            decode_gap_ms: DecodeGap::default(),
             lookahead: 1,
             max_queued_requests: 4096,
             queue_timeout: Duration::ZERO,

@@ -20,11 +20,19 @@ use crate::waiting::{Place, Waiting};
 /// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are
 /// bounded by [`Shared::queued`], the rest must not be.
 pub(crate) enum Order {
-    Submit { request: Box<EngineRequest>, arrival: Arrival },
+    Submit {
+        request: Box<EngineRequest>,
+        arrival: Arrival,
+    },
     Adopt(Box<Orphan>),
     HandOver,
+    /// A waiting request may go to the replica with this number.
+    Spare(usize),
     Abort(RequestId),
-    Placed { image: ImageId, placed: Placed },
+    Placed {
+        image: ImageId,
+        placed: Placed,
+    },
     Carried(Carried),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Run(Box<dyn FnOnce() + Send>),
@@ -117,6 +125,11 @@ impl EngineHandle {
     /// gives its own away.
     pub fn hand_over(&self) {
         self.order(Order::HandOver);
+    }
+
+    /// Has the engine give one of its waiting requests to replica `to`, if that pays.
+    pub fn spare(&self, to: usize) {
+        self.order(Order::Spare(to));
     }
 
     /// Ends a request. Its last output has [`crate::FinishReason::Abort`], unless it ended by

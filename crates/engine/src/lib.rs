@@ -85,9 +85,9 @@ pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, FairQueue, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Phase,
-    Place, Planned, Policy, PromptImage, PromptTail, Request, RequestView, SavePolicy,
-    Stats as SchedulerStats,
+    BlockEvent, BlockHash, DecodeGap, FairQueue, HostStats, HostTier, ImageId, ImageStats, Namer,
+    Past, Phase, Place, Planned, Policy, PromptImage, PromptTail, QueuedRequest, Request,
+    RequestView, SavePolicy, Stats as SchedulerStats,
 };
 pub use handle::{EngineHandle, Size};
 pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};

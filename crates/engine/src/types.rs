@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use derive_more::AddAssign;
 use forebay_protocol::{PromptLogprobs, Ready};
-use forebay_scheduler::{BlockEvent, Request};
+use forebay_scheduler::{BlockEvent, QueuedRequest, Request};
 use serde::Serialize;
 use thiserror::Error;
 
@@ -49,7 +49,8 @@ pub struct Preference {
     pub replica: Option<u32>,
 }
 
-/// A request whose hand has died, on its way to another replica.
+/// A request on its way to another replica: its hand has died, or it waits and others have less to
+/// do.
 #[derive(Debug)]
 pub struct Orphan {
     /// The request, with the tokens that it has generated so far.
@@ -82,6 +83,10 @@ pub trait Peers: Send {
     /// Takes over requests of an engine that has lost its hand. Gives back the requests that no
     /// replica can take now.
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan>;
+    /// True if a request that waits here has its first token sooner at replica `to`.
+    fn move_pays(&self, to: usize, request: &QueuedRequest<'_>) -> bool;
+    /// Moves a request that waited here to replica `to`. Gives it back if that one takes none now.
+    fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan>;
     /// Aborts a request that the engine does not have, in case another replica has taken it over.
     fn abort(&self, id: RequestId);
 }

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use forebay_engine::{
-    Clock, EngineConfig, FinishReason, Orphan, Peers, RequestError, RequestId, Status, SubmitError,
+    Clock, EngineConfig, FinishReason, Orphan, Peers, QueuedRequest, RequestError, RequestId,
+    Status, SubmitError,
 };
 use forebay_sim::testing::{PATIENCE, Rig, RigParts, VOCAB, request, wholes};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimText, Timing};
@@ -28,6 +29,12 @@ impl Peers for Others {
     }
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan> {
         orphans
+    }
+    fn move_pays(&self, _: usize, _: &QueuedRequest<'_>) -> bool {
+        false
+    }
+    fn take(&self, _: usize, orphan: Orphan) -> Option<Orphan> {
+        Some(orphan)
     }
     fn abort(&self, _: RequestId) {}
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_balance::{Ask, Balancer, Budget, Ledger, Method, Work, preferred};
+use forebay_balance::{Ask, Balancer, Budget, Ledger, Method, Work, drifted, move_pays, preferred};
 use forebay_engine::{BlockHash, Preference};
 
 /// The newest answer counts 1/32 in the running mean.
@@ -118,6 +118,17 @@ impl Dispatch {
             self.coming.insert(id, Coming { target, names });
         }
         Some(target)
+    }
+
+    /// The replica with most to compute and the one with least, if requests may move between them.
+    pub(crate) fn drifted(&self) -> Option<(usize, usize)> {
+        drifted(self.ledger.loads(), |at| self.open(at))
+    }
+
+    /// True if a request with so many uncached tokens gains by a move.
+    pub(crate) fn move_pays(&self, from: usize, to: usize, uncached: u64) -> bool {
+        let loads = self.ledger.loads();
+        self.open(to) && move_pays(&loads[from], &loads[to], uncached)
     }
 
     /// A request has generated a token. Gives what its replica now has told of by itself.

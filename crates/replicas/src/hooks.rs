@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use forebay_engine::{
-    BlockEvent, BlockObserver, FinishReason, Orphan, Output, OutputSink, Peers, RequestError,
-    RequestId,
+    BlockEvent, BlockObserver, FinishReason, Orphan, Output, OutputSink, Peers, QueuedRequest,
+    RequestError, RequestId,
 };
 use tracing::info;
 
@@ -21,7 +21,7 @@ pub(crate) struct CountingSink {
 impl OutputSink for CountingSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
         let mut settled = Vec::new();
-        {
+        let drifted = {
             let mut dispatch = self.shared.dispatch.lock();
             for output in &outputs {
                 let id = output.id.0;
@@ -32,9 +32,15 @@ impl OutputSink for CountingSink {
                     settled.extend(dispatch.ended(id));
                 }
             }
-        }
+            if self.shared.moves() { dispatch.drifted() } else { None }
+        };
         self.shared.settled(settled);
         self.inner.deliver(outputs);
+        if let Some((from, to)) = drifted
+            && let Some(engine) = self.shared.engines().get(from)
+        {
+            engine.spare(to);
+        }
     }
 }
 
@@ -130,6 +136,14 @@ impl Peers for Others {
             info!(replica = self.at, requests = count - left.len(), "other replicas go on");
         }
         left
+    }
+
+    fn move_pays(&self, to: usize, request: &QueuedRequest<'_>) -> bool {
+        self.shared.move_pays(self.at, to, request)
+    }
+
+    fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan> {
+        self.shared.take(to, orphan)
     }
 
     fn abort(&self, id: RequestId) {

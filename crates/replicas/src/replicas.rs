@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use forebay_balance::Method;
+use forebay_balance::{MOST_MOVES, Method};
 use forebay_engine::{
     BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle, EngineRequest,
-    EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers, PromptImage, Request,
-    RequestId, Stats, Status, SubmitError, Waiting, as_seconds,
+    EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers, Preference,
+    PromptImage, QueuedRequest, Request, RequestId, Stats, Status, SubmitError, Waiting,
+    as_seconds,
 };
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -20,7 +21,7 @@ use crate::hooks::{CountingSink, Observer, Observers, Others};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
 /// The settings by which requests are spread over replicas.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ReplicasConfig {
     /// The policy.
     pub load_balance_method: Method,
@@ -29,6 +30,16 @@ pub struct ReplicasConfig {
     /// measured against.
     #[serde(serialize_with = "as_seconds")]
     pub load_watch_interval: Duration,
+    /// True if queued requests move to a replica with less to do.
+    pub queue_moves: bool,
+}
+
+impl Default for ReplicasConfig {
+    /// The defaults of the flags.
+    fn default() -> Self {
+        let (load_balance_method, load_watch_interval) = (Method::default(), Duration::ZERO);
+        Self { load_balance_method, load_watch_interval, queue_moves: true }
+    }
 }
 
 /// A rank group, and those who hear of the replicas that it computes.
@@ -59,6 +70,8 @@ pub(crate) struct Shared {
     draining: AtomicBool,
     /// Names blocks, and how many tokens each has, where requests share any.
     naming: Option<(Namer, usize)>,
+    /// The largest number of moves of a queued request.
+    most_moves: u8,
 }
 
 /// The replicas of one brain. Cheap to clone; no call blocks.
@@ -94,6 +107,7 @@ impl Replicas {
             engines: OnceLock::new(),
             draining: AtomicBool::new(false),
             naming: namer.zip(page_size.map(|size| size as usize)),
+            most_moves: if config.queue_moves && count > 1 { MOST_MOVES } else { 0 },
         });
         let queued = Arc::new(Waiting::default());
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
@@ -162,6 +176,8 @@ impl Replicas {
         if named.names.is_empty() && named.spec.embeds.is_none() {
             named.names = shared.names_of(named).into();
         }
+        let placed = request.preference != Preference::default();
+        request.request.past.moves_left = if placed { 0 } else { shared.most_moves };
         let id = request.id();
         let engines = shared.engines();
         let waiting =
@@ -323,6 +339,11 @@ impl Shared {
         others.any(|(_, engine)| !matches!(engine.status(), Status::Failed(_)))
     }
 
+    /// True if queued requests move.
+    pub(crate) fn moves(&self) -> bool {
+        self.most_moves > 0
+    }
+
     /// Empty until all have been started.
     pub(crate) fn engines(&self) -> &[EngineHandle] {
         self.engines.get().map_or(&[], Vec::as_slice)
@@ -392,15 +413,33 @@ impl Shared {
         }
     }
 
+    /// True if a request that waits at replica `from` has its first token sooner at replica `to`.
+    pub(crate) fn move_pays(&self, from: usize, to: usize, request: &QueuedRequest<'_>) -> bool {
+        let cached = self.blocks.as_ref().map(|blocks| blocks.cached(request.names));
+        let cached = cached.and_then(|cached| cached.get(to).copied()).unwrap_or(0);
+        let uncached = u64::from(request.tokens).saturating_sub(cached).max(1);
+        self.dispatch.lock().move_pays(from, to, uncached)
+    }
+
+    /// Moves a waiting request to replica `to`; gives it back if that one takes none now.
+    pub(crate) fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan> {
+        let fits = self.engines().get(to).is_some_and(|engine| engine.fits(&orphan.request));
+        self.hand_to(orphan, |at, dispatch| at == to && dispatch.open(at) && fits)
+    }
+
     /// Sends a request that replica `from` has lost to another one; gives it back if there is none.
     pub(crate) fn adopt(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
-        let asked = self.ask(&orphan.request);
         let fits: Vec<bool> =
             self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
+        self.hand_to(orphan, |at, dispatch| at != from && dispatch.open(at) && fits[at])
+    }
+
+    /// Sends a request to one of the replicas that `may` take it; gives it back if none does.
+    fn hand_to(&self, orphan: Orphan, may: impl Fn(usize, &Dispatch) -> bool) -> Option<Orphan> {
+        let asked = self.ask(&orphan.request);
         let id = orphan.request.id().0;
         let mut dispatch = self.dispatch.lock();
-        let open: Vec<bool> =
-            (0..dispatch.up.len()).map(|at| at != from && dispatch.open(at) && fits[at]).collect();
+        let open: Vec<bool> = (0..dispatch.up.len()).map(|at| may(at, &dispatch)).collect();
         if !open.contains(&true) {
             return Some(orphan);
         }

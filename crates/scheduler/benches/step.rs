@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use forebay_protocol::{ROW_OK, SlotSpec, StepPlan, StepResult};
-use forebay_scheduler::{Event, Namer, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig};
+use forebay_scheduler::{
+    DecodeGap, Event, Namer, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+};
 
 const RUNNING: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
@@ -77,6 +79,8 @@ impl Replica {
                 block_events: false,
                 policy: Policy::Fcfs,
                 fair: true,
+                step_shares: true,
+                decode_gap: DecodeGap::Auto,
                 step_words: STEP_WORDS,
                 vector_size: 0,
                 tokens_a_row: 1,

@@ -4,13 +4,25 @@ use std::ops::Bound;
 
 use crate::entry::{Residence, Stage};
 use crate::memory::Leased;
-use crate::request::Key;
+use crate::request::{Key, Ticket};
 use crate::steps::NewStep;
 use crate::words::has_words;
 use crate::{Event, Handle, Scheduler};
 
 impl Scheduler {
-    pub(crate) fn plan_prefills(&mut self, budget: &mut u32, step: &mut NewStep<'_>) {
+    /// Plans the rows of prompts, of which `budget` tokens have room. Some pass the first in turn
+    /// ([`crate::passing`]). All others go by their turns.
+    pub(crate) fn plan_prompts(&mut self, budget: u32, step: &mut NewStep<'_>) {
+        let mut passed = std::mem::take(&mut self.passed);
+        let mut budget = budget - self.plan_passing(budget, &mut passed, step);
+        self.plan_prefills(&mut budget, &passed, step);
+        self.admit(&mut budget, step);
+        passed.clear();
+        self.passed = passed;
+    }
+
+    /// Plans the rows of residents by their turns, but of those that have passed others.
+    fn plan_prefills(&mut self, budget: &mut u32, passed: &[Handle], step: &mut NewStep<'_>) {
         let mut from = Bound::Unbounded;
         while *budget > 0 {
             if let Some(handle) = self.next_arrived(from, step) {
@@ -23,6 +35,19 @@ impl Scheduler {
             let Some((&key, &handle)) = prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
+            if self.goes_before(key)
+                && let Some(admitted) = self.admit_next(budget, step)
+            {
+                // It has its row.
+                if !matches!(from, Bound::Excluded(last) if last > admitted) {
+                    from = Bound::Excluded(admitted);
+                }
+                continue;
+            }
+            if passed.contains(&handle) {
+                from = Bound::Excluded(key);
+                continue;
+            }
             let entry = &self.roster[handle];
             let in_parts = entry.grows_in_prefill() || self.images.are_ahead(entry);
             let planned = if in_parts && self.memory.lacks_page(entry) {
@@ -31,6 +56,7 @@ impl Scheduler {
                 self.push_row(handle, *budget, step)
             };
             *budget -= planned;
+            self.count_received(handle, planned);
             if in_parts || planned == 0 {
                 from = Bound::Excluded(key);
             }
@@ -45,7 +71,7 @@ impl Scheduler {
     }
 
     /// True if the plan and its result have room for a new request too.
-    fn has_room_in_plan(&self, handle: Handle, step: &NewStep<'_>) -> bool {
+    pub(crate) fn has_room_in_plan(&self, handle: Handle, step: &NewStep<'_>) -> bool {
         let entry = &self.roster[handle];
         let answers = |most| step.flight.answers_left(self.config.step_words, most);
         (!step.plan.writes_slots() || has_words(&self.config, &self.memory, step, entry))
@@ -53,39 +79,52 @@ impl Scheduler {
     }
 
     /// Admits waiting requests in the order of their turns, as long as the plan has room.
-    pub(crate) fn admit(&mut self, budget: &mut u32, step: &mut NewStep<'_>) {
-        while *budget > 0 && self.roster.has_place(self.turns.queue.has_probe()) {
-            let Some(ticket) = self.turns.next() else { return };
-            let (key, handle) = (ticket.key, ticket.handle);
-            let entry = &self.roster[handle];
-            if entry.known() < entry.total {
-                return;
-            }
-            // A prompt that must not be cut waits for a step with room for all of it, unless it is
-            // longer than any has.
-            let most = self.memory.row_limit(entry.total, *budget);
-            if most > *budget && !step.flight.rows.is_empty() {
-                return;
-            }
-            let returns = self.returns();
-            if !self.has_room_in_plan(handle, step)
-                || self.turns.is_blocked(key, returns)
-                || !self.roster.has_place(entry.request.probe)
-            {
-                return;
-            }
-            let Some(slot) = self.roster.free_slots.pop() else { return };
-            let Some(leased) = self.memory.lease_with_prefix(&mut self.roster[handle]) else {
-                self.roster.free_slots.push(slot);
-                self.turns.block(key, returns);
-                return;
-            };
-            self.turns.queue.admitted(&ticket);
-            self.move_in(handle, slot, leased, step);
-            if let Some(Stage::Prefill) = self.roster[handle].stage() {
-                *budget = budget.saturating_sub(self.push_row(handle, most, step));
-            }
+    fn admit(&mut self, budget: &mut u32, step: &mut NewStep<'_>) {
+        while self.admit_next(budget, step).is_some() {}
+    }
+
+    /// Admits the request whose turn it is, and plans its row. `None`: it has to wait.
+    fn admit_next(&mut self, budget: &mut u32, step: &mut NewStep<'_>) -> Option<Key> {
+        if *budget == 0 || !self.roster.has_place(self.turns.queue.has_probe()) {
+            return None;
         }
+        let ticket = self.turns.next()?;
+        // A prompt that must not be cut waits for a step with room for all of it, unless it is
+        // longer than any has.
+        let most = self.memory.row_limit(self.roster[ticket.handle].total, *budget);
+        let waits = most > *budget && !step.flight.rows.is_empty();
+        if waits || !self.try_admit(&ticket, step) {
+            return None;
+        }
+        if let Some(Stage::Prefill) = self.roster[ticket.handle].stage() {
+            let planned = self.push_row(ticket.handle, most, step);
+            *budget = budget.saturating_sub(planned);
+            self.count_received(ticket.handle, planned);
+        }
+        Some(ticket.key)
+    }
+
+    /// Gives a waiting request a slot and pages. False: it has to wait.
+    pub(crate) fn try_admit(&mut self, ticket: &Ticket, step: &mut NewStep<'_>) -> bool {
+        let (key, handle) = (ticket.key, ticket.handle);
+        let entry = &self.roster[handle];
+        let returns = self.returns();
+        if entry.known() < entry.total
+            || !self.has_room_in_plan(handle, step)
+            || self.turns.is_blocked(key, returns)
+            || !self.roster.has_place(entry.request.probe)
+        {
+            return false;
+        }
+        let Some(slot) = self.roster.free_slots.pop() else { return false };
+        let Some(leased) = self.memory.lease_with_prefix(&mut self.roster[handle]) else {
+            self.roster.free_slots.push(slot);
+            self.turns.block(key, returns);
+            return false;
+        };
+        self.turns.admitted(ticket);
+        self.move_in(handle, slot, leased, step);
+        true
     }
 
     /// A slot and pages for a suspect, at the cost of the least important residents. `None`: they
@@ -124,6 +163,7 @@ impl Scheduler {
     ) {
         let Leased { pages, pending, restored } = leased;
         let entry = &mut self.roster[handle];
+        entry.passed = 0;
         entry.computed = entry.cached;
         let replayed = std::mem::replace(&mut entry.request.past.admitted, true);
         let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };

@@ -72,6 +72,8 @@ impl Scheduler {
         if flight.towers.is_empty() {
             let lengths = flight.rows.iter().map(|row| row.end - row.start);
             self.turns.learn(lengths.clone().sum(), device_us);
+            let rows = flight.rows.iter().map(|row| (row.start, row.end - row.start));
+            self.turns.pace.learn(rows, device_us);
             self.memory.learn(lengths, device_us);
         }
     }
@@ -144,7 +146,7 @@ impl Scheduler {
         }
         let cleared = entry.mark().is_some_and(|mark| row.end >= mark);
         if cleared && !row.sits_out {
-            self.turns.clear_suspect(row.handle, entry);
+            self.turns.clear_suspect(row.handle, entry, &self.memory);
         }
     }
 

@@ -1,7 +1,7 @@
 //! The settings of a scheduler.
 
 use forebay_kvcache::Namer;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 /// The order of admission.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -14,6 +14,30 @@ pub enum Policy {
     Priority,
     /// The order of priority, smaller first, then of arrival.
     PriorityAscending,
+}
+
+/// The time between two tokens of a running request for which steps leave room, whatever prompts
+/// are beside it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum DecodeGap {
+    /// Prompts take what a step has left.
+    Off,
+    /// A few times the time of a step that only decodes, as it is measured.
+    #[default]
+    Auto,
+    /// So many microseconds.
+    Micros(u32),
+}
+
+impl Serialize for DecodeGap {
+    /// As the flag has it: `off`, `auto`, or milliseconds.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Off => serializer.serialize_str("off"),
+            Self::Auto => serializer.serialize_str("auto"),
+            Self::Micros(us) => serializer.serialize_f64(f64::from(*us) / 1000.0),
+        }
+    }
 }
 
 /// The capacity that the scheduler gives out.
@@ -44,6 +68,11 @@ pub struct SchedulerConfig {
     /// runs then need not wait for the requests of a client with more. Otherwise all requests count
     /// as one client's.
     pub fair: bool,
+    /// True if prompts with little left to compute pass longer ones in a step. Otherwise the first
+    /// in turn takes all that a step has left for prompts.
+    pub step_shares: bool,
+    /// The bound on prompts beside running requests.
+    pub decode_gap: DecodeGap,
     /// The size in words up to which a plan may admit a further request; [`STEP_WORDS`], except in
     /// tests.
     pub step_words: usize,

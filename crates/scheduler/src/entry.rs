@@ -64,6 +64,8 @@ pub(crate) struct Entry {
     pub(crate) blocks: Blocks,
     /// Positions that were computed when it lost its pages.
     pub(crate) lost: u32,
+    /// Tokens that those may come to that were admitted before it, although its turn had come.
+    pub(crate) passed: u64,
     /// True while its mask is not ready: it has no row that samples.
     pub(crate) waits: bool,
     /// True if its next position was computed by a row that sat out.
@@ -89,6 +91,7 @@ impl Entry {
             residence: None,
             blocks: Blocks::new(namer.root(request.cache_salt)),
             lost: 0,
+            passed: 0,
             waits: false,
             repeats: false,
             request,
@@ -161,6 +164,11 @@ impl Entry {
         self.tokens.extend_from_slice(&prompt);
         self.tokens.extend_from_slice(&generated);
         self.blocks.names = std::mem::take(&mut self.request.names).to_vec();
+    }
+
+    /// Names of its leading full blocks, as far as they are known.
+    pub(crate) fn known_names(&self) -> &[BlockHash] {
+        if self.tokens.is_empty() { &self.request.names } else { &self.blocks.names }
     }
 
     /// True if there is a position to compute now that is not planned yet. The last token that the

@@ -25,7 +25,7 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         let held = std::mem::take(&mut entry.request.held);
         if held {
-            self.turns.line_up(handle, entry);
+            self.turns.line_up(handle, entry, &self.memory);
         }
         held
     }

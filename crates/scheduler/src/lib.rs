@@ -42,9 +42,12 @@
 //!
 //! Each file beside them has some rules over several owners:
 //!
-//! - `plan`: the steps and their rows; `admit`: who gets a slot; `grow`: pages for those who run;
-//!   `words`: the size of a plan; `prompts`: log-probabilities of prompts.
-//! - `held`: requests that have no turn yet; `waits`: requests whose mask is not ready.
+//! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: who gets a
+//!   slot.
+//! - `grow`: pages for those who run; `words`: the size of a plan; `prompts`: log-probabilities of
+//!   prompts.
+//! - `moves`: queued requests that go elsewhere; `held`: requests that have no turn yet.
+//! - `waits`: requests whose mask is not ready.
 //! - `preempt`: the ways to lose slot and pages; `retirement`: the time until others have them.
 //! - `apply`: tokens, ends; `reset`: the hand's death, quarantine.
 //!
@@ -53,7 +56,7 @@
 //! ```
 //! use forebay_protocol::{ROW_OK, StepPlan, StepResult};
 //! use forebay_scheduler::{ApplyError, Event, Request, Scheduler};
-//! # use forebay_scheduler::{Namer, Policy, STEP_WORDS, SchedulerConfig};
+//! # use forebay_scheduler::{DecodeGap, Namer, Policy, STEP_WORDS, SchedulerConfig};
 //! # let config = SchedulerConfig {
 //! #     slots: 4,
 //! #     max_running: 2,
@@ -65,6 +68,8 @@
 //! #     block_events: false,
 //! #     policy: Policy::Fcfs,
 //! #     fair: true,
+//! #     step_shares: true,
+//! #     decode_gap: DecodeGap::Auto,
 //! #     step_words: STEP_WORDS,
 //! #     vector_size: 0,
 //! #     tokens_a_row: 1,
@@ -104,6 +109,8 @@ mod held;
 mod images;
 mod mean;
 mod memory;
+mod moves;
+mod passing;
 mod plan;
 mod preempt;
 mod prompts;
@@ -130,9 +137,10 @@ use crate::slab::Handle;
 use crate::steps::Steps;
 use crate::turns::Turns;
 
-pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower};
+pub use crate::config::{DecodeGap, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower};
 pub use crate::event::{ApplyError, Event, Finish, HostStats, ImageStats, SparseStats, Stats};
 pub use crate::images::prompt::{PromptImage, image_words};
+pub use crate::moves::QueuedRequest;
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
 pub use crate::steps::Planned;
@@ -156,6 +164,8 @@ pub struct Scheduler {
     counters: Stats,
     /// Requests that need a page this step. Empty between calls, kept for its memory.
     needy: Vec<(Key, Handle)>,
+    /// Prompts that have passed others in this step. Empty between calls too.
+    passed: Vec<Handle>,
 }
 
 impl Scheduler {
@@ -170,12 +180,13 @@ impl Scheduler {
         words::check_slots(config.slots);
         Self {
             roster: Roster::new(&config),
-            turns: Turns::new(config.policy, config.fair, config.token_budget),
+            turns: Turns::new(&config),
             memory: Memory::new(&config),
             images: Images::new(config.tower),
             steps: Steps::default(),
             counters: Stats::default(),
             needy: Vec::new(),
+            passed: Vec::new(),
             config,
         }
     }
@@ -187,7 +198,7 @@ impl Scheduler {
         let (rank, held) = (self.turns.rank(&request), request.held);
         let handle = self.roster.add(request, rank, self.memory.namer());
         if !held {
-            self.turns.line_up(handle, &self.roster[handle]);
+            self.turns.line_up(handle, &self.roster[handle], &self.memory);
         }
     }
 

@@ -4,7 +4,6 @@
 use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
 use crate::entry::Stage;
-use crate::images::visible;
 use crate::steps::{FlightRow, NewStep};
 use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
 
@@ -61,11 +60,14 @@ impl Scheduler {
         self.plan_decodes(step);
         let decodes = step.flight.rows.len();
         self.images.plan(&mut self.roster, None, step);
-        let left = self.config.token_budget.saturating_sub(decodes as u32);
+        let mut left = self.config.token_budget.saturating_sub(decodes as u32);
+        if decodes > 0 {
+            let prefills = self.roster.prefills.values();
+            let depth = prefills.map(|&handle| self.roster[handle].computed).max();
+            left = self.turns.pace.tokens(left, depth.unwrap_or(0));
+        }
         // Without the floor, enough decoding requests would starve prefill for ever.
-        let mut budget = left.max(self.config.page_size);
-        self.plan_prefills(&mut budget, step);
-        self.admit(&mut budget, step);
+        self.plan_prompts(left.max(self.config.page_size), step);
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
         decodes
     }
@@ -128,11 +130,9 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         let Some(residence) = entry.residence.as_ref() else { return 0 };
         let (slot, pages) = (residence.slot, residence.pages.len() as u32);
-        let most =
-            most.min(visible(entry)).min(entry.permitted()).min(residence.pages.longest_row());
         let (start, goal) = (entry.computed, entry.goal());
         let answers = |most| flight.answers_left(self.config.step_words, most);
-        let length = entry.room_in_result(most.min(goal - start), answers);
+        let length = entry.room_in_result(most.min(entry.longest_row()), answers);
         if length == 0 {
             return 0;
         }

@@ -27,7 +27,7 @@ impl Scheduler {
     fn send_back(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.retire(handle);
         let entry = &self.roster[handle];
-        self.turns.line_up(handle, entry);
+        self.turns.line_up(handle, entry, &self.memory);
         events.push(Event::Preempted { id: entry.request.id });
     }
 

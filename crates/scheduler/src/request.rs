@@ -70,11 +70,13 @@ pub struct Past {
     /// The number of positions up to which a suspect runs alone. A suspect may have killed the hand
     /// of the other scheduler. `None`: it is no suspect.
     pub suspect: Option<u32>,
+    /// The number of times that it may still move to another scheduler while it waits.
+    pub moves_left: u8,
 }
 
 /// The place in the order of importance. A smaller one is more important. It never changes, so a
 /// preempted or replayed request comes back first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Key {
     /// The negated priority, or 0 for all requests.
     pub(crate) rank: i64,

@@ -79,7 +79,7 @@ impl Scheduler {
         for (handle, entry) in self.roster.requests.iter_mut() {
             entry.total = entry.known();
             if !entry.request.held {
-                self.turns.line_up_again(handle, entry);
+                self.turns.line_up_again(handle, entry, &self.memory);
             }
         }
         poisoned

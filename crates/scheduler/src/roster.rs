@@ -83,6 +83,11 @@ impl Roster {
         (self.residents.len() as u64) < u64::from(self.max_running) + u64::from(probe)
     }
 
+    /// True if two more may run.
+    pub(crate) fn has_two_places(&self) -> bool {
+        self.residents.len() + 2 <= self.max_running as usize && self.free_slots.len() >= 2
+    }
+
     /// Retires a slot until the result of `last_step` is applied.
     pub(crate) fn retire_slot(&mut self, last_step: u64, slot: u32) {
         self.free_slots.extend(self.retired.retire(last_step, slot));

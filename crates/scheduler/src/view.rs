@@ -38,6 +38,9 @@ pub struct RequestView {
     pub max_tokens: u32,
     /// The time of arrival, in microseconds of the engine's clock.
     pub arrived_us: u64,
+    /// The request whose prompt is first in turn, if this one's prompt is not computed either. It
+    /// waits for that one, except for the part of steps in which it passes.
+    pub waits_for: Option<u64>,
 }
 
 impl Scheduler {
@@ -56,7 +59,8 @@ impl Scheduler {
     fn views_of(&self, residents: bool) -> impl Iterator<Item = RequestView> {
         let entries = self.roster.requests.iter().map(|(_, entry)| entry);
         let entries = entries.filter(move |entry| entry.residence.is_some() == residents);
-        entries.map(|entry| RequestView {
+        let first = self.first_in_turn().map(|first| self.roster[first].request.id);
+        entries.map(move |entry| RequestView {
             id: entry.request.id,
             phase: match entry.stage() {
                 None | Some(Stage::Arriving(_)) => Phase::Queued,
@@ -69,6 +73,12 @@ impl Scheduler {
             generated: entry.known() - entry.prompt_len,
             max_tokens: entry.limit - entry.prompt_len,
             arrived_us: entry.request.arrived_us,
+            waits_for: match entry.stage() {
+                None | Some(Stage::Arriving(_) | Stage::Prefill) => {
+                    first.filter(|&first| first != entry.request.id)
+                }
+                Some(Stage::Planned | Stage::Decode { .. }) => None,
+            },
         })
     }
 }

@@ -36,6 +36,9 @@ pub struct TraceEntry {
     /// The original format has none.
     #[serde(default)]
     pub images: Vec<TraceImage>,
+    /// The number of the client. Only `forebay plan` reads it. The original format has none.
+    #[serde(default)]
+    pub client: u64,
 }
 
 /// An image in a recorded prompt: it takes `rows * columns` of the prompt's positions.

@@ -105,6 +105,8 @@ impl Member {
             block_events: self.blocks.is_some(),
             policy: self.config.schedule_policy,
             fair: self.config.fair_queueing,
+            step_shares: self.config.step_shares,
+            decode_gap: self.config.decode_gap_ms,
             step_words: STEP_WORDS,
             vector_size: facts.hidden_size,
             tokens_a_row: facts.tokens_a_row.max(1),

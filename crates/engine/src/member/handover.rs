@@ -1,9 +1,13 @@
-//! Requests that go to another replica when the hand dies, and those that come from one.
+//! Requests that go to another replica and come from one: when a hand dies, and when others have
+//! less to do.
 
-use forebay_scheduler::Request;
+use forebay_scheduler::{QueuedRequest, Request};
 
 use crate::member::Member;
 use crate::types::{EngineRequest, Orphan, Preference};
+
+/// The number of requests that are considered for a move.
+const LATEST: usize = 8;
 
 impl Member {
     /// Goes on with a request that another engine has lost.
@@ -43,6 +47,18 @@ impl Member {
         if over {
             self.end_all();
         }
+    }
+
+    /// Gives one of the waiting requests to a replica with less to do, if that pays. Of those whose
+    /// turn comes last the first one goes that gains.
+    pub(super) fn spare(&mut self, to: usize) {
+        let (Some(peers), Some(scheduler)) = (&self.peers, &mut self.scheduler) else { return };
+        let pays = |request: &QueuedRequest<'_>| peers.move_pays(to, request);
+        let chosen = scheduler.movable().take(LATEST).find(pays).map(|request| request.id);
+        let Some(request) = chosen.and_then(|id| scheduler.withdraw(id)) else { return };
+        let orphan = self.orphan(request);
+        let left = self.peers.as_ref().and_then(|peers| peers.take(to, orphan));
+        left.into_iter().for_each(|orphan| self.adopt(orphan));
     }
 
     fn orphan(&mut self, request: Request) -> Orphan {

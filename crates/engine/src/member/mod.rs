@@ -152,6 +152,7 @@ impl Member {
                     taken.entered = true;
                 }
                 Order::HandOver => taken.entered = true,
+                Order::Spare(to) => self.spare(to),
                 Order::Abort(id) => {
                     if self.scheduler.as_mut().is_some_and(|s| s.abort(id.0)) {
                         self.end(id.0, FinishReason::Abort);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use forebay_engine::{
     Allowed, Broken, Clock, Constraint, EngineConfig, EngineHandle, Executor, FinishReason, Orphan,
-    Peers, RequestId, Signal, Wake,
+    Peers, QueuedRequest, RequestId, Signal, Wake,
 };
 use forebay_protocol::{StepMasks, StepPlan};
 use forebay_sim::testing::{Hook, PATIENCE, RigParts, Story, quiet, tell};
@@ -319,6 +319,13 @@ impl Peers for Other {
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan> {
         orphans.into_iter().for_each(|orphan| self.0.adopt(orphan));
         Vec::new()
+    }
+    fn move_pays(&self, _: usize, _: &QueuedRequest<'_>) -> bool {
+        true
+    }
+    fn take(&self, _: usize, orphan: Orphan) -> Option<Orphan> {
+        self.0.adopt(orphan);
+        None
     }
     fn abort(&self, id: RequestId) {
         self.0.abort(id);

@@ -74,6 +74,8 @@ pub(crate) fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
         page_size: 4,
         chunked_prefill_size: 48,
         lookahead,
+        // The tests count on admission in the order of arrival.
+        step_shares: false,
         max_queued_requests: 1000,
         context_length: 256,
         watchdog_timeout: Duration::from_secs(10),

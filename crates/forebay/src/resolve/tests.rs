@@ -45,8 +45,10 @@ const OF_THE_WIRE: [(&str, &str); 6] = [
 ];
 
 /// Keys of what is on unless a flag turns it off, and the flags.
-const TURNED_OFF: [(&str, &str); 4] = [
+const TURNED_OFF: [(&str, &str); 6] = [
     ("fair_queueing", "disable-fair-queueing"),
+    ("step_shares", "disable-step-shares"),
+    ("queue_moves", "disable-queue-moves"),
     ("prefix_cache", "disable-radix-cache"),
     ("remote_media", "no-remote-media"),
     ("webui", "no-webui"),

@@ -41,6 +41,19 @@ impl Memory {
         Some(leased)
     }
 
+    /// Leading positions of a waiting request that are in a tier now, as far as its blocks have
+    /// names already. It may find more or fewer at its admission.
+    pub(crate) fn expected_prefix(&self, entry: &Entry) -> u32 {
+        if !self.caches(entry) {
+            return 0;
+        }
+        let names = entry.known_names();
+        let most = (entry.reusable() / self.page_size) as usize;
+        // A block is not dropped before the ones behind it.
+        let found = names[..most.min(names.len())].partition_point(|&name| self.tiers.knows(name));
+        found as u32 * self.page_size
+    }
+
     /// The number of pages for all known tokens of a request and the next one.
     pub(super) fn pages_for(&self, entry: &Entry) -> usize {
         (entry.known() + u32::from(entry.generates())).div_ceil(self.page_size) as usize

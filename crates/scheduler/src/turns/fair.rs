@@ -14,50 +14,51 @@ pub(crate) const UNITS: u64 = 256;
 /// are never more than twice as many.
 pub(crate) const REMEMBERED: usize = 1 << 14;
 
-/// Waiting items of clients, which take turns by cost. A client's own items go by arrival.
+/// Waiting items of clients, which take turns by cost. A client's own items go by arrival, or by
+/// another order `K` that no two waiting items share.
 #[derive(Debug)]
-pub struct FairQueue<T> {
+pub struct FairQueue<T, K = i64> {
     /// Virtual time, in units.
     now: u64,
     /// Clients with waiting items, by the start of their first one and then by its arrival.
-    turns: BTreeMap<(u64, i64), u64>,
-    clients: HashMap<u64, Account<T>>,
+    turns: BTreeMap<(u64, K), u64>,
+    clients: HashMap<u64, Account<T, K>>,
     /// The number of remembered clients at which those without debts are looked for.
     sweep_at: usize,
 }
 
 /// The items of a client.
 #[derive(Debug)]
-struct Account<T> {
+struct Account<T, K> {
     /// The start of its first waiting item, or of its next one, which is the end of the last one
     /// that had its turn.
     start: u64,
     /// The waiting items and their costs, by arrival.
-    waiting: BTreeMap<i64, (u64, T)>,
+    waiting: BTreeMap<K, (u64, T)>,
 }
 
-impl<T> Default for FairQueue<T> {
+impl<T, K: Copy + Ord> Default for FairQueue<T, K> {
     fn default() -> Self {
         Self { now: 0, turns: BTreeMap::new(), clients: HashMap::new(), sweep_at: 0 }
     }
 }
 
-impl<T> Default for Account<T> {
+impl<T, K: Copy + Ord> Default for Account<T, K> {
     fn default() -> Self {
         Self { start: 0, waiting: BTreeMap::new() }
     }
 }
 
-impl<T> Account<T> {
+impl<T, K: Copy + Ord> Account<T, K> {
     /// The client's place among the clients that wait.
-    fn turn(&self) -> Option<(u64, i64)> {
+    fn turn(&self) -> Option<(u64, K)> {
         self.waiting.first_key_value().map(|(&arrival, _)| (self.start, arrival))
     }
 }
 
-impl<T> FairQueue<T> {
+impl<T, K: Copy + Ord> FairQueue<T, K> {
     /// Puts an item of `client` in. `arrival` is a number that no waiting item has.
-    pub fn insert(&mut self, client: u64, arrival: i64, cost: u64, item: T) {
+    pub fn insert(&mut self, client: u64, arrival: K, cost: u64, item: T) {
         let account = self.clients.entry(client).or_default();
         match account.turn() {
             Some(turn) if turn.1 > arrival => _ = self.turns.remove(&turn),
@@ -86,9 +87,15 @@ impl<T> FairQueue<T> {
         clients.flat_map(|account| account.waiting.values().map(|(_, item)| item))
     }
 
+    /// The items client by client, in the reverse order of [`Self::upcoming`].
+    pub(crate) fn latest(&self) -> impl Iterator<Item = &T> {
+        let clients = self.turns.values().rev().map(|client| &self.clients[client]);
+        clients.flat_map(|account| account.waiting.values().rev().map(|(_, item)| item))
+    }
+
     /// The item of `client` that arrived then, if it waits.
     #[must_use]
-    pub fn get(&self, client: u64, arrival: i64) -> Option<&T> {
+    pub fn get(&self, client: u64, arrival: K) -> Option<&T> {
         self.clients.get(&client)?.waiting.get(&arrival).map(|(_, item)| item)
     }
 
@@ -101,7 +108,7 @@ impl<T> FairQueue<T> {
 
     /// Takes out an item, if it waits. With `charged` its client has had its turn; else the item
     /// costs its client nothing.
-    pub fn take(&mut self, client: u64, arrival: i64, charged: bool) -> Option<T> {
+    pub fn take(&mut self, client: u64, arrival: K, charged: bool) -> Option<T> {
         let active = self.turns.len() as u64;
         let account = self.clients.get_mut(&client)?;
         if let Some(turn) = account.turn() {
@@ -136,6 +143,21 @@ impl<T> FairQueue<T> {
             Some(turn) => _ = self.turns.insert(turn, client),
             None => self.sweep(),
         }
+    }
+
+    /// The virtual time at which the next item of a client starts.
+    pub(crate) fn start_of(&self, client: u64) -> u64 {
+        self.clients.get(&client).map_or(self.now, |account| account.start.max(self.now))
+    }
+
+    /// The virtual time at which the first waiting item starts.
+    pub(crate) fn first_start(&self) -> Option<u64> {
+        self.turns.first_key_value().map(|(&(start, _), _)| start)
+    }
+
+    /// Moves virtual time on.
+    pub(crate) fn advance(&mut self, to: u64) {
+        self.now = self.now.max(to);
     }
 
     /// Forgets clients that owe nothing, now and then, and all that have nothing here once there

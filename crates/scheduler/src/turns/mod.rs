@@ -2,19 +2,26 @@
 //!
 //! - `queue`: the order of waiting requests, by rank and by client (`fair`).
 //! - `shares`: the running requests of each client.
+//! - `claims`: the order in which prompts pass others in a step.
+//! - `pace`: the prompt tokens of a step beside running streams.
 
+pub(crate) mod claims;
 pub(crate) mod fair;
+mod pace;
 mod queue;
 mod shares;
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::config::Policy;
+use crate::config::{Policy, SchedulerConfig};
 use crate::entry::Entry;
 use crate::mean::Mean;
+use crate::memory::Memory;
 use crate::request::{Key, Request, Ticket};
 use crate::roster::Roster;
 use crate::slab::Handle;
+use claims::Claims;
+use pace::Pace;
 use queue::{PROBE_RANK, Queue};
 use shares::Shares;
 
@@ -27,27 +34,36 @@ pub(crate) struct Turns {
     /// The waiting requests, without the suspects.
     pub(crate) queue: Queue,
     pub(crate) shares: Shares,
+    /// `None`: no prompt passes another.
+    pub(crate) claims: Option<Claims>,
     /// The waiting request that did not fit, and the number of returns to the pools then. Until
     /// something comes back, looking again is a waste.
     blocked: Option<(Key, u64)>,
+    /// The same of the request that was to pass others.
+    passing_blocked: Option<(Key, u64)>,
     /// Suspects of the hand's death, resident or not. While there are any, only the first of them
     /// has rows.
     suspects: BTreeMap<Key, Handle>,
     /// Microseconds a token that is computed.
     token_us: Mean,
+    pub(crate) pace: Pace,
 }
 
 impl Turns {
-    pub(crate) fn new(policy: Policy, fair: bool, token_budget: u32) -> Self {
+    pub(crate) fn new(config: &SchedulerConfig) -> Self {
+        let SchedulerConfig { policy, fair, token_budget, step_shares, .. } = *config;
         Self {
             policy,
             fair,
             token_budget,
             queue: Queue::new(fair),
             shares: Shares::default(),
+            claims: step_shares.then(|| Claims::new(fair)),
             blocked: None,
+            passing_blocked: None,
             suspects: BTreeMap::new(),
             token_us: Mean::default(),
+            pace: Pace::new(config.decode_gap),
         }
     }
 
@@ -62,40 +78,52 @@ impl Turns {
     }
 
     /// Lets a request wait for its turn, which does not wait yet.
-    pub(crate) fn line_up(&mut self, handle: Handle, entry: &Entry) {
+    pub(crate) fn line_up(&mut self, handle: Handle, entry: &Entry, memory: &Memory) {
         if entry.mark().is_some() {
             self.suspects.insert(entry.key, handle);
         } else {
-            self.queue.insert(entry.ticket(handle), entry.request.past.admitted);
+            let ticket = entry.ticket(handle);
+            self.queue.insert(ticket, entry.request.past.admitted);
+            if let Some(claims) = &mut self.claims {
+                claims.insert(ticket, entry.goal().saturating_sub(memory.expected_prefix(entry)));
+            }
             self.shares.settled = false;
         }
+    }
+
+    /// Takes out a request that is admitted.
+    pub(crate) fn admitted(&mut self, ticket: &Ticket) {
+        self.queue.admitted(ticket);
+        self.claims.iter_mut().for_each(|claims| claims.remove(ticket));
     }
 
     /// Lets a request have no turn any more.
     pub(crate) fn leave(&mut self, ticket: &Ticket) {
         self.queue.remove(ticket);
+        self.claims.iter_mut().for_each(|claims| claims.remove(ticket));
         self.shares.gone(ticket.handle);
         self.suspects.remove(&ticket.key);
     }
 
     /// Lines a request up again after the hand's death, as a suspect or not. It may be waiting
     /// already.
-    pub(crate) fn line_up_again(&mut self, handle: Handle, entry: &Entry) {
+    pub(crate) fn line_up_again(&mut self, handle: Handle, entry: &Entry, memory: &Memory) {
         let ticket = entry.ticket(handle);
         if entry.mark().is_some() {
             self.queue.remove(&ticket);
+            self.claims.iter_mut().for_each(|claims| claims.remove(&ticket));
         }
         if !self.queue.contains(&ticket) {
-            self.line_up(handle, entry);
+            self.line_up(handle, entry, memory);
         }
     }
 
     /// Clears a suspect.
-    pub(crate) fn clear_suspect(&mut self, handle: Handle, entry: &mut Entry) {
+    pub(crate) fn clear_suspect(&mut self, handle: Handle, entry: &mut Entry, memory: &Memory) {
         entry.request.past.suspect = None;
         self.suspects.remove(&entry.key);
         if entry.residence.is_none() {
-            self.line_up(handle, entry);
+            self.line_up(handle, entry, memory);
         }
     }
 
@@ -104,14 +132,28 @@ impl Turns {
         self.suspects.first_key_value().map(|(_, &handle)| handle)
     }
 
-    /// The waiting request whose turn it is. No request overtakes it.
+    /// The waiting request whose turn it is. Only shares of a step let others be admitted before it
+    /// ([`Self::passing`]).
     pub(crate) fn next(&self) -> Option<Ticket> {
         self.shares.promised.or_else(|| self.queue.first())
     }
 
+    /// The waiting request that is the next to pass prompts in a step. Nobody gets the last slot
+    /// before the one whose turn it is. Those that are admitted before it come to no more tokens
+    /// than it does itself, so that pages are not kept from it for ever.
+    pub(crate) fn passing(&self, roster: &Roster) -> Option<Ticket> {
+        let (claims, next) = (self.claims.as_ref()?, self.next()?);
+        let first = claims.first().filter(|_| self.shares.promised.is_none());
+        let may = |first: &Ticket| {
+            let passed = roster[next.handle].passed.saturating_add(first.cost);
+            first.key == next.key || roster.has_two_places() && passed <= next.cost
+        };
+        Some(first.filter(may).unwrap_or(next))
+    }
+
     /// True if a request lacked pages, and none came back since. `returns` counts returns.
     pub(crate) fn is_blocked(&self, key: Key, returns: u64) -> bool {
-        self.blocked == Some((key, returns))
+        [self.blocked, self.passing_blocked].contains(&Some((key, returns)))
     }
 
     /// The request whose turn it is, if it is blocked.
@@ -122,19 +164,22 @@ impl Turns {
 
     /// Notes that a request lacks pages.
     pub(crate) fn block(&mut self, key: Key, returns: u64) {
-        self.blocked = Some((key, returns));
+        let is_next = self.next().is_some_and(|next| next.key == key);
+        let blocked = if is_next { &mut self.blocked } else { &mut self.passing_blocked };
+        *blocked = Some((key, returns));
         self.shares.settled = false;
     }
 
     /// Has the next request look for pages again.
     pub(crate) fn unblock(&mut self) {
-        self.blocked = None;
+        (self.blocked, self.passing_blocked) = (None, None);
         self.shares.settled = false;
     }
 
     /// Lets nobody wait.
     pub(crate) fn clear(&mut self) {
         self.queue.clear();
+        self.claims.iter_mut().for_each(Claims::clear);
         self.suspects.clear();
     }
 
@@ -206,6 +251,11 @@ impl Turns {
                     self.queue.contains(&entry.ticket(handle)),
                     !resident && !suspect && !held,
                 ),
+                (
+                    "claims",
+                    self.claims.as_ref().is_some_and(|claims| claims.contains(entry.key)),
+                    self.claims.is_some() && !resident && !suspect && !held,
+                ),
                 ("suspects", self.suspects.get(&entry.key) == Some(&handle), suspect),
                 ("held", held && resident, false),
             ];
@@ -230,10 +280,23 @@ impl Turns {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::DecodeGap;
 
     #[test]
     fn a_time_is_worth_as_many_tokens_as_the_device_computes_in_it() {
-        let mut turns = Turns::new(Policy::Fcfs, true, 1);
+        let mut turns = Turns {
+            policy: Policy::Fcfs,
+            fair: true,
+            token_budget: 1,
+            queue: Queue::new(true),
+            shares: Shares::default(),
+            claims: None,
+            blocked: None,
+            passing_blocked: None,
+            suspects: BTreeMap::new(),
+            token_us: Mean::default(),
+            pace: Pace::new(DecodeGap::Off),
+        };
         assert_eq!(turns.tokens_in(10), 0, "no step was seen");
         turns.learn(100, 250);
         assert_eq!((turns.tokens_in(10), turns.tokens_in(2)), (4, 0));

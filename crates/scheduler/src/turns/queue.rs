@@ -58,6 +58,11 @@ impl Queue {
         self.returning.values().chain(fresh).take(count).copied().collect()
     }
 
+    /// The requests that were never admitted, those whose turn comes late first.
+    pub(crate) fn latest(&self) -> impl Iterator<Item = &Ticket> {
+        self.lanes.values().rev().flat_map(FairQueue::latest)
+    }
+
     /// True if a request waits that goes before all others.
     pub(crate) fn has_probe(&self) -> bool {
         let ranks =

@@ -5,6 +5,7 @@ mod harness;
 mod held;
 mod late;
 mod model;
+mod passing;
 mod quarantine;
 mod rules;
 mod seeing;

@@ -2,8 +2,8 @@
 
 use forebay_protocol::{Grid, SamplingParams, SlotSpec};
 use forebay_scheduler::{
-    HostTier, ImageId, Namer, Policy, PromptImage, PromptTail, Request, STEP_WORDS, SavePolicy,
-    SchedulerConfig, Sparse, Tower,
+    DecodeGap, HostTier, ImageId, Namer, Policy, PromptImage, PromptTail, Request, STEP_WORDS,
+    SavePolicy, SchedulerConfig, Sparse, Tower,
 };
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -264,6 +264,8 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 block_events: true,
                 policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
                 fair,
+                step_shares: true,
+                decode_gap: DecodeGap::Off,
                 step_words,
                 vector_size: 2,
                 tokens_a_row: if sparse.is_some() { 1 } else { tokens_a_row },
@@ -273,6 +275,12 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
             }
         },
     )
+}
+
+/// Machines with and without shares of a step.
+fn all_machines() -> impl Strategy<Value = SchedulerConfig> {
+    (machines(), any::<bool>())
+        .prop_map(|(config, step_shares)| SchedulerConfig { step_shares, ..config })
 }
 
 fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
@@ -308,6 +316,8 @@ struct PairOp {
     /// At the second one.
     second: bool,
     op: Op,
+    /// A request that waits there goes to the other one instead.
+    give: Option<usize>,
 }
 
 fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness; 2] {
@@ -317,12 +327,18 @@ fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness
 
 fn run_pair_on(mut pair: [Harness; 2], config: &SchedulerConfig, ops: Vec<PairOp>) -> [Harness; 2] {
     let mut submitted = 0;
-    for PairOp { second, op } in ops {
+    for PairOp { second, op, give } in ops {
         let [first, last] = &mut pair;
         let (here, there) = if second { (last, first) } else { (first, last) };
+        if let Some(at) = give {
+            here.give_one(there, at);
+            continue;
+        }
         match op {
             Op::Submit(ask) => {
-                here.submit(ask.request(submitted, config));
+                let mut request = ask.request(submitted, config);
+                request.past.moves_left = 2;
+                here.submit(request);
                 submitted += 1;
             }
             Op::Abort(at) => {
@@ -352,7 +368,34 @@ fn run_pair_on(mut pair: [Harness; 2], config: &SchedulerConfig, ops: Vec<PairOp
 
 fn pair_ops() -> impl Strategy<Value = Vec<PairOp>> {
     let op = (any::<bool>(), op(&[NAN_TOKEN, KILL_TOKEN], 1));
-    prop::collection::vec(op.prop_map(|(second, op)| PairOp { second, op }), 1..160)
+    let op = op.prop_map(|(second, op)| PairOp { second, op, give: None });
+    prop::collection::vec(op, 1..160)
+}
+
+/// The same, and waiting requests move.
+fn moving_ops() -> impl Strategy<Value = Vec<PairOp>> {
+    let op = (any::<bool>(), op(&[NAN_TOKEN, KILL_TOKEN], 1));
+    let op = (op, prop::option::weighted(0.2, any::<usize>()));
+    prop::collection::vec(op.prop_map(|((second, op), give)| PairOp { second, op, give }), 1..160)
+}
+
+/// Stories of moves: `FOREBAY_MOVES` or a few.
+fn stories_of_moves() -> ProptestConfig {
+    let cases = std::env::var("FOREBAY_MOVES").map(|count| count.parse().expect("a number"));
+    ProptestConfig::with_cases(cases.unwrap_or(512))
+}
+
+proptest! {
+    #![proptest_config(stories_of_moves())]
+
+    /// Two replicas give each other waiting requests while hands die: everybody ends once, with
+    /// the tokens of an undisturbed run, and moves twice at most.
+    #[test]
+    fn everybody_ends_as_if_alone_wherever_they_move(
+        config in all_machines(), depth in 1..=2_usize, ops in moving_ops(),
+    ) {
+        run_pair(config, depth, ops);
+    }
 }
 
 /// No order depends on hashing or on the time: the same calls give the same plans, events and
@@ -362,6 +405,7 @@ fn pair_ops() -> impl Strategy<Value = Vec<PairOp>> {
 #[test]
 fn the_same_calls_give_the_same_digest() {
     let stories = std::env::var("STORIES").map_or(100, |count| count.parse().expect("a number"));
+    let step_shares = std::env::var("STEP_SHARES").is_ok();
     let mut runner = TestRunner::deterministic();
     let story = (machines(), 1..=2_usize, ops(&[NAN_TOKEN], 1), pair_ops());
     let (mut digest, mut steps) = (0_u64, 0);
@@ -369,6 +413,7 @@ fn the_same_calls_give_the_same_digest() {
         let tree = story.new_tree(&mut runner).expect("nothing is filtered");
         let run = || {
             let (config, depth, ops, pair_ops) = tree.current();
+            let config = SchedulerConfig { step_shares, ..config };
             let harness = || Harness::new(config.clone(), depth).record();
             let alone = run_on(harness(), &config, ops);
             let [first, second] = run_pair_on([harness(), harness()], &config, pair_ops);
@@ -388,21 +433,21 @@ proptest! {
 
     #[test]
     fn everybody_ends_as_if_alone(
-        config in machines(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 0),
+        config in all_machines(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 0),
     ) {
         run(config, depth, ops);
     }
 
     #[test]
     fn everybody_ends_as_if_alone_on_a_hand_that_is_killed(
-        config in machines(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 1),
+        config in all_machines(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 1),
     ) {
         run(config, depth, ops);
     }
 
     #[test]
     fn everybody_ends_as_if_alone_whoever_takes_them_over(
-        config in machines(), depth in 1..=2_usize, ops in pair_ops(),
+        config in all_machines(), depth in 1..=2_usize, ops in pair_ops(),
     ) {
         run_pair(config, depth, ops);
     }
@@ -411,7 +456,7 @@ proptest! {
     /// aborted or done for otherwise.
     #[test]
     fn only_killers_are_poisoned(
-        config in machines(), depth in 1..=2_usize, ops in ops(&[KILL_TOKEN], 0),
+        config in all_machines(), depth in 1..=2_usize, ops in ops(&[KILL_TOKEN], 0),
     ) {
         let asks = ops.clone();
         let harness = run(config.clone(), depth, ops);

@@ -60,6 +60,7 @@ fn large() -> SchedulerConfig {
         page_size: 16,
         token_budget: 1024,
         fair: true,
+        step_shares: true,
         ..config()
     }
 }

@@ -90,6 +90,7 @@ impl Told {
                     generated: 0,
                     max_tokens,
                     arrived_us: moment.at_us,
+                    waits_for: None,
                 };
                 self.unseen.insert(moment.id, (at, view));
                 return;
@@ -144,6 +145,7 @@ fn shown(replica: usize, view: RequestView) -> RequestTick {
         generated: view.generated,
         max_tokens: view.max_tokens,
         since_us: view.arrived_us,
+        waits_for: view.waits_for.map(|id| id.to_string()),
     }
 }
 
@@ -161,6 +163,7 @@ mod tests {
             generated,
             max_tokens: 50,
             arrived_us: 5,
+            waits_for: None,
         }
     }
 

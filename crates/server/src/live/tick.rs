@@ -92,6 +92,8 @@ pub(super) struct RequestTick {
     pub(super) generated: u32,
     pub(super) max_tokens: u32,
     pub(super) since_us: u64,
+    /// The request whose prompt is computed before this one's.
+    pub(super) waits_for: Option<String>,
 }
 
 /// A watcher's knowledge of the engines.

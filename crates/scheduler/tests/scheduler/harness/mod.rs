@@ -43,6 +43,15 @@ pub(crate) struct Client {
     pub(crate) deaths: u32,
     /// Rounds without a row since it became the most important.
     idle: u32,
+    /// Tokens of those that were admitted before it while it was the most important that waits.
+    passed: u64,
+}
+
+impl Client {
+    /// Tokens that it may come to.
+    fn cost(&self) -> u64 {
+        self.request.prompt.len() as u64 + u64::from(self.request.max_tokens)
+    }
 }
 
 /// A step in flight: who takes part, with which pages, and the result that will come.
@@ -120,6 +129,7 @@ impl Harness {
             preemptions: 0,
             deaths: 0,
             idle: 0,
+            passed: 0,
             request: request.clone(),
         };
         assert!(self.clients.insert(request.id, client).is_none());
@@ -374,19 +384,38 @@ impl Harness {
     pub(crate) fn move_to(&mut self, other: &mut Self) {
         other.was_reset = true;
         for request in self.scheduler.surrender() {
-            self.record.iter_mut().for_each(|record| record.note(&request));
-            let mut client = self.clients.remove(&request.id).expect("submitted");
-            client.waits = false;
-            assert_eq!(client.end, None);
-            let so_far = [client.request.generated.as_slice(), &client.tokens].concat();
-            assert_eq!(request.generated, so_far, "{}", request.id);
-            assert_eq!(request.past.admitted, client.admissions > 0);
-            other.clients.insert(request.id, client);
-            other.scheduler.submit(request);
+            self.hand_to(other, request);
         }
         assert_eq!(self.live().count(), 0);
         self.check();
         other.check();
+    }
+
+    /// One of the waiting requests goes to a harness that goes on with it, if any may.
+    pub(crate) fn give_one(&mut self, other: &mut Self, at: usize) {
+        let movable: Vec<u64> = self.scheduler.movable().map(|request| request.id).collect();
+        let Some(&id) = movable.get(at % movable.len().max(1)) else { return };
+        let left = self.clients[&id].request.past.moves_left;
+        let request = self.scheduler.withdraw(id).expect("it may move");
+        assert_eq!(self.scheduler.withdraw(id).map(|request| request.id), None, "it is gone");
+        assert_eq!(request.past.moves_left, left - 1);
+        (self.was_reset, other.was_reset) = (true, true);
+        self.clients.get_mut(&id).expect("submitted").request.past.moves_left -= 1;
+        self.hand_to(other, request);
+        self.check();
+        other.check();
+    }
+
+    fn hand_to(&mut self, other: &mut Self, request: Request) {
+        self.record.iter_mut().for_each(|record| record.note(&request));
+        let mut client = self.clients.remove(&request.id).expect("submitted");
+        client.waits = false;
+        assert_eq!(client.end, None);
+        let so_far = [client.request.generated.as_slice(), &client.tokens].concat();
+        assert_eq!(request.generated, so_far, "{}", request.id);
+        assert_eq!(request.past.admitted, client.admissions > 0);
+        other.clients.insert(request.id, client);
+        other.scheduler.submit(request);
     }
 
     /// Runs until everybody has ended, and checks that they did as they should.
@@ -457,10 +486,18 @@ impl Harness {
     }
 
     fn admitted(&mut self, id: u64, cached_tokens: u32, replayed: bool) {
-        let order = self.clients[&id].order;
         if !self.was_reset && !self.config.fair {
-            let overtaken = self.live().find(|(_, other)| !other.resident && other.order < order);
-            assert_eq!(overtaken.map(|(id, _)| id), None, "{id} overtakes");
+            let cost = self.clients[&id].cost();
+            let waiting = self.clients.values_mut().filter(|c| c.end.is_none() && !c.resident);
+            // Those that were admitted before go first.
+            let turn =
+                |client: &&mut Client| (client.order.0, client.admissions == 0, client.order.1);
+            let first = waiting.min_by_key(turn).expect("this one waits");
+            if first.request.id != id {
+                first.passed += cost;
+                let may = self.config.step_shares && first.passed <= first.cost();
+                assert!(may, "{id} overtakes, and {} tokens have", first.passed);
+            }
         }
         let client = self.clients.get_mut(&id).expect("submitted");
         assert_eq!(client.end, None);
@@ -476,6 +513,7 @@ impl Harness {
             "{id} has no names to find"
         );
         client.cached_tokens += cached_tokens;
+        client.passed = 0;
         client.admissions += 1;
         client.idle = 0;
     }

@@ -1,7 +1,9 @@
 //! Requests, and what each gives when it is alone.
 
 use forebay_protocol::{Pooling, PromptLogprobs, SlotSpec};
-use forebay_scheduler::{Finish, Namer, Policy, PromptTail, Request, STEP_WORDS, SchedulerConfig};
+use forebay_scheduler::{
+    DecodeGap, Finish, Namer, Policy, PromptTail, Request, STEP_WORDS, SchedulerConfig,
+};
 
 use crate::device::{append, next_token, of_prompt, read_prompt};
 
@@ -18,6 +20,8 @@ pub(crate) fn config() -> SchedulerConfig {
         block_events: true,
         policy: Policy::Fcfs,
         fair: false,
+        step_shares: false,
+        decode_gap: DecodeGap::Off,
         step_words: STEP_WORDS,
         vector_size: 2,
         tokens_a_row: 1,

@@ -1,0 +1,51 @@
+//! Queued requests that go to another scheduler although this one's hand lives.
+
+use forebay_kvcache::BlockHash;
+
+use crate::Scheduler;
+use crate::request::Request;
+
+/// A waiting request that may go to another scheduler.
+#[derive(Debug, Clone, Copy)]
+pub struct QueuedRequest<'a> {
+    /// The id of the request.
+    pub id: u64,
+    /// The number of its known tokens.
+    pub tokens: u32,
+    /// Names of its leading full blocks, as far as they are known.
+    pub names: &'a [BlockHash],
+}
+
+impl Scheduler {
+    /// Waiting requests that may go elsewhere, those whose turn comes last first. They were never
+    /// admitted, so nothing of them is here but their place in the queue.
+    pub fn movable(&self) -> impl Iterator<Item = QueuedRequest<'_>> {
+        let latest = self.turns.queue.latest();
+        let entries = latest.map(|ticket| &self.roster[ticket.handle]);
+        let may = entries.filter(|entry| {
+            let Request { past, probe, .. } = &entry.request;
+            past.moves_left > 0 && !probe
+        });
+        may.map(|entry| QueuedRequest {
+            id: entry.request.id,
+            tokens: entry.known(),
+            names: entry.known_names(),
+        })
+    }
+
+    /// Gives a request away for another scheduler that [`Self::movable`] has named. `None`: it has
+    /// been admitted since, or is gone.
+    pub fn withdraw(&mut self, id: u64) -> Option<Request> {
+        let handle = self.roster.find(id)?;
+        let entry = &self.roster[handle];
+        let past = entry.request.past;
+        if entry.residence.is_some() || past.admitted || past.suspect.is_some() {
+            return None;
+        }
+        let ticket = entry.ticket(handle);
+        self.turns.leave(&ticket);
+        let mut request = self.roster.remove(handle)?.into_request();
+        request.past.moves_left = past.moves_left.saturating_sub(1);
+        Some(request)
+    }
+}

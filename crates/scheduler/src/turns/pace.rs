@@ -1,0 +1,174 @@
+//! The number of prompt tokens that a step may have beside running streams, so that their next
+//! tokens come in time.
+//!
+//! The time of a step is learned: that of steps that only decode, and what prompts add to it. A
+//! prompt adds a time for each token. It adds one for each pair of a token and a position before
+//! it too, since chunks of a long prompt take longer the deeper they are.
+
+use crate::config::DecodeGap;
+use crate::mean::Mean;
+
+/// The automatic bound, in steps that only decode. A step reads all weights however few tokens it
+/// has, so a smaller one spends more of the device's time on that.
+const STEPS: f64 = 6.0;
+/// The weight of the steps before, at each step with prompts.
+const FADING: f64 = 1.0 - 1.0 / 64.0;
+/// The share of independent variation below which both times can't be told apart.
+const SINGULAR: f64 = 1e-6;
+
+/// The learned times of steps.
+#[derive(Debug)]
+pub(crate) struct Pace {
+    gap: DecodeGap,
+    /// Microseconds of a step that only decodes.
+    decode_us: Mean,
+    /// Fading sums of products of tokens, pairs and the time that they took: a least-squares fit.
+    sums: Sums,
+}
+
+#[derive(Debug, Default)]
+struct Sums {
+    tokens_tokens: f64,
+    tokens_pairs: f64,
+    pairs_pairs: f64,
+    tokens_us: f64,
+    pairs_us: f64,
+}
+
+impl Pace {
+    pub(crate) fn new(gap: DecodeGap) -> Self {
+        Self { gap, decode_us: Mean::default(), sums: Sums::default() }
+    }
+
+    /// Learns from the time of a step. `rows` gives the first position and the length of each.
+    pub(crate) fn learn(&mut self, rows: impl Iterator<Item = (u32, u32)>, device_us: u32) {
+        if self.gap == DecodeGap::Off || device_us == 0 {
+            return;
+        }
+        let (mut tokens, mut pairs, mut any) = (0.0, 0.0, false);
+        for (start, length) in rows {
+            any = true;
+            if length > 1 {
+                let length = f64::from(length);
+                tokens += length;
+                pairs += length * (f64::from(start) + length / 2.0);
+            }
+        }
+        let device_us = f64::from(device_us);
+        if tokens > 0.0 {
+            let us = (device_us - self.decode_us.get().unwrap_or(0.0)).max(0.0);
+            self.sums.add(tokens, pairs, us);
+        } else if any {
+            self.decode_us.learn(device_us);
+        }
+    }
+
+    /// The largest number of prompt tokens, of at most `most`, that a step may have beside running
+    /// streams. `depth`: the position at which the prompts go on.
+    pub(crate) fn tokens(&self, most: u32, depth: u32) -> u32 {
+        let decode_us = self.decode_us.get();
+        let gap_us = match self.gap {
+            DecodeGap::Off => None,
+            DecodeGap::Auto => decode_us.map(|us| STEPS * us),
+            DecodeGap::Micros(us) => Some(f64::from(us)),
+        };
+        let (Some(gap_us), (token_us, pair_us)) = (gap_us, self.sums.times()) else { return most };
+        let left_us = (gap_us - decode_us.unwrap_or(0.0)).max(0.0);
+        // The positive root of pair_us / 2 * n^2 + first_us * n = left_us.
+        let first_us = token_us + pair_us * f64::from(depth);
+        let root = (first_us * first_us + 2.0 * pair_us * left_us).sqrt();
+        if first_us + root > 0.0 {
+            (2.0 * left_us / (first_us + root)).min(f64::from(most)) as u32
+        } else {
+            most
+        }
+    }
+}
+
+impl Sums {
+    fn add(&mut self, tokens: f64, pairs: f64, us: f64) {
+        let add = |sum: &mut f64, product: f64| *sum = *sum * FADING + product;
+        add(&mut self.tokens_tokens, tokens * tokens);
+        add(&mut self.tokens_pairs, tokens * pairs);
+        add(&mut self.pairs_pairs, pairs * pairs);
+        add(&mut self.tokens_us, tokens * us);
+        add(&mut self.pairs_us, pairs * us);
+    }
+
+    /// Microseconds for a token and for a pair; 0: nothing was measured.
+    fn times(&self) -> (f64, f64) {
+        let Self { tokens_tokens, tokens_pairs, pairs_pairs, tokens_us, pairs_us } = *self;
+        if tokens_tokens == 0.0 {
+            return (0.0, 0.0);
+        }
+        let determinant = tokens_tokens * pairs_pairs - tokens_pairs * tokens_pairs;
+        if determinant > SINGULAR * tokens_tokens * pairs_pairs {
+            let token_us = (tokens_us * pairs_pairs - pairs_us * tokens_pairs) / determinant;
+            let pair_us = (pairs_us * tokens_tokens - tokens_us * tokens_pairs) / determinant;
+            match (token_us >= 0.0, pair_us >= 0.0) {
+                (true, true) => return (token_us, pair_us),
+                (false, _) => return (0.0, pairs_us / pairs_pairs),
+                (true, false) => {}
+            }
+        }
+        (tokens_us / tokens_tokens, 0.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device of 8 ms a step, 20 us a prompt token and 1 ns a pair.
+    fn device_us(start: u32, length: u32) -> u32 {
+        let length = f64::from(length);
+        let pairs = length * (f64::from(start) + length / 2.0);
+        (8000.0 + 20.0 * length + 0.001 * pairs) as u32
+    }
+
+    fn learned(gap: DecodeGap, length: u32) -> Pace {
+        let mut pace = Pace::new(gap);
+        for step in 0..200 {
+            pace.learn([(500, 1), (700, 1)].into_iter(), 8000);
+            let start = step * length;
+            pace.learn([(500, 1), (start, length)].into_iter(), device_us(start, length));
+        }
+        pace
+    }
+
+    #[test]
+    fn a_step_with_as_many_tokens_takes_the_gap() {
+        let pace = learned(DecodeGap::Micros(30_000), 512);
+        for depth in [0, 10_000, 100_000, 1_000_000] {
+            let tokens = pace.tokens(u32::MAX, depth);
+            let us = device_us(depth, tokens);
+            assert!((29_000..=31_000).contains(&us), "{tokens} tokens at {depth} take {us} us");
+        }
+        assert_eq!(pace.tokens(100, 0), 100, "no more than there is room for");
+        assert_eq!(learned(DecodeGap::Micros(7000), 512).tokens(1024, 0), 0, "decoding takes more");
+    }
+
+    #[test]
+    fn the_automatic_bound_is_some_steps_that_only_decode() {
+        let pace = learned(DecodeGap::Auto, 512);
+        let us = f64::from(device_us(0, pace.tokens(u32::MAX, 0)));
+        assert!((us - STEPS * 8000.0).abs() < 1000.0, "{us}");
+    }
+
+    #[test]
+    fn without_a_bound_or_a_measurement_all_tokens_have_room() {
+        assert_eq!(learned(DecodeGap::Off, 512).tokens(1024, 1_000_000), 1024);
+        for gap in [DecodeGap::Auto, DecodeGap::Micros(1000)] {
+            assert_eq!(Pace::new(gap).tokens(1024, 0), 1024);
+        }
+    }
+
+    #[test]
+    fn equal_chunks_at_one_depth_tell_a_time_a_token() {
+        let mut pace = Pace::new(DecodeGap::Micros(10_000));
+        for _ in 0..100 {
+            pace.learn([(0, 100)].into_iter(), 5000);
+        }
+        assert!((199..=200).contains(&pace.tokens(u32::MAX, 0)));
+    }
+}
