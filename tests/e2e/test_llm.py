@@ -158,7 +158,7 @@ def test_an_error_loses_no_other_result(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"^`top_p`"):
         llm.generate("one", SamplingParams(top_p=7), use_tqdm=False)
     with pytest.raises(RequestError, match=r"1 of 2 .* context"):
-        llm.generate(["short", [5] * 5000], GREEDY, use_tqdm=False)
+        llm.generate([{"prompt": "short"}, {"prompt_token_ids": [5] * 5000}], GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="makes no vectors"):
         llm.embed("x", use_tqdm=False)
     with pytest.raises(ValueError, match="`sampling_params`: 1 entries for 2 prompts"):

@@ -337,7 +337,9 @@ def write_gguf(path: Path, family: str, folder: Path, form: Form = PLAIN) -> Pat
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    _METADATA.get(arch, lambda *_: None)(writer, config)
+    more = _METADATA.get(arch)
+    if more is not None:
+        more(writer, config)
     _tokenizer(writer, config.vocab_size)
     tensors = dict(_converted(family, folder, arch, config))
     form.change(tensors)

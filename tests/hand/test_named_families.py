@@ -24,7 +24,7 @@ from tests.hand.gguf_models import Form
 from tests.hand.named_models import ARCHITECTURES, LATENT_NAMED, NAMED, model_of, save, write_gguf
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, greedy_reference, hub_weights
 from tests.hand.test_families import table
-from tests.hand.test_rust_hand import rust, settings, torch_runner
+from tests.hand.test_rust_hand import brain_of, rust, settings, torch_runner
 
 ALL = NAMED | LATENT_NAMED
 COUNT = 8
@@ -130,7 +130,7 @@ def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, family: st
     path = write_gguf(tmp_path / "m.gguf", family, tmp_path / "model")
     with rust(tmp_path, settings(described(path, tmp_path), max_total_tokens=1 << 13)) as runner:
         requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
-        MiniBrain(runner).serve(requests, 17)
+        brain_of(runner).serve(requests, 17)
         check(family, requests)
 
 
@@ -153,7 +153,7 @@ def test_fused_and_stacked_matrices_stay_in_their_blocks(tmp_path: Path, family:
     values = settings(described(path, tmp_path), quantization="gguf", dtype="bfloat16")
     with rust(tmp_path, values) as runner:
         requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts()]
-        MiniBrain(runner).serve(requests, 17)
+        brain_of(runner).serve(requests, 17)
         assert all(len(request.tokens) == COUNT for request in requests)
     told = (tmp_path / "stderr").read_text()
     assert "computing with blocks of the file" in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from forebay.llm.progress import Stages
 
 
 def test_only_old_and_empty_folders_of_ours_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folders = {name: tmp_path / name for name in ("forebay-llm-old", "forebay-llm-new", "forebay-llm-full", "other")}
     for folder in folders.values():
         folder.mkdir()

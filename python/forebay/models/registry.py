@@ -70,7 +70,8 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
             f"the model attends to a sliding window of {config.sliding_window} positions, which is not supported: "
             f"serve it with a context length of at most that, not {context_length}"
         )
-    config = replace(config, rope_scaling=at_context(config.rope_scaling, context_length))
+    scaling = at_context(config.rope_scaling, context_length)
+    config = replace(config, rope_scaling=None if scaling is None else dict(scaling))
     return FAMILIES[config.architecture](config, params, backend, ops)
 
 

@@ -120,7 +120,8 @@ class ModelConfig:
         """
         architecture = _architecture(d)
         if architecture in NAMED:
-            return resolve(d, architecture, cls.from_dict)
+            named: ModelConfig = resolve(d, architecture, cls.from_dict)
+            return named
         if architecture in DECODERS:
             return cls._with_tower(d, architecture)
         layers = size(d, "num_hidden_layers", most=MOST_LAYERS)
