@@ -207,10 +207,8 @@ impl<E: Number> Tiny<E> {
         }
     }
 
-    /// Sigmoids are corrected (DeepSeek-V3), and the softmax of a router in 32 bits without groups
-    /// (ERNIE 4.5).
     fn corrected(&self) -> bool {
-        self.routing.scores == 1 || self.routing.in_float32 == 1 && self.routing.groups == 1
+        corrected(&self.routing)
     }
 
     /// The shared expert of this size has a gate (Qwen2-MoE).
@@ -413,6 +411,12 @@ const SOFTMAX: RoutingSpec = RoutingSpec {
     normalise: 1,
     scaling: 1.0,
 };
+/// Sigmoids are corrected (DeepSeek-V3), and the softmax of a router in 32 bits without groups
+/// (ERNIE 4.5).
+fn corrected(routing: &RoutingSpec) -> bool {
+    routing.scores == 1 || routing.in_float32 == 1 && routing.groups == 1
+}
+
 /// The size of a shared expert with a gate.
 const GATED: u32 = 40;
 const ROUTINGS: [RoutingSpec; 5] = [
@@ -504,10 +508,10 @@ fn a_rule_that_differs_is_noticed() {
         found.iter().zip(wanted).all(close)
     };
     for (index, routing) in ROUTINGS.iter().enumerate() {
-        let correction = if routing.scores == 1 { &correction[..] } else { &[] };
+        let own = if corrected(routing) { &correction[..] } else { &[] };
         for (other, wanted) in ROUTINGS.iter().enumerate() {
-            let of_other = if wanted.scores == 1 { correction } else { &[] };
-            let agrees = same(&chosen(routing, correction), &rule(wanted, &wide, of_other));
+            let of_other = if corrected(wanted) { &correction[..] } else { &[] };
+            let agrees = same(&chosen(routing, own), &rule(wanted, &wide, of_other));
             // Groups need not change a choice, the rest of these rules does.
             assert!(agrees == (index == other) || (index + other == 2 && agrees));
         }

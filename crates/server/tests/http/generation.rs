@@ -278,7 +278,10 @@ async fn tokens_and_back() {
         server.post("/detokenize", json!({"tokens": tokens, "with_pieces": true})).await;
     let pieces: Vec<&str> =
         answer["pieces"].as_array().unwrap().iter().map(|it| it.as_str().unwrap()).collect();
-    assert_eq!((pieces.len(), pieces.concat().as_str()), (tokens.len(), TEXT));
+    // A token that is one byte of a character has no text of its own.
+    let alone = |c: char| if c.is_ascii() { c.into() } else { "\u{fffd}".repeat(c.len_utf8()) };
+    let texts: String = TEXT.chars().map(alone).collect();
+    assert_eq!((pieces.len(), pieces.concat()), (tokens.len(), texts));
     let body = json!({"messages": [{"role": "user", "content": "hi"}]});
     let (_, answer) = server.post("/tokenize", body).await;
     assert_eq!(answer["tokens"], json!(server.encode("user: hi\nassistant:")));
