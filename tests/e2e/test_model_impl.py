@@ -179,8 +179,8 @@ def test_preemption_changes_no_token(model: Model, serve: Serve) -> None:
     ("family", "mode"),
     [
         ("gpt-oss", "lasttoken"),
-        ("qwen3.5", "mean"),
-        pytest.param("gpt-oss", "mean", marks=pytest.mark.slow),
+        ("qwen3.5", "mean_tokens"),
+        pytest.param("gpt-oss", "mean_tokens", marks=pytest.mark.slow),
         pytest.param("qwen3.5", "lasttoken", marks=pytest.mark.slow),
     ],
 )
@@ -199,7 +199,7 @@ def test_vectors_are_those_of_the_base_model(
     for prompt, one in zip(prompts, found, strict=True):
         with torch.inference_mode():
             states = tiny.reference.model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
-        wanted = states.mean(0) if mode == "mean" else states[-1]
+        wanted = states.mean(0) if mode == "mean_tokens" else states[-1]
         np.testing.assert_allclose(one["embedding"], torch.nn.functional.normalize(wanted, dim=0), atol=1e-4)
     assert server.http.get("/server_info").json()["config"]["hand_reason"].startswith("transformers' own code")
 
@@ -225,7 +225,7 @@ def test_a_host_tier_gives_blocks_back(models: Models, serve: Serve) -> None:
         (("--quantization", "w8a8_int8"), "for which there is not --quantization"),
         (("--tp-size", "2"), "for which there is not several ranks"),
         (("--kv-cache-dtype", "int8"), "for which there is not --kv-cache-dtype"),
-        (("--attention-backend", "triton"), "for which there is not --attention-backend"),
+        (("--attention-backend", "triton"), "--attention-backend and --cuda-graph-max-bs are for --device cuda"),
         (("--enable-hisparse", "--enable-hierarchical-cache"), "hisparse"),
     ],
 )

@@ -257,7 +257,7 @@ fn starved(rig: &Rig, enough: u32, count: u64) -> HashMap<u64, (usize, FinishRea
     for id in 0..count {
         rig.handle.submit(request(id, vec![1, 2], room - 2)).expect("room");
     }
-    follow(&rig, count as usize)
+    follow(rig, count as usize)
 }
 
 #[test]
