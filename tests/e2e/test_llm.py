@@ -157,8 +157,9 @@ def test_an_error_loses_no_other_result(llm: LLM) -> None:
     assert all(output.finished for output in outputs)
     with pytest.raises(RequestError, match=r"^`top_p`"):
         llm.generate("one", SamplingParams(top_p=7), use_tqdm=False)
+    mixed: list[str | list[int]] = ["short", [5] * 5000]
     with pytest.raises(RequestError, match=r"1 of 2 .* context"):
-        llm.generate([{"prompt": "short"}, {"prompt_token_ids": [5] * 5000}], GREEDY, use_tqdm=False)
+        llm.generate(mixed, GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="makes no vectors"):
         llm.embed("x", use_tqdm=False)
     with pytest.raises(ValueError, match="`sampling_params`: 1 entries for 2 prompts"):
