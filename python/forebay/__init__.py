@@ -1,4 +1,4 @@
-"""Forebay, an LLM serving engine. Rust decides, a hand computes.
+"""Forebay, an LLM serving engine.
 
 `LLM` and `AsyncLLM` are the engine as a library: docs/python.md. They are imported when they are first used, because
 hands import this package too.

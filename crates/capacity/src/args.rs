@@ -65,16 +65,12 @@ pub struct PlanArgs {
     /// Do not share the KV pages of equal beginnings.
     #[arg(long, visible_alias = "no-enable-prefix-caching")]
     pub disable_radix_cache: bool,
-    /// Have the first prompt in turn take all that a step has left for prompts, however long it is.
-    #[arg(long)]
-    pub disable_step_shares: bool,
-    /// The time between two tokens of a running request for which steps leave room beside prompts,
-    /// in milliseconds; `auto`: a few times a step without prompts; `off`.
-    #[arg(long, value_name = "MS|auto|off", default_value = "auto", value_parser = decode_gap)]
-    pub decode_gap_ms: DecodeGap,
-    /// Leave queued requests where they are, although another replica has much less to do.
-    #[arg(long)]
-    pub disable_queue_moves: bool,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "its flags are documented")]
+    pub shares: ShareArgs,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "its flags are documented")]
+    pub moves: MoveArgs,
     /// The size of each replica's host tier in GB (10^9 bytes).
     #[arg(long, value_name = "GB", conflicts_with = "hicache_ratio", value_parser = from_zero)]
     pub hicache_size: Option<f64>,
@@ -96,6 +92,29 @@ pub struct PlanArgs {
     /// Seed of the jitter.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+}
+
+/// Flags of `serve` and `plan` about prompts that are computed beside others.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct ShareArgs {
+    /// The first prompt in turn takes all that a step has left for prompts, however long it is.
+    /// Otherwise prompts with little left to compute get up to half of that before it.
+    #[arg(long)]
+    pub disable_step_shares: bool,
+    /// The time between two tokens of a running request for which steps leave room, in
+    /// milliseconds: beside it a step has as few prompt tokens as that takes. `auto`: six times a
+    /// step without prompts, as measured; `off`.
+    #[arg(long, value_name = "MS|auto|off", default_value = "auto", value_parser = decode_gap)]
+    pub decode_gap_ms: DecodeGap,
+}
+
+/// Flags of `serve` and `plan` about requests that wait.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct MoveArgs {
+    /// Leave queued requests where they are. Otherwise one moves where that halves what is computed
+    /// before its first token, twice at most.
+    #[arg(long)]
+    pub disable_queue_moves: bool,
 }
 
 /// The policy that chooses a replica for a request.
@@ -195,10 +214,7 @@ fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64,
 }
 
 /// Reads `--decode-gap-ms`.
-///
-/// # Errors
-/// It is neither `auto` nor `off` nor a number above 0.
-pub fn decode_gap(text: &str) -> Result<DecodeGap, String> {
+fn decode_gap(text: &str) -> Result<DecodeGap, String> {
     let expected = "expected milliseconds above 0, auto or off";
     match text {
         "auto" => Ok(DecodeGap::Auto),

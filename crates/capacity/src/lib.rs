@@ -48,7 +48,7 @@ mod traffic;
 use anyhow::{Context, Result, bail};
 use forebay_sim::Profile;
 
-pub use args::{PlanArgs, Router, Slo, SloMetric, WritePolicy, decode_gap};
+pub use args::{MoveArgs, PlanArgs, Router, ShareArgs, Slo, SloMetric, WritePolicy};
 pub use memory::{Memory, RankMemory};
 pub use sparse::{KvSave, KvSaveOrder, SparseArgs, hot_row_tokens};
 

@@ -54,12 +54,14 @@ fn config() -> EngineConfig {
 }
 
 impl Rig {
+    /// Replicas whose queued requests stay: one that moves counts at both.
     fn start(count: usize, method: Method) -> Self {
-        Self::with(
-            count,
-            ReplicasConfig { load_balance_method: method, ..ReplicasConfig::default() },
-            config(),
-        )
+        let how = ReplicasConfig {
+            load_balance_method: method,
+            queue_moves: false,
+            ..ReplicasConfig::default()
+        };
+        Self::with(count, how, config())
     }
 
     fn with(count: usize, how: ReplicasConfig, config: EngineConfig) -> Self {
@@ -442,7 +444,7 @@ fn polled_loads_are_not_looked_at_in_between() {
     let polled = ReplicasConfig {
         load_balance_method: Method::ShortestQueue,
         load_watch_interval: Duration::from_micros(u64::MAX / 2),
-        ..ReplicasConfig::default()
+        queue_moves: false,
     };
     let mut rig = Rig::with(3, polled, config());
     // The only report said that nobody has anything to do, so everybody takes turns, however long

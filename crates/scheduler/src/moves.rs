@@ -16,12 +16,16 @@ pub struct QueuedRequest<'a> {
     pub names: &'a [BlockHash],
 }
 
+/// The number of waiting requests that are looked at, so that a queue of requests that may not move
+/// costs no more than a short one.
+const LOOKED_AT: usize = 64;
+
 impl Scheduler {
-    /// Waiting requests that may go elsewhere, those whose turn comes last first. They were never
-    /// admitted, so nothing of them is here but their place in the queue.
+    /// Requests that may go elsewhere among the last [`LOOKED_AT`] of the queue, those whose turn
+    /// comes last first. They were never admitted, so nothing of them is here but their place.
     pub fn movable(&self) -> impl Iterator<Item = QueuedRequest<'_>> {
         let latest = self.turns.queue.latest();
-        let entries = latest.map(|ticket| &self.roster[ticket.handle]);
+        let entries = latest.take(LOOKED_AT).map(|ticket| &self.roster[ticket.handle]);
         let may = entries.filter(|entry| {
             let Request { past, probe, .. } = &entry.request;
             past.moves_left > 0 && !probe

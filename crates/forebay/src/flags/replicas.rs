@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use forebay_balance::Method;
+use forebay_capacity::MoveArgs;
 
 use super::duration::seconds;
 use super::ranks::{Arrangement, RankFlags};
@@ -51,10 +52,8 @@ pub(crate) struct ReplicaFlags {
     /// `shortest_queue`. The flag is there to measure the worth of exact loads. 0: loads are exact.
     #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
     pub(crate) load_watch_interval: Duration,
-    /// Leave queued requests where they are. Otherwise one moves where that halves what is computed
-    /// before its first token, twice at most.
-    #[arg(long)]
-    pub(crate) disable_queue_moves: bool,
+    #[command(flatten)]
+    pub(crate) moves: MoveArgs,
     #[command(flatten)]
     pub(crate) unknown: ElsewhereFlags,
     /// Run all hands on other machines, which join at this address with `forebay worker --join`.

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use forebay_capacity::decode_gap;
-use forebay_engine::{DecodeGap, EngineConfig, Policy};
+use forebay_capacity::ShareArgs;
+use forebay_engine::{EngineConfig, Policy};
 
 use super::duration::seconds;
 
@@ -26,15 +26,8 @@ pub(crate) struct ScheduleFlags {
     /// requests of a client are.
     #[arg(long)]
     pub(crate) disable_fair_queueing: bool,
-    /// The first prompt in turn takes all that a step has left for prompts, however long it is.
-    /// Otherwise prompts with little left to compute get up to half of that before it.
-    #[arg(long)]
-    pub(crate) disable_step_shares: bool,
-    /// The time between two tokens of a running request for which steps leave room, in
-    /// milliseconds: beside it a step has as few prompt tokens as that takes. `auto`: six times a
-    /// step without prompts, as measured; `off`.
-    #[arg(long, value_name = "MS|auto|off", default_value = "auto", value_parser = decode_gap)]
-    pub(crate) decode_gap_ms: DecodeGap,
+    #[command(flatten)]
+    pub(crate) shares: ShareArgs,
     /// Largest `priority`, and smallest below 0, that clients may ask for; others are answered 400
     /// [default: any].
     #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
@@ -78,8 +71,8 @@ impl ScheduleFlags {
             max_queued_requests: self.max_queued_requests,
             queue_timeout: self.queue_timeout,
             fair_queueing: !self.disable_fair_queueing,
-            step_shares: !self.disable_step_shares,
-            decode_gap_ms: self.decode_gap_ms,
+            step_shares: !self.shares.disable_step_shares,
+            decode_gap_ms: self.shares.decode_gap_ms,
             chunked_prefill_size: self.chunked_prefill_size.unwrap_or(usual.chunked_prefill_size),
             page_size: self.page_size.unwrap_or(usual.page_size),
             prefix_cache: !self.disable_radix_cache,

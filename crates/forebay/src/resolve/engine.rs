@@ -84,7 +84,7 @@ pub(super) fn replicas(flags: &ReplicaFlags) -> Result<ReplicasConfig> {
     let config = ReplicasConfig {
         load_balance_method: flags.load_balance_method.into(),
         load_watch_interval: flags.load_watch_interval,
-        queue_moves: !flags.disable_queue_moves,
+        queue_moves: !flags.moves.disable_queue_moves,
     };
     let polled = !config.load_watch_interval.is_zero();
     if polled && config.load_balance_method != Method::ShortestQueue {
