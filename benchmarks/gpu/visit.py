@@ -75,12 +75,13 @@ _HELLO = _tests("--maxfail=2", f"{_DEVICE}/test_steps.py", "-k", "float32_tokens
 
 VISITS: dict[str, tuple[float, Sequence[Part]]] = {
     "first": (
-        300.0,
+        360.0,
         (
             Part("hello", 90, _HELLO),
             Part("twins", 45, _HELLO, {VARIABLE: "reference"}, after_failure_of="hello"),
             Part("steps", 95, _bench("steps", 85, "ceilings steps", "Qwen3-0.6B")),
             Part("trace", 40, ["-m", "benchmarks.gpu.trace", "--out", "FOLDER"]),
+            Part("sweep", 60, ["-m", "benchmarks.gpu.sweep", "--seconds", "52", "--out", "FOLDER/tried.json"]),
             Part("kernels", 70, _tests("-n", "12", "--maxfail=60", f"{_DEVICE}/test_kernels.py")),
         ),
     ),

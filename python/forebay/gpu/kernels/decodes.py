@@ -12,7 +12,7 @@ import triton.language as tl
 
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.kernels.join import Parts, keep_part, part_length
-from forebay.gpu.kernels.launch import launch
+from forebay.gpu.kernels.launch import dependents, launch
 from forebay.gpu.kernels.shape import LOG2_E, Shape, splits
 from forebay.gpu.kernels.walk import walk
 
@@ -51,8 +51,10 @@ def decodes_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     DOT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One part of one row for a block of the query heads of one key head; grid: rows, key heads * blocks, SPLITS."""
+    dependents(OVERLAP)
     row = tl.program_id(0)
     token = tl.load(first + row).to(tl.int64)
     length = tl.load(first + row + 1) - token
@@ -128,5 +130,6 @@ def attend_decodes(
         BLOCK=tiles.m,
         PAGE=rows.page_size,
         SPLITS=parts.count,
+        overlap=True,
     )
     parts.join(out, rows.first, shape)

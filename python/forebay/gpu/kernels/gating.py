@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from forebay.gpu.kernels.launch import cdiv, launch
+from forebay.gpu.kernels.launch import cdiv, dependents, launch
 
 _BLOCK = 1024
 
@@ -18,8 +18,9 @@ def silu(x):
 
 
 @triton.jit
-def gate_kernel(gate_up, out, stride, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(gate_up, out, stride, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """A block of one token's elements; the grid is tokens, blocks."""
+    dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < INNER
@@ -34,5 +35,5 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, inner = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner)
     grid = tokens, cdiv(inner, _BLOCK)
-    launch(gate_kernel, grid, gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, num_warps=4)
+    launch(gate_kernel, grid, gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, overlap=True, num_warps=4)
     return out

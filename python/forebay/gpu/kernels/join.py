@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from forebay.gpu.kernels.launch import launch, power_of_2
+from forebay.gpu.kernels.launch import dependents, launch, power_of_2
 from forebay.gpu.kernels.shape import Shape
 
 
@@ -63,8 +63,10 @@ def join_kernel(
     DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row and head; the grid is rows, HEADS. ROWS: rows are those of `first`, without chunks."""
+    dependents(OVERLAP)
     row, head = tl.program_id(0), tl.program_id(1)
     token = row.to(tl.int64)
     if ROWS:
@@ -115,5 +117,6 @@ class Parts:
             DIM_BLOCK=power_of_2(shape.dim),
             SPLITS=self.count,
             ROWS=first is not None,
+            overlap=True,
             num_warps=4,
         )

@@ -7,6 +7,7 @@ without graphs compiles for the first step with some number of rows.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -53,15 +54,37 @@ COMPILATIONS = Compilations()
 triton.knobs.runtime.jit_cache_hook = COMPILATIONS.note
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool = False, **options: Any) -> None:
     """Runs `grid` programs of a kernel on the current stream; `options` are its constants and Triton's own.
 
-    A grid without programs launches nothing.
+    A grid without programs launches nothing. `overlap`: the kernel has OVERLAP, and calls `dependents`.
     """
     if 0 in grid:
         return
+    if overlap:
+        options["OVERLAP"] = overlaps(args[0].device)
+        if options["OVERLAP"]:
+            options["launch_pdl"] = True
     # Triton 3.10 will turn the fusion of products and sums off where nobody asks for it.
     kernel[grid](*args, enable_fp_fusion=True, **options)
+
+
+VARIABLE = "FOREBAY_GPU_OVERLAP"
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """True if a kernel may begin before the one before it ends: Hopper and later."""
+    asked = os.environ.get(VARIABLE, "0") == "1" and COMPILES
+    return asked and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+@triton.jit
+def dependents(OVERLAP: tl.constexpr):
+    """Lets the next kernel begin, and waits for the end of the one before (programmatic dependent launch)."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @cache

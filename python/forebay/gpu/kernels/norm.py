@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from forebay.gpu.kernels.launch import launch, power_of_2
+from forebay.gpu.kernels.launch import dependents, launch, power_of_2
 
 
 @triton.jit
@@ -21,8 +21,10 @@ def norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token; grid: tokens."""
+    dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < HIDDEN
@@ -53,6 +55,7 @@ def add_norm(
         HIDDEN=hidden,
         BLOCK=block,
         ADD=residual is not None,
+        overlap=True,
         num_warps=max(1, min(16, block // 512)),
     )
     return out, summed

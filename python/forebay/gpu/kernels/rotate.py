@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from forebay.gpu.kernels.eight_bits import kept
-from forebay.gpu.kernels.launch import cdiv, launch, power_of_2
+from forebay.gpu.kernels.launch import cdiv, dependents, launch, power_of_2
 
 _ELEMENTS = 2048
 """Elements of the heads of one program."""
@@ -41,8 +41,10 @@ def rotate_kernel(
     REST_BLOCK: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A block of one token's heads; the grid is tokens, blocks. A head is two halves that are rotated, and a rest."""
+    dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     half: tl.constexpr = TURNED // 2
@@ -130,6 +132,7 @@ def rotate_and_keep(
         REST_BLOCK=power_of_2(dim - turned),
         HEADS_BLOCK=per_program,
         NORM=norms is not None,
+        overlap=True,
         num_warps=4,
     )
     q, k, v = qkv.unflatten(1, (heads, dim)).split((queries, count, count), dim=1)
