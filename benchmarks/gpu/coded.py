@@ -52,12 +52,12 @@ class Matrix:
 
 def products(
     ops: Kernels, device: torch.device, rows: int, inputs: int, tokens: int
-) -> Iterator[Callable[[], Operator | None]]:
-    """The product of one matrix in each kind, as a hand computes it there."""
+) -> Iterator[tuple[str, Callable[[], Operator]]]:
+    """The kinds, and the product of one matrix in each, as a hand computes it there."""
     for kind in KINDS:
         # What a processor has of it is for tests of models, and not for every number of tokens.
         if device.type == "cuda" or kind != "8-bit floats by row":
-            yield partial(_product, ops, device, rows, inputs, tokens, kind)
+            yield kind, partial(_product, ops, device, rows, inputs, tokens, kind)
 
 
 def _product(ops: Kernels, device: torch.device, rows: int, inputs: int, tokens: int, kind: str) -> Operator:

@@ -90,7 +90,8 @@ def _operators(
             yield partial(layer, ops, heads, device, tokens)
         for name, rows, inputs in matrices(heads):
             yield partial(_linear, name, rows, inputs, device, tokens)
-        yield from coded.products(ops, device, 2 * heads.inner, heads.hidden, tokens)
+        for _, product in coded.products(ops, device, 2 * heads.inner, heads.hidden, tokens):
+            yield product
         yield partial(coded.experts, ops, config, device, tokens)
     for rows in sizes.rows:
         yield partial(_greedy, ops, vocabulary, device, rows)

@@ -2,8 +2,8 @@
 
     python3 -m benchmarks.gpu.sweep --seconds 40 --out sweep.json
 
-Attention with other tiles, products of few rows beside PyTorch's, and the kernels of a step of one row with and without
-programmatic dependent launches. First many processes compile, then one measures.
+Attention with other tiles, products of one row beside PyTorch's, products with codes in their two ways, and the kernels
+of a step of one row with and without programmatic dependent launches. First many processes compile, then one measures.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,103 +23,86 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu import coded
 from benchmarks.gpu.clock import Operator, captured, copies_of, seconds
 from benchmarks.gpu.operators import EPS, Heads, Paged, attention, matrices
 from benchmarks.gpu.shapes import SHAPES
 from forebay.device import DeviceError, open_device
+from forebay.gpu import products
 from forebay.gpu.choose import kernels
-from forebay.gpu.kernels import decodes, launch
-from forebay.gpu.kernels.few import product_of_few
+from forebay.gpu.kernels import launch
 from forebay.gpu.kernels.shape import Shape, Tiles
 
 COMPILERS = 12
-NAMES = ("Qwen3-0.6B", "Qwen3-8B")
+SMALL, LARGE = "Qwen3-0.6B", "Qwen3-8B"
 DECODES = ((1, 512), (1, 4096), (1, 32768), (17, 4096), (64, 512), (64, 4096), (256, 1536))
+"""Rows, and positions of each."""
 CHUNKS = ((0, 2048), (4096, 512), (30720, 2048))
-DECODE_TILES = tuple(
-    (16, tile, warps, stages)
-    for tile, warps, stages in (
-        *((64, 4, 3), (64, 4, 5), (64, 4, 7), (32, 4, 5), (32, 4, 7), (32, 2, 5), (128, 4, 5), (128, 8, 5)),
-    )
+"""Positions before, and tokens."""
+DECODE_TILES = (
+    *(Tiles(16, 64, 4, stages) for stages in (3, 5, 7)),
+    *(Tiles(16, 32, 4, stages, 660) for stages in (3, 5, 7)),
+    *(Tiles(16, 128, warps, 5) for warps in (4, 8)),
 )
-CHUNK_TILES = ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 3))
-ONE = (
-    *((8, 512, 4, 2), (16, 512, 4, 2), (4, 1024, 4, 1), (8, 1024, 8, 1)),
-    *((8, 256, 4, 4), (4, 512, 2, 2), (4, 1024, 4, 3)),
+CHUNK_TILES = (
+    *(Tiles(128, tile, 8, stages) for tile in (64, 128) for stages in (2, 3)),
+    *(Tiles(64, tile, 4, 3) for tile in (64, 128)),
 )
-FEW = ((16, 256, 4, 4), (16, 128, 4, 5), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4), (16, 512, 4, 3))
+CHAINS = tuple((own, overlapping) for own in (False, True) for overlapping in (False, True))
 LAYERS = 28
-CHAINS = tuple((rows, own, overlapping) for rows in (1, 16) for own in (False, True) for overlapping in (False, True))
-Job = tuple[str, Callable[[], Operator], Callable[[], Any]]
-"""A name, the operator, and the context in which it runs."""
+Job = tuple[str, Callable[[], Operator], Callable[[], AbstractContextManager[Any]]]
+"""A name, the operator, and the change under which it runs."""
 
 
 def jobs(device: torch.device) -> Iterator[Job]:
     """All that is measured, what matters most first."""
     ops = kernels()
-    for name in NAMES:
+    for name in (SMALL, LARGE):
         heads = Heads.of(SHAPES[name])
         for matrix, rows, inputs in matrices(heads):
-            label = f"{name} {matrix} {rows} x {inputs}"
-            for tokens in (1, 16):
-                yield f"{label}, {tokens}: PyTorch", lambda a=(rows, inputs, tokens): linear(device, *a), nullcontext
-                for config in ONE if tokens == 1 else FEW:
-                    make = lambda a=(rows, inputs, tokens), c=config: linear(device, *a, config=c)  # noqa: E731
-                    yield f"{label}, {tokens}: {config}", make, nullcontext
-            for tokens in (8, 64):
-                yield f"{label}, {tokens}: PyTorch", lambda a=(rows, inputs, tokens): linear(device, *a), nullcontext
-    heads = Heads.of(SHAPES[NAMES[0]])
-    for at, case in enumerate(DECODES):
-        rows = [(case[1] - 1, 1)] * case[0]
-        for tiles in DECODE_TILES:
-            context = lambda t=tiles: patch.object(Shape, "decode_tiles", lambda _: Tiles(*t))  # noqa: E731
-            yield f"decode {case}: {tiles}", lambda r=rows: attention(ops, heads, device, r), context
-        if at in (1, 3):
-            for most in (528, 1056):
-                context = lambda m=most: patch.object(decodes, "splits", lambda p: splits(p, m))  # noqa: E731
-                yield f"decode {case}: {most} programs", lambda r=rows: attention(ops, heads, device, r), context
-    for chunk in CHUNKS:
-        for tiles in CHUNK_TILES:
-            context = lambda t=tiles: patch.object(Shape, "chunk_tiles", lambda _: Tiles(*t))  # noqa: E731
-            yield f"chunk {chunk}: {tiles}", lambda r=[chunk]: attention(ops, heads, device, r), context
+            for own in (False, True):
+                how = "one row" if own else "PyTorch"
+                yield f"{name} {matrix}, 1 token: {how}", partial(linear, device, rows, inputs, own), nullcontext
+        for tokens in (1, 16, 32, 64, 256):
+            for multiplied_out in (False, True):
+                how = "multiplied out" if multiplied_out else "in its codes"
+                change = partial(patch.object, products, "MANY_ROWS", 0 if multiplied_out else 1 << 30)
+                for kind, make in coded.products(ops, device, 2 * heads.inner, heads.hidden, tokens):
+                    yield f"{name} gate_up in {kind}, {tokens} tokens: {how}", make, change
+    heads = Heads.of(SHAPES[SMALL])
+    for rows_of, method, tiles in (
+        *(([(end - 1, 1)] * count, "decode_tiles", DECODE_TILES) for count, end in DECODES),
+        *(([chunk], "chunk_tiles", CHUNK_TILES) for chunk in CHUNKS),
+    ):
+        for one in tiles:
+            what = f"attention, {len(rows_of)} rows {rows_of[0]}: {one}"
+            change = partial(patch.object, Shape, method, lambda _, one=one: one)
+            yield what, partial(attention, ops, heads, device, rows_of), change
 
 
-def splits(programs: int, most: int) -> int:
-    """As the kernels' own, with other numbers of programs."""
-    return 1 << (max(1, min(32, most // programs)).bit_length() - 1)
-
-
-def linear(
-    device: torch.device, rows: int, inputs: int, tokens: int, config: tuple[int, int, int, int] | None = None
-) -> Operator:
-    """A product with a matrix that no cache holds."""
-    bytes_ = 2.0 * (rows * inputs + tokens * (rows + inputs))
-    copies = copies_of(bytes_)
+def linear(device: torch.device, rows: int, inputs: int, own: bool) -> Operator:
+    """A product of one row with a matrix that no cache holds."""
+    bytes_ = 2.0 * (rows * inputs + rows + inputs)
+    copies, ops = copies_of(bytes_), kernels()
     weights = torch.randn(copies, rows, inputs, dtype=torch.bfloat16, device=device)
-    x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=device)
-
-    def run(at: int) -> object:
-        if config is None:
-            return F.linear(x, weights[at])
-        return product_of_few(x, weights[at], None, one=config, few=config)
-
-    return Operator("", run, copies, bytes_)
+    x = torch.randn(1, inputs, dtype=torch.bfloat16, device=device)
+    product = partial(ops.one_row, bias=None) if own else F.linear
+    return Operator("", lambda at: product(x, weights[at]), copies, bytes_)
 
 
-def chain(device: torch.device, name: str, rows: int, own: bool) -> Callable[[], object]:
-    """The kernels of all layers of a step, one behind the other. `own`: products of few rows by our kernel."""
-    ops, heads = kernels(), Heads.of(SHAPES[name])
-    layers = [
-        {m: torch.randn(r, k, dtype=torch.bfloat16, device=device) for m, r, k in matrices(heads)}
-        for _ in range(LAYERS)
-    ]
-    paged = Paged.make(replace(heads), device, [(511, 1)] * rows)
-    x = torch.randn(rows, heads.hidden, dtype=torch.bfloat16, device=device)
-    norm = torch.ones(heads.hidden, dtype=torch.bfloat16, device=device)
-    norms = (torch.ones(heads.dim, dtype=torch.bfloat16, device=device),) * 2
-    angles = torch.randn(rows, 1, heads.dim, dtype=torch.bfloat16, device=device)
-    writes = torch.arange(rows, device=device)
-    product = (lambda a, b: product_of_few(a, b, None)) if own else F.linear
+def chain(device: torch.device, own: bool) -> Callable[[], object]:
+    """The kernels of all layers of a step of one row, one behind the other. `own`: our products."""
+    ops, heads = kernels(), Heads.of(SHAPES[SMALL])
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    layers = [{name: random(rows, inputs) for name, rows, inputs in matrices(heads)} for _ in range(LAYERS)]
+    paged = Paged.make(heads, device, [(511, 1)])
+    x, norm, angles = random(1, heads.hidden), random(heads.hidden), random(1, 1, heads.dim)
+    norms = random(heads.dim), random(heads.dim)
+    writes = torch.arange(1, device=device)
+    product = partial(ops.one_row, bias=None) if own else F.linear
 
     def step() -> object:
         state, residual = ops.add_norm(x, None, norm, EPS)
@@ -139,18 +122,48 @@ def chain(device: torch.device, name: str, rows: int, own: bool) -> Callable[[],
 
 def chains(device: torch.device) -> Iterator[tuple[str, float]]:
     """Microseconds of chains with and without overlaps."""
-    for rows, own, overlapping in CHAINS:
-        with patch.object(launch, "overlaps", lambda _, o=overlapping: o), torch.inference_mode():
-            us = 1e6 * seconds(captured(chain(device, NAMES[0], rows, own), device), device)
-        yield f"chain, {rows} rows, own products {own}, overlap {overlapping}", us
+    for own, overlapping in CHAINS:
+        with patch.object(launch, "overlaps", lambda _, asked=overlapping: asked), torch.inference_mode():
+            us = 1e6 * seconds(captured(chain(device, own), device), device)
+        yield f"layers of one row, own products {own}, overlap {overlapping}", us
+
+
+def compile_share(device: torch.device, share: int, deadline: float) -> None:
+    """Compiles what one of several processes compiles."""
+    with torch.inference_mode():
+        for number, (_, make, change) in enumerate(jobs(device)):
+            if number % COMPILERS == share and time.monotonic() < deadline:
+                with change():
+                    make().run(0)
+        if share < len(CHAINS):
+            own, overlapping = CHAINS[share]
+            with patch.object(launch, "overlaps", lambda _: overlapping):
+                chain(device, own)()
+    torch.cuda.synchronize()
+
+
+def measure(device: torch.device, deadline: float) -> Iterator[tuple[str, float, float | None]]:
+    """Names, microseconds and GB/s."""
+    for name, us in chains(device):
+        yield name, us, None
+    with torch.inference_mode():
+        for name, make, change in jobs(device):
+            if time.monotonic() > deadline:
+                print("out of time")
+                return
+            with change():
+                operator = make()
+                us = 1e6 * operator.seconds(device)
+            yield name, us, operator.bytes / us / 1e3
+            del operator
 
 
 def main() -> int:
     """Compiles or measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40)
-    parser.add_argument("--compile", type=int, help="compile a share of all")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=40, help="the longest time [40]")
+    parser.add_argument("--compile", type=int, metavar="SHARE", help="compile a share of the kernels, and measure none")
+    parser.add_argument("--out", type=Path, help="a file for the results")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     try:
@@ -159,49 +172,17 @@ def main() -> int:
         print(f"skipped: {error}")
         return 0
     if options.compile is not None:
-        with torch.inference_mode():
-            for number, (_, make, context) in enumerate(jobs(device)):
-                if number % COMPILERS == options.compile and time.monotonic() < deadline:
-                    with context():
-                        make().run(0)
-            if options.compile < len(CHAINS):
-                rows, own, overlapping = CHAINS[options.compile]
-                with patch.object(launch, "overlaps", lambda _: overlapping):
-                    chain(device, NAMES[0], rows, own)()
-        torch.cuda.synchronize()
+        compile_share(device, options.compile, deadline)
         return 0
     mine = [sys.executable, "-m", "benchmarks.gpu.sweep", "--seconds", str(options.seconds / 2), "--compile"]
-    compilers = [subprocess.Popen([*mine, str(number)]) for number in range(COMPILERS)]
+    for compiler in [subprocess.Popen([*mine, str(share)]) for share in range(COMPILERS)]:
+        compiler.wait()
     found: dict[str, Any] = {}
-
-    def keep(name: str, us: float, gbps: float | None) -> None:
+    for name, us, gbps in measure(device, deadline):
         found[name] = {"us": us, "gbps": gbps}
         print(f"{name}: {us:.2f} us" + ("" if gbps is None else f", {gbps:.0f} GB/s"), flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps(found, indent=1))
-
-    for compiler in compilers:
-        compiler.wait()
-    print(f"compiled, {deadline - time.monotonic():.0f} s left", flush=True)
-    try:
-        for name, us in chains(device):
-            keep(name, us, None)
-    except Exception as error:
-        print(f"chains: {error!r}", flush=True)
-    with torch.inference_mode():
-        for name, make, context in jobs(device):
-            if time.monotonic() > deadline:
-                print("out of time")
-                break
-            try:
-                with context():
-                    operator = make()
-                    us = 1e6 * operator.seconds(device)
-            except Exception as error:
-                print(f"{name}: {error!r}", flush=True)
-                continue
-            keep(name, us, operator.bytes / us / 1e3)
-            del operator
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1))
     return 0
 
 

@@ -64,7 +64,8 @@ impl Scheduler {
         if decodes > 0 {
             let prefills = self.roster.prefills.values();
             let depth = prefills.map(|&handle| self.roster[handle].computed).max();
-            left = self.turns.pace.tokens(left, depth.unwrap_or(0));
+            let context = step.flight.rows.iter().map(|row| u64::from(row.start)).sum();
+            left = self.turns.pace.tokens(left, depth.unwrap_or(0), context);
         }
         // Without the floor, enough decoding requests would starve prefill for ever.
         self.plan_prompts(left.max(self.config.page_size), step);

@@ -210,6 +210,7 @@ class PagedSteps:
         self._device.copy_out(memory.block[: len(answers.block)], answers.block)
 
     def capture(self) -> None:
+        self._model().rotary.keep(self._tables.token_pool.shape[1])
         # A plan without rows: all of what is computed meanwhile is padding.
         self._input.zero_()
         received = self._at_its_place

@@ -135,7 +135,8 @@ class NoStrayCopies(_Mode):
         told = (args, kwargs) if func is _aten.copy_.default else (args, kwargs, result)
         tensors = [leaf for leaf in tree_leaves(told) if isinstance(leaf, torch.Tensor)]
         # An operator takes a number of the host as a tensor without dimensions, and passes it on to its kernel.
-        ours = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim()]
+        # Nothing waits for a copy of nothing, and memory of no size is not pinned.
+        ours = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim() and tensor.numel()]
         if ours and len(ours) < len([tensor for tensor in tensors if tensor.dim()]):
             goes_on = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking")
             if func is not _aten.copy_.default or not goes_on or not all(tensor.is_pinned() for tensor in ours):

@@ -50,7 +50,10 @@ class Attention(Protocol):
 
 
 class Layers(Protocol):
-    """A layer's work on each token alone, without matrix products. Last dimensions are dense."""
+    """A layer's work on each token alone. Last dimensions are dense."""
+
+    def one_row(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x W^T + b` [1, outputs] of x [1, inputs] and `weight` [outputs, inputs], summed in float32."""
 
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -155,7 +158,9 @@ class Sampling(Protocol):
         """The first largest of each row of logits [r, vocabulary], int64 [r]; and bool [r], true if all are finite."""
 
     def draw(self, logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
-        """Overwrites `tokens` int64 [r] of rows with a temperature, by float32 logits [r, vocabulary].
+        """Overwrites `tokens` int64 [r], which `greedy` gave, of rows with a temperature.
+
+        They are drawn by float32 logits [r, vocabulary].
 
         The filters and their order are in `docs/protocol.md`. A row that is not finite may get any token.
         """
@@ -226,6 +231,9 @@ class Quantised(Protocol):
 
     def product(self, x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.Tensor:
         """`x W^T + b` [n, rows] of x [n, inputs], whose rows are dense, in its type."""
+
+    def expand(self, matrix: Codes, dtype: torch.dtype) -> torch.Tensor:
+        """The values [rows, inputs] of a matrix, each rounded once."""
 
     def experts_of_codes(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Codes, down: Codes

@@ -136,7 +136,7 @@ class GpuOps:
             top_p.index_copy_(0, *draw.nucleus)
         min_p = torch.zeros_like(top_p) if draw.min_p is None else draw.min_p
         bits = (draw.u * 2.0**_BITS_OF_U).long() << 64 - _BITS_OF_U
-        tokens = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+        tokens, _ = self._kernels.greedy(logits)
         self._kernels.draw(logits, Wishes(draw.temperature, top_k, top_p, min_p, bits), tokens)
         return tokens
 

@@ -1,4 +1,4 @@
-"""`layers.quantised.Products` with the operators of this package, and PyTorch's product of 8-bit floats.
+"""`layers.quantised.Products` with the operators of this package, and PyTorch's products.
 
 As in `ops`, the arguments of layers are described by the attributes that are read.
 """
@@ -8,11 +8,17 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from forebay.gpu.interface import Codes, Kernels
 
 _ALIGNED = 16
 """The factor of sizes of matrices for PyTorch's product of 8-bit floats."""
+MANY_ROWS = 32
+"""Above that many rows the time is that of the units for products, and not that of the matrix's bytes.
+
+It is then quicker to multiply the matrix out first.
+"""
 
 
 class Matrix(Codes, Protocol):
@@ -38,7 +44,15 @@ class GpuProducts:
             return torch._scaled_mm(codes, rows.t(), scale, matrix.scale.t(), bias=bias, out_dtype=x.dtype)
         if matrix.order is not None:
             x = x.index_select(1, matrix.order)
+        if len(x) > MANY_ROWS and x.dtype == torch.bfloat16:
+            return F.linear(x, self._kernels.expand(matrix, x.dtype), bias)
         return self._kernels.product(x, matrix, bias)
+
+    def dense(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # In float32 a row's sums have one order, whatever other rows there are.
+        if len(x) == 1 and x.dtype == torch.bfloat16:
+            return self._kernels.one_row(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Matrix, down: Matrix

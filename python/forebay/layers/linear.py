@@ -64,6 +64,8 @@ class Linear:
             assert self._products is not None
             return self._products.product(x, self.kept, self.bias)
         if self._packed is None:
+            if self._products is not None:
+                return self._products.dense(x, self.weight, self.bias)
             return F.linear(x, self.weight, self.bias)
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y

@@ -25,10 +25,13 @@ _RANDOM_SCALES = 0.04, 0.005
 
 
 class Products(Protocol):
-    """A device's products with matrices that it keeps in their stored bits."""
+    """A device's products with matrices."""
+
+    def dense(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x W^T + b` [tokens, rows] of x [tokens, inputs] and `weight` [rows, inputs], in their type."""
 
     def product(self, x: torch.Tensor, matrix: KeptMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x W^T + b` [tokens, rows] of x [tokens, inputs], in its type."""
+        """As `dense`, of a matrix that is kept in its stored bits."""
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: KeptMatrix, down: KeptMatrix

@@ -82,6 +82,18 @@ def check_product(
     within(given, expected, expected.abs() * rounding(dtype) + size * SINGLE)
 
 
+def check_expand(
+    operators: Kernels, rows: int, shape: Shape, dtype: torch.dtype, device: torch.device = CPU, seed: int = 0
+) -> None:
+    """A value is a code times a scale, in float32, and rounded once."""
+    matrix = Codes.random(rows, shape, seed, device)
+    with poisoned():
+        given = operators.expand(matrix, dtype)
+    assert given.dtype == dtype
+    expected = matrix.values()
+    within(given, expected, expected.abs() * rounding(dtype))
+
+
 def check_experts_of_codes(
     operators: Kernels,
     tokens: int,

@@ -42,6 +42,29 @@ def turned_halves(x: torch.Tensor, rotation: Rotation, pairs: bool = False) -> t
     return out, size
 
 
+def check_one_row(
+    operators: Kernels,
+    rows: int,
+    inputs: int,
+    biased: bool,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> None:
+    """Sums are float32: only the result is rounded. The kernel before writes the row: a program must wait for it."""
+    numbers = Numbers(device, seed)
+    weight, x = numbers.normal(rows, inputs, dtype=dtype), numbers.normal(1, inputs, dtype=dtype)
+    bias = numbers.normal(rows, dtype=dtype) if biased else None
+    with poisoned():
+        state, _ = operators.add_norm(x, None, torch.ones_like(x[0]), EPS)
+        given = operators.one_row(state, weight, bias)
+    expected = state.double() @ weight.double().T
+    size = state.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        expected, size = expected + bias.double(), size + bias.double().abs()
+    within(given, expected, expected.abs() * rounding(dtype) + size * SINGLE)
+
+
 def check_norm(
     operators: Kernels,
     tokens: int,

@@ -130,8 +130,11 @@ def of_layers() -> Iterator[Case]:
     for dtype, type_ in TYPES.items():
         for name, model in MODELS.items():
             heads = Heads(model.heads, model.kv_heads, model.dim)
-            for tokens in (3, 500):
-                small, end = tokens == 3, f"{name} {type_}: {tokens} tokens"
+            for rows, inputs in ((4096, model.hidden), (model.hidden, model.inner)):
+                what = f"one_row {name} {type_}: {rows} x {inputs}"
+                yield case(what, layers.check_one_row, rows, inputs, rows < inputs, dtype, small=model is SMOLLM2)
+            for tokens in (1, 3, 500):
+                small, end = tokens < 500, f"{name} {type_}: {tokens} tokens"
                 for added in (False, True):
                     what = "add_norm with a residual" if added else "add_norm"
                     yield case(f"{what} {end}", layers.check_norm, tokens, model.hidden, added, dtype, small=small)
@@ -196,6 +199,9 @@ def products() -> Iterator[Case]:
                             dtype=dtype,
                             small=name != "Llama-3.1-8B",
                         )
+        for kind, (group, block_rows, fold) in kinds.items():
+            shape = 1024, group or 1024, block_rows, fold
+            yield case(f"expand {kind} {type_}", codes.check_expand, 3072, shape, dtype, small=True)
         for inputs in (1024, 14336):
             yield case(f"quantise {type_}: {inputs} inputs", codes.check_quantise, 64, inputs, dtype, small=True)
 

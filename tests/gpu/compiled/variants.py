@@ -75,17 +75,23 @@ def layer(model: Model) -> Iterator[tuple[str, Operators]]:
     def small(*shape: int) -> torch.Tensor:
         return meta(*shape, dtype=dtype)
 
-    def layers() -> None:
-        x = small(64, model.hidden)
+    def layers(tokens: int) -> None:
+        x = small(tokens, model.hidden)
         kernels.add_norm(x, None, small(model.hidden), 1e-5)
         kernels.add_norm(x, x, small(model.hidden), 1e-5)
         norms = (small(model.dim), small(model.dim)) if model.norms else None
-        angles, pool = small(64, 1, model.turned), pool_of(model)
-        qkv, writes = small(64, heads * model.dim), meta(64, dtype=torch.int64)
+        angles, pool = small(tokens, 1, model.turned), pool_of(model)
+        qkv, writes = small(tokens, heads * model.dim), meta(tokens, dtype=torch.int64)
         kernels.rotate_and_keep(qkv, model.heads, norms, 1e-5, angles, angles, pool, pool, writes)
-        kernels.gate(small(64, 2 * model.inner))
+        kernels.gate(small(tokens, 2 * model.inner))
 
-    yield "layer", layers
+    def one_row() -> None:
+        layers(1)
+        for rows, inputs in ((heads * model.dim, model.hidden), (model.hidden, model.inner)):
+            kernels.one_row(small(1, inputs), small(rows, inputs), small(rows) if rows > inputs else None)
+
+    yield "layer", lambda: layers(64)
+    yield "layer of one row", one_row
     if model.experts is not None:
         yield "experts", lambda: [experts(model, tokens) for tokens in (1, 64, 2048)]
 
@@ -124,6 +130,7 @@ def quantised(name: str, dtype: torch.dtype, experts_of: int = 128, each: int = 
                 matrix = Codes.make(rows, inputs, group or inputs, block_rows, fold)
                 bias = meta(rows, dtype=dtype) if rows > inputs else None
                 kernels.product(meta(tokens, inputs, dtype=dtype), matrix, bias)
+                kernels.expand(matrix, dtype)
 
     def mixture(group: int | None, block_rows: int, fold: int) -> None:
         hidden, inner = 2048, 768

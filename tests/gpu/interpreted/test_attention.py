@@ -29,7 +29,7 @@ ROW = st.one_of(
 
 def check(operators: Kernels, rows: list[tuple[int, int]], *, parts: int = 2, **changes: Any) -> None:
     """Rows of one token are read in `parts`."""
-    with patch.object(sys.modules["forebay.gpu.kernels.decodes"], "splits", lambda programs: parts):
+    with patch.object(sys.modules["forebay.gpu.kernels.decodes"], "splits", lambda programs, fill: parts):
         check_attend(operators, rows, **changes)
 
 

@@ -48,7 +48,7 @@ def use(operators: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Choice, "attention", lambda choice: TritonAttention(operators, null_page=0))
     # As on a small device: a row of one token is read in few parts.
     for user in ("decodes", "chosen"):
-        monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "splits", lambda programs: 2)
+        monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "splits", lambda programs, fill: 2)
 
 
 @BOTH

@@ -14,7 +14,14 @@ from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
 from forebay.layers.ops import Heads
 from tests.gpu.checks.eight_bits import check_8_bits, check_kept
-from tests.gpu.checks.layers import check_gate, check_index_keys, check_latent, check_norm, check_rotate
+from tests.gpu.checks.layers import (
+    check_gate,
+    check_index_keys,
+    check_latent,
+    check_norm,
+    check_one_row,
+    check_rotate,
+)
 from tests.gpu.checks.memory import CPU
 from tests.gpu.support import BOTH
 
@@ -26,6 +33,13 @@ DTYPE = st.sampled_from([torch.float32, torch.bfloat16])
 @given(tokens=st.integers(1, 5), hidden=st.integers(1, 300), added=st.booleans(), dtype=DTYPE, seed=st.integers(0, 99))
 def test_norm(operators: Kernels, tokens: int, hidden: int, added: bool, dtype: torch.dtype, seed: int) -> None:
     check_norm(operators, tokens, hidden, added, dtype, CPU, seed)
+
+
+@BOTH
+@settings(max_examples=12, deadline=None)
+@given(rows=st.integers(1, 40), inputs=st.sampled_from([1, 7, 64, 300, 2500]), dtype=DTYPE, seed=st.integers(0, 99))
+def test_one_row(operators: Kernels, rows: int, inputs: int, dtype: torch.dtype, seed: int) -> None:
+    check_one_row(operators, rows, inputs, bool(seed % 2), dtype, CPU, seed)
 
 
 @BOTH

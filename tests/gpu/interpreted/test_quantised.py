@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from forebay.gpu import kernels, reference
 from forebay.gpu.interface import Kernels
-from tests.gpu.checks.codes import Codes, Shape, check_experts_of_codes, check_product, check_quantise
+from tests.gpu.checks.codes import Codes, Shape, check_expand, check_experts_of_codes, check_product, check_quantise
 from tests.gpu.checks.memory import nan
 from tests.gpu.support import BOTH, WATCHED
 
+TYPE = st.sampled_from([torch.float32, torch.bfloat16])
 SHAPES = st.sampled_from(
     [
         # inputs, group, block_rows, fold
@@ -34,6 +35,14 @@ SHAPES = st.sampled_from(
 @given(tokens=st.integers(1, 20), rows=st.sampled_from([1, 8, 33, 70]), shape=SHAPES, seed=st.integers(0, 99))
 def test_product(operators: Kernels, tokens: int, rows: int, shape: Shape, seed: int) -> None:
     check_product(operators, tokens, rows, shape, biased=bool(seed % 2), seed=seed)
+
+
+@BOTH
+@settings(max_examples=12, deadline=None)
+@given(rows=st.sampled_from([1, 8, 33]), shape=SHAPES, dtype=TYPE, seed=st.integers(0, 99))
+def test_one_row_and_whole_matrices(operators: Kernels, rows: int, shape: Shape, dtype: torch.dtype, seed: int) -> None:
+    check_product(operators, 1, rows, shape, biased=bool(seed % 2), dtype=dtype, seed=seed)
+    check_expand(operators, rows, shape, dtype, seed=seed)
 
 
 @BOTH

@@ -171,19 +171,19 @@ def test_tokens_are_kept_where_their_slots_read_them(operators: Kernels) -> None
 MUTANTS: dict[str, tuple[str, str, dict[str, float]]] = {
     "ties": ("equal & (rank <= equals)", "equal", {"top_k": 5}),
     "share of what top_k keeps": (
-        "mass = under + equals * _mass(key)",
-        "mass = all_mass",
+        "all_mass = under + equals * _mass(key)",
+        "all_mass += 0",
         {"top_k": 12, "top_p": 0.6},
     ),
     "least weight": ("keep & (_weight(found) >= min_p)", "keep & (_weight(found) >= 0.0)", {"min_p": 0.5}),
     "temperature": ("tl.math.div_rn(top - x, temperature)", "top - x", {}),
     "candidates that do not suffice": (
-        "if few & (limited == 0):",
-        "if few & (limited == 0) & (top_p >= 1.0):",
+        "few = few & (tl.sum(mass, 0) >= _goal(top_p, all_mass))",
+        "few = few",
         {"top_p": 0.95},
     ),
     "candidates of earlier chunks": ("tl.where(c < chunk, found, 0)", "tl.where(c < 0, found, 0)", {"top_k": 12}),
-    "the chunk of the goal": ("goal -= tl.sum(tl.where(here, behind - mass, 0), 0)", "goal -= 0", {}),
+    "the chunk of the goal": ("goal -= tl.sum(tl.where(here, behind - chunk_mass, 0), 0)", "goal -= 0", {}),
     "what min_p keeps of chunks": ("tl.where(_weight(found) >= min_p, each, 0)", "each", {"min_p": 0.5}),
 }
 

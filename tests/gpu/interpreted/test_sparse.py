@@ -94,7 +94,7 @@ def test_scores_of_several_blocks(operators: Kernels, monkeypatch: pytest.Monkey
 def test_attention_to_chosen_rows(
     operators: Kernels, dtype: torch.dtype, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.chosen"], "splits", lambda programs: parts)
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.chosen"], "splits", lambda programs, fill: parts)
     check_attend_chosen(operators, dtype=dtype)
 
 

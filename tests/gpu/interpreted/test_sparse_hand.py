@@ -27,7 +27,7 @@ def _as_on_a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "triton")
     monkeypatch.setattr(sys.modules["forebay.gpu.kernels.host_rows"], "_PROGRAMS", 2)
     for user in ("decodes", "chosen"):
-        monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "splits", lambda programs: 2)
+        monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "splits", lambda programs, fill: 2)
 
 
 def tokens_of(model: Any, hand: Mapping[str, Any]) -> tuple[list[int], list[int]]:

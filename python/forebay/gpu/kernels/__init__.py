@@ -9,6 +9,7 @@ from forebay.gpu.kernels.apply import apply_slots, write_table
 from forebay.gpu.kernels.attention import attend
 from forebay.gpu.kernels.chosen import attend_chosen
 from forebay.gpu.kernels.drawing import draw
+from forebay.gpu.kernels.expand import expand
 from forebay.gpu.kernels.gating import gate
 from forebay.gpu.kernels.grouped import experts
 from forebay.gpu.kernels.host_rows import READS_HOST, gather
@@ -18,6 +19,7 @@ from forebay.gpu.kernels.inputs import prepare
 from forebay.gpu.kernels.largest import greedy
 from forebay.gpu.kernels.launch import COMPILES
 from forebay.gpu.kernels.norm import add_norm
+from forebay.gpu.kernels.one_row import one_row
 from forebay.gpu.kernels.quantised import experts_of_codes, product, quantise
 from forebay.gpu.kernels.rotate import rotate_and_keep
 from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
@@ -34,6 +36,7 @@ __all__ = [
     "choose",
     "clear_slots",
     "draw",
+    "expand",
     "experts",
     "experts_of_codes",
     "gate",
@@ -42,6 +45,7 @@ __all__ = [
     "keep",
     "keep_index_keys",
     "keep_latent",
+    "one_row",
     "open_hot_rows",
     "prepare",
     "product",

@@ -63,6 +63,7 @@ def chosen_kernel(
         extra,
         tl.zeros([BLOCK], tl.int32) + TOP_K,
         begin,
+        begin,
         tl.minimum(begin + per_split, TOP_K),
         keys + key_head.to(tl.int64) * key_head_stride,
         values + key_head.to(tl.int64) * value_head_stride,
@@ -81,6 +82,7 @@ def chosen_kernel(
         0,
         TILE,
         DOT,
+        False,
     )
     split = tl.program_id(2)
     keep_part(out, sums, weights, query, token, split, head, alive, summed, top, total, HEADS, DIM, DIM_BLOCK, SPLITS)
@@ -95,7 +97,7 @@ def attend_chosen(
     blocks = shape.blocks(tiles)
     queries, top_k = rows.shape
     out = q.new_empty(queries, shape.heads, shape.dim)
-    parts = Parts.make(queries, shape, splits(queries * blocks), out)
+    parts = Parts.make(queries, shape, splits(queries * blocks, tiles.programs), out)
     launch(
         chosen_kernel,
         (queries, blocks, parts.count),

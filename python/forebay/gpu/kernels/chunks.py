@@ -67,6 +67,7 @@ def chunks_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     DOT: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """SIZE tokens of a row, for BLOCK query heads of one key head. M is at least SIZE * BLOCK.
 
@@ -108,6 +109,8 @@ def chunks_kernel(
         extra,
         start + local,
         0,
+        # The first query sees up to its own position, and the others more.
+        (start + number * SIZE + 1) // TILE * TILE,
         tl.minimum(start + (number + 1) * SIZE, end),
         keys + key_head.to(tl.int64) * key_head_stride,
         values + key_head.to(tl.int64) * value_head_stride,
@@ -126,6 +129,7 @@ def chunks_kernel(
         PAGE,
         TILE,
         DOT,
+        PLAIN,
     )
     tl.store(out_at, summed / total[:, None], mask=wide)
 
@@ -155,4 +159,6 @@ def attend_chunks(
         BLOCK=block,
         M=tiles.m,
         PAGE=rows.page_size,
+        # In float32 registers do not suffice for two loops.
+        PLAIN=shape.dtype != torch.float32,
     )

@@ -83,6 +83,7 @@ def decodes_kernel(
         extra,
         tl.zeros([BLOCK], tl.int32) + (end - 1),
         begin,
+        begin,
         tl.minimum(begin + per_split, end),
         keys + key_head.to(tl.int64) * key_head_stride,
         values + key_head.to(tl.int64) * value_head_stride,
@@ -101,6 +102,7 @@ def decodes_kernel(
         PAGE,
         TILE,
         DOT,
+        False,
     )
     split = tl.program_id(2)
     keep_part(out, sums, weights, row, token, split, head, alive, summed, top, total, HEADS, DIM, DIM_BLOCK, SPLITS)
@@ -118,7 +120,7 @@ def attend_decodes(
     """Writes `out` [n, heads, dim] for the tokens of rows with one token."""
     count, tiles = len(rows.slots), shape.decode_tiles()
     blocks = shape.blocks(tiles)
-    parts = Parts.make(count, shape, splits(count * blocks), out)
+    parts = Parts.make(count, shape, splits(count * blocks, tiles.programs), out)
     launch(
         decodes_kernel,
         (count, blocks, parts.count),
@@ -130,6 +132,6 @@ def attend_decodes(
         BLOCK=tiles.m,
         PAGE=rows.page_size,
         SPLITS=parts.count,
-        overlap=True,
+        overlap=len(q) == 1,
     )
     parts.join(out, rows.first, shape)

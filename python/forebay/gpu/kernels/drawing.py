@@ -7,7 +7,8 @@ mostly among a few thousand candidates: the tokens of the first bins of a histog
 searches all tokens, which takes long.
 
 Three kernels: the first one sums masses and makes histograms of chunks, the second one collects candidates, the third
-one has a program for each row and draws. All sums are of integers, so tokens do not depend on the number of chunks.
+one has a program for each row and draws. It reads the candidates once and keeps them. All sums are of integers, so
+tokens do not depend on the number of chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from forebay.gpu.kernels.largest import scan
 from forebay.gpu.kernels.launch import cdiv, launch, power_of_2
 from forebay.gpu.sampling import FIXED_POINT, Wishes
 
@@ -25,13 +25,14 @@ CANDIDATES = 4096
 _BLOCK = 2048
 _LEAST_CHUNK = 8192
 """Logits of a chunk, at least."""
-_PROGRAMS = 528
-"""The number of programs that fill an H100: four for each processor."""
+_PROGRAMS = 1056
+"""The number of programs that fill an H100: eight for each processor."""
 
 _ONE = tl.constexpr(float(1 << FIXED_POINT))
 _NO_KEY = tl.constexpr(0x7F800001)  # above that of a weight of 0, which infinity has
-_BINS = tl.constexpr(1024)
-_BINS_A_UNIT = tl.constexpr(16.0)
+_BINS = tl.constexpr(128)
+_BIN_BITS = tl.constexpr(20)  # bins of a key: eight for each power of 2 of distances
+_FIRST_BIN = tl.constexpr((127 - 8) << 3)  # distances up to 2^-8
 
 
 @triton.jit
@@ -57,40 +58,52 @@ def _key(logits, at, count, top, temperature):
 
 
 @triton.jit
-def _keys(logits, candidates, at, count, top, temperature, FEW: tl.constexpr):
-    """Keys of the row's tokens, or of its candidates."""
+def _upto(
+    logits, found, mass, count, top, temperature, key, FEW: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The number of tokens that have at most this key, or their mass; int64.
+
+    FEW: of the candidates' keys `found` and their masses. Otherwise of all tokens.
+    """
     if FEW:
-        key = tl.load(candidates + at, mask=at < count, other=_NO_KEY)
+        if MASS:
+            total = tl.sum(tl.where(found <= key, mass, 0), 0)
+        else:
+            total = tl.sum((found <= key).to(tl.int32), 0).to(tl.int64)
     else:
-        key = _key(logits, at, count, top, temperature)
-    return key
-
-
-@triton.jit
-def _upto(logits, candidates, count, top, temperature, key, FEW: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of tokens that have at most this key, or their mass; int64."""
-    total = tl.zeros([BLOCK], tl.int64)
-    for begin in range(0, count, BLOCK):
-        found = _keys(logits, candidates, begin + tl.arange(0, BLOCK), count, top, temperature, FEW)
-        value = _mass(found) if MASS else tl.full([BLOCK], 1, tl.int64)
-        total += tl.where(found <= key, value, 0)
-    return tl.sum(total, 0)
+        each = tl.zeros([BLOCK], tl.int64)
+        for begin in range(0, count, BLOCK):
+            part = _key(logits, begin + tl.arange(0, BLOCK), count, top, temperature)
+            value = _mass(part) if MASS else tl.full([BLOCK], 1, tl.int64)
+            each += tl.where(part <= key, value, 0)
+        total = tl.sum(each, 0)
+    return total
 
 
 @triton.jit
 def _reach(
-    logits, candidates, count, top, temperature, goal, most, FEW: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    found,
+    mass,
+    count,
+    top,
+    temperature,
+    goal,
+    most,
+    FEW: tl.constexpr,
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The least key, at most `most`, up to which there are `goal` tokens or this mass, and what is below this key."""
     low, high = tl.cast(0, tl.int32), tl.cast(most, tl.int32)
     while low < high:
         # The sum of two keys may be above all int32.
         middle = low + (high - low) // 2
-        if _upto(logits, candidates, count, top, temperature, middle, FEW, MASS, BLOCK) >= goal:
+        if _upto(logits, found, mass, count, top, temperature, middle, FEW, MASS, BLOCK) >= goal:
             high = middle
         else:
             low = middle + 1
-    return low, _upto(logits, candidates, count, top, temperature, low - 1, FEW, MASS, BLOCK)
+    return low, _upto(logits, found, mass, count, top, temperature, low - 1, FEW, MASS, BLOCK)
 
 
 @triton.jit
@@ -101,19 +114,29 @@ def _goal(top_p, mass):
 
 @triton.jit
 def _filter(
-    logits, candidates, count, top, temperature, top_k, top_p, limited, all_mass, FEW: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    found,
+    mass,
+    count,
+    top,
+    temperature,
+    top_k,
+    top_p,
+    limited,
+    all_mass,
+    FEW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The largest key that `top_k` and then `top_p` keep, int32; and the number of kept tokens with it, int64."""
     key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(count, tl.int64)
-    mass = all_mass
     if limited:
-        key, below = _reach(logits, candidates, count, top, temperature, top_k.to(tl.int64), key, FEW, False, BLOCK)
+        key, below = _reach(logits, found, mass, count, top, temperature, top_k.to(tl.int64), key, FEW, False, BLOCK)
         equals = top_k.to(tl.int64) - below
-        under = _upto(logits, candidates, count, top, temperature, key - 1, FEW, True, BLOCK)
-        mass = under + equals * _mass(key)
+        under = _upto(logits, found, mass, count, top, temperature, key - 1, FEW, True, BLOCK)
+        all_mass = under + equals * _mass(key)
     if top_p < 1.0:
-        goal = _goal(top_p, mass)
-        least, under = _reach(logits, candidates, count, top, temperature, goal, key, FEW, True, BLOCK)
+        goal = _goal(top_p, all_mass)
+        least, under = _reach(logits, found, mass, count, top, temperature, goal, key, FEW, True, BLOCK)
         each = tl.maximum(_mass(least), 1)
         wanted = tl.maximum((goal - under + each - 1) // each, 1)
         equals = tl.where(least == key, tl.minimum(wanted, equals), wanted)
@@ -128,71 +151,57 @@ def _drawn(bits, total):
 
 
 @triton.jit
-def _total(logits, candidates, count, top, temperature, key, equals, min_p, FEW: tl.constexpr, BLOCK: tl.constexpr):
+def _total(logits, count, top, temperature, key, equals, min_p, BLOCK: tl.constexpr):
     """The mass of all kept tokens, int64."""
-    kept, seen = tl.zeros([BLOCK], tl.int64), tl.cast(0, tl.int64)
+    total, seen = tl.zeros([BLOCK], tl.int64), tl.cast(0, tl.int64)
     for begin in range(0, count, BLOCK):
-        found = _keys(logits, candidates, begin + tl.arange(0, BLOCK), count, top, temperature, FEW)
-        mass, seen = _kept(found, key, equals, min_p, seen)
-        kept += mass
-    return tl.sum(kept, 0)
+        found = _key(logits, begin + tl.arange(0, BLOCK), count, top, temperature)
+        mass, seen = _kept(found, _mass(found), key, equals, min_p, seen)
+        total += mass
+    return tl.sum(total, 0)
 
 
 @triton.jit
-def _find(
-    logits,
-    candidates,
-    ids,
-    first,
-    end,
-    top,
-    temperature,
-    key,
-    equals,
-    min_p,
-    goal,
-    FEW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The first token of `first .. end`, in the order of ids, at which the mass of kept tokens exceeds `goal`."""
+def _find(logits, first, end, top, temperature, key, equals, min_p, goal, BLOCK: tl.constexpr):
+    """The first token of `first .. end` at which the mass of kept tokens exceeds `goal`; int64."""
     i = tl.arange(0, BLOCK)
     token, before, seen = tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     for begin in range(first, end, BLOCK):
-        found = _keys(logits, candidates, begin + i, end, top, temperature, FEW)
-        mass, seen = _kept(found, key, equals, min_p, seen)
-        behind = before + tl.cumsum(mass, 0)
-        id_ = begin + i
-        if FEW:
-            id_ = tl.load(ids + id_, mask=id_ < end, other=0)
-        here = (behind > goal) & (behind - mass <= goal)
-        token += tl.sum(tl.where(here, id_, 0).to(tl.int64), 0)
+        found = _key(logits, begin + i, end, top, temperature)
+        mass, seen = _kept(found, _mass(found), key, equals, min_p, seen)
+        token += _at(mass, begin + i, goal - before)
         before += tl.sum(mass, 0)
     return token
 
 
 @triton.jit
-def _kept(found, key, equals, min_p, seen):
+def _at(mass, ids, goal):
+    """The id at which the sum of masses first exceeds `goal`; 0 if it is elsewhere."""
+    behind = tl.cumsum(mass, 0)
+    here = (behind > goal) & (behind - mass <= goal)
+    return tl.sum(tl.where(here, ids, 0).to(tl.int64), 0)
+
+
+@triton.jit
+def _kept(found, mass, key, equals, min_p, seen):
     """The mass of kept tokens, 0 for the others, and the number of tokens with the largest key so far."""
     equal = found == key
     rank = seen + tl.cumsum(equal.to(tl.int64), 0)
     keep = (found < key) | (equal & (rank <= equals))
     keep = keep & (_weight(found) >= min_p)
-    return tl.where(keep, _mass(found), 0), seen + tl.sum(equal.to(tl.int64), 0)
+    return tl.where(keep, mass, 0), seen + tl.sum(equal.to(tl.int64), 0)
 
 
 @triton.jit
 def _bin(key):
-    """The bin of a key, int32: bins are equally wide, but for the last one, which has no end."""
-    distance = key.to(tl.float32, bitcast=True)
-    scaled = tl.where(distance < _BINS / _BINS_A_UNIT, distance * _BINS_A_UNIT, _BINS - 1)
-    return tl.minimum(scaled.to(tl.int32), _BINS - 1)
+    """The bin of a key, int32, in the order of keys."""
+    return tl.minimum(tl.maximum((key >> _BIN_BITS) - _FIRST_BIN, 0), _BINS - 1)
 
 
 @triton.jit
-def _top(tops, row, top_chunks, TOPS_BLOCK: tl.constexpr):
-    """The largest logit of a row."""
-    c = tl.arange(0, TOPS_BLOCK)
-    return tl.max(tl.load(tops + row * top_chunks + c, mask=c < top_chunks, other=float("-inf")), 0)
+def _top(logits, tokens, row):
+    """The largest logit of a row, which greedy sampling has found."""
+    return tl.load(logits + tl.load(tokens + row)).to(tl.float32)
 
 
 @triton.jit
@@ -215,43 +224,45 @@ def _edge(histograms, chunks, chunk, top_k, limited, CANDIDATES: tl.constexpr):
 @triton.jit(do_not_specialize=["chunk_size"])
 def masses_kernel(
     logits,
-    tops,
+    greedy,
     temperatures,
     top_ks,
     top_ps,
     min_ps,
     masses,
-    kept,
     histograms,
     stride,
-    top_chunks,
     vocabulary,
     chunk_size,
-    TOPS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The mass of a chunk, the mass that `min_p` keeps, and the histogram if a filter needs it; grid: rows, chunks."""
+    """The mass of a chunk, and the histogram if a filter needs it; grid: rows, chunks.
+
+    Without a filter it is the mass that `min_p` keeps. With `top_k` nobody reads it.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if temperature <= 0:
         return
     top_k, min_p = tl.load(top_ks + row), tl.load(min_ps + row)
-    filtered = ((top_k > 0) & (top_k < vocabulary)) | (tl.load(top_ps + row) < 1.0)
+    limited = (top_k > 0) & (top_k < vocabulary)
+    filtered = limited | (tl.load(top_ps + row) < 1.0)
     logits += row * stride
-    top = _top(tops, row, top_chunks, TOPS_BLOCK)
+    top = _top(logits, greedy, row)
     i = tl.arange(0, BLOCK)
-    mass, keeps = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    mass = tl.zeros([BLOCK], tl.int64)
     histogram = tl.zeros([_BINS], tl.int32)
     for begin in range(chunk * chunk_size, tl.minimum((chunk + 1) * chunk_size, vocabulary), BLOCK):
         found = _key(logits, begin + i, vocabulary, top, temperature)
-        each = _mass(found)
-        mass += each
-        keeps += tl.where(_weight(found) >= min_p, each, 0)
         if filtered:
             histogram += tl.histogram(_bin(found), _BINS, mask=found < _NO_KEY)
+        if limited == 0:
+            each = _mass(found)
+            if filtered == 0:
+                each = tl.where(_weight(found) >= min_p, each, 0)
+            mass += each
     at = row * tl.num_programs(1) + chunk
     tl.store(masses + at, tl.sum(mass, 0))
-    tl.store(kept + at, tl.sum(keeps, 0))
     if filtered:
         tl.store(histograms + at * _BINS + tl.arange(0, _BINS), histogram)
 
@@ -259,7 +270,7 @@ def masses_kernel(
 @triton.jit(do_not_specialize=["chunk_size"])
 def candidates_kernel(
     logits,
-    tops,
+    greedy,
     temperatures,
     top_ks,
     top_ps,
@@ -267,10 +278,8 @@ def candidates_kernel(
     candidates,
     ids,
     stride,
-    top_chunks,
     vocabulary,
     chunk_size,
-    TOPS_BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -287,38 +296,37 @@ def candidates_kernel(
     logits += row * stride
     candidates += row * CANDIDATES
     ids += row * CANDIDATES
-    top = _top(tops, row, top_chunks, TOPS_BLOCK)
+    top = _top(logits, greedy, row)
     i = tl.arange(0, BLOCK)
     for begin in range(chunk * chunk_size, tl.minimum((chunk + 1) * chunk_size, vocabulary), BLOCK):
         found = _key(logits, begin + i, vocabulary, top, temperature)
         candidate = (found < _NO_KEY) & (_bin(found) <= edge)
-        place = count + tl.cumsum(candidate.to(tl.int32), 0) - 1
-        tl.store(candidates + place, found, mask=candidate)
-        tl.store(ids + place, begin + i, mask=candidate)
-        count += tl.sum(candidate.to(tl.int32), 0)
+        number = tl.sum(candidate.to(tl.int32), 0)
+        # Most blocks have none.
+        if number > 0:
+            place = count + tl.cumsum(candidate.to(tl.int32), 0) - 1
+            tl.store(candidates + place, found, mask=candidate)
+            tl.store(ids + place, begin + i, mask=candidate)
+            count += number
 
 
 @triton.jit(do_not_specialize=["chunks", "chunk_size"])
 def draw_kernel(
     logits,
-    tops,
     temperatures,
     top_ks,
     top_ps,
     min_ps,
     bits,
     masses,
-    kept,
     histograms,
     candidates,
     ids,
     tokens,
     stride,
-    top_chunks,
     vocabulary,
     chunks,
     chunk_size,
-    TOPS_BLOCK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -331,53 +339,50 @@ def draw_kernel(
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     min_p, drawn = tl.load(min_ps + row), tl.load(bits + row)
     logits += row * stride
-    candidates += row * CANDIDATES
-    ids += row * CANDIDATES
-    top = _top(tops, row, top_chunks, TOPS_BLOCK)
+    top = _top(logits, tokens, row)
     limited = (top_k > 0) & (top_k < vocabulary)
     c = tl.arange(0, CHUNKS_BLOCK)
+    chunk_mass = tl.load(masses + row * chunks + c, mask=c < chunks, other=0)
+    all_mass = tl.sum(chunk_mass, 0)
     if limited | (top_p < 1.0):
-        all_mass = tl.sum(tl.load(masses + row * chunks + c, mask=c < chunks, other=0), 0)
         _, count, _ = _edge(histograms + row * chunks * _BINS, chunks, 0, top_k, limited, CANDIDATES)
         few = (count > 0) & (count <= CANDIDATES)
-        if few & (limited == 0):
-            most = tl.cast(_NO_KEY - 1, tl.int32)
-            few = _upto(logits, candidates, count, top, temperature, most, True, True, BLOCK) >= _goal(top_p, all_mass)
+        i = tl.arange(0, CANDIDATES)
+        mine = i < tl.where(few, count, 0)
+        found = tl.load(candidates + row * CANDIDATES + i, mask=mine, other=_NO_KEY)
+        mass = _mass(found)
+        if limited == 0:
+            few = few & (tl.sum(mass, 0) >= _goal(top_p, all_mass))
         if few:
             key, equals = _filter(
-                logits, candidates, count, top, temperature, top_k, top_p, limited, all_mass, True, BLOCK
+                logits, found, mass, count, top, temperature, top_k, top_p, limited, all_mass, True, BLOCK
             )
-            total = _total(logits, candidates, count, top, temperature, key, equals, min_p, True, BLOCK)
-            goal = _drawn(drawn, total)
-            token = _find(logits, candidates, ids, 0, count, top, temperature, key, equals, min_p, goal, True, BLOCK)
+            kept, _seen = _kept(found, mass, key, equals, min_p, 0)
+            id_ = tl.load(ids + row * CANDIDATES + i, mask=mine, other=0)
+            token = _at(kept, id_, _drawn(drawn, tl.sum(kept, 0)))
         else:
             key, equals = _filter(
-                logits, candidates, vocabulary, top, temperature, top_k, top_p, limited, all_mass, False, BLOCK
+                logits, found, mass, vocabulary, top, temperature, top_k, top_p, limited, all_mass, False, BLOCK
             )
-            total = _total(logits, candidates, vocabulary, top, temperature, key, equals, min_p, False, BLOCK)
-            goal = _drawn(drawn, total)
-            token = _find(
-                logits, candidates, ids, 0, vocabulary, top, temperature, key, equals, min_p, goal, False, BLOCK
-            )
+            goal = _drawn(drawn, _total(logits, vocabulary, top, temperature, key, equals, min_p, BLOCK))
+            token = _find(logits, 0, vocabulary, top, temperature, key, equals, min_p, goal, BLOCK)
     else:
         # The chunk in which the goal is reached, then the token there.
-        mass = tl.load(kept + row * chunks + c, mask=c < chunks, other=0)
-        goal = _drawn(drawn, tl.sum(mass, 0))
-        behind = tl.cumsum(mass, 0)
-        here = (behind > goal) & (behind - mass <= goal)
+        goal = _drawn(drawn, all_mass)
+        behind = tl.cumsum(chunk_mass, 0)
+        here = (behind > goal) & (behind - chunk_mass <= goal)
         chunk = tl.sum(tl.where(here, c, 0), 0)
-        goal -= tl.sum(tl.where(here, behind - mass, 0), 0)
+        goal -= tl.sum(tl.where(here, behind - chunk_mass, 0), 0)
         key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(vocabulary, tl.int64)
         first = chunk * chunk_size
         end = tl.minimum(first + chunk_size, vocabulary)
-        token = _find(logits, candidates, ids, first, end, top, temperature, key, equals, min_p, goal, False, BLOCK)
+        token = _find(logits, first, end, top, temperature, key, equals, min_p, goal, BLOCK)
     tl.store(tokens + row, token)
 
 
 def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
     """See `interface.Sampling`."""
     rows, vocabulary = logits.shape
-    tops, _, _ = scan(logits)
     most = cdiv(vocabulary, _LEAST_CHUNK)
     # Every program of a row reads the histograms of all its chunks, so there are no more than fill the device.
     chunk_size = cdiv(cdiv(vocabulary, min(most, cdiv(_PROGRAMS, rows))), _BLOCK) * _BLOCK
@@ -386,32 +391,34 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    # Not two parts of one tensor: whether an address is a multiple of 16 is a variant of a kernel.
-    masses, kept = (empty(rows, chunks, dtype=torch.int64) for _ in range(2))
+    masses = empty(rows, chunks, dtype=torch.int64)
     histograms, candidates = empty(rows, chunks, _BINS.value), empty(2, rows, CANDIDATES)
-    sizes = (logits.stride(0), tops.shape[1], vocabulary)
-    options = {"TOPS_BLOCK": power_of_2(tops.shape[1]), "BLOCK": _BLOCK, "num_warps": 8}
     launch(
         masses_kernel,
         (rows, chunks),
-        *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p),
-        *(masses, kept, histograms, *sizes, chunk_size),
-        **options,
+        *(logits, tokens, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p),
+        *(masses, histograms, logits.stride(0), vocabulary, chunk_size),
+        BLOCK=_BLOCK,
+        num_warps=8,
     )
     launch(
         candidates_kernel,
         (rows, chunks),
-        *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p),
-        *(histograms, candidates[0], candidates[1], *sizes, chunk_size),
+        *(logits, tokens, wishes.temperature, wishes.top_k, wishes.top_p),
+        *(histograms, candidates[0], candidates[1], logits.stride(0), vocabulary, chunk_size),
         CANDIDATES=CANDIDATES,
-        **options,
+        BLOCK=_BLOCK,
+        num_warps=8,
     )
     launch(
         draw_kernel,
         (rows,),
-        *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.bits),
-        *(masses, kept, histograms, candidates[0], candidates[1], tokens, *sizes, chunks, chunk_size),
+        *(logits, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.bits),
+        *(masses, histograms, candidates[0], candidates[1], tokens, logits.stride(0), vocabulary, chunks, chunk_size),
         CHUNKS_BLOCK=power_of_2(most),
         CANDIDATES=CANDIDATES,
-        **options,
+        BLOCK=_BLOCK,
+        num_warps=16,
+        # Left alone, the compiler takes 64 and spills.
+        maxnreg=128,
     )

@@ -35,5 +35,7 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, inner = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner)
     grid = tokens, cdiv(inner, _BLOCK)
-    launch(gate_kernel, grid, gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, overlap=True, num_warps=4)
+    launch(
+        gate_kernel, grid, gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, overlap=tokens == 1, num_warps=4
+    )
     return out

@@ -117,6 +117,6 @@ class Parts:
             DIM_BLOCK=power_of_2(shape.dim),
             SPLITS=self.count,
             ROWS=first is not None,
-            overlap=True,
+            overlap=len(out) == 1,
             num_warps=4,
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """True if kernels run in Triton's interpreter: the environment had `TRITON_INTERPRET=1` when Triton was imported."""
@@ -54,34 +55,51 @@ COMPILATIONS = Compilations()
 triton.knobs.runtime.jit_cache_hook = COMPILATIONS.note
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool = False, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool | None = None, **options: Any) -> None:
     """Runs `grid` programs of a kernel on the current stream; `options` are its constants and Triton's own.
 
-    A grid without programs launches nothing. `overlap`: the kernel has OVERLAP, and calls `dependents`.
+    A grid without programs launches nothing. `overlap`: the kernel calls `dependents`, and may begin before the one
+    before it ends; None: it does not know OVERLAP.
     """
     if 0 in grid:
         return
-    if overlap:
-        options["OVERLAP"] = overlaps(args[0].device)
+    if overlap is not None:
+        options["OVERLAP"] = overlap and overlaps(args[0].device)
         if options["OVERLAP"]:
             options["launch_pdl"] = True
     # Triton 3.10 will turn the fusion of products and sums off where nobody asks for it.
     kernel[grid](*args, enable_fp_fusion=True, **options)
 
 
-VARIABLE = "FOREBAY_GPU_OVERLAP"
+OVERLAP = "FOREBAY_GPU_OVERLAP"
+"""The environment's choice: 0 has every kernel wait for the end of the one before it."""
+
+
+def overlaps(device: torch.device) -> bool:
+    """True if a kernel may begin before the one before it ends: Hopper and later.
+
+    Launches ask for it in steps of one token. There kernels are too short to hide their own launches. With more rows
+    the next kernel's programs would take the room of those that still run: 16 rows became slower.
+    """
+    if INTERPRETED or os.environ.get(OVERLAP, "1") == "0":
+        return False
+    if device.type == "cuda":
+        return _is_hopper(device)
+    # Compiled for a GPU that is not there.
+    return int(driver.active.get_current_target().arch) >= 90
 
 
 @cache
-def overlaps(device: torch.device) -> bool:
-    """True if a kernel may begin before the one before it ends: Hopper and later."""
-    asked = os.environ.get(VARIABLE, "0") == "1" and COMPILES
-    return asked and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
 def dependents(OVERLAP: tl.constexpr):
-    """Lets the next kernel begin, and waits for the end of the one before (programmatic dependent launch)."""
+    """Lets the next kernel begin, and waits for the end of the one before (programmatic dependent launch).
+
+    What is read before the call is nothing that an earlier kernel writes.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

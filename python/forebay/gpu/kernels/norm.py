@@ -55,7 +55,7 @@ def add_norm(
         HIDDEN=hidden,
         BLOCK=block,
         ADD=residual is not None,
-        overlap=True,
+        overlap=tokens == 1,
         num_warps=max(1, min(16, block // 512)),
     )
     return out, summed

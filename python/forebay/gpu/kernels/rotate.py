@@ -132,7 +132,7 @@ def rotate_and_keep(
         REST_BLOCK=power_of_2(dim - turned),
         HEADS_BLOCK=per_program,
         NORM=norms is not None,
-        overlap=True,
+        overlap=len(qkv) == 1,
         num_warps=4,
     )
     q, k, v = qkv.unflatten(1, (heads, dim)).split((queries, count, count), dim=1)

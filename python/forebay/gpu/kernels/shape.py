@@ -14,8 +14,6 @@ LOG2_E = math.log2(math.e)
 LEAST_DOT = 16
 """The least value of each of the three sizes of a product."""
 _MOST_SPLITS = 32
-_PROGRAMS = 264
-"""The number of programs that fill an H100: two for each processor."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,8 @@ class Tiles:
     tile: int
     warps: int
     stages: int
+    programs: int = 264
+    """The number of programs that fill an H100, if it is more than two for each processor."""
 
     def options(self) -> dict[str, Any]:
         """The options of a launch."""
@@ -87,6 +87,8 @@ class Shape:
         stages = 5 if self.roomy else 2
         if self.dim > 256:
             return Tiles(m, 64 if self.roomy else 32, 8, stages)
+        if self.roomy and self.dim <= 128 and not self.eight_bits:
+            return Tiles(m, 32, 4, stages, 660)
         return Tiles(m, 64, 8 if self.eight_bits else 4, stages)
 
     def chunk_tiles(self) -> Tiles:
@@ -101,6 +103,8 @@ class Shape:
             return Tiles(32, 64 if self.roomy else 32, 8, 2)
         if self.dim > 128 or (self.eight_bits and not self.roomy):
             return Tiles(64, 64 if self.roomy else 32, 8, 2)
+        if self.roomy and not self.eight_bits:
+            return Tiles(128, 128, 8, 3)
         return Tiles(128, 128 if self.roomy else 32, 8, 2)
 
     def blocks(self, tiles: Tiles) -> int:
@@ -108,10 +112,10 @@ class Shape:
         return self.kv_heads * cdiv(self.group, tiles.m)
 
 
-def splits(programs: int) -> int:
-    """The number of parts of rows, for a launch that has `programs` without parts.
+def splits(programs: int, fill: int) -> int:
+    """The number of parts of rows, for a launch that has `programs` without parts, where `fill` of them fill a GPU.
 
     It is a power of 2, for few variants.
     """
-    most = max(1, min(_MOST_SPLITS, _PROGRAMS // programs))
+    most = max(1, min(_MOST_SPLITS, fill // programs))
     return 1 << (most.bit_length() - 1)

@@ -1,7 +1,8 @@
 """The inner loop of all attention: queries of one key head walk over positions, a tile at a time.
 
 The softmax is FlashAttention's (Dao et al. 2022): the largest score so far, the sum of weights relative to it, and the
-weighted sum of values. Scores are in powers of 2.
+weighted sum of values. Scores are in powers of 2. Tiles that all queries see whole need no masks: they have a loop of
+their own where there are many of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ def walk(
     q_extra,
     last,
     begin,
+    plain,
     end,
     keys,
     values,
@@ -36,17 +38,105 @@ def walk(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     DOT: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """Sums of values [M, DIM_BLOCK], largest scores [M] and sums of weights [M], over positions `begin .. end`.
 
     Query m sees positions up to `last[m]`. A head's key is `[DIM | EXTRA]` elements. `q` [M, DIM_BLOCK] and `q_extra`
     [M, EXTRA_BLOCK] are the query's two parts. Values are DIM elements; SHARED: the first part of the keys. `keys` and
     `values` begin at the key head. `lookup` is the row's line of the page table. PAGE 0: it has the entries themselves,
-    one for each position, and -1 for none.
+    one for each position, and -1 for none. PLAIN: all queries see the positions `begin .. plain`, whole tiles.
     """
-    total = tl.zeros([M], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
     sums = tl.zeros([M, DIM_BLOCK], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if PLAIN:
+        sums, top, total = _tiles(
+            sums,
+            top,
+            total,
+            q,
+            q_extra,
+            last,
+            begin,
+            plain,
+            keys,
+            values,
+            lookup,
+            key_stride,
+            value_stride,
+            page_stride,
+            null_page,
+            scale,
+            False,
+            DIM,
+            DIM_BLOCK,
+            EXTRA,
+            EXTRA_BLOCK,
+            SHARED,
+            PAGE,
+            TILE,
+            DOT,
+        )
+        begin = plain
+    return _tiles(
+        sums,
+        top,
+        total,
+        q,
+        q_extra,
+        last,
+        begin,
+        end,
+        keys,
+        values,
+        lookup,
+        key_stride,
+        value_stride,
+        page_stride,
+        null_page,
+        scale,
+        True,
+        DIM,
+        DIM_BLOCK,
+        EXTRA,
+        EXTRA_BLOCK,
+        SHARED,
+        PAGE,
+        TILE,
+        DOT,
+    )
+
+
+@triton.jit
+def _tiles(
+    sums,
+    top,
+    total,
+    q,
+    q_extra,
+    last,
+    begin,
+    end,
+    keys,
+    values,
+    lookup,
+    key_stride,
+    value_stride,
+    page_stride,
+    null_page,
+    scale,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    EXTRA: tl.constexpr,
+    EXTRA_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Goes on with the sums of `walk` over the tiles of `begin .. end`, all of which are seen if not MASKED."""
     t = tl.arange(0, TILE)
     d = tl.arange(0, DIM_BLOCK)
     e = tl.arange(0, EXTRA_BLOCK)
@@ -58,18 +148,28 @@ def walk(
             inside = entry >= 0
             entry = tl.where(inside, entry, 0)
         else:
-            page = tl.load(lookup + position // PAGE, mask=inside, other=0).to(tl.int64)
+            if MASKED:
+                page = tl.load(lookup + position // PAGE, mask=inside, other=0).to(tl.int64)
+            else:
+                page = tl.load(lookup + position // PAGE).to(tl.int64)
             page = tl.where(page < 0, null_page, page)
             entry = page * page_stride + position % PAGE
-        there = inside[:, None] & (d < DIM)[None, :]
+        there = (d < DIM)[None, :]
+        if MASKED:
+            there = inside[:, None] & there
         key_at = keys + entry[:, None] * key_stride
         key = load_kept(key_at + d[None, :], there, DOT)
         score = tl.dot(q, tl.trans(key), input_precision="ieee")
         if EXTRA > 0:
-            more = load_kept(key_at + DIM + e[None, :], inside[:, None] & (e < EXTRA)[None, :], DOT)
+            also = (e < EXTRA)[None, :]
+            if MASKED:
+                also = inside[:, None] & also
+            more = load_kept(key_at + DIM + e[None, :], also, DOT)
             score += tl.dot(q_extra, tl.trans(more), input_precision="ieee")
-        seen = inside[None, :] & (position[None, :] <= last[:, None])
-        score = tl.where(seen, score * scale, float("-inf"))
+        score = score * scale
+        if MASKED:
+            seen = inside[None, :] & (position[None, :] <= last[:, None])
+            score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         # A query that has seen nothing yet has no largest score to subtract.
         base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -5,8 +5,8 @@ They run on every device, never wait for it, and have no result whose shape depe
 
 from forebay.gpu.reference.attention import attend
 from forebay.gpu.reference.grouped import experts
-from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, rotate_and_keep
-from forebay.gpu.reference.quantised import experts_of_codes, product, quantise
+from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, one_row, rotate_and_keep
+from forebay.gpu.reference.quantised import expand, experts_of_codes, product, quantise
 from forebay.gpu.reference.sampling import ask, draw, greedy, keep
 from forebay.gpu.reference.sparse import READS_HOST, attend_chosen, choose, clear_slots, gather, open_hot_rows, resolve
 from forebay.gpu.reference.tables import apply_slots, prepare, write_table
@@ -24,6 +24,7 @@ __all__ = [
     "choose",
     "clear_slots",
     "draw",
+    "expand",
     "experts",
     "experts_of_codes",
     "gate",
@@ -32,6 +33,7 @@ __all__ = [
     "keep",
     "keep_index_keys",
     "keep_latent",
+    "one_row",
     "open_hot_rows",
     "prepare",
     "product",

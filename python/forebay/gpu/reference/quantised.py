@@ -28,6 +28,11 @@ def product(x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.
     return F.linear(x.float(), values(matrix), None if bias is None else bias.float()).to(x.dtype)
 
 
+def expand(matrix: Codes, dtype: torch.dtype) -> torch.Tensor:
+    """See `interface.Quantised`."""
+    return values(matrix).to(dtype)
+
+
 def experts_of_codes(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Codes, down: Codes
 ) -> torch.Tensor:
