@@ -72,7 +72,7 @@ class Measured:
     gap_percent: float
     """The share of gaps between two steps."""
     kernels_us: float | None
-    """The time of a step's kernels; None: no profiler for this device."""
+    """The time of a step in which kernels run; None: no profiler for this device."""
     idle_percent: float | None
     """The share of a step in which no kernel runs."""
 
@@ -167,10 +167,13 @@ def measure(runner: ModelRunner, case: Case) -> Measured:
 
 
 def profiled(runner: ModelRunner, case: Case, measured: Measured) -> Measured:
-    """With the times of kernels. A process that was profiled once launches slowly from then on."""
+    """With the times of kernels, of steps in the middle of those that were measured.
+
+    A process that was profiled once launches slowly from then on.
+    """
     planned = plans(runner, case)
-    run(runner, planned, WARM)
-    kernels_us = sum(kernel.us for kernel in kernels_of(runner, planned)) / PROFILED
+    run(runner, planned, WARM + max(0, case.steps - PROFILED) // 2)
+    kernels_us = busy_us(kernels_of(runner, planned)) / PROFILED
     idle = idle_percent(kernels_us, measured.step_p50 + measured.gap_p50)
     return replace(measured, kernels_us=kernels_us, idle_percent=idle)
 
@@ -204,8 +207,18 @@ def kernels_among(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
     return [Kernel(name, begin, end - begin) for name, begin, end in events if not name.startswith(_COPIES)]
 
 
+def busy_us(kernels: Iterable[Kernel]) -> float:
+    """The time in which any kernel runs. One that begins early runs while it waits for the one before it."""
+    total = end = 0.0
+    for kernel in sorted(kernels, key=lambda kernel: kernel.begin):
+        behind = max(end, kernel.begin + kernel.us)
+        total += behind - max(end, kernel.begin)
+        end = behind
+    return total
+
+
 def idle_percent(kernels_us: float, step_us: float) -> float:
-    """The share of a step in which no kernel runs. Kernels of a stream do not overlap."""
+    """The share of a step in which no kernel runs."""
     return max(0.0, 100 * (1 - kernels_us / step_us))
 
 

@@ -40,7 +40,7 @@ def largest(kernels: Sequence[Kernel], steps_of: int) -> list[tuple[str, float, 
 
 def text(case: Case, step_us: float, kernels: Sequence[Kernel], steps_of: int) -> str:
     """The table of a case; `step_us` is the median of steps without the profiler."""
-    total = sum(kernel.us for kernel in kernels) / steps_of
+    total = steps.busy_us(kernels) / steps_of
     between = [gap for gap in gaps(kernels) if gap < step_us]
     heading = (
         f"{case.name}: {step_us:.0f} us a step, {total:.0f} of them in {len(kernels) / steps_of:.0f} kernels; "

@@ -102,3 +102,8 @@ def test_a_trace_tells_kernels_and_the_gaps_between_them() -> None:
     assert steps.idle_percent(68.0, 80.0) == pytest.approx(15.0)
     text = trace.text(trace.CASES[0], 80.0, kernels, 1)
     assert "80 us a step, 68 of them in 3 kernels; idle 15 %; between two kernels 3.00 us" in text
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    kernels = [Kernel("waits", 5.0, 20.0), Kernel("first", 0.0, 10.0), Kernel("within", 6.0, 2.0), Kernel("x", 40.0, 1)]
+    assert steps.busy_us(kernels) == 26.0

@@ -14,10 +14,11 @@ from forebay.gpu.interface import Codes, Kernels
 
 _ALIGNED = 16
 """The factor of sizes of matrices for PyTorch's product of 8-bit floats."""
-MANY_ROWS = 32
-"""Above that many rows the time is that of the units for products, and not that of the matrix's bytes.
+MANY_ROWS = 64
+"""Above that many rows it is quicker to multiply a matrix of codes out first.
 
-It is then quicker to multiply the matrix out first.
+Each 64 rows convert its codes again. With 256 rows and 24576 x 4096 codes of 4 bits that takes 449 us on an H100, and
+multiplied out 202.
 """
 
 

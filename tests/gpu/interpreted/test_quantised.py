@@ -40,8 +40,7 @@ def test_product(operators: Kernels, tokens: int, rows: int, shape: Shape, seed:
 @BOTH
 @settings(max_examples=12, deadline=None)
 @given(rows=st.sampled_from([1, 8, 33]), shape=SHAPES, dtype=TYPE, seed=st.integers(0, 99))
-def test_one_row_and_whole_matrices(operators: Kernels, rows: int, shape: Shape, dtype: torch.dtype, seed: int) -> None:
-    check_product(operators, 1, rows, shape, biased=bool(seed % 2), dtype=dtype, seed=seed)
+def test_expand(operators: Kernels, rows: int, shape: Shape, dtype: torch.dtype, seed: int) -> None:
     check_expand(operators, rows, shape, dtype, seed=seed)
 
 

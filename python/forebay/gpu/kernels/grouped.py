@@ -8,6 +8,8 @@ behind the last expert are behind all tiles.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -171,8 +173,13 @@ def experts(
     n, k = (32, 32) if narrow else (128 if m == 64 else 64, 64)
     # Each expert may have one tile that is not full.
     tiles = min(copies, cdiv(copies, m) + count)
-    shared = {"EXPERTS": count, "EXPERTS_BLOCK": power_of_2(count), "HIDDEN": hidden, "INNER": inner_size}
-    sizes = {"M": m, "N": n, "K": k, "DOT": dot_type(x.dtype), "num_warps": 8 if m == 64 else 4}
+    shared: dict[str, Any] = {
+        "EXPERTS": count,
+        "EXPERTS_BLOCK": power_of_2(count),
+        "HIDDEN": hidden,
+        "INNER": inner_size,
+    }
+    sizes: dict[str, Any] = {"M": m, "N": n, "K": k, "DOT": dot_type(x.dtype), "num_warps": 8 if m == 64 else 4}
     sizes["num_stages"] = 3 if is_roomy(x.device) else 2
     inner = x.new_empty(copies, inner_size)
     grid = tiles, cdiv(inner_size, n)

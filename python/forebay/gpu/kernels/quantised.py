@@ -18,7 +18,6 @@ from forebay.gpu.kernels.eight_bits import LARGEST, of_eight_bits, to_eight_bits
 from forebay.gpu.kernels.gating import gate
 from forebay.gpu.kernels.grouped import sort_copies, sum_kernel, tile_of
 from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, launch, power_of_2
-from forebay.gpu.kernels.one_row import one_row_of_codes
 
 _BLOCK = 1024
 _MOST_COLUMNS = 64
@@ -120,9 +119,6 @@ def product_kernel(
 def product(x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.Tensor:
     """See `interface.Quantised`."""
     tokens, rows = len(x), len(matrix.codes)
-    # In float32 a row's sums have one order, whatever other rows there are.
-    if tokens == 1 and x.dtype != torch.float32:
-        return one_row_of_codes(x, matrix, bias)
     out = x.new_empty(tokens, rows)
     _product(x, matrix, bias, out, rows, tokens, 64 if tokens > 16 else 16)
     return out
