@@ -127,6 +127,7 @@ def stub(may: int) -> Iterator[Stub]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            assert self.headers["priority"] == "u=7"
             with served.lock:
                 served.seen.append(body["prompt"])
                 at_once = len(served.seen) <= served.may
@@ -337,6 +338,26 @@ def test_a_run_waits_for_a_server_that_is_started_again(tiny: Model, files: File
     finally:
         again.kill()
     assert Counter(files.names()) == Counter(str(at) for at in range(20))
+
+
+def test_interactive_requests_of_the_same_client_go_before_a_run(
+    serve: Serve, tiny: Model, files: Files, tmp_path: Path
+) -> None:
+    count, slots = 60, 2
+    files.write([request(str(at), prompt=[at, 1, 2], max_tokens=40, ignore_eos=True) for at in range(count)])
+    server = serve(tiny, *SIM, *paced(tmp_path, 5_000), "--max-running-requests", str(slots))
+    process = start(files, "--url", server.url, "--max-concurrency", "50")
+    server.wait_for_metric("vllm:num_requests_waiting", lambda waiting: waiting > 40)
+    before = len(files.names())
+    for at in range(20):
+        server.ask("/v1/completions", {"prompt": [3, at], "max_tokens": 2, "ignore_eos": True})
+    # Those that ran meanwhile may have ended, and no more: one slot is always the user's.
+    assert len(files.names()) - before <= 20 * 4 // 40 + slots
+    assert server.metric("vllm:num_requests_waiting") > 20
+    assert server.metric("vllm:num_preemptions_total") >= 1
+    assert finish(process) == (FINE, f"{count} answered, 0 before, 0 errors")
+    assert Counter(files.names()) == Counter(str(at) for at in range(count))
+    assert all(answer["response"]["body"]["usage"]["completion_tokens"] == 40 for answer in files.answers())
 
 
 def test_what_prevents_a_run_is_said(serve: Serve, tiny: Model, files: Files) -> None:

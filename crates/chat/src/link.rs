@@ -42,7 +42,12 @@ pub(crate) struct Link {
     root: String,
     host: HeaderValue,
     key: Option<HeaderValue>,
+    /// True if other clients of the server go first.
+    is_background: bool,
 }
+
+/// The header of RFC 9218 for work in the background.
+const BACKGROUND: (&str, &str) = ("priority", "u=7");
 
 impl Link {
     /// # Errors
@@ -64,17 +69,24 @@ impl Link {
             key.set_sensitive(true);
             key
         });
-        Ok(Self { place, root, host: HeaderValue::from_str(name)?, key })
+        let host = HeaderValue::from_str(name)?;
+        Ok(Self { place, root, host, key, is_background: false })
     }
 
     /// Makes a link to a server that listens on a Unix socket.
     pub(crate) fn unix(path: PathBuf) -> Self {
         let host = HeaderValue::from_static("localhost");
-        Self { place: Place::Unix(path), root: String::new(), host, key: None }
+        let root = String::new();
+        Self { place: Place::Unix(path), root, host, key: None, is_background: false }
     }
 
-    /// Sends a request on a connection of its own, which ends when the answer is dropped. The answer
-    /// may have any status.
+    /// The same link, whose requests take what other clients of the server leave.
+    pub(crate) fn in_background(self) -> Self {
+        Self { is_background: true, ..self }
+    }
+
+    /// Sends a request on a connection of its own, which ends when the answer is dropped. The
+    /// answer may have any status.
     pub(crate) async fn send(
         &self,
         method: Method,
@@ -114,6 +126,9 @@ impl Link {
         request = request.header(HOST, self.host.clone());
         if let Some(key) = &self.key {
             request = request.header(AUTHORIZATION, key.clone());
+        }
+        if self.is_background {
+            request = request.header(BACKGROUND.0, BACKGROUND.1);
         }
         if body.is_some() {
             request = request.header(CONTENT_TYPE, "application/json");

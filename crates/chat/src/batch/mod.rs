@@ -147,7 +147,7 @@ impl Run {
             Some(most) => most as usize,
             None => capacity(&link).await,
         };
-        let client = Arc::new(Client::new(link));
+        let client = Arc::new(Client::new(link.in_background()));
         let mut running = JoinSet::new();
         let death = async {
             match &mut started {
