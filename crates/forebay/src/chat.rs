@@ -1,16 +1,17 @@
 //! `forebay chat` and `forebay run-batch`. The model is downloaded here, where a terminal shows the
 //! progress. The crate `chat` does the rest.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Error, Result, bail};
 use clap::Parser;
 use forebay_chat::{BatchArgs, ChatArgs};
 use forebay_hub::{ModelName, Settings};
 
 use crate::command::{Command, Flags};
-use crate::flags::{Device, LoadFormat, ServeFlags};
+use crate::flags::{Device, LoadFormat, ServeFlags, foreign};
 use crate::model::find_python;
 use crate::models::hub;
 
@@ -34,8 +35,12 @@ fn this_program() -> Result<PathBuf> {
 fn prepare(model: Option<&str>, serve_flags: &[String]) -> Result<()> {
     let Some(model) = model else { return Ok(()) };
     let serving = ["forebay", "serve", model].into_iter();
-    let serving = serving.chain(serve_flags.iter().map(String::as_str));
-    match Flags::try_parse_from(serving)?.command {
+    let serving = serving.chain(serve_flags.iter().map(String::as_str)).map(OsString::from);
+    let translated = foreign::translate(serving).map_err(Error::msg)?;
+    for note in translated.notes {
+        eprintln!("note: {note}");
+    }
+    match Flags::try_parse_from(translated.arguments)?.command {
         Command::Serve(flags) => download(model, &flags),
         _ => bail!("`serve` was asked for"),
     }

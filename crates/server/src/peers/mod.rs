@@ -78,8 +78,8 @@ const BACKGROUND: &str = "u=7";
 fn is_background(headers: &HeaderMap) -> bool {
     let lines = headers.get_all(PRIORITY_HEADER).iter().filter_map(|line| line.to_str().ok());
     // Of several, the last one counts.
-    let urgency = lines.flat_map(|line| line.split(',')).map(str::trim);
-    urgency.filter(|item| item.starts_with("u=")).last() == Some(BACKGROUND)
+    let mut urgency = lines.flat_map(|line| line.split(',')).map(str::trim);
+    urgency.rfind(|item| item.starts_with("u=")) == Some(BACKGROUND)
 }
 
 impl FromRequestParts<Shared> for Peer {
