@@ -1,6 +1,6 @@
 //! Work in the background, which never holds up anything else.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 
 use forebay_protocol::{ROW_OK, StepPlan, StepResult};
 use forebay_scheduler::{Event, Policy, Request, Scheduler, SchedulerConfig};
@@ -19,13 +19,23 @@ struct Replica {
     waiting: BTreeSet<u64>,
     ended: BTreeSet<u64>,
     submitted: usize,
+    /// Results of plans in flight. So many may be.
+    results: VecDeque<StepResult>,
+    lookahead: usize,
 }
 
 impl Replica {
     fn new(config: SchedulerConfig) -> Self {
         let scheduler = Scheduler::new(config);
-        let (waiting, ended) = (BTreeSet::new(), BTreeSet::new());
-        Self { scheduler, plan: StepPlan::default(), waiting, ended, submitted: 0 }
+        Self {
+            scheduler,
+            plan: StepPlan::default(),
+            waiting: BTreeSet::new(),
+            ended: BTreeSet::new(),
+            submitted: 0,
+            results: VecDeque::new(),
+            lookahead: 0,
+        }
     }
 
     fn submit(&mut self, request: Request) {
@@ -56,21 +66,28 @@ impl Replica {
         );
         if planned {
             let sampled = self.plan.rows().filter(|row| row.want.samples()).count();
-            let result = StepResult {
+            self.results.push_back(StepResult {
                 step: self.plan.step(),
                 tokens: vec![7; sampled],
                 row_errors: vec![ROW_OK; self.plan.rows().len()],
                 ..StepResult::default()
-            };
+            });
+        }
+        let due = !planned || self.results.len() > self.lookahead;
+        let result = if due { self.results.pop_front() } else { None };
+        let works = planned || result.is_some();
+        if let Some(result) = result {
             self.scheduler.apply(&result, &mut events).expect("the result fits");
         }
         for event in events {
             if let Event::Finished { id, .. } = event {
+                // A request that gave way may end by what was in flight.
+                self.waiting.remove(&id);
                 assert!(self.ended.insert(id), "{id} ends once");
             }
         }
         assert_eq!(self.scheduler.check_integrity(), Ok(()));
-        planned
+        works
     }
 
     fn finish(&mut self) {
@@ -145,8 +162,28 @@ fn nobody_gives_way_to_work_in_the_background() {
     replica.finish();
 }
 
+/// A client in the background has been promised the slot of another, which comes back with a step
+/// in flight. Whoever comes meanwhile goes first.
+#[test]
+fn a_promise_to_work_in_the_background_holds_while_nobody_else_waits() {
+    let mut replica = Replica::new(SchedulerConfig { slots: 4, ..small() });
+    replica.lookahead = 1;
+    for id in 0..4 {
+        replica.submit(in_background(1, id, 20, 300));
+    }
+    replica.step();
+    replica.step();
+    replica.submit(in_background(2, 4, 20, 5));
+    replica.step();
+    assert_eq!(replica.scheduler.stats().preemptions, 1, "it gets its share");
+    replica.submit(Request { client: 3, ..request(1, vec![1; 20], 5) });
+    replica.step();
+    assert!(replica.waiting.is_empty(), "it goes first");
+    replica.finish();
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
     /// Whatever comes when, nobody waits behind work in the background, and that ends too.
     #[test]
@@ -157,9 +194,11 @@ proptest! {
         pages in 30..200_u32,
         fair in any::<bool>(),
         step_shares in any::<bool>(),
+        lookahead in 0..2_usize,
     ) {
         let config = SchedulerConfig { pages, fair, step_shares, ..small() };
         let mut replica = Replica::new(config);
+        replica.lookahead = lookahead;
         for (id, (background, client, prompt, max_tokens, steps)) in (0..).zip(arrivals) {
             let come = in_background(client, id, prompt, max_tokens);
             let id = if background { come.id } else { id };
