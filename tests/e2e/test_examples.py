@@ -39,6 +39,12 @@ def test_offline_batch() -> None:
     assert lines[3].startswith("'What is the capital of Norway?' -> 'The capital of Norway is Oslo")
 
 
+def test_batch_file() -> None:
+    norway, colour = example("batch_file.py")
+    assert norway.startswith("norway: 'The capital of Norway is Oslo")
+    assert len(colour) > len("colour: ''")
+
+
 def test_streaming() -> None:
     lines = example("streaming.py")
     for number in ("0", "1"):

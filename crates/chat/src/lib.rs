@@ -1,9 +1,11 @@
 //! `forebay chat`: a conversation in a terminal, with a running server or with one that it starts.
+//! `forebay run-batch`: a file of requests, likewise.
 //!
 //! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, and `turns`
 //! keeps the conversation. `server` starts a server, and `terminal` reads typed lines.
 
 mod answer;
+mod batch;
 mod link;
 mod server;
 mod terminal;
@@ -16,6 +18,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use tokio::runtime::Builder;
 
+pub use crate::batch::{BatchArgs, run_batch};
 use crate::link::Link;
 use crate::server::Started;
 use crate::terminal::Terminal;

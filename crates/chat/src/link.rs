@@ -23,11 +23,14 @@ use url::Url;
 /// The largest number of bytes of an answer that is read whole.
 const MOST: usize = 16 << 20;
 
+/// An open connection, which takes one request after the other.
+pub(crate) type Connection = http1::SendRequest<Full<Bytes>>;
+
 /// The address of a server.
 #[derive(Debug, Clone)]
 enum Place {
     Tcp { host: String, port: u16 },
-    Tls { host: String, port: u16 },
+    Tls { host: String, port: u16, trust: Arc<ClientConfig> },
     Unix(PathBuf),
 }
 
@@ -39,7 +42,12 @@ pub(crate) struct Link {
     root: String,
     host: HeaderValue,
     key: Option<HeaderValue>,
+    /// True if other clients of the server go first.
+    is_background: bool,
 }
+
+/// The header of RFC 9218 for work in the background.
+const BACKGROUND: (&str, &str) = ("priority", "u=7");
 
 impl Link {
     /// # Errors
@@ -50,7 +58,7 @@ impl Link {
         let port = parsed.port_or_known_default().unwrap_or(80);
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let place = match parsed.scheme() {
-            "https" => Place::Tls { host, port },
+            "https" => Place::Tls { host, port, trust: Arc::new(trust()?) },
             _ => Place::Tcp { host, port },
         };
         // People paste the address that OpenAI's clients take.
@@ -61,60 +69,76 @@ impl Link {
             key.set_sensitive(true);
             key
         });
-        Ok(Self { place, root, host: HeaderValue::from_str(name)?, key })
+        let host = HeaderValue::from_str(name)?;
+        Ok(Self { place, root, host, key, is_background: false })
     }
 
     /// Makes a link to a server that listens on a Unix socket.
     pub(crate) fn unix(path: PathBuf) -> Self {
         let host = HeaderValue::from_static("localhost");
-        Self { place: Place::Unix(path), root: String::new(), host, key: None }
+        let root = String::new();
+        Self { place: Place::Unix(path), root, host, key: None, is_background: false }
     }
 
-    /// Sends a request; the answer may have any status.
+    /// The same link, whose requests take what other clients of the server leave.
+    pub(crate) fn in_background(self) -> Self {
+        Self { is_background: true, ..self }
+    }
+
+    /// Sends a request on a connection of its own, which ends when the answer is dropped. The
+    /// answer may have any status.
     pub(crate) async fn send(
         &self,
         method: Method,
         path: &str,
         body: Option<&Value>,
     ) -> Result<Response<Incoming>> {
-        let sent = self.try_send(method, path, body).await;
-        sent.with_context(|| format!("cannot ask {}", self.name()))
+        let body = body.map(serde_json::to_vec).transpose()?.map(Bytes::from);
+        self.send_on(&mut self.connect().await?, method, path, body).await
     }
 
-    async fn try_send(
+    /// Opens a connection.
+    pub(crate) async fn connect(&self) -> Result<Connection> {
+        let connected = async {
+            match &self.place {
+                Place::Unix(path) => opened(UnixStream::connect(path).await?).await,
+                Place::Tcp { host, port } => opened(tcp(host, *port).await?).await,
+                Place::Tls { host, port, trust } => {
+                    let name = ServerName::try_from(host.clone())?;
+                    let stream = tcp(host, *port).await?;
+                    let connector = TlsConnector::from(Arc::clone(trust));
+                    opened(connector.connect(name, stream).await?).await
+                }
+            }
+        };
+        connected.await.with_context(|| self.trouble())
+    }
+
+    /// Sends a request on an open connection.
+    pub(crate) async fn send_on(
         &self,
+        connection: &mut Connection,
         method: Method,
         path: &str,
-        body: Option<&Value>,
+        body: Option<Bytes>,
     ) -> Result<Response<Incoming>> {
         let mut request = Request::builder().method(method).uri(format!("{}{path}", self.root));
         request = request.header(HOST, self.host.clone());
         if let Some(key) = &self.key {
             request = request.header(AUTHORIZATION, key.clone());
         }
-        let content = match body {
-            None => Bytes::new(),
-            Some(body) => {
-                request = request.header(CONTENT_TYPE, "application/json");
-                serde_json::to_vec(body)?.into()
-            }
-        };
-        let request = request.body(Full::new(content))?;
-        match &self.place {
-            Place::Unix(path) => exchange(UnixStream::connect(path).await?, request).await,
-            Place::Tcp { host, port } => {
-                let stream = TcpStream::connect((host.as_str(), *port)).await?;
-                stream.set_nodelay(true)?;
-                exchange(stream, request).await
-            }
-            Place::Tls { host, port } => {
-                let stream = TcpStream::connect((host.as_str(), *port)).await?;
-                stream.set_nodelay(true)?;
-                let name = ServerName::try_from(host.clone())?;
-                let connector = TlsConnector::from(Arc::new(trust()?));
-                exchange(connector.connect(name, stream).await?, request).await
-            }
+        if self.is_background {
+            request = request.header(BACKGROUND.0, BACKGROUND.1);
         }
+        if body.is_some() {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        let request = request.body(Full::new(body.unwrap_or_default()))?;
+        connection.send_request(request).await.with_context(|| self.trouble())
+    }
+
+    fn trouble(&self) -> String {
+        format!("cannot ask {}", self.name())
     }
 
     /// The value that a request is answered with.
@@ -139,7 +163,7 @@ impl Link {
     pub(crate) fn name(&self) -> String {
         match &self.place {
             Place::Tcp { host, port } => format!("http://{host}:{port}"),
-            Place::Tls { host, port } => format!("https://{host}:{port}"),
+            Place::Tls { host, port, .. } => format!("https://{host}:{port}"),
             Place::Unix(path) => path.display().to_string(),
         }
     }
@@ -161,14 +185,19 @@ pub(crate) async fn whole(response: Response<Incoming>) -> Result<Bytes> {
     Ok(body.map_err(|error| anyhow!("the answer broke off: {error}"))?.to_bytes())
 }
 
-/// One request on a connection of its own, which ends when the answer is dropped.
-async fn exchange<S>(stream: S, request: Request<Full<Bytes>>) -> Result<Response<Incoming>>
+async fn tcp(host: &str, port: u16) -> Result<TcpStream> {
+    let stream = TcpStream::connect((host, port)).await?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+async fn opened<S>(stream: S) -> Result<Connection>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    let (sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(connection);
-    Ok(sender.send_request(request).await?)
+    Ok(sender)
 }
 
 fn trust() -> Result<ClientConfig> {

@@ -1,4 +1,4 @@
-//! A server for one conversation.
+//! A server for one conversation, or for one file of requests.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, Seek, SeekFrom};
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{self, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use http::{Method, StatusCode};
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::process::{Pid, Signal, kill_process};
@@ -24,10 +24,14 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The bytes at the end of a log that are shown if a server did not start.
 const TAIL: u64 = 4096;
 
+/// The keys of the environment. They are for other servers: nobody else reaches this one.
+const KEYS: [&str; 3] = ["FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY"];
+
 /// A server that was started, and ends with this process.
 pub(crate) struct Started {
     child: Child,
     link: Link,
+    log: File,
     /// The folder of the server's socket and log.
     _folder: TempDir,
 }
@@ -40,7 +44,7 @@ impl Started {
     pub(crate) async fn start(program: PathBuf, model: &str, flags: &[String]) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("forebay-chat-").tempdir()?;
         let socket = folder.path().join("socket");
-        let mut log = tempfile::tempfile_in(folder.path())?;
+        let log = tempfile::tempfile_in(folder.path())?;
         let mut command = process::Command::new(program);
         command
             .args(["serve", model, "--no-webui", "--log-level", "warn"])
@@ -50,10 +54,13 @@ impl Started {
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
         // Ctrl-C is for the answer, not for the server.
         command.process_group(0);
+        for key in KEYS {
+            command.env_remove(key);
+        }
         let mut command = Command::from(command);
         let child = command.kill_on_drop(true).spawn().context("the server")?;
-        let mut started = Self { child, link: Link::unix(socket), _folder: folder };
-        started.ready(model, &mut log).await?;
+        let mut started = Self { child, link: Link::unix(socket), log, _folder: folder };
+        started.ready(model).await?;
         Ok(started)
     }
 
@@ -61,7 +68,7 @@ impl Started {
         self.link.clone()
     }
 
-    async fn ready(&mut self, model: &str, log: &mut File) -> Result<()> {
+    async fn ready(&mut self, model: &str) -> Result<()> {
         let bar = match std::io::stderr().is_terminal() {
             true => ProgressBar::new_spinner(),
             false => ProgressBar::hidden(),
@@ -74,7 +81,7 @@ impl Started {
             bar.tick();
             if let Some(status) = self.child.try_wait()? {
                 bar.finish_and_clear();
-                bail!("the server did not start ({status}):\n{}", tail(log)?);
+                bail!("the server did not start ({status}):\n{}", tail(&mut self.log)?);
             }
             let asked = self.link.ask(Method::GET, "/health").await;
             match asked {
@@ -91,6 +98,15 @@ impl Started {
                 Err(_) => {}
             }
             sleep(POLL).await;
+        }
+    }
+
+    /// Waits until the server ends, though nobody told it to. The error has the end of its log.
+    pub(crate) async fn death(&mut self) -> anyhow::Error {
+        match (self.child.wait().await, tail(&mut self.log)) {
+            (Ok(status), Ok(log)) => anyhow!("the server has ended ({status}):\n{log}"),
+            (Err(error), _) => anyhow!("the server is lost: {error}"),
+            (_, Err(error)) => error.context("the server has ended, and its log is lost"),
         }
     }
 

@@ -102,6 +102,7 @@ impl EngineHandle {
             client: if shared.fair { request.request.client } else { 0 },
             tokens: positions(&request.request),
             probe: request.request.probe,
+            background: request.request.background,
         };
         let (limit, at_us) = (shared.max_queued, shared.clock.now_us());
         let full = |retry_after| SubmitError::QueueFull { limit, retry_after };

@@ -20,6 +20,8 @@ pub struct Waiting(Mutex<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     requests: Holdings,
+    /// Those in the background.
+    background: Holdings,
     tokens: u64,
     probes: usize,
     rate: Rate,
@@ -34,6 +36,9 @@ pub(crate) struct Place {
     pub(crate) tokens: u64,
     /// True if the request is a probe, which is not counted among the others.
     pub(crate) probe: bool,
+    /// True for work in the background, which has as many places of its own and keeps nobody from
+    /// others.
+    pub(crate) background: bool,
 }
 
 /// Tokens that left the queue for a place, over the time in which the queue was not empty.
@@ -80,6 +85,10 @@ impl Waiting {
             inner.probes += 1;
             return Ok(());
         }
+        if place.background {
+            let took = inner.background.take(place.client, 1, Shares::of_places(limit));
+            return if took { Ok(()) } else { Err(inner.retry_after(now_us)) };
+        }
         let was_empty = inner.requests.all() == 0;
         if !inner.requests.take(place.client, 1, Shares::of_places(limit)) {
             return Err(inner.retry_after(now_us));
@@ -94,7 +103,7 @@ impl Waiting {
     /// Notes that a request was admitted.
     pub(crate) fn admitted(&self, place: Place, now_us: u64) {
         let mut inner = self.0.lock();
-        if !place.probe {
+        if !place.probe && !place.background {
             inner.rate.note(place.tokens, now_us);
         }
         inner.leave(place, now_us);
@@ -117,6 +126,10 @@ impl Inner {
             self.probes = self.probes.saturating_sub(1);
             return;
         }
+        if place.background {
+            self.background.give_back(place.client, 1);
+            return;
+        }
         self.requests.give_back(place.client, 1);
         self.tokens = self.tokens.saturating_sub(place.tokens);
         if self.requests.all() == 0 {
@@ -137,7 +150,7 @@ mod tests {
     const SECOND: u64 = 1_000_000;
 
     fn place(client: u64) -> Place {
-        Place { client, tokens: 100, probe: false }
+        Place { client, tokens: 100, probe: false, background: false }
     }
 
     fn fill(waiting: &Waiting, client: u64, limit: usize) -> usize {
@@ -179,6 +192,18 @@ mod tests {
         waiting.left(probe, 0);
         waiting.enter(probe, 5, 0).expect("room");
         assert_eq!(fill(&waiting, 2, 5), 1, "they take nothing from the others");
+    }
+
+    #[test]
+    fn work_in_the_background_keeps_nobody_out() {
+        let waiting = Waiting::default();
+        let background = Place { background: true, ..place(1) };
+        let entered = (0..).take_while(|_| waiting.enter(background, 64, 0).is_ok()).count();
+        assert_eq!(entered, 64, "it has a queue of its own");
+        assert_eq!(fill(&waiting, 1, 64), 64);
+        waiting.left(background, 0);
+        waiting.enter(background, 64, 0).expect("the place that was given back");
+        assert_eq!(fill(&waiting, 2, 64), 4);
     }
 
     #[test]

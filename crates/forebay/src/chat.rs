@@ -1,27 +1,49 @@
-//! `forebay chat`. The model is downloaded here, where a terminal shows the progress. The crate
-//! `chat` does the rest.
+//! `forebay chat` and `forebay run-batch`. The model is downloaded here, where a terminal shows the
+//! progress. The crate `chat` does the rest.
 
-use anyhow::{Context, Result, bail};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Error, Result, bail};
 use clap::Parser;
-use forebay_chat::ChatArgs;
+use forebay_chat::{BatchArgs, ChatArgs};
 use forebay_hub::{ModelName, Settings};
 
 use crate::command::{Command, Flags};
-use crate::flags::{Device, LoadFormat, ServeFlags};
+use crate::flags::{Device, LoadFormat, ServeFlags, foreign};
 use crate::model::find_python;
 use crate::models::hub;
 
 /// Chats until the user ends it.
 pub(crate) fn run(args: &ChatArgs) -> Result<()> {
-    if let Some(model) = args.model() {
-        let serving = ["forebay", "serve", model].into_iter();
-        let serving = serving.chain(args.serve_flags().iter().map(String::as_str));
-        match Flags::try_parse_from(serving)?.command {
-            Command::Serve(flags) => download(model, &flags)?,
-            _ => bail!("`serve` was asked for"),
-        }
+    prepare(args.model(), args.serve_flags())?;
+    forebay_chat::chat(args, this_program()?)
+}
+
+/// Answers the requests of a file.
+pub(crate) fn run_batch(args: &BatchArgs) -> Result<ExitCode> {
+    prepare(args.model(), args.serve_flags())?;
+    forebay_chat::run_batch(args, this_program()?)
+}
+
+fn this_program() -> Result<PathBuf> {
+    std::env::current_exe().context("this program")
+}
+
+/// Checks the flags of a server that is to be started, and downloads its model.
+fn prepare(model: Option<&str>, serve_flags: &[String]) -> Result<()> {
+    let Some(model) = model else { return Ok(()) };
+    let serving = ["forebay", "serve", model].into_iter();
+    let serving = serving.chain(serve_flags.iter().map(String::as_str)).map(OsString::from);
+    let translated = foreign::translate(serving).map_err(Error::msg)?;
+    for note in translated.notes {
+        eprintln!("note: {note}");
     }
-    forebay_chat::chat(args, std::env::current_exe().context("this program")?)
+    match Flags::try_parse_from(translated.arguments)?.command {
+        Command::Serve(flags) => download(model, &flags),
+        _ => bail!("`serve` was asked for"),
+    }
 }
 
 /// Downloads missing files, as `serve` would with these flags.

@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use forebay_bench::{Gsm8kArgs, ReportArgs, ServeArgs};
-use forebay_chat::ChatArgs;
+use forebay_chat::{BatchArgs, ChatArgs};
 
 use crate::doctor::DoctorFlags;
 use crate::flags::ServeFlags;
@@ -32,6 +32,9 @@ pub(crate) enum Command {
     Worker(WorkerFlags),
     /// Chat in this terminal, with a server that runs or with one that is started for a model.
     Chat(Box<ChatArgs>),
+    /// Answer a file of requests, with a server that runs or with one that is started for a model.
+    /// The exit status is 3 if all are answered, some with an error.
+    RunBatch(Box<BatchArgs>),
     /// Download a model, so that a later `serve` finds it. Its path is printed.
     Pull(PullFlags),
     /// List the models that were downloaded.

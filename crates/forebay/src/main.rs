@@ -67,7 +67,7 @@ fn main() -> ExitCode {
         return forebay_cpuhand::main();
     }
     match run(command) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(status) => status,
         Err(error) => {
             say(format!("error: {error:#}"));
             ExitCode::FAILURE
@@ -88,15 +88,16 @@ fn say(line: String) {
     }
 }
 
-fn run(command: Command) -> Result<()> {
+fn run(command: Command) -> Result<ExitCode> {
     if !matches!(command, Command::Serve(_) | Command::Route(_) | Command::Worker(_)) {
         logs::init_warnings()?;
     }
-    match command {
+    let done = match command {
         Command::Serve(flags) => serve::run(&flags),
         Command::Route(flags) => route::run(&flags),
         Command::Worker(flags) => worker::run(&flags),
         Command::Chat(args) => chat::run(&args),
+        Command::RunBatch(args) => return chat::run_batch(&args),
         Command::Bench(BenchCommand::Serve(args)) => forebay_bench::serve(&args, &Tokenizers),
         Command::Bench(BenchCommand::Report(args)) => forebay_bench::report(&args),
         Command::Eval(EvalCommand::Gsm8k(args)) => forebay_bench::gsm8k(&args),
@@ -109,5 +110,6 @@ fn run(command: Command) -> Result<()> {
         Command::Plan(flags) => plan::run(&flags),
         Command::Hand => Ok(()),
         Command::Render => Ok(forebay_text::render_templates()?),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
 }

@@ -93,8 +93,15 @@ impl Scheduler {
         let (step, returns) = (self.steps.next(), self.returns());
         if let Some((victim, ticket)) = self.turns.who_gives_way(&self.roster, step, returns) {
             let lost = self.roster[victim].computed;
+            let in_background = |handle: Handle| self.roster[handle].request.background;
+            let is_free = in_background(victim) && !in_background(ticket.handle);
             self.preempt(victim, events);
-            self.turns.promise(ticket, step, lost);
+            if is_free {
+                // The request is the first in turn anyway, and others need not rest for it.
+                self.turns.unblock();
+            } else {
+                self.turns.promise(ticket, step, lost);
+            }
         }
     }
 }

@@ -218,6 +218,7 @@ impl Call {
                 priority: generation.priority,
                 cache_salt: salt,
                 client: peer.client().0,
+                background: peer.is_background(),
                 probe: peer.is_probe(),
                 masked: false,
                 prompt_logprobs: told,

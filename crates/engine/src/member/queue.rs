@@ -55,7 +55,7 @@ impl Member {
 
     fn deadline(&self, arrival: Arrival) -> Option<u64> {
         let limit = micros(self.config.queue_timeout);
-        let limited = limit > 0 && !arrival.place.probe;
+        let limited = limit > 0 && !arrival.place.probe && !arrival.place.background;
         limited.then(|| arrival.at_us.saturating_add(limit))
     }
 }

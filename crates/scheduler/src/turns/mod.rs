@@ -22,7 +22,7 @@ use crate::roster::Roster;
 use crate::slab::Handle;
 use claims::Claims;
 use pace::Pace;
-use queue::{PROBE_RANK, Queue};
+use queue::{BACKGROUND_RANK, PROBE_RANK, Queue};
 use shares::Shares;
 
 /// The order in which requests have their turns.
@@ -71,6 +71,7 @@ impl Turns {
     pub(crate) fn rank(&self, request: &Request) -> i64 {
         match self.policy {
             _ if request.probe => PROBE_RANK,
+            _ if request.background => BACKGROUND_RANK,
             Policy::Fcfs => 0,
             Policy::Priority => -i64::from(request.priority),
             Policy::PriorityAscending => i64::from(request.priority),
@@ -135,7 +136,11 @@ impl Turns {
     /// The waiting request whose turn it is. Only shares of a step let others be admitted before it
     /// ([`Self::passing`]).
     pub(crate) fn next(&self) -> Option<Ticket> {
-        self.shares.promised.or_else(|| self.queue.first())
+        let first = self.queue.first();
+        let is_before = |first: Ticket| first.key.rank < BACKGROUND_RANK;
+        // A promise to work in the background holds only while nobody else waits.
+        let holds = |promised: &Ticket| is_before(*promised) || !first.is_some_and(is_before);
+        self.shares.promised.filter(holds).or(first)
     }
 
     /// The waiting request that is the next to pass prompts in a step. Nobody gets the last slot
@@ -183,19 +188,20 @@ impl Turns {
         self.suspects.clear();
     }
 
-    /// The resident that gives way, and the request for which it does ([`Shares::who_gives_way`]).
-    /// The request is then the next to be admitted.
+    /// The resident that gives way, and the request for which it does. Work in the background gives
+    /// way to any other, and others by their shares ([`Shares::who_gives_way`]). To those the next
+    /// admission is promised.
     ///
-    /// This happens once a step at most, and so seldom that repeated computation takes only a part
-    /// of all steps. It runs before any request has a row, since the resident that gives way must
-    /// have none.
+    /// This happens once a step at most. Between others it happens so seldom that repeated
+    /// computation takes only a part of all steps. It runs before any request has a row, since the
+    /// resident that gives way must have none.
     pub(crate) fn who_gives_way(
         &mut self,
         roster: &Roster,
         step: u64,
         returns: u64,
     ) -> Option<(Handle, Ticket)> {
-        if !self.fair || !self.shares.may_change(step) {
+        if self.shares.settled {
             return None;
         }
         let next = self.next();
@@ -203,6 +209,14 @@ impl Turns {
             let place = roster.has_place(roster[next.handle].request.probe);
             place && !self.is_blocked(next.key, returns)
         }) {
+            return None;
+        }
+        if let Some(next) = next
+            && let Some(victim) = in_background(&next, roster)
+        {
+            return Some((victim, next));
+        }
+        if !self.fair || !self.shares.may_change(step) {
             return None;
         }
         self.shares.settled = true;
@@ -275,6 +289,12 @@ impl Turns {
             Some(ticket) => Err(format!("{ticket:?} does not wait")),
         }
     }
+}
+
+/// The resident in the background that gives way for a request which is not.
+fn in_background(ticket: &Ticket, roster: &Roster) -> Option<Handle> {
+    let (last, &handle) = roster.residents.last_key_value()?;
+    (last.rank == BACKGROUND_RANK && ticket.key.rank < BACKGROUND_RANK).then_some(handle)
 }
 
 #[cfg(test)]

@@ -48,6 +48,8 @@ struct Ask {
     stop: Option<i32>,
     priority: i32,
     client: u64,
+    /// Takes what others leave.
+    background: bool,
     /// Asks whether the model computes.
     probe: bool,
     /// Biases, stop ids that may be of use, or neither.
@@ -91,11 +93,11 @@ impl Ask {
         }
         if let Some(segment) = self.pooled.or(encoder.then_some(0)) {
             prompt.truncate(hot);
-            let (priority, cache_salt) = (self.priority, self.salt);
+            let (priority, background, cache_salt) = (self.priority, self.background, self.salt);
             let (client, probe) = (self.client, self.probe);
             let mut pooled = pooled(id, prompt, segment);
             pooled.spec.embeds = self.embeds;
-            return Request { priority, client, probe, cache_salt, ..pooled };
+            return Request { priority, background, client, probe, cache_salt, ..pooled };
         }
         let sees = config.tower.is_some() && self.embeds.is_none() && self.pooled.is_none();
         let tail = self.prompt_logprobs.filter(|_| self.embeds.is_none() && !sees);
@@ -126,6 +128,7 @@ impl Ask {
             masked: self.masked,
             prompt_logprobs,
             priority: self.priority,
+            background: self.background,
             client: self.client,
             probe: self.probe,
             cache_salt: self.salt,
@@ -155,7 +158,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         (1..24_u32, prop_oneof![3 => Just(0), 1 => 1..24_usize]),
         prop::option::weighted(0.3, 0..VOCAB),
         (
-            -1..2_i32,
+            (-1..2_i32, prop::bool::weighted(0.2)),
             0..3_u64,
             (prop::bool::weighted(0.05), prop::bool::weighted(0.3)),
             prop_oneof![3 => Just(0), 1 => 0..80_usize],
@@ -169,7 +172,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
             |(text, shared, own, length, stop, place, salt, pooled, given, prompt_logprobs)| {
                 let (embeds, images) = given;
                 let (max_tokens, resumed) = length;
-                let (priority, client, (probe, masked), lists) = place;
+                let ((priority, background), client, (probe, masked), lists) = place;
                 Ask {
                     text,
                     shared,
@@ -178,6 +181,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
                     resumed,
                     stop,
                     priority,
+                    background,
                     client,
                     probe,
                     masked,

@@ -65,6 +65,21 @@ pub(crate) struct Peer {
     exchange: Option<Arc<Exchange>>,
     /// The salt of its key; 0 where keys make no difference.
     tenant: u64,
+    /// True if it leaves the machine to others while they need it.
+    background: bool,
+}
+
+/// The header of RFC 9218 by which a client ranks its requests.
+const PRIORITY_HEADER: &str = "priority";
+/// The urgency that the standard keeps for work in the background.
+const BACKGROUND: &str = "u=7";
+
+/// True if a request is for work in the background.
+fn is_background(headers: &HeaderMap) -> bool {
+    let lines = headers.get_all(PRIORITY_HEADER).iter().filter_map(|line| line.to_str().ok());
+    // Of several, the last one counts.
+    let mut urgency = lines.flat_map(|line| line.split(',')).map(str::trim);
+    urgency.rfind(|item| item.starts_with("u=")) == Some(BACKGROUND)
 }
 
 impl FromRequestParts<Shared> for Peer {
@@ -78,7 +93,8 @@ impl FromRequestParts<Shared> for Peer {
         let apart = state.config.api_keys.len() > 1 && !sharing.share_cache_across_keys;
         let key = key.filter(|_| apart).and_then(|at| state.config.api_keys.text(at));
         let tenant = key.map_or(0, |key| sharing.namer.salt(&[key.as_bytes()]));
-        Ok(Self { client, exchange, tenant })
+        let background = is_background(&parts.headers);
+        Ok(Self { client, exchange, tenant, background })
     }
 }
 
@@ -91,6 +107,11 @@ impl Peer {
     /// True if the server asks itself.
     pub(crate) fn is_probe(&self) -> bool {
         self.client.is_none()
+    }
+
+    /// True if the request takes what others leave.
+    pub(crate) fn is_background(&self) -> bool {
+        self.background
     }
 
     pub(crate) fn tag(&self) -> Option<&RouterTag> {
@@ -308,4 +329,24 @@ async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), A
     }
     let exchange = Exchange { tag, resume, blocks: OnceLock::new(), stream: OnceLock::new() };
     Ok((exchange, Request::from_parts(parts, body)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urgency_seven_is_work_in_the_background() {
+        let background = |lines: &[&'static str]| {
+            let line = |&line| (axum::http::HeaderName::from_static(PRIORITY_HEADER), line);
+            let lines = lines.iter().map(line);
+            is_background(
+                &lines.map(|(name, line)| (name, HeaderValue::from_static(line))).collect(),
+            )
+        };
+        assert!(background(&["u=7"]) && background(&["i, u=7"]) && background(&["u=3", "u=7,i"]));
+        for other in [&[][..], &["u=1, i"], &["i"], &["7"], &["u=70"], &["u=7, u=3"], &["x=u=7"]] {
+            assert!(!background(other), "{other:?}");
+        }
+    }
 }

@@ -105,6 +105,7 @@ impl PooledCall {
                 priority,
                 cache_salt: salt,
                 client: peer.client().0,
+                background: peer.is_background(),
                 probe: peer.is_probe(),
                 ..Request::default()
             };

@@ -30,7 +30,7 @@ fn body(path: &str, more: Value) -> Value {
 
 impl TestServer {
     /// POSTs with headers; the answer's status and JSON.
-    async fn with_headers(
+    pub(crate) async fn with_headers(
         &self,
         path: &str,
         body: &Value,

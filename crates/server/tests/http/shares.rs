@@ -1,6 +1,7 @@
 //! What a client gets beside others, and what it is told when it gets nothing.
 
 use forebay_engine::{FinishReason, Output, RequestError, SubmitError};
+use forebay_server::PoolingTask;
 use serde_json::{Value, json};
 
 use crate::fake::TestServer;
@@ -86,6 +87,24 @@ async fn a_priority_beyond_the_bound_is_refused() {
         if expected == 400 {
             assert_eq!(answer["error"]["param"], "priority");
             assert!(answer["error"]["message"].as_str().unwrap().contains("max-client-priority"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_header_of_the_standard_asks_for_the_background() {
+    let generates = TestServer::scripted("a").await;
+    let pools = TestServer::pooling(PoolingTask::Embed, true).await;
+    let input = json!({"input": "hello"});
+    for (mut server, path, body) in
+        [(generates, CHAT, hello(false)), (pools, "/v1/embeddings", input)]
+    {
+        for (headers, expected) in
+            [(&[][..], false), (&[("priority", "u=7")], true), (&[("priority", "u=1, i")], false)]
+        {
+            let (status, answer) = server.with_headers(path, &body, headers).await;
+            assert_eq!(status, 200, "{answer}");
+            assert_eq!(server.submitted().await.background, expected, "{path} {headers:?}");
         }
     }
 }

@@ -109,6 +109,7 @@ impl Harness {
     pub(crate) fn submit(&mut self, request: Request) {
         let rank = match self.config.policy {
             _ if request.probe => i64::MIN,
+            _ if request.background => i64::MAX,
             Policy::Fcfs => 0,
             Policy::Priority => -i64::from(request.priority),
             Policy::PriorityAscending => i64::from(request.priority),

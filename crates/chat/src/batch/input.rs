@@ -1,0 +1,165 @@
+//! The requests of a file that have no answer yet.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Result as IoResult, stdin};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use anyhow::{Context, Result};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+
+use super::LINE;
+use super::line::{Fault, Line};
+use super::lines::Lines;
+use super::names::{Before, Identity, Names};
+
+/// The name of the input that is read from standard input.
+const STDIN: &str = "-";
+
+/// The numbers of the input so far.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    /// The bytes that were read.
+    pub(super) bytes: AtomicU64,
+    /// The requests that had an answer before.
+    pub(super) before: AtomicU64,
+}
+
+/// A file that a thread reads, which waits until somebody takes a line.
+#[derive(Debug)]
+pub(super) struct Input {
+    lines: Receiver<IoResult<Line>>,
+    pub(super) counts: Arc<Counts>,
+    /// The bytes of the file; `None`: nobody can tell.
+    pub(super) size: Option<u64>,
+}
+
+impl Input {
+    /// Opens the file, or standard input. Requests with an answer in `names` are left out.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub(super) fn open(path: &Path, names: Names) -> Result<Self> {
+        let (reader, size): (Box<dyn BufRead + Send>, _) = if path == Path::new(STDIN) {
+            (Box::new(BufReader::new(stdin())), None)
+        } else {
+            let file = File::open(path).with_context(|| path.display().to_string())?;
+            let facts = file.metadata()?;
+            (Box::new(BufReader::new(file)), facts.is_file().then_some(facts.len()))
+        };
+        let (sender, lines) = channel(1);
+        let counts = Arc::<Counts>::default();
+        let reading = Reading { names, counts: Arc::clone(&counts), sender };
+        thread::Builder::new()
+            .name("batch-input".into())
+            .spawn(move || reading.read(Lines::new(reader, LINE)))?;
+        Ok(Self { lines, counts, size })
+    }
+
+    /// The next line that needs an answer; `None` at the end.
+    pub(super) async fn next(&mut self) -> Option<IoResult<Line>> {
+        self.lines.recv().await
+    }
+}
+
+struct Reading {
+    names: Names,
+    counts: Arc<Counts>,
+    sender: Sender<IoResult<Line>>,
+}
+
+impl Reading {
+    fn read<R: BufRead>(mut self, mut lines: Lines<R>) {
+        loop {
+            let line = match lines.next() {
+                Ok(Some(text)) => {
+                    self.counts.bytes.fetch_add(text.length, Ordering::Relaxed);
+                    Line::parse(&text)
+                }
+                Ok(None) => return,
+                Err(error) => {
+                    // Nobody may wait for it any more.
+                    let _ = self.sender.blocking_send(Err(error));
+                    return;
+                }
+            };
+            let Some(line) = line.and_then(|line| self.unanswered(line)) else { continue };
+            if self.sender.blocking_send(Ok(line)).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// A line as it has to be answered; `None`: it has its answer.
+    fn unanswered(&mut self, mut line: Line) -> Option<Line> {
+        let mut answered = false;
+        if let Some(name) = &line.name {
+            match self.names.add_request(name) {
+                Before::Nothing => {}
+                Before::Answer => answered = true,
+                Before::Request => line.request = Err(Fault::repeated(name)),
+            }
+        }
+        if line.request.is_err() {
+            answered |= self.names.has_answer(Identity::Line(line.number));
+        }
+        if answered {
+            self.counts.before.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+        Some(line)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unanswered(text: &str, names: Names) -> Vec<(u64, Option<String>, Option<&'static str>)> {
+        let (sender, mut lines) = channel(16);
+        let counts = Arc::<Counts>::default();
+        let reading = Reading { names, counts: Arc::clone(&counts), sender };
+        reading.read(Lines::new(text.as_bytes(), 100));
+        assert_eq!(counts.bytes.load(Ordering::Relaxed), text.len() as u64);
+        let mut found = Vec::new();
+        while let Ok(line) = lines.try_recv() {
+            let Line { number, name, request } = line.unwrap();
+            found.push((number, name, request.err().map(|fault| fault.code)));
+        }
+        found
+    }
+
+    #[test]
+    fn each_line_is_answered_once() {
+        let line = |name: &str| {
+            format!("{{\"custom_id\":\"{name}\",\"url\":\"/v1/completions\",\"body\":{{}}}}\n")
+        };
+        let text = format!("{}\n{}{}x\n{}", line("a"), line("b"), line("a"), "y".repeat(101));
+        let named = |number, name: &str, fault| (number, Some(name.to_owned()), fault);
+        let second = named(4, "a", Some("duplicate_custom_id"));
+        let (invalid, long) = (Some("invalid_json_line"), Some("line_too_long"));
+        assert_eq!(
+            unanswered(&text, Names::default()),
+            [
+                named(1, "a", None),
+                named(3, "b", None),
+                second.clone(),
+                (5, None, invalid),
+                (6, None, long)
+            ]
+        );
+        // The error of the second `a` came before a kill, and the answer of the first did not.
+        let mut names = Names::default();
+        names.add_answer(Identity::Line(4));
+        names.add_answer(Identity::Line(5));
+        names.add_answer(Identity::Name("b"));
+        assert_eq!(unanswered(&text, names), [named(1, "a", None), (6, None, long)]);
+        // The other way round.
+        let mut names = Names::default();
+        names.add_answer(Identity::Name("a"));
+        let rest = [named(3, "b", None), second, (5, None, invalid), (6, None, long)];
+        assert_eq!(unanswered(&text, names), rest);
+    }
+}

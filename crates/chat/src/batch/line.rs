@@ -1,0 +1,208 @@
+//! Lines of the file of requests.
+
+use bytes::Bytes;
+use forebay_api::ROUTES;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::lines::Text;
+
+/// Routes that stream an answer unless they are told not to.
+const STREAMED: [&str; 2] = ["/api/chat", "/api/generate"];
+/// The mark that some editors put before a text.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// A line with something in it.
+#[derive(Debug, PartialEq)]
+pub(super) struct Line {
+    /// The number of the line in the file.
+    pub(super) number: u64,
+    /// The `custom_id`.
+    pub(super) name: Option<String>,
+    pub(super) request: Result<Request, Fault>,
+}
+
+/// A request, as it is sent.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Request {
+    pub(super) path: &'static str,
+    pub(super) body: Bytes,
+}
+
+/// The reason why a line has no answer of a server.
+#[derive(Debug, PartialEq)]
+pub(super) struct Fault {
+    /// For programs, as OpenAI has it where it has one.
+    pub(super) code: &'static str,
+    pub(super) message: String,
+    /// The field.
+    pub(super) param: Option<&'static str>,
+}
+
+impl Fault {
+    fn of(code: &'static str, param: &'static str, message: impl Into<String>) -> Self {
+        Self { code, message: message.into(), param: Some(param) }
+    }
+
+    /// The fault of a line whose name another line had before.
+    pub(super) fn repeated(name: &str) -> Self {
+        let message = format!("`custom_id`: a line before this one is named {name:?} too");
+        Self::of("duplicate_custom_id", "custom_id", message)
+    }
+
+    fn too_long(bytes: u64) -> Self {
+        let message = format!("a line of {bytes} bytes is too long");
+        Self { code: "line_too_long", message, param: None }
+    }
+}
+
+#[derive(Deserialize)]
+struct Fields<'a> {
+    #[serde(borrow, default)]
+    custom_id: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    method: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    url: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    body: Option<&'a RawValue>,
+}
+
+/// The fields of a body that change the form of the answer.
+#[derive(Deserialize)]
+struct Form<'a> {
+    #[serde(borrow, default)]
+    stream: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    background: Option<&'a RawValue>,
+}
+
+impl Line {
+    /// Reads a line; `None`: it is empty.
+    pub(super) fn parse(text: &Text<'_>) -> Option<Self> {
+        let number = text.number;
+        let fault = |fault| Some(Self { number, name: None, request: Err(fault) });
+        let Some(bytes) = text.bytes else { return fault(Fault::too_long(text.length)) };
+        let unmarked = bytes.strip_prefix(BYTE_ORDER_MARK).filter(|_| number == 1);
+        let bytes = unmarked.unwrap_or(bytes).trim_ascii();
+        if bytes.is_empty() {
+            return None;
+        }
+        let invalid = |message| Fault { code: "invalid_json_line", message, param: None };
+        if bytes[0] != b'{' {
+            return fault(invalid("a line is a JSON object".into()));
+        }
+        let fields: Fields<'_> = match serde_json::from_slice(bytes) {
+            Ok(fields) => fields,
+            Err(error) => return fault(invalid(error.to_string())),
+        };
+        let name: String = match text_of(fields.custom_id, "custom_id") {
+            Ok(name) => name,
+            Err(wrong) => return fault(wrong),
+        };
+        Some(Self { number, name: Some(name), request: request(&fields) })
+    }
+
+    /// The bytes that the line takes while it is answered.
+    pub(super) fn size(&self) -> usize {
+        self.request.as_ref().map_or(0, |request| request.body.len())
+    }
+}
+
+fn text_of(field: Option<&RawValue>, name: &'static str) -> Result<String, Fault> {
+    let field = field.ok_or_else(|| {
+        Fault::of("missing_required_parameter", name, format!("`{name}` is missing"))
+    })?;
+    serde_json::from_str(field.get())
+        .map_err(|_| Fault::of("invalid_value", name, format!("`{name}`: a string is expected")))
+}
+
+fn request(fields: &Fields<'_>) -> Result<Request, Fault> {
+    if fields.method.is_some() && text_of(fields.method, "method")? != "POST" {
+        return Err(Fault::of("invalid_method", "method", "`method`: POST is expected"));
+    }
+    let url = text_of(fields.url, "url")?;
+    let Some(route) = ROUTES.iter().find(|route| route.path == url) else {
+        let message = format!("`url`: {url:?} is no route for a batch, as /v1/chat/completions is");
+        return Err(Fault::of("invalid_url", "url", message));
+    };
+    let body = fields.body.filter(|body| body.get().starts_with('{'));
+    let body = body
+        .ok_or_else(|| Fault::of("invalid_value", "body", "`body`: an object is expected"))?
+        .get();
+    let form: Form<'_> = serde_json::from_str(body)
+        .map_err(|error| Fault::of("invalid_value", "body", format!("`body`: {error}")))?;
+    let stream = form.stream.map_or(STREAMED.contains(&route.path), is_true);
+    if stream || form.background.is_some_and(is_true) {
+        let message = "`body`: the answer comes in one piece: no `stream`, no `background`";
+        return Err(Fault::of("invalid_value", "body", message));
+    }
+    Ok(Request { path: route.path, body: Bytes::copy_from_slice(body.as_bytes()) })
+}
+
+fn is_true(value: &RawValue) -> bool {
+    value.get() == "true"
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn parse(line: &[u8]) -> Option<Line> {
+        let length = line.len() as u64;
+        Line::parse(&Text { number: 1, bytes: Some(line), length, ended: true })
+    }
+
+    fn fault(line: &Value) -> (Option<String>, &'static str, Option<&'static str>) {
+        let line = parse(line.to_string().as_bytes()).unwrap();
+        let fault = line.request.unwrap_err();
+        (line.name, fault.code, fault.param)
+    }
+
+    #[test]
+    fn a_request_is_sent_as_it_stands() {
+        let body = br#"{"model":"m",  "n": 1.0, "stream":false}"#;
+        let head = br#"{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": "#;
+        let line = parse(&[BYTE_ORDER_MARK, head, body, b"}\r"].concat()).unwrap();
+        let request = Request { path: "/v1/completions", body: Bytes::from_static(body) };
+        assert_eq!(line.size(), body.len());
+        assert_eq!(line, Line { number: 1, name: Some("a".into()), request: Ok(request) });
+        assert_eq!(parse(b" \r"), None);
+        // Where a client leaves the method out, it can mean one thing only.
+        let short = json!({"custom_id": "a\n", "url": "/v1/embeddings", "body": {}});
+        assert!(parse(short.to_string().as_bytes()).unwrap().request.is_ok());
+    }
+
+    #[test]
+    fn a_fault_names_its_field() {
+        let line = |field: &str, value: Value| {
+            let mut line = json!({
+                "custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {},
+            });
+            line[field] = value;
+            fault(&line)
+        };
+        let named = |code, field| (Some("a".to_owned()), code, Some(field));
+        assert_eq!(line("method", json!("GET")), named("invalid_method", "method"));
+        assert_eq!(line("url", json!("/flush_cache")), named("invalid_url", "url"));
+        assert_eq!(line("url", json!("http://host/v1/responses")), named("invalid_url", "url"));
+        assert_eq!(line("url", Value::Null), named("missing_required_parameter", "url"));
+        for body in [json!([]), Value::Null, json!({"stream": true}), json!({"background": true})] {
+            assert_eq!(line("body", body), named("invalid_value", "body"));
+        }
+        assert_eq!(line("url", json!("/api/chat")), named("invalid_value", "body"));
+        let nameless = |code| (None, code, Some("custom_id"));
+        assert_eq!(line("custom_id", json!(7)), nameless("invalid_value"));
+        assert_eq!(line("custom_id", Value::Null), nameless("missing_required_parameter"));
+        for text in
+            [&b"nonsense"[..], b"[1]", b"{\"custom_id\": \"a\"", b"{\"custom_id\": \"\xff\"}"]
+        {
+            let line = parse(text).unwrap();
+            assert_eq!((line.name, line.request.unwrap_err().code), (None, "invalid_json_line"));
+        }
+        let long = Line::parse(&Text { number: 9, bytes: None, length: 70, ended: true }).unwrap();
+        assert_eq!((long.number, long.request.unwrap_err().code), (9, "line_too_long"));
+    }
+}

@@ -1,0 +1,304 @@
+//! `forebay run-batch`: a file of requests, and a file of their answers.
+//!
+//! Lines are those of OpenAI's batches. Answers are in the order in which they come. A run that was
+//! killed goes on where it was: requests with an answer in the file are not sent again. The memory
+//! of a run has bounds, but for 16 bytes a request by which its name is known again.
+
+mod client;
+mod input;
+mod line;
+mod lines;
+mod names;
+mod output;
+mod progress;
+
+use std::future::{Future, pending};
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result, anyhow};
+use clap::Args;
+use http::{Method, StatusCode};
+use rustix::process::{Resource, getrlimit};
+use tokio::runtime::Builder;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::JoinSet;
+use tokio::time::interval;
+
+use self::client::{Client, Reply};
+use self::input::Input;
+use self::line::{Line, Request};
+use self::output::{Answer, Output};
+use self::progress::{Progress, REDRAW, Tally};
+use crate::link::Link;
+use crate::server::Started;
+
+/// The largest number of bytes of a line of the input.
+const LINE: usize = 64 << 20;
+/// The bytes of requests that are sent at a time, beyond which no other line is read.
+const IN_FLIGHT: usize = 256 << 20;
+/// The largest number of bytes of an answer.
+const ANSWER: usize = 512 << 20;
+/// The largest number of bytes of an answer that is read beside others.
+const SMALL_ANSWER: usize = 1 << 20;
+/// The bytes of a line of the output that are not the answer: names, and the text of errors.
+const ENVELOPE: usize = 2 * LINE;
+/// The requests at a time where a server does not tell how many it runs.
+const UNKNOWN_SERVER: u64 = 64;
+/// The exit status of a run that has answered all requests, some with an error.
+const SOME_ERRORS: u8 = 3;
+
+/// The flags of `forebay run-batch`.
+#[derive(Debug, Args)]
+pub struct BatchArgs {
+    /// File of requests, one JSON object a line: `custom_id`, `method`, `url` and `body`. `-` is
+    /// standard input.
+    #[arg(long, short, value_name = "FILE")]
+    input_file: PathBuf,
+    /// File for the answers. Requests that have an answer there are not sent again.
+    #[arg(long, short, value_name = "FILE")]
+    output_file: PathBuf,
+    /// Model as `serve` takes it: a server is started for it, and stopped in the end.
+    #[arg(long, default_value = "smollm2", conflicts_with = "url")]
+    model: String,
+    /// URL of a server that runs, as in http://127.0.0.1:8000.
+    #[arg(long, value_name = "URL")]
+    url: Option<String>,
+    /// Key that the server at `--url` asks for.
+    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Option<String>,
+    /// The largest number of requests at a time [default: twice as many as the server runs].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    max_concurrency: Option<u32>,
+    /// Flags of `serve` for the server that is started, after `--`.
+    #[arg(last = true, value_name = "FLAGS", conflicts_with = "url")]
+    serve: Vec<String>,
+}
+
+impl BatchArgs {
+    /// The model for which a server is started; `None`: there is a server.
+    #[must_use]
+    pub fn model(&self) -> Option<&str> {
+        self.url.is_none().then_some(&self.model)
+    }
+
+    /// Flags for a new server.
+    #[must_use]
+    pub fn serve_flags(&self) -> &[String] {
+        &self.serve
+    }
+}
+
+/// Answers the requests of a file. `program` is this program, which can start a server. The exit
+/// status is 0 if all answers are good, and 3 if some are errors.
+///
+/// # Errors
+/// A file cannot be read or written, the server cannot be reached, or a signal came. Answers that
+/// are written stay.
+pub fn run_batch(args: &BatchArgs, program: PathBuf) -> Result<ExitCode> {
+    let (output, answered) = Output::open(&args.output_file)?;
+    let input = Input::open(&args.input_file, answered.names)?;
+    let progress = Progress::new(input.size);
+    let tally = Tally { answered: 0, errors: answered.errors };
+    let mut run = Run { input, output, progress, tally };
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let ended = runtime.block_on(run.answer_all(args, program));
+    run.progress.clear();
+    let Tally { answered, errors } = run.tally;
+    ended.with_context(|| {
+        format!("stopped after {answered} answers; the same command goes on from there")
+    })?;
+    let before = run.input.counts.before.load(Ordering::Relaxed);
+    eprintln!("{answered} answered, {before} before, {errors} errors");
+    Ok(if errors == 0 { ExitCode::SUCCESS } else { ExitCode::from(SOME_ERRORS) })
+}
+
+struct Run {
+    input: Input,
+    output: Output,
+    progress: Progress,
+    tally: Tally,
+}
+
+/// The end of a run that was told to stop.
+type Interruption = Pin<Box<dyn Future<Output = anyhow::Error>>>;
+
+impl Run {
+    async fn answer_all(&mut self, args: &BatchArgs, program: PathBuf) -> Result<()> {
+        let mut interruption = interruption()?;
+        // No server is needed where all is answered.
+        let Some(first) = self.first(&mut interruption).await? else { return Ok(()) };
+        let (mut started, link) = match &args.url {
+            Some(url) => (None, Link::to(url, args.api_key.as_deref())?),
+            None => {
+                let started = tokio::select! {
+                    started = Started::start(program, &args.model, &args.serve) => started?,
+                    error = &mut interruption => return Err(error),
+                };
+                let link = started.link();
+                (Some(started), link)
+            }
+        };
+        let most = match args.max_concurrency {
+            Some(most) => most as usize,
+            None => capacity(&link).await,
+        };
+        let client = Arc::new(Client::new(link.in_background()));
+        let mut running = JoinSet::new();
+        let death = async {
+            match &mut started {
+                Some(server) => server.death().await,
+                None => pending().await,
+            }
+        };
+        let ended = tokio::select! {
+            ended = self.answer_rest(first, &client, most, &mut running) => ended,
+            error = death => Err(error),
+            error = &mut interruption => Err(error),
+        };
+        // What has come is not lost.
+        while let Some(done) = running.try_join_next() {
+            if let Ok(Ok(done)) = done {
+                self.write(&done.answer)?;
+            }
+        }
+        if let Some(server) = started {
+            server.stop().await;
+        }
+        ended
+    }
+
+    /// The first request; the lines before it are none.
+    async fn first(&mut self, interruption: &mut Interruption) -> Result<Option<Job>> {
+        loop {
+            let line = tokio::select! {
+                line = self.input.next() => line,
+                error = &mut *interruption => return Err(error),
+            };
+            let Some(line) = line else { return Ok(None) };
+            if let Some(job) = self.take(line?)? {
+                return Ok(Some(job));
+            }
+        }
+    }
+
+    /// The request of a line; `None`: the line is none, and its error is written.
+    fn take(&mut self, line: Line) -> Result<Option<Job>> {
+        let size = line.size();
+        let Line { number, name, request } = line;
+        match request {
+            Ok(request) => Ok(Some(Job { number, name, request, size })),
+            Err(fault) => {
+                self.write(&Answer::from_fault(number, name, fault))?;
+                Ok(None)
+            }
+        }
+    }
+
+    fn write(&mut self, answer: &Answer) -> Result<()> {
+        self.output.write(answer)?;
+        self.tally.answered += 1;
+        self.tally.errors += u64::from(answer.is_error());
+        Ok(())
+    }
+
+    /// Answers `first` and all that follow, `most` at a time.
+    async fn answer_rest(
+        &mut self,
+        first: Job,
+        client: &Arc<Client>,
+        most: usize,
+        running: &mut JoinSet<Result<Done>>,
+    ) -> Result<()> {
+        let (mut bytes, mut read) = (0, true);
+        let mut redraw = interval(REDRAW);
+        let mut next = Some(first);
+        loop {
+            if let Some(job) = next.take() {
+                bytes += job.size;
+                running.spawn(job.run(Arc::clone(client)));
+            }
+            if !read && running.is_empty() {
+                return Ok(());
+            }
+            let room = running.len() < most && bytes < IN_FLIGHT;
+            tokio::select! {
+                line = self.input.next(), if read && room => match line {
+                    Some(line) => next = self.take(line?)?,
+                    None => read = false,
+                },
+                Some(done) = running.join_next(), if !running.is_empty() => {
+                    let done = done??;
+                    self.write(&done.answer)?;
+                    bytes -= done.size;
+                }
+                _ = redraw.tick() => {
+                    self.progress.show(&self.input.counts, self.tally, running.len());
+                }
+            }
+        }
+    }
+}
+
+/// A request, and the place of its answer.
+struct Job {
+    number: u64,
+    name: Option<String>,
+    request: Request,
+    size: usize,
+}
+
+/// The answer of a request.
+struct Done {
+    answer: Answer,
+    size: usize,
+    /// Held until a large answer is written.
+    _large: Option<OwnedSemaphorePermit>,
+}
+
+impl Job {
+    async fn run(self, client: Arc<Client>) -> Result<Done> {
+        let Self { number, name, request, size } = self;
+        let (answer, large) = match client.ask(&request).await? {
+            Ok(Reply { status, id, body, large, .. }) => {
+                (Answer::from_server(name, status.as_u16(), id, body), large)
+            }
+            Err(fault) => (Answer::from_fault(number, name, fault), None),
+        };
+        Ok(Done { answer, size, _large: large })
+    }
+}
+
+/// The number of requests that keep a server busy: those that it runs, and as many that wait.
+async fn capacity(link: &Link) -> usize {
+    let told = match link.ask(Method::GET, "/server_info").await {
+        Ok((StatusCode::OK, info)) => {
+            let number = |name: &str| info["config"][name].as_u64();
+            let running = number("max_running_requests").unwrap_or(UNKNOWN_SERVER / 2);
+            let replicas = number("dp_size").unwrap_or(1);
+            let queued = number("max_queued_requests").unwrap_or(u64::MAX);
+            (2 * running * replicas).min(queued)
+        }
+        // Users may not ask this, or the server is another one.
+        _ => UNKNOWN_SERVER,
+    };
+    // Each is a connection.
+    let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(told.min(files / 2).max(1)).unwrap_or(1)
+}
+
+fn interruption() -> Result<Interruption> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    Ok(Box::pin(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+        anyhow!("interrupted")
+    }))
+}

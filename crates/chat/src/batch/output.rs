@@ -1,0 +1,314 @@
+//! The file of answers, which a later run goes on with.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{BufReader, Write};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::line::Fault;
+use super::lines::Lines;
+use super::names::{Identity, Names};
+use super::{ANSWER, ENVELOPE};
+
+/// The beginning of every line that is written here.
+const BEGINNING: &[u8] = b"{\"id\":\"batch_req_";
+
+/// A line of the file, in OpenAI's shape.
+#[derive(Debug, Serialize)]
+pub(super) struct Answer {
+    id: String,
+    custom_id: Option<String>,
+    response: Option<Response>,
+    error: Option<Error>,
+}
+
+#[derive(Debug, Serialize)]
+struct Response {
+    status_code: u16,
+    request_id: Option<String>,
+    body: Body,
+}
+
+/// The body of a response: JSON, or the text of a server that sends something else.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Body {
+    Json(Box<RawValue>),
+    Text(String),
+}
+
+#[derive(Debug, Serialize)]
+struct Error {
+    code: &'static str,
+    message: String,
+    param: Option<&'static str>,
+    line: u64,
+}
+
+impl Answer {
+    /// The answer of a server to the request `name`.
+    pub(super) fn from_server(
+        name: Option<String>,
+        status_code: u16,
+        request_id: Option<String>,
+        body: Vec<u8>,
+    ) -> Self {
+        let id = format!("batch_req_{}", request_id.as_deref().unwrap_or("0"));
+        let response = Response { status_code, request_id, body: Body::new(body) };
+        Self { id, custom_id: name, response: Some(response), error: None }
+    }
+
+    /// The answer to a line that no server answers.
+    pub(super) fn from_fault(number: u64, name: Option<String>, fault: Fault) -> Self {
+        let Fault { code, message, param } = fault;
+        let error = Error { code, message, param, line: number };
+        Self {
+            id: format!("batch_req_line_{number}"),
+            custom_id: name,
+            response: None,
+            error: Some(error),
+        }
+    }
+
+    /// True if the answer is an error.
+    pub(super) fn is_error(&self) -> bool {
+        self.response.as_ref().is_none_or(|response| is_refusal(response.status_code))
+    }
+}
+
+fn is_refusal(status: u16) -> bool {
+    !(200..300).contains(&status)
+}
+
+impl Body {
+    /// A body as it came. Only one of several lines is written anew, since a line ends an answer.
+    fn new(bytes: Vec<u8>) -> Self {
+        let text = String::from_utf8(bytes)
+            .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned());
+        let text = match text.contains(['\n', '\r']) {
+            true => match serde_json::from_str::<serde_json::Value>(&text) {
+                Ok(value) => value.to_string(),
+                Err(_) => return Self::Text(text),
+            },
+            false => text,
+        };
+        if serde_json::from_str::<&RawValue>(&text).is_err() {
+            return Self::Text(text);
+        }
+        // The check comes first, since a text that fails here is lost.
+        RawValue::from_string(text).map_or_else(|error| Self::Text(error.to_string()), Self::Json)
+    }
+}
+
+/// The facts of a line that a run has to know again.
+#[derive(Deserialize)]
+struct Stored {
+    #[serde(default)]
+    custom_id: Option<String>,
+    #[serde(default)]
+    response: Option<StoredResponse>,
+    #[serde(default)]
+    error: Option<StoredError>,
+}
+
+#[derive(Deserialize)]
+struct StoredResponse {
+    status_code: u16,
+}
+
+#[derive(Deserialize)]
+struct StoredError {
+    #[serde(default)]
+    line: Option<u64>,
+}
+
+impl Stored {
+    fn identity(&self) -> Result<Identity<'_>> {
+        if self.response.is_none() && self.error.is_none() {
+            bail!("it has neither `response` nor `error`");
+        }
+        match (self.error.as_ref().and_then(|error| error.line), &self.custom_id) {
+            (Some(line), _) => Ok(Identity::Line(line)),
+            (None, Some(name)) => Ok(Identity::Name(name)),
+            (None, None) => bail!("it has no `custom_id`"),
+        }
+    }
+
+    fn is_error(&self) -> bool {
+        self.response.as_ref().is_none_or(|response| is_refusal(response.status_code))
+    }
+}
+
+/// The open file.
+#[derive(Debug)]
+pub(super) struct Output {
+    file: File,
+}
+
+/// The answers that a file has.
+#[derive(Debug, Default)]
+pub(super) struct Answered {
+    pub(super) names: Names,
+    /// The number of errors.
+    pub(super) errors: u64,
+}
+
+impl Output {
+    /// Opens the file, and cuts off a last line that a kill has left unfinished.
+    ///
+    /// # Errors
+    /// It cannot be written, another process writes it, or a line is no answer. Then nothing in it
+    /// has changed.
+    pub(super) fn open(path: &Path) -> Result<(Self, Answered)> {
+        Self::read(path).with_context(|| path.display().to_string())
+    }
+
+    fn read(path: &Path) -> Result<(Self, Answered)> {
+        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
+        // Some file systems have no locks.
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            bail!("another process writes to it");
+        }
+        let (mut answered, mut end, mut ended) = (Answered::default(), 0, true);
+        let mut lines = Lines::new(BufReader::new(&file), ANSWER + ENVELOPE);
+        while let Some(text) = lines.next()? {
+            let bytes = text.bytes.context("a line is too long for an answer")?;
+            if !bytes.trim_ascii().is_empty() {
+                match answered.add(bytes) {
+                    Ok(()) => {}
+                    Err(_) if !text.ended && is_begun(bytes) => break,
+                    Err(error) => {
+                        let number = text.number;
+                        return Err(error.context(format!("line {number} is no answer of a batch")));
+                    }
+                }
+            }
+            (end, ended) = (end + text.length, text.ended);
+        }
+        if file.metadata()?.len() > end {
+            file.set_len(end)?;
+        }
+        if !ended {
+            file.write_all(b"\n")?;
+        }
+        Ok((Self { file }, answered))
+    }
+
+    /// Adds an answer, in one write.
+    ///
+    /// # Errors
+    /// It cannot be written. A part of it may be in the file, which the next run cuts off.
+    pub(super) fn write(&mut self, answer: &Answer) -> Result<()> {
+        let mut line = serde_json::to_vec(answer)?;
+        line.push(b'\n');
+        self.file.write_all(&line).context("the output")
+    }
+}
+
+impl Answered {
+    fn add(&mut self, line: &[u8]) -> Result<()> {
+        let stored: Stored = serde_json::from_slice(line)?;
+        self.names.add_answer(stored.identity()?);
+        self.errors += u64::from(stored.is_error());
+        Ok(())
+    }
+}
+
+/// True for the beginning of an answer. What somebody else has written is left alone.
+fn is_begun(line: &[u8]) -> bool {
+    line.starts_with(BEGINNING) || BEGINNING.starts_with(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(name: &str, body: &str) -> Answer {
+        Answer::from_server(Some(name.into()), 200, Some("x".into()), body.into())
+    }
+
+    fn written(answer: &Answer) -> String {
+        String::from_utf8(serde_json::to_vec(answer).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn lines_have_openais_shape() {
+        assert_eq!(
+            written(&answer("a", r#"{"n": 1.0}"#)),
+            r#"{"id":"batch_req_x","custom_id":"a","response":{"status_code":200,"request_id":"x","body":{"n": 1.0}},"error":null}"#
+        );
+        assert!(written(&answer("a", "{\n \"n\": 1\r\n}")).contains(r#""body":{"n":1}"#));
+        assert!(written(&answer("a", "busy\n")).contains(r#""body":"busy\n""#));
+        let fault = Fault { code: "invalid_json_line", message: "why".into(), param: None };
+        assert_eq!(
+            written(&Answer::from_fault(3, None, fault)),
+            r#"{"id":"batch_req_line_3","custom_id":null,"response":null,"error":{"code":"invalid_json_line","message":"why","param":null,"line":3}}"#
+        );
+    }
+
+    #[test]
+    fn a_later_run_goes_on_wherever_the_first_was_killed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out.jsonl");
+        let (mut first, _) = Output::open(&path).unwrap();
+        assert!(Output::open(&path).unwrap_err().root_cause().to_string().contains("another"));
+        for name in ["a", "b"] {
+            first.write(&answer(name, "{}")).unwrap();
+        }
+        drop(first);
+        let whole = std::fs::read(&path).unwrap();
+        for cut in 0..=whole.len() {
+            std::fs::write(&path, &whole[..cut]).unwrap();
+            let (mut again, answered) = Output::open(&path).unwrap();
+            let half = whole.len() / 2;
+            // The end of a line is no part of an answer.
+            for (name, end) in [("a", half), ("b", whole.len())] {
+                let has = answered.names.has_answer(Identity::Name(name));
+                assert_eq!(has, cut >= end - 1, "{name} of {cut} bytes");
+                if !has {
+                    again.write(&answer(name, "{}")).unwrap();
+                }
+            }
+            assert_eq!(std::fs::read(&path).unwrap(), whole, "{cut} bytes");
+        }
+    }
+
+    #[test]
+    fn a_file_of_something_else_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out.jsonl");
+        let request = r#"{"custom_id":"a","url":"/v1/completions","body":{}}"#;
+        let answer = written(&answer("a", "{}"));
+        for text in [
+            "a letter".into(),
+            "a letter\n".into(),
+            "{\"a\": 1}".into(),
+            request.into(),
+            format!("{answer}\n{{\n"),
+        ] {
+            std::fs::write(&path, &text).unwrap();
+            assert!(Output::open(&path).is_err(), "{text}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn errors_of_an_earlier_run_count() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out.jsonl");
+        let (mut first, _) = Output::open(&path).unwrap();
+        let refused = Answer::from_server(Some("a".into()), 400, None, b"{}".to_vec());
+        let fault = Answer::from_fault(4, Some("b".into()), Fault::repeated("b"));
+        for answer in [&answer("b", "{}"), &refused, &fault] {
+            first.write(answer).unwrap();
+        }
+        assert!(refused.is_error() && fault.is_error() && !answer("b", "{}").is_error());
+        drop(first);
+        let (_, answered) = Output::open(&path).unwrap();
+        assert_eq!(answered.errors, 2);
+        assert!(answered.names.has_answer(Identity::Line(4)));
+    }
+}

@@ -1,0 +1,76 @@
+//! The state of a run on standard error: a bar in a terminal, else a line now and then.
+
+use std::io::IsTerminal;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::input::Counts;
+
+/// The time between two looks.
+pub(super) const REDRAW: Duration = Duration::from_millis(250);
+/// The time between two lines where there is no terminal.
+const LINES: Duration = Duration::from_secs(10);
+
+/// The numbers of a run.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Tally {
+    /// Requests that were answered in this run.
+    pub(super) answered: u64,
+    /// Answers in the output that are errors, those of earlier runs too.
+    pub(super) errors: u64,
+}
+
+pub(super) struct Progress {
+    /// `None`: there is no terminal.
+    bar: Option<ProgressBar>,
+    size: Option<u64>,
+    last: Instant,
+}
+
+impl Progress {
+    /// Shows the progress in a file of `size` bytes.
+    pub(super) fn new(size: Option<u64>) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| match size {
+            Some(size) => ProgressBar::new(size),
+            None => ProgressBar::no_length(),
+        });
+        if let Some(bar) = &bar {
+            let template =
+                if size.is_some() { "{bar:40} {percent} %  {msg}" } else { "{spinner} {msg}" };
+            bar.set_style(
+                ProgressStyle::with_template(template)
+                    .unwrap_or_else(|_| ProgressStyle::default_bar()),
+            );
+        }
+        Self { bar, size, last: Instant::now() }
+    }
+
+    /// Shows the numbers, if it is time.
+    pub(super) fn show(&mut self, counts: &Counts, tally: Tally, running: usize) {
+        let bytes = counts.bytes.load(Ordering::Relaxed);
+        let text = line(tally, counts.before.load(Ordering::Relaxed), running);
+        if let Some(bar) = &self.bar {
+            bar.set_position(bytes);
+            bar.set_message(text);
+            bar.tick();
+        } else if self.last.elapsed() >= LINES {
+            self.last = Instant::now();
+            let percent = self.size.map(|size| format!("{} % read, ", 100 * bytes / size.max(1)));
+            eprintln!("{}{text}", percent.unwrap_or_default());
+        }
+    }
+
+    /// Takes the bar away.
+    pub(super) fn clear(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn line(tally: Tally, before: u64, running: usize) -> String {
+    let Tally { answered, errors } = tally;
+    format!("{answered} answered, {before} before, {running} running, {errors} errors")
+}

@@ -1,0 +1,212 @@
+//! Work in the background, which never holds up anything else.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use forebay_protocol::{ROW_OK, StepPlan, StepResult};
+use forebay_scheduler::{Event, Policy, Request, Scheduler, SchedulerConfig};
+use proptest::prelude::*;
+
+use crate::harness::{config, request};
+
+/// The first id of work in the background.
+const BACKGROUND: u64 = 1 << 32;
+
+/// A scheduler and a device whose tokens mean nothing, and the requests that wait.
+struct Replica {
+    scheduler: Scheduler,
+    plan: StepPlan,
+    /// Requests in the foreground that have no place.
+    waiting: BTreeSet<u64>,
+    ended: BTreeSet<u64>,
+    submitted: usize,
+    /// Results of plans in flight. So many may be.
+    results: VecDeque<StepResult>,
+    lookahead: usize,
+}
+
+impl Replica {
+    fn new(config: SchedulerConfig) -> Self {
+        let scheduler = Scheduler::new(config);
+        Self {
+            scheduler,
+            plan: StepPlan::default(),
+            waiting: BTreeSet::new(),
+            ended: BTreeSet::new(),
+            submitted: 0,
+            results: VecDeque::new(),
+            lookahead: 0,
+        }
+    }
+
+    fn submit(&mut self, request: Request) {
+        if !request.background {
+            self.waiting.insert(request.id);
+        }
+        self.submitted += 1;
+        self.scheduler.submit(request);
+    }
+
+    /// One step. Whoever is admitted in the background has nobody else waiting.
+    fn step(&mut self) -> bool {
+        let mut events = Vec::new();
+        let planned = self.scheduler.next_plan(&mut self.plan, &mut events);
+        let mut in_background = Vec::new();
+        for event in &events {
+            match event {
+                Event::Admitted { id, .. } if *id >= BACKGROUND => in_background.push(*id),
+                Event::Admitted { id, .. } => _ = self.waiting.remove(id),
+                Event::Preempted { id } if *id < BACKGROUND => _ = self.waiting.insert(*id),
+                _ => {}
+            }
+        }
+        assert!(
+            in_background.is_empty() || self.waiting.is_empty(),
+            "{in_background:?} went before {:?}",
+            self.waiting
+        );
+        if planned {
+            let sampled = self.plan.rows().filter(|row| row.want.samples()).count();
+            self.results.push_back(StepResult {
+                step: self.plan.step(),
+                tokens: vec![7; sampled],
+                row_errors: vec![ROW_OK; self.plan.rows().len()],
+                ..StepResult::default()
+            });
+        }
+        let due = !planned || self.results.len() > self.lookahead;
+        let result = if due { self.results.pop_front() } else { None };
+        let works = planned || result.is_some();
+        if let Some(result) = result {
+            self.scheduler.apply(&result, &mut events).expect("the result fits");
+        }
+        for event in events {
+            if let Event::Finished { id, .. } = event {
+                // A request that gave way may end by what was in flight.
+                self.waiting.remove(&id);
+                assert!(self.ended.insert(id), "{id} ends once");
+            }
+        }
+        assert_eq!(self.scheduler.check_integrity(), Ok(()));
+        works
+    }
+
+    fn finish(&mut self) {
+        while self.ended.len() < self.submitted {
+            assert!(self.step(), "there is work");
+        }
+    }
+}
+
+fn in_background(client: u64, id: u64, prompt: usize, max_tokens: u32) -> Request {
+    let id = BACKGROUND + id;
+    Request { client, background: true, ..request(id, vec![1; prompt], max_tokens) }
+}
+
+fn small() -> SchedulerConfig {
+    SchedulerConfig {
+        slots: 8,
+        max_running: 4,
+        pages: 400,
+        page_size: 16,
+        token_budget: 256,
+        fair: true,
+        step_shares: true,
+        ..config()
+    }
+}
+
+/// Also from the same client, also with the worst priority, also for pages.
+#[test]
+fn a_step_frees_a_place_for_each_that_comes() {
+    for policy in [Policy::Fcfs, Policy::Priority, Policy::PriorityAscending] {
+        for (fair, step_shares) in [(true, true), (false, true), (true, false), (false, false)] {
+            for pages in [400, 60] {
+                let config = SchedulerConfig { policy, fair, step_shares, pages, ..small() };
+                let mut replica = Replica::new(config);
+                for id in 0..40 {
+                    replica.submit(in_background(1, id, 200, 500));
+                }
+                for _ in 0..30 {
+                    replica.step();
+                }
+                for id in 0..4 {
+                    let priority = if policy == Policy::Priority { i32::MIN } else { i32::MAX };
+                    let others = Request { client: 1, priority, ..request(id, vec![1; 200], 5) };
+                    replica.submit(others);
+                }
+                let steps = (1..100).find(|_| {
+                    replica.step();
+                    replica.waiting.is_empty()
+                });
+                let bound = if pages == 60 { 12 } else { 5 };
+                assert!(steps.is_some_and(|steps| steps <= bound), "{steps:?}, {pages} pages");
+                replica.finish();
+            }
+        }
+    }
+}
+
+#[test]
+fn nobody_gives_way_to_work_in_the_background() {
+    let mut replica = Replica::new(small());
+    for id in 0..4 {
+        replica.submit(Request { client: 1, ..request(id, vec![1; 20], 300) });
+    }
+    replica.step();
+    // A client without a share, in the background.
+    replica.submit(in_background(2, 0, 20, 5));
+    while replica.ended.is_empty() {
+        replica.step();
+        assert_eq!(replica.scheduler.stats().preemptions, 0);
+    }
+    replica.finish();
+}
+
+/// A client in the background has been promised the slot of another, which comes back with a step
+/// in flight. Whoever comes meanwhile goes first.
+#[test]
+fn a_promise_to_work_in_the_background_holds_while_nobody_else_waits() {
+    let mut replica = Replica::new(SchedulerConfig { slots: 4, ..small() });
+    replica.lookahead = 1;
+    for id in 0..4 {
+        replica.submit(in_background(1, id, 20, 300));
+    }
+    replica.step();
+    replica.step();
+    replica.submit(in_background(2, 4, 20, 5));
+    replica.step();
+    assert_eq!(replica.scheduler.stats().preemptions, 1, "it gets its share");
+    replica.submit(Request { client: 3, ..request(1, vec![1; 20], 5) });
+    replica.step();
+    assert!(replica.waiting.is_empty(), "it goes first");
+    replica.finish();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    /// Whatever comes when, nobody waits behind work in the background, and that ends too.
+    #[test]
+    fn nobody_waits_behind_work_in_the_background(
+        arrivals in prop::collection::vec(
+            (any::<bool>(), 0..3_u64, 1..300_usize, 1..60_u32, 0..6_usize), 1..60,
+        ),
+        pages in 30..200_u32,
+        fair in any::<bool>(),
+        step_shares in any::<bool>(),
+        lookahead in 0..2_usize,
+    ) {
+        let config = SchedulerConfig { pages, fair, step_shares, ..small() };
+        let mut replica = Replica::new(config);
+        replica.lookahead = lookahead;
+        for (id, (background, client, prompt, max_tokens, steps)) in (0..).zip(arrivals) {
+            let come = in_background(client, id, prompt, max_tokens);
+            let id = if background { come.id } else { id };
+            replica.submit(Request { id, background, ..come });
+            for _ in 0..steps {
+                replica.step();
+            }
+        }
+        replica.finish();
+    }
+}
