@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.described import model_config
 from forebay.compute.native import NativeCompute
-from forebay.models import registry
-from forebay.weights.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from tests.hand import image_models
 from tests.hand.support import FAMILIES, hf_config
 from tests.hand.test_gguf_experts import MODELS
@@ -40,16 +39,12 @@ def table() -> dict[str, Row]:
     }
 
 
-def test_the_readers_have_the_same_families() -> None:
-    assert set(table()) == set(SUPPORTED_ARCHITECTURES) == set(registry.FAMILIES)
-
-
 @pytest.mark.parametrize("architecture", table())
 def test_each_family_is_held_against_transformers(architecture: str) -> None:
     configs = [config for kind, config in CONFIGS.values() if kind.__name__ == architecture]
     assert configs, "tests/hand/support.py has no config of it"
     for config in configs:
-        shape = ModelConfig.from_dict(hf_config(config, architecture))
+        shape = model_config(hf_config(config, architecture))
         assert NativeCompute.supports(shape) == table()[architecture].compiled
 
 

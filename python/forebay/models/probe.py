@@ -12,11 +12,11 @@ from forebay.attention.backend import How
 from forebay.models.called import CalledAttention, RecurrentLayers, body_of, cache_of, config_of, made_of
 from forebay.weights.called import Calls, KeptShape
 from forebay.weights.errors import UnsupportedModelError
-from forebay.weights.sizes import MOST_POSITIONS
 
 __all__ = ["probe"]
 
 _META = torch.device("meta")
+_MOST_POSITIONS = (1 << 31) - 1
 _UNBOUNDED_CONTEXT = 32768
 """The context length of models whose configuration names none, as recurrent ones."""
 
@@ -74,7 +74,7 @@ def probe(directory: Path) -> Calls:
         state_bytes=_bytes_of(cache) if recurrent.modules else 0,
         vocab_size=int(text.vocab_size),
         hidden_size=int(text.hidden_size),
-        longest_context=min(int(getattr(text, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT), MOST_POSITIONS),
+        longest_context=min(int(getattr(text, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT), _MOST_POSITIONS),
     )
 
 

@@ -1,8 +1,6 @@
-"""The families by architecture."""
+"""The models by their parts."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
@@ -16,22 +14,8 @@ from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.parts import Latent
 from forebay.weights.pooling import Pooling
-
-FAMILIES: dict[str, Callable[[ModelConfig, Parameters, AttentionBackend, Ops], Decoder]] = {
-    "LlamaForCausalLM": llama.build,
-    "MistralForCausalLM": llama.build,
-    "Qwen2ForCausalLM": llama.build,
-    "Qwen3ForCausalLM": llama.build,
-    "Qwen3MoeForCausalLM": llama.build,
-    "Glm4MoeForCausalLM": llama.build,
-    "DeepseekV2ForCausalLM": deepseek.build,
-    "DeepseekV3ForCausalLM": deepseek.build,
-    "DeepseekV32ForCausalLM": deepseek.build,
-    "GlmMoeDsaForCausalLM": deepseek.build,
-    "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl.build,
-    "Qwen3VLForConditionalGeneration": qwen3_vl.build,
-}
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
@@ -41,7 +25,13 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
             f"the model attends to a sliding window of {config.sliding_window} positions, which is not supported: "
             f"serve it with a context length of at most that, not {context_length}"
         )
-    return FAMILIES[config.architecture](config, params, backend, ops)
+    if config.vision is not None:
+        windowed = config.vision.window is not None
+        made: Decoder = (qwen2_5_vl if windowed else qwen3_vl).build(config, params, backend, ops)
+        return made
+    if isinstance(config.attention, Latent):
+        return deepseek.build(config, params, backend, ops)
+    return llama.build(config, params, backend, ops)
 
 
 def build_called(config: CalledConfig, directory: str, params: Parameters, ops: Ops) -> CalledModel:

@@ -1,5 +1,7 @@
 //! The experts of a decoder, read from a `config.json`.
 
+use serde::{Deserialize, Serialize};
+
 use super::config::Config;
 use super::shape::Activation;
 use crate::error::ModelError;
@@ -13,7 +15,7 @@ const MOST_SHARED: u64 = 1 << 10;
 
 /// A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token
 /// uses some.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Experts {
     /// The number of experts of a layer.
     pub count: usize,
@@ -39,7 +41,7 @@ pub struct Experts {
 }
 
 /// The rule for the choice of a token's experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Routing {
     /// The scores of experts.
     pub scores: ExpertScores,
@@ -56,7 +58,8 @@ pub struct Routing {
 }
 
 /// The scores of experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ExpertScores {
     /// The softmax over all experts.
     Softmax,

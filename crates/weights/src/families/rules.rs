@@ -53,6 +53,9 @@ pub struct Take {
     rows: Rows,
     /// The number of heads, in each of which the rows of two halves alternate.
     pairs: Option<fn(&Attention) -> usize>,
+    /// The number of the tensor among those whose heads' rows are joined to a weight, and the
+    /// number of those.
+    joined: Option<(usize, usize)>,
     times: f32,
     plus: f32,
 }
@@ -73,6 +76,7 @@ impl Take {
         transposed: false,
         rows: Rows::All,
         pairs: None,
+        joined: None,
         times: 1.0,
         plus: 0.0,
     };
@@ -107,6 +111,13 @@ impl Take {
     #[must_use]
     pub const fn pairs(self, heads: fn(&Attention) -> usize) -> Self {
         Self { pairs: Some(heads), ..self }
+    }
+
+    /// The matrices of a stack `[heads, rows, columns]`. In the weight the rows of each head come
+    /// behind those that the tensors with a lower `number` have for it.
+    #[must_use]
+    pub const fn joined(self, number: usize, of: usize) -> Self {
+        Self { joined: Some((number, of)), ..self }
     }
 
     /// Numbers times a constant.
@@ -165,6 +176,8 @@ pub(crate) struct TensorPart {
     pub(crate) rows: usize,
     /// The number of heads in which the rows of two halves alternate; `None`: in none.
     pub(crate) pairs: Option<usize>,
+    /// As in [`Take`]: the weight is rows of several tensors.
+    pub(crate) joined: Option<(usize, usize)>,
     pub(crate) times: f32,
     pub(crate) plus: f32,
 }
@@ -182,6 +195,7 @@ impl TensorPart {
             step: 1,
             rows,
             pairs: None,
+            joined: None,
             times: 1.0,
             plus: 0.0,
         }
@@ -207,7 +221,7 @@ pub(crate) fn weights_of(
     (name, stored): (&str, &[usize]),
     shape: &Shape,
 ) -> Result<Option<Vec<Weight>>, ModelError> {
-    let mut name = name.to_owned();
+    let (mut name, mut is_renamed) = (name.to_owned(), false);
     // Prefixes first. None is taken off twice.
     for rule in tables.into_iter().flatten().filter(|rule| rule.stored.contains("**")) {
         if let Some(found) = fit(rule.stored, &name) {
@@ -215,6 +229,7 @@ pub(crate) fn weights_of(
                 return Ok(Some(Vec::new()));
             }
             name = found.name(rule.weight, 0);
+            is_renamed = true;
         }
     }
     for table in tables {
@@ -229,7 +244,8 @@ pub(crate) fn weights_of(
             return Ok(Some(weights));
         }
     }
-    Ok(None)
+    let whole = || vec![Weight { name, shape: stored.to_vec(), part: TensorPart::whole(stored) }];
+    Ok(is_renamed.then(whole))
 }
 
 /// The parts of a name that a pattern leaves open.
@@ -276,10 +292,11 @@ fn fit(pattern: &str, name: &str) -> Option<Fit> {
     Some(found)
 }
 
-/// The layer of a weight.
+/// The layer of a weight, or of a tensor of a GGUF file.
 pub(crate) fn layer_of(name: &str) -> Option<usize> {
     let name = name.strip_prefix("model.").unwrap_or(name);
-    number(name.strip_prefix("layers.")?.split_once('.')?.0)
+    let name = name.strip_prefix("layers.").or_else(|| name.strip_prefix("blk."))?;
+    number(name.split_once('.')?.0)
 }
 
 fn number(text: &str) -> Option<usize> {
@@ -297,6 +314,21 @@ impl Rule {
     ) -> Result<(), ModelError> {
         let take = &self.take;
         if found.layer.is_some_and(|layer| !shape.has_place_for(layer)) {
+            return Ok(());
+        }
+        if let Some(joined) = take.joined {
+            let &[heads, rows, columns] = stored else {
+                return Err(ModelError::broken(format!(
+                    "the model's files have {name} of {stored:?}, and a stack of heads is wanted"
+                )));
+            };
+            let part = TensorPart { joined: Some(joined), ..TensorPart::whole(stored) };
+            let part = TensorPart { matrix: [rows, columns], transposed: take.transposed, ..part };
+            let shape = match take.transposed {
+                true => vec![heads, columns, rows],
+                false => vec![heads, rows, columns],
+            };
+            weights.push(Weight { name: found.name(self.weight, 0), shape, part });
             return Ok(());
         }
         if !take.stack {
