@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+from benchmarks.described import handshake_model
 from forebay.protocol.connection import Connection
 from forebay.protocol.frames import Frame, Kind, encode, encode_json
 from forebay.protocol.masks import EVERYTHING, INLINE, Masks, UInt32s
@@ -132,10 +133,10 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
     save_file(
         {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
     )
-    files = {"format": "safetensors", "directory": str(tmp_path), "files": [str(tmp_path / "model.safetensors")]}
+    described = handshake_model(QWEN3, [tmp_path / "model.safetensors"])
     prompt = list(range(40))
     with hand(tmp_path, device) as h:
-        h.configure(model={**files, "config": QWEN3}, load_format="auto", device=device)
+        h.configure(model=described, load_format="auto", device=device)
         progress, facts = h.until_ready()
         stages = list(dict.fromkeys(told["stage"] for told in progress))
         assert stages == (["weights"] if device == RUST else ["pytorch", "weights"])

@@ -248,9 +248,9 @@ def of(end: str, tensor: torch.Tensor) -> Callable[[Weights], Any]:
 def test_broken_checkpoints(
     format_: Format, change: Callable[[Weights], Any], message: str, device: str, tmp_path: Path
 ) -> None:
-    checkpoint = quantised(tmp_path, reference_model("llama"), format_, change=change)
+    model = reference_model("llama")
     with pytest.raises(ModelError, match=message):
-        hand(checkpoint, device)
+        hand(quantised(tmp_path, model, format_, change=change), device)
 
 
 def test_orders_that_differ_among_fused_matrices(tmp_path: Path) -> None:
