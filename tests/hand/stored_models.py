@@ -23,7 +23,7 @@ Weights = dict[str, torch.Tensor]
 Words = npt.NDArray[np.uint32]
 _AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
 """Which of eight neighbours each place of a word has, the lowest bits first."""
-_STORED = ("_proj.weight", ".wq_b.weight", ".wk.weight")
+_STORED = ("_proj.weight", ".wq_b.weight", ".wk.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 @dataclass(frozen=True)

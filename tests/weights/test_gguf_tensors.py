@@ -16,7 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from benchmarks.described import described, refused
 from forebay.weights.config import ModelConfig, config_of
 from forebay.weights.load import iter_weights, weight_shapes
-from forebay.weights.manifest import _AT_ONCE, Place
+from forebay.weights.manifest import _AT_ONCE, MatrixPart, Place
 from forebay.weights.shards import Cut, Part
 from tests.weights.support import smollm2, tiny_gguf, tiny_metadata, tiny_tensors, tiny_tokenizer, write_gguf
 
@@ -113,7 +113,7 @@ BLOCKS: dict[str, tuple[list[int], Scalar]] = {
 def placed(path: Path, data: np.ndarray, kind: str, shape: tuple[int, ...], **more: Any) -> Place:
     """A weight in a file of its own, behind some bytes of something else."""
     path.write_bytes(bytes(7) + data.tobytes())
-    return Place(str(path), 7, data.nbytes, kind, shape, **more)
+    return Place(str(path), 7, data.nbytes, kind, MatrixPart(shape, **more))
 
 
 @pytest.mark.parametrize("name", BLOCKS)

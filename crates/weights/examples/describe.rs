@@ -9,7 +9,7 @@ use std::io::{self, BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use forebay_weights::{Manifest, ModelError, ModelShape, Source, describe};
+use forebay_weights::{Manifest, ModelError, ModelShape, Source, describe, read_json};
 use serde_json::{Map, Value, json};
 
 fn main() -> ExitCode {
@@ -57,7 +57,7 @@ fn files(model: &Value) -> Vec<PathBuf> {
 fn answer_configs() -> ExitCode {
     let mut out = io::stdout().lock();
     for line in io::stdin().lock().lines() {
-        let asked = line.ok().and_then(|line| serde_json::from_str::<Value>(&line).ok());
+        let asked = line.ok().and_then(|line| read_json(line.as_bytes()).ok());
         let Some(asked) = asked else { return ExitCode::FAILURE };
         let answer = resolved(&asked).unwrap_or_else(|error| {
             let kind = match error {

@@ -214,8 +214,8 @@ def _feed(feed: Mapping[str, Any]) -> Dense | Experts:
         return Dense(feed["intermediate_size"], feed["bias"])
     rule = {name: feed["routing"][name] for name in _ROUTING}
     routing = Routing(**rule, normalise=feed["normalise"], scaling=feed["scaling"])
-    sizes = [feed[name] for name in ("count", "per_token", "intermediate_size", "shared_size")]
-    return Experts(*sizes, routing, shared_gate=feed["shared_gate"])
+    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate")
+    return Experts(**{name: feed[name] for name in names}, routing=routing)
 
 
 def _indexer(shape: Mapping[str, Any]) -> Indexer | None:

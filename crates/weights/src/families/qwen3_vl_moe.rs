@@ -18,6 +18,7 @@ pub(super) const FAMILY: Family = Family {
     gguf: None,
     rules: &[
         super::qwen3_vl::RULES[0],
+        super::qwen3_vl::RULES[1],
         Rule::new(
             "model.layers.#.mlp.experts.gate_up_proj",
             "model.layers.#.mlp.experts.@.gate_proj.weight",

@@ -544,6 +544,19 @@ fn a_shape_is_itself_after_its_way_to_a_hand() {
             json!({"index_topk": 8, "index_head_dim": 16, "qk_nope_head_dim": 8}),
         ),
         of(&[json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.707}})]),
+        of(&[json!({"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.3,
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0})]),
+        of(&[json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0, 1]})]),
+        of(&[
+            json!({"architectures": ["Ministral3ForCausalLM"], "rope_parameters": {"rope_type": "yarn",
+            "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}}),
+        ]),
+        of(&[
+            json!({"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
+        ]),
+        of(&[json!({"architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4,
+            "num_experts_per_tok": 2})]),
     ] {
         let shape = shape.expect("a model");
         let text = serde_json::to_string(&shape).expect("JSON");
