@@ -68,7 +68,8 @@ pub(crate) struct Called {
     pub(crate) rest: Map<String, Value>,
 }
 
-/// A model's processing of images, as the hand reads it. A position of the decoder is `merge` times `merge` patches.
+/// A model's processing of images, as the hand reads it. A position of the decoder is `merge` times
+/// `merge` patches.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Images {
     /// Pixels of a patch, each way.

@@ -12,7 +12,7 @@ use crate::families::{Indexer, KeyChoice, Mixer, Shape, token_ids};
 #[serde(rename_all = "snake_case")]
 pub enum ModelShape {
     /// A decoder.
-    Decoder(Shape),
+    Decoder(Box<Shape>),
     /// An encoder, which only pools.
     Encoder(BertShape),
 }
@@ -28,7 +28,7 @@ impl ModelShape {
         }
         let shape = Shape::from_config(config)?;
         shape.check_served()?;
-        Ok(Self::Decoder(Shape { headless, ..shape }))
+        Ok(Self::Decoder(Box::new(Shape { headless, ..shape })))
     }
 
     /// The decoder; `None`: the model is an encoder.

@@ -169,7 +169,9 @@ def _only(part: str, values: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError if a part has something in a field that is not read here."""
     known = _KNOWN[part].split()
     for key, value in values.items():
-        if key not in known and value not in (None, False, [], {}):
+        # 0 is the number of a layer, and no part of the shape that is absent.
+        is_absent = value is None or value is False or value in ([], {})
+        if key not in known and not is_absent:
             raise UnsupportedModelError(f"{key} {value!r} of {part} is not supported by PyTorch's hand")
 
 

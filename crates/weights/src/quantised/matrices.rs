@@ -130,6 +130,9 @@ fn integers(headers: &Headers, scheme: Int4Storage) -> Result<Vec<QuantisedMatri
     modules.map(|(module, _)| Module { headers, module, codes }.matrix(scheme)).collect()
 }
 
+/// The end of a tensor's name, its shape, and true if a matrix must have it.
+type WantedTensor = (&'static str, Vec<usize>, bool);
+
 /// A module with a quantised matrix.
 struct Module<'a> {
     headers: &'a Headers,
@@ -165,43 +168,42 @@ impl Module<'_> {
                 ModelError::broken(format!("{module}.{codes} is {shape:?}, larger than any memory"))
             })
         };
-        let (matrix, wanted): ([usize; 2], Vec<(&'static str, Vec<usize>, bool)>) =
-            match scheme.packing {
-                CodePacking::Gptq => {
-                    let (inputs, rows) = (words(first)?, second);
-                    let groups = groups(inputs);
-                    let zeros = vec![groups, rows / PER_WORD];
-                    let wanted = vec![
-                        ("qweight", vec![first, rows], true),
-                        ("qzeros", zeros, true),
-                        ("scales", vec![groups, rows], true),
-                        ("g_idx", vec![inputs], false),
-                    ];
-                    ([rows, inputs], wanted)
-                }
-                CodePacking::Awq => {
-                    let (inputs, rows) = (first, words(second)?);
-                    let groups = groups(inputs);
-                    let wanted = vec![
-                        ("qweight", vec![inputs, second], true),
-                        ("qzeros", vec![groups, second], true),
-                        ("scales", vec![groups, rows], true),
-                    ];
-                    ([rows, inputs], wanted)
-                }
-                CodePacking::CompressedTensors => {
-                    let (rows, inputs) = (first, words(second)?);
-                    let groups = groups(inputs);
-                    let wanted = vec![
-                        ("weight_packed", vec![rows, second], true),
-                        ("weight_scale", vec![rows, groups], true),
-                        ("weight_shape", vec![2], true),
-                        ("weight_zero_point", vec![rows.div_ceil(PER_WORD), groups], false),
-                        ("weight_g_idx", vec![inputs], false),
-                    ];
-                    ([rows, inputs], wanted)
-                }
-            };
+        let (matrix, wanted): ([usize; 2], Vec<WantedTensor>) = match scheme.packing {
+            CodePacking::Gptq => {
+                let (inputs, rows) = (words(first)?, second);
+                let groups = groups(inputs);
+                let zeros = vec![groups, rows / PER_WORD];
+                let wanted = vec![
+                    ("qweight", vec![first, rows], true),
+                    ("qzeros", zeros, true),
+                    ("scales", vec![groups, rows], true),
+                    ("g_idx", vec![inputs], false),
+                ];
+                ([rows, inputs], wanted)
+            }
+            CodePacking::Awq => {
+                let (inputs, rows) = (first, words(second)?);
+                let groups = groups(inputs);
+                let wanted = vec![
+                    ("qweight", vec![inputs, second], true),
+                    ("qzeros", vec![groups, second], true),
+                    ("scales", vec![groups, rows], true),
+                ];
+                ([rows, inputs], wanted)
+            }
+            CodePacking::CompressedTensors => {
+                let (rows, inputs) = (first, words(second)?);
+                let groups = groups(inputs);
+                let wanted = vec![
+                    ("weight_packed", vec![rows, second], true),
+                    ("weight_scale", vec![rows, groups], true),
+                    ("weight_shape", vec![2], true),
+                    ("weight_zero_point", vec![rows.div_ceil(PER_WORD), groups], false),
+                    ("weight_g_idx", vec![inputs], false),
+                ];
+                ([rows, inputs], wanted)
+            }
+        };
         let mut ends = Vec::new();
         for (end, size, required) in wanted {
             let Some((_, has)) = self.tensor(end) else {
@@ -228,7 +230,10 @@ impl Module<'_> {
 mod tests {
     use super::*;
 
-    fn headers(tensors: &[(&str, &str, &[usize])]) -> Headers {
+    /// Name, type and shape of each tensor.
+    type Tensors<'a> = &'a [(&'a str, &'a str, &'a [usize])];
+
+    fn headers(tensors: Tensors<'_>) -> Headers {
         let entry = |&(name, kind, shape): &(&str, &str, &[usize])| {
             (name.to_owned(), (kind.to_owned(), shape.to_vec()))
         };
@@ -282,7 +287,7 @@ mod tests {
         let fp8 = stored("fp8", Scheme::Fp8 { block: None });
         let awq = stored("awq", int4(CodePacking::Awq));
         let alone: &[_] = &[("a.weight", "F8_E4M3", &[4, 32][..])];
-        let cases: [(&[(&str, &str, &[usize])], Option<&Quantisation>, &str); 6] = [
+        let cases: [(Tensors<'_>, Option<&Quantisation>, &str); 6] = [
             (alone, None, "no quantization_config"),
             (alone, Some(&fp8), "no a.weight_scale for it"),
             (
