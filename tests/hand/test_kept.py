@@ -25,6 +25,7 @@ from forebay.runner import runner as runner_module
 from forebay.runner.runner import ModelRunner, NotFiniteError
 from forebay.state.config import RunnerConfig
 from forebay.weights import packed
+from forebay.weights.errors import ModelError
 from forebay.weights.manifest import Place
 from forebay.weights.packed import PackedFile
 from forebay.weights.pooling import Pooling
@@ -292,7 +293,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there_are_an_error_as_ever(tmp_path: Path) -> None:
     model = safetensors(tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ModelError, match="nothing can't be read: No such file"):
         Start({**model, "files": [str(tmp_path / "nothing")]})
 
 

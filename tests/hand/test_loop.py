@@ -348,7 +348,9 @@ def test_a_first_frame_that_is_no_config_is_fatal(tmp_path: Path, device: str) -
 @HANDS
 def test_a_failure_to_load_is_fatal(tmp_path: Path, device: str) -> None:
     with hand(tmp_path, device) as h:
-        h.configure(load_format="auto")
+        model = handshake_model(QWEN3)
+        model["manifest"] = {"weights": [], "matrices": [], "zero_biases": []}
+        h.configure(load_format="auto", model=model)
         assert "lacks 36 of 36 weights" in fatal(h)
 
 

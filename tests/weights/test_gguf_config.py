@@ -251,8 +251,8 @@ def test_qwen3_moe_weighs_its_experts_as_llama_cpp_does(tmp_path: Path) -> None:
         ("qwen3moe", {"expert_gating_func": 2}, 'scoring_func "sigmoid"'),
         ("qwen3moe", {"expert_weights_scale": 2.5}, "scale"),
         ("qwen3moe", {"rope.dimension_count": 8}, "heads that are rotated in part"),
-        ("llama", {"expert_weights_scale": 2.5}, "expert_weights_scale"),
-        ("qwen2moe", {"expert_weights_scale": 2.5}, "expert_weights_scale"),
+        ("llama", {"swiglu_clamp_exp": [7.0, 7.0]}, "swiglu_clamp_exp"),
+        ("qwen2moe", {"residual_scale": 0.5}, "residual_scale"),
     ],
 )
 def test_experts_that_would_be_computed_wrongly_are_refused(

@@ -12,16 +12,16 @@ use crate::checkpoint::{INDEX, read_index};
 use crate::error::ModelError;
 use crate::families::{Shape, hf_config, token_ids};
 use crate::gguf::{GgufFiles, GgufValue, special_token, tokenizer_json};
-use crate::json::read_json;
+use crate::json::read_object;
 use crate::model::ModelShape;
 use crate::pooling::read_pooling;
 use crate::vision::read_images;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 const WHOLE: &str = "model.safetensors";
-/// The version of the files that are rebuilt from a GGUF. It goes up with every change to them. They
-/// lie in the cache under a key of this number and of the file's first bytes,
-/// which hold all metadata of any known model.
+/// The version of the files that are rebuilt from a GGUF. It goes up with every change to them.
+/// They lie in the cache under a key of this number and of the file's first bytes, which hold all
+/// metadata of any known model.
 const REBUILD_VERSION: u32 = 3;
 const KEY_BYTES: u64 = 32 << 20;
 /// Names of sampling parameters in `generation_config.json`, and their keys in a GGUF file.
@@ -32,8 +32,6 @@ const SAMPLING: [(&str, &str); 5] = [
     ("min_p", "min_p"),
     ("repetition_penalty", "penalty_repeat"),
 ];
-/// The limit on a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
-const MOST_JSON: u64 = 256 << 20;
 
 /// The files to describe, and the purpose of the description.
 #[derive(Debug, Clone, Copy)]
@@ -388,13 +386,21 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 
 /// A file that is at `path` whole, or not at all.
 fn write_json(path: &Path, value: &Value) -> io::Result<()> {
+    write_synced(path, value, fs::File::sync_all)
+}
+
+fn write_synced(
+    path: &Path,
+    value: &Value,
+    sync: impl FnOnce(&fs::File) -> io::Result<()>,
+) -> io::Result<()> {
     let folder = path.parent().unwrap_or(path);
     fs::create_dir_all(folder)?;
     let mut file = new_file(folder, path)?;
     serde_json::to_writer(io::BufWriter::new(&mut file), value)?;
     file.flush()?;
     // Else the name could be on the disk before the data.
-    file.as_file().sync_all()?;
+    sync(file.as_file())?;
     file.persist(path).map_err(|error| error.error)?;
     Ok(())
 }
@@ -406,31 +412,6 @@ pub(crate) fn new_file(folder: &Path, path: &Path) -> io::Result<tempfile::Named
     // What the process's mask takes away is gone.
     let mode = fs::Permissions::from_mode(0o666);
     tempfile::Builder::new().prefix(&format!(".{name}.")).permissions(mode).tempfile_in(folder)
-}
-
-pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelError> {
-    let text = match fs::File::open(path) {
-        Ok(file) => {
-            let mut text = Vec::new();
-            let read = file.take(MOST_JSON).read_to_end(&mut text);
-            read.map_err(|error| ModelError::unreadable(path, &error))?;
-            text
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            if optional {
-                return Ok(Map::new());
-            }
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let folder = path.parent().unwrap_or(path).display();
-            return Err(ModelError::broken(format!("{folder} has no {name}")));
-        }
-        Err(error) => return Err(ModelError::unreadable(path, &error)),
-    };
-    match read_json(&text) {
-        Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err(ModelError::broken(format!("{} is not a JSON object", path.display()))),
-        Err(error) => Err(ModelError::broken(format!("{} is not JSON: {error}", path.display()))),
-    }
 }
 
 /// A file of its own wins, as it does in transformers; of several named templates the default is
@@ -463,4 +444,27 @@ fn token_text(config: &Map<String, Value>, key: &str) -> Option<String> {
     let value = config.get(key)?;
     let value = if value.is_object() { value.get("content")? } else { value };
     value.as_str().map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rebuilt_file_is_on_the_disk_before_it_has_its_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("gguf/key/tokenizer.json");
+        let value = json!({"model": {"vocab": {"a": 0}}});
+        let failed = write_synced(&path, &value, |_| Err(io::Error::other("no room")));
+        assert!(failed.is_err() && !path.exists(), "a name of what is not on the disk");
+        let mut synced = 0;
+        let written = write_synced(&path, &value, |file| {
+            assert!(!path.exists(), "it has its name already");
+            synced = file.metadata()?.len();
+            file.sync_all()
+        });
+        written.expect("written");
+        let text = fs::read(&path).expect("a file");
+        assert_eq!((synced, serde_json::from_slice(&text).ok()), (text.len() as u64, Some(value)));
+    }
 }

@@ -6,9 +6,8 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::bert::is_bert;
-use crate::describe::read_object;
 use crate::error::ModelError;
-use crate::json::read_json;
+use crate::json::{read_json, read_object};
 
 const MODULES: &str = "modules.json";
 const SCORER: &str = "BertForSequenceClassification";

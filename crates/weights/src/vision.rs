@@ -5,8 +5,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::describe::read_object;
 use crate::error::ModelError;
+use crate::json::read_object;
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, checked, real, size_of, truthy};
 
 /// Colours of a pixel.

@@ -1,8 +1,8 @@
 """What only transformers knows of a model, for the brain.
 
-`python -m forebay.models.describe PATH --cache-dir D` prints one line of JSON: `tokenizer`, the file that was made of a
-tokenizer in another form, and with `--probe` also `called`, the findings of a probe of the model's code. An exit status
-of 2, and a last line that starts with "error: ", report a model that can't run, with the reason.
+`python -m forebay.models.describe PATH --cache-dir D` prints one line of JSON. `tokenizer` is the file that was made of
+a tokenizer in another form. `called` has the findings of a probe of the model's code, which `--probe` asks for. An exit
+status of 2, and a last line that starts with "error: ", report a model that can't run, with the reason.
 """
 
 from __future__ import annotations

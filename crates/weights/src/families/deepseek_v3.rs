@@ -31,8 +31,8 @@ pub(super) const FAMILY: Family = Family {
     rules: &[],
 };
 
-/// Names of latent attention. Some files have the keys' and values' part in two tensors, in the form
-/// of an absorbed product.
+/// Names of latent attention. Some files have the keys' and values' part in two tensors, in the
+/// form of an absorbed product.
 pub(super) const RENAMED: &[Rule] = &[
     Rule::renamed("blk.#.attn_q_a.*", "model.layers.#.self_attn.q_a_proj.*"),
     Rule::renamed("blk.#.attn_q_a_norm.*", "model.layers.#.self_attn.q_a_layernorm.*"),
