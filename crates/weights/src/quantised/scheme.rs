@@ -1,8 +1,8 @@
 //! The `quantization_config` of a `config.json`.
 //!
 //! FP8 has a scale for each block in DeepSeek-V3 (2024). In compressed-tensors, FBGEMM and
-//! `AutoFP8` each row or matrix has one. 4-bit formats are GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023),
-//! and compressed-tensors, which has a packing of its own.
+//! `AutoFP8` each row or matrix has one. 4-bit formats are GPTQ (Frantar et al. 2022), AWQ (Lin et
+//! al. 2023), and compressed-tensors, which has a packing of its own.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
