@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import in_process, records
 from benchmarks.cells import markdown, number, spread, table_of
+from benchmarks.described import described
 from benchmarks.in_process import PAGE
 from benchmarks.models import default_model
 from benchmarks.records import Results
@@ -35,7 +36,6 @@ from forebay.compute.rows import Launch, Rows
 from forebay.device import open_device
 from forebay.runner.runner import ModelRunner
 from forebay.weights.cache import cache_directory
-from forebay.weights.describe import describe_path
 
 EXCERPT = Path(__file__).resolve().parents[1] / "tests/bench/gsm8k/test.jsonl"
 SLOTS = 32
@@ -270,7 +270,7 @@ def main() -> None:
     flags.add_argument("--output", type=Path, help="the file of results [default: the committed one]")
     chosen = flags.parse_args()
     file = default_model()
-    description = describe_path(file, cache_directory())
+    description = described(file, cache_directory())
     tokenizer = Tokenizer.from_file(str(description["tokenizer"]))
     questions = read(chosen.text)
     results = records.new("accuracy", chosen.rounds)

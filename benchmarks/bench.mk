@@ -152,6 +152,7 @@ bench-micro: ## run the microbenchmarks of the scheduler, the pages and the reco
 
 bench-build: setup $(STAMPS)/model
 	@$(MAKE) --no-print-directory build
+	cargo build --locked --profile $(PROFILE) $(KERNELS) --package forebay-weights --bin forebay --example describe
 
 # For benchmarks that build it themselves.
 llama-cmake:

@@ -16,8 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 from benchmarks import models
-from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.gguf_tokenizer import tokenizer_json
+from benchmarks.described import gguf_metadata, tokenizer_json
 
 NAME = "experts"
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 16, 1024, 16, 4, 128
@@ -50,7 +49,7 @@ def build() -> Path:
     target, tokenizer = path(), models.tokenizer_file(NAME)
     if not tokenizer.is_file():
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
-        models.write_json(tokenizer, tokenizer_json(GgufFiles.open([models.default_model()]).metadata))
+        models.write_json(tokenizer, tokenizer_json(gguf_metadata(models.default_model())))
     if not target.is_file():
         # A file of this name is whole.
         made = target.with_suffix(".made")
@@ -60,7 +59,7 @@ def build() -> Path:
 
 
 def _write(target: Path) -> None:
-    tokens = GgufFiles.open([models.default_model()]).metadata
+    tokens = gguf_metadata(models.default_model())
     vocabulary = len(tokens["tokenizer.ggml.tokens"])
     writer = GGUFWriter(target, "qwen3moe")
     writer.add_context_length(CONTEXT)

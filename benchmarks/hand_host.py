@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import compare, in_process, records
 from benchmarks.cells import markdown, number, table_of
+from benchmarks.described import handshake_model
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.records import Results, Run
 from forebay.device import Event, Work
@@ -276,7 +277,7 @@ def main() -> None:
     asked = compare.parser("Where the microseconds of a hand's host side go.", rounds=5).parse_args()
     found = records.new("hand_host", asked.rounds)
     with absent_gpu() as device:
-        model = {"format": "safetensors", "directory": "", "files": [], "config": SHAPES["tiny"]}
+        model = handshake_model(SHAPES["tiny"])
         runner = in_process.runner(
             model,
             slots=SLOTS,

@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 
 from benchmarks import accuracy, coder, compare, in_process, models, records
 from benchmarks.cells import markdown, number, spread, table_of
+from benchmarks.described import described
 from benchmarks.in_process import PAGE
 from benchmarks.records import Results, Run
 from forebay.weights.cache import cache_directory
-from forebay.weights.describe import describe_path
 
 KINDS = {"bfloat16": None, "int8": "int8"}
 BASE = "bfloat16"
@@ -139,7 +139,7 @@ def main() -> None:
                 continue
             coder.build()
             file = coder.original()
-        description = describe_path(file, cache_directory())
+        description = described(file, cache_directory())
         ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
         compare.say(name)
         with torch.inference_mode():

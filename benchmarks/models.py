@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from safetensors.torch import save_file
 
-from forebay.weights.config import ModelConfig
-from forebay.weights.gguf_config import hf_config
-from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
-from forebay.weights.gguf_tokenizer import tokenizer_json
+from benchmarks.described import described, gguf_metadata, tokenizer_json
+from forebay.weights.config import config_of
+from forebay.weights.load import iter_weights
+from forebay.weights.manifest import Manifest, Place
 
 MODELS = Path(__file__).resolve().parent / ".models"
 CACHE = MODELS / "cache"
@@ -85,12 +84,14 @@ def unpack_minilm(target: Path) -> Path:
 
 def read_gguf(path: Path) -> tuple[Model, dict[str, str]]:
     """A model from its GGUF file, and the Hugging Face name of every tensor there."""
-    files = GgufFiles.open([path])
-    config = hf_config(files)
-    parsed = ModelConfig.from_dict(config)
-    metadata = {key: value for key, value in files.metadata.items() if key.startswith("tokenizer.")}
-    model = Model(config, dict(iter_tensors(files, parsed)), metadata, files.architecture)
-    return model, hf_tensor_names(files, parsed)
+    found = described(path, CACHE)
+    metadata = gguf_metadata(path)
+    names = {int(tensor.data_offset): tensor.name for tensor in GGUFReader(path).tensors}
+    places = {name: place for name, place in Manifest(found).weights() if isinstance(place, Place)}
+    tensors = {name: tensor.float() for name, tensor in iter_weights(found, config_of(found["shape"]))}
+    tokenizer = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    model = Model(found["config"], tensors, tokenizer, metadata["general.architecture"])
+    return model, {names[place.offset]: name for name, place in places.items() if place.offset in names}
 
 
 def tiny(large: Model) -> Model:

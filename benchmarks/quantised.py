@@ -25,12 +25,12 @@ from tokenizers import Tokenizer
 
 from benchmarks import accuracy, coder, compare, cpu_model, models, records
 from benchmarks.cells import markdown, number, spread, table_of
+from benchmarks.described import described
 from benchmarks.load import Workload, load, start
 from benchmarks.processes import ServerError
 from benchmarks.records import Results, Run
 from benchmarks.servers import FOREBAY_CPU, LLAMA, Forebay, Llama, Server, Setting
 from forebay.weights.cache import cache_directory
-from forebay.weights.describe import describe_path
 
 RESULTS = {"smollm2": "quantised", coder.NAME: "quantised_coder"}
 """The names of the results, by model."""
@@ -129,7 +129,7 @@ def measure(found: Results, file: File, concurrency: Sequence[int], number: int)
 
 def our_perplexity(way: accuracy.Way, file: File, text: str, threads: int) -> dict[str, Any]:
     """Of the kernels' own logits."""
-    description = describe_path(file.path, cache_directory())
+    description = described(file.path, cache_directory())
     ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][: accuracy.SLOTS]
     with torch.inference_mode():

@@ -27,6 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACK = ROOT / ".gpu"
 SITE, BINARY, COMMIT = PACK / "site.tar.xz", PACK / "forebay.xz", PACK / "commit"
+DESCRIBE = PACK / "describe.xz"
+"""The example of `crates/weights` that reads the shapes of models (`benchmarks/described.py`)."""
 MOST_BYTES = 56 << 20
 """Of the package: what can be copied at once, with the sources beside it."""
 PACKAGES = ("gguf", "transformers")
@@ -84,11 +86,10 @@ def environment(folder: Path) -> dict[str, str]:
             archive.extractall(folder / "site", filter="data")
         paths.append(str(folder / "site"))
     if BINARY.is_file() and "FOREBAY_TEST_BINARY" not in variables:
-        binary = folder / "forebay"
-        with lzma.open(BINARY) as packed, binary.open("wb") as file:
-            shutil.copyfileobj(packed, file)
-        binary.chmod(0o755)
-        variables["FOREBAY_TEST_BINARY"] = str(binary)
+        unpack_binary(BINARY, folder / "forebay")
+        if DESCRIBE.is_file():
+            unpack_binary(DESCRIBE, folder / "examples/describe")
+        variables["FOREBAY_TEST_BINARY"] = str(folder / "forebay")
     return {**variables, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -102,7 +103,12 @@ def pack(arguments: list[str]) -> int:
     pack_site()
     pack_commit()
     if options.binary is not None and options.binary.is_file():
-        pack_binary(options.binary)
+        pack_binary(options.binary, BINARY)
+        describe = options.binary.with_name("examples") / "describe"
+        if describe.is_file():
+            pack_binary(describe, DESCRIBE)
+        else:
+            print(f"no {describe}, which tests and measurements need: `make build-tests` or `make bench-build` first")
     else:
         print("no binary: `make build` first, if the server is to be tested there too")
     sizes = {file.name: file.stat().st_size for file in sorted(PACK.iterdir())}
@@ -145,15 +151,23 @@ def pack_commit() -> None:
     COMMIT.write_text(f"{found or 'unknown'}\n")
 
 
-def pack_binary(binary: Path) -> None:
-    """The server without its symbols."""
+def unpack_binary(packed: Path, binary: Path) -> None:
+    """A packed program, to be run."""
+    binary.parent.mkdir(exist_ok=True)
+    with lzma.open(packed) as source, binary.open("wb") as file:
+        shutil.copyfileobj(source, file)
+    binary.chmod(0o755)
+
+
+def pack_binary(binary: Path, to: Path) -> None:
+    """A program without its symbols."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
         small = Path(folder, "forebay")
         if shutil.which("strip"):
             subprocess.run(["strip", "-o", str(small), str(binary)], check=True)
         else:
             shutil.copyfile(binary, small)
-        with lzma.open(BINARY, "wb") as packed:
+        with lzma.open(to, "wb") as packed:
             shutil.copyfileobj(io.BytesIO(small.read_bytes()), packed)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import in_process
+from benchmarks.described import handshake_model
 from benchmarks.gpu.shapes import SHAPES
 from forebay.protocol.constants import FLAG_SAMPLE, SLOT_WORDS, SlotRecord
 from forebay.protocol.plan import Plan
@@ -81,7 +82,7 @@ def runner_of(shape: str, device: str, cases: Sequence[Case]) -> ModelRunner:
     """A hand with room for every case, if the device has it. Weights are made up."""
     longest = max(case.start + case.length + case.steps + PROFILED + WARM for case in cases)
     rows = max(case.rows for case in cases)
-    model = {"format": "safetensors", "directory": "", "files": [], "config": SHAPES[shape]}
+    model = handshake_model(SHAPES[shape])
     step = max(case.length for case in cases)
     return in_process.runner(
         model,

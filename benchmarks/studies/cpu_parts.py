@@ -20,13 +20,14 @@ import numpy as np
 import torch
 
 from benchmarks import in_process, models
+from benchmarks.described import described
 from forebay.compute.native import NativeCompute
 from forebay.compute.rows import Launch, Rows
 from forebay.device import Device
 from forebay.kernels.library import PARTS
 from forebay.kernels.packing import plain_parts
 from forebay.runner.runner import ModelRunner
-from forebay.weights.describe import describe_directory
+from forebay.weights.cache import cache_directory
 
 CONTEXT = 256
 """Positions before a decode row."""
@@ -60,9 +61,8 @@ CASES = [
 
 def runner(directory: str, threads: int, quantization: str | None = None) -> ModelRunner:
     """The model with its weights and room for every case."""
-    described = describe_directory(Path(directory), "model")
     made = in_process.runner(
-        described,
+        described(Path(directory), cache_directory()),
         slots=SLOTS,
         context=LONGEST,
         tokens=SLOTS * LONGEST,

@@ -283,7 +283,7 @@ def test_a_cut_vocabulary_keeps_the_merges_that_it_has_both_sides_of() -> None:
 
 
 def test_the_order_of_rows_is_the_one_that_is_read_back() -> None:
-    from forebay.weights.gguf_tensors import _halves
+    from forebay.weights.manifest import _halves
 
     weight = torch.arange(2 * 8 * 3).reshape(2 * 8, 3)
     assert torch.equal(_halves(models.alternate(weight, heads=2), heads=2), weight)

@@ -230,8 +230,12 @@ def test_the_lock_has_pins_of_what_is_packed(gpu: ModuleType) -> None:
 def test_what_is_packed_is_found_again(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FOREBAY_TEST_BINARY", raising=False)
     monkeypatch.setattr(gpu, "BINARY", tmp_path / "forebay.xz")
+    monkeypatch.setattr(gpu, "DESCRIBE", tmp_path / "describe.xz")
     monkeypatch.setattr(gpu, "SITE", tmp_path / "none")
-    gpu.pack_binary(Path("/bin/true"))
+    gpu.pack_binary(Path("/bin/true"), gpu.BINARY)
+    gpu.pack_binary(Path("/bin/true"), gpu.DESCRIBE)
     variables = gpu.environment(tmp_path)
-    assert subprocess.run([variables["FOREBAY_TEST_BINARY"]], check=False).returncode == 0
+    server = Path(variables["FOREBAY_TEST_BINARY"])
+    for program in (server, server.with_name("examples") / "describe"):
+        assert subprocess.run([program], check=False).returncode == 0
     assert variables["PYTHONPATH"].split(":") == [str(ROOT / "python"), str(ROOT)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import hand_host, in_process, records
+from benchmarks.described import handshake_model
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.hand_host import CASES, HAND, PARTS, Case, Hand, Times
 from benchmarks.records import Results, Run
@@ -16,7 +17,7 @@ from benchmarks.records import Results, Run
 def hand() -> Iterator[Hand]:
     with hand_host.absent_gpu() as device:
         runner = in_process.runner(
-            {"format": "safetensors", "directory": "", "files": [], "config": SHAPES["tiny"]},
+            handshake_model(SHAPES["tiny"]),
             slots=66,
             context=hand_host.CONTEXT,
             tokens=66 * hand_host.CONTEXT,

@@ -39,8 +39,10 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from benchmarks.described import described
+from forebay.weights.cache import cache_directory
 from tests.e2e.server import ROOT
-from tests.weights.support import run_describe, smollm2
+from tests.weights.support import smollm2
 
 TOKENIZER = ROOT / "crates/text/tests/data/tiny-llama-tokenizer.json"
 VOCABULARY = 2048
@@ -279,9 +281,8 @@ class SmolLM2(Model):
     """The default model."""
 
     def __init__(self) -> None:
-        done = run_describe(smollm2())
-        assert done.returncode == 0, done.stderr
-        super().__init__("smollm2", "smollm2", Path(json.loads(done.stdout)["tokenizer"]))
+        found = described(smollm2(), cache_directory())
+        super().__init__("smollm2", "smollm2", Path(found["tokenizer"]))
 
     @property
     def threads(self) -> int:

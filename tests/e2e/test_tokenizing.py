@@ -20,9 +20,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from benchmarks.described import described
+from forebay.weights.cache import cache_directory
 from tests.e2e.models import CHAT_TEMPLATE, Model
 from tests.e2e.server import ROOT, Server
-from tests.weights.support import run_describe
 from tests.weights.support import smollm2 as smollm2_file
 
 CONTEXT = 1 << 20
@@ -48,9 +49,7 @@ def package_file(package: str, *names: str) -> Path:
 
 
 def smollm2(path: Path) -> None:
-    done = run_describe(smollm2_file())
-    assert done.returncode == 0, done.stderr
-    shutil.copyfile(json.loads(done.stdout)["tokenizer"], path)
+    shutil.copyfile(described(smollm2_file(), cache_directory())["tokenizer"], path)
 
 
 def deepseek(path: Path) -> None:

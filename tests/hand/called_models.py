@@ -137,7 +137,7 @@ def called_runner(model: Any, folder: Path, **changes: Any) -> ModelRunner:
     config = hf_config(model.config, type(model).__name__)
     described = {"format": "safetensors", "directory": str(folder), "files": [], "config": config}
     described["called"] = probe(folder).to_dict()
-    settings = wire_config(config, load_format="auto", **changes)
+    settings = wire_config({}, load_format="auto", **changes)
     runner = ModelRunner(RunnerConfig.from_dict({**settings, "model": described}))
     runner.load(lambda done, total: None)
     return runner

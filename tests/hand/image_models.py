@@ -20,6 +20,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
+from benchmarks.described import handshake_model
 from forebay.layers.vision import Grid, Pixels
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
@@ -153,16 +154,21 @@ def model_of(family: str) -> Any:
     return random_model(*FAMILIES[family])
 
 
+def own_name(name: str) -> str:
+    """A tensor's name here, in models with a tower. Releases of transformers have several names for it."""
+    name = name.removeprefix("model.") if name.startswith("model.visual.") else name
+    return name.replace("model.language_model.", "model.", 1)
+
+
 def image_runner(family: str, arena: npt.NDArray[np.uint8] | None = None, **changes: Any) -> ModelRunner:
     """A runner with the weights of a transformers model."""
     model = model_of(family)
     config = hf_config(model.config, type(model).__name__)
-    described = {"format": "safetensors", "directory": "", "files": [], "config": config}
-    described["images"] = PREPROCESSING.to_dict()
+    described = handshake_model(config, images=PREPROCESSING.to_dict())
     sizes = {"context_length": CONTEXT, "max_total_tokens": 4096, "image_pool_tokens": 4096}
     wire = {**wire_config(config), **sizes, "model": described, **changes}
     runner = ModelRunner(RunnerConfig.from_dict(wire), arena)
-    runner.model.load_weights(hub_weights(model).items())
+    runner.model.load_weights((own_name(name), tensor) for name, tensor in hub_weights(model).items())
     return runner
 
 

@@ -55,6 +55,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from benchmarks.described import handshake_model
 from tests.hand.gguf_models import Form, _add, _tokenizer
 from tests.hand.support import LATENT, ROPE_YARN_LATENT, TINY, random_model
 
@@ -275,7 +276,7 @@ def save(folder: Path, family: str) -> dict[str, Any]:
         tensors = {name.replace(".model.blocks.", ".model.layers."): tensor for name, tensor in _stored(folder)}
         save_file(tensors, folder / "model.safetensors")
     files = sorted(str(path) for path in folder.glob("*.safetensors"))
-    return {"format": "safetensors", "files": files, "config": config}
+    return handshake_model(config, files)
 
 
 Named = Iterator[tuple[str, torch.Tensor]]

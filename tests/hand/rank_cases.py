@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from gguf.quants import dequantize
-from safetensors import safe_open
 
 from forebay.compute.sampler import SampledColumns, Sampler
 from forebay.device import cpu, open_device
@@ -25,8 +24,9 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.state.slots import SlotTables
 from forebay.state.staging import StepInputs
-from forebay.weights import gguf_tensors, load
-from forebay.weights.shards import Part, Shard
+from forebay.weights import manifest
+from forebay.weights.manifest import Manifest, Place
+from forebay.weights.shards import Cut, Part, Shard
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling
 
 
@@ -187,53 +187,37 @@ def found(request: Request) -> dict[str, Any]:
 
 
 class _Counted:
-    """Counts the elements of slices as they are read."""
+    """Counts the bytes of a weight's numbers as they are read."""
 
-    def __init__(self, file: Any, read: dict[str, int]) -> None:
-        self._file, self._read = file, read
+    def __init__(self, name: str, place: Place, read: dict[str, int]) -> None:
+        self._name, self._place, self._read = name, place, read
 
-    def __enter__(self) -> _Counted:
-        self._open = self._file.__enter__()
-        return self
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._place, name)
 
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
-
-    def keys(self) -> list[str]:
-        return list(self._open.keys())
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._open.get_tensor(name)
-        self._read[name] = self._read.get(name, 0) + tensor.nbytes
+    def read(self, cut: Cut | None = None) -> torch.Tensor:
+        tensor = self._place.read(cut)
+        if not self._place.is_blocks:
+            self._read[self._name] = self._read.get(self._name, 0) + tensor.nbytes
         return tensor
-
-    def get_slice(self, name: str) -> Any:
-        part, read = self._open.get_slice(name), self._read
-
-        class Slice:
-            get_shape, get_dtype = part.get_shape, part.get_dtype
-
-            def __getitem__(self, places: Any) -> torch.Tensor:
-                tensor: torch.Tensor = part[places]
-                read[name] = read.get(name, 0) + tensor.nbytes
-                return tensor
-
-        return Slice()
 
 
 def bytes_read(group: Group, config: dict[str, Any]) -> dict[str, int]:
-    """Bytes that a rank reads of each weight of its files; of GGUF files, of each type of block."""
+    """Bytes that a rank reads of each weight of its files, and of each type of block of GGUF files."""
     config = {**config, "rank": group.rank, "world_size": group.world}
     read: dict[str, int] = {}
+    weights = Manifest.weights
 
-    def opened(*given: Any, **named: Any) -> _Counted:
-        return _Counted(safe_open(*given, **named), read)
+    def wrapped(self: Manifest) -> Iterator[tuple[str, Any]]:
+        for name, place in weights(self):
+            assert isinstance(place, Place)
+            yield name, _Counted(name, place, read)
 
     def counted(data: Any, kind: Any) -> Any:
         read[kind.name] = read.get(kind.name, 0) + data.nbytes
         return dequantize(data, kind)
 
-    with patch.object(load, "safe_open", opened), patch.object(gguf_tensors, "dequantize", counted):
+    with patch.object(Manifest, "weights", wrapped), patch.object(manifest, "dequantize", counted):
         runner = ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group)
         runner.load(lambda done, total: None)
     return read

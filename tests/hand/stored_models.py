@@ -17,11 +17,13 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.described import handshake_model
+
 Weights = dict[str, torch.Tensor]
 Words = npt.NDArray[np.uint32]
 _AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
 """Which of eight neighbours each place of a word has, the lowest bits first."""
-_STORED = ("_proj.weight", ".wq_b.weight", ".wk.weight")
+_STORED = ("_proj.weight", ".wq_b.weight", ".wk.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 @dataclass(frozen=True)
@@ -218,4 +220,4 @@ def quantised(
         files.append(str(directory / f"{part}.safetensors"))
         save_file({name: tensors[name].contiguous() for name in names[part::2]}, files[-1])
     config = json.loads((directory / "config.json").read_text()) | {"quantization_config": format_.config}
-    return {"format": "safetensors", "directory": str(directory), "files": files, "config": config}
+    return handshake_model(config, files)

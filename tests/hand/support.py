@@ -36,6 +36,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from benchmarks.described import handshake_model
 from forebay.device import open_device
 from forebay.device.deferred import DeferredDevice
 from forebay.protocol.constants import FLAG_MASKED, FLAG_SAMPLE, SLOT_WORDS
@@ -183,9 +184,9 @@ def hf_config(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
 
 
 def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A handshake `config` object with dummy weights."""
+    """A handshake `config` object with dummy weights. An empty `model_config`: the caller adds the model."""
     return {
-        "model": {"format": "safetensors", "directory": "", "files": [], "config": model_config},
+        "model": handshake_model(model_config) if model_config else {},
         "load_format": "dummy",
         "device": "cpu",
         "dtype": "float32",

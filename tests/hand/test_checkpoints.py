@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.described import handshake_model
 from forebay.layers.moe import MixtureOfExperts
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.codes import Raw
 from forebay.weights.errors import ModelError
-from forebay.weights.matrices import Matrices
 from forebay.weights.stored import Fp8
 from tests.hand.support import MiniBrain, Request, greedy_reference, hub_weights, reference_model, wire_config
 
@@ -38,7 +38,7 @@ def saved(directory: Path, model: Any, change: Callable[[Weights], Any] | None =
         save_file({name: weights[name].contiguous() for name in of_part}, directory / f"{part}.safetensors")
     stored = json.loads((directory / "config.json").read_text()) | config
     files = [str(directory / f"{part}.safetensors") for part in parts]
-    return {"format": "safetensors", "directory": str(directory), "files": files, "config": stored}
+    return handshake_model(stored, files)
 
 
 def loaded(model: dict[str, Any], **changes: Any) -> ModelRunner:
@@ -187,7 +187,7 @@ def test_an_index_that_does_not_fit_is_told_before_anything_is_read(
         loaded(model)
 
 
-def test_scales_that_are_missing_or_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     def change(weights: Weights) -> None:
         eight_bits(weights, (16, 16))
 
@@ -200,7 +200,6 @@ def test_scales_that_are_missing_or_of_another_shape(tmp_path: Path, monkeypatch
         weights[f"{UP}_scale_inv"] = torch.ones(2, 3)
 
     model = reference_model("deepseek-v3")
-    monkeypatch.setattr(Matrices, "raw", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ModelError, match=f"no {UP}_scale_inv for it"):
         loaded(saved(tmp_path / "without", model, without, **FP8))
     with pytest.raises(ModelError, match=rf"{UP}_scale_inv is \[2, 3\], and {UP} of \[24, 64\] wants \[2, 4\]"):

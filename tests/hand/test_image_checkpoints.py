@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.described import handshake_model
 from forebay.layers.params import WeightError
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
@@ -39,13 +40,8 @@ NAMES: dict[str, Names] = {
 def tokens(directory: Path) -> list[int]:
     """What the model in a directory generates."""
     arena, offsets = arena_of([image for *_, image in PROMPT.images])
-    model = {
-        "format": "safetensors",
-        "directory": str(directory),
-        "files": [str(directory / "model.safetensors")],
-        "config": json.loads((directory / "config.json").read_text()),
-        "images": PREPROCESSING.to_dict(),
-    }
+    stored = json.loads((directory / "config.json").read_text())
+    model = handshake_model(stored, [directory / "model.safetensors"], images=PREPROCESSING.to_dict())
     config = {**wire_config({}, load_format="auto", context_length=CONTEXT), "model": model}
     runner = ModelRunner(RunnerConfig.from_dict(config), arena)
     runner.load(lambda done, total: None)
@@ -83,8 +79,8 @@ def test_a_tower_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
 
 def test_dummy_weights_give_numbers() -> None:
     model = model_of("qwen2.5-vl")
-    described = {"format": "safetensors", "files": [], "images": PREPROCESSING.to_dict()}
-    described["config"] = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    stored = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    described = handshake_model(stored, images=PREPROCESSING.to_dict())
     runner = ModelRunner(RunnerConfig.from_dict({**wire_config({}, dtype="bfloat16"), "model": described}))
     runner.load(lambda done, total: None)
     runner.warm_up()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from benchmarks.described import handshake_model
 from forebay.device.cpu import CpuDevice
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import ConfigError
@@ -396,7 +397,7 @@ def test_a_pool_holds_two_of_the_largest_images(monkeypatch: pytest.MonkeyPatch)
 def test_a_description_that_says_nothing_of_images_is_refused() -> None:
     config = hf_config(model_of("qwen3-vl").config, "Qwen3VLForConditionalGeneration")
     with pytest.raises(ConfigError, match="does not say how images become patches"):
-        image_runner("qwen3-vl", model={"format": "safetensors", "files": [], "config": config})
+        image_runner("qwen3-vl", model=handshake_model(config))
 
 
 def test_quantised_products_are_refused() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.described import described, handshake_model
 from forebay.kernels import library as binding
 from forebay.kernels.packing import plain_parts
 from forebay.protocol import frames
@@ -24,8 +25,8 @@ from forebay.runner import runner as runner_module
 from forebay.runner.runner import ModelRunner, NotFiniteError
 from forebay.state.config import RunnerConfig
 from forebay.weights import packed
-from forebay.weights.gguf_config import hf_config as hf_config_of
-from forebay.weights.gguf_file import GgufFiles
+from forebay.weights.errors import ModelError
+from forebay.weights.manifest import Place
 from forebay.weights.packed import PackedFile
 from forebay.weights.pooling import Pooling
 from forebay.worker import loop
@@ -43,13 +44,12 @@ def safetensors(folder: Path, family: str = "llama") -> dict[str, Any]:
     path = folder / "model.safetensors"
     save_file({name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}, path)
     config = hf_config(model.config, type(model).__name__)
-    return {"format": "safetensors", "files": [str(path)], "config": config, "cache": str(folder / "cache")}
+    return handshake_model(config, [path], cache=str(folder / "cache"))
 
 
 def in_gguf(folder: Path, types: Mapping[str, Any], architecture: str, tied: bool) -> dict[str, Any]:
     path = tiny(folder / "model.gguf", dict(types), architecture, tied=tied)
-    config = hf_config_of(GgufFiles.open([path]))
-    return {"format": "gguf", "files": [str(path)], "config": config, "cache": str(folder / "cache")}
+    return described(path, folder / "cache")
 
 
 class Start:
@@ -90,7 +90,8 @@ def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forbid() -> None:
         monkeypatch.setattr(runner_module, "iter_weights", fail)
-        monkeypatch.setattr(GgufFiles, "open", fail)
+        monkeypatch.setattr(Place, "read", fail)
+        monkeypatch.setattr(Place, "blocks", fail)
 
     return forbid
 
@@ -292,7 +293,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there_are_an_error_as_ever(tmp_path: Path) -> None:
     model = safetensors(tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ModelError, match="nothing can't be read: No such file"):
         Start({**model, "files": [str(tmp_path / "nothing")]})
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.described import model_config
 from forebay.compute.eager import TorchCompute
 from forebay.compute.native import NativeCompute
 from forebay.compute.rows import Launch, Rows
@@ -15,7 +16,6 @@ from forebay.kernels import library as binding
 from forebay.kernels.library import level, native_wanted
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
-from forebay.weights.config import ModelConfig
 from tests.hand.support import FAMILIES, HOST, hf_config, reference_model, runner_of, wire_config
 
 PAGE_SIZES = (8, 16)
@@ -26,7 +26,7 @@ Step = list[tuple[int, int, int]]  # slot, start, length of each row
 COMPILED = [
     family
     for family, (kind, config) in FAMILIES.items()
-    if NativeCompute.supports(ModelConfig.from_dict(hf_config(config, kind.__name__)))
+    if NativeCompute.supports(model_config(hf_config(config, kind.__name__)))
 ]
 """The families that the kernels compute."""
 

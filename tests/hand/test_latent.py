@@ -10,13 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.described import model_config
 from forebay.attention import latent
 from forebay.attention.backend import LatentHeads
 from forebay.attention.cpu import QUERY_BLOCK
 from forebay.attention.latent import absorbed, absorbed_chunk, naive, of_chunk
 from forebay.device import open_device
 from forebay.state.pages import KvPool, page_bytes
-from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Latent
 from tests.hand.support import FAMILIES, hf_config
 
@@ -152,7 +152,7 @@ def test_no_matrix_of_scores_is_made(queries: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_page_of_all_layers_is_one_piece(dtype: torch.dtype) -> None:
-    model = ModelConfig.from_dict(hf_config(FAMILIES["deepseek-v3"][1], "DeepseekV3ForCausalLM"))
+    model = model_config(hf_config(FAMILIES["deepseek-v3"][1], "DeepseekV3ForCausalLM"))
     assert isinstance(model.attention, Latent)
     pages, size, layers = 5, 4, model.num_hidden_layers
     pool = KvPool(model, pages, size, dtype, open_device("cpu", 1))

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
+from benchmarks.described import handshake_model, model_config
 from forebay.attention.cpu import CpuAttention
 from forebay.layers.ops import HostOps
 from forebay.layers.params import Parameters
 from forebay.models import registry
-from forebay.weights.config import ModelConfig
 from tests.hand.support import hf_config, wire_config
 from tests.weights.support import ROOT
 
@@ -53,7 +53,7 @@ def config(layers: int) -> dict[str, Any]:
 def shapes(stored: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's weights."""
     params = Parameters(torch.bfloat16, torch.device("meta"))
-    registry.build(ModelConfig.from_dict(stored), params, CpuAttention(), HostOps(), 96)
+    registry.build(model_config(stored), params, CpuAttention(), HostOps(), 96)
     return {name: tuple(target.shape) for name, target in params._targets.items()}
 
 
@@ -111,7 +111,7 @@ def model(directory: Path, kind: str, layers: int) -> str:
     """The handshake of a hand that loads such a checkpoint."""
     stored = config(layers)
     files = safetensors(directory, stored) if kind == "safetensors" else gguf_file(directory, stored)
-    described = {"format": kind, "directory": str(directory), "files": files, "config": stored}
+    described = handshake_model(stored, files, kind)
     return json.dumps(wire_config({}, load_format="auto", dtype="bfloat16") | {"model": described})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forebay.weights.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from benchmarks.described import described, handshake_model
+from forebay.weights.config import config_of
 from forebay.weights.load import iter_weights, weight_shapes
-from forebay.weights.named import same_name
-from forebay.weights.vision import own_name
-from tests.binary import example
 from tests.hand import image_models
 from tests.hand.gguf_models import Form
 from tests.hand.named_models import ARCHITECTURES, LATENT_NAMED, NAMED, model_of, save, write_gguf
@@ -32,8 +29,6 @@ VOCABULARY = 131
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 COMPILED = [name for name, (kind, _) in NAMED.items() if table()[kind.__name__].compiled]
 """Families that the hand in Rust serves."""
-PYTHON = [name for name, (kind, _) in ALL.items() if same_name(kind.__name__) in SUPPORTED_ARCHITECTURES]
-"""Families that PyTorch's hand has a reader for."""
 
 
 def prompts() -> list[list[int]]:
@@ -82,7 +77,7 @@ def test_safetensors_are_computed_as_transformers_does(tmp_path: Path, family: s
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-@pytest.mark.parametrize("family", PYTHON)
+@pytest.mark.parametrize("family", ALL)
 def test_pytorchs_hand_computes_as_transformers_does(
     tmp_path: Path, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,23 +100,13 @@ def test_stacks_of_qwen3_vl_are_read_either_way(tmp_path: Path, turned: bool) ->
         stacks = [name for name in tensors if ".mlp.experts." in name]
         assert len(stacks) == 4
         save_file(tensors | {name: tensors[name].transpose(1, 2).contiguous() for name in stacks}, path)
-    stored = {"format": "safetensors", "files": [str(tmp_path / "model.safetensors")]}
-    read = ModelConfig.from_dict(config)
-    found = {own_name(name): tensor for name, tensor in iter_weights(stored, read)}
-    wanted = {own_name(name): tensor for name, tensor in hub_weights(model).items()}
+    stored = handshake_model(config, [tmp_path / "model.safetensors"])
+    read = config_of(stored["shape"])
+    found = dict(iter_weights(stored, read))
+    wanted = {image_models.own_name(name): tensor for name, tensor in hub_weights(model).items()}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    shapes = {own_name(name): shape for name, shape in weight_shapes(stored, read).items()}
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-
-
-def described(path: Path, cache: Path) -> dict[str, Any]:
-    """The model as the brain describes it to a hand."""
-    command = [str(example("describe")), str(path), str(cache)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    assert weight_shapes(stored, read) == {name: tuple(tensor.shape) for name, tensor in wanted.items()}
 
 
 @pytest.mark.parametrize("family", [name for name in ARCHITECTURES if name in COMPILED])

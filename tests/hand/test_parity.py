@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.models import registry
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.errors import ModelError
@@ -247,9 +246,3 @@ def test_a_sliding_window_shorter_than_the_context_is_refused() -> None:
     with pytest.raises(ModelError, match="sliding window of 64"):
         ModelRunner(RunnerConfig.from_dict(wire_config(mistral)))
     assert ModelRunner(RunnerConfig.from_dict(wire_config(mistral, context_length=64))).kv.page_count
-
-
-def test_every_supported_architecture_has_a_family() -> None:
-    from forebay.weights.config import SUPPORTED_ARCHITECTURES
-
-    assert set(registry.FAMILIES) == set(SUPPORTED_ARCHITECTURES)

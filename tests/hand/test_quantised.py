@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf.quants import quantize
 
+from benchmarks.described import described
 from forebay.compute import choose
 from forebay.compute.eager import TorchCompute
 from forebay.compute.native import NativeCompute
@@ -20,8 +21,6 @@ from forebay.kernels import library as binding
 from forebay.kernels.packing import plain_parts
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
-from forebay.weights.gguf_config import hf_config as hf_config_of
-from forebay.weights.gguf_file import GgufFiles
 from tests.hand.support import FAMILIES, HOST, hf_config, reference_model, runner_of, wire_config
 from tests.weights.support import smollm2, tiny_metadata, tiny_tensors, tiny_tokenizer, write_gguf
 
@@ -58,7 +57,7 @@ def int8(family: str = "llama", dtype: str = "float32", quantization: str | None
 
 
 def loaded(path: Path, dtype: str = "float32", quantization: str | None = "gguf") -> ModelRunner:
-    model = {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
+    model = described(path, path.parent / "cache")
     config = wire_config({}, load_format="auto", page_size=16, dtype=dtype, quantization=quantization)
     runner = ModelRunner(RunnerConfig.from_dict({**config, "model": model}))
     runner.load(lambda done, total: None)

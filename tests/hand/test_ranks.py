@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+from benchmarks.described import handshake_model
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.rank_cases import found, read_requests
@@ -60,7 +61,7 @@ def wired(model: Any, folder: Path, **changes: Any) -> dict[str, Any]:
             del weights["lm_head.weight"]
         save_file(weights, path)
     config = hf_config(model.config, type(model).__name__)
-    files = {"format": "safetensors", "directory": str(folder), "files": [str(path)], "config": config}
+    files = handshake_model(config, [path])
     return wire_config(config, **{"model": files, "load_format": "auto", **changes})
 
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
+from benchmarks.described import described, handshake_model
 from forebay.protocol.connection import Connection
 from forebay.protocol.constants import FLAG_POOL
 from forebay.protocol.frames import Kind, encode_json
@@ -29,8 +30,6 @@ from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
-from forebay.weights.gguf_config import hf_config as hf_config_of
-from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.pooling import Pooling
 from tests.hand.gguf_models import Form, write
 from tests.hand.late_masks import PATTERN, Late, Step, check_late
@@ -129,12 +128,12 @@ def in_safetensors(folder: Path, family: str) -> dict[str, Any]:
     model = random_model(*MODELS[family]) if family in MODELS else reference_model(family)
     path = folder / "model.safetensors"
     save_file({name: tensor.contiguous().clone() for name, tensor in hub_weights(model).items()}, path)
-    return {"format": "safetensors", "files": [str(path)], "config": hf_config(model.config, type(model).__name__)}
+    return handshake_model(hf_config(model.config, type(model).__name__), [path])
 
 
 def in_gguf(folder: Path, types: dict[str, Any], architecture: str, tied: bool) -> dict[str, Any]:
     path = tiny(folder / "model.gguf", types, architecture, tied=tied)
-    return {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
+    return described(path, folder / "cache")
 
 
 def settings(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def test_both_hands_keep_the_same_codes(tmp_path: Path, dtype: str) -> None:
 def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, family: str, dtype: str) -> None:
     if kind == "Q4_0":
         path = write(tmp_path / "model.gguf", random_model(*MODELS[family]), Form(kind=Q.Q4_0))
-        model = {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
+        model = described(path, tmp_path / "cache")
     else:
         model = in_safetensors(tmp_path, family)
     quantization = "w8a8_int8" if kind == "int8" else None
@@ -309,7 +308,7 @@ def test_files_of_gguf_with_experts_are_the_same_to_both(
         pytest.skip("no blocks")
     form = Form(kind=getattr(Q, kind), fused=kind == "Q4_1")
     path = write(tmp_path / "model.gguf", random_model(*MODELS[family]), form)
-    model = {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
+    model = described(path, tmp_path / "cache")
     values = settings(model, dtype="bfloat16", quantization=quantization)
     with rust(tmp_path, values) as runner:
         found = served(runner, 23)
@@ -358,7 +357,8 @@ def test_both_hands_give_the_same_vectors(
         }
         save_file(body, path)
         model["config"]["architectures"] = ["Qwen3Model"]
-    model["pooling"] = Pooling("embed", how, 64, normalize=True, sigmoid=False, max_length=None).to_dict()
+    pooled = Pooling("embed", how, 64, normalize=True, sigmoid=False, max_length=None).to_dict()
+    model = handshake_model(model["config"], model["files"], pooling=pooled)
     values = settings(model, dtype=dtype, quantization=quantization)
     lengths = [2, 30, 7, 96, 63, 3]
     with rust(tmp_path, values) as runner:
@@ -383,7 +383,7 @@ def test_both_hands_give_the_same_vectors_of_encoders(
     save_file(tensors, path)
     pooled = Pooling("score" if scores else "embed", "cls" if scores else how, 1 if scores else 64, True, False, None)
     config = hf_config(model.config, kind.__name__)
-    model_ = {"format": "safetensors", "files": [str(path)], "config": config, "pooling": pooled.to_dict()}
+    model_ = handshake_model(config, [path], pooling=pooled.to_dict())
     values = settings(model_, dtype=dtype, quantization=quantization, context_length=96)
     random = np.random.default_rng(6)
     lengths, segments = [7, 1, 96, 2, 31], [3, 0, 40, 0, 1]

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.described import described as describe
 from forebay.distributed.group import Group
 from forebay.layers.params import WeightError
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
-from forebay.weights.describe import describe_path
 from forebay.weights.load import iter_weights
 from forebay.weights.shards import Shard
 from tests.hand.gguf_models import Form, write
@@ -127,4 +127,4 @@ def test_ranks_have_the_keys_of_their_queries(heads: int, times: int, each: int)
 
 
 def described(path: Path, cache: Path) -> dict[str, Any]:
-    return dict(describe_path(path, cache))
+    return describe(path, cache)

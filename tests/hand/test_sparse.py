@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.described import model_config
 from forebay.attention import latent, sparse
 from forebay.attention.backend import NO_ROW, LatentHeads
 from forebay.attention.cpu import CpuAttention
@@ -16,7 +17,6 @@ from forebay.compute.rows import Rows
 from forebay.device import open_device
 from forebay.device.watch import NoWaits
 from forebay.state.pages import KvPool, page_bytes
-from forebay.weights.config import ModelConfig
 from tests.hand.support import FAMILIES, hf_config
 
 HEADS = LatentHeads(16, 12, 32, 0.3)
@@ -112,7 +112,7 @@ def test_who_is_beside_a_query_changes_not_a_bit_of_what_it_sees(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_page_has_two_parts_and_shared_layers_have_no_index(dtype: torch.dtype) -> None:
     kind, config = FAMILIES["glm-dsa-shared"]
-    model = ModelConfig.from_dict(hf_config(config, kind.__name__))
+    model = model_config(hf_config(config, kind.__name__))
     pages, size, layers, indexed, width = 5, 4, 4, 2, 16
     pool = KvPool(model, pages, size, dtype, open_device("cpu", 1))
     main, index = pool.parts

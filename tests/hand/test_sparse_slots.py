@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.described import model_config
 from forebay.protocol.constants import COPY_FAILED, COPY_OK, COPY_RESTORE, COPY_RESTORE_INDEX, COPY_SAVE, NO_PAGE
 from forebay.runner.copier import Copier
 from forebay.runner.runner import HostMemory, ModelRunner
@@ -17,7 +18,6 @@ from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.hot_rows import HotRows
 from forebay.state.pages import page_bytes
 from forebay.state.sizes import Sizes
-from forebay.weights.config import ModelConfig
 from tests.hand.greedy import model_of
 from tests.hand.sparse_slot import FULL, PROMPT, Slot, compare, says_what_transformers_says
 from tests.hand.sparse_stories import EACH_HAND, HOST, SIZE, SPARSE, sparse_runner, twins
@@ -86,7 +86,7 @@ def test_rows_that_do_not_wait_for_a_save_are_seen(hand: dict[str, Any], monkeyp
         most = np.abs(results[1].logprob_values - expected[torch.from_numpy(results[1].logprob_ids).long()].numpy())
         return float(most.max()), waited
 
-    page = page_bytes(ModelConfig.from_dict(shape_of("deepseek-v32")), SIZE, torch.float32)
+    page = page_bytes(model_config(config_json("deepseek-v32")), SIZE, torch.float32)
     for order in ("fence", "inline"):
         distance, waited = difference(order)
         assert distance < 1e-4
@@ -98,7 +98,7 @@ def test_rows_that_do_not_wait_for_a_save_are_seen(hand: dict[str, Any], monkeyp
     assert difference("fence")[0] > 0.1
 
 
-def shape_of(family: str) -> dict[str, Any]:
+def config_json(family: str) -> dict[str, Any]:
     """The `config.json` of a family."""
     kind, config = FAMILIES[family]
     return hf_config(config, kind.__name__)
@@ -167,14 +167,14 @@ def test_a_page_that_is_saved_by_positions_is_sealed_when_it_is_whole(family: st
 
 @pytest.mark.parametrize("family", ["deepseek-v32", "glm-dsa-shared"])
 def test_pages_are_what_the_formula_says(family: str) -> None:
-    model = ModelConfig.from_dict(shape_of(family))
+    model = model_config(config_json(family))
     assert model.indexer is not None
     index = SIZE * model.indexer.position_elements * 4
     main = page_bytes(model, SIZE, torch.float32) - index
 
     def sizes(budget: int, **changes: Any) -> Sizes:
         wanted = {**HOST, "max_total_tokens": None, **changes}
-        config = RunnerConfig.from_dict(wire_config(shape_of(family), **wanted))
+        config = RunnerConfig.from_dict(wire_config(config_json(family), **wanted))
         rest = HotRows.bytes_of(config, model) + main
         return Sizes.of(config, model, 2 * (budget + rest + 5000), 5000)
 
@@ -283,7 +283,7 @@ def test_a_new_slot_names_no_page_and_is_not_sparse() -> None:
 
 
 def test_without_hot_rows_no_slot_is_backed() -> None:
-    runner = ModelRunner(RunnerConfig.from_dict(wire_config(shape_of("deepseek-v32"))))
+    runner = ModelRunner(RunnerConfig.from_dict(wire_config(config_json("deepseek-v32"))))
     for columns in ({"host_writes": [(0, 0, 0)]}, {"hot_rows": [(0, 0, 0)]}):
         builder = PlanBuilder(1, **columns)  # type: ignore[arg-type]
         with pytest.raises(PlanError, match="never sparse"):

@@ -23,6 +23,7 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.errors import ModelError
 from tests.gpu.checks.codes import Codes, Shape
+from tests.hand.named_models import NAMED
 from tests.hand.stored_models import (
     Format,
     Weights,
@@ -65,6 +66,10 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred"])
 GPU: dict[str, Any] = {"device": "deferred", "attention_backend": "triton", "chunked_prefill_size": 64}
 
 
+OTHER_NAMES = ["blocks of 6", "channels", "awq", "gptq desc_act", "packed"]
+"""Formats of matrices that a family has fused, in another order or under other names."""
+
+
 @pytest.fixture(autouse=True)
 def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "reference")
@@ -74,6 +79,15 @@ def hand(model: dict[str, Any], device: str, **changes: Any) -> ModelRunner:
     runner = loaded(model, **(GPU if device == "deferred" else {}), **changes)
     runner.warm_up()
     return runner
+
+
+@DEVICES
+@pytest.mark.parametrize("form", OTHER_NAMES)
+@pytest.mark.parametrize("family", ["phi3", "ernie4_5", "minimax-m2"])
+def test_matrices_under_other_names_are_read(tmp_path: Path, family: str, form: str, device: str) -> None:
+    model = random_model(*NAMED[family])
+    described = quantised(tmp_path, model, FORMATS[form])
+    assert tokens(hand(described, device)) == greedy_reference(model, PROMPT, COUNT)[0]
 
 
 def dense_parts(runner: ModelRunner) -> tuple[Attention, SwiGLU]:
@@ -248,9 +262,9 @@ def of(end: str, tensor: torch.Tensor) -> Callable[[Weights], Any]:
 def test_broken_checkpoints(
     format_: Format, change: Callable[[Weights], Any], message: str, device: str, tmp_path: Path
 ) -> None:
-    checkpoint = quantised(tmp_path, reference_model("llama"), format_, change=change)
+    model = reference_model("llama")
     with pytest.raises(ModelError, match=message):
-        hand(checkpoint, device)
+        hand(quantised(tmp_path, model, format_, change=change), device)
 
 
 def test_orders_that_differ_among_fused_matrices(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def patched(data: bytes, at: int, form: str, value: int | bytes) -> bytes:
     ("at", "form", "value", "message"),
     [
         (0, "4s", b"FBAX", "magic"),
-        (4, "<H", 1, "protocol version 1, but this hand speaks 4"),
+        (4, "<H", 1, "protocol version 1, but this hand speaks 5"),
         (6, "<H", 99, "kind 99"),
         (20, "<I", frames.MAX_WORDS + 1, "over the limit"),
         (16, "<I", 1000, "more columns than words"),

@@ -217,7 +217,7 @@ def test_a_hand_starts_without_triton() -> None:
     assert done.returncode == 0, done.stderr or "triton was imported"
 
 
-def test_describing_a_model_needs_no_torch() -> None:
-    code = "import sys, forebay.weights.describe; sys.exit('torch' in sys.modules)"
+def test_a_tokenizer_is_found_without_torch() -> None:
+    code = "import sys, forebay.models.describe; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "torch was imported"

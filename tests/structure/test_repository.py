@@ -60,9 +60,10 @@ def test_the_default_model_is_pinned_alike_everywhere() -> None:
 
 
 def test_what_is_read_of_a_model_is_downloaded() -> None:
-    """The list of a repository's small files is Rust's, their readers are Python's."""
-    readers = [Path("python/forebay/weights", name) for name in ("describe.py", "pooling.py", "vision.py")]
-    read_files = {name for path in readers for name in re.findall(r'"([\w.]+\.(?:json|jinja))"', read(path))}
+    """One crate lists a repository's small files, another reads them."""
+    readers = [Path("crates/weights/src", name) for name in ("describe.rs", "pooling.rs", "vision.rs")]
+    code = [read(path).split("#[cfg(test)]")[0] for path in readers]
+    read_files = {name for text in code for name in re.findall(r'"([\w.]+\.(?:json|jinja))"', text)}
     assert {"config.json", "chat_template.jinja", "modules.json", "preprocessor_config.json"} <= read_files
     # Made from a GGUF file.
     made = {"facts.json"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.described import tokenizer_json
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import GroupedQuery
 
@@ -40,13 +39,6 @@ def smollm2() -> Path:
     assert spec, "run `make setup-dev`"
     assert spec.submodule_search_locations
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-
-
-def run_describe(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs the command as the brain does."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    command = [sys.executable, "-m", "forebay.weights.describe", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
 
 
 def write_gguf(
@@ -177,8 +169,6 @@ def biases(config: ModelConfig) -> tuple[bool, bool]:
 
 def tiny_directory(path: Path, *, shards: int = 1, **files: Any) -> Path:
     """A model in a directory as on the hub. `files` replaces (or with None leaves out) JSON files by their stems."""
-    from forebay.weights.gguf_tokenizer import tokenizer_json
-
     path.mkdir(parents=True, exist_ok=True)
     contents: dict[str, Any] = {
         "config": tiny_config(),

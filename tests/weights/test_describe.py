@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.described import described, refused
 from forebay.weights.cache import atomic_file, cache_directory
-from forebay.weights.config import ModelConfig
-from forebay.weights.describe import describe_path
+from forebay.weights.config import config_of
 from forebay.weights.errors import ModelError
 from forebay.weights.load import weight_shapes
 from tests.weights.support import (
-    run_describe,
     tiny_directory,
     tiny_gguf,
     tiny_metadata,
@@ -27,10 +26,9 @@ from tests.weights.support import (
 
 def test_a_directory(tmp_path: Path) -> None:
     directory = tiny_directory(tmp_path / "my-model", shards=2)
-    done = run_describe(directory, "--cache-dir", tmp_path / "cache")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
-    found = json.loads(done.stdout)
+    found = described(directory, tmp_path / "cache")
+    assert found.pop("shape")["decoder"]["family"] == "LlamaForCausalLM"
+    assert len(found.pop("manifest")["weights"]) == 6
     config = json.loads((directory / "config.json").read_text())
     tokenizer_config = json.loads((directory / "tokenizer_config.json").read_text())
     assert found == {
@@ -50,6 +48,7 @@ def test_a_directory(tmp_path: Path) -> None:
         "vocab_size": 258,
         "pooling": None,
         "images": None,
+        "called": None,
         "cache": str(tmp_path / "cache"),
     }
     assert not (tmp_path / "cache").exists()
@@ -59,35 +58,33 @@ def test_a_gguf_file_and_a_directory_with_one(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     path = tiny_gguf(tmp_path / "m" / "tiny-Q8.gguf")
     cache = tmp_path / "cache"
-    done = run_describe(path, "--cache-dir", cache)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = described(path, cache)
     assert (found["name"], found["format"], found["files"]) == ("tiny-Q8", "gguf", [str(path)])
     assert (found["bos_token"], found["eos_token"], found["eos_token_ids"]) == ("<s>", "</s>", [257])
     assert (found["vocab_size"], found["context_length"]) == (258, 128)
     assert found["chat_template"] is None
     assert Path(found["tokenizer"]).is_relative_to(cache)
-    assert len(weight_shapes(found, ModelConfig.from_dict(found["config"]))) == 20
-    assert found.pop("cache") == str(cache)
-    assert describe_path(path.parent, cache) == found | {"name": "m"}
+    assert len(weight_shapes(found, config_of(found["shape"]))) == 20
+    assert found["cache"] == str(cache)
+    assert described(path.parent, cache) == found | {"name": "m"}
 
 
 def test_what_is_rebuilt_is_kept_by_content(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = tiny_gguf(tmp_path / "a.gguf", metadata={"tokenizer.chat_template": "A"})
-    found = describe_path(first, cache)
+    found = described(first, cache)
     tokenizer = Path(found["tokenizer"])
     written = tokenizer.stat().st_mtime_ns
     copy = shutil.copy(first, tmp_path / "copy.gguf")
-    again = describe_path(Path(copy), cache)
+    again = described(Path(copy), cache)
     assert again["tokenizer"] == found["tokenizer"]
     assert tokenizer.stat().st_mtime_ns == written
-    other = describe_path(tiny_gguf(tmp_path / "a.gguf", metadata={"tokenizer.chat_template": "B"}), cache)
+    other = described(tiny_gguf(tmp_path / "a.gguf", metadata={"tokenizer.chat_template": "B"}), cache)
     assert (found["chat_template"], other["chat_template"]) == ("A", "B")
     assert other["tokenizer"] != found["tokenizer"]
     # Half of what belongs together is nothing.
     tokenizer.unlink()
-    assert Path(describe_path(Path(copy), cache)["tokenizer"]).is_file()
+    assert Path(described(Path(copy), cache)["tokenizer"]).is_file()
 
 
 def test_a_split_gguf_file(tmp_path: Path) -> None:
@@ -100,12 +97,12 @@ def test_a_split_gguf_file(tmp_path: Path) -> None:
             metadata |= tiny_metadata() | tiny_tokenizer()
         write_gguf(part, "llama", metadata, {name: tensors[name] for name in names[number::3]})
     for start in (parts[1], tmp_path):
-        found = describe_path(start, tmp_path / "cache")
+        found = described(start, tmp_path / "cache")
         assert found["files"] == [str(part) for part in parts]
-        assert len(weight_shapes(found, ModelConfig.from_dict(found["config"]))) == len(names)
+        assert len(weight_shapes(found, config_of(found["shape"]))) == len(names)
     parts[2].unlink()
     with pytest.raises(ModelError, match=r"lacks m-00003-of-00003\.gguf"):
-        describe_path(parts[0], tmp_path / "cache")
+        described(parts[0], tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -126,14 +123,14 @@ def test_a_split_gguf_file(tmp_path: Path) -> None:
 )
 def test_where_the_chat_template_is(tmp_path: Path, files: dict[str, Any], expected: str | None) -> None:
     directory = tiny_directory(tmp_path / "m", **files)
-    assert describe_path(directory, tmp_path)["chat_template"] == expected
+    assert described(directory, tmp_path)["chat_template"] == expected
     (directory / "chat_template.jinja").write_text("jinja")
-    assert describe_path(directory, tmp_path)["chat_template"] == "jinja"
+    assert described(directory, tmp_path)["chat_template"] == "jinja"
 
 
 def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
     special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    found = describe_path(tiny_directory(tmp_path / "m", tokenizer_config=None, special_tokens_map=special), tmp_path)
+    found = described(tiny_directory(tmp_path / "m", tokenizer_config=None, special_tokens_map=special), tmp_path)
     assert (found["bos_token"], found["eos_token"]) == ("<s>", "</s>")
 
 
@@ -141,7 +138,7 @@ def test_weights_that_are_there_twice_are_read_once(tmp_path: Path) -> None:
     directory = tiny_directory(tmp_path / "m")
     for name in ("consolidated.safetensors", "adapter_model.safetensors", "model.fp16.safetensors"):
         shutil.copy(directory / "model.safetensors", directory / name)
-    assert describe_path(directory, tmp_path)["files"] == [str(directory / "model.safetensors")]
+    assert described(directory, tmp_path)["files"] == [str(directory / "model.safetensors")]
 
 
 def broken(directory: Path, kind: str) -> Path:
@@ -193,7 +190,7 @@ def broken(directory: Path, kind: str) -> Path:
         ("tokenizer", "no tokenizer.json"),
         ("json", "config.json is not JSON"),
         ("list", "config.json is not a JSON object"),
-        ("architecture", "the architecture BertForMaskedLM is not supported; supported: LlamaForCausalLM"),
+        ("architecture", "no hand serves the architecture BertForMaskedLM: try --model-impl transformers"),
         ("shard", "lacks model-2.safetensors"),
         ("ggufs", "several models, name one of them: a.gguf, b.gguf"),
         ("gguf", "has version 0 of the format"),
@@ -201,23 +198,7 @@ def broken(directory: Path, kind: str) -> Path:
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, kind: str, message: str) -> None:
     path = broken(tiny_directory(tmp_path / "m"), kind)
-    done = run_describe(path, "--cache-dir", tmp_path / "cache")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert message in done.stderr
-
-
-def test_a_repository_is_called_what_it_is_called_there(tmp_path: Path) -> None:
-    """Its directory is named by a commit, and may hold a GGUF file beside the model."""
-    directory = tiny_directory(tmp_path / "0123abc")
-    tiny_gguf(directory / "tiny-Q8_0.gguf")
-    for path, kind in ((directory, "safetensors"), (directory / "tiny-Q8_0.gguf", "gguf")):
-        done = run_describe(path, "--name", "org/name", "--cache-dir", tmp_path / "cache")
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert (found["name"], found["format"]) == ("org/name", kind)
+    assert message in refused(path, tmp_path / "cache")
 
 
 def test_the_cache_is_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +223,3 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
-
-
-def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
-    directory = tiny_directory(tmp_path / "my-model", shards=2)
-    for shard in directory.glob("*.safetensors*"):
-        shard.unlink()
-    assert "no weights" in run_describe(directory).stderr
-    done = run_describe(directory, "--no-weights")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["files"] == []

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize
 
-from forebay.weights.gguf_blocks import as_blocks
-from forebay.weights.gguf_file import GgufTensor
+from forebay.weights.gguf_blocks import Bytes, as_blocks
 from forebay.weights.quantization import COMPUTED_AS
 from tests.weights.test_gguf_tensors import BLOCKS
 
@@ -18,16 +17,16 @@ EXACT = {("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"),
 PAIRS = sorted({*COMPUTED_AS.items(), *((stored, "Q8_0") for stored in COMPUTED_AS)})
 
 
-def tensor(name: str, rows: int = 20) -> GgufTensor:
+def data_of(name: str, rows: int = 20) -> Bytes:
     """Rows of two blocks of random bytes, some of them with a scale of zero."""
     kind = gguf.GGMLQuantizationType[name]
-    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    _, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(11)
     blocks = random.integers(0, 256, (2 * rows, size), dtype=np.uint8)
     for offset in BLOCKS[name][0]:
         scales = random.normal(0, 0.1, (2 * rows, 1)) * (random.random((2 * rows, 1)) > 0.1)
         blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
-    return GgufTensor("t", kind, (rows, 2 * elements), blocks.reshape(rows, -1))
+    return blocks.reshape(rows, -1)
 
 
 def by_32(values: Floats) -> Floats:
@@ -36,11 +35,10 @@ def by_32(values: Floats) -> Floats:
 
 @pytest.mark.parametrize(("stored", "kind"), PAIRS)
 def test_numbers_stay_where_they_were(stored: str, kind: str) -> None:
-    given = tensor(stored)
-    before = by_32(dequantize(given.data, given.type))
-    made = as_blocks(given, kind)
-    assert made.shape[0] == given.data.shape[0]
-    assert not np.shares_memory(made, given.data)
+    given = data_of(stored)
+    before = by_32(dequantize(given, gguf.GGMLQuantizationType[stored]))
+    made = as_blocks(given, stored, kind)
+    assert made.shape[0] == given.shape[0]
     after = by_32(dequantize(made, gguf.GGMLQuantizationType[kind]))
     if (stored, kind) in EXACT:
         np.testing.assert_array_equal(after, before)
@@ -54,4 +52,4 @@ def test_numbers_stay_where_they_were(stored: str, kind: str) -> None:
 
 def test_what_can_not_be_made_is_refused() -> None:
     with pytest.raises(ValueError, match="Q8_0 as Q4_1"):
-        as_blocks(tensor("Q8_0"), "Q4_1")
+        as_blocks(data_of("Q8_0"), "Q8_0", "Q4_1")

@@ -3,6 +3,7 @@
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,13 +13,12 @@ from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from forebay.weights.config import ModelConfig
-from forebay.weights.errors import ModelError, UnsupportedModelError
-from forebay.weights.gguf_config import hf_config
-from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.gguf_tensors import _AT_ONCE, SUPPORTED_TYPES, dequantized, iter_tensors
+from benchmarks.described import described, refused
+from forebay.weights.config import ModelConfig, config_of
 from forebay.weights.load import iter_weights, weight_shapes
-from tests.weights.support import smollm2, tiny_gguf, tiny_metadata, tiny_tensors, write_gguf
+from forebay.weights.manifest import _AT_ONCE, MatrixPart, Place
+from forebay.weights.shards import Cut, Part
+from tests.weights.support import smollm2, tiny_gguf, tiny_metadata, tiny_tensors, tiny_tokenizer, write_gguf
 
 Scalar = Callable[[bytes], list[float]]
 
@@ -110,6 +110,12 @@ BLOCKS: dict[str, tuple[list[int], Scalar]] = {
 }
 
 
+def placed(path: Path, data: np.ndarray, kind: str, shape: tuple[int, ...], **more: Any) -> Place:
+    """A weight in a file of its own, behind some bytes of something else."""
+    path.write_bytes(bytes(7) + data.tobytes())
+    return Place(str(path), 7, data.nbytes, kind, MatrixPart(shape, **more))
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_random_bytes_follow_their_definition(tmp_path: Path, name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
@@ -120,69 +126,78 @@ def test_blocks_of_random_bytes_follow_their_definition(tmp_path: Path, name: st
     for offset in scales:
         # Any byte may be in a block, but a scale that isn't a number is nobody's model.
         blocks[:, offset : offset + 2] = random.normal(0, 0.1, (40, 1)).astype(np.float16).view(np.uint8)
-    path = write_gguf(tmp_path / "x.gguf", "llama", {}, {"t": (blocks.reshape(20, 2 * size), kind)})
-    found = dequantized(GgufFiles.open([path]).tensors["t"])
+    place = placed(tmp_path / "x", blocks, name, (20, 2 * elements))
     expected = np.array([scalar(block.tobytes()) for block in blocks]).reshape(20, 2 * elements)
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_every_supported_type_is_tested() -> None:
-    assert set(SUPPORTED_TYPES) == {"F32", "F16", "BF16", *BLOCKS}
+    np.testing.assert_allclose(place.read().numpy(), expected, rtol=1e-5, atol=1e-6)
+    cut = Cut(Part(20, 3, 17), Part(2 * elements, elements - 5, elements + 9))
+    np.testing.assert_allclose(place.read(cut).numpy(), expected[cut.places], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "error"), [("F32", 0), ("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 0.02), ("Q5_1", 0.2)])
 def test_what_was_quantised_comes_back(tmp_path: Path, name: str, error: float) -> None:
-    kind = gguf.GGMLQuantizationType[name]
     values = np.random.default_rng(3).standard_normal((6, 64), dtype=np.float32)
-    path = write_gguf(tmp_path / "x.gguf", "llama", {}, {"t": (quantize(values, kind), kind)})
-    found = dequantized(GgufFiles.open([path]).tensors["t"])
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(found.numpy(), values, rtol=0, atol=4 * error)
+    place = placed(tmp_path / "x", quantize(values, gguf.GGMLQuantizationType[name]), name, (6, 64))
+    np.testing.assert_allclose(place.read().float().numpy(), values, rtol=0, atol=4 * error)
+    cut = Cut(Part(6, 2, 5), Part(64, 3, 33))
+    np.testing.assert_allclose(place.read(cut).float().numpy(), values[2:5, 3:33], rtol=0, atol=4 * error)
+
+
+def test_a_weight_may_be_a_part_of_a_range_and_its_numbers_changed(tmp_path: Path) -> None:
+    values = np.arange(6 * 8, dtype=np.float32).reshape(6, 8)
+
+    def read(shape: tuple[int, ...], cut: Cut | None = None, **more: Any) -> np.ndarray:
+        return placed(tmp_path / "x", values, "F32", shape, **more).read(cut).numpy()
+
+    np.testing.assert_array_equal(read((8, 6), matrix=(6, 8), transposed=True, rows=(0, 1)), values.T)
+    odd = read((3, 8), matrix=(6, 8), rows=(1, 2))
+    np.testing.assert_array_equal(odd, values[1::2])
+    rows = Cut(Part(3, 1, 3), Part(8, 2, 5))
+    np.testing.assert_array_equal(read((3, 8), rows, matrix=(6, 8), rows=(1, 2)), odd[1:3, 2:5])
+    np.testing.assert_array_equal(read((6, 8), times=0.5, plus=1.0), values * 0.5 + 1)
+    # One head of six rows, in which 0, 3, 1, 4, 2, 5 become 0, 1, ..., 5.
+    np.testing.assert_array_equal(read((6, 8), pairs=1), values[[0, 2, 4, 1, 3, 5]])
 
 
 def test_a_large_tensor_is_dequantised_in_pieces(tmp_path: Path) -> None:
     """What that takes besides the result does not grow with it."""
     kind = gguf.GGMLQuantizationType.Q8_0
-    values = np.random.default_rng(4).standard_normal((2500, 1600), dtype=np.float32)
-    path = write_gguf(tmp_path / "x.gguf", "llama", {}, {"t": (quantize(values, kind), kind)})
-    stored = GgufFiles.open([path]).tensors["t"]
-    expected = dequantize(quantize(values, kind), kind)
+    stored = quantize(np.random.default_rng(4).standard_normal((2500, 1600), dtype=np.float32), kind)
+    place = placed(tmp_path / "x", stored, "Q8_0", (2500, 1600))
+    expected = dequantize(stored, kind)
     tracemalloc.start()
-    found = dequantized(stored)
+    found = place.read()
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert np.array_equal(found.numpy(), expected)
-    assert most < found.nbytes + 3 * 4 * _AT_ONCE < 2 * found.nbytes
-    assert np.array_equal(dequantized(stored, (10, 100, 1600), 7), expected[7:1007].reshape(10, 100, 1600))
+    # The result is PyTorch's, and not traced.
+    assert most < 3 * 4 * _AT_ONCE < found.nbytes
 
 
 def test_other_types_are_refused(tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType.Q2_K
     blocks = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
     tensors = tiny_tensors("llama", tied=True) | {"blk.0.attn_q.weight": (blocks, kind)}
-    files = GgufFiles.open([write_gguf(tmp_path / "x.gguf", "llama", tiny_metadata(), tensors)])
-    with pytest.raises(UnsupportedModelError, match="type Q2_K are not supported; supported: F32"):
-        next(iter_tensors(files, ModelConfig.from_dict(hf_config(files))))
+    path = write_gguf(tmp_path / "x.gguf", "llama", tiny_metadata(), tensors)
+    assert "the type 10 of tensor" in refused(path, tmp_path)
 
 
 def test_a_tensor_without_a_place_is_an_error(tmp_path: Path) -> None:
     tensors = tiny_tensors("llama", tied=True)
     tensors["blk.0.attn_sinks.weight"] = tensors["output_norm.weight"]
-    files = GgufFiles.open([write_gguf(tmp_path / "x.gguf", "llama", tiny_metadata(), tensors)])
-    with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks\.weight"):
-        list(iter_tensors(files, ModelConfig.from_dict(hf_config(files))))
+    path = write_gguf(tmp_path / "x.gguf", "llama", tiny_metadata() | tiny_tokenizer(), tensors)
+    assert "'blk.0.attn_sinks.weight' that the model has no place for" in refused(path, tmp_path)
 
 
-def same_weights_as_transformers(path: Path) -> None:
+def same_weights_as_transformers(path: Path, cache: Path) -> None:
     # What `from_pretrained(gguf_file=...)` does, which asks for one more package to do it.
     with torch.device("meta"):
         shape = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         empty = AutoModelForCausalLM.from_config(shape)  # type: ignore[no-untyped-call]
     read = load_gguf_checkpoint(path, return_tensors=True, model_to_load=empty)  # type: ignore[no-untyped-call]
     expected = read["tensors"]
-    config = ModelConfig.from_dict(hf_config(GgufFiles.open([path])))
-    model = {"format": "gguf", "files": [str(path)]}
+    model = described(path, cache)
+    config = config_of(model["shape"])
+    assert isinstance(config, ModelConfig)
     found = dict(iter_weights(model, config))
     assert found.keys() == expected.keys()
     assert len(weight_shapes(model, config)) == len(found)
@@ -192,11 +207,11 @@ def same_weights_as_transformers(path: Path) -> None:
     assert found.keys() == wanted
 
 
-def test_the_default_model_has_the_weights_that_transformers_reads() -> None:
-    same_weights_as_transformers(smollm2())
+def test_the_default_model_has_the_weights_that_transformers_reads(tmp_path: Path) -> None:
+    same_weights_as_transformers(smollm2(), tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_every_family_has_the_weights_that_transformers_reads(tmp_path: Path, architecture: str, tied: bool) -> None:
-    same_weights_as_transformers(tiny_gguf(tmp_path / "x.gguf", architecture, tied=tied))
+    same_weights_as_transformers(tiny_gguf(tmp_path / "x.gguf", architecture, tied=tied), tmp_path)

@@ -9,117 +9,44 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.described import model_config
 from forebay.weights.codes import Layout, folded, quantised
-from forebay.weights.config import ModelConfig, UnsupportedModelError
 from forebay.weights.quantization import why_not_stored
 from forebay.weights.stored import COMPRESSED, Fp8, Int4, Scheme, Stored
 from tests.weights.support import tiny_config
 
 
-def group(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    return {"targets": ["Linear"], "weights": weights, "input_activations": inputs, **more}
-
-
-FLOAT = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
-DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
-
-
-def compressed(format_: str, *groups: dict[str, Any], **more: Any) -> dict[str, Any]:
-    numbered = {f"group_{number}": group for number, group in enumerate(groups)}
-    return {"quant_method": COMPRESSED, "format": format_, "config_groups": numbered, "ignore": ["lm_head"], **more}
-
-
-def stored(config: dict[str, Any] | None) -> Stored | None:
-    return ModelConfig.from_dict(tiny_config() | {"quantization_config": config}).stored
-
-
-KNOWN: list[tuple[dict[str, Any], Scheme]] = [
-    ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, Fp8((128, 128))),
-    ({"quant_method": "fp8", "activation_scheme": "static"}, Fp8()),
-    ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Fp8()),
-    ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, Int4("awq", 128)),
-    ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"}, Int4("awq", 64)),
-    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, Int4("gptq", 128, less_one=True)),
-    ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}, Int4("gptq", None, True, True)),
-    ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}, Int4("gptq", 32)),
-    (compressed("float-quantized", group(FLOAT, DYNAMIC)), Fp8()),
-    (compressed("float-quantized", group({**FLOAT, "strategy": "tensor"}, STATIC)), Fp8()),
-    (
-        compressed("float-quantized", group({**FLOAT, "strategy": "block", "block_structure": [128, 128]}, DYNAMIC)),
-        Fp8((128, 128)),
-    ),
-    (compressed("pack-quantized", group(FOUR), group(FOUR)), Int4(COMPRESSED, 128)),
-    (compressed("pack-quantized", group({**FOUR, "actorder": "group"})), Int4(COMPRESSED, 128, ordered=True)),
-    (compressed("pack-quantized", group({**FOUR, "actorder": "weight"})), Int4(COMPRESSED, 128)),
-    (compressed("pack-quantized", group({**FOUR, "strategy": "channel", "group_size": None})), Int4(COMPRESSED, None)),
-]
-
-
-@pytest.mark.parametrize(("config", "scheme"), KNOWN)
-def test_schemes(config: dict[str, Any], scheme: Scheme) -> None:
-    found = stored(config)
-    assert found is not None
-    assert (found.method, found.scheme) == (config["quant_method"], scheme)
-    assert stored(None) is None
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "mxfp4"}, "quantised by 'mxfp4'"),
-    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
-    ({"quant_method": "awq", "bits": 8}, "awq with bits 8"),
-    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with version 'gemv'"),
-    ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point False"),
-    ({"quant_method": "awq", "bits": 4, "group_size": 100}, "group_size of 100"),
-    ({"quant_method": "gptq", "bits": 3}, "gptq with bits 3"),
-    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*gate": {}, "+:.*up": {"bits": 8}}}, "dynamic has '\\+:"),
-    (compressed("pack-quantized", group(FOUR), group({**FOUR, "group_size": 64})), "one way for all matrices"),
-    (compressed("mixed-precision", group(FOUR, format="pack-quantized"), group(FLOAT, format="x")), "has 2 groups"),
-    (compressed("pack-quantized"), "has 0 groups"),
-    (compressed("pack-quantized", group({**FOUR, "num_bits": 8})), "8-bit weights"),
-    (compressed("pack-quantized", group(FOUR, {"num_bits": 8, "type": "int"})), "quantised activations"),
-    (compressed("int-quantized", group({**FLOAT, "type": "int"})), "'int-quantized'"),
-    (compressed("float-quantized", group(FLOAT, {"num_bits": 8, "type": "int"})), "activations of another kind"),
-    (compressed("float-quantized", group({**FLOAT, "strategy": "group"})), "float, group"),
-    (compressed("pack-quantized", group(FOUR), sparsity_config={"format": "sparse-24"}), "sparsity_config"),
-    (compressed("pack-quantized", group(FOUR), transform_config={"config_groups": {"a": 1}}), "transform_config"),
-]
-
-
-@pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=message) as caught:
-        stored(config)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
-    ("config", "left_out", "quantised_"),
+    ("patterns", "left_out", "quantised_"),
     [
         (
-            {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "visual"]},
+            ["lm_head", "model.layers.0.mlp.gate", "visual"],
             ["lm_head", "model.layers.0.mlp.gate", "model.visual.blocks.0.attn.qkv"],
             ["model.layers.0.mlp.gate_proj", "model.layers.10.mlp.gate"],
         ),
         (
-            compressed("float-quantized", group(FLOAT)) | {"ignore": ["lm_head", "re:.*self_attn.*"]},
+            ["lm_head", "re:.*self_attn.*"],
             ["lm_head", "model.layers.3.self_attn.q_proj"],
             ["model.layers.3.mlp.up_proj"],
         ),
-        (
-            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:model\\.layers\\.1\\..*": {}}},
-            ["model.layers.1.mlp.up_proj"],
-            ["model.layers.11.mlp.up_proj"],
-        ),
+        (["-:model\\.layers\\.1\\..*"], ["model.layers.1.mlp.up_proj"], ["model.layers.11.mlp.up_proj"]),
     ],
 )
-def test_modules_that_are_left_out(config: dict[str, Any], left_out: list[str], quantised_: list[str]) -> None:
-    found = stored(config)
-    assert found is not None
+def test_modules_that_are_left_out(patterns: list[str], left_out: list[str], quantised_: list[str]) -> None:
+    found = Stored("fp8", Fp8(), tuple(patterns))
     assert all(map(found.leaves_out, left_out))
     assert not any(map(found.leaves_out, quantised_))
+
+
+def test_a_shape_says_how_matrices_are_stored() -> None:
+    def read(config: dict[str, Any]) -> Stored | None:
+        return model_config(tiny_config() | {"quantization_config": config}).stored
+
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 64], "modules_to_not_convert": ["lm_head"]}
+    assert read(fp8) == Stored("fp8", Fp8((128, 64)), ("lm_head",))
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}
+    assert read(gptq) == Stored("gptq", Int4("gptq", None, ordered=True, less_one=True))
+    assert model_config(tiny_config()).stored is None
 
 
 def test_a_flag_says_what_the_checkpoint_is() -> None:

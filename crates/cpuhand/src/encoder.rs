@@ -7,7 +7,7 @@ use std::time::Instant;
 use forebay_kernels::{Bert, BertActivation, BertSizes, Shared, Texts, Threads};
 use forebay_protocol::{HandConfig, ROW_NOT_FINITE, ROW_OK, Ready, StepPlan, StepResult};
 use forebay_weights::{BertShape, Checkpoint, ModelError};
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::columns::Columns;
 use crate::kept::files;
@@ -43,17 +43,16 @@ impl EncoderRunner {
     /// Loads an encoder and computes a first prompt.
     pub(crate) fn load(
         config: &HandConfig,
-        model: &Map<String, Value>,
+        shape: &BertShape,
         arena: Shared,
         threads: &Arc<Threads>,
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
-        let shape = BertShape::of(model)?;
         let (number, dtype, told) = numbers(&config.dtype)?;
         let int8 = config.quantization.as_deref() == Some("w8a8_int8");
         let formats = Formats { int8, ..Formats::default() };
         let scores = scores(config);
-        let plan = Plan::of_bert(&shape, scores, number, formats)?;
+        let plan = Plan::of_bert(shape, scores, number, formats)?;
         let weights = if config.load_format == "dummy" {
             load(&plan, Source::Random(config.seed), threads, report)?
         } else {

@@ -92,7 +92,7 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
     let parts = [
         (latent, "latent attention"),
-        (shape.tower, "images"),
+        (shape.tower.is_some(), "images"),
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
         (shape.quantised.is_some(), "a checkpoint that is quantised"),
@@ -126,6 +126,7 @@ pub(crate) fn expert_sizes(experts: &Experts) -> ExpertSizes {
 
 #[cfg(test)]
 mod tests {
+    use forebay_weights::RotarySections;
     use forebay_weights::families::ALL;
     use serde_json::{Value, json};
 
@@ -143,6 +144,11 @@ mod tests {
             "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
             "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "index_head_dim": 16,
             "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+        });
+        config["vision_config"] = json!({
+            "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "window_size": 16,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
         });
         let config = config.as_object_mut().expect("an object");
         config.extend(changes.as_object().cloned().unwrap_or_default());
@@ -176,7 +182,7 @@ mod tests {
         let mut turned = shape("LlamaForCausalLM", &json!({}));
         turned.ropes[0].interleaved = true;
         let mut sections = shape("LlamaForCausalLM", &json!({}));
-        sections.ropes[0].sections = Some([4, 2, 2]);
+        sections.ropes[0].sections = Some(RotarySections { counts: [4, 2, 2], interleaved: false });
         let fp8 = json!({"quantization_config": {"quant_method": "fp8"}});
         for (shape, part) in [
             (shape("DeepseekV3ForCausalLM", &json!({})), "latent attention"),

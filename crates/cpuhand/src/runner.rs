@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, limit};
 use forebay_machine::Machine;
 use forebay_protocol::{HandConfig, Ready, StepPlan, StepResult};
-use forebay_weights::{Checkpoint, ModelError, Shape, TorchNumber, is_bert};
+use forebay_weights::{Checkpoint, ModelError, ModelShape, Shape, TorchNumber};
+use serde::Deserialize;
 use serde_json::Value;
 use thiserror::Error;
 
@@ -107,8 +108,8 @@ impl Runner {
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
         let kernels = std::env::var("FOREBAY_KERNELS").ok();
-        let asked = Asked::of(config, kernels.as_deref())
-            .ok_or_else(|| HandError::Config("the config has no model".into()))?;
+        let model = shape(config)?;
+        let asked = Asked::of(config, &model, kernels.as_deref());
         serves(&asked).map_err(|error| match error {
             ModelError::Elsewhere(what) => {
                 HandError::Config(format!("the Rust hand does not have {what}"))
@@ -122,12 +123,13 @@ impl Runner {
         let of_machine = || machine.processors().threads();
         let members = config.threads.map_or_else(of_machine, |threads| threads as usize);
         let threads = Arc::new(Threads::new(members)?);
-        if is_bert(asked.config) {
-            return EncoderRunner::load(config, asked.config, arena, &threads, report);
-        }
-        let shape = Shape::from_config(asked.config)?;
-        let shape = Shape { headless: pooling.is_some(), ..shape };
-        let parts = DecoderParts::new(&shape)?;
+        let shape = match &model {
+            ModelShape::Encoder(shape) => {
+                return EncoderRunner::load(config, shape, arena, &threads, report);
+            }
+            ModelShape::Decoder(shape) => shape,
+        };
+        let parts = DecoderParts::new(shape)?;
         let (number, dtype, told) = numbers(&config.dtype)?;
         let available = machine.memory().available.unwrap_or(0);
         let mut kept = Kept::open(config);
@@ -155,7 +157,7 @@ impl Runner {
             None => {
                 let checkpoint = match checkpoint {
                     Some(checkpoint) => checkpoint,
-                    None => open(config, &shape)?,
+                    None => open(config, shape)?,
                 };
                 plan.check(&checkpoint)?;
                 load(&plan, Source::Checkpoint(&checkpoint), &threads, report)?
@@ -286,6 +288,14 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
         ));
     }
     Ok(())
+}
+
+/// The model's shape, as the brain has read it.
+fn shape(config: &HandConfig) -> Result<ModelShape, HandError> {
+    let shape = config.model.get("shape").filter(|shape| !shape.is_null());
+    let shape = shape.ok_or_else(|| HandError::Config("the config has no shape".into()))?;
+    let found = ModelShape::deserialize(shape);
+    found.map_err(|error| HandError::Config(format!("the model's shape: {error}")))
 }
 
 fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {

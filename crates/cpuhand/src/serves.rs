@@ -3,8 +3,8 @@
 
 use forebay_kernels::Sizes;
 use forebay_protocol::HandConfig;
-use forebay_weights::{BertShape, ModelError, Shape, is_bert};
-use serde_json::{Map, Value};
+use forebay_weights::{BertShape, ModelError, ModelShape};
+use serde_json::Value;
 
 use crate::encoder;
 use crate::parts::DecoderParts;
@@ -13,8 +13,8 @@ use crate::pooled::{Pooler, kind};
 /// The wanted model and settings, which the brain knows before a hand starts.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
-    /// The model's `config.json`.
-    pub config: &'a Map<String, Value>,
+    /// The shape of the model.
+    pub model: &'a ModelShape,
     /// The kind of pooling; `None`: the model generates.
     pub pooling: Option<&'a str>,
     /// True if the model takes images.
@@ -41,10 +41,14 @@ pub struct Asked<'a> {
 
 impl<'a> Asked<'a> {
     /// Reads a hand's configuration.
-    pub(crate) fn of(config: &'a HandConfig, kernels: Option<&'a str>) -> Option<Self> {
+    pub(crate) fn of(
+        config: &'a HandConfig,
+        model: &'a ModelShape,
+        kernels: Option<&'a str>,
+    ) -> Self {
         let there = |key: &str| !config.model.get(key).is_none_or(Value::is_null);
-        Some(Self {
-            config: config.model.get("config")?.as_object()?,
+        Self {
+            model,
             pooling: kind(config),
             sees: there("images"),
             device: &config.device,
@@ -59,7 +63,7 @@ impl<'a> Asked<'a> {
             attention_backend: config.attention_backend.is_some(),
             context_length: config.context_length.into(),
             kernels,
-        })
+        }
     }
 }
 
@@ -73,7 +77,7 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.device != "cpu" {
         return lacks(&format!("the device {}", asked.device));
     }
-    let encodes = is_bert(asked.config);
+    let encodes = matches!(asked.model, ModelShape::Encoder(_));
     let knows = |kind: &&str| if encodes { encoder::knows(kind) } else { Pooler::knows(kind) };
     if let Some(kind) = asked.pooling.filter(|kind| !knows(kind)) {
         return lacks(&format!("the pooling {kind:?}"));
@@ -100,11 +104,11 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         None | Some("auto" | "w8a8_int8" | "gguf") => {}
         Some(other) => return lacks(&format!("--quantization {other}")),
     }
-    if encodes {
-        return serves_encoder(asked);
-    }
-    let shape = Shape::from_config(asked.config)?;
-    let parts = DecoderParts::new(&shape)?;
+    let shape = match asked.model {
+        ModelShape::Encoder(shape) => return serves_encoder(asked, shape),
+        ModelShape::Decoder(shape) => shape,
+    };
+    let parts = DecoderParts::new(shape)?;
     match parts.attention.window {
         Some(window) if window < asked.context_length => Err(ModelError::Broken(format!(
             "the model attends to a sliding window of {window} positions, which is not supported: serve it with a context length of at most \
@@ -120,16 +124,15 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
 #[must_use]
 pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
     let kept = asked.kv_cache_dtype?;
-    if is_bert(asked.config) {
+    let Some(shape) = asked.model.decoder() else {
         return Some("--kv-cache-dtype is for keys and values, and an encoder keeps none".into());
-    }
+    };
     if kept != "int8" {
         return (asked.device == "cpu").then(|| {
             format!("--kv-cache-dtype {kept} is for a GPU's kernels: leave it off, or use int8")
         });
     }
-    let shape = Shape::from_config(asked.config).ok()?;
-    let head_dim = DecoderParts::new(&shape).ok()?.attention.head_dim;
+    let head_dim = DecoderParts::new(shape).ok()?.attention.head_dim;
     (!Sizes::takes_codes(asked.page_size as usize, head_dim)).then(|| {
         format!(
             "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and heads of a multiple of 32: there are {} and {head_dim}",
@@ -138,8 +141,7 @@ pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
     })
 }
 
-fn serves_encoder(asked: &Asked<'_>) -> Result<(), ModelError> {
-    let shape = BertShape::of(asked.config)?;
+fn serves_encoder(asked: &Asked<'_>, shape: &BertShape) -> Result<(), ModelError> {
     if asked.pooling.is_none() {
         return Err(ModelError::Broken("an encoder generates nothing".into()));
     }
@@ -158,14 +160,19 @@ mod tests {
 
     use super::*;
 
+    fn shape(config: &Value) -> ModelShape {
+        let config = config.as_object().expect("an object");
+        ModelShape::from_config(config, false).expect("a model")
+    }
+
     #[test]
     fn what_it_lacks_has_a_sentence() {
-        let config = json!({
+        let model = shape(&json!({
             "architectures": ["LlamaForCausalLM"], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
             "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
-        });
+        }));
         let good = Asked {
-            config: config.as_object().expect("an object"),
+            model: &model,
             pooling: None,
             sees: false,
             device: "cpu",
@@ -204,15 +211,15 @@ mod tests {
 
     #[test]
     fn encoders_pool() {
-        let config = |heads| {
-            json!({
+        let encoder = |heads| {
+            shape(&json!({
                 "architectures": ["BertModel"], "vocab_size": 131, "hidden_size": 48, "intermediate_size": 96,
                 "num_hidden_layers": 3, "num_attention_heads": heads,
-            })
+            }))
         };
-        let (even, odd) = (config(4), config(16));
-        let asked = |config, pooling| Asked {
-            config,
+        let (even, odd) = (encoder(4), encoder(16));
+        let asked = |model, pooling| Asked {
+            model,
             pooling,
             sees: false,
             device: "cpu",
@@ -225,11 +232,9 @@ mod tests {
             context_length: 128,
             kernels: None,
         };
-        let even = even.as_object().expect("an object");
-        assert_eq!(serves(&asked(even, Some("mean"))), Ok(()));
-        assert!(matches!(serves(&asked(even, None)), Err(ModelError::Broken(_))));
-        assert!(matches!(serves(&asked(even, Some("last"))), Err(ModelError::Elsewhere(_))));
-        let odd = odd.as_object().expect("an object");
-        assert!(matches!(serves(&asked(odd, Some("cls"))), Err(ModelError::Elsewhere(_))));
+        assert_eq!(serves(&asked(&even, Some("mean"))), Ok(()));
+        assert!(matches!(serves(&asked(&even, None)), Err(ModelError::Broken(_))));
+        assert!(matches!(serves(&asked(&even, Some("last"))), Err(ModelError::Elsewhere(_))));
+        assert!(matches!(serves(&asked(&odd, Some("cls"))), Err(ModelError::Elsewhere(_))));
     }
 }

@@ -35,9 +35,10 @@ impl Chosen {
         if model.called.is_some() {
             return Self::of_called(flag, config, ranks, model);
         }
+        let Some(shape) = &model.shape else { bail!("the model {} has no shape", model.name) };
         let kernels = std::env::var("FOREBAY_KERNELS").ok();
         let asked = Asked {
-            config: &model.config,
+            model: shape,
             pooling: model.pooling.as_ref().map(|pooling| pooling.kind.as_str()),
             sees: model.images.is_some(),
             device: &config.device,

@@ -1,4 +1,5 @@
-//! Finds the model, downloads missing files, and has a subprocess of the interpreter describe it.
+//! Finds the model, downloads missing files, and describes it. An interpreter is asked only where
+//! transformers' code computes the model, and for a tokenizer in a form that it has to convert.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use forebay_hand::without_keys;
 use forebay_hub::{Found, ModelName, Settings};
-use forebay_weights::ModelError;
+use forebay_weights::{Manifest, ModelError, ModelShape};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -18,7 +19,7 @@ use tracing::warn;
 use crate::flags::{Hand, ModelImpl, ServeFlags};
 use crate::models;
 
-/// The output of `python -m forebay.models.describe`.
+/// A model on this machine.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Model {
     pub(crate) name: String,
@@ -35,6 +36,9 @@ pub(crate) struct Model {
     pub(crate) eos_token: Option<String>,
     pub(crate) context_length: u32,
     pub(crate) vocab_size: u32,
+    /// The data from which native code builds the model; `None`: transformers' code computes it.
+    #[serde(default)]
+    pub(crate) shape: Option<ModelShape>,
     pub(crate) pooling: Option<Pooling>,
     /// The way from an image to patches; `None`: the model takes none.
     #[serde(default)]
@@ -64,8 +68,8 @@ pub(crate) struct Called {
     pub(crate) rest: Map<String, Value>,
 }
 
-/// A model's processing of images, as `forebay.weights.vision` describes it. A position of the
-/// decoder is `merge` times `merge` patches.
+/// A model's processing of images, as the hand reads it. A position of the decoder is `merge` times
+/// `merge` patches.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Images {
     /// Pixels of a patch, each way.
@@ -117,12 +121,7 @@ impl Pooling {
 impl Model {
     /// True if the model keeps one row a position in place of keys and values.
     pub(crate) fn is_latent(&self) -> bool {
-        // Transformers' code keeps the keys and values of all heads.
-        if self.called.is_some() {
-            return false;
-        }
-        let rank = self.config.get("kv_lora_rank").and_then(Value::as_u64);
-        rank.is_some_and(|rank| rank > 0)
+        self.shape.as_ref().is_some_and(ModelShape::is_latent)
     }
 
     /// True if layers keep a state of all earlier positions, which no prefix of a request has.
@@ -137,6 +136,7 @@ impl Model {
             "directory": self.directory,
             "files": self.files,
             "config": self.config,
+            "shape": self.shape,
             "pooling": self.pooling,
             "images": self.images,
             "called": self.called,
@@ -144,15 +144,25 @@ impl Model {
         })
     }
 
-    /// Elements of an embedding; 0 where the configuration does not say.
+    /// Elements of an embedding.
     pub(crate) fn hidden_size(&self) -> u32 {
-        if let Some(called) = &self.called {
-            return called.hidden_size;
-        }
-        // A model that sees images has its decoder's numbers apart.
-        let config = self.config.get("text_config").and_then(Value::as_object);
-        let size = config.unwrap_or(&self.config).get("hidden_size").and_then(Value::as_u64);
-        size.and_then(|size| u32::try_from(size).ok()).unwrap_or_default()
+        let called = || self.called.as_ref().map_or(0, |called| called.hidden_size);
+        self.shape
+            .as_ref()
+            .map_or_else(called, |shape| u32::try_from(shape.hidden_size()).unwrap_or_default())
+    }
+
+    /// The places of the weights in the model's files, for a hand that does not look for them
+    /// itself.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, or is of another model.
+    pub(crate) fn manifest(&self) -> Result<Value> {
+        let Some(shape) = &self.shape else { return Ok(Value::Null) };
+        let scores = self.pooling.as_ref().is_some_and(|pooling| pooling.task == Task::Score);
+        let found = Manifest::new(&self.format, &self.files, shape, scores);
+        let found = found.with_context(|| format!("the model {} is not available", self.name))?;
+        Ok(found.to_json())
     }
 
     /// The template for chats with tools, if the model has one beside its default: in the list of
@@ -253,8 +263,8 @@ fn rebuilding_folder(cache: &Path) -> Result<(PathBuf, Option<Arc<TempDir>>)> {
     Ok((folder.path().to_owned(), Some(Arc::new(folder))))
 }
 
-/// Describes `found` by its files. The interpreter describes models that are not known here. Both
-/// give the same for one model.
+/// Describes `found` by its files. A model that no native code has may be computed by
+/// transformers', which an interpreter probes.
 fn describe_any(
     python: &Path,
     (name, hand): (&str, Hand),
@@ -263,13 +273,10 @@ fn describe_any(
     source: Source<'_>,
     weights: bool,
 ) -> Result<Model> {
-    if source.model_impl == ModelImpl::Transformers {
-        if hand == Hand::Rust {
-            bail!(
-                "--model-impl transformers: the Rust hand has native code only; leave --hand off"
-            );
-        }
-        return describe(python, name, found, cache, source, weights);
+    let missing = || format!("the model {name} is not available");
+    let forced = source.model_impl == ModelImpl::Transformers;
+    if forced && hand == Hand::Rust {
+        bail!("--model-impl transformers: the Rust hand has native code only; leave --hand off");
     }
     let files = forebay_weights::Source {
         path: &found.path,
@@ -277,55 +284,54 @@ fn describe_any(
         cache,
         weights,
         embedding: source.embedding,
+        tokenizer: None,
+        called: None,
     };
-    let why = match forebay_weights::describe(files) {
-        Ok(_) if hand == Hand::Torch => {
-            return describe(python, name, found, cache, source, weights);
+    let may_be_called = source.model_impl == ModelImpl::Auto
+        && hand != Hand::Rust
+        && found.path.join("config.json").is_file();
+    let unserved = if forced {
+        None
+    } else {
+        match forebay_weights::describe(files) {
+            Ok(description) => return read(description),
+            Err(error @ ModelError::Unserved(_)) if may_be_called => Some(error),
+            Err(error) if may_have_tokenizer(found) => {
+                let made = match ask(python, found, cache, false) {
+                    Ok(answer) => answer.tokenizer,
+                    // Without an interpreter this program says itself what is wrong.
+                    Err(failed) if without_interpreter(&failed) => None,
+                    Err(failed) => return Err(failed.context(missing())),
+                };
+                let Some(made) = made else { return Err(error).with_context(missing) };
+                let files = forebay_weights::Source { tokenizer: Some(&made), ..files };
+                return read(forebay_weights::describe(files).with_context(missing)?);
+            }
+            Err(error) => return Err(error).with_context(missing),
         }
-        Ok(description) => {
-            return serde_json::from_value(description).context("a description without a model");
-        }
-        Err(error) => error,
     };
-    match why {
-        ModelError::Unserved(_) if hand == Hand::Rust || !may_be_called(found, source) => {
-            Err(why).with_context(|| format!("the model {name} is not available"))
+    let answer = ask(python, found, cache, true).map_err(|error| match &unserved {
+        Some(why) if without_interpreter(&error) => {
+            error.context(format!("the model {name} has no native code: {why}"))
         }
-        ModelError::Unserved(_) => {
-            describe(python, name, found, cache, source, weights).map_err(|error| {
-                if without_interpreter(&error) {
-                    error.context(format!("the model {name} has no native code: {why}"))
-                } else {
-                    error
-                }
-            })
-        }
-        _ if hand == Hand::Torch => describe(python, name, found, cache, source, weights),
-        ModelError::Elsewhere(what) if hand == Hand::Rust => {
-            bail!("--hand rust: the Rust hand does not have {what}; leave the flag off")
-        }
-        _ if hand == Hand::Rust => {
-            Err(why).with_context(|| format!("the model {name} is not available"))
-        }
-        ModelError::Elsewhere(what) => describe(python, name, found, cache, source, weights)
-            .with_context(|| {
-                format!("PyTorch's hand is asked, as the Rust hand does not have {what}")
-            }),
-        ModelError::Broken(_) => {
-            describe(python, name, found, cache, source, weights).or_else(|error| {
-                // Without an interpreter this program says itself what is wrong.
-                if without_interpreter(&error) {
-                    return Err(why).with_context(|| format!("the model {name} is not available"));
-                }
-                Err(error)
-            })
-        }
-    }
+        Some(why) => error.context(format!(
+            "the model {name} is not available: {why}; transformers' code can't serve it either"
+        )),
+        None => error.context(missing()),
+    })?;
+    let (tokenizer, called) = (answer.tokenizer.as_deref(), answer.called.as_ref());
+    let files = forebay_weights::Source { tokenizer, called, ..files };
+    read(forebay_weights::describe(files).with_context(missing)?)
 }
 
-/// True if transformers' code may compute a model that native code does not have.
-fn may_be_called(found: &Found, source: Source<'_>) -> bool {
-    source.model_impl == ModelImpl::Auto && found.path.join("config.json").is_file()
+fn read(description: Value) -> Result<Model> {
+    serde_json::from_value(description).context("a description without a model")
+}
+
+/// True if a tokenizer in another form may be converted.
+fn may_have_tokenizer(found: &Found) -> bool {
+    let has = |name: &str| found.path.join(name).is_file();
+    has("config.json") && !has("tokenizer.json")
 }
 
 /// True if no interpreter with our packages could be asked.
@@ -333,29 +339,25 @@ fn without_interpreter(error: &anyhow::Error) -> bool {
     error.is::<std::io::Error>() || error.is::<crate::python::Incomplete>()
 }
 
-/// Asks the interpreter what `found` is.
-fn describe(
-    python: &Path,
-    name: &str,
-    found: &Found,
-    cache: &Path,
-    source: Source<'_>,
-    weights: bool,
-) -> Result<Model> {
+/// The output of `python -m forebay.models.describe`.
+#[derive(Debug, Deserialize)]
+struct Answer {
+    /// The file that was made of a tokenizer in another form; `None`: none was.
+    tokenizer: Option<PathBuf>,
+    /// The findings of a probe.
+    called: Option<Value>,
+}
+
+/// Asks the interpreter for what only transformers knows of `found`; with `probed` also what the
+/// engine has to know of the model's code.
+fn ask(python: &Path, found: &Found, cache: &Path, probed: bool) -> Result<Answer> {
     crate::python::check(python)?;
     let mut command = Command::new(python);
     without_keys(&mut command);
     command.args(crate::python::arguments("forebay.models.describe")).arg(&found.path);
-    command.args(["--model-impl", source.model_impl.name()]);
-    if let Some(name) = &found.name {
-        command.args(["--name", name]);
-    }
     command.arg("--cache-dir").arg(cache);
-    if source.embedding {
-        command.arg("--is-embedding");
-    }
-    if !weights {
-        command.arg("--no-weights");
+    if probed {
+        command.arg("--probe");
     }
     let output = command
         .stdin(Stdio::null())
@@ -363,10 +365,10 @@ fn describe(
         .output()
         .with_context(|| format!("cannot run {}", python.display()))?;
     if !output.status.success() {
-        bail!("the model {name} is not available (see above)");
+        bail!("see above");
     }
-    let description = forebay_weights::read_json(&output.stdout).and_then(serde_json::from_value);
-    description.context("forebay.models.describe printed no model")
+    let answer = forebay_weights::read_json(&output.stdout).and_then(serde_json::from_value);
+    answer.context("forebay.models.describe printed no answer")
 }
 
 /// The interpreter to use: named, beside this program, of the active virtual environment, or on the

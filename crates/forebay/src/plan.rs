@@ -131,8 +131,12 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
     if !(2..=model.context_length).contains(&context_length) {
         bail!("--context-length {context_length}: 2 to {}, the model's", model.context_length);
     }
+    let mut told = model.told();
+    if model.format == "gguf" {
+        told["manifest"] = model.manifest()?;
+    }
     Ok(HandConfig {
-        model: model.told(),
+        model: told,
         // A file is here, and may keep its blocks. Of other models nothing is needed.
         load_format: if model.format == "gguf" { "auto" } else { "dummy" }.to_owned(),
         quantization: own_blocks(model, memory.dtype, !cuda && arrangement.ranks == 1)

@@ -4,7 +4,7 @@ use bytemuck::cast_slice;
 use thiserror::Error;
 
 /// The version of the protocol in this crate.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 24;
 /// The largest number of words of a frame after its header (256 MiB). Readers refuse more, so

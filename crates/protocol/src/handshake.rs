@@ -48,7 +48,7 @@ pub struct Hello {
 /// Brain to hand: the configuration, with everything resolved.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct HandConfig {
-    /// The object that `forebay.weights.describe` printed.
+    /// The model, as the brain has described it (docs/protocol.md).
     pub model: Value,
     /// `auto`, or `dummy` for weights made of `seed`.
     pub load_format: String,

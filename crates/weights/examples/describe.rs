@@ -1,25 +1,31 @@
-//! Prints the description of a model in one line of JSON, as `python -m forebay.weights.describe`
-//! does: for the test that compares them.
+//! Describes models in JSON, as hands get them: for tests and benchmarks in Python.
 //!
-//! `describe PATH CACHE [--embedding]`
+//! `describe PATH CACHE [--embedding]` prints the description of the model in `PATH`, with the
+//! manifest of its weights. `describe --configs` reads a line of JSON at a time, an object
+//! `{"config", "headless", "format", "files"}`, and answers each with `{"shape", "manifest"}` or
+//! `{"error", "kind"}`. Without `files` there is no manifest.
 
-use std::path::Path;
+use std::io::{self, BufRead, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use forebay_weights::{Source, describe};
+use forebay_weights::{Manifest, ModelError, ModelShape, Source, describe, read_json};
+use serde_json::{Map, Value, json};
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments == ["--configs"] {
+        return answer_configs();
+    }
     let (embedding, arguments) = match arguments.split_last() {
         Some((last, rest)) if last == "--embedding" => (true, rest),
         _ => (false, &arguments[..]),
     };
     let [path, cache] = arguments else {
-        eprintln!("describe PATH CACHE [--embedding]");
+        eprintln!("describe PATH CACHE [--embedding], or describe --configs");
         return ExitCode::FAILURE;
     };
-    let (path, cache) = (Path::new(path), Path::new(cache));
-    match describe(Source { path, name: None, cache, weights: true, embedding }) {
+    match described(Path::new(path), Path::new(cache), embedding) {
         Ok(description) => {
             println!("{description}");
             ExitCode::SUCCESS
@@ -29,4 +35,54 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn described(path: &Path, cache: &Path, embedding: bool) -> Result<Value, ModelError> {
+    let (name, tokenizer, called) = (None, None, None);
+    let source = Source { path, name, cache, weights: true, embedding, tokenizer, called };
+    let mut description = describe(source)?;
+    let shape = serde_json::from_value(description["shape"].clone()).expect("it was just written");
+    let format = description["format"].as_str().unwrap_or_default();
+    let scores = description["pooling"]["task"] == "score";
+    let manifest = Manifest::new(format, &files(&description), &shape, scores)?;
+    description["manifest"] = manifest.to_json();
+    Ok(description)
+}
+
+fn files(model: &Value) -> Vec<PathBuf> {
+    let files = model["files"].as_array().into_iter().flatten();
+    files.filter_map(Value::as_str).map(PathBuf::from).collect()
+}
+
+fn answer_configs() -> ExitCode {
+    let mut out = io::stdout().lock();
+    for line in io::stdin().lock().lines() {
+        let asked = line.ok().and_then(|line| read_json(line.as_bytes()).ok());
+        let Some(asked) = asked else { return ExitCode::FAILURE };
+        let answer = resolved(&asked).unwrap_or_else(|error| {
+            let kind = match error {
+                ModelError::Broken(_) => "broken",
+                ModelError::Elsewhere(_) => "elsewhere",
+                ModelError::Unserved(_) => "unserved",
+            };
+            json!({"error": error.to_string(), "kind": kind})
+        });
+        if writeln!(out, "{answer}").and_then(|()| out.flush()).is_err() {
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn resolved(asked: &Value) -> Result<Value, ModelError> {
+    let empty = Map::new();
+    let config = asked["config"].as_object().unwrap_or(&empty);
+    let shape = ModelShape::from_config(config, asked["headless"] == true)?;
+    let files = files(asked);
+    if files.is_empty() {
+        return Ok(json!({"shape": shape, "manifest": null}));
+    }
+    let format = asked["format"].as_str().unwrap_or("safetensors");
+    let manifest = Manifest::new(format, &files, &shape, asked["scores"] == true)?;
+    Ok(json!({"shape": shape, "manifest": manifest.to_json()}))
 }

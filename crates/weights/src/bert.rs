@@ -1,5 +1,6 @@
 //! The shape of a BERT (Devlin et al. 2019), read from its `config.json`.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::ModelError;
@@ -14,8 +15,10 @@ const POSITIONS: &str = "embeddings.position_ids";
 
 /// The data from which an encoder is built. Sizes are numbers of elements, and positions are
 /// tokens.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BertShape {
+    /// The name in `architectures` of a `config.json`.
+    pub architecture: String,
     /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Elements of a state.
@@ -82,7 +85,10 @@ impl BertShape {
                 "{hidden_size} elements (hidden_size) can't be shared by {heads} heads (num_attention_heads) equally"
             )));
         }
+        let names = config.get("architectures").and_then(Value::as_array).into_iter().flatten();
+        let named = names.filter_map(Value::as_str).find(|name| ARCHITECTURES.contains(name));
         Ok(Self {
+            architecture: named.unwrap_or(ARCHITECTURES[0]).to_owned(),
             vocab_size: size(config, "vocab_size", MOST)?,
             hidden_size,
             intermediate_size: size(config, "intermediate_size", MOST)?,

@@ -12,6 +12,7 @@ use crate::error::ModelError;
 use crate::families::{COMMON_GGUF_RULES, Rule, Shape, TensorPart, Weight, layer_of, weights_of};
 use crate::gguf::{BlockKind, GgufFiles};
 use crate::json::read_json;
+use crate::quantised::{Headers, QuantisedMatrix, QuantisedParts};
 use crate::safe::SafeFile;
 use crate::tensor::{Tensor, TorchNumber};
 
@@ -28,13 +29,35 @@ pub type Blocks = Vec<u8>;
 
 /// The open files of a model. Only their headers are read.
 pub struct Checkpoint {
-    stored: HashMap<String, (Tensor, TensorPart)>,
-    /// The names, in the order of the files.
+    stored: HashMap<String, Stored>,
+    /// The names of weights that are not quantised matrices, in the order of the files.
     names: Vec<String>,
     /// Name to shape, of every weight that the model has.
     shapes: HashMap<String, Vec<usize>>,
     /// True if the head is the embedding.
     tied: bool,
+    /// Quantised matrices of safetensors, whose tensors are no weights.
+    quantised: Vec<StoredMatrix>,
+    /// Biases of quantised matrices that the model may not have.
+    biases: Vec<String>,
+}
+
+/// A weight in a model's files.
+pub(crate) enum Stored {
+    /// A part of one tensor.
+    One(Tensor, TensorPart),
+    /// The rows of each head come from several tensors in turn. Each is a stack of heads, and has
+    /// the shape that it has in the weight.
+    Joined(Vec<(Tensor, TensorPart, Vec<usize>)>),
+}
+
+/// A quantised matrix of safetensors, under its names there.
+pub(crate) struct StoredMatrix {
+    pub(crate) matrix: QuantisedMatrix,
+    /// Its tensors, by the ends of their names; codes first.
+    pub(crate) parts: Vec<(&'static str, Tensor)>,
+    /// The weights that are parts of it.
+    pub(crate) weights: Vec<Weight>,
 }
 
 impl Checkpoint {
@@ -49,6 +72,8 @@ impl Checkpoint {
             names: Vec::new(),
             shapes: HashMap::new(),
             tied: tied && format == "gguf",
+            quantised: Vec::new(),
+            biases: Vec::new(),
         };
         match format {
             "safetensors" => found.add_safetensors(files, shape)?,
@@ -66,6 +91,8 @@ impl Checkpoint {
 
     fn add_safetensors(&mut self, files: &[PathBuf], shape: &Shape) -> Result<(), ModelError> {
         let index = Index::beside(files)?;
+        let mut found: Vec<(String, Tensor, Vec<Weight>)> = Vec::new();
+        let mut seen = HashSet::new();
         for path in files {
             let file = Arc::new(SafeFile::open(path)?);
             let names = file.tensors.keys().filter(|name| index.places(name, path));
@@ -75,29 +102,78 @@ impl Checkpoint {
             for name in names {
                 let tensor = &file.tensors[name];
                 let rooted = if shape.headless { root(name) } else { name.clone() };
-                let stored = (rooted.as_str(), &tensor.shape[..]);
-                let weights = weights_of([shape.family.rules, COMMON_RULES], stored, shape)?;
-                let weights = weights.unwrap_or_else(|| {
-                    let part = TensorPart::whole(&tensor.shape);
-                    vec![Weight { name: rooted.clone(), shape: tensor.shape.clone(), part }]
-                });
-                let source = Tensor::Safe(file.clone(), tensor.clone());
-                for weight in weights {
-                    // Of two files without an index the first one counts.
-                    let spare = layer_of(&weight.name).is_some_and(|it| !shape.has_place_for(it));
-                    if !spare && !self.stored.contains_key(&weight.name) {
-                        self.insert(weight, source.clone());
-                    }
+                let weights = weights_in(&rooted, &tensor.shape, shape)?;
+                // Of two files without an index the first one counts.
+                if !weights.is_empty() && seen.insert(rooted.clone()) {
+                    found.push((rooted, Tensor::Safe(file.clone(), tensor.clone()), weights));
+                }
+            }
+        }
+        let parts = self.find_quantised(&found, shape)?;
+        for (name, tensor, weights) in found {
+            if parts.contains(&name) {
+                continue;
+            }
+            for weight in weights {
+                if !self.shapes.contains_key(&weight.name) {
+                    self.insert(weight, tensor.clone());
                 }
             }
         }
         Ok(())
     }
 
+    /// Finds quantised matrices by the names in the files. Gives the names of tensors that are
+    /// parts of them, or not read.
+    fn find_quantised(
+        &mut self,
+        tensors: &[(String, Tensor, Vec<Weight>)],
+        shape: &Shape,
+    ) -> Result<HashSet<String>, ModelError> {
+        let header = |(name, tensor, _): &(String, Tensor, Vec<Weight>)| {
+            (name.clone(), (tensor.type_name(), tensor.shape().to_vec()))
+        };
+        let headers: Headers = tensors.iter().map(header).collect();
+        let found = QuantisedParts::find(&headers, shape.quantised.as_ref())?;
+        let mut all: HashSet<String> = found.not_read.into_iter().collect();
+        if found.matrices.is_empty() {
+            return Ok(all);
+        }
+        let by_name: HashMap<&str, &Tensor> =
+            tensors.iter().map(|(name, tensor, _)| (name.as_str(), tensor)).collect();
+        for matrix in found.matrices {
+            let module = matrix.name.strip_suffix(".weight").unwrap_or(&matrix.name);
+            let mut parts = Vec::new();
+            for &end in &matrix.ends {
+                let name = format!("{module}.{end}");
+                let tensor = by_name.get(name.as_str()).ok_or_else(|| lacks(&name))?;
+                parts.push((end, (*tensor).clone()));
+                all.insert(name);
+            }
+            let weights = weights_in(&matrix.name, &matrix.shape, shape)?;
+            let spare = shape.has_spare_head() && weights.iter().all(|it| it.name == HEAD);
+            if !spare {
+                let shapes = weights.iter().map(|it| (it.name.clone(), it.shape.clone()));
+                self.shapes.extend(shapes);
+                self.quantised.push(StoredMatrix { matrix, parts, weights });
+            }
+        }
+        for bias in found.biases {
+            let stored = by_name.get(bias.as_str()).ok_or_else(|| lacks(&bias))?.shape();
+            let weights = weights_in(&bias, stored, shape)?;
+            self.biases.extend(weights.into_iter().map(|weight| weight.name));
+        }
+        Ok(all)
+    }
+
     fn add_gguf(&mut self, files: &[PathBuf], shape: &Shape) -> Result<(), ModelError> {
         let files = GgufFiles::open(files)?;
         let own = shape.family.gguf.as_ref().map_or(&[][..], |names| names.rules);
+        let mut joined: Vec<(String, Vec<(Weight, Tensor)>)> = Vec::new();
         for tensor in &files.tensors {
+            if layer_of(&tensor.name).is_some_and(|layer| !shape.has_place_for(layer)) {
+                continue;
+            }
             let stored = (tensor.name.as_str(), &tensor.shape[..]);
             let weights = weights_of([own, COMMON_GGUF_RULES], stored, shape)?;
             let weights = weights.ok_or_else(|| {
@@ -109,6 +185,14 @@ impl Checkpoint {
             // One for all experts of a layer.
             let source = Tensor::Gguf(Arc::new(tensor.clone()));
             for weight in weights {
+                if weight.part.joined.is_some() {
+                    let of = joined.iter_mut().find(|(name, _)| *name == weight.name);
+                    match of {
+                        Some((_, parts)) => parts.push((weight, source.clone())),
+                        None => joined.push((weight.name.clone(), vec![(weight, source.clone())])),
+                    }
+                    continue;
+                }
                 if self.stored.contains_key(&weight.name) {
                     return Err(ModelError::broken(format!(
                         "the GGUF file has {} twice, once as '{}'",
@@ -118,13 +202,54 @@ impl Checkpoint {
                 self.insert(weight, source.clone());
             }
         }
+        for (name, parts) in joined {
+            // Some files have the matrix in both forms.
+            if !self.stored.contains_key(&name) {
+                self.insert_joined(name, parts)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn insert_joined(
+        &mut self,
+        name: String,
+        mut parts: Vec<(Weight, Tensor)>,
+    ) -> Result<(), ModelError> {
+        parts.sort_by_key(|(weight, _)| weight.part.joined);
+        let numbers: Vec<usize> =
+            parts.iter().filter_map(|(weight, _)| Some(weight.part.joined?.0)).collect();
+        let wanted = parts[0].0.part.joined.map_or(0, |(_, of)| of);
+        let names = || {
+            let of_tensor = |(_, tensor): &(Weight, Tensor)| tensor.name().to_owned();
+            parts.iter().map(of_tensor).collect::<Vec<_>>().join(" and ")
+        };
+        if !numbers.iter().copied().eq(0..wanted) {
+            return Err(ModelError::broken(format!(
+                "the GGUF file has {} only, of {wanted} tensors that make {name}",
+                names()
+            )));
+        }
+        let shapes: Vec<&[usize]> = parts.iter().map(|(weight, _)| &weight.shape[..]).collect();
+        let same = |shape: &&[usize]| (shape[0], shape[2]) == (shapes[0][0], shapes[0][2]);
+        if !shapes.iter().all(same) {
+            return Err(ModelError::broken(format!(
+                "{} of {shapes:?} are not of the same heads",
+                names()
+            )));
+        }
+        let rows = shapes.iter().map(|shape| shape[0] * shape[1]).sum();
+        self.shapes.insert(name.clone(), vec![rows, shapes[0][2]]);
+        self.names.push(name.clone());
+        let parts = parts.into_iter().map(|(weight, tensor)| (tensor, weight.part, weight.shape));
+        self.stored.insert(name, Stored::Joined(parts.collect()));
         Ok(())
     }
 
     fn insert(&mut self, weight: Weight, source: Tensor) {
         self.names.push(weight.name.clone());
         self.shapes.insert(weight.name.clone(), weight.shape);
-        self.stored.insert(weight.name, (source, weight.part));
+        self.stored.insert(weight.name, Stored::One(source, weight.part));
     }
 
     fn remove(&mut self, name: &str) {
@@ -150,11 +275,16 @@ impl Checkpoint {
     /// A file cannot be read, or is damaged.
     pub fn of_bert(files: &[PathBuf], scores: bool) -> Result<Self, ModelError> {
         let (stored, names, shapes) = (HashMap::new(), Vec::new(), HashMap::new());
-        let mut found = Self { stored, names, shapes, tied: false };
+        let (quantised, biases) = (Vec::new(), Vec::new());
+        let mut found = Self { stored, names, shapes, tied: false, quantised, biases };
         let index = Index::beside(files)?;
         for path in files {
             let file = Arc::new(SafeFile::open(path)?);
-            for (name, tensor) in file.tensors.iter().filter(|(name, _)| index.places(name, path)) {
+            let tensors = file.tensors.iter().filter(|(name, _)| index.places(name, path));
+            let mut tensors: Vec<_> = tensors.collect();
+            // The order of a map is another one each time.
+            tensors.sort_by_key(|&(name, _)| name);
+            for (name, tensor) in tensors {
                 if let Some(name) = BertShape::name_of(name, scores) {
                     let part = TensorPart::whole(&tensor.shape);
                     let weight = Weight { name, shape: tensor.shape.clone(), part };
@@ -171,12 +301,51 @@ impl Checkpoint {
         &self.shapes
     }
 
+    /// The names of weights that are not quantised matrices, in the order of the files.
+    pub(crate) fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// The place of a tensor or weight in the files.
+    pub(crate) fn stored_as(&self, name: &str) -> Result<&Stored, ModelError> {
+        self.stored.get(name).ok_or_else(|| lacks(name))
+    }
+
+    /// Quantised matrices of safetensors.
+    pub(crate) fn quantised(&self) -> &[StoredMatrix] {
+        &self.quantised
+    }
+
+    /// Biases of quantised matrices that are 0: GPTQ's tools write some that a model does not have.
+    pub(crate) fn zero_biases(&self) -> Result<Vec<String>, ModelError> {
+        let mut found = Vec::new();
+        for name in &self.biases {
+            let elements: usize = self.shapes.get(name).map_or(0, |shape| shape.iter().product());
+            let mut bytes = vec![0; 4 * elements];
+            self.read(name, TorchNumber::Float32, &mut bytes)?;
+            let (numbers, _) = bytes.as_chunks::<4>();
+            if numbers.iter().all(|&number| f32::from_le_bytes(number) == 0.0) {
+                found.push(name.clone());
+            }
+        }
+        Ok(found)
+    }
+
+    fn one(&self, name: &str, from: &str) -> Result<(&Tensor, &TensorPart), ModelError> {
+        match self.stored.get(from).ok_or_else(|| lacks(name))? {
+            Stored::One(tensor, part) => Ok((tensor, part)),
+            Stored::Joined(_) => {
+                Err(ModelError::elsewhere(format!("{name} joined of several tensors")))
+            }
+        }
+    }
+
     /// The names of matrices with products in blocks, and GGUF's names of their types. A tied head
     /// is the embedding's tensor under a name of its own.
     #[must_use]
     pub fn stored(&self) -> Vec<(String, &'static str)> {
         let kind_of = |name: &str| {
-            let (tensor, part) = self.stored.get(name)?;
+            let Some(Stored::One(tensor, part)) = self.stored.get(name) else { return None };
             tensor.block_type(part)
         };
         let matrices = self.names.iter().filter(|&name| name != EMBEDDING);
@@ -193,7 +362,7 @@ impl Checkpoint {
     /// # Errors
     /// There is no such weight, it has another size, or its file can't be read.
     pub fn read(&self, name: &str, number: TorchNumber, to: &mut [u8]) -> Result<(), ModelError> {
-        let (tensor, part) = self.stored.get(name).ok_or_else(|| lacks(name))?;
+        let (tensor, part) = self.one(name, name)?;
         tensor.read(name, part, number, to)
     }
 
@@ -208,7 +377,7 @@ impl Checkpoint {
         to: &mut Blocks,
     ) -> Result<(), ModelError> {
         let from = if self.tied && name == HEAD { EMBEDDING } else { name };
-        let (tensor, part) = self.stored.get(from).ok_or_else(|| lacks(name))?;
+        let (tensor, part) = self.one(name, from)?;
         tensor.read_blocks(part, kind, to)?.ok_or_else(|| {
             ModelError::elsewhere(format!("{name} of the type {} as {kind:?}", tensor.type_name()))
         })
@@ -264,6 +433,17 @@ fn root(name: &str) -> String {
         true => name.to_owned(),
         false => format!("model.{name}"),
     }
+}
+
+/// The weights in a tensor of safetensors, none behind the last layer.
+fn weights_in(name: &str, stored: &[usize], shape: &Shape) -> Result<Vec<Weight>, ModelError> {
+    let weights = weights_of([shape.family.rules, COMMON_RULES], (name, stored), shape)?;
+    let mut weights = weights.unwrap_or_else(|| {
+        let part = TensorPart::whole(stored);
+        vec![Weight { name: name.to_owned(), shape: stored.to_vec(), part }]
+    });
+    weights.retain(|weight| layer_of(&weight.name).is_none_or(|it| shape.has_place_for(it)));
+    Ok(weights)
 }
 
 fn lacks(name: &str) -> ModelError {

@@ -1,5 +1,4 @@
-//! The way from files on this machine to the description of a model, for the brain and the hand. It
-//! is the output of `forebay.weights.describe`, for the models that are read here.
+//! The way from files on this machine to the description of a model, for the brain and the hand.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -9,19 +8,20 @@ use std::path::{Path, PathBuf};
 use blake2::{Blake2b, Digest, digest::consts::U16};
 use serde_json::{Map, Value, json};
 
-use crate::bert::{BertShape, is_bert};
 use crate::checkpoint::{INDEX, read_index};
 use crate::error::ModelError;
 use crate::families::{Shape, hf_config, token_ids};
 use crate::gguf::{GgufFiles, GgufValue, special_token, tokenizer_json};
-use crate::json::read_json;
+use crate::json::read_object;
+use crate::model::ModelShape;
 use crate::pooling::read_pooling;
+use crate::vision::read_images;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 const WHOLE: &str = "model.safetensors";
-/// The version of the files that are rebuilt from a GGUF. It goes up with every change to them, in
-/// both languages. They lie in the cache under a key of this number and of the file's first bytes,
-/// which hold all metadata of any known model.
+/// The version of the files that are rebuilt from a GGUF. It goes up with every change to them.
+/// They lie in the cache under a key of this number and of the file's first bytes, which hold all
+/// metadata of any known model.
 const REBUILD_VERSION: u32 = 3;
 const KEY_BYTES: u64 = 32 << 20;
 /// Names of sampling parameters in `generation_config.json`, and their keys in a GGUF file.
@@ -32,8 +32,6 @@ const SAMPLING: [(&str, &str); 5] = [
     ("min_p", "min_p"),
     ("repetition_penalty", "penalty_repeat"),
 ];
-/// The limit on a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
-const MOST_JSON: u64 = 256 << 20;
 
 /// The files to describe, and the purpose of the description.
 #[derive(Debug, Clone, Copy)]
@@ -48,15 +46,20 @@ pub struct Source<'a> {
     pub weights: bool,
     /// True if a model that could generate should pool.
     pub embedding: bool,
+    /// A file in place of a directory's `tokenizer.json`.
+    pub tokenizer: Option<&'a Path>,
+    /// The findings of a probe of a model that transformers' own code computes; `None`: native code
+    /// does.
+    pub called: Option<&'a Value>,
 }
 
-/// The object for the brain, in the form that `forebay.weights.describe` prints.
+/// The object for the brain.
 pub type Description = Value;
 
 /// Describes the model.
 ///
 /// # Errors
-/// Files that are missing or damaged, or a model that only the hand in Python serves.
+/// Files that are missing or damaged, or a model that no hand serves.
 pub fn describe(source: Source<'_>) -> Result<Description, ModelError> {
     let path = std::path::absolute(source.path)
         .map_err(|error| ModelError::unreadable(source.path, &error))?;
@@ -64,9 +67,19 @@ pub fn describe(source: Source<'_>) -> Result<Description, ModelError> {
         of_folder(&path, source)?
     } else if !path.is_file() {
         return Err(ModelError::broken(format!("{} doesn't exist", path.display())));
+    } else if source.called.is_some() {
+        return Err(ModelError::broken(format!(
+            "{} is no folder with a config.json, which transformers' code needs",
+            path.display()
+        )));
     } else if path.extension().is_some_and(|end| end == "gguf") {
         let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         of_gguf(&gguf_parts(&path)?, source.name.unwrap_or(&stem), source)?
+    } else if path.extension().is_some_and(|end| PICKLES.iter().any(|it| it[1..] == *end)) {
+        return Err(ModelError::broken(format!(
+            "{} is a pickle file, which can run code when it is read; use safetensors or GGUF",
+            path.display()
+        )));
     } else {
         return Err(ModelError::broken(format!(
             "{} is neither a directory nor a .gguf file",
@@ -117,43 +130,42 @@ fn file_names(folder: &Path) -> Result<BTreeSet<String>, ModelError> {
     Ok(names)
 }
 
-/// The part of a description that the model's shape gives.
+/// The part of a description that the model's shape gives, or a probe.
 struct Facts {
-    vocab_size: usize,
+    shape: Option<ModelShape>,
+    vocab_size: u64,
     longest_context: u64,
     eos_token_ids: Vec<i32>,
 }
 
 impl Facts {
-    fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
-        if is_bert(config) {
-            let shape = BertShape::of(config)?;
-            return Ok(Self {
-                vocab_size: shape.vocab_size,
-                longest_context: shape.max_positions as u64,
-                eos_token_ids: token_ids(config.get("eos_token_id")),
-            });
-        }
-        let shape = decoder(config)?;
+    fn of_config(config: &Map<String, Value>, headless: bool) -> Result<Self, ModelError> {
+        let shape = ModelShape::from_config(config, headless)?;
         Ok(Self {
-            vocab_size: shape.vocab_size,
+            vocab_size: shape.vocab_size() as u64,
             longest_context: shape.longest_context(),
-            eos_token_ids: shape.eos_token_ids,
+            eos_token_ids: shape.eos_token_ids(config),
+            shape: Some(shape),
         })
     }
-}
 
-/// The shape of a decoder that can be described here, and that some hand serves.
-fn decoder(config: &Map<String, Value>) -> Result<Shape, ModelError> {
-    let shape = Shape::from_config(config)?;
-    shape.check_served()?;
-    if shape.tower {
-        return Err(ModelError::elsewhere("images"));
+    /// The facts of a model that transformers' own code computes.
+    fn of_called(config: &Map<String, Value>, called: &Value) -> Self {
+        let number = |key: &str| called.get(key).and_then(Value::as_u64).unwrap_or(0);
+        let text = config.get("text_config").and_then(Value::as_object);
+        let mut eos_token_ids = token_ids(config.get("eos_token_id"));
+        eos_token_ids.extend(text.into_iter().flat_map(|it| token_ids(it.get("eos_token_id"))));
+        Self {
+            shape: None,
+            vocab_size: number("vocab_size"),
+            longest_context: number("longest_context"),
+            eos_token_ids,
+        }
     }
-    if shape.quantised.is_some() {
-        return Err(ModelError::elsewhere("a checkpoint that is quantised"));
+
+    fn decoder(&self) -> Option<&Shape> {
+        self.shape.as_ref().and_then(ModelShape::decoder)
     }
-    Ok(shape)
 }
 
 fn of_safetensors(
@@ -163,15 +175,32 @@ fn of_safetensors(
     source: Source<'_>,
 ) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
-    let facts = Facts::of(&config)?;
-    let tokenizer = folder.join("tokenizer.json");
+    if source.called.is_none() {
+        // Before anything else of the folder: a model that no hand has may be computed otherwise.
+        ModelShape::from_config(&config, false)?;
+    }
+    let own = folder.join("tokenizer.json");
+    let tokenizer = source.tokenizer.map_or(own, Path::to_owned);
     if !tokenizer.is_file() {
         return Err(ModelError::broken(format!(
             "{} has no tokenizer.json, the only form of tokenizer that is supported here",
             folder.display()
         )));
     }
-    let pooling = read_pooling(&config, Some(folder), source.embedding)?;
+    let mut pooling = read_pooling(&config, Some(folder), source.embedding)?;
+    let facts = match source.called {
+        None => Facts::of_config(&config, !pooling.is_null())?,
+        Some(called) => Facts::of_called(&config, called),
+    };
+    if let Some(called) = source.called.filter(|_| pooling["size"].as_u64() == Some(0)) {
+        pooling["size"] = called["hidden_size"].clone();
+    }
+    let tower = facts.decoder().and_then(|shape| shape.tower.as_ref());
+    let images = tower.map(|tower| read_images(folder, &config, tower)).transpose()?;
+    if images.is_some() && !pooling.is_null() {
+        let what = format!("{name}, which sees images, to pool: that is for models of text");
+        return Err(ModelError::Unserved(what));
+    }
     let files = if source.weights { safetensors_names(folder, present)? } else { Vec::new() };
     let generation = read_object(&folder.join("generation_config.json"), true)?;
     let tokenizer_config = read_object(&folder.join("tokenizer_config.json"), true)?;
@@ -195,7 +224,9 @@ fn of_safetensors(
         "tokenizer_config": tokenizer_config,
         "generation_config": generation,
         "pooling": pooling,
-        "images": null,
+        "images": images,
+        "shape": facts.shape,
+        "called": source.called,
     }))
 }
 
@@ -207,7 +238,8 @@ fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, M
     }
     let facts = read_object(&facts_path, false)?;
     let config = facts.get("config").and_then(Value::as_object).cloned().unwrap_or_default();
-    let shape = decoder(&config)?;
+    let pooling = read_pooling(&config, None, source.embedding)?;
+    let found = Facts::of_config(&config, !pooling.is_null())?;
     let fact = |key: &str| facts.get(key).cloned().unwrap_or(Value::Null);
     Ok(json!({
         "name": name,
@@ -218,14 +250,16 @@ fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, M
         "chat_template": fact("chat_template"),
         "bos_token": fact("bos_token"),
         "eos_token": fact("eos_token"),
-        "eos_token_ids": shape.eos_token_ids.iter().collect::<BTreeSet<_>>(),
-        "context_length": shape.longest_context(),
-        "vocab_size": shape.vocab_size,
+        "eos_token_ids": found.eos_token_ids.iter().collect::<BTreeSet<_>>(),
+        "context_length": found.longest_context,
+        "vocab_size": found.vocab_size,
         "config": config,
         "tokenizer_config": {},
         "generation_config": fact("generation_config"),
-        "pooling": read_pooling(&config, None, source.embedding)?,
+        "pooling": pooling,
         "images": null,
+        "shape": found.shape,
+        "called": null,
     }))
 }
 
@@ -299,7 +333,7 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
 fn rebuild(files: &[PathBuf], facts_path: &Path, tokenizer: &Path) -> Result<(), ModelError> {
     let opened = GgufFiles::open(files)?;
     let config = hf_config(&opened)?;
-    decoder(&config)?;
+    ModelShape::from_config(&config, false)?;
     let template = opened.metadata.get("tokenizer.chat_template");
     let facts = json!({
         "config": config,
@@ -352,13 +386,21 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 
 /// A file that is at `path` whole, or not at all.
 fn write_json(path: &Path, value: &Value) -> io::Result<()> {
+    write_synced(path, value, fs::File::sync_all)
+}
+
+fn write_synced(
+    path: &Path,
+    value: &Value,
+    sync: impl FnOnce(&fs::File) -> io::Result<()>,
+) -> io::Result<()> {
     let folder = path.parent().unwrap_or(path);
     fs::create_dir_all(folder)?;
     let mut file = new_file(folder, path)?;
     serde_json::to_writer(io::BufWriter::new(&mut file), value)?;
     file.flush()?;
     // Else the name could be on the disk before the data.
-    file.as_file().sync_all()?;
+    sync(file.as_file())?;
     file.persist(path).map_err(|error| error.error)?;
     Ok(())
 }
@@ -370,31 +412,6 @@ pub(crate) fn new_file(folder: &Path, path: &Path) -> io::Result<tempfile::Named
     // What the process's mask takes away is gone.
     let mode = fs::Permissions::from_mode(0o666);
     tempfile::Builder::new().prefix(&format!(".{name}.")).permissions(mode).tempfile_in(folder)
-}
-
-pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelError> {
-    let text = match fs::File::open(path) {
-        Ok(file) => {
-            let mut text = Vec::new();
-            let read = file.take(MOST_JSON).read_to_end(&mut text);
-            read.map_err(|error| ModelError::unreadable(path, &error))?;
-            text
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            if optional {
-                return Ok(Map::new());
-            }
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let folder = path.parent().unwrap_or(path).display();
-            return Err(ModelError::broken(format!("{folder} has no {name}")));
-        }
-        Err(error) => return Err(ModelError::unreadable(path, &error)),
-    };
-    match read_json(&text) {
-        Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err(ModelError::broken(format!("{} is not a JSON object", path.display()))),
-        Err(error) => Err(ModelError::broken(format!("{} is not JSON: {error}", path.display()))),
-    }
 }
 
 /// A file of its own wins, as it does in transformers; of several named templates the default is
@@ -427,4 +444,27 @@ fn token_text(config: &Map<String, Value>, key: &str) -> Option<String> {
     let value = config.get(key)?;
     let value = if value.is_object() { value.get("content")? } else { value };
     value.as_str().map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rebuilt_file_is_on_the_disk_before_it_has_its_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("gguf/key/tokenizer.json");
+        let value = json!({"model": {"vocab": {"a": 0}}});
+        let failed = write_synced(&path, &value, |_| Err(io::Error::other("no room")));
+        assert!(failed.is_err() && !path.exists(), "a name of what is not on the disk");
+        let mut synced = 0;
+        let written = write_synced(&path, &value, |file| {
+            assert!(!path.exists(), "it has its name already");
+            synced = file.metadata()?.len();
+            file.sync_all()
+        });
+        written.expect("written");
+        let text = fs::read(&path).expect("a file");
+        assert_eq!((synced, serde_json::from_slice(&text).ok()), (text.len() as u64, Some(value)));
+    }
 }

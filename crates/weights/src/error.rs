@@ -12,7 +12,7 @@ pub enum ModelError {
     /// Files are missing, damaged, or of another model.
     #[error("{0}")]
     Broken(String),
-    /// The model needs something that only the hand in Python has, such as `latent attention`.
+    /// The hand in Rust lacks something that the model needs, such as `latent attention`.
     #[error("{0}")]
     Elsewhere(String),
     /// No hand has something that the model needs.

@@ -3,8 +3,16 @@
 
 use std::borrow::Cow;
 use std::fmt::Write;
+use std::fs;
+use std::io::{self, Read};
+use std::path::Path;
 
 use serde_json::{Map, Number, Value};
+
+use crate::error::ModelError;
+
+/// The limit on a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
+const MOST_JSON: u64 = 256 << 20;
 
 /// Reads JSON as Python does, which accepts a byte order mark, `NaN` and `Infinity`. A number that
 /// is not finite becomes its text, so a reader of a size refuses it by name.
@@ -17,6 +25,32 @@ pub fn read_json(text: &[u8]) -> Result<Value, serde_json::Error> {
         Cow::Borrowed(_) => Err(error),
         Cow::Owned(quoted) => serde_json::from_slice(&quoted),
     })
+}
+
+/// The object in a file; empty if it is `optional` and not there.
+pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelError> {
+    let text = match fs::File::open(path) {
+        Ok(file) => {
+            let mut text = Vec::new();
+            let read = file.take(MOST_JSON).read_to_end(&mut text);
+            read.map_err(|error| ModelError::unreadable(path, &error))?;
+            text
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            if optional {
+                return Ok(Map::new());
+            }
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let folder = path.parent().unwrap_or(path).display();
+            return Err(ModelError::broken(format!("{folder} has no {name}")));
+        }
+        Err(error) => return Err(ModelError::unreadable(path, &error)),
+    };
+    match read_json(&text) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(_) => Err(ModelError::broken(format!("{} is not a JSON object", path.display()))),
+        Err(error) => Err(ModelError::broken(format!("{} is not JSON: {error}", path.display()))),
+    }
 }
 
 /// Puts numbers that are not finite into quotation marks.

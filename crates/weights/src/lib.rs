@@ -1,9 +1,9 @@
 //! The contents of a model's files, out of safetensors and GGUF: its description for the brain, its
 //! shape, and its tensors.
 //!
-//! [`families`] has every family of decoders that a hand serves. A model that only the hand in
-//! Python can describe is [`ModelError::Elsewhere`], with the reason; one that no hand serves is
-//! [`ModelError::Unserved`]. All numbers in files are bounded, and a damaged file is an error.
+//! [`families`] has every family of decoders that a hand serves. A model that no hand serves is
+//! [`ModelError::Unserved`], with the reason. All numbers in files are bounded, and a damaged file
+//! is an error. [`ModelShape`] and [`Manifest`] travel to hands, which read no other description.
 //!
 //! ```
 //! use forebay_weights::{Mixer, ModelError, Shape};
@@ -36,12 +36,16 @@ mod error;
 pub mod families;
 mod gguf;
 mod json;
+mod manifest;
+mod model;
 mod packed;
 mod pooling;
+mod quantised;
 mod safe;
 mod sizes;
 mod stored;
 mod tensor;
+mod vision;
 
 pub use angles::Angles;
 pub use bert::{BertShape, is_bert};
@@ -50,11 +54,15 @@ pub use describe::{Description, Source, describe};
 pub use error::ModelError;
 pub use families::{
     Activation, Attention, DenseFeed, ExpertScores, Experts, Family, FeedShape, Indexer, KeyChoice,
-    Latent, LayerShape, Mixer, Norm, NormPlacement, QkNorm, Recurrence, Rope, Routing, Rule,
-    Scales, Shape, Take,
+    Latent, LayerShape, Mixer, Norm, NormPlacement, QkNorm, Recurrence, Rope, RotarySections,
+    Routing, Rule, Scales, Shape, Take,
 };
 pub use gguf::{BlockKind, computed_as};
 pub use json::{python_json, read_json};
+pub use manifest::Manifest;
+pub use model::ModelShape;
 pub use packed::{Entry, PackedFile, content_key};
+pub use quantised::{CodePacking, Int4Storage, Quantisation, Scheme};
 pub use stored::{StoredWeights, stored_weights};
 pub use tensor::TorchNumber;
+pub use vision::VisionTower;

@@ -1,5 +1,4 @@
 //! The vector that a model gives in place of tokens, by the files of its repository.
-//! `python/forebay/weights/pooling.py` reads the same.
 
 use std::fs;
 use std::path::Path;
@@ -7,9 +6,8 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::bert::is_bert;
-use crate::describe::read_object;
 use crate::error::ModelError;
-use crate::json::read_json;
+use crate::json::{read_json, read_object};
 
 const MODULES: &str = "modules.json";
 const SCORER: &str = "BertForSequenceClassification";
@@ -24,7 +22,7 @@ const MODES: [(&str, &str); 6] = [
     ("pooling_mode_weightedmean_tokens", "weightedmean"),
 ];
 
-/// The description of a model's pooling, in the fields of Python's `Pooling`; null: it generates.
+/// The description of a model's pooling; null: it generates.
 ///
 /// Encoders, repositories in the layout of sentence-transformers, and checkpoints without a head
 /// always pool. With `forced` any decoder pools: by the last token's state, normalised.

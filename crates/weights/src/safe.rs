@@ -76,6 +76,10 @@ impl SafeFile {
         Ok(Self { path: path.to_owned(), file, tensors })
     }
 
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Reads bytes of the file.
     pub(crate) fn read(&self, offset: u64, to: &mut [u8]) -> Result<(), ModelError> {
         self.file

@@ -1,5 +1,4 @@
 //! Numbers of a model's `config.json`, each of which is checked once, where it is read.
-//! `python/forebay/weights/sizes.py` has the same bounds.
 
 use serde_json::{Map, Value};
 
@@ -37,6 +36,16 @@ pub(crate) fn size(config: &Map<String, Value>, key: &str, most: u64) -> Result<
     Ok(checked(value, key, 1, most)? as usize)
 }
 
+/// A number that a config must have under one of several names, from 1 to `most`.
+pub(crate) fn size_of(
+    config: &Map<String, Value>,
+    keys: &[&str],
+    most: u64,
+) -> Result<usize, ModelError> {
+    let there = |key: &&&str| config.get(**key).is_some_and(|value| !value.is_null());
+    size(config, keys.iter().find(there).unwrap_or(&keys[0]), most)
+}
+
 /// A number that is there, not null and not 0, of at most `most`.
 pub(crate) fn optional(
     config: &Map<String, Value>,
@@ -58,7 +67,8 @@ pub(crate) fn real(config: &Map<String, Value>, key: &str, usual: f64) -> Result
     })
 }
 
-fn checked(value: &Value, key: &str, least: u64, most: u64) -> Result<u64, ModelError> {
+/// A value that has to be a whole number from `least` to `most`.
+pub(crate) fn checked(value: &Value, key: &str, least: u64, most: u64) -> Result<u64, ModelError> {
     value.as_u64().filter(|number| (least..=most).contains(number)).ok_or_else(|| {
         ModelError::broken(format!(
             "the model's config has {key} {}: it has to be a whole number from {least} to {most}",

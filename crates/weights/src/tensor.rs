@@ -199,6 +199,37 @@ impl Tensor {
         Ok(Some(()))
     }
 
+    /// The name of a GGUF file's tensor.
+    pub(crate) fn name(&self) -> &str {
+        match self {
+            Self::Safe(..) => "a tensor",
+            Self::Gguf(tensor) => &tensor.name,
+        }
+    }
+
+    /// The shape in the file.
+    pub(crate) fn shape(&self) -> &[usize] {
+        match self {
+            Self::Safe(_, tensor) => &tensor.shape,
+            Self::Gguf(tensor) => &tensor.shape,
+        }
+    }
+
+    /// Bytes of so many numbers that lie one behind the other.
+    pub(crate) fn bytes_of(&self, name: &str, numbers: usize) -> Result<usize, ModelError> {
+        let (elements, bytes) = match self {
+            Self::Safe(_, tensor) => (8, tensor.dtype.bitsize()),
+            Self::Gguf(tensor) => tensor.kind.block(),
+        };
+        let bits = numbers * bytes;
+        if !bits.is_multiple_of(elements) || elements > 8 && !numbers.is_multiple_of(elements) {
+            return Err(ModelError::broken(format!(
+                "{name} is a part of blocks of {elements} numbers"
+            )));
+        }
+        Ok(bits / elements)
+    }
+
     /// The stored type, in words.
     pub(crate) fn type_name(&self) -> String {
         match self {

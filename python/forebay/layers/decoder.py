@@ -22,7 +22,6 @@ from forebay.weights.quantization import BLOCK_BYTES
 
 HEAD = "lm_head.weight"
 """The name of the head, also if the head is the embedding."""
-_ROOTS = ("model.", "lm_head.")
 
 
 @dataclass(frozen=True)
@@ -145,20 +144,16 @@ class Decoder:
         return (1 + scale.beta * torch.log1p(steps.float())).to(self.params.dtype)[:, None, None]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report = ignore) -> None:
-        """Copies checkpoint tensors, by Hugging Face name, into place. Raises `WeightError` if they do not fit."""
-        self.params.load(((self._rooted(name), tensor) for name, tensor in weights), report)
+        """Copies weights, by the names of the family, into place. Raises `WeightError` if they do not fit."""
+        self.params.load(weights, report)
 
     def keeps(self, name: str) -> bool:
         """True if a weight of a checkpoint is kept in its stored bits."""
-        return self._rooted(name) in self.params.kept
+        return name in self.params.kept
 
     def check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises `WeightError` if a checkpoint with weights of these shapes does not fit."""
-        self.params.check({self._rooted(name): shape for name, shape in shapes.items()})
-
-    def _rooted(self, name: str) -> str:
-        # A checkpoint that was saved without a head names the parts of the body only.
-        return f"model.{name}" if self.config.headless and not name.startswith(_ROOTS) else name
+        self.params.check(shapes)
 
     def __call__(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones.

@@ -160,12 +160,9 @@ def at_context(scaling: Mapping[str, Any] | None, context_length: int) -> Mappin
     """
     if scaling is None or scaling["rope_type"] != "longrope":
         return scaling
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
-    attention_factor = scaling["attention_factor"]
-    if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    divisors = scaling["long_factor" if context_length > original else "short_factor"]
-    return {"rope_type": "longrope", "divisors": divisors, "attention_factor": attention_factor}
+    beyond = context_length > scaling["original_max_position_embeddings"]
+    divisors = scaling["long_factor" if beyond else "short_factor"]
+    return {"rope_type": "longrope", "divisors": divisors, "attention_factor": scaling["attention_factor"]}
 
 
 def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.layers.rotary import Rotation, rotate, rotation_of
 from forebay.weights.config import ModelConfig
-from forebay.weights.vision import Preprocessing, Vision, own_name
+from forebay.weights.vision import Preprocessing, Vision
 
 _BLOCK = 4096
 """The number of patches whose pixels are floats at once. All patches of the largest image would take a gigabyte."""
@@ -212,7 +212,7 @@ def places(grid: Grid, merge: int, device: torch.device) -> tuple[torch.Tensor, 
 
 
 class ImageDecoder(Decoder):
-    """A decoder with a tower before it, under the names of all releases of transformers."""
+    """A decoder with a tower before it."""
 
     def __init__(
         self,
@@ -225,6 +225,3 @@ class ImageDecoder(Decoder):
     ) -> None:
         super().__init__(config, params, blocks, backend, ops)
         self.tower = tower
-
-    def _rooted(self, name: str) -> str:
-        return own_name(name)

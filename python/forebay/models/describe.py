@@ -1,57 +1,31 @@
-"""The description of a model that native code or transformers' code computes, for the brain.
+"""What only transformers knows of a model, for the brain.
 
-`python -m forebay.models.describe PATH --model-impl auto` prints what `forebay.weights.describe` prints. For a model
-that native code does not have it prints the findings of a probe too. Exit status and errors are the same.
+`python -m forebay.models.describe PATH --cache-dir D` prints one line of JSON. `tokenizer` is the file that was made of
+a tokenizer in another form. `called` has the findings of a probe of the model's code, which `--probe` asks for. An exit
+status of 2, and a last line that starts with "error: ", report a model that can't run, with the reason.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import sys
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from forebay.models.tokenizers import tokenizer_file
-from forebay.weights.describe import answer, describe_directory, flags
-from forebay.weights.describe import describe as describe_native
+from forebay.weights.cache import cache_directory
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.files import read_json
 
-__all__ = ["IMPLEMENTATIONS", "describe", "main"]
-
-IMPLEMENTATIONS = ("auto", "native", "transformers")
+__all__ = ["called", "main"]
 
 
-def describe(
-    path: Path, name: str | None, cache: Path, /, *, weights: bool, embedding: bool, implementation: str
-) -> dict[str, Any]:
-    """The model in `path`; `implementation` is one of `IMPLEMENTATIONS`. Raises ModelError."""
-    native = partial(_describe_native, path, name, cache, weights=weights, embedding=embedding)
-    if implementation == "native":
-        return native()
-    why: UnsupportedModelError | None = None
-    if implementation == "auto":
-        try:
-            return native()
-        except UnsupportedModelError as error:
-            why = error
-    try:
-        return describe_called(path, name or path.name, cache, weights=weights, embedding=embedding)
-    except ModelError as error:
-        if why is None:
-            raise
-        raise UnsupportedModelError(f"{why}. Transformers' code can't serve it either: {error}") from error
-
-
-def _describe_native(path: Path, name: str | None, cache: Path, *, weights: bool, embedding: bool) -> dict[str, Any]:
-    made = tokenizer_file(path, cache) if (path / "config.json").is_file() else None
-    if made is None:
-        return describe_native(path, name, cache, weights=weights, embedding=embedding)
-    return describe_directory(path, name or path.name, weights=weights, embedding=embedding, tokenizer=made)
-
-
-def describe_called(path: Path, name: str, cache: Path, *, weights: bool, embedding: bool) -> dict[str, Any]:
-    """The model in a directory, as transformers' code computes it. Raises ModelError."""
+def called(path: Path) -> dict[str, Any]:
+    """What the engine has to know of a model that transformers' code computes. Raises ModelError."""
     if not path.is_dir():
         raise UnsupportedModelError(f"{path} is no folder with a config.json, which transformers' code needs")
     config = read_json(path / "config.json")
@@ -62,23 +36,8 @@ def describe_called(path: Path, name: str, cache: Path, *, weights: bool, embedd
         )
     # PyTorch and transformers take seconds to import.
     from forebay.models.probe import probe
-    from forebay.weights.called import CalledConfig
-    from forebay.weights.config import token_ids
 
-    calls = probe(path)
-    text = config.get("text_config") or {}
-    eos = token_ids(config.get("eos_token_id")) + token_ids(text.get("eos_token_id"))
-    description = describe_directory(
-        path,
-        name,
-        weights=weights,
-        embedding=embedding,
-        read=lambda config: CalledConfig.of(config, calls, eos),
-        tokenizer=tokenizer_file(path, cache),
-    )
-    if description["pooling"] is not None and description["pooling"]["size"] == 0:
-        description["pooling"]["size"] = calls.hidden_size
-    return {**description, "called": calls.to_dict()}
+    return probe(path).to_dict()
 
 
 def _is_known(config: dict[str, Any]) -> bool:
@@ -90,10 +49,34 @@ def _is_known(config: dict[str, Any]) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns its exit status."""
-    parser = flags("forebay.models.describe")
-    parser.add_argument("--model-impl", choices=IMPLEMENTATIONS, default="auto", help="whose code computes the model")
+    parser = argparse.ArgumentParser(prog="python -m forebay.models.describe", description="Describe a model.")
+    parser.add_argument("path", metavar="PATH", type=Path, help="the model's directory")
+    parser.add_argument("--cache-dir", metavar="D", help="what is made of models is kept below D")
+    parser.add_argument("--probe", action="store_true", help="transformers' code is to compute the model")
     options = parser.parse_args(arguments)
-    return answer(options, partial(describe, implementation=options.model_impl))
+    try:
+        with _only_errors():
+            found = called(options.path) if options.probe else None
+            made = tokenizer_file(options.path, cache_directory(options.cache_dir))
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({"tokenizer": None if made is None else str(made), "called": found}))
+    return 0
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Sends what libraries and their processes print to standard error: the answer is alone on standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from forebay.models.recurrent import RecurrentLayers, StateRow
 from forebay.models.rotary import settle_rotary
 from forebay.weights.called import Calls, KeptShape
 from forebay.weights.errors import UnsupportedModelError
-from forebay.weights.sizes import MOST_POSITIONS
 
 __all__ = ["probe"]
 
 _META = torch.device("meta")
 _TOKENS = 7
 """The tokens of the forward: a number that no size of a model has."""
+_MOST_POSITIONS = (1 << 31) - 1
 _UNBOUNDED_CONTEXT = 32768
 """The context length of models whose configuration names none, as recurrent ones."""
 
@@ -65,7 +65,7 @@ def probe(directory: Path) -> Calls:
         return q.new_empty(len(q), q.shape[1] * v.shape[2])
 
     text = config.get_text_config()
-    longest = min(int(getattr(text, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT), MOST_POSITIONS)
+    longest = min(int(getattr(text, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT), _MOST_POSITIONS)
     settle_rotary(model, longest)
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=_META)
     positions = torch.arange(_TOKENS, device=_META)[None]

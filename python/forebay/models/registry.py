@@ -1,8 +1,7 @@
-"""The families by architecture."""
+"""The models by their parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from forebay.attention.backend import AttentionBackend
@@ -22,47 +21,6 @@ from forebay.weights.parts import Latent
 from forebay.weights.pooling import Pooling
 
 
-def _by_attention(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> Decoder:
-    """Of Mistral 3's texts one has latent attention."""
-    build = deepseek.build if isinstance(config.attention, Latent) else llama.build
-    return build(config, params, backend, ops)
-
-
-FAMILIES: dict[str, Callable[[ModelConfig, Parameters, AttentionBackend, Ops], Decoder]] = {
-    "LlamaForCausalLM": llama.build,
-    "MistralForCausalLM": llama.build,
-    "Qwen2ForCausalLM": llama.build,
-    "Qwen3ForCausalLM": llama.build,
-    "Qwen3MoeForCausalLM": llama.build,
-    "Glm4MoeForCausalLM": llama.build,
-    "DeepseekV2ForCausalLM": deepseek.build,
-    "DeepseekV3ForCausalLM": deepseek.build,
-    "DeepseekV32ForCausalLM": deepseek.build,
-    "GlmMoeDsaForCausalLM": deepseek.build,
-    "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl.build,
-    "Qwen3VLForConditionalGeneration": qwen3_vl.build,
-    "Qwen3VLMoeForConditionalGeneration": qwen3_vl.build,
-    "Ministral3ForCausalLM": llama.build,
-    "Mistral3ForConditionalGeneration": _by_attention,
-    "Mistral4ForCausalLM": deepseek.build,
-    "Phi3ForCausalLM": llama.build,
-    "SmolLM3ForCausalLM": llama.build,
-    "GraniteForCausalLM": llama.build,
-    "GraniteMoeHybridForCausalLM": llama.build,
-    "GraniteMoeForCausalLM": llama.build,
-    "GraniteMoeSharedForCausalLM": llama.build,
-    "MiniMaxM2ForCausalLM": llama.build,
-    "SeedOssForCausalLM": llama.build,
-    "Ernie4_5ForCausalLM": llama.build,
-    "MixtralForCausalLM": llama.build,
-    "Qwen2MoeForCausalLM": llama.build,
-    "Ernie4_5_MoeForCausalLM": llama.build,
-    "HYV3ForCausalLM": llama.build,
-    "Glm4MoeLiteForCausalLM": deepseek.build,
-    "KimiK25ForConditionalGeneration": deepseek.build,
-}
-
-
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
     """The model of `config`. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
     if config.sliding_window is not None and config.sliding_window < context_length:
@@ -72,7 +30,13 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
         )
     scaling = at_context(config.rope_scaling, context_length)
     config = replace(config, rope_scaling=None if scaling is None else dict(scaling))
-    return FAMILIES[config.architecture](config, params, backend, ops)
+    if config.vision is not None:
+        windowed = config.vision.window is not None
+        made: Decoder = (qwen2_5_vl if windowed else qwen3_vl).build(config, params, backend, ops)
+        return made
+    if isinstance(config.attention, Latent):
+        return deepseek.build(config, params, backend, ops)
+    return llama.build(config, params, backend, ops)
 
 
 def build_called(

@@ -11,9 +11,7 @@ from forebay.state.config import RunnerConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
-from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.gguf_tensors import stored_formats
-from forebay.weights.load import quantised_matrices
+from forebay.weights.load import kept_matrices, stored_formats
 from forebay.weights.quantization import AUTO, COMPUTED_AS, PLAIN, Formats, Kept, is_of_expert
 from forebay.weights.stored import Fp8
 from forebay.weights.vision import TOWER
@@ -52,7 +50,7 @@ def _stored(
         return {}
     if kept is not None:
         return kept
-    stored = stored_formats(GgufFiles.open(config.model["files"]), model)
+    stored = stored_formats(config.model, model)
     return stored if everything else {name: kind for name, kind in stored.items() if is_of_expert(name)}
 
 
@@ -67,7 +65,7 @@ def _matrices_kept(config: RunnerConfig, model: ModelConfig, choice: Choice) -> 
         return Kept(Fp8(), lambda name: not name.startswith(TOWER)) if made else None
     if config.load_format == "dummy":
         return Kept(stored.scheme, lambda name: not stored.leaves_out(name.removesuffix(".weight")))
-    return Kept(stored.scheme, quantised_matrices(dict(config.model), model).kept().__contains__)
+    return Kept(stored.scheme, kept_matrices(config.model).__contains__)
 
 
 def blocks(params: Parameters, dtype: str, insists: bool) -> str:

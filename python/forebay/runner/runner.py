@@ -56,7 +56,6 @@ from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.load import iter_kept, iter_weights, spare_biases, weight_shapes
 from forebay.weights.quantization import AUTO
-from forebay.weights.vision import own_name
 
 
 class NotFiniteError(ModelError):
@@ -304,8 +303,8 @@ class ModelRunner:
         cuts = model.params.cuts
         if isinstance(model, Decoder):
             assert isinstance(self.model_config, ModelConfig)
-            for name in spare_biases(checkpoint, self.model_config):
-                model.params.skip(own_name(name))
+            for name in spare_biases(checkpoint):
+                model.params.skip(name)
             model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
             model.load_weights(iter_kept(checkpoint, self.model_config, in_blocks, model.keeps, cuts), report)
         else:

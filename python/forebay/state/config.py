@@ -10,7 +10,7 @@ import torch
 
 from forebay.state.kv_format import KvFormat
 from forebay.weights.called import CalledConfig, Calls
-from forebay.weights.config import ModelConfig, shape_of
+from forebay.weights.config import ModelConfig, config_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.parts import GroupedQuery
 from forebay.weights.pooling import Pooling
@@ -233,10 +233,15 @@ class RunnerConfig:
     @property
     def model_config(self) -> ModelConfig | EncoderConfig:
         """The model's own configuration."""
-        config, calls = dict(self.model["config"]), self.model.get("called")
+        calls, shape = self.model.get("called"), self.model.get("shape")
         if calls is not None:
-            return CalledConfig.of(config, Calls.from_dict(calls))
-        return shape_of(config, headless=self.pooling is not None)
+            return CalledConfig.of(self.model["config"], Calls.from_dict(calls))
+        if shape is None:
+            raise ConfigError("the config has neither a shape of the model nor the findings of a probe")
+        found = config_of(shape)
+        if isinstance(found, EncoderConfig):
+            return found
+        return replace(found, headless=self.pooling is not None)
 
     @property
     def kept_model(self) -> ModelConfig | None:

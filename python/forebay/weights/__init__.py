@@ -1,4 +1,1 @@
-"""Finding, downloading and reading models.
-
-Import the submodules directly: this package imports nothing, because `forebay.weights.describe` has to start fast.
-"""
+"""The shape and the weights of a model, as the brain has read its files. Import the submodules directly."""

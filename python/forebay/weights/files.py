@@ -8,7 +8,7 @@ from typing import Any
 
 from forebay.weights.errors import ModelError
 
-__all__ = ["read_json", "read_json_list"]
+__all__ = ["read_json"]
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -16,14 +16,6 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     value = _read(path, optional=optional, missing={})
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
-    return value
-
-
-def read_json_list(path: Path) -> list[Any]:
-    """The list in a JSON file; empty if the file does not exist. Raises ModelError."""
-    value = _read(path, optional=True, missing=[])
-    if not isinstance(value, list):
-        raise ModelError(f"{path} is not a JSON list")
     return value
 
 

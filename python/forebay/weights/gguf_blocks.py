@@ -8,10 +8,9 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import Q4_K, dequantize, quantize
 
-from forebay.weights.gguf_file import GgufTensor
 from forebay.weights.quantization import SHARED
 
-__all__ = ["as_blocks"]
+__all__ = ["Bytes", "as_blocks"]
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -21,23 +20,22 @@ _SAME_SCALE = ("Q4_0", "Q5_0")
 """Types of signed codes with one scale for `SHARED` positions, like Q8_0, but with fewer bits."""
 
 
-def as_blocks(tensor: GgufTensor, kind: str) -> Bytes:
-    """The tensor's rows [rows, bytes] in blocks of type `kind`, Q8_0 or Q4_1; memory of its own.
+def as_blocks(data: Bytes, stored: str, kind: str) -> Bytes:
+    """Rows [rows, bytes] of the type `stored` in blocks of type `kind`, Q8_0 or Q4_1.
 
-    If the type is the same, they are the bytes of the file. Q4_K as Q4_1 keeps its codes, and its scales are rounded to
-    half precision. Q4_0 and Q5_0 as Q8_0 are exact. Any other type as Q8_0 is rounded to the nearest of 255 steps.
+    If the type is the same, they are `data`. Q4_K as Q4_1 keeps its codes, and its scales are rounded to half
+    precision. Q4_0 and Q5_0 as Q8_0 are exact. Any other type as Q8_0 is rounded to the nearest of 255 steps.
     """
-    stored = tensor.type.name
     if stored == kind:
-        return np.array(tensor.data)
-    rows = len(tensor.data)
+        return data
+    rows = len(data)
     if stored == "Q4_K" and kind == "Q4_1":
-        return _q4_k_as_q4_1(tensor.data).reshape(rows, -1)
+        return _q4_k_as_q4_1(data).reshape(rows, -1)
     if kind != "Q8_0":
         raise ValueError(f"{stored} as {kind}")
-    values = dequantize(tensor.data, tensor.type)
+    values = dequantize(data, GGMLQuantizationType[stored])
     if stored in _SAME_SCALE:
-        return _with_scales(values, tensor.data).reshape(rows, -1)
+        return _with_scales(values, data).reshape(rows, -1)
     return np.asarray(quantize(values, GGMLQuantizationType.Q8_0), np.uint8).reshape(rows, -1)
 
 

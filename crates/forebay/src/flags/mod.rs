@@ -490,17 +490,6 @@ pub(crate) enum ModelImpl {
     Transformers,
 }
 
-impl ModelImpl {
-    /// The name on the command line.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Native => "native",
-            Self::Transformers => "transformers",
-        }
-    }
-}
-
 /// The hand on a CPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Hand {

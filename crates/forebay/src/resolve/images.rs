@@ -5,8 +5,8 @@ use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_server::ImageModel;
 use forebay_sim::SimTower;
 use forebay_vision::{Limits, Processing};
+use forebay_weights::ModelShape;
 use serde::Serialize;
-use serde_json::Value;
 
 use crate::flags::ImageFlags;
 use crate::model::{Images, Model};
@@ -79,8 +79,9 @@ impl ImageSettings {
 /// The tower of a simulated device.
 pub(crate) fn sim_tower(model: &Model, image_pool_tokens: Option<u64>) -> Option<SimTower> {
     model.images.as_ref()?;
-    let depth = model.config.get("vision_config").and_then(|vision| vision.get("depth"));
-    let layers = depth.and_then(Value::as_u64).and_then(|depth| u32::try_from(depth).ok());
+    let decoder = model.shape.as_ref().and_then(ModelShape::decoder);
+    let tower = decoder.and_then(|decoder| decoder.tower.as_ref());
+    let layers = tower.and_then(|tower| u32::try_from(tower.layers).ok());
     let tokens = image_pool_tokens.unwrap_or(SIM_POOL_TOKENS);
     let pages = tokens.div_ceil(u64::from(SimTower::PAGE_TOKENS));
     Some(SimTower {

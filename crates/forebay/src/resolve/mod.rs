@@ -72,10 +72,13 @@ impl Resolved {
         let device = DeviceSettings::new(flags, &machine.processors())?;
         let replicas = engine::replicas(&flags.replicas)?;
         let engine = engine::resolve(flags, model, &device, &machine.processors(), context_length)?;
-        let hand = hand::resolve(flags, model, &device, &engine, &machine)?;
+        let mut hand = hand::resolve(flags, model, &device, &engine, &machine)?;
         let images = images::resolve(&flags.images, model);
         device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;
         let choice = Chosen::new(flags.run.hand, &hand, device.arrangement.ranks, model)?;
+        if choice.hand == "torch" && hand.load_format == "auto" {
+            hand.model["manifest"] = model.manifest()?;
+        }
         Ok(Self {
             model: ModelSettings::new(flags, model),
             server: ServerSettings::new(flags, model, &machine, &engine, access)?,

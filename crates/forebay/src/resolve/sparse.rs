@@ -79,6 +79,5 @@ pub(crate) fn hot_row_tokens(hand: &HandConfig, profile: &Profile) -> Result<u32
 }
 
 fn has_indexer(model: &Model) -> bool {
-    let number = |name| model.config.get(name).and_then(serde_json::Value::as_u64);
-    number("index_topk").is_some_and(|top_k| top_k > 0)
+    model.shape.as_ref().is_some_and(|shape| shape.indexer().is_some())
 }

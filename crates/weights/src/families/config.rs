@@ -11,6 +11,7 @@ use super::shape::{
     Rope, Scales, Shape,
 };
 use crate::error::ModelError;
+use crate::quantised::Quantisation;
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, optional, real, size, truthy};
 
 /// The layers below which Qwen configs have no window, if they do not say it.
@@ -244,11 +245,6 @@ impl Config<'_> {
             norms: NormPlacement::Before,
             keys_of: None,
         });
-        let quantised = self.get("quantization_config").filter(|value| truthy(Some(value)));
-        let method = |value: &Value| {
-            let method = value.get("quant_method").and_then(Value::as_str);
-            method.unwrap_or("no quant_method").to_owned()
-        };
         Ok(Shape {
             family: self.family,
             vocab_size: self.size("vocab_size", MOST)?,
@@ -260,8 +256,8 @@ impl Config<'_> {
             ropes: ropes.into_iter().flatten().collect(),
             mixers,
             feeds,
-            tower: false,
-            quantised: quantised.map(method),
+            tower: None,
+            quantised: Quantisation::from_config(self.values)?,
             max_positions: self
                 .optional("max_position_embeddings", MOST_POSITIONS)?
                 .unwrap_or(USUAL_POSITIONS),

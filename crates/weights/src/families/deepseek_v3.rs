@@ -6,7 +6,7 @@ use super::Family;
 use super::experts::Routed;
 use super::gguf::{GgufNames, head_counts, refuse_changes, required, routed_keys, scores, whole};
 use super::latent::decoder;
-use super::rules::Rule;
+use super::rules::{Rule, Take};
 use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 
@@ -31,8 +31,8 @@ pub(super) const FAMILY: Family = Family {
     rules: &[],
 };
 
-/// Names of latent attention. The keys' and values' part of files that have it in two tensors is
-/// joined by PyTorch's hand.
+/// Names of latent attention. Some files have the keys' and values' part in two tensors, in the
+/// form of an absorbed product.
 pub(super) const RENAMED: &[Rule] = &[
     Rule::renamed("blk.#.attn_q_a.*", "model.layers.#.self_attn.q_a_proj.*"),
     Rule::renamed("blk.#.attn_q_a_norm.*", "model.layers.#.self_attn.q_a_layernorm.*"),
@@ -40,7 +40,11 @@ pub(super) const RENAMED: &[Rule] = &[
     Rule::renamed("blk.#.attn_kv_a_mqa.*", "model.layers.#.self_attn.kv_a_proj_with_mqa.*"),
     Rule::renamed("blk.#.attn_kv_a_norm.*", "model.layers.#.self_attn.kv_a_layernorm.*"),
     Rule::renamed("blk.#.attn_kv_b.*", "model.layers.#.self_attn.kv_b_proj.*"),
+    Rule::new("blk.#.attn_k_b.weight", UP, Take::ALL.transposed().joined(0, 2)),
+    Rule::new("blk.#.attn_v_b.weight", UP, Take::ALL.joined(1, 2)),
 ];
+
+const UP: &str = "model.layers.#.self_attn.kv_b_proj.weight";
 
 /// The function of experts' scores, in which the families of one name differ.
 pub(super) fn gguf_scores(files: &GgufFiles) -> Result<&'static str, ModelError> {

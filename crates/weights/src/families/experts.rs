@@ -1,5 +1,6 @@
 //! The experts of a decoder, read from a `config.json`.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::config::Config;
@@ -15,7 +16,7 @@ const MOST_SHARED: u64 = 1 << 10;
 
 /// A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token
 /// uses some.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Experts {
     /// The number of experts of a layer.
     pub count: usize,
@@ -41,7 +42,7 @@ pub struct Experts {
 }
 
 /// The rule for the choice of a token's experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Routing {
     /// The scores of experts.
     pub scores: ExpertScores,
@@ -58,7 +59,8 @@ pub struct Routing {
 }
 
 /// The scores of experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ExpertScores {
     /// The softmax over all experts.
     Softmax,

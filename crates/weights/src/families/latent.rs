@@ -1,5 +1,6 @@
 //! Latent attention and its indexers, read from a `config.json`.
 
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::config::Config;
@@ -11,7 +12,7 @@ use crate::sizes::{MOST, MOST_HEADS};
 
 /// Multi-head latent attention (DeepSeek-V2, 2024). Keys and values are made of one short row for
 /// each position.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Latent {
     /// The number of heads.
     pub heads: usize,
@@ -36,7 +37,8 @@ pub struct Latent {
 }
 
 /// The positions that a query attends to.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
 pub enum KeyChoice {
     /// All positions.
     All,
@@ -47,7 +49,7 @@ pub enum KeyChoice {
 }
 
 /// The choice of the positions that a query attends to (DeepSeek Sparse Attention, 2025).
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Indexer {
     /// The number of query heads. A key serves all of them.
     pub heads: usize,

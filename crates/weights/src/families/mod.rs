@@ -55,7 +55,7 @@ pub use latent::{Indexer, KeyChoice, Latent};
 pub use rules::{Rule, Take, fused_keys, fused_queries, fused_values};
 pub use shape::{
     Activation, Attention, DenseFeed, FeedShape, LayerShape, Mixer, Norm, NormPlacement, QkNorm,
-    QueryScale, Recurrence, Rope, Scales, Shape,
+    QueryScale, Recurrence, Rope, RotarySections, Scales, Shape,
 };
 pub use table::{families_page, not_served_page};
 pub use unserved::NOT_SERVED;
@@ -173,6 +173,27 @@ impl PartialEq for Family {
 impl fmt::Debug for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.architecture)
+    }
+}
+
+/// A family as the name of its architecture.
+mod by_name {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    use super::{ALL, Family};
+
+    pub(super) fn serialize<S: Serializer>(family: &Family, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(family.architecture)
+    }
+
+    pub(super) fn deserialize<'de, D>(from: D) -> Result<&'static Family, D::Error>
+    where
+        D: Deserializer<'de>,
+    {
+        let name = String::deserialize(from)?;
+        let found = ALL.into_iter().find(|family| family.architecture == name);
+        found.ok_or_else(|| D::Error::custom(format!("no family has the architecture {name}")))
     }
 }
 

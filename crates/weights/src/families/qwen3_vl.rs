@@ -6,9 +6,10 @@ use super::Family;
 use super::config::Config;
 use super::qwen3;
 use super::rules::Rule;
-use super::shape::Shape;
+use super::shape::{RotarySections, Shape};
 use crate::error::ModelError;
 use crate::sizes::truthy;
+use crate::vision::{TowerKind, VisionTower};
 
 pub(super) const FAMILY: Family = Family {
     title: "Qwen3-VL",
@@ -22,22 +23,26 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// The decoder's weights without the prefix of the whole, which newer checkpoints have.
-pub(super) const RULES: &[Rule] = &[Rule::renamed("model.language_model.**", "model.**")];
+/// The weights without the prefix of the whole, which newer checkpoints have.
+pub(super) const RULES: &[Rule] = &[
+    Rule::renamed("model.language_model.**", "model.**"),
+    Rule::renamed("model.visual.**", "visual.**"),
+];
 
-/// The shape of a decoder behind a tower. `usual` are its sections of rotary frequencies, and
-/// `nested` is true if the decoder's own config may say that its head is tied.
+/// The shape of a decoder behind a tower. `usual` are its sections of rotary frequencies.
+/// `windowed` is true for Qwen2.5-VL: its tower has windows, the decoder's own config may say that
+/// its head is tied, and sections of frequencies follow one another.
 pub(super) fn with_tower(
     config: &Config<'_>,
     decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,
     usual: [usize; 3],
-    nested: bool,
+    windowed: bool,
 ) -> Result<Shape, ModelError> {
     let text = config.get("text_config").and_then(Value::as_object).cloned().unwrap_or_default();
     let mut flat: Map<String, Value> = (*config.values).clone();
     flat.retain(|key, _| !matches!(key.as_str(), "text_config" | "vision_config"));
     let tied = config.flag("tie_word_embeddings", false);
-    let tied = tied || nested && truthy(text.get("tie_word_embeddings"));
+    let tied = tied || windowed && truthy(text.get("tie_word_embeddings"));
     // Older checkpoints do not nest it.
     flat.extend(text.into_iter().filter(|(_, value)| !value.is_null()));
     flat.insert("tie_word_embeddings".into(), json!(tied));
@@ -58,7 +63,8 @@ pub(super) fn with_tower(
         let whole = |sections: &[usize; 3]| {
             !sections.contains(&0) && sections.iter().sum::<usize>() == rope.dim / 2
         };
-        rope.sections = sections.filter(whole);
+        let counts = sections.filter(whole);
+        rope.sections = counts.map(|counts| RotarySections { counts, interleaved: !windowed });
         if rope.sections.is_none() {
             return Err(ModelError::broken(format!(
                 "mrope_section {counts:?} does not share the {} rotary frequencies of a head among three",
@@ -66,7 +72,9 @@ pub(super) fn with_tower(
             )));
         }
     }
-    shape.tower = true;
+    let kind = if windowed { TowerKind::Windows } else { TowerKind::Deepstack };
+    let (hidden, layers) = (shape.hidden_size, shape.layers.len());
+    shape.tower = Some(VisionTower::from_config(config.values, kind, hidden, layers)?);
     Ok(shape)
 }
 

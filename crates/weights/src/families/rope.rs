@@ -108,8 +108,10 @@ fn longrope(
         None => config.optional(ORIGINAL, MOST_POSITIONS)?,
     };
     let longest = config.optional("max_position_embeddings", MOST_POSITIONS)?;
-    let (Some(original), Some(longest)) = (original, longest) else {
-        return Err(ModelError::broken(format!("rope scaling 'longrope' without {ORIGINAL}")));
+    let (Some(original @ 2..), Some(longest)) = (original, longest) else {
+        return Err(ModelError::broken(format!(
+            "rope scaling 'longrope' without {ORIGINAL} above 1"
+        )));
     };
     for key in ["short_factor", "long_factor"] {
         let factors = parameters.get(key).and_then(Value::as_array);

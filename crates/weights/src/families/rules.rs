@@ -50,14 +50,26 @@ impl Rule {
 pub struct Take {
     /// True if the tensor is a stack `[experts, rows, columns]`, of which each expert has a matrix.
     stack: bool,
-    transposed: bool,
+    turned: Turned,
     rows: Rows,
     /// The number of heads, in each of which the rows of two halves alternate.
     pairs: Option<fn(&Attention) -> usize>,
     /// True if the weight is a vector of all elements.
     flat: bool,
+    /// The number of the tensor among those whose heads' rows are joined to a weight, and the
+    /// number of those.
+    joined: Option<(usize, usize)>,
     times: f32,
     plus: f32,
+}
+
+/// True if columns become rows.
+#[derive(Debug, Clone, Copy)]
+enum Turned {
+    Never,
+    Always,
+    /// By the rows and columns of the matrix.
+    Where(fn(&Shape, [usize; 2]) -> bool),
 }
 
 /// The rows of a weight in its matrix.
@@ -73,10 +85,11 @@ impl Take {
     /// The whole tensor.
     pub const ALL: Self = Self {
         stack: false,
-        transposed: false,
+        turned: Turned::Never,
         rows: Rows::All,
         pairs: None,
         flat: false,
+        joined: None,
         times: 1.0,
         plus: 0.0,
     };
@@ -86,7 +99,14 @@ impl Take {
     /// Columns become rows.
     #[must_use]
     pub const fn transposed(self) -> Self {
-        Self { transposed: true, ..self }
+        Self { turned: Turned::Always, ..self }
+    }
+
+    /// Columns become rows where that is so for a matrix of so many rows and columns: some files
+    /// have it one way, and some the other.
+    #[must_use]
+    pub const fn transposed_where(self, turned: fn(&Shape, [usize; 2]) -> bool) -> Self {
+        Self { turned: Turned::Where(turned), ..self }
     }
 
     /// A range of rows that depends on the layer's attention, as of a fused product.
@@ -117,6 +137,13 @@ impl Take {
     #[must_use]
     pub const fn flat(self) -> Self {
         Self { flat: true, ..self }
+    }
+
+    /// The matrices of a stack `[heads, rows, columns]`. In the weight the rows of each head come
+    /// behind those that the tensors with a lower `number` have for it.
+    #[must_use]
+    pub const fn joined(self, number: usize, of: usize) -> Self {
+        Self { joined: Some((number, of)), ..self }
     }
 
     /// Numbers times a constant.
@@ -175,6 +202,8 @@ pub(crate) struct TensorPart {
     pub(crate) rows: usize,
     /// The number of heads in which the rows of two halves alternate; `None`: in none.
     pub(crate) pairs: Option<usize>,
+    /// As in [`Take`]: the weight is rows of several tensors.
+    pub(crate) joined: Option<(usize, usize)>,
     pub(crate) times: f32,
     pub(crate) plus: f32,
 }
@@ -192,6 +221,7 @@ impl TensorPart {
             step: 1,
             rows,
             pairs: None,
+            joined: None,
             times: 1.0,
             plus: 0.0,
         }
@@ -200,6 +230,11 @@ impl TensorPart {
     /// Columns of the weight.
     pub(crate) fn columns(&self) -> usize {
         self.matrix[usize::from(!self.transposed)]
+    }
+
+    /// True if the weight is all of a tensor of this shape, with the numbers that it has there.
+    pub(crate) fn is_whole(&self, shape: &[usize]) -> bool {
+        *self == Self::whole(shape)
     }
 
     /// True if the weight is rows of the tensor, with the numbers that it has there.
@@ -290,10 +325,11 @@ fn fit(pattern: &str, name: &str) -> Option<Fit> {
     Some(found)
 }
 
-/// The layer of a weight.
+/// The layer of a weight, or of a tensor of a GGUF file.
 pub(crate) fn layer_of(name: &str) -> Option<usize> {
     let name = name.strip_prefix("model.").unwrap_or(name);
-    number(name.strip_prefix("layers.")?.split_once('.')?.0)
+    let name = name.strip_prefix("layers.").or_else(|| name.strip_prefix("blk."))?;
+    number(name.split_once('.')?.0)
 }
 
 fn number(text: &str) -> Option<usize> {
@@ -311,6 +347,22 @@ impl Rule {
     ) -> Result<(), ModelError> {
         let take = &self.take;
         if found.layer.is_some_and(|layer| !shape.has_place_for(layer)) {
+            return Ok(());
+        }
+        if let Some(joined) = take.joined {
+            let &[heads, rows, columns] = stored else {
+                return Err(ModelError::broken(format!(
+                    "the model's files have {name} of {stored:?}, and a stack of heads is wanted"
+                )));
+            };
+            let part = TensorPart { joined: Some(joined), ..TensorPart::whole(stored) };
+            let transposed = take.transposes(stored, shape);
+            let part = TensorPart { matrix: [rows, columns], transposed, ..part };
+            let shape = match transposed {
+                true => vec![heads, columns, rows],
+                false => vec![heads, rows, columns],
+            };
+            weights.push(Weight { name: found.name(self.weight, 0), shape, part });
             return Ok(());
         }
         if !take.stack {
@@ -357,6 +409,16 @@ impl TensorPart {
 }
 
 impl Take {
+    /// True if the matrices of a tensor are transposed.
+    fn transposes(&self, stored: &[usize], shape: &Shape) -> bool {
+        match (self.turned, stored) {
+            (Turned::Never, _) => false,
+            (Turned::Always, _) => true,
+            (Turned::Where(turned), &[.., rows, columns]) => turned(shape, [rows, columns]),
+            (Turned::Where(_), _) => false,
+        }
+    }
+
     fn part(
         &self,
         base: usize,
@@ -369,7 +431,8 @@ impl Take {
             let what = format!("the model's files have {name} of {stored:?}, {what}");
             Err(ModelError::broken(what))
         };
-        let chooses = self.transposed || self.pairs.is_some() || !matches!(self.rows, Rows::All);
+        let transposed = self.transposes(stored, shape);
+        let chooses = transposed || self.pairs.is_some() || !matches!(self.rows, Rows::All);
         let mut part = TensorPart::whole(stored);
         (part.base, part.times, part.plus) = (base, self.times, self.plus);
         match *stored {
@@ -379,8 +442,8 @@ impl Take {
             _ if chooses => return unfit("and a matrix is wanted"),
             _ => return Ok(part),
         }
-        part.transposed = self.transposed;
-        let all = part.matrix[usize::from(self.transposed)];
+        part.transposed = transposed;
+        let all = part.matrix[usize::from(transposed)];
         let attention = || match layer.map(|layer| shape.mixer(layer)) {
             Some(Mixer::Attention(attention)) => Some(attention),
             _ => None,

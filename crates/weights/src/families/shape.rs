@@ -1,15 +1,19 @@
 //! A decoder as a list of layers, and the distinct parts that they name.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Family;
 use super::experts::Experts;
 use super::latent::Latent;
+use crate::quantised::Quantisation;
+use crate::vision::VisionTower;
 
 /// The data from which a decoder is built. Sizes are numbers of elements, and positions are tokens.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Shape {
     /// The family, whose rules give a file's tensors their names.
+    #[serde(with = "super::by_name")]
     pub family: &'static Family,
     /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
@@ -29,10 +33,10 @@ pub struct Shape {
     pub feeds: Vec<FeedShape>,
     /// The computed layers. A checkpoint may have more.
     pub layers: Vec<LayerShape>,
-    /// True if a tower makes rows of images for the prompt.
-    pub tower: bool,
-    /// The `quant_method` of the checkpoint's matrices; `None`: they are not quantised.
-    pub quantised: Option<String>,
+    /// The tower that makes rows of images for the prompt; `None`: the model takes no images.
+    pub tower: Option<VisionTower>,
+    /// The storage of the checkpoint's matrices; `None`: they are not quantised.
+    pub quantised: Option<Quantisation>,
     /// The largest number of positions that the model was trained for.
     pub max_positions: u64,
     /// True if the head is the embedding.
@@ -44,7 +48,7 @@ pub struct Shape {
 }
 
 /// One layer, by the numbers of its parts in [`Shape`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerShape {
     /// The part that mixes positions.
     pub mixer: u16,
@@ -59,7 +63,8 @@ pub struct LayerShape {
 }
 
 /// A kind of norm.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Norm {
     /// Divides by the root of the mean square.
     Rms,
@@ -68,7 +73,8 @@ pub enum Norm {
 }
 
 /// The places of a layer's norms.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum NormPlacement {
     /// In front of each part.
     Before,
@@ -81,7 +87,7 @@ pub enum NormPlacement {
 }
 
 /// Factors of states and logits; 1: there is none.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Scales {
     /// The factor of embeddings.
     pub embeddings: f64,
@@ -99,7 +105,7 @@ impl Scales {
 }
 
 /// A rotary embedding (Su et al. 2021).
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rope {
     /// The number of first elements of a head that are rotated.
     pub dim: usize,
@@ -109,12 +115,23 @@ pub struct Rope {
     pub scaling: Option<Map<String, Value>>,
     /// True if neighbours `(2i, 2i + 1)` are rotated, and not `(i, i + dim / 2)`.
     pub interleaved: bool,
-    /// The frequencies of time, row and column where a position is three numbers.
-    pub sections: Option<[usize; 3]>,
+    /// The shares of a position's three numbers; `None`: a position is one number.
+    pub sections: Option<RotarySections>,
+}
+
+/// The shares of a position's three numbers in the rotary frequencies (M-RoPE, Qwen2-VL, 2024).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RotarySections {
+    /// The frequencies of time, row and column.
+    pub counts: [usize; 3],
+    /// True if rows and columns take every third of the first frequencies, and time the rest;
+    /// otherwise they follow one another.
+    pub interleaved: bool,
 }
 
 /// A part that mixes positions.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Mixer {
     /// Attention with keys and values of heads.
     Attention(Attention),
@@ -125,7 +142,7 @@ pub enum Mixer {
 }
 
 /// Attention with keys and values of some heads each (Ainslie et al. 2023).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Attention {
     /// The number of query heads.
     pub heads: usize,
@@ -159,7 +176,7 @@ pub struct Attention {
 
 /// A factor of queries that grows with their position: `1 + beta ln(1 + floor(position / every))`
 /// (Llama 4, 2025).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct QueryScale {
     /// The growth.
     pub beta: f64,
@@ -177,7 +194,8 @@ impl QueryScale {
 }
 
 /// The norms of queries and keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum QkNorm {
     /// There is none.
     None,
@@ -188,7 +206,7 @@ pub enum QkNorm {
 }
 
 /// A linear recurrence: gated delta nets, Mamba 2, short convolutions.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Recurrence {
     /// The number of heads of the state; 0: there is a convolution only.
     pub heads: usize,
@@ -205,7 +223,8 @@ pub struct Recurrence {
 }
 
 /// The part of a layer behind the mixer.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
 pub enum FeedShape {
     /// One feed-forward part for every token.
     Dense(DenseFeed),
@@ -214,7 +233,7 @@ pub enum FeedShape {
 }
 
 /// One feed-forward part for every token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DenseFeed {
     /// Elements between the products.
     pub intermediate_size: usize,
@@ -227,7 +246,8 @@ pub struct DenseFeed {
 }
 
 /// The function between the products of a feed-forward part.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Activation {
     /// `x * sigmoid(x)`
     Silu,

@@ -146,9 +146,9 @@ pub(crate) struct GgufTensor {
     pub(crate) shape: Vec<usize>,
     /// Bytes of each row. Rows of all outer dimensions lie one behind the other.
     pub(crate) row_bytes: usize,
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     file: Arc<File>,
-    offset: u64,
+    pub(crate) offset: u64,
 }
 
 impl GgufTensor {
@@ -354,8 +354,8 @@ impl<R: Read> Header<R> {
         file: &Arc<File>,
     ) -> Result<GgufTensor, Fault> {
         let Some(kind) = TensorType::of(number) else {
-            let what = format!("tensor {name:?} of {} has the type {number}", path.display());
-            return Err(Fault::Model(ModelError::elsewhere(what)));
+            let what = format!("the type {number} of tensor {name:?} of {}", path.display());
+            return Err(Fault::Model(ModelError::unserved_part(&what)));
         };
         let (block, block_bytes) = kind.block();
         let columns = shape.last().copied().unwrap_or(1);

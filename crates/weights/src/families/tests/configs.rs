@@ -360,9 +360,15 @@ fn a_decoder_behind_a_tower_has_sections_of_frequencies() {
     let config = json!({"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {
         "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "eos_token_id": 7,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "rope_scaling": {"rope_type": "mrope", "mrope_section": [4, 2, 2]}}});
+        "rope_scaling": {"rope_type": "mrope", "mrope_section": [4, 2, 2]}},
+        "vision_config": {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 2]}});
     let shape = Shape::from_config(config.as_object().expect("an object")).expect("a model");
-    assert!(shape.tower && shape.ropes[0].sections == Some([4, 2, 2]));
+    let sections = shape.ropes[0].sections.expect("sections");
+    assert_eq!((sections.counts, sections.interleaved), ([4, 2, 2], true));
+    let tower = shape.tower.expect("a tower");
+    assert_eq!((tower.layers, tower.deepstack, tower.table_side), (3, vec![0, 2], Some(4)));
     assert_eq!((shape.hidden_size, &shape.eos_token_ids[..]), (64, &[7][..]));
     let mut other = config;
     other["text_config"]["rope_scaling"]["mrope_section"] = json!([4, 2, 1]);
@@ -380,7 +386,7 @@ fn a_decoder_without_its_tower_is_that_of_its_own_config() {
     let mut config = json!({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text,
         "quantization_config": {"quant_method": "fp8"}});
     let shape = read(&config).expect("a model");
-    assert!(!shape.tower && shape.tied && shape.quantised == Some("fp8".into()));
+    assert!(shape.tower.is_none() && shape.tied && shape.quantised.is_some());
     let wanted = QueryScale { beta: 0.1, every: 32 };
     assert_eq!(attention(&shape).query_scale, Some(wanted));
     assert_eq!([0, 31, 32, 64].map(|at| wanted.at(at)), [1.0, 1.0, 1.069_314_7, 1.109_861_2]);
@@ -494,4 +500,70 @@ fn experts_have_their_places_and_their_scores() {
     assert_eq!(experts(&found).shared_size, 48);
     assert!(hy(json!(["dense", "sparse", "dense"])).is_err());
     assert!(hy(json!(["dense"])).is_err());
+}
+
+#[test]
+fn a_tower_that_would_be_computed_wrongly_is_refused() {
+    let tower = |changes: &Value| {
+        let mut config = json!({"architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+            "vision_config": {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+                "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "window_size": 16}});
+        for (key, value) in changes.as_object().into_iter().flatten() {
+            config["vision_config"][key] = value.clone();
+        }
+        Shape::from_config(config.as_object().expect("an object"))
+    };
+    let shape = tower(&json!({})).expect("a model");
+    assert_eq!(shape.tower.map(|it| (it.window, it.whole)), Some((Some(2), vec![7, 15, 23, 31])));
+    for (changes, why) in [
+        (json!({"out_hidden_size": 32}), "the tower gives 32 elements"),
+        (json!({"in_channels": 1}), "in_channels 1 of images"),
+        (json!({"hidden_act": "relu"}), "hidden_act"),
+        (json!({"num_heads": 3}), "a tower of 3 heads"),
+        (json!({"depth": 0}), "depth"),
+        (json!({"patch_size": [4, 4]}), "patch_size"),
+        (json!({"window_size": 4}), "has no position in it"),
+        (json!({"fullatt_block_indexes": [-1]}), "fullatt_block_indexes"),
+    ] {
+        let error = tower(&changes).expect_err(why).to_string();
+        assert!(error.contains(why) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn a_shape_is_itself_after_its_way_to_a_hand() {
+    for shape in [
+        of(&[json!({"quantization_config": {"quant_method": "gptq", "bits": 4}})]),
+        qwen(json!({})),
+        glm(json!({"partial_rotary_factor": 0.5})),
+        // Heads of 16, whose scale has few digits.
+        deepseek(
+            "GlmMoeDsaForCausalLM",
+            json!({"index_topk": 8, "index_head_dim": 16, "qk_nope_head_dim": 8}),
+        ),
+        of(&[json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.707}})]),
+        of(&[json!({"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.3,
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0})]),
+        of(&[json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0, 1]})]),
+        of(&[
+            json!({"architectures": ["Ministral3ForCausalLM"], "rope_parameters": {"rope_type": "yarn",
+            "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}}),
+        ]),
+        of(&[
+            json!({"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
+        ]),
+        of(&[json!({"architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4,
+            "num_experts_per_tok": 2})]),
+    ] {
+        let shape = shape.expect("a model");
+        let text = serde_json::to_string(&shape).expect("JSON");
+        assert_eq!(serde_json::from_str::<Shape>(&text).expect("a shape"), shape);
+    }
+    let mut unknown = serde_json::to_value(of(&[]).expect("a model")).expect("JSON");
+    unknown["family"] = json!("Nobody");
+    let error = serde_json::from_value::<Shape>(unknown).expect_err("no family").to_string();
+    assert!(error.contains("no family has the architecture Nobody"), "{error}");
 }

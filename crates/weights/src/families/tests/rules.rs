@@ -181,6 +181,11 @@ fn each_kind_of_part_is_read() {
     let gates = taken(Take::EACH_EXPERT.transposed().every(0, 2), &[3, 2, 4]);
     let of = |expert: f32| [0.0, 4.0, 2.0, 6.0].map(|it| 8.0 * expert + it).to_vec();
     assert_eq!(gates, Ok(vec![of(0.0), of(1.0), of(2.0)]));
+    // Qwen3-VL-MoE has columns first in some files, and rows first in others.
+    let either = Take::EACH_EXPERT.transposed_where(|_, [rows, _]| rows == 2);
+    let turned = |expert: f32| [0.0, 2.0, 1.0, 3.0].map(|it| 4.0 * expert + it).to_vec();
+    assert_eq!(taken(either, &[3, 2, 2]), Ok(vec![turned(0.0), turned(1.0), turned(2.0)]));
+    assert_eq!(taken(either, &[3, 1, 4]), Ok(vec![rows(0, 1, 4), rows(1, 1, 4), rows(2, 1, 4)]));
     for (take, stored, why) in [
         (Take::ALL.rows(fused_values), vec![15, 2], "rows 12..16"),
         (Take::ALL.share(0, 2), vec![5, 2], "2 parts can't share"),

@@ -1,0 +1,226 @@
+//! The places of a model's weights in its files, for a hand that reads the files itself. Names are
+//! those of the family: no rule is left to follow.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::checkpoint::{Checkpoint, Stored, StoredMatrix};
+use crate::error::ModelError;
+use crate::families::{TensorPart, Weight};
+use crate::model::ModelShape;
+use crate::tensor::Tensor;
+
+/// The places of all weights.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Manifest {
+    /// Weights that have numbers or blocks of a GGUF file, by name, in the order of the files.
+    weights: Vec<(String, Piece)>,
+    /// Quantised matrices of safetensors.
+    matrices: Vec<CodedMatrix>,
+    /// Biases of quantised matrices that are 0. A model need not have them.
+    zero_biases: Vec<String>,
+}
+
+/// A weight in the files.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(untagged)]
+enum Piece {
+    One(Place),
+    /// Rows of each head come from these tensors in turn, each a stack of heads.
+    Joined {
+        shape: Vec<usize>,
+        joined: Vec<Place>,
+    },
+}
+
+/// A range of one file, and what makes a weight of its numbers.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+struct Place {
+    /// The number of the file among the model's.
+    file: usize,
+    offset: u64,
+    bytes: u64,
+    /// The storage of numbers, by the name in safetensors or in GGUF.
+    format: String,
+    #[serde(flatten)]
+    part: MatrixPart,
+}
+
+/// A weight in a matrix. Fields that change nothing are left out.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+struct MatrixPart {
+    /// The shape of the weight.
+    shape: Vec<usize>,
+    /// The shape of the matrix, of which the weight is a part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matrix: Option<[usize; 2]>,
+    #[serde(skip_serializing_if = "is_false")]
+    transposed: bool,
+    /// The first row, behind transposing, and the distance to the next one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rows: Option<[usize; 2]>,
+    /// The number of heads in which the rows of two halves alternate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pairs: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    times: Option<f32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plus: Option<f32>,
+}
+
+impl MatrixPart {
+    /// A weight of this shape. `chooses` is true if the matrix has more than its rows.
+    fn new(part: &TensorPart, shape: Vec<usize>, chooses: bool) -> Self {
+        let one = |value: f32, usual: f32| (value != usual).then_some(value);
+        Self {
+            shape,
+            matrix: chooses.then_some(part.matrix),
+            transposed: part.transposed,
+            rows: chooses.then_some([part.first, part.step]),
+            pairs: part.pairs,
+            times: one(part.times, 1.0),
+            plus: one(part.plus, 0.0),
+        }
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
+/// A quantised matrix, and its tensors by the ends of their names; codes first.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+struct CodedMatrix {
+    /// The name of the weight, or that in the file if several are parts of it.
+    name: String,
+    shape: [usize; 2],
+    /// The type of the codes.
+    format: String,
+    parts: Vec<(&'static str, Place)>,
+    /// The weights; left out: the matrix is one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    weights: Vec<(String, MatrixPart)>,
+}
+
+impl Manifest {
+    /// Finds the weights of a model in its files. `scores` is true if an encoder has layers that
+    /// make scores.
+    ///
+    /// # Errors
+    /// A file can't be read, is damaged, or has a tensor that the model has no place for.
+    pub fn new(
+        format: &str,
+        files: &[PathBuf],
+        shape: &ModelShape,
+        scores: bool,
+    ) -> Result<Self, ModelError> {
+        let checkpoint = match shape {
+            ModelShape::Decoder(shape) => Checkpoint::open(format, files, shape)?,
+            ModelShape::Encoder(shape) if format == "gguf" => {
+                return Err(ModelError::broken(format!(
+                    "{} is read from safetensors only",
+                    shape.architecture
+                )));
+            }
+            ModelShape::Encoder(_) => Checkpoint::of_bert(files, scores)?,
+        };
+        let weights = checkpoint.names().iter().map(|name| {
+            let piece = match checkpoint.stored_as(name)? {
+                Stored::One(tensor, part) => {
+                    let shape = checkpoint.shapes()[name].clone();
+                    Piece::One(place(name, tensor, part, shape, files)?)
+                }
+                Stored::Joined(parts) => joined(name, parts, files)?,
+            };
+            Ok((name.clone(), piece))
+        });
+        let matrices = checkpoint.quantised().iter().map(|matrix| coded(matrix, files));
+        Ok(Self {
+            weights: weights.collect::<Result<_, ModelError>>()?,
+            matrices: matrices.collect::<Result<_, ModelError>>()?,
+            zero_biases: checkpoint.zero_biases()?,
+        })
+    }
+
+    /// The manifest for a hand.
+    ///
+    /// # Panics
+    /// Never: all of it is JSON.
+    #[must_use]
+    pub fn to_json(&self) -> Value {
+        serde_json::to_value(self).expect("all of it is JSON")
+    }
+}
+
+fn number_of(path: &Path, files: &[PathBuf]) -> usize {
+    files.iter().position(|file| file == path).unwrap_or_default()
+}
+
+fn joined(
+    name: &str,
+    parts: &[(Tensor, TensorPart, Vec<usize>)],
+    files: &[PathBuf],
+) -> Result<Piece, ModelError> {
+    let rows = parts.iter().map(|(.., shape)| shape[0] * shape[1]).sum();
+    let columns = parts.first().map_or(0, |(.., shape)| shape[2]);
+    let places = parts.iter().map(|(tensor, part, shape)| {
+        let whole = TensorPart { transposed: false, ..*part };
+        let mut found = place(name, tensor, &whole, shape.clone(), files)?;
+        found.part.transposed = part.transposed;
+        Ok(found)
+    });
+    let joined = places.collect::<Result<Vec<Place>, ModelError>>()?;
+    Ok(Piece::Joined { shape: vec![rows, columns], joined })
+}
+
+fn coded(stored: &StoredMatrix, files: &[PathBuf]) -> Result<CodedMatrix, ModelError> {
+    let (matrix, weights) = (&stored.matrix, &stored.weights);
+    let parts = stored.parts.iter().map(|(end, tensor)| {
+        let shape = tensor.shape();
+        let place = place(&matrix.name, tensor, &TensorPart::whole(shape), shape.to_vec(), files)?;
+        Ok((*end, place))
+    });
+    let one = match &weights[..] {
+        [weight] if weight.part.is_whole(&matrix.shape) => Some(weight.name.clone()),
+        _ => None,
+    };
+    let of_weight = |weight: &Weight| {
+        let part = MatrixPart::new(&weight.part, weight.shape.clone(), true);
+        (weight.name.clone(), part)
+    };
+    Ok(CodedMatrix {
+        shape: matrix.shape,
+        format: matrix.kind.clone(),
+        parts: parts.collect::<Result<_, ModelError>>()?,
+        weights: if one.is_some() { Vec::new() } else { weights.iter().map(of_weight).collect() },
+        name: one.unwrap_or_else(|| matrix.name.clone()),
+    })
+}
+
+/// The place of a weight of this shape.
+fn place(
+    name: &str,
+    tensor: &Tensor,
+    part: &TensorPart,
+    shape: Vec<usize>,
+    files: &[PathBuf],
+) -> Result<Place, ModelError> {
+    let (path, offset) = match tensor {
+        Tensor::Safe(file, tensor) => (file.path(), tensor.offset),
+        Tensor::Gguf(tensor) => (&*tensor.path, tensor.offset),
+    };
+    let [rows, columns] = part.matrix;
+    let row_bytes = tensor.bytes_of(name, columns)? as u64;
+    let chooses = part.transposed || part.step != 1;
+    let (first, read) = if chooses { (0, rows) } else { (part.first, part.rows) };
+    Ok(Place {
+        file: number_of(path, files),
+        offset: offset + (part.base + first) as u64 * row_bytes,
+        bytes: read as u64 * row_bytes,
+        format: tensor.type_name(),
+        part: MatrixPart::new(part, shape, chooses),
+    })
+}

@@ -1,0 +1,290 @@
+"""The weights of a model's files, by the manifest that the brain has made of them.
+
+A weight is a range of a file, in numbers or in blocks of a GGUF type. Names are those of the family.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from forebay.weights import shards
+from forebay.weights.codes import Raw
+from forebay.weights.errors import ModelError
+from forebay.weights.gguf_blocks import Bytes, as_blocks
+from forebay.weights.shards import Cut
+from forebay.weights.stored import Scheme
+
+__all__ = ["CodedMatrix", "Manifest", "MatrixPart", "Place"]
+
+_NUMBERS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The storage of single numbers, by safetensors' names. GGUF has the same names."""
+_AT_ONCE = 1 << 20
+"""Elements that are dequantised at a time. Temporary memory is a few times as much."""
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """A weight in a matrix, and what is done to its numbers."""
+
+    shape: tuple[int, ...]
+    """The shape of the weight, in elements."""
+    matrix: tuple[int, int] | None = None
+    """The shape of the matrix, of which the weight is a part; None: it is all of it."""
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+    """The first row of the weight in `matrix`, behind transposing, and the distance to the next one."""
+    pairs: int | None = None
+    """The number of heads in which the rows of two halves alternate."""
+    times: float = 1.0
+    plus: float = 0.0
+    """A factor of all numbers, and a term behind it."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> MatrixPart:
+        """Reads an entry of a manifest."""
+        chosen = dict(values)
+        for name in ("shape", "matrix", "rows"):
+            if name in chosen:
+                chosen[name] = tuple(chosen[name])
+        return cls(**chosen)
+
+    def read(self, values: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
+        """The weight, or a part of it, in the numbers of its matrix."""
+        assert self.rows is not None
+        if self.transposed:
+            values = values.T
+        first, step = self.rows
+        wanted = self.shape[0] if len(self.shape) > 1 else math.prod(self.shape) // values.shape[1]
+        chosen = values[first : first + wanted * step : step].reshape(self.shape)
+        if self.pairs is not None or cut is None:
+            # Rows change places within heads, and a part may begin inside of one.
+            chosen = self.changed(chosen)
+            return chosen if cut is None else chosen[cut.places]
+        return self.changed(chosen[cut.places])
+
+    def changed(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows of whole heads, with what is done to their numbers."""
+        if self.pairs is not None:
+            values = _halves(values, self.pairs * len(values) // self.shape[0])
+        if (self.times, self.plus) == (1.0, 0.0):
+            return values
+        return values.float() * self.times + self.plus
+
+
+@dataclass(frozen=True)
+class Place:
+    """A weight in one file."""
+
+    path: str
+    offset: int
+    bytes: int
+    format: str
+    """The storage of numbers, by the name in safetensors or in GGUF."""
+    part: MatrixPart
+    """The weight in the range."""
+
+    @classmethod
+    def of(cls, files: list[str], values: Mapping[str, Any]) -> Place:
+        """Reads an entry of a manifest."""
+        own = {name: values[name] for name in ("offset", "bytes", "format")}
+        part = {name: value for name, value in values.items() if name not in own and name != "file"}
+        return cls(path=files[values["file"]], **own, part=MatrixPart.of(part))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, in elements."""
+        return self.part.shape
+
+    @property
+    def is_blocks(self) -> bool:
+        """True if numbers lie in blocks of a GGUF type."""
+        return self.format not in _NUMBERS
+
+    def read(self, cut: Cut | None = None) -> torch.Tensor:
+        """The weight, or a part of it, in memory of its own: in the file's type, or float32 if it has blocks.
+
+        Only what is asked for is read. Raises ModelError.
+        """
+        if self.part.matrix is not None:
+            return self.part.read(self._values(*(shards.ALONE.of(size) for size in self.part.matrix)), cut)
+        rows, columns = shards.ALONE.of(math.prod(self.shape[:-1])), shards.ALONE.of(math.prod(self.shape[-1:]))
+        shape = self.shape
+        if cut is not None and cut.columns is None:
+            # A weight of one dimension is a row of the file.
+            columns, shape = cut.rows, (cut.rows.size,)
+        elif cut is not None and cut.columns is not None:
+            rows, columns, shape = cut.rows, cut.columns, (cut.rows.size, cut.columns.size)
+        return self.part.changed(self._values(rows, columns).view(shape))
+
+    def blocks(self, kind: str) -> torch.Tensor:
+        """The rows in blocks of type `kind`, uint8 [rows, bytes]. Raises ModelError."""
+        rows = math.prod(self.shape[:-1])
+        found = torch.from_numpy(as_blocks(self._bytes(0, rows, rows), self.format, kind))
+        # A row's blocks go where the row goes.
+        return found if self.part.pairs is None else _halves(found, self.part.pairs)
+
+    def _values(self, rows: shards.Part, columns: shards.Part) -> torch.Tensor:
+        """The numbers [rows, columns] of a part of the range."""
+        if not self.is_blocks and columns.is_whole:
+            data = self._bytes(rows.first, rows.size, rows.whole)
+            return torch.from_numpy(data).view(-1).view(_NUMBERS[self.format]).view(rows.size, columns.size)
+        kept = torch.float32 if self.is_blocks else _NUMBERS[self.format]
+        values = torch.empty((rows.size, columns.size), dtype=kept)
+        step = max(1, _AT_ONCE // max(1, columns.whole))
+        for at in range(0, rows.size, step):
+            count = min(step, rows.size - at)
+            data = self._bytes(rows.first + at, count, rows.whole)
+            values[at : at + count] = self._numbers(data, columns)
+        return values
+
+    def _numbers(self, data: Bytes, columns: shards.Part) -> torch.Tensor:
+        if not self.is_blocks:
+            whole = torch.from_numpy(data).view(-1).view(_NUMBERS[self.format]).view(len(data), columns.whole)
+            return whole[:, columns.place]
+        kind = GGMLQuantizationType[self.format]
+        block, size = GGML_QUANT_SIZES[kind]
+        first, end = columns.first // block, -(-columns.end // block)
+        some = np.ascontiguousarray(data[:, first * size : end * size])
+        inside = slice(columns.first - first * block, columns.end - first * block)
+        return torch.from_numpy(dequantize(some, kind)[:, inside])
+
+    def _bytes(self, first: int, count: int, rows: int) -> Bytes:
+        """The bytes of `count` of the range's `rows` rows, uint8 [count, bytes of a row]."""
+        row_bytes = self.bytes // max(1, rows)
+        data = np.empty((count, row_bytes), np.uint8)
+        memory, at = data.reshape(-1).data, 0
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                while at < len(memory):
+                    read = os.preadv(file.fileno(), [memory[at:]], self.offset + first * row_bytes + at)
+                    if read == 0:
+                        raise ModelError(f"{self.path} ends within a weight")
+                    at += read
+        except OSError as error:
+            raise ModelError(f"{self.path} can't be read: {error.strerror}") from error
+        return data
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A weight whose rows of each head come from several stacks of heads in turn."""
+
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+    """Each `shape` is [heads, rows, columns], behind transposing."""
+
+    @property
+    def is_blocks(self) -> bool:
+        """False: no blocks are those of the weight."""
+        return False
+
+    @property
+    def format(self) -> str:
+        """The storage of the first part."""
+        return self.places[0].format
+
+    def read(self, cut: Cut | None = None) -> torch.Tensor:
+        """The weight float32 [rows, columns], or the heads of a part of it."""
+        heads = self.places[0].shape[0]
+        first, count = 0, heads
+        if cut is not None:
+            of_head = self.shape[0] // heads
+            first, count = cut.rows.first // of_head, cut.rows.size // of_head
+        parts = [self._heads(place, first, count) for place in self.places]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def _heads(self, place: Place, first: int, count: int) -> torch.Tensor:
+        heads, rows, columns = place.shape
+        transposed = place.part.transposed
+        if transposed:
+            rows, columns = columns, rows
+        lying = replace(place, part=MatrixPart((heads * rows, columns)))
+        cut = Cut(shards.Part(heads * rows, first * rows, (first + count) * rows), shards.ALONE.of(columns))
+        values = lying.read(cut).float().view(count, rows, columns)
+        return values.transpose(1, 2) if transposed else values
+
+    def blocks(self, kind: str) -> torch.Tensor:
+        """Raises ModelError."""
+        raise ModelError(f"a weight of several tensors has no blocks of type {kind}")
+
+
+@dataclass(frozen=True)
+class CodedMatrix:
+    """A quantised matrix in the files."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    """The type of the codes, by safetensors' name."""
+    parts: tuple[tuple[str, Place], ...]
+    """Its tensors, by the ends of their names; codes first."""
+    weights: tuple[tuple[str, MatrixPart], ...]
+    """The weights in it, by name; empty: it is the weight of its name."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights in it, by name."""
+        return {name: part.shape for name, part in self.weights} or {self.name: self.shape}
+
+    def raw(self, scheme: Scheme) -> Raw:
+        """The matrix with all its tensors. Raises ModelError."""
+        return Raw(self.name, scheme, {end: place.read() for end, place in self.parts})
+
+
+class Manifest:
+    """All weights of a model."""
+
+    def __init__(self, model: Mapping[str, Any]) -> None:
+        """`model` is the handshake's. Raises ModelError if it has no manifest."""
+        found = model.get("manifest")
+        if found is None:
+            raise ModelError("the config has no manifest of the weights")
+        self._files = [str(path) for path in model["files"]]
+        self._weights: list[tuple[str, Mapping[str, Any]]] = found["weights"]
+        self._matrices: list[Mapping[str, Any]] = found["matrices"]
+        self.zero_biases = frozenset(found["zero_biases"])
+        """Biases of quantised matrices that are 0. A model need not have them."""
+
+    def weights(self) -> Iterator[tuple[str, Place | _Joined]]:
+        """The weights that are no quantised matrices, by name, in the order of the files."""
+        for name, values in self._weights:
+            if "joined" in values:
+                places = tuple(Place.of(self._files, part) for part in values["joined"])
+                yield name, _Joined(tuple(values["shape"]), places)
+            else:
+                yield name, Place.of(self._files, values)
+
+    def matrices(self) -> Iterator[CodedMatrix]:
+        """The quantised matrices of safetensors."""
+        for values in self._matrices:
+            parts = tuple((end, Place.of(self._files, place)) for end, place in values["parts"])
+            weights = tuple((name, MatrixPart.of(part)) for name, part in values.get("weights", ()))
+            yield CodedMatrix(values["name"], tuple(values["shape"]), values["format"], parts, weights)
+
+
+def _halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """[heads * head_dim, ...]: in each head, from (0, h, 1, h + 1, ...) back to (0, 1, ..., h, h + 1, ...)."""
+    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,75 @@
+"""The shape of a model in the handshake: what PyTorch's hand does not compute is refused by its name."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from benchmarks.described import shape_of
+from forebay.weights.config import ModelConfig, config_of
+from forebay.weights.errors import ModelError, UnsupportedModelError
+from tests.weights.support import tiny_config
+
+
+def changed(way: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    """The shape of a tiny Llama, changed at one place."""
+    shape = deepcopy(shape_of(tiny_config()))
+    at: Any = shape["decoder"]
+    for key in way[:-1]:
+        at = at[key]
+    at[way[-1]] = value
+    return shape
+
+
+def test_a_llama_is_read() -> None:
+    found = config_of(changed(("tied",), True))
+    assert isinstance(found, ModelConfig)
+    assert found.tie_word_embeddings
+    assert found.unrotated == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "message"),
+    [
+        (("norm",), "mean", "norms of the kind 'mean'"),
+        (("layers", 1, "norms"), "after", "norms of layers of the kind 'after'"),
+        (("layers", 1, "keys_of"), 0, "keys_of 0 of layer"),
+        (("layers", 1, "rope"), 1, "rotary embeddings of the kind 1"),
+        (("scales", "logit_cap"), 30.0, r"logit_cap 30\.0 of scales"),
+        (("mixers", 0, "sinks"), True, "sinks True of attention"),
+        (("mixers", 0, "chunk"), 8, "chunk 8 of attention"),
+        (("mixers", 0, "gate"), True, "gate True of attention"),
+        (("mixers", 0, "cap"), 50.0, r"cap 50\.0 of attention"),
+        (("mixers", 0, "value_dim"), 8, "lengths of values of the kind 8"),
+        (("mixers", 0, "kind"), "recurrence", "layers of the kind 'recurrence'"),
+        (("ropes", 0, "interleaved"), True, "rotated neighbours"),
+        (("feeds", 0, "activation"), "gelu_tanh", "activations of the kind 'gelu_tanh'"),
+        (("feeds", 0, "gated"), False, "gates of feed-forward parts"),
+        (("newer_part",), {"size": 3}, "newer_part"),
+    ],
+)
+def test_parts_that_are_not_computed_are_named(way: tuple[str | int, ...], value: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_of(changed(way, value))
+
+
+def test_layers_may_have_no_rotation() -> None:
+    found = config_of(changed(("layers", 1, "rope"), None))
+    assert isinstance(found, ModelConfig)
+    assert found.unrotated == {1}
+
+
+def test_attention_that_differs_between_layers_is_refused() -> None:
+    shape = shape_of(tiny_config())
+    windowed = {**shape["decoder"]["mixers"][0], "window": 8}
+    with pytest.raises(UnsupportedModelError, match="differs between layers"):
+        config_of(changed(("mixers",), [*shape["decoder"]["mixers"], windowed]))
+
+
+def test_a_shape_that_lacks_a_field_is_one_line() -> None:
+    shape = deepcopy(shape_of(tiny_config()))
+    del shape["decoder"]["hidden_size"]
+    with pytest.raises(ModelError, match="makes no sense: KeyError: 'hidden_size'"):
+        config_of(shape)
