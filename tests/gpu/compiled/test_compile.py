@@ -89,8 +89,12 @@ def test_8_bit_floats_are_read_by_an_instruction_where_there_is_one(arch: int, c
 
 
 def test_other_lengths_compile_nothing_more(compiler: Compiler) -> None:
-    """Numbers that change from step to step are no constants: 1, multiples of 16 and others are one variant."""
+    """Numbers that change from step to step are no constants: multiples of 16 and others are one variant.
+
+    A step of one token has variants of its own, whose kernels overlap.
+    """
     compiler.compile(90, lambda: mixed_step(48, 4))
+    compiler.compile(90, lambda: mixed_step(1, 1))
     before = COMPILATIONS.count
     for tokens, rows in ((33, 3), (17, 16), (2, 1), (1, 1)):
         compiler.compile(90, lambda tokens=tokens, rows=rows: mixed_step(tokens, rows))  # type: ignore[misc]
