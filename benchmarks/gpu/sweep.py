@@ -2,8 +2,9 @@
 
     python3 -m benchmarks.gpu.sweep --seconds 40 --out sweep.json
 
-Attention with other tiles, products of one row beside PyTorch's, products with codes in their two ways, and the kernels
-of a step of one row with and without programmatic dependent launches. First many processes compile, then one measures.
+Attention has other tiles. Products of one row are beside PyTorch's, and products with codes go their two ways. The
+kernels of a step of one row have programmatic dependent launches, and none. First many processes compile, then one
+measures.
 """
 
 from __future__ import annotations
