@@ -3,13 +3,17 @@
 import io
 import json
 import os
+import re
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+PROTOCOL = Path(__file__).resolve().parents[2] / "protocol" / "src" / "frame.rs"
+VERSION = re.search(r"VERSION: u16 = (\d+)", PROTOCOL.read_text())[1]
 SOCKET = socket.socket(fileno=3)
 SHARED = []
 HELLO, CONFIG, PROGRESS, READY, PLAN, RESULT, FATAL, SHUTDOWN = range(1, 9)
@@ -61,7 +65,7 @@ def send(kind, step, columns):
     """Writes a frame of integer columns by id."""
     words = [w for id_, c in columns.items() for w in (id_, len(c))] + [w for c in columns.values() for w in c]
     head = struct.pack(
-        "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", "4")), kind, step, len(columns), len(words)
+        "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", VERSION)), kind, step, len(columns), len(words)
     )
     SOCKET.sendall(head + struct.pack(f"<{len(words)}i", *words))
 

@@ -261,7 +261,8 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
     gate.0.wait_for(1);
     let sat_out = rig.handle.stats().hand.sat_out;
     let mut told = rig.outputs.try_iter().flatten().count();
-    let goal = told + 400;
+    // On a busy machine some streams are nearly at their ends by now. The last of them is not.
+    let goal = told + 100;
     while told < goal {
         told += rig.outputs.recv_timeout(PATIENCE).expect("outputs").len();
     }
