@@ -10,7 +10,6 @@ measures.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -24,10 +23,13 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
+from benchmarks import records
 from benchmarks.gpu import coded
+from benchmarks.gpu.__main__ import new
 from benchmarks.gpu.clock import Operator, captured, copies_of, seconds
 from benchmarks.gpu.operators import EPS, Heads, Paged, attention, matrices
 from benchmarks.gpu.shapes import SHAPES
+from benchmarks.records import Run
 from forebay.device import DeviceError, open_device
 from forebay.gpu import products
 from forebay.gpu.choose import kernels
@@ -168,22 +170,23 @@ def main() -> int:
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     try:
-        device = open_device("cuda", None).torch_device
+        opened = open_device("cuda", None)
     except DeviceError as error:
         print(f"skipped: {error}")
         return 0
+    device = opened.torch_device
     if options.compile is not None:
         compile_share(device, options.compile, deadline)
         return 0
     mine = [sys.executable, "-m", "benchmarks.gpu.sweep", "--seconds", str(options.seconds / 2), "--compile"]
     for compiler in [subprocess.Popen([*mine, str(share)]) for share in range(COMPILERS)]:
         compiler.wait()
-    found: dict[str, Any] = {}
+    found = new(opened.name, "gpu_sweep")
     for name, us, gbps in measure(device, deadline):
-        found[name] = {"us": us, "gbps": gbps}
+        found.runs.append(Run(name, "device", 1, {"us": us, "gbps": gbps}))
         print(f"{name}: {us:.2f} us" + ("" if gbps is None else f", {gbps:.0f} GB/s"), flush=True)
     if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1))
+        records.save(found, options.out)
     return 0
 
 

@@ -75,26 +75,31 @@ _HELLO = _tests("--maxfail=2", f"{_DEVICE}/test_steps.py", "-k", "float32_tokens
 
 VISITS: dict[str, tuple[float, Sequence[Part]]] = {
     "first": (
-        360.0,
+        300.0,
         (
-            Part("hello", 90, _HELLO),
+            Part("hello", 60, _HELLO),
             Part("twins", 45, _HELLO, {VARIABLE: "reference"}, after_failure_of="hello"),
-            Part("steps", 95, _bench("steps", 85, "ceilings steps", "Qwen3-0.6B")),
-            Part("trace", 40, ["-m", "benchmarks.gpu.trace", "--out", "FOLDER"]),
-            Part("sweep", 60, ["-m", "benchmarks.gpu.sweep", "--seconds", "52", "--out", "FOLDER/tried.json"]),
-            Part("kernels", 70, _tests("-n", "12", "--maxfail=60", f"{_DEVICE}/test_kernels.py")),
+            Part("steps", 70, _bench("steps", 60, "ceilings steps", "Qwen3-0.6B")),
+            Part("trace", 30, ["-m", "benchmarks.gpu.trace", "--out", "FOLDER"]),
+            Part("sweep", 60, ["-m", "benchmarks.gpu.sweep", "--seconds", "50", "--out", "FOLDER/tried.json"]),
+            Part("kernels", 80, _tests("-n", "12", "--maxfail=60", f"{_DEVICE}/test_kernels.py")),
         ),
     ),
     "second": (
         360.0,
         (
-            Part("server", 120, _bench("server", 100, "server", "Qwen3-0.6B", "--profiles", "FOLDER")),
-            Part("large", 80, _bench("large", 70, "ceilings steps", "Qwen3-8B")),
-            Part("operators", 50, _bench("operators", 40, "ceilings operators", "Qwen3-0.6B")),
+            Part("server", 100, _bench("server", 85, "server", "Qwen3-0.6B", "--profiles", "FOLDER")),
+            Part("large", 70, _bench("large", 60, "ceilings steps", "Qwen3-8B")),
+            Part("operators", 40, _bench("operators", 30, "ceilings operators", "Qwen3-0.6B")),
             Part(
                 "rest",
-                60,
-                _tests("-n", "6", "--maxfail=60", *(f"{_DEVICE}/test_{n}.py" for n in ("graphs", "steps", "stored"))),
+                100,
+                _tests(
+                    "-n",
+                    "6",
+                    "--maxfail=60",
+                    *(f"{_DEVICE}/test_{n}.py" for n in ("graphs", "steps", "stored", "sparse", "memory")),
+                ),
             ),
             Part("killed", 50, _tests(f"{_DEVICE}/test_server.py")),
         ),

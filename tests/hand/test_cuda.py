@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,14 @@ def test_results_are_copied_to_pinned_memory(fake: FakeCuda) -> None:
     with NoStrayCopies():
         device.copy_out(torch.arange(4, dtype=torch.int32), to)
     assert to.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("size", "waits"), [(0, False), (1, True)])
+def test_nothing_waits_for_a_copy_of_nothing(size: int, waits: bool) -> None:
+    """A step whose rows give no token copies no entries, and memory of no size is never pinned."""
+    there = torch.empty(size, device="meta")
+    with NoStrayCopies(), pytest.raises(HiddenWaitError) if waits else nullcontext():
+        there.copy_(torch.empty(size), non_blocking=True)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])

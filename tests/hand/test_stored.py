@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from forebay.compute.paged import PagedSteps
 from forebay.device import DeviceError
 from forebay.gpu import reference
 from forebay.gpu.choose import VARIABLE
-from forebay.gpu.products import GpuProducts
+from forebay.gpu.interface import Kernels
+from forebay.gpu.products import MANY_ROWS, GpuProducts
 from forebay.layers.attention import Attention
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.moe import MixtureOfExperts
@@ -309,3 +310,44 @@ def test_only_a_scale_a_row_goes_to_pytorchs_product(shape: Shape, monkeypatch: 
     assert bool(called) == (shape == (128, 128, 1, 0))
     if not called:
         torch.testing.assert_close(given, reference.product(x, codes, None), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "operator"),
+    [
+        (MANY_ROWS + 1, torch.bfloat16, "expand"),
+        (MANY_ROWS, torch.bfloat16, "product"),
+        (MANY_ROWS + 1, torch.float32, "product"),
+    ],
+)
+def test_codes_of_many_rows_are_multiplied_out(rows: int, dtype: torch.dtype, operator: str) -> None:
+    kernels, codes = Noting(), Codes.random(40, (128, 128, 1, 128), 0)
+    matrix: Any = SimpleNamespace(**vars(codes), order=None)
+    x = torch.randn(rows, 128).to(dtype)
+    given = GpuProducts(cast(Kernels, kernels), floats=False).product(x, matrix, None)
+    assert kernels.called == [operator]
+    expected = x.double() @ codes.values().T
+    torch.testing.assert_close(given.double(), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "own"), [(1, torch.bfloat16, True), (2, torch.bfloat16, False), (1, torch.float32, False)]
+)
+def test_one_row_has_an_operator_of_its_own_unless_its_bits_would_depend_on_that(
+    rows: int, dtype: torch.dtype, own: bool
+) -> None:
+    kernels, x, weight = Noting(), torch.randn(rows, 64).to(dtype), torch.randn(9, 64).to(dtype)
+    given = GpuProducts(cast(Kernels, kernels), floats=False).dense(x, weight, None)
+    assert kernels.called == (["one_row"] if own else [])
+    torch.testing.assert_close(given, torch.nn.functional.linear(x, weight), atol=0.1, rtol=0)
+
+
+class Noting:
+    """The reference operators, with the names of those that were called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.called.append(name)
+        return getattr(reference, name)
