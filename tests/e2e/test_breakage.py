@@ -192,7 +192,7 @@ GRAPHS = [
         (["--hand", "torch"], FEW_KILLS),
         pytest.param(["--device", "deferred", "--lookahead", "0"], FEW_KILLS, marks=pytest.mark.slow),
         (["--device", "deferred", "--lookahead", "1"], FEW_KILLS),
-        ([*GRAPHS, "--chunked-prefill-size", "128"], FEW_KILLS),
+        pytest.param([*GRAPHS, "--chunked-prefill-size", "128"], FEW_KILLS, marks=pytest.mark.slow),
     ],
     ids=["rust", "torch", "deferred-0", "deferred-1", "graphs"],
 )

@@ -59,12 +59,15 @@ def settled(server: Server) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--hot-buffer-tokens", "16"),
+        pytest.param(("--hot-buffer-tokens", "16"), marks=pytest.mark.slow),
         ("--hot-buffer-tokens", "16", "--page-size", "4", "--lookahead", "0"),
         pytest.param(("--device", "deferred", "--hot-buffer-tokens", "16"), marks=pytest.mark.slow),
         pytest.param(("--device", "deferred", "--lookahead", "0"), marks=pytest.mark.slow),
-        ("--device", "deferred", "--attention-backend", "triton", "--hot-buffer-tokens", "16"),
-        ("--kv-save", "token", "--kv-save-order", "inline"),
+        pytest.param(
+            ("--device", "deferred", "--attention-backend", "triton", "--hot-buffer-tokens", "16"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--kv-save", "token", "--kv-save-order", "inline"), marks=pytest.mark.slow),
         pytest.param(
             ("--kv-save", "token", "--kv-save-order", "fence", "--device", "deferred"), marks=pytest.mark.slow
         ),
@@ -95,7 +98,7 @@ def test_tokens_do_not_depend_on_where_rows_are(
     settled(server)
 
 
-@pytest.mark.parametrize(("device", "kills"), [("cpu", 2), ("deferred", 1)])
+@pytest.mark.parametrize(("device", "kills"), [("cpu", 1), pytest.param("deferred", 1, marks=pytest.mark.slow)])
 def test_deaths_of_the_hand_under_load(
     serve: Serve, models: Models, family: str, expected: Expected, device: str, kills: int
 ) -> None:

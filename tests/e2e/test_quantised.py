@@ -36,7 +36,7 @@ def test_tokens_depend_on_the_request_alone(serve: Serve, models: Models, name: 
     assert server.http.get("/server_info").json()["config"]["quantization"] == quantization
 
 
-@pytest.mark.parametrize("hand", ["rust", "torch"])
+@pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_file_is_served_in_its_own_blocks(serve: Serve, models: Models, hand: str) -> None:
     model = models("smollm2")
     asked = [

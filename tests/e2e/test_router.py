@@ -190,7 +190,7 @@ def test_the_openai_client_sees_no_difference(simulated: Cluster, tiny: Model) -
     assert "x-forebay-load" not in wrong.headers
 
 
-@pytest.mark.parametrize("tokens_a_row", [1, 4])
+@pytest.mark.parametrize("tokens_a_row", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_nobody_notices_that_backends_die(simulated: Cluster, tiny: Model, tokens_a_row: int) -> None:
     alone = simulated.start(*simulated.arguments)
     alone.wait_for_health()
@@ -266,7 +266,7 @@ def killed_in_the_middle(cluster: Cluster, router: Server, path: str, body: Json
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"temperature": 0},
+        pytest.param({"temperature": 0}, marks=pytest.mark.slow),
         {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5},
         {"temperature": 0.9, "seed": 7, "guided_regex": WORDS},
     ],

@@ -47,12 +47,15 @@ def balanced(server: Server) -> None:
     [
         (),
         ("--lookahead", "0", "--page-size", "4"),
-        ("--hicache-write-policy", "write_through_selective"),
+        pytest.param(("--hicache-write-policy", "write_through_selective"), marks=pytest.mark.slow),
         ("--hicache-write-policy", "write_back", "--page-size", "4"),
         pytest.param(("--device", "deferred"), marks=pytest.mark.slow),
         ("--device", "deferred", "--lookahead", "0", "--hicache-write-policy", "write_back"),
-        ("--hicache-ratio", "0.5", "--hicache-prefetch-requests", "0", "--kv-copy-pages-per-step", "1"),
-        ("--preemption", "recompute"),
+        pytest.param(
+            ("--hicache-ratio", "0.5", "--hicache-prefetch-requests", "0", "--kv-copy-pages-per-step", "1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--preemption", "recompute"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -106,7 +109,7 @@ def test_a_second_turn_is_restored_and_told(serve: Serve, tiny: Model) -> None:
     balanced(server)
 
 
-@pytest.mark.parametrize("device", ["cpu", "deferred"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("deferred", marks=pytest.mark.slow)])
 def test_deaths_of_the_hand_under_load(serve: Serve, tiny: Model, expected: Expected, device: str) -> None:
     # Slow copies: whenever the hand dies, some are under way.
     slow = ("--debug-kv-copy-gbps", "0.05")
