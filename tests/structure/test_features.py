@@ -10,7 +10,15 @@ import pytest
 
 from tests.structure.repository import read
 
-PAGES = ["README.md", "docs/features.md", "docs/page.md", "docs/router.md", "docs/replicas.md", "docs/memory.md"]
+PAGES = [
+    "README.md",
+    "docs/features.md",
+    "docs/migrate.md",
+    "docs/page.md",
+    "docs/router.md",
+    "docs/replicas.md",
+    "docs/memory.md",
+]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])")
 ROUTE = re.compile(r"`(?:(?:GET|POST|DELETE) )?(/[a-z][\w/{}-]*)`")
 PARTS = {"/v1", "/v2"}
