@@ -123,6 +123,20 @@ pub enum ApiError {
         /// The request's id, as the client wrote it.
         id: String,
     },
+    /// The client has nothing with this name, or the server keeps nothing of the kind.
+    #[error("{reason}")]
+    NotKept {
+        /// The reason, in one line.
+        reason: String,
+        /// A machine-readable code.
+        code: &'static str,
+    },
+    /// Something else has to end first, or has ended.
+    #[error("{reason}")]
+    Conflict {
+        /// The reason, in one line.
+        reason: String,
+    },
     /// The API key is missing or wrong.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
@@ -345,9 +359,11 @@ impl ApiError {
             | Self::UnknownResponse { .. }
             | Self::UnknownItem { .. }
             | Self::UnknownRequest { .. }
+            | Self::NotKept { .. }
             | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
+            Self::Conflict { .. } => 409,
             Self::BodyTooLarge { .. }
             | Self::RequestTooLarge { .. }
             | Self::PayloadTooLarge { .. }
@@ -419,7 +435,8 @@ impl ApiError {
             Self::UnknownItem { .. } => Some("item_not_found"),
             Self::UnknownRequest { .. } => Some("request_not_found"),
             Self::Unauthorized => Some("invalid_api_key"),
-            Self::Forbidden { code, .. } => Some(code),
+            Self::Forbidden { code, .. } | Self::NotKept { code, .. } => Some(code),
+            Self::Conflict { .. } => Some("conflict"),
             Self::UnsupportedMediaType => Some("unsupported_media_type"),
             Self::UnsupportedEncoding { .. } => Some("unsupported_encoding"),
             Self::UnknownRoute { .. } => Some("unknown_url"),

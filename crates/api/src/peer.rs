@@ -16,6 +16,9 @@ pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
 /// The response header with the number of backends that died while they had the request. The
 /// request must not be sent again.
 pub const DEATHS_HEADER: &str = "x-forebay-deaths";
+/// The header of RFC 9218 by which a client ranks its requests, and the urgency that the standard
+/// keeps for work in the background.
+pub const BACKGROUND: (&str, &str) = ("priority", "u=7");
 /// The response header with a [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
 /// The response header with the name of a kept response. Clients continue from it.

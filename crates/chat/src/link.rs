@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
 use bytes::Bytes;
+use forebay_api::peer::BACKGROUND;
 use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
@@ -45,9 +46,6 @@ pub(crate) struct Link {
     /// True if other clients of the server go first.
     is_background: bool,
 }
-
-/// The header of RFC 9218 for work in the background.
-const BACKGROUND: (&str, &str) = ("priority", "u=7");
 
 impl Link {
     /// # Errors

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_api::{Access, GenerationDefaults};
+use forebay_batches::BatchConfig;
 use forebay_dialect::Dialect;
 use forebay_egress::EgressMode;
 use forebay_engine::{Namer, as_seconds};
@@ -97,6 +98,9 @@ pub struct ServerConfig {
     /// The bounds of kept responses, which clients get again or continue.
     #[serde(flatten)]
     pub responses: StoreConfig,
+    /// The store of files and batches; `None`: none are kept.
+    #[serde(flatten)]
+    pub batches: Option<BatchConfig>,
     /// True if there is a page at `/`.
     pub webui: bool,
     /// True if requests wait while the model loads. Otherwise they get an error.
@@ -134,6 +138,7 @@ impl Default for ServerConfig {
             egress: EgressMode::default(),
             stream_interval: 1,
             responses: StoreConfig::default(),
+            batches: None,
             webui: true,
             queue_while_loading: false,
             strict_params: false,

@@ -24,7 +24,9 @@
 mod access;
 mod alive;
 mod answer;
+mod batches;
 mod call;
+mod computing;
 mod config;
 mod constrain;
 mod cost;
@@ -56,6 +58,7 @@ mod wire;
 pub use config::{ModelInfo, ServerConfig, Sharing};
 pub use facts::ModelFacts;
 pub use forebay_api::Access;
+pub use forebay_batches::{BatchConfig, BatchStore};
 pub use forebay_egress::{
     Egress, EgressConfig, EgressMode, EgressSink, Engine, Metrics, Pooled, PooledSink, egress,
     pooled,

@@ -4,8 +4,10 @@ use std::io;
 use std::time::Duration;
 
 use forebay_http::{ConnectionSetup, Connections, Listener};
+use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
+use crate::computing;
 use crate::reserve::{self, RESERVE};
 use crate::routes;
 use crate::state::{AppState, Shared};
@@ -32,6 +34,7 @@ pub async fn serve(
     let state = state.shared();
     tracing::info!(limit = state.config.max_connections, "listening");
     let mut connections = connections(state)?;
+    let computing = state.batches.as_ref().map(|store| computing::start(store, state));
     connections.accept_until(&listener, shutdown).await;
 
     state.engine.drain();
@@ -60,6 +63,8 @@ pub async fn serve(
         }
     };
     connections.close(patience).await;
+    // What it has not answered is computed after the next start.
+    computing.iter().for_each(AbortHandle::abort);
     Ok(())
 }
 

@@ -13,6 +13,7 @@ use crate::peers::log::BlockLog;
 use crate::store::Store;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
+use forebay_batches::BatchStore;
 use forebay_egress::{Egress, Engine, Metrics};
 use forebay_engine::{Dtype, RequestId, Status};
 use forebay_http::{ByteBudget, Clients, Guard, HasClients, Keys};
@@ -43,6 +44,8 @@ pub struct ServerParts {
     pub metrics: Arc<Metrics>,
     /// The log that hears of the engines' prefix caches, if there are any.
     pub blocks: Option<BlockLog>,
+    /// The store of files and batches; `None`: none are kept.
+    pub batches: Option<Arc<BatchStore>>,
 }
 
 /// The state of a server.
@@ -79,6 +82,8 @@ pub(crate) struct Inner {
     pub(crate) book: Book,
     /// The content of the prefix caches.
     pub(crate) blocks: Option<BlockLog>,
+    /// The store of files and batches; `None`: none are kept.
+    pub(crate) batches: Option<Arc<BatchStore>>,
     next_id: AtomicU64,
 }
 
@@ -86,7 +91,7 @@ impl AppState {
     /// Puts the parts together.
     pub fn new(parts: ServerParts) -> Self {
         let ServerParts { config, info, guard, log_lines_dropped, model, engine, .. } = parts;
-        let ServerParts { text, intake, egress, metrics, blocks, .. } = parts;
+        let ServerParts { text, intake, egress, metrics, blocks, batches, .. } = parts;
         let clients = Clients::new(config.trusted_proxies.clone());
         let pixels = intake.pixel_bytes();
         let inner = Inner {
@@ -108,6 +113,7 @@ impl AppState {
             clients,
             book: Book::new(),
             blocks,
+            batches,
             next_id: AtomicU64::new(1),
         };
         Self(Arc::new(inner))

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
+use forebay_batches::{ANSWER, BatchRequest, LineFault};
 use http::header::RETRY_AFTER;
 use http::{HeaderMap, Method, StatusCode};
 use http_body_util::BodyExt;
@@ -12,8 +13,7 @@ use serde_json::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::sleep;
 
-use super::line::{Fault, Request};
-use super::{ANSWER, SMALL_ANSWER};
+use super::SMALL_ANSWER;
 use crate::link::{Connection, Link, refusal};
 
 /// The number of times that a request is sent to a server that does not answer, or says that it
@@ -51,7 +51,7 @@ impl Client {
     ///
     /// # Errors
     /// The server does not serve, or wants another key. Then no other request has an answer either.
-    pub(super) async fn ask(&self, request: &Request) -> Result<Result<Reply, Fault>> {
+    pub(super) async fn ask(&self, request: &BatchRequest) -> Result<Result<Reply, LineFault>> {
         let (mut tries, mut wait) = (0, FIRST_WAIT);
         loop {
             let (error, pause) = match self.try_once(request).await {
@@ -82,7 +82,7 @@ impl Client {
                     return Err(error);
                 }
                 let message = format!("no answer in {TRIES} tries: {error:#}");
-                return Ok(Err(Fault { code: "no_answer", message, param: None }));
+                return Ok(Err(LineFault { code: "no_answer", message, param: None }));
             }
             sleep(pause.unwrap_or(wait).min(LONGEST_WAIT)).await;
             wait = (wait * 2).min(LONGEST_WAIT);
@@ -95,7 +95,7 @@ impl Client {
         asked.is_ok_and(|(status, _)| !status.is_server_error())
     }
 
-    async fn try_once(&self, request: &Request) -> Result<Result<Reply, Fault>> {
+    async fn try_once(&self, request: &BatchRequest) -> Result<Result<Reply, LineFault>> {
         let mut connection = self.connection().await?;
         let body = Some(request.body.clone());
         let sent = self.link.send_on(&mut connection, Method::POST, request.path, body);
@@ -107,7 +107,7 @@ impl Client {
         let retry_after = retry_after.map(Duration::from_secs);
         let Some((body, large)) = self.whole(response.into_body()).await? else {
             let message = format!("the answer has more than {ANSWER} bytes");
-            return Ok(Err(Fault { code: "answer_too_large", message, param: None }));
+            return Ok(Err(LineFault { code: "answer_too_large", message, param: None }));
         };
         self.idle().push(connection);
         Ok(Ok(Reply { status, id, body, retry_after, large }))
@@ -214,9 +214,9 @@ mod tests {
             Self { client: Client::new(Link::unix(path)), counts, _folder: folder }
         }
 
-        async fn ask(&self) -> Result<Result<Reply, Fault>> {
+        async fn ask(&self) -> Result<Result<Reply, LineFault>> {
             let body = Bytes::from_static(b"{}");
-            self.client.ask(&Request { path: "/v1/completions", body }).await
+            self.client.ask(&BatchRequest { path: "/v1/completions", body }).await
         }
 
         fn count(&self, at: usize) -> usize {

@@ -5,11 +5,6 @@
 //! of a run has bounds, but for 16 bytes a request by which its name is known again.
 
 mod client;
-mod input;
-mod line;
-mod lines;
-mod names;
-mod output;
 mod progress;
 
 use std::future::{Future, pending};
@@ -21,6 +16,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use forebay_batches::{BatchAnswer, BatchInput, BatchLine, BatchOutput, BatchRequest};
 use http::{Method, StatusCode};
 use rustix::process::{Resource, getrlimit};
 use tokio::runtime::Builder;
@@ -30,9 +26,6 @@ use tokio::task::JoinSet;
 use tokio::time::interval;
 
 use self::client::{Client, Reply};
-use self::input::Input;
-use self::line::{Line, Request};
-use self::output::{Answer, Output};
 use self::progress::{Progress, REDRAW, Tally};
 use crate::link::Link;
 use crate::server::Started;
@@ -41,12 +34,8 @@ use crate::server::Started;
 const LINE: usize = 64 << 20;
 /// The bytes of requests that are sent at a time, beyond which no other line is read.
 const IN_FLIGHT: usize = 256 << 20;
-/// The largest number of bytes of an answer.
-const ANSWER: usize = 512 << 20;
 /// The largest number of bytes of an answer that is read beside others.
 const SMALL_ANSWER: usize = 1 << 20;
-/// The bytes of a line of the output that are not the answer: names, and the text of errors.
-const ENVELOPE: usize = 2 * LINE;
 /// The requests at a time where a server does not tell how many it runs.
 const UNKNOWN_SERVER: u64 = 64;
 /// The exit status of a run that has answered all requests, some with an error.
@@ -100,8 +89,8 @@ impl BatchArgs {
 /// A file cannot be read or written, the server cannot be reached, or a signal came. Answers that
 /// are written stay.
 pub fn run_batch(args: &BatchArgs, program: PathBuf) -> Result<ExitCode> {
-    let (output, answered) = Output::open(&args.output_file)?;
-    let input = Input::open(&args.input_file, answered.names)?;
+    let (output, answered) = BatchOutput::open(&args.output_file)?;
+    let input = BatchInput::open(&args.input_file, answered.names, LINE)?;
     let progress = Progress::new(input.size);
     let tally = Tally { answered: 0, errors: answered.errors };
     let mut run = Run { input, output, progress, tally };
@@ -118,8 +107,8 @@ pub fn run_batch(args: &BatchArgs, program: PathBuf) -> Result<ExitCode> {
 }
 
 struct Run {
-    input: Input,
-    output: Output,
+    input: BatchInput,
+    output: BatchOutput,
     progress: Progress,
     tally: Tally,
 }
@@ -187,19 +176,19 @@ impl Run {
     }
 
     /// The request of a line; `None`: the line is none, and its error is written.
-    fn take(&mut self, line: Line) -> Result<Option<Job>> {
+    fn take(&mut self, line: BatchLine) -> Result<Option<Job>> {
         let size = line.size();
-        let Line { number, name, request } = line;
+        let BatchLine { number, name, request } = line;
         match request {
             Ok(request) => Ok(Some(Job { number, name, request, size })),
             Err(fault) => {
-                self.write(&Answer::from_fault(number, name, fault))?;
+                self.write(&BatchAnswer::from_fault(number, name, fault))?;
                 Ok(None)
             }
         }
     }
 
-    fn write(&mut self, answer: &Answer) -> Result<()> {
+    fn write(&mut self, answer: &BatchAnswer) -> Result<()> {
         self.output.write(answer)?;
         self.tally.answered += 1;
         self.tally.errors += u64::from(answer.is_error());
@@ -248,13 +237,13 @@ impl Run {
 struct Job {
     number: u64,
     name: Option<String>,
-    request: Request,
+    request: BatchRequest,
     size: usize,
 }
 
 /// The answer of a request.
 struct Done {
-    answer: Answer,
+    answer: BatchAnswer,
     size: usize,
     /// Held until a large answer is written.
     _large: Option<OwnedSemaphorePermit>,
@@ -265,9 +254,9 @@ impl Job {
         let Self { number, name, request, size } = self;
         let (answer, large) = match client.ask(&request).await? {
             Ok(Reply { status, id, body, large, .. }) => {
-                (Answer::from_server(name, status.as_u16(), id, body), large)
+                (BatchAnswer::from_server(name, status.as_u16(), id, body), large)
             }
-            Err(fault) => (Answer::from_fault(number, name, fault), None),
+            Err(fault) => (BatchAnswer::from_fault(number, name, fault), None),
         };
         Ok(Done { answer, size, _large: large })
     }

@@ -4,9 +4,8 @@ use std::io::IsTerminal;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use forebay_batches::InputCounts;
 use indicatif::{ProgressBar, ProgressStyle};
-
-use super::input::Counts;
 
 /// The time between two looks.
 pub(super) const REDRAW: Duration = Duration::from_millis(250);
@@ -48,7 +47,7 @@ impl Progress {
     }
 
     /// Shows the numbers, if it is time.
-    pub(super) fn show(&mut self, counts: &Counts, tally: Tally, running: usize) {
+    pub(super) fn show(&mut self, counts: &InputCounts, tally: Tally, running: usize) {
         let bytes = counts.bytes.load(Ordering::Relaxed);
         let text = line(tally, counts.before.load(Ordering::Relaxed), running);
         if let Some(bar) = &self.bar {

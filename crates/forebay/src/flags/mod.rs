@@ -2,6 +2,7 @@
 //! `resolve`.
 
 mod access;
+mod batches;
 mod dialect;
 mod duration;
 pub(crate) mod foreign;
@@ -27,6 +28,7 @@ use forebay_hand::MAX_ARENA_BYTES;
 use forebay_server::ServerConfig;
 
 pub(crate) use self::access::{AccessFlags, access, keys, visible_keys};
+pub(crate) use self::batches::BatchFlags;
 pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::duration::seconds;
 pub(crate) use self::grammar::GrammarFlags;
@@ -64,6 +66,8 @@ pub(crate) struct ServeFlags {
     pub(crate) sharing: SharingFlags,
     #[command(flatten)]
     pub(crate) responses: ResponseFlags,
+    #[command(flatten)]
+    pub(crate) batches: BatchFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]

@@ -1,12 +1,14 @@
 //! The server of HTTP clients, from its first connection to its end.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use forebay_engine::Status;
 use forebay_replicas::Replicas;
-use forebay_server::{AppState, HealthThread, Intake, IntakeMode, ModelInfo, ServerParts};
+use forebay_server::{
+    AppState, BatchConfig, BatchStore, HealthThread, Intake, IntakeMode, ModelInfo, ServerParts,
+};
 use tracing::info;
 
 use super::engines::Engines;
@@ -64,6 +66,7 @@ impl Server {
             images.decoding_bytes(settings.intake_threads.into(), bytes)
         });
         let (arena, queue) = (engines.arena.clone(), resolved.engine.max_queued_requests);
+        let batches = settings.server.batches.as_ref().map(open_batches).transpose()?;
         Ok(Self(AppState::new(ServerParts {
             config: settings.server.clone(),
             info: serde_json::to_value(resolved)?,
@@ -76,6 +79,7 @@ impl Server {
             egress: outputs.egress,
             metrics: outputs.metrics,
             blocks: outputs.blocks,
+            batches,
         })))
     }
 
@@ -180,4 +184,11 @@ async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String)
         device.simulated.as_ref(),
         &(choice.line() + &blocks + &samples),
     ))
+}
+
+fn open_batches(config: &BatchConfig) -> Result<Arc<BatchStore>> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let store = BatchStore::open(config.clone(), now);
+    let store = store.with_context(|| format!("--batch-dir {}", config.batch_dir.display()))?;
+    Ok(Arc::new(store))
 }

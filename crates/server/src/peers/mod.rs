@@ -21,8 +21,9 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use forebay_api::ApiError;
 use forebay_api::peer::{
-    BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER,
-    RouterTag, STREAM_HEADER, StreamName, encode_blocks, read_ids, sample_blocks, write_comment,
+    BACKGROUND, BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER,
+    ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER, StreamName, encode_blocks, read_ids,
+    sample_blocks, write_comment,
 };
 use forebay_egress::{Delta, EventEncoder, Tally};
 use forebay_http::{ClientId, KeyId};
@@ -69,17 +70,13 @@ pub(crate) struct Peer {
     background: bool,
 }
 
-/// The header of RFC 9218 by which a client ranks its requests.
-const PRIORITY_HEADER: &str = "priority";
-/// The urgency that the standard keeps for work in the background.
-const BACKGROUND: &str = "u=7";
-
 /// True if a request is for work in the background.
 fn is_background(headers: &HeaderMap) -> bool {
-    let lines = headers.get_all(PRIORITY_HEADER).iter().filter_map(|line| line.to_str().ok());
+    let (name, background) = BACKGROUND;
+    let lines = headers.get_all(name).iter().filter_map(|line| line.to_str().ok());
     // Of several, the last one counts.
     let mut urgency = lines.flat_map(|line| line.split(',')).map(str::trim);
-    urgency.rfind(|item| item.starts_with("u=")) == Some(BACKGROUND)
+    urgency.rfind(|item| item.starts_with("u=")) == Some(background)
 }
 
 impl FromRequestParts<Shared> for Peer {

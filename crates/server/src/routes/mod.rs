@@ -1,9 +1,11 @@
 //! The routes, and the layers around all of them.
 
 mod admitted;
+mod batches;
 mod chat;
 mod completions;
 mod embeddings;
+mod files;
 mod generate;
 pub(crate) mod info;
 mod layers;
@@ -22,7 +24,7 @@ mod tokenize;
 mod wording;
 
 use axum::Router;
-use axum::extract::Request;
+use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::{Method, Uri};
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{get, post};
@@ -47,11 +49,8 @@ use layers::{
 /// All routes. Health and metrics need no key.
 pub(crate) fn router(state: Shared) -> Router {
     let talk = || from_fn_with_state(state.clone(), talk);
-    let keyed = generation(&state)
-        .merge(models())
-        .layer(talk())
-        .layer(from_fn_with_state(state.clone(), hold))
-        .layer(from_fn_with_state(state.clone(), check_key));
+    let keyed = computing(&state);
+    let stored = stored().layer(from_fn_with_state(state.clone(), check_key));
     let admin =
         administration().layer(talk()).layer(from_fn_with_state(state.clone(), check_admin));
     let loads = Router::new()
@@ -68,6 +67,7 @@ pub(crate) fn router(state: Shared) -> Router {
     let routes = Router::new()
         .merge(page)
         .merge(keyed.layer(from_fn(check_type)))
+        .merge(stored.layer(from_fn(check_type)))
         .merge(admin.layer(from_fn(check_type)))
         .merge(loads)
         .merge(blocks)
@@ -83,6 +83,40 @@ pub(crate) fn router(state: Shared) -> Router {
         .layer(from_fn(name_request))
         .with_state(state);
     below(routes, root)
+}
+
+/// The routes that compute, for requests that the server makes itself.
+pub(crate) fn computed(state: &Shared) -> Router {
+    computing(state)
+        .fallback(unknown_route)
+        .layer(from_fn(ignored::tell))
+        .layer(from_fn(contain))
+        .layer(from_fn(tell_errors))
+        .layer(from_fn_with_state(state.clone(), count))
+        .layer(from_fn(name_request))
+        .with_state(state.clone())
+}
+
+/// Routes of the model, for clients with a key.
+fn computing(state: &Shared) -> Router<Shared> {
+    generation(state)
+        .merge(models())
+        .layer(from_fn_with_state(state.clone(), talk))
+        .layer(from_fn_with_state(state.clone(), hold))
+        .layer(from_fn_with_state(state.clone(), check_key))
+}
+
+/// Routes of files and batches.
+fn stored() -> Router<Shared> {
+    Router::new()
+        .route("/v1/files", post(files::upload).get(files::list))
+        .route("/v1/files/{id}", get(files::retrieve).delete(files::delete))
+        .route("/v1/files/{id}/content", get(files::content))
+        .route("/v1/batches", post(batches::create).get(batches::list))
+        .route("/v1/batches/{id}", get(batches::retrieve))
+        .route("/v1/batches/{id}/cancel", post(batches::cancel))
+        // A file is bounded by its own flag, as it is written.
+        .layer(DefaultBodyLimit::disable())
 }
 
 /// Routes of a model that generates.

@@ -558,6 +558,7 @@ impl TestServer {
             egress,
             metrics,
             blocks: None,
+            batches: None,
         });
         let (shutdown, stop) = oneshot::channel::<()>();
         let (hurry, hurried) = oneshot::channel::<()>();

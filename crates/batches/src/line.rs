@@ -5,7 +5,7 @@ use forebay_api::ROUTES;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::lines::Text;
+use crate::lines::Text;
 
 /// Routes that stream an answer unless they are told not to.
 const STREAMED: [&str; 2] = ["/api/chat", "/api/generate"];
@@ -14,40 +14,55 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// A line with something in it.
 #[derive(Debug, PartialEq)]
-pub(super) struct Line {
+pub struct BatchLine {
     /// The number of the line in the file.
-    pub(super) number: u64,
+    pub number: u64,
     /// The `custom_id`.
-    pub(super) name: Option<String>,
-    pub(super) request: Result<Request, Fault>,
+    pub name: Option<String>,
+    /// The request, or the fault of the line.
+    pub request: Result<BatchRequest, LineFault>,
 }
 
 /// A request, as it is sent.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Request {
-    pub(super) path: &'static str,
-    pub(super) body: Bytes,
+pub struct BatchRequest {
+    /// The route.
+    pub path: &'static str,
+    /// The body as it stands.
+    pub body: Bytes,
 }
 
 /// The reason why a line has no answer of a server.
 #[derive(Debug, PartialEq)]
-pub(super) struct Fault {
+pub struct LineFault {
     /// For programs, as OpenAI has it where it has one.
-    pub(super) code: &'static str,
-    pub(super) message: String,
+    pub code: &'static str,
+    /// One sentence.
+    pub message: String,
     /// The field.
-    pub(super) param: Option<&'static str>,
+    pub param: Option<&'static str>,
 }
 
-impl Fault {
+impl LineFault {
     fn of(code: &'static str, param: &'static str, message: impl Into<String>) -> Self {
         Self { code, message: message.into(), param: Some(param) }
     }
 
     /// The fault of a line whose name another line had before.
-    pub(super) fn repeated(name: &str) -> Self {
+    pub fn repeated(name: &str) -> Self {
         let message = format!("`custom_id`: a line before this one is named {name:?} too");
         Self::of("duplicate_custom_id", "custom_id", message)
+    }
+
+    /// The fault of a line of a batch for another route.
+    pub(crate) fn other_route(endpoint: &str) -> Self {
+        Self::of("mismatched_url", "url", format!("`url`: the batch is for {endpoint}"))
+    }
+
+    /// The fault of a request whose batch had no time left for it.
+    pub(crate) fn expired() -> Self {
+        let message = "the batch's completion window was over".to_owned();
+        Self { code: "batch_expired", message, param: None }
     }
 
     fn too_long(bytes: u64) -> Self {
@@ -77,18 +92,18 @@ struct Form<'a> {
     background: Option<&'a RawValue>,
 }
 
-impl Line {
+impl BatchLine {
     /// Reads a line; `None`: it is empty.
-    pub(super) fn parse(text: &Text<'_>) -> Option<Self> {
+    pub(crate) fn parse(text: &Text<'_>) -> Option<Self> {
         let number = text.number;
         let fault = |fault| Some(Self { number, name: None, request: Err(fault) });
-        let Some(bytes) = text.bytes else { return fault(Fault::too_long(text.length)) };
+        let Some(bytes) = text.bytes else { return fault(LineFault::too_long(text.length)) };
         let unmarked = bytes.strip_prefix(BYTE_ORDER_MARK).filter(|_| number == 1);
         let bytes = unmarked.unwrap_or(bytes).trim_ascii();
         if bytes.is_empty() {
             return None;
         }
-        let invalid = |message| Fault { code: "invalid_json_line", message, param: None };
+        let invalid = |message| LineFault { code: "invalid_json_line", message, param: None };
         if bytes[0] != b'{' {
             return fault(invalid("a line is a JSON object".into()));
         }
@@ -104,40 +119,41 @@ impl Line {
     }
 
     /// The bytes that the line takes while it is answered.
-    pub(super) fn size(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.request.as_ref().map_or(0, |request| request.body.len())
     }
 }
 
-fn text_of(field: Option<&RawValue>, name: &'static str) -> Result<String, Fault> {
+fn text_of(field: Option<&RawValue>, name: &'static str) -> Result<String, LineFault> {
     let field = field.ok_or_else(|| {
-        Fault::of("missing_required_parameter", name, format!("`{name}` is missing"))
+        LineFault::of("missing_required_parameter", name, format!("`{name}` is missing"))
     })?;
-    serde_json::from_str(field.get())
-        .map_err(|_| Fault::of("invalid_value", name, format!("`{name}`: a string is expected")))
+    serde_json::from_str(field.get()).map_err(|_| {
+        LineFault::of("invalid_value", name, format!("`{name}`: a string is expected"))
+    })
 }
 
-fn request(fields: &Fields<'_>) -> Result<Request, Fault> {
+fn request(fields: &Fields<'_>) -> Result<BatchRequest, LineFault> {
     if fields.method.is_some() && text_of(fields.method, "method")? != "POST" {
-        return Err(Fault::of("invalid_method", "method", "`method`: POST is expected"));
+        return Err(LineFault::of("invalid_method", "method", "`method`: POST is expected"));
     }
     let url = text_of(fields.url, "url")?;
     let Some(route) = ROUTES.iter().find(|route| route.path == url) else {
         let message = format!("`url`: {url:?} is no route for a batch, as /v1/chat/completions is");
-        return Err(Fault::of("invalid_url", "url", message));
+        return Err(LineFault::of("invalid_url", "url", message));
     };
     let body = fields.body.filter(|body| body.get().starts_with('{'));
     let body = body
-        .ok_or_else(|| Fault::of("invalid_value", "body", "`body`: an object is expected"))?
+        .ok_or_else(|| LineFault::of("invalid_value", "body", "`body`: an object is expected"))?
         .get();
     let form: Form<'_> = serde_json::from_str(body)
-        .map_err(|error| Fault::of("invalid_value", "body", format!("`body`: {error}")))?;
+        .map_err(|error| LineFault::of("invalid_value", "body", format!("`body`: {error}")))?;
     let stream = form.stream.map_or(STREAMED.contains(&route.path), is_true);
     if stream || form.background.is_some_and(is_true) {
         let message = "`body`: the answer comes in one piece: no `stream`, no `background`";
-        return Err(Fault::of("invalid_value", "body", message));
+        return Err(LineFault::of("invalid_value", "body", message));
     }
-    Ok(Request { path: route.path, body: Bytes::copy_from_slice(body.as_bytes()) })
+    Ok(BatchRequest { path: route.path, body: Bytes::copy_from_slice(body.as_bytes()) })
 }
 
 fn is_true(value: &RawValue) -> bool {
@@ -150,9 +166,9 @@ mod tests {
 
     use super::*;
 
-    fn parse(line: &[u8]) -> Option<Line> {
+    fn parse(line: &[u8]) -> Option<BatchLine> {
         let length = line.len() as u64;
-        Line::parse(&Text { number: 1, bytes: Some(line), length, ended: true })
+        BatchLine::parse(&Text { number: 1, bytes: Some(line), length, ended: true })
     }
 
     fn fault(line: &Value) -> (Option<String>, &'static str, Option<&'static str>) {
@@ -166,9 +182,9 @@ mod tests {
         let body = br#"{"model":"m",  "n": 1.0, "stream":false}"#;
         let head = br#"{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": "#;
         let line = parse(&[BYTE_ORDER_MARK, head, body, b"}\r"].concat()).unwrap();
-        let request = Request { path: "/v1/completions", body: Bytes::from_static(body) };
+        let request = BatchRequest { path: "/v1/completions", body: Bytes::from_static(body) };
         assert_eq!(line.size(), body.len());
-        assert_eq!(line, Line { number: 1, name: Some("a".into()), request: Ok(request) });
+        assert_eq!(line, BatchLine { number: 1, name: Some("a".into()), request: Ok(request) });
         assert_eq!(parse(b" \r"), None);
         // Where a client leaves the method out, it can mean one thing only.
         let short = json!({"custom_id": "a\n", "url": "/v1/embeddings", "body": {}});
@@ -202,7 +218,8 @@ mod tests {
             let line = parse(text).unwrap();
             assert_eq!((line.name, line.request.unwrap_err().code), (None, "invalid_json_line"));
         }
-        let long = Line::parse(&Text { number: 9, bytes: None, length: 70, ended: true }).unwrap();
+        let long =
+            BatchLine::parse(&Text { number: 9, bytes: None, length: 70, ended: true }).unwrap();
         assert_eq!((long.number, long.request.unwrap_err().code), (9, "line_too_long"));
     }
 }

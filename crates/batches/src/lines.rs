@@ -3,7 +3,7 @@
 use std::io::{BufRead, ErrorKind, Result};
 
 /// Reads lines. One that is longer than the bound is passed over.
-pub(super) struct Lines<R> {
+pub(crate) struct Lines<R> {
     reader: R,
     buffer: Vec<u8>,
     longest: usize,
@@ -11,25 +11,25 @@ pub(super) struct Lines<R> {
 }
 
 /// A line.
-pub(super) struct Text<'a> {
+pub(crate) struct Text<'a> {
     /// The number of the line, from 1.
-    pub(super) number: u64,
+    pub(crate) number: u64,
     /// The line without its end; `None`: it is too long.
-    pub(super) bytes: Option<&'a [u8]>,
+    pub(crate) bytes: Option<&'a [u8]>,
     /// The bytes that the line takes in the file.
-    pub(super) length: u64,
+    pub(crate) length: u64,
     /// True if the line has its end.
-    pub(super) ended: bool,
+    pub(crate) ended: bool,
 }
 
 impl<R: BufRead> Lines<R> {
     /// The lines of `reader`, of at most `longest` bytes.
-    pub(super) fn new(reader: R, longest: usize) -> Self {
+    pub(crate) fn new(reader: R, longest: usize) -> Self {
         Self { reader, buffer: Vec::new(), longest, number: 0 }
     }
 
     /// The next line; `None` at the end.
-    pub(super) fn next(&mut self) -> Result<Option<Text<'_>>> {
+    pub(crate) fn next(&mut self) -> Result<Option<Text<'_>>> {
         self.buffer.clear();
         let (mut length, mut ended) = (0, false);
         while !ended {

@@ -10,38 +10,39 @@ use std::thread;
 use anyhow::{Context, Result};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-use super::LINE;
-use super::line::{Fault, Line};
-use super::lines::Lines;
-use super::names::{Before, Identity, Names};
+use crate::line::{BatchLine, LineFault};
+use crate::lines::Lines;
+use crate::names::{BatchNames, LineIdentity, SeenBefore};
 
 /// The name of the input that is read from standard input.
 const STDIN: &str = "-";
 
 /// The numbers of the input so far.
 #[derive(Debug, Default)]
-pub(super) struct Counts {
+pub struct InputCounts {
     /// The bytes that were read.
-    pub(super) bytes: AtomicU64,
+    pub bytes: AtomicU64,
     /// The requests that had an answer before.
-    pub(super) before: AtomicU64,
+    pub before: AtomicU64,
 }
 
 /// A file that a thread reads, which waits until somebody takes a line.
 #[derive(Debug)]
-pub(super) struct Input {
-    lines: Receiver<IoResult<Line>>,
-    pub(super) counts: Arc<Counts>,
+pub struct BatchInput {
+    lines: Receiver<IoResult<BatchLine>>,
+    /// The numbers so far.
+    pub counts: Arc<InputCounts>,
     /// The bytes of the file; `None`: nobody can tell.
-    pub(super) size: Option<u64>,
+    pub size: Option<u64>,
 }
 
-impl Input {
-    /// Opens the file, or standard input. Requests with an answer in `names` are left out.
+impl BatchInput {
+    /// Opens the file, or standard input. Requests with an answer in `names` are left out. A line
+    /// of more than `longest` bytes is passed over.
     ///
     /// # Errors
     /// It cannot be read.
-    pub(super) fn open(path: &Path, names: Names) -> Result<Self> {
+    pub fn open(path: &Path, names: BatchNames, longest: usize) -> Result<Self> {
         let (reader, size): (Box<dyn BufRead + Send>, _) = if path == Path::new(STDIN) {
             (Box::new(BufReader::new(stdin())), None)
         } else {
@@ -50,24 +51,24 @@ impl Input {
             (Box::new(BufReader::new(file)), facts.is_file().then_some(facts.len()))
         };
         let (sender, lines) = channel(1);
-        let counts = Arc::<Counts>::default();
+        let counts = Arc::<InputCounts>::default();
         let reading = Reading { names, counts: Arc::clone(&counts), sender };
         thread::Builder::new()
             .name("batch-input".into())
-            .spawn(move || reading.read(Lines::new(reader, LINE)))?;
+            .spawn(move || reading.read(Lines::new(reader, longest)))?;
         Ok(Self { lines, counts, size })
     }
 
     /// The next line that needs an answer; `None` at the end.
-    pub(super) async fn next(&mut self) -> Option<IoResult<Line>> {
+    pub async fn next(&mut self) -> Option<IoResult<BatchLine>> {
         self.lines.recv().await
     }
 }
 
 struct Reading {
-    names: Names,
-    counts: Arc<Counts>,
-    sender: Sender<IoResult<Line>>,
+    names: BatchNames,
+    counts: Arc<InputCounts>,
+    sender: Sender<IoResult<BatchLine>>,
 }
 
 impl Reading {
@@ -76,7 +77,7 @@ impl Reading {
             let line = match lines.next() {
                 Ok(Some(text)) => {
                     self.counts.bytes.fetch_add(text.length, Ordering::Relaxed);
-                    Line::parse(&text)
+                    BatchLine::parse(&text)
                 }
                 Ok(None) => return,
                 Err(error) => {
@@ -93,17 +94,17 @@ impl Reading {
     }
 
     /// A line as it has to be answered; `None`: it has its answer.
-    fn unanswered(&mut self, mut line: Line) -> Option<Line> {
+    fn unanswered(&mut self, mut line: BatchLine) -> Option<BatchLine> {
         let mut answered = false;
         if let Some(name) = &line.name {
             match self.names.add_request(name) {
-                Before::Nothing => {}
-                Before::Answer => answered = true,
-                Before::Request => line.request = Err(Fault::repeated(name)),
+                SeenBefore::Nothing => {}
+                SeenBefore::Answer => answered = true,
+                SeenBefore::Request => line.request = Err(LineFault::repeated(name)),
             }
         }
         if line.request.is_err() {
-            answered |= self.names.has_answer(Identity::Line(line.number));
+            answered |= self.names.has_answer(LineIdentity::Line(line.number));
         }
         if answered {
             self.counts.before.fetch_add(1, Ordering::Relaxed);
@@ -117,15 +118,18 @@ impl Reading {
 mod tests {
     use super::*;
 
-    fn unanswered(text: &str, names: Names) -> Vec<(u64, Option<String>, Option<&'static str>)> {
+    fn unanswered(
+        text: &str,
+        names: BatchNames,
+    ) -> Vec<(u64, Option<String>, Option<&'static str>)> {
         let (sender, mut lines) = channel(16);
-        let counts = Arc::<Counts>::default();
+        let counts = Arc::<InputCounts>::default();
         let reading = Reading { names, counts: Arc::clone(&counts), sender };
         reading.read(Lines::new(text.as_bytes(), 100));
         assert_eq!(counts.bytes.load(Ordering::Relaxed), text.len() as u64);
         let mut found = Vec::new();
         while let Ok(line) = lines.try_recv() {
-            let Line { number, name, request } = line.unwrap();
+            let BatchLine { number, name, request } = line.unwrap();
             found.push((number, name, request.err().map(|fault| fault.code)));
         }
         found
@@ -141,7 +145,7 @@ mod tests {
         let second = named(4, "a", Some("duplicate_custom_id"));
         let (invalid, long) = (Some("invalid_json_line"), Some("line_too_long"));
         assert_eq!(
-            unanswered(&text, Names::default()),
+            unanswered(&text, BatchNames::default()),
             [
                 named(1, "a", None),
                 named(3, "b", None),
@@ -151,14 +155,14 @@ mod tests {
             ]
         );
         // The error of the second `a` came before a kill, and the answer of the first did not.
-        let mut names = Names::default();
-        names.add_answer(Identity::Line(4));
-        names.add_answer(Identity::Line(5));
-        names.add_answer(Identity::Name("b"));
+        let mut names = BatchNames::default();
+        names.add_answer(LineIdentity::Line(4));
+        names.add_answer(LineIdentity::Line(5));
+        names.add_answer(LineIdentity::Name("b"));
         assert_eq!(unanswered(&text, names), [named(1, "a", None), (6, None, long)]);
         // The other way round.
-        let mut names = Names::default();
-        names.add_answer(Identity::Name("a"));
+        let mut names = BatchNames::default();
+        names.add_answer(LineIdentity::Name("a"));
         let rest = [named(3, "b", None), second, (5, None, invalid), (6, None, long)];
         assert_eq!(unanswered(&text, names), rest);
     }

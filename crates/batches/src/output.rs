@@ -8,17 +8,17 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::line::Fault;
-use super::lines::Lines;
-use super::names::{Identity, Names};
-use super::{ANSWER, ENVELOPE};
+use crate::line::LineFault;
+use crate::lines::Lines;
+use crate::names::{BatchNames, LineIdentity};
+use crate::{ANSWER, ENVELOPE};
 
 /// The beginning of every line that is written here.
 const BEGINNING: &[u8] = b"{\"id\":\"batch_req_";
 
 /// A line of the file, in OpenAI's shape.
 #[derive(Debug, Serialize)]
-pub(super) struct Answer {
+pub struct BatchAnswer {
     id: String,
     custom_id: Option<String>,
     response: Option<Response>,
@@ -48,9 +48,9 @@ struct Error {
     line: u64,
 }
 
-impl Answer {
+impl BatchAnswer {
     /// The answer of a server to the request `name`.
-    pub(super) fn from_server(
+    pub fn from_server(
         name: Option<String>,
         status_code: u16,
         request_id: Option<String>,
@@ -62,8 +62,8 @@ impl Answer {
     }
 
     /// The answer to a line that no server answers.
-    pub(super) fn from_fault(number: u64, name: Option<String>, fault: Fault) -> Self {
-        let Fault { code, message, param } = fault;
+    pub fn from_fault(number: u64, name: Option<String>, fault: LineFault) -> Self {
+        let LineFault { code, message, param } = fault;
         let error = Error { code, message, param, line: number };
         Self {
             id: format!("batch_req_line_{number}"),
@@ -73,8 +73,18 @@ impl Answer {
         }
     }
 
+    /// The line of the answer, with its end.
+    ///
+    /// # Errors
+    /// It cannot be written as JSON.
+    pub fn to_line(&self) -> Result<Vec<u8>> {
+        let mut line = serde_json::to_vec(self)?;
+        line.push(b'\n');
+        Ok(line)
+    }
+
     /// True if the answer is an error.
-    pub(super) fn is_error(&self) -> bool {
+    pub fn is_error(&self) -> bool {
         self.response.as_ref().is_none_or(|response| is_refusal(response.status_code))
     }
 }
@@ -126,13 +136,13 @@ struct StoredError {
 }
 
 impl Stored {
-    fn identity(&self) -> Result<Identity<'_>> {
+    fn identity(&self) -> Result<LineIdentity<'_>> {
         if self.response.is_none() && self.error.is_none() {
             bail!("it has neither `response` nor `error`");
         }
         match (self.error.as_ref().and_then(|error| error.line), &self.custom_id) {
-            (Some(line), _) => Ok(Identity::Line(line)),
-            (None, Some(name)) => Ok(Identity::Name(name)),
+            (Some(line), _) => Ok(LineIdentity::Line(line)),
+            (None, Some(name)) => Ok(LineIdentity::Name(name)),
             (None, None) => bail!("it has no `custom_id`"),
         }
     }
@@ -144,35 +154,40 @@ impl Stored {
 
 /// The open file.
 #[derive(Debug)]
-pub(super) struct Output {
+pub struct BatchOutput {
     file: File,
 }
 
 /// The answers that a file has.
 #[derive(Debug, Default)]
-pub(super) struct Answered {
-    pub(super) names: Names,
-    /// The number of errors.
-    pub(super) errors: u64,
+pub struct AnsweredLines {
+    /// The requests that have an answer.
+    pub names: BatchNames,
+    /// The number of answers.
+    pub count: u64,
+    /// The number of those that are errors.
+    pub errors: u64,
+    /// The bytes of the file.
+    pub bytes: u64,
 }
 
-impl Output {
+impl BatchOutput {
     /// Opens the file, and cuts off a last line that a kill has left unfinished.
     ///
     /// # Errors
     /// It cannot be written, another process writes it, or a line is no answer. Then nothing in it
     /// has changed.
-    pub(super) fn open(path: &Path) -> Result<(Self, Answered)> {
+    pub fn open(path: &Path) -> Result<(Self, AnsweredLines)> {
         Self::read(path).with_context(|| path.display().to_string())
     }
 
-    fn read(path: &Path) -> Result<(Self, Answered)> {
+    fn read(path: &Path) -> Result<(Self, AnsweredLines)> {
         let mut file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
         // Some file systems have no locks.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             bail!("another process writes to it");
         }
-        let (mut answered, mut end, mut ended) = (Answered::default(), 0, true);
+        let (mut answered, mut end, mut ended) = (AnsweredLines::default(), 0, true);
         let mut lines = Lines::new(BufReader::new(&file), ANSWER + ENVELOPE);
         while let Some(text) = lines.next()? {
             let bytes = text.bytes.context("a line is too long for an answer")?;
@@ -193,7 +208,9 @@ impl Output {
         }
         if !ended {
             file.write_all(b"\n")?;
+            end += 1;
         }
+        answered.bytes = end;
         Ok((Self { file }, answered))
     }
 
@@ -201,17 +218,24 @@ impl Output {
     ///
     /// # Errors
     /// It cannot be written. A part of it may be in the file, which the next run cuts off.
-    pub(super) fn write(&mut self, answer: &Answer) -> Result<()> {
-        let mut line = serde_json::to_vec(answer)?;
-        line.push(b'\n');
-        self.file.write_all(&line).context("the output")
+    pub fn write(&mut self, answer: &BatchAnswer) -> Result<()> {
+        self.write_line(&answer.to_line()?)
+    }
+
+    /// Adds an answer that is a line already.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub fn write_line(&mut self, line: &[u8]) -> Result<()> {
+        self.file.write_all(line).context("the output")
     }
 }
 
-impl Answered {
+impl AnsweredLines {
     fn add(&mut self, line: &[u8]) -> Result<()> {
         let stored: Stored = serde_json::from_slice(line)?;
         self.names.add_answer(stored.identity()?);
+        self.count += 1;
         self.errors += u64::from(stored.is_error());
         Ok(())
     }
@@ -226,11 +250,11 @@ fn is_begun(line: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    fn answer(name: &str, body: &str) -> Answer {
-        Answer::from_server(Some(name.into()), 200, Some("x".into()), body.into())
+    fn answer(name: &str, body: &str) -> BatchAnswer {
+        BatchAnswer::from_server(Some(name.into()), 200, Some("x".into()), body.into())
     }
 
-    fn written(answer: &Answer) -> String {
+    fn written(answer: &BatchAnswer) -> String {
         String::from_utf8(serde_json::to_vec(answer).unwrap()).unwrap()
     }
 
@@ -242,9 +266,9 @@ mod tests {
         );
         assert!(written(&answer("a", "{\n \"n\": 1\r\n}")).contains(r#""body":{"n":1}"#));
         assert!(written(&answer("a", "busy\n")).contains(r#""body":"busy\n""#));
-        let fault = Fault { code: "invalid_json_line", message: "why".into(), param: None };
+        let fault = LineFault { code: "invalid_json_line", message: "why".into(), param: None };
         assert_eq!(
-            written(&Answer::from_fault(3, None, fault)),
+            written(&BatchAnswer::from_fault(3, None, fault)),
             r#"{"id":"batch_req_line_3","custom_id":null,"response":null,"error":{"code":"invalid_json_line","message":"why","param":null,"line":3}}"#
         );
     }
@@ -253,8 +277,8 @@ mod tests {
     fn a_later_run_goes_on_wherever_the_first_was_killed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out.jsonl");
-        let (mut first, _) = Output::open(&path).unwrap();
-        assert!(Output::open(&path).unwrap_err().root_cause().to_string().contains("another"));
+        let (mut first, _) = BatchOutput::open(&path).unwrap();
+        assert!(BatchOutput::open(&path).unwrap_err().root_cause().to_string().contains("another"));
         for name in ["a", "b"] {
             first.write(&answer(name, "{}")).unwrap();
         }
@@ -262,11 +286,11 @@ mod tests {
         let whole = std::fs::read(&path).unwrap();
         for cut in 0..=whole.len() {
             std::fs::write(&path, &whole[..cut]).unwrap();
-            let (mut again, answered) = Output::open(&path).unwrap();
+            let (mut again, answered) = BatchOutput::open(&path).unwrap();
             let half = whole.len() / 2;
             // The end of a line is no part of an answer.
             for (name, end) in [("a", half), ("b", whole.len())] {
-                let has = answered.names.has_answer(Identity::Name(name));
+                let has = answered.names.has_answer(LineIdentity::Name(name));
                 assert_eq!(has, cut >= end - 1, "{name} of {cut} bytes");
                 if !has {
                     again.write(&answer(name, "{}")).unwrap();
@@ -290,7 +314,7 @@ mod tests {
             format!("{answer}\n{{\n"),
         ] {
             std::fs::write(&path, &text).unwrap();
-            assert!(Output::open(&path).is_err(), "{text}");
+            assert!(BatchOutput::open(&path).is_err(), "{text}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
         }
     }
@@ -299,16 +323,16 @@ mod tests {
     fn errors_of_an_earlier_run_count() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out.jsonl");
-        let (mut first, _) = Output::open(&path).unwrap();
-        let refused = Answer::from_server(Some("a".into()), 400, None, b"{}".to_vec());
-        let fault = Answer::from_fault(4, Some("b".into()), Fault::repeated("b"));
+        let (mut first, _) = BatchOutput::open(&path).unwrap();
+        let refused = BatchAnswer::from_server(Some("a".into()), 400, None, b"{}".to_vec());
+        let fault = BatchAnswer::from_fault(4, Some("b".into()), LineFault::repeated("b"));
         for answer in [&answer("b", "{}"), &refused, &fault] {
             first.write(answer).unwrap();
         }
         assert!(refused.is_error() && fault.is_error() && !answer("b", "{}").is_error());
         drop(first);
-        let (_, answered) = Output::open(&path).unwrap();
+        let (_, answered) = BatchOutput::open(&path).unwrap();
         assert_eq!(answered.errors, 2);
-        assert!(answered.names.has_answer(Identity::Line(4)));
+        assert!(answered.names.has_answer(LineIdentity::Line(4)));
     }
 }

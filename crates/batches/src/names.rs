@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 /// The thing by which a line of the output belongs to one of the input.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Identity<'a> {
+pub enum LineIdentity<'a> {
     /// The `custom_id` of a request.
     Name(&'a str),
     /// The number of a line that is no request. It has no name, or another line has it too.
@@ -13,7 +13,8 @@ pub(super) enum Identity<'a> {
 
 /// What is known of a name when a request with it comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Before {
+pub enum SeenBefore {
+    /// Neither.
     Nothing,
     /// The output has the answer.
     Answer,
@@ -23,41 +24,46 @@ pub(super) enum Before {
 
 /// Hashes in place of names: a name takes the same room however long it is.
 #[derive(Debug, Default)]
-pub(super) struct Names(HashSet<u128>);
+pub struct BatchNames(HashSet<u128>);
 
 /// The bit that tells names of the input from those of the output.
 const OF_INPUT: u128 = 1;
 
-impl Names {
+impl BatchNames {
     /// The output has an answer.
-    pub(super) fn add_answer(&mut self, identity: Identity<'_>) {
+    pub fn add_answer(&mut self, identity: LineIdentity<'_>) {
         self.0.insert(key(identity));
     }
 
     /// True if the output has an answer.
-    pub(super) fn has_answer(&self, identity: Identity<'_>) -> bool {
+    pub fn has_answer(&self, identity: LineIdentity<'_>) -> bool {
         self.0.contains(&key(identity))
     }
 
+    /// The answers of another output are in this one, too.
+    pub fn add_all(&mut self, other: Self) {
+        self.0.extend(other.0);
+    }
+
     /// The input has a request with a name.
-    pub(super) fn add_request(&mut self, name: &str) -> Before {
-        let key = key(Identity::Name(name));
+    pub fn add_request(&mut self, name: &str) -> SeenBefore {
+        let key = key(LineIdentity::Name(name));
         if !self.0.insert(key | OF_INPUT) {
-            Before::Request
+            SeenBefore::Request
         } else if self.0.remove(&key) {
-            Before::Answer
+            SeenBefore::Answer
         } else {
-            Before::Nothing
+            SeenBefore::Nothing
         }
     }
 }
 
 /// A hash for which nobody finds two names, less one bit.
-fn key(identity: Identity<'_>) -> u128 {
+fn key(identity: LineIdentity<'_>) -> u128 {
     let mut hasher = blake3::Hasher::new();
     match identity {
-        Identity::Name(name) => hasher.update(b"name ").update(name.as_bytes()),
-        Identity::Line(number) => hasher.update(b"line ").update(&number.to_le_bytes()),
+        LineIdentity::Name(name) => hasher.update(b"name ").update(name.as_bytes()),
+        LineIdentity::Line(number) => hasher.update(b"line ").update(&number.to_le_bytes()),
     };
     let mut first = [0; 16];
     hasher.finalize_xof().fill(&mut first);
@@ -70,14 +76,16 @@ mod tests {
 
     #[test]
     fn a_name_is_answered_once_and_then_it_is_a_second_request() {
-        let mut names = Names::default();
-        names.add_answer(Identity::Name("a"));
-        names.add_answer(Identity::Line(3));
-        assert_eq!(names.add_request("a"), Before::Answer);
-        assert_eq!(names.add_request("a"), Before::Request);
-        assert_eq!(names.add_request("b"), Before::Nothing);
-        assert_eq!(names.add_request("b"), Before::Request);
-        assert!(names.has_answer(Identity::Line(3)) && !names.has_answer(Identity::Line(4)));
+        let mut names = BatchNames::default();
+        names.add_answer(LineIdentity::Name("a"));
+        names.add_answer(LineIdentity::Line(3));
+        assert_eq!(names.add_request("a"), SeenBefore::Answer);
+        assert_eq!(names.add_request("a"), SeenBefore::Request);
+        assert_eq!(names.add_request("b"), SeenBefore::Nothing);
+        assert_eq!(names.add_request("b"), SeenBefore::Request);
+        assert!(
+            names.has_answer(LineIdentity::Line(3)) && !names.has_answer(LineIdentity::Line(4))
+        );
         assert_eq!(names.0.len(), 3);
     }
 }

@@ -1,0 +1,28 @@
+//! Files of requests: their lines, their answers, and the batches that a server keeps.
+//!
+//! [`BatchInput`] reads requests, and [`BatchOutput`] writes answers, which a later run goes on
+//! with. `forebay run-batch` has both. [`BatchStore`] keeps files and batches on disk for the
+//! routes of a server, and [`run_batches`] computes them. Lines and objects have OpenAI's shapes.
+
+mod folder;
+mod input;
+mod line;
+mod lines;
+mod names;
+mod objects;
+mod output;
+mod run;
+mod store;
+
+pub use input::{BatchInput, InputCounts};
+pub use line::{BatchLine, BatchRequest, LineFault};
+pub use names::{BatchNames, LineIdentity, SeenBefore};
+pub use objects::{BatchError, BatchErrors, BatchObject, BatchStatus, FileObject, RequestCounts};
+pub use output::{AnsweredLines, BatchAnswer, BatchOutput};
+pub use run::{BatchModel, BatchOutcome, run_batches};
+pub use store::{BatchConfig, BatchStore, NewBatch, Owner, StoreError, Upload};
+
+/// The largest number of bytes of an answer.
+pub const ANSWER: usize = 512 << 20;
+/// The bytes of a line of the output that are not the answer: names, and the text of errors.
+const ENVELOPE: usize = 128 << 20;

@@ -1,0 +1,256 @@
+//! Files and batches, as clients see them and as they are stored.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// A file, in OpenAI's shape.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileObject {
+    /// The name by which clients know it.
+    pub id: String,
+    #[serde(default)]
+    object: FileKind,
+    /// Its size.
+    pub bytes: u64,
+    /// Seconds since 1970.
+    pub created_at: u64,
+    /// Seconds since 1970; then it is deleted.
+    pub expires_at: u64,
+    /// The name that its sender gave it.
+    pub filename: String,
+    /// `batch`, or `batch_output` for a file of answers.
+    pub purpose: String,
+    #[serde(default)]
+    status: FileStatus,
+}
+
+/// The kind of object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum FileKind {
+    #[default]
+    File,
+}
+
+/// The state of a file. Lines are checked by the batch that uses it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum FileStatus {
+    #[default]
+    Processed,
+}
+
+impl FileObject {
+    pub(crate) fn new(
+        id: String,
+        bytes: u64,
+        (created_at, expires_at): (u64, u64),
+        filename: String,
+        purpose: &str,
+    ) -> Self {
+        Self {
+            id,
+            object: FileKind::File,
+            bytes,
+            created_at,
+            expires_at,
+            filename,
+            purpose: purpose.to_owned(),
+            status: FileStatus::Processed,
+        }
+    }
+}
+
+/// The kind of object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum BatchKind {
+    #[default]
+    Batch,
+}
+
+/// The state of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BatchStatus {
+    /// Its lines are checked, or it waits for that.
+    Validating,
+    /// It was not computed: lines are wrong, or there was no room for its answers.
+    Failed,
+    /// Its requests are computed.
+    InProgress,
+    /// Its answers become files.
+    Finalizing,
+    /// Every request has an answer.
+    Completed,
+    /// Its time was over before every request had an answer.
+    Expired,
+    /// Its owner wants no more of it.
+    Cancelling,
+    /// It has ended before its time, because its owner wanted that.
+    Cancelled,
+}
+
+impl BatchStatus {
+    /// True if it stays so.
+    #[must_use]
+    pub fn is_over(self) -> bool {
+        matches!(self, Self::Failed | Self::Completed | Self::Expired | Self::Cancelled)
+    }
+}
+
+/// A batch, in OpenAI's shape.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BatchObject {
+    /// The name by which clients know it.
+    pub id: String,
+    #[serde(default)]
+    object: BatchKind,
+    /// The route of all its requests.
+    pub endpoint: String,
+    /// The reasons why it was not computed.
+    pub errors: Option<BatchErrors>,
+    /// The file of its requests.
+    pub input_file_id: String,
+    /// The time in which it has to end, as its owner wrote it.
+    pub completion_window: String,
+    /// Its state.
+    pub status: BatchStatus,
+    /// The file of answers, once it is there.
+    pub output_file_id: Option<String>,
+    /// The file of refusals, once it is there.
+    pub error_file_id: Option<String>,
+    /// Seconds since 1970, as all that follow.
+    pub created_at: u64,
+    /// The beginning of computing.
+    pub in_progress_at: Option<u64>,
+    /// The end of its time.
+    pub expires_at: u64,
+    /// The end of computing.
+    pub finalizing_at: Option<u64>,
+    /// The end, if all went well.
+    pub completed_at: Option<u64>,
+    /// The end, if it was not computed.
+    pub failed_at: Option<u64>,
+    /// The end, if its time was over.
+    pub expired_at: Option<u64>,
+    /// The time at which its owner wanted no more of it.
+    pub cancelling_at: Option<u64>,
+    /// The end, if its owner wanted no more of it.
+    pub cancelled_at: Option<u64>,
+    /// Its requests.
+    pub request_counts: RequestCounts,
+    /// Pairs of the owner.
+    pub metadata: Option<BTreeMap<String, String>>,
+}
+
+/// The numbers of a batch's requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct RequestCounts {
+    /// All.
+    pub total: u64,
+    /// Those with an answer.
+    pub completed: u64,
+    /// Those with an error.
+    pub failed: u64,
+}
+
+/// The reasons why a batch was not computed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BatchErrors {
+    object: ListKind,
+    /// The first of them.
+    pub data: Vec<BatchError>,
+}
+
+impl BatchErrors {
+    /// The list of these.
+    #[must_use]
+    pub fn new(data: Vec<BatchError>) -> Self {
+        Self { object: ListKind::List, data }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum ListKind {
+    #[default]
+    List,
+}
+
+/// A reason why a batch was not computed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BatchError {
+    /// For programs.
+    pub code: String,
+    /// One sentence.
+    pub message: String,
+    /// The field.
+    pub param: Option<String>,
+    /// The line, from 1.
+    pub line: Option<u64>,
+}
+
+impl BatchError {
+    /// An error of the whole batch.
+    #[must_use]
+    pub fn of_all(code: &str, message: impl Into<String>) -> Self {
+        Self { code: code.to_owned(), message: message.into(), param: None, line: None }
+    }
+}
+
+impl BatchObject {
+    pub(crate) fn new(
+        id: String,
+        endpoint: String,
+        input_file_id: String,
+        completion_window: String,
+        (created_at, expires_at): (u64, u64),
+        metadata: Option<BTreeMap<String, String>>,
+    ) -> Self {
+        Self {
+            id,
+            object: BatchKind::Batch,
+            endpoint,
+            errors: None,
+            input_file_id,
+            completion_window,
+            status: BatchStatus::Validating,
+            output_file_id: None,
+            error_file_id: None,
+            created_at,
+            in_progress_at: None,
+            expires_at,
+            finalizing_at: None,
+            completed_at: None,
+            failed_at: None,
+            expired_at: None,
+            cancelling_at: None,
+            cancelled_at: None,
+            request_counts: RequestCounts::default(),
+            metadata,
+        }
+    }
+
+    /// Enters a state, and notes the time.
+    pub(crate) fn enter(&mut self, status: BatchStatus, now: u64) {
+        self.status = status;
+        let time = match status {
+            BatchStatus::Validating => return,
+            BatchStatus::InProgress => &mut self.in_progress_at,
+            BatchStatus::Finalizing => &mut self.finalizing_at,
+            BatchStatus::Completed => &mut self.completed_at,
+            BatchStatus::Failed => &mut self.failed_at,
+            BatchStatus::Expired => &mut self.expired_at,
+            BatchStatus::Cancelling => &mut self.cancelling_at,
+            BatchStatus::Cancelled => &mut self.cancelled_at,
+        };
+        time.get_or_insert(now);
+    }
+
+    /// The time at which it ended.
+    pub(crate) fn ended_at(&self) -> Option<u64> {
+        self.completed_at.or(self.failed_at).or(self.expired_at).or(self.cancelled_at)
+    }
+}

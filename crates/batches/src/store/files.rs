@@ -1,0 +1,196 @@
+//! Files of a store.
+
+use std::cmp::Reverse;
+use std::fs::{self, File};
+use std::io::Write;
+use std::sync::Arc;
+
+use super::{BatchStore, OBJECTS, Owner, StoreError, new_id};
+use crate::folder::Kind;
+use crate::objects::FileObject;
+
+/// The largest number of bytes of the name that a client gives a file.
+const FILENAME: usize = 255;
+/// The only purpose for which clients send files.
+const PURPOSE: &str = "batch";
+/// The bounds of `expires_after`, in seconds: an hour, and 30 days.
+const SHORTEST: u64 = 3600;
+const LONGEST: u64 = 30 * 24 * 3600;
+/// The largest number of files that one owner sends at a time.
+const UPLOADS: u64 = 8;
+
+/// A file that is being sent. One that is dropped before its end is deleted.
+#[derive(Debug)]
+pub struct Upload {
+    store: Arc<BatchStore>,
+    owner: Owner,
+    id: String,
+    file: File,
+    bytes: u64,
+    finished: bool,
+}
+
+impl BatchStore {
+    /// Begins a file.
+    ///
+    /// # Errors
+    /// The owner has too many files, or sends too many at a time.
+    pub fn upload(self: &Arc<Self>, owner: &Owner) -> Result<Upload, StoreError> {
+        let mut shelf = self.shelf.lock();
+        let files = shelf.files.values().filter(|file| file.owner == *owner).count();
+        if files >= OBJECTS {
+            return Err(StoreError::Full(format!(
+                "a key has {OBJECTS} files at most: delete some"
+            )));
+        }
+        let uploads = shelf.uploads.entry(owner.clone()).or_default();
+        if *uploads >= UPLOADS {
+            let reason = format!("a key sends {UPLOADS} files at a time at most");
+            return Err(StoreError::Conflict(reason));
+        }
+        let id = new_id("file-");
+        let file = self.folder.create(&id)?;
+        *uploads += 1;
+        let store = Arc::clone(self);
+        Ok(Upload { store, owner: owner.clone(), id, file, bytes: 0, finished: false })
+    }
+
+    /// The files of an owner, the newest first.
+    pub fn files(&self, owner: &Owner, now: u64) -> Vec<FileObject> {
+        self.expire(now);
+        let shelf = self.shelf.lock();
+        let own = shelf.files.values().filter(|file| file.owner == *owner);
+        let mut files: Vec<_> = own.collect();
+        files.sort_by_key(|file| Reverse(file.serial));
+        files.into_iter().map(|file| file.object.clone()).collect()
+    }
+
+    /// A file.
+    ///
+    /// # Errors
+    /// The owner has no such file.
+    pub fn file(&self, owner: &Owner, id: &str, now: u64) -> Result<FileObject, StoreError> {
+        self.expire(now);
+        let shelf = self.shelf.lock();
+        let found = shelf.files.get(id).filter(|file| file.owner == *owner);
+        let found = found.map(|file| file.object.clone());
+        found.ok_or_else(|| StoreError::UnknownFile(id.to_owned()))
+    }
+
+    /// A file to read. It stays readable when it is deleted meanwhile.
+    ///
+    /// # Errors
+    /// The owner has no such file, or it cannot be read.
+    pub fn content(
+        &self,
+        owner: &Owner,
+        id: &str,
+        now: u64,
+    ) -> Result<(FileObject, File), StoreError> {
+        let object = self.file(owner, id, now)?;
+        Ok((object, File::open(self.folder.content(id))?))
+    }
+
+    /// Deletes a file.
+    ///
+    /// # Errors
+    /// The owner has no such file, or a batch that has not ended needs it.
+    pub fn delete_file(&self, owner: &Owner, id: &str, now: u64) -> Result<(), StoreError> {
+        self.file(owner, id, now)?;
+        let mut shelf = self.shelf.lock();
+        if shelf.used().contains(id) {
+            let reason = "a batch that has not ended needs the file: cancel the batch first";
+            return Err(StoreError::Conflict(reason.into()));
+        }
+        self.remove_file(&mut shelf, id);
+        Ok(())
+    }
+}
+
+impl Upload {
+    /// Adds a part of the file.
+    ///
+    /// # Errors
+    /// The file is too large, or there is no room.
+    pub fn write(&mut self, part: &[u8]) -> Result<(), StoreError> {
+        let most = self.store.config.batch_max_file_bytes;
+        let bytes = part.len() as u64;
+        if self.bytes + bytes > most {
+            return Err(StoreError::TooLarge(most));
+        }
+        self.store.take(&mut self.store.shelf.lock(), &self.owner, bytes)?;
+        self.bytes += bytes;
+        self.file.write_all(part)?;
+        Ok(())
+    }
+
+    /// Keeps the file. `expires_after` is in seconds.
+    ///
+    /// # Errors
+    /// A field is wrong, the file is empty, or the disk fails.
+    pub fn finish(
+        mut self,
+        filename: &str,
+        purpose: Option<&str>,
+        expires_after: Option<u64>,
+        now: u64,
+    ) -> Result<FileObject, StoreError> {
+        let invalid = |param, reason: String| Err(StoreError::Invalid { param, reason });
+        match purpose {
+            Some(PURPOSE) => {}
+            Some(_) => return invalid("purpose", format!("only `{PURPOSE}` is served")),
+            None => return invalid("purpose", format!("it is missing; `{PURPOSE}` is served")),
+        }
+        if filename.len() > FILENAME {
+            return invalid("filename", format!("at most {FILENAME} bytes"));
+        }
+        if self.bytes == 0 {
+            return invalid("file", "it is empty".into());
+        }
+        let ttl = self.store.config.batch_ttl;
+        let after = match expires_after {
+            Some(after) if !(SHORTEST..=LONGEST).contains(&after) => {
+                let reason = format!("from {SHORTEST} to {LONGEST} seconds");
+                return invalid("expires_after[seconds]", reason);
+            }
+            Some(after) => after.min(ttl),
+            None => ttl,
+        };
+        let filename = if filename.is_empty() { "input.jsonl" } else { filename };
+        let object = FileObject::new(
+            self.id.clone(),
+            self.bytes,
+            (now, now.saturating_add(after)),
+            filename.to_owned(),
+            PURPOSE,
+        );
+        let folder = &self.store.folder;
+        self.file.sync_all()?;
+        fs::rename(folder.unfinished(&self.id), folder.content(&self.id))?;
+        let owned = self.store.shelf.lock().own(&self.owner, object.clone());
+        if let Err(error) = folder.save(Kind::File, &self.id, &owned) {
+            folder.delete(Kind::File, &self.id)?;
+            return Err(error.into());
+        }
+        self.store.shelf.lock().files.insert(self.id.clone(), owned);
+        self.finished = true;
+        Ok(object)
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        let mut shelf = self.store.shelf.lock();
+        if let Some(uploads) = shelf.uploads.get_mut(&self.owner) {
+            *uploads -= 1;
+            if *uploads == 0 {
+                shelf.uploads.remove(&self.owner);
+            }
+        }
+        if !self.finished {
+            shelf.free(&self.owner, self.bytes);
+            // It may be away, or under its final name without a record: the next start deletes it.
+            let _ = fs::remove_file(self.store.folder.unfinished(&self.id));
+        }
+    }
+}

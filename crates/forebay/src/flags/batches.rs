@@ -1,0 +1,51 @@
+//! Flags about files of requests that clients send.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use forebay_server::BatchConfig;
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Files and batches")]
+pub(crate) struct BatchFlags {
+    /// Folder for /v1/files and /v1/batches, for this server alone. Files stay there over a
+    /// restart, and batches go on. Without it both routes are off.
+    #[arg(long, value_name = "DIR")]
+    batch_dir: Option<PathBuf>,
+    /// The largest number of bytes of all files.
+    #[arg(long, default_value_t = BatchConfig::default().batch_max_bytes, value_name = "BYTES", requires = "batch_dir")]
+    batch_max_bytes: u64,
+    /// The largest number of bytes of the files of one API key, answers among them.
+    #[arg(long, default_value_t = BatchConfig::default().batch_key_bytes, value_name = "BYTES", requires = "batch_dir")]
+    batch_key_bytes: u64,
+    /// The largest number of bytes of a file that a client sends.
+    #[arg(long, default_value_t = BatchConfig::default().batch_max_file_bytes, value_name = "BYTES", requires = "batch_dir")]
+    batch_max_file_bytes: u64,
+    /// The largest number of requests of a batch.
+    #[arg(long, default_value_t = BatchConfig::default().batch_max_requests, value_name = "N", requires = "batch_dir")]
+    batch_max_requests: u64,
+    /// The largest number of requests of batches that are computed at a time [default: twice as
+    /// many as the server runs].
+    #[arg(long, value_name = "N", requires = "batch_dir", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    batch_concurrency: Option<u32>,
+    /// The seconds for which files, and batches that have ended, are kept.
+    #[arg(long, default_value_t = BatchConfig::default().batch_ttl, value_name = "SECONDS", requires = "batch_dir")]
+    batch_ttl: u64,
+}
+
+impl BatchFlags {
+    /// The bounds of the store; `None`: there is none. Lines have `longest_line` bytes at most, and
+    /// `usual` requests are computed at a time if the flag does not say it.
+    pub(crate) fn store(&self, longest_line: usize, usual: usize) -> Option<BatchConfig> {
+        Some(BatchConfig {
+            batch_dir: self.batch_dir.clone()?,
+            batch_max_bytes: self.batch_max_bytes,
+            batch_key_bytes: self.batch_key_bytes,
+            batch_max_file_bytes: self.batch_max_file_bytes,
+            batch_max_requests: self.batch_max_requests,
+            batch_concurrency: self.batch_concurrency.map_or(usual, |given| given as usize),
+            batch_ttl: self.batch_ttl,
+            longest_line,
+        })
+    }
+}
