@@ -77,6 +77,7 @@ impl Device {
             slot.spec = new.spec;
         }
         let rows = plan.rows();
+        let expected = plan.drafts();
         let mut result = StepResult {
             step: plan.step(),
             row_errors: vec![ROW_OK; rows.len()],
@@ -89,7 +90,7 @@ impl Device {
             tokens.for_each(|&token| push_of_prompt(&mut result, text, token, want.most));
         }
         let several = plan.rows().any(|row| matches!(row.want, Want::Tokens(most) if most > 1));
-        for row in rows {
+        for (row, drafts) in rows.zip(expected) {
             let want = row.want;
             if want == Want::Nothing {
                 continue;
@@ -101,6 +102,7 @@ impl Device {
             let end = row.start + row.length;
             debug_assert_eq!(slot.sequence.length, end, "the row must end the slot");
             let (count, mask) = match want {
+                Want::Tokens(_) if !drafts.is_empty() => (1 + drafts.len() as u32, None),
                 Want::Tokens(most) => (slot.sequence.count(most), None),
                 Want::Masked => match masks.next() {
                     Some(RowMask::NoToken) => continue,
@@ -112,7 +114,8 @@ impl Device {
                     continue;
                 }
             };
-            for _ in 0..count {
+            let before = result.tokens.len();
+            for nth in 0..count as usize {
                 let token = slot.sample(text, mask);
                 if let Some(top) = slot.spec.sampling.logprobs {
                     // Tokens before this one did not ask.
@@ -121,9 +124,12 @@ impl Device {
                     push_logprobs(&mut result, text, token, usize::from(top));
                 }
                 result.tokens.push(token);
+                if drafts.get(nth).is_some_and(|&draft| draft != token) {
+                    break;
+                }
             }
             if several {
-                result.token_counts.push(count as i32);
+                result.token_counts.push((result.tokens.len() - before) as i32);
             }
         }
         if !result.logprob_counts.is_empty() {

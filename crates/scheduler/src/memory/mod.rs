@@ -151,6 +151,11 @@ impl Memory {
         entry.computed >= pages * self.page_size && !matches!(self.kind, Kind::Nothing)
     }
 
+    /// Pages that hold nothing.
+    pub(crate) fn free_pages(&self) -> u32 {
+        self.tiers.hot().counts().free
+    }
+
     /// Gives a page to a resident. False: every page is leased.
     pub(crate) fn add_page(&mut self, residence: &mut Residence, plan: &mut StepPlan) -> bool {
         let (lease, host) = match self.kind {
