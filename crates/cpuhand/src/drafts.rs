@@ -106,9 +106,9 @@ mod tests {
             assert_eq!(positions, all);
         }
         let broken = Sampled { finite: false, ..fine(0) };
-        let given = run.verify(&tables, |..| broken.clone());
+        let given = run.verify(&tables, |_, _, _| broken.clone());
         assert_eq!(given, [broken.clone()], "nothing follows an error");
-        let given = run.verify(&tables, |at, ..| if at == 0 { fine(7) } else { broken.clone() });
+        let given = run.verify(&tables, |at, _, _| if at == 0 { fine(7) } else { broken.clone() });
         assert_eq!(given, [fine(7)], "the error is the next row's");
     }
 

@@ -201,9 +201,10 @@ impl Scheduler {
         let Entry { request, expected, .. } = entry;
         let Some(proposer) = request.proposer.as_ref().filter(|_| !request.masked) else { return };
         expected.found = proposer.propose(most as usize, &mut expected.tokens);
-        let pays = expected.found.is_some() && {
+        let room = most.min(MAX_DRAFTED.saturating_sub(rows));
+        let pays = expected.found.is_some() && room > 0 && {
             let mut count = Vec::new();
-            budget.buy(rows, &[expected.offer(most)], most, &mut count);
+            budget.buy(rows, &[expected.offer(most)], room, &mut count);
             !priced || count[0] > 0
         };
         expected.patience = if pays { PATIENCE } else { expected.patience.saturating_sub(1) };

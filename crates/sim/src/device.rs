@@ -198,6 +198,38 @@ mod tests {
     }
 
     #[test]
+    fn drafts_are_verified_against_the_text() {
+        let text = SimText::endless((100..110).collect()).scripted(Arc::new(Same(&[7, 8, 9, 6])));
+        let spec = SlotSpec::default();
+        let row = |plan: &mut StepPlan, start, length, drafts: &[i32]| {
+            plan.push_row(Row { slot: 0, start, length, want: Want::TOKEN });
+            plan.push_drafts(0, drafts);
+        };
+        for (drafts, given) in [
+            (&[7, 8][..], &[7, 8, 9][..]),
+            (&[7, 5, 9], &[7, 8]),
+            (&[1], &[7]),
+            (&[7, 8, 9], &[7, 8, 9, 6]),
+        ] {
+            let (mut device, mut plan) = (Device::default(), StepPlan::default());
+            plan.begin(1);
+            plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec });
+            row(&mut plan, 0, 2, drafts);
+            let result = device.execute(&plan, &text, None);
+            assert_eq!(
+                (&result.tokens[..], &result.token_counts[..]),
+                (given, &[given.len() as i32][..])
+            );
+            // It goes on behind what it gave.
+            plan.begin(2);
+            row(&mut plan, 1 + given.len() as u32, 1, &[0]);
+            let next = device.execute(&plan, &text, None).tokens;
+            assert_eq!(next.len(), 1);
+            assert!(given.len() == 4 || next[0] == [7, 8, 9, 6][given.len()]);
+        }
+    }
+
+    #[test]
     fn a_script_is_said_whatever_was_computed_before() {
         let words: Vec<i32> = (100..110).collect();
         let text = SimText::endless(words.clone()).scripted(Arc::new(Same(&[7, 8, 9])));

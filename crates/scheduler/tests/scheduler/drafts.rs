@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use forebay_protocol::{StepPlan, Want};
 use forebay_scheduler::{
-    DraftMatch, DraftSource, Drafts, Finish, History, Lookup, Proposer, Request, SchedulerConfig,
+    DraftMatch, DraftSource, Drafts, Finish, History, Lookup, MAX_DRAFTED, Proposer, Request,
+    SchedulerConfig,
 };
 
 use crate::device::next_token;
@@ -200,6 +201,27 @@ fn plans_wait_only_while_drafts_are_there() {
     harness.submit(request(0, vec![1; 4], 8));
     assert!(harness.plan() && harness.plan(), "nobody expects anything");
     harness.drain();
+}
+
+#[test]
+fn a_step_of_many_rows_has_no_drafts_and_plans_run_ahead() {
+    let rows = MAX_DRAFTED;
+    let config = SchedulerConfig {
+        slots: 2 * rows,
+        max_running: rows,
+        pages: 16 * rows,
+        token_budget: 4 * rows,
+        ..drafting(4)
+    };
+    let mut harness = Harness::new(config, 2);
+    for id in 0..u64::from(rows) {
+        harness.submit(with(100, long(id, 6)));
+    }
+    while harness.plan() {}
+    harness.apply();
+    assert!(harness.plan() && harness.scheduler.in_flight() == 2, "nobody waits for a result");
+    harness.drain();
+    assert_eq!(harness.scheduler.stats().drafts.rows, 0);
 }
 
 #[test]

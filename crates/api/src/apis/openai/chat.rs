@@ -299,9 +299,7 @@ mod tests {
         assert_eq!(validate(json!({"prediction": null})).unwrap().prediction, None);
         for wrong in [json!(3), json!(null), json!([{"type": "image_url", "text": "a"}])] {
             let error = prediction(wrong).unwrap_err();
-            assert!(
-                matches!(error, ApiError::Invalid { param: Some(param), .. } if param == "prediction")
-            );
+            assert!(matches!(error, ApiError::Invalid { param, .. } if param == "prediction"));
         }
         assert!(validate(json!({"prediction": {"type": "text", "content": "a"}})).is_err());
     }
