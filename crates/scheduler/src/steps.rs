@@ -101,8 +101,6 @@ pub struct Planned {
     pub prefill_rows: u32,
     /// Positions of all rows.
     pub tokens: u32,
-    /// The number of them that are drafts.
-    pub drafts: u32,
     /// Images in the tower.
     pub images: u32,
 }
@@ -113,7 +111,6 @@ impl Planned {
             decode_rows: decodes as u32,
             prefill_rows: (flight.rows.len() - decodes) as u32,
             tokens: flight.positions(),
-            drafts: flight.drafts,
             images: flight.towers.len() as u32,
         }
     }

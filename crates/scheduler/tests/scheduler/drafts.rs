@@ -204,6 +204,40 @@ fn plans_wait_only_while_drafts_are_there() {
 }
 
 #[test]
+fn blocks_are_those_of_tokens_that_were_generated() {
+    for right in [0, 60, 100] {
+        let mut harness = Harness::new(drafting(8), 2);
+        let asked = long(0, 24);
+        harness.submit(with(right, asked.clone()));
+        let mut guesses = Vec::new();
+        while harness.plan() || harness.apply() {
+            let known = [&asked.prompt[..], &harness.clients[&0].tokens].concat();
+            let drafts = harness.plan.drafts().next().unwrap_or_default();
+            if !drafts.is_empty() {
+                guesses.push([&known[..], drafts].concat());
+            }
+        }
+        let whole = [&asked.prompt[..], &harness.clients[&0].tokens].concat();
+        assert!(guesses.len() > 2);
+        guesses.push(whole.clone());
+        for (id, guess) in (1..).zip(guesses) {
+            harness.submit(request(id, [&guess[..], &[1]].concat(), 2));
+            harness.plan();
+            let equal = guess.iter().zip(&whole).take_while(|(one, other)| one == other).count();
+            // The last token was never computed.
+            let computed = equal.min(whole.len() - 1) as u32;
+            assert_eq!(
+                harness.clients[&id].cached_tokens,
+                computed / 4 * 4,
+                "{guess:?} of {whole:?}"
+            );
+            while harness.apply() || harness.plan() {}
+        }
+        harness.drain();
+    }
+}
+
+#[test]
 fn a_step_of_many_rows_has_no_drafts_and_plans_run_ahead() {
     let rows = MAX_DRAFTED;
     let config = SchedulerConfig {
