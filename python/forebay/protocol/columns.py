@@ -113,8 +113,8 @@ class PlanColumns:
     group: Int32s = ints(0)
     """Tokens of each rank of a step group in this step, 2 to 256 of them; absent: there is no group."""
     draft_tokens: Int32s = ints(0)
-    """Tokens that are expected of rows which may give several, `row_tokens - 1` of each row that samples, in row order;
-    absent: the hand expects tokens by itself, or none."""
+    """Tokens that are expected of rows which may give several, `row_tokens - 1` of each row that samples, in row
+    order; absent: the hand expects tokens by itself, or none."""
 
 
 RESULT = (

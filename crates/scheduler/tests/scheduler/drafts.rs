@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use forebay_protocol::{StepPlan, Want};
+use forebay_protocol::{Row, StepPlan, Want};
 use forebay_scheduler::{
     DraftMatch, DraftSource, Drafts, Finish, History, Lookup, MAX_DRAFTED, Proposer, Request,
     SchedulerConfig,
@@ -146,19 +146,31 @@ fn without_drafts_each_plan_is_the_same_to_the_bit() {
 
 #[test]
 fn nobody_gives_way_for_a_draft() {
-    // Three that need all pages in the end.
-    for right in [0, 100] {
-        let run = |drafts| {
-            let config = SchedulerConfig { drafts, pages: 9, fair: false, ..config() };
-            let mut harness = Harness::new(config, 2);
-            for id in 0..3 {
-                harness.submit(with(right, long(id, 8)));
+    // Three that need all pages in the end, and more than all.
+    for (right, pages) in [(0, 9), (100, 9), (0, 7), (100, 7), (100, 40)] {
+        let drafts = Some(Drafts { most: 8, priced: false });
+        let config = SchedulerConfig { drafts, pages, fair: false, ..config() };
+        let mut harness = Harness::new(config, 2);
+        for id in 0..3 {
+            harness.submit(with(right, long(id, 8)));
+        }
+        let mut for_drafts = 0;
+        while harness.plan() || harness.apply() {
+            let ahead = |(slot, index, page): (u32, u32, Option<u32>)| {
+                let mut rows = harness.plan.rows().filter(|row| row.slot == slot);
+                let most = |row: Row| row.want != Want::TOKEN && 4 * index > row.start;
+                page.is_some() && rows.any(most) && harness.plan.new_slots().next().is_none()
+            };
+            if harness.plan.page_writes().any(ahead) {
+                for_drafts += 1;
+                let stats = harness.scheduler.stats();
+                assert!(stats.pages_free >= stats.running, "{stats:?}");
             }
-            harness.drain();
-            harness.scheduler.stats().preemptions
-        };
-        let without = run(None);
-        assert!(run(Some(Drafts { most: 8, priced: false })) <= without, "{right}");
+            harness.plan.begin(0);
+        }
+        assert!(for_drafts > 0 || pages < 40);
+        assert!(harness.scheduler.stats().drafts.rows > 0);
+        harness.drain();
     }
 }
 
