@@ -203,9 +203,10 @@ impl Output {
         }
     }
 
-    /// True if the output has log-probabilities of the prompt and nothing beside them.
+    /// True if the output has only what comes before a step's token.
     pub(crate) fn lacks_token(&self) -> bool {
-        self.prompt.is_some() && self.token.is_none() && self.finish.is_none()
+        let before = self.prompt.is_some() || self.predicted.is_some();
+        before && self.token.is_none() && self.finish.is_none()
     }
 }
 

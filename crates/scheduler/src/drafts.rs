@@ -7,11 +7,12 @@
 //! Nobody gives way for a draft. Drafts have pages that nobody else needs, and positions that a
 //! step has left.
 
-use forebay_draft::{DraftBudget, DraftMatch, DraftOffer, DraftSource};
+use forebay_draft::{DraftBudget, DraftOffer, DraftSource};
 use forebay_protocol::Want;
 
 use crate::config::Drafts;
 use crate::entry::Entry;
+use crate::expected::RowDrafts;
 use crate::steps::{Flight, FlightRow, NewStep};
 use crate::{Event, Handle, Scheduler};
 
@@ -20,46 +21,6 @@ use crate::{Event, Handle, Scheduler};
 pub const MAX_DRAFTED: u32 = 64;
 /// Steps without drafts for which plans still wait for results.
 const PATIENCE: u8 = 8;
-/// The weight of all earlier rows in a request's own acceptance, where a new one has 1.
-const MEMORY: f64 = 7.0;
-
-/// Drafts of a row in flight.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RowDrafts {
-    pub(crate) count: u32,
-    /// The request.
-    id: u64,
-    found: DraftMatch,
-}
-
-/// The drafts that a request has next, and how well it did with earlier ones.
-#[derive(Debug)]
-pub(crate) struct Expected {
-    tokens: Vec<i32>,
-    /// `None`: it expects nothing.
-    found: Option<DraftMatch>,
-    /// Its acceptance, relative to that of all requests.
-    ratio: f64,
-    /// The number of steps for which plans wait for its results.
-    patience: u8,
-}
-
-impl Default for Expected {
-    fn default() -> Self {
-        Self { tokens: Vec::new(), found: None, ratio: 1.0, patience: 0 }
-    }
-}
-
-impl Expected {
-    fn offer(&self, most: u32) -> DraftOffer {
-        let length = self.found.map_or(0, |found| found.length);
-        DraftOffer { length, most, ratio: self.ratio }
-    }
-
-    fn learn(&mut self, share: f64) {
-        self.ratio = ((self.ratio * MEMORY + share) / (MEMORY + 1.0)).clamp(0.1, 1.5);
-    }
-}
 
 /// The state of all drafts.
 #[derive(Debug, Default)]

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use forebay_kvcache::{BlockHash, ImageLease, Namer};
 use forebay_protocol::{NewSlot, Want};
 
-use crate::drafts::Expected;
+use crate::expected::Expected;
 use crate::memory::blocks::Blocks;
 use crate::memory::pages::Pages;
 use crate::request::{Key, Request, Ticket};

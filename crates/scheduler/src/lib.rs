@@ -48,7 +48,7 @@
 //!
 //! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: who gets a
 //!   slot.
-//! - `drafts`: tokens that requests are expected to generate.
+//! - `drafts`: tokens that requests are expected to generate (`expected`), beside their last one.
 //! - `grow`: pages for those who run; `words`: the size of a plan; `prompts`: log-probabilities of
 //!   prompts.
 //! - `moves`: queued requests that go elsewhere; `held`: requests that have no turn yet.
@@ -111,6 +111,7 @@ mod config;
 mod drafts;
 mod entry;
 mod event;
+mod expected;
 mod grow;
 mod held;
 mod images;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use forebay_protocol::{PromptLogprobsWant, StepPlan, Want};
 
-use crate::drafts::RowDrafts;
 use crate::event::Event;
+use crate::expected::RowDrafts;
 use crate::slab::Handle;
 
 /// A row of a step in flight.

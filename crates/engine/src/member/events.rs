@@ -60,9 +60,9 @@ impl Member {
                     self.outputs.push(Output { admission, pooled, ..Output::of(id) });
                 }
                 Event::Predicted { id, accepted, rejected } => {
-                    let predicted = PredictedTokens { accepted, rejected };
-                    let predicted = Some(predicted);
-                    self.outputs.push(Output { predicted, ..Output::of(RequestId(id)) });
+                    let (admission, id) = (self.take_admission(id), RequestId(id));
+                    let predicted = Some(PredictedTokens { accepted, rejected });
+                    self.outputs.push(Output { admission, predicted, ..Output::of(id) });
                 }
                 Event::Finished { id, reason } => {
                     let finish = match reason {
