@@ -1,5 +1,5 @@
-//! The verification of drafts: a row's positions are sampled one after the other, as if each were a
-//! row of its own, up to the first token that was not expected.
+//! The verification of drafts. A row's positions are sampled one after the other, as if each were a
+//! row of its own. The first token that was not expected is the last.
 
 use forebay_protocol::StepResult;
 

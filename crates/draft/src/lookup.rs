@@ -47,8 +47,8 @@ impl Clone for Box<dyn Proposer> {
     }
 }
 
-/// Places by the tokens before them: one table for each of [`LENGTHS`]. A table has the newest place
-/// only.
+/// Places by the tokens before them: one table for each of [`LENGTHS`]. A table has the newest
+/// place only.
 #[derive(Debug, Clone, Default)]
 struct Places([HashTable<u32>; LENGTHS.len()]);
 

@@ -114,6 +114,13 @@ pub struct DraftConfig {
     pub speculative_unpriced: bool,
 }
 
+impl Default for DraftConfig {
+    /// The defaults of the flags.
+    fn default() -> Self {
+        Self { speculative_num_draft_tokens: 8, speculative_unpriced: false }
+    }
+}
+
 /// The use of the tier of host memory. The hand tells its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HostConfig {

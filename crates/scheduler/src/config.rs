@@ -81,8 +81,8 @@ pub struct SchedulerConfig {
     pub vector_size: u32,
     /// The largest number of tokens that a sampling row may give; at least 1.
     pub tokens_a_row: u32,
-    /// The drafts beside decode rows; `None`: there are none. It has no effect with sparse decoding,
-    /// or if the hand gives several tokens a row by itself.
+    /// The drafts beside decode rows; `None`: there are none. It has no effect with sparse
+    /// decoding, or if the hand gives several tokens a row by itself.
     pub drafts: Option<Drafts>,
     /// The tier of host memory, if there is one. It has no effect without pages or without the
     /// prefix cache.

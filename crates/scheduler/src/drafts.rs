@@ -7,44 +7,18 @@
 //! Nobody gives way for a draft. Drafts have pages that nobody else needs, and positions that a
 //! step has left.
 
-use forebay_draft::{DraftBudget, DraftOffer, DraftSource};
+use forebay_draft::DraftSource;
 use forebay_protocol::Want;
 
 use crate::config::Drafts;
+use crate::drafting::{Drafting, MAX_DRAFTED};
 use crate::entry::Entry;
 use crate::expected::RowDrafts;
-use crate::steps::{Flight, FlightRow, NewStep};
+use crate::steps::{FlightRow, NewStep};
 use crate::{Event, Handle, Scheduler};
 
-/// The largest number of rows that give tokens and their drafts, in a step with drafts. It bounds
-/// the memory for logits.
-pub const MAX_DRAFTED: u32 = 64;
 /// Steps without drafts for which plans still wait for results.
 const PATIENCE: u8 = 8;
-
-/// The state of all drafts.
-#[derive(Debug, Default)]
-pub(crate) struct Drafting {
-    budget: DraftBudget,
-    /// Kept for their memory.
-    offers: Vec<DraftOffer>,
-    rows: Vec<usize>,
-    counts: Vec<u32>,
-}
-
-impl Drafting {
-    /// Takes the end of a step. `tokens`: those that its rows gave.
-    pub(crate) fn learn(&mut self, flight: &Flight, tokens: usize, device_us: u32) {
-        let decodes = flight
-            .rows
-            .iter()
-            .all(|row| row.want.samples() && row.end == row.start + 1 && row.prompt.is_none());
-        if decodes && flight.towers.is_empty() && !flight.rows.is_empty() {
-            let rows = flight.rows.len() as u32;
-            self.budget.step_ended(rows, flight.drafts, tokens as u32, device_us);
-        }
-    }
-}
 
 impl Scheduler {
     /// True if the next plan waits for the results in flight: what they bring decides about its

@@ -21,9 +21,9 @@
 //! admitted, and has no row until they are back. Others go on meanwhile. A plan may also have only
 //! copies, or nothing. Then the hand answers when a copy has ended.
 //!
-//! With drafts ([`SchedulerConfig::drafts`]) a decode row may have tokens beside it that its request is
-//! expected to generate ([`Request::proposer`]). The hand draws tokens for them as for any other
-//! position, and the row gives all up to the first that was not expected.
+//! With drafts ([`SchedulerConfig::drafts`]) a decode row may have tokens beside it that its
+//! request is expected to generate ([`Request::proposer`]). The hand draws tokens for them as for
+//! any other position, and the row gives all up to the first that was not expected.
 //!
 //! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images. Plans compute some
 //! layers of an image a step. Rows end before an image that is not computed yet.
@@ -108,6 +108,7 @@
 mod admit;
 mod apply;
 mod config;
+mod drafting;
 mod drafts;
 mod entry;
 mod event;
@@ -137,7 +138,7 @@ pub use forebay_draft::{DraftMatch, DraftSource, History, Lookup, Proposer};
 pub use forebay_kvcache::{BlockEvent, BlockHash, ImageId, Namer, Place};
 use forebay_protocol::Want;
 
-use crate::drafts::Drafting;
+use crate::drafting::Drafting;
 use crate::entry::Entry;
 use crate::images::Images;
 use crate::memory::Memory;
@@ -150,7 +151,7 @@ use crate::turns::Turns;
 pub use crate::config::{
     DecodeGap, Drafts, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower,
 };
-pub use crate::drafts::MAX_DRAFTED;
+pub use crate::drafting::MAX_DRAFTED;
 pub use crate::event::{
     ApplyError, DraftCounts, DraftStats, Event, Finish, HostStats, ImageStats, SparseStats, Stats,
 };
@@ -194,14 +195,13 @@ impl Scheduler {
         let numbers = [config.slots, config.max_running, config.page_size, config.tokens_a_row];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
         words::check_slots(config.slots);
-        // Positions that a sparse slot chooses have room for one row position. A hand that gives
-        // several tokens by itself has drafts of its own.
-        config.drafts =
-            config.drafts.filter(|_| config.tokens_a_row == 1 && config.sparse.is_none());
+        let memory = Memory::new(&config);
+        // A hand that gives several tokens by itself has drafts of its own.
+        config.drafts = config.drafts.filter(|_| config.tokens_a_row == 1 && memory.takes_drafts());
         Self {
             roster: Roster::new(&config),
             turns: Turns::new(&config),
-            memory: Memory::new(&config),
+            memory,
             images: Images::new(config.tower),
             steps: Steps::default(),
             drafting: Drafting::default(),

@@ -5,8 +5,6 @@ use clap::{Args, ValueEnum};
 use forebay_engine::DraftConfig;
 use serde::Deserialize;
 
-/// The default of `--speculative-num-draft-tokens`.
-const USUAL_DRAFTS: u32 = 8;
 /// The largest number of drafts of a row.
 const MOST_DRAFTS: u32 = 32;
 
@@ -65,8 +63,9 @@ impl DraftFlags {
             None => (self.speculative_algorithm, self.speculative_num_draft_tokens),
         };
         if algorithm == Some(DraftAlgorithm::Ngram) {
+            let usual = DraftConfig::default();
             return Ok(Some(DraftConfig {
-                speculative_num_draft_tokens: most.unwrap_or(USUAL_DRAFTS),
+                speculative_num_draft_tokens: most.unwrap_or(usual.speculative_num_draft_tokens),
                 speculative_unpriced: self.speculative_unpriced,
             }));
         }

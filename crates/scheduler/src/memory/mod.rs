@@ -151,6 +151,12 @@ impl Memory {
         entry.computed >= pages * self.page_size && !matches!(self.kind, Kind::Nothing)
     }
 
+    /// True if any row may have several positions. Those that a sparse slot chooses for one have
+    /// room in its hot rows, those for several may not.
+    pub(crate) fn takes_drafts(&self) -> bool {
+        matches!(self.kind, Kind::Paged)
+    }
+
     /// Pages that hold nothing.
     pub(crate) fn free_pages(&self) -> u32 {
         self.tiers.hot().counts().free
