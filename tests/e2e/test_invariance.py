@@ -63,6 +63,7 @@ def requests(serve_for_module: Serve, tiny: Model) -> Requests:
             "--max-running-requests",
             "20",
         ],
+        ["--speculative-algorithm", "ngram", "--speculative-unpriced", "--max-total-tokens", "400"],
         ["--hand", "torch", "--lookahead", "1", "--chunked-prefill-size", "32"],
         ["--device", "deferred", "--lookahead", "0", "--chunked-prefill-size", "7", "--page-size", "4"],
         ["--device", "deferred", "--lookahead", "1", "--max-total-tokens", "400"],

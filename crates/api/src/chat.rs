@@ -63,6 +63,8 @@ pub struct ValidChat {
     pub reasoning: ReasoningOutput,
     /// The form in which tokens appear beside their text.
     pub tokens: TokenOutput,
+    /// The answer that the client predicts.
+    pub prediction: Option<String>,
     /// The other parameters.
     pub generation: Generation,
     /// The options of the stream; `None`: one response.

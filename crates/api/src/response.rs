@@ -16,7 +16,7 @@ pub struct Usage {
     /// Details of `prompt_tokens`, unless the server hides them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_tokens_details: Option<PromptTokensDetails>,
-    /// Details of `completion_tokens`, of models that are known to reason.
+    /// Details of `completion_tokens`, of models that are known to reason, or of predicted answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub completion_tokens_details: Option<CompletionTokensDetails>,
 }
@@ -26,6 +26,12 @@ pub struct Usage {
 pub struct CompletionTokensDetails {
     /// Tokens of reasoning that stands apart, without the marks around it.
     pub reasoning_tokens: u32,
+    /// Tokens of the predicted answer that were generated, if the client has predicted one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accepted_prediction_tokens: Option<u32>,
+    /// Tokens of the predicted answer that were verified and not generated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rejected_prediction_tokens: Option<u32>,
 }
 
 /// Details of a prompt's tokens.
@@ -51,7 +57,19 @@ impl Usage {
     /// Adds the number of generated tokens that are reasoning.
     #[must_use]
     pub fn with_reasoning(self, reasoning_tokens: u32) -> Self {
-        let details = CompletionTokensDetails { reasoning_tokens };
+        let details = self.completion_tokens_details.unwrap_or_default();
+        let details = CompletionTokensDetails { reasoning_tokens, ..details };
+        Self { completion_tokens_details: Some(details), ..self }
+    }
+
+    /// Adds the numbers of tokens of a predicted answer.
+    #[must_use]
+    pub fn with_prediction(self, accepted: u32, rejected: u32) -> Self {
+        let details = CompletionTokensDetails {
+            accepted_prediction_tokens: Some(accepted),
+            rejected_prediction_tokens: Some(rejected),
+            ..self.completion_tokens_details.unwrap_or_default()
+        };
         Self { completion_tokens_details: Some(details), ..self }
     }
 }

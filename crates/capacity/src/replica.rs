@@ -77,6 +77,7 @@ impl Replica {
             step_words: STEP_WORDS,
             vector_size: 0,
             tokens_a_row: 1,
+            drafts: None,
             host: setup.host,
             sparse: setup.sparse,
             tower: setup.seeing.map(|seeing| seeing.tower),

@@ -320,6 +320,7 @@ impl Simulation {
                 | Event::Pooled { .. }
                 | Event::ImageRead { .. }
                 | Event::PromptLogprobs { .. }
+                | Event::Predicted { .. }
                 | Event::Preempted { .. } => {}
             }
         }

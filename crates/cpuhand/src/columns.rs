@@ -3,6 +3,7 @@
 use forebay_kernels::{Given, Rows, Shared};
 use forebay_protocol::{StepPlan, Want};
 
+use crate::drafts::Run;
 use crate::tables::{PlanError, Tables, wrong};
 
 /// `r` rows, of which `s` sample, or pool.
@@ -11,8 +12,10 @@ pub(crate) struct Columns {
     pub(crate) slot: Vec<i64>,
     /// `[r]`
     pub(crate) start: Vec<i64>,
-    /// `[r]`
+    /// `[r]`, drafts included
     pub(crate) length: Vec<i64>,
+    /// `[r]`: the drafts among a row's positions, which are its last.
+    pub(crate) drafts: Vec<usize>,
     /// `[r]`: each row's last token, numbered over all rows.
     pub(crate) last: Vec<i64>,
     /// `[s]`: the rows that sample, or that pool.
@@ -28,6 +31,7 @@ impl Columns {
             slot: vec![0],
             start: vec![start],
             length: vec![length],
+            drafts: vec![0],
             last: vec![length - 1],
             sampling: vec![0],
             masked: Vec::new(),
@@ -41,14 +45,16 @@ impl Columns {
             slot: Vec::with_capacity(count),
             start: Vec::with_capacity(count),
             length: Vec::with_capacity(count),
+            drafts: Vec::with_capacity(count),
             last: Vec::with_capacity(count),
             sampling: Vec::with_capacity(count),
             masked: Vec::new(),
         };
         let (slots, context) = (tables.slots.len(), tables.context_length as u64);
         let mut last = -1;
-        for (index, row) in plan.rows().enumerate() {
-            let end = u64::from(row.start) + u64::from(row.length);
+        for (index, (row, drafts)) in plan.rows().zip(plan.drafts()).enumerate() {
+            let drafts = drafts.len();
+            let end = u64::from(row.start) + u64::from(row.length) + drafts as u64;
             // What is negative in a plan is larger than every table here.
             if row.slot as usize >= slots || row.length == 0 || end > context {
                 return wrong(format!(
@@ -63,10 +69,12 @@ impl Columns {
             if pools && !pooled && row.want != Want::Nothing {
                 return wrong("a row that samples, for a model that pools");
             }
-            last += i64::from(row.length);
+            let length = i64::from(row.length) + drafts as i64;
+            last += length;
             columns.slot.push(row.slot.into());
             columns.start.push(row.start.into());
-            columns.length.push(row.length.into());
+            columns.length.push(length);
+            columns.drafts.push(drafts);
             columns.last.push(last);
             if row.want == Want::Masked {
                 columns.masked.push(columns.sampling.len());
@@ -78,16 +86,23 @@ impl Columns {
         Ok(columns)
     }
 
-    /// The slots of rows that sample, and the positions that their tokens are for.
-    pub(crate) fn wanted(&self) -> Vec<(usize, usize)> {
-        let of =
-            |&row: &usize| (self.slot[row] as usize, (self.start[row] + self.length[row]) as usize);
-        self.sampling.iter().map(of).collect()
+    /// The positions for which rows that sample may give a token.
+    pub(crate) fn wanted(&self) -> Vec<Run> {
+        let mut first = 0;
+        let run = |&row: &usize| {
+            let end = (self.start[row] + self.length[row]) as usize;
+            let drafts = self.drafts[row];
+            let run = Run { slot: self.slot[row] as usize, position: end - drafts, drafts, first };
+            first += 1 + drafts;
+            run
+        };
+        self.sampling.iter().map(run).collect()
     }
 
-    /// The last tokens of rows that sample.
+    /// The tokens whose logits rows that sample need: each one's last, and those before its drafts.
     pub(crate) fn last_tokens(&self) -> Vec<i64> {
-        self.sampling.iter().map(|&row| self.last[row]).collect()
+        let of = |&row: &usize| self.last[row] - self.drafts[row] as i64..=self.last[row];
+        self.sampling.iter().flat_map(of).collect()
     }
 
     /// The rows in the form of the kernels.

@@ -9,6 +9,7 @@ mod blocks;
 mod columns;
 mod connection;
 mod descriptors;
+mod drafts;
 mod draw;
 mod encoder;
 mod exponential;

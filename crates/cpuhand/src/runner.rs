@@ -176,6 +176,7 @@ impl Runner {
             kv_bytes: page_bytes * sizes.page_count as u64,
             device: "cpu".into(),
             tokens_a_row: 1,
+            verifies_drafts: pooling.is_none(),
             page_bytes,
             blocks,
             ..Ready::default()

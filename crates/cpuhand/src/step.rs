@@ -10,10 +10,11 @@ use forebay_protocol::{
 };
 
 use crate::columns::Columns;
+use crate::drafts::{Run, count};
 use crate::prompts::{Wanted as PromptTokens, slice_rows};
 use crate::runner::{Executes, HandError, Runner, timed};
 use crate::sampler::{Ask, Sampled, Scratch, sample};
-use crate::tables::{PlanError, wrong};
+use crate::tables::{PlanError, Slot, wrong};
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
@@ -37,6 +38,7 @@ impl Executes for Runner {
             return Err(PlanError("images in a plan for a model of text".into()).into());
         }
         self.tables.write(plan, &self.arena)?;
+        self.tables.write_drafts(plan)?;
         let mut result = StepResult { step: plan.step(), ..StepResult::default() };
         let mut idle = Duration::ZERO;
         if plan.rows().len() > 0 {
@@ -73,16 +75,21 @@ impl Runner {
         let wanted = columns.wanted();
         let last = columns.last_tokens();
         result.row_errors = vec![ROW_OK; columns.slot.len()];
-        let plain = wanted.iter().all(|&(slot, _)| self.tables.slots[slot].is_plain());
+        let plain = wanted.iter().all(|run| self.tables.slots[run.slot].is_plain());
         if plain && columns.masked.is_empty() && prompts.is_none() {
             let (mut best, mut finite) = (vec![0; last.len()], vec![0; last.len()]);
             let rows = columns.rows(&self.tables, &given, &last);
             self.decoder.step(&rows, Wanted::Best(&mut best, &mut finite))?;
-            for (at, (token, finite)) in best.into_iter().zip(finite).enumerate() {
+            let sample = |place: usize, _, _: &Slot| {
                 // What is not finite has no token.
-                let (token, finite) = if finite == 1 { (token, true) } else { (0, false) };
-                let sampled = Sampled { token, finite, logprobs: Vec::new() };
-                self.keep(wanted[at], columns.sampling[at], &sampled, result);
+                let (token, finite) =
+                    if finite[place] == 1 { (best[place], true) } else { (0, false) };
+                Sampled { token, finite, logprobs: Vec::new() }
+            };
+            for (run, &row) in wanted.iter().zip(&columns.sampling) {
+                let given = run.verify(&self.tables, sample);
+                count(result, &wanted, given.len());
+                self.keep(run, row, &given, result);
             }
             return Ok(true);
         }
@@ -107,10 +114,11 @@ impl Runner {
             (0..wanted.len()).filter(|&at| of_rows[at] != Mask::NoToken).collect();
         let found = self.sample(&logits, &wanted, (&drawn, &of_rows));
         self.logits = logits;
-        let asked = drawn.iter().any(|&at| self.tables.slots[wanted[at].0].logprobs().is_some());
-        for (&at, sampled) in drawn.iter().zip(&found) {
-            self.keep(wanted[at], columns.sampling[at], sampled, result);
-            if asked {
+        let asked = drawn.iter().any(|&at| self.tables.slots[wanted[at].slot].logprobs().is_some());
+        for (&at, given) in drawn.iter().zip(&found) {
+            count(result, &wanted, given.len());
+            self.keep(&wanted[at], columns.sampling[at], given, result);
+            for sampled in given.iter().filter(|_| asked) {
                 result.logprob_counts.push(sampled.logprobs.len() as i32);
                 result.logprob_ids.extend(sampled.logprobs.iter().map(|(id, _)| id));
                 result.logprob_values.extend(sampled.logprobs.iter().map(|(_, value)| value));
@@ -119,17 +127,13 @@ impl Runner {
         Ok(true)
     }
 
-    fn keep(
-        &mut self,
-        (slot, position): (usize, usize),
-        row: usize,
-        sampled: &Sampled,
-        result: &mut StepResult,
-    ) {
-        self.tables.keep(slot, position, sampled.token);
-        result.tokens.push(sampled.token);
-        if !sampled.finite {
-            result.row_errors[row] = ROW_NOT_FINITE;
+    fn keep(&mut self, run: &Run, row: usize, given: &[Sampled], result: &mut StepResult) {
+        for (nth, sampled) in given.iter().enumerate() {
+            self.tables.keep(run.slot, run.position + nth, sampled.token);
+            result.tokens.push(sampled.token);
+            if !sampled.finite {
+                result.row_errors[row] = ROW_NOT_FINITE;
+            }
         }
     }
 
@@ -137,21 +141,21 @@ impl Runner {
     fn sample(
         &self,
         logits: &[f32],
-        wanted: &[(usize, usize)],
+        wanted: &[Run],
         (drawn, masks): (&[usize], &[Mask]),
-    ) -> Vec<Sampled> {
-        let found: Vec<OnceLock<Sampled>> = drawn.iter().map(|_| OnceLock::new()).collect();
-        let (vocabulary, slots) = (self.sizes.vocabulary, &self.tables.slots);
+    ) -> Vec<Vec<Sampled>> {
+        let found: Vec<OnceLock<Vec<Sampled>>> = drawn.iter().map(|_| OnceLock::new()).collect();
+        let (vocabulary, tables) = (self.sizes.vocabulary, &self.tables);
         self.threads.each(drawn.len(), |number| {
             let at = drawn[number];
-            let (slot, position) = wanted[at];
-            let slot = &slots[slot];
             let mask = if let Mask::Tokens(words) = &masks[at] { Some(&words[..]) } else { None };
-            let logits = &logits[at * vocabulary..][..vocabulary];
-            let ask = Ask { slot, position, mask };
-            let sampled = SCRATCH.with_borrow_mut(|scratch| sample(logits, &ask, scratch));
+            let given = wanted[at].verify(tables, |place, position, slot| {
+                let logits = &logits[place * vocabulary..][..vocabulary];
+                let ask = Ask { slot, position, mask };
+                SCRATCH.with_borrow_mut(|scratch| sample(logits, &ask, scratch))
+            });
             // It is the only one for this row.
-            let _ = found[number].set(sampled);
+            let _ = found[number].set(given);
         });
         found.into_iter().filter_map(OnceLock::into_inner).collect()
     }

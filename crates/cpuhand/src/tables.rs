@@ -190,6 +190,23 @@ impl Tables {
         Ok(())
     }
 
+    /// Writes the drafts of rows behind the last tokens of their slots.
+    pub(crate) fn write_drafts(&mut self, plan: &StepPlan) -> Result<(), PlanError> {
+        for (row, drafts) in plan.rows().zip(plan.drafts()).filter(|(_, it)| !it.is_empty()) {
+            let (slot, end) = (row.slot as usize, row.start as usize + row.length as usize);
+            if slot >= self.slots.len() || end + drafts.len() > self.context_length {
+                return wrong(format!("{} drafts at position {end} of slot {slot}", drafts.len()));
+            }
+            let vocabulary = 0..self.vocabulary as i32;
+            if let Some(token) = drafts.iter().find(|token| !vocabulary.contains(token)) {
+                return wrong(format!("the draft {token}, of a vocabulary of {}", self.vocabulary));
+            }
+            let first = slot * self.token_stride + end;
+            self.tokens[first..first + drafts.len()].copy_from_slice(drafts);
+        }
+        Ok(())
+    }
+
     /// Keeps a token that was sampled for a position of a slot.
     pub(crate) fn keep(&mut self, slot: usize, position: usize, token: i32) {
         self.tokens[slot * self.token_stride + position] = token;

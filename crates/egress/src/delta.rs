@@ -2,6 +2,7 @@
 
 use forebay_api::ApiError;
 use forebay_dialect::Parts;
+use forebay_engine::PredictedTokens;
 
 use crate::prompt_logprobs::PromptLogprobList;
 
@@ -101,6 +102,8 @@ pub struct Delta {
     pub tokens: Vec<i32>,
     /// The number of tokens that are reasoning.
     pub reasoning_tokens: u32,
+    /// Tokens of the predicted answer that were verified.
+    pub predicted: PredictedTokens,
     /// The log-probabilities of each of `tokens`, if requested.
     pub logprobs: Logprobs,
     /// The log-probabilities of the prompt's tokens, if requested. All have come with the first
@@ -135,6 +138,7 @@ impl Delta {
         self.parts.clear();
         self.tokens.clear();
         self.reasoning_tokens = 0;
+        self.predicted = PredictedTokens::default();
         self.logprobs.clear();
         self.prompt.clear();
         self.cached_tokens = None;
@@ -147,6 +151,7 @@ impl Delta {
         self.parts.append(&mut newer.parts);
         self.tokens.append(&mut newer.tokens);
         self.reasoning_tokens += std::mem::take(&mut newer.reasoning_tokens);
+        self.predicted += std::mem::take(&mut newer.predicted);
         self.logprobs.append(&mut newer.logprobs);
         self.prompt.append(&mut newer.prompt);
         self.cached_tokens = self.cached_tokens.or(newer.cached_tokens.take());

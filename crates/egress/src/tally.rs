@@ -1,6 +1,9 @@
 //! The numbers of tokens of a call, for its usage.
 
+use std::ops::Range;
+
 use forebay_api::Usage;
+use forebay_engine::PredictedTokens;
 
 use crate::delta::Delta;
 
@@ -19,6 +22,8 @@ pub struct Tally {
     reasoning: Vec<u32>,
     /// The model is known to reason, so that they are told.
     reasons: bool,
+    /// Verified tokens of the predicted answer by choice; `None`: nothing was predicted.
+    predicted: Option<Vec<PredictedTokens>>,
     /// Prompt that a choice answers.
     prompt_of: Vec<usize>,
 }
@@ -47,8 +52,22 @@ impl Tally {
         self.reasons = true;
     }
 
-    fn told(&self, usage: Usage, reasoning: u32) -> Usage {
-        if self.reasons { usage.with_reasoning(reasoning) } else { usage }
+    /// Adds the verified tokens of predicted answers to the usage.
+    pub fn show_predicted(&mut self) {
+        self.predicted = Some(vec![PredictedTokens::default(); self.choices()]);
+    }
+
+    fn told(&self, usage: Usage, choices: Range<usize>) -> Usage {
+        let mut usage = usage;
+        if self.reasons {
+            usage = usage.with_reasoning(self.reasoning[choices.clone()].iter().sum());
+        }
+        if let Some(predicted) = &self.predicted {
+            let mut sum = PredictedTokens::default();
+            predicted[choices].iter().for_each(|choice| sum += *choice);
+            usage = usage.with_prediction(sum.accepted, sum.rejected);
+        }
+        usage
     }
 
     fn shown(&self, cached: u32) -> Option<u32> {
@@ -74,13 +93,13 @@ impl Tally {
     pub fn usage(&self) -> Usage {
         let cached = self.shown(self.cached.iter().sum());
         let usage = Usage::new(self.prompt_tokens(), self.generated_tokens(), cached);
-        self.told(usage, self.reasoning.iter().sum())
+        self.told(usage, 0..self.choices())
     }
 
     /// The usage before the first token.
     pub fn usage_before(&self) -> Usage {
         let usage = Usage::new(self.prompt_tokens(), 0, self.shown(self.cached.iter().sum()));
-        self.told(usage, 0)
+        self.told(usage, 0..0)
     }
 
     /// The usage of one choice.
@@ -88,7 +107,7 @@ impl Tally {
         let prompt = self.prompt_of[choice as usize];
         let generated = self.generated[choice as usize];
         let usage = Usage::new(self.prompts[prompt], generated, self.shown(self.cached[prompt]));
-        self.told(usage, self.reasoning[choice as usize])
+        self.told(usage, choice as usize..choice as usize + 1)
     }
 
     /// Counts the tokens of a delta.
@@ -96,6 +115,9 @@ impl Tally {
         let prompt = self.prompt_of[choice as usize];
         self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);
         self.reasoning[choice as usize] += delta.reasoning_tokens;
+        if let Some(predicted) = &mut self.predicted {
+            predicted[choice as usize] += delta.predicted;
+        }
         if let Some(cached) = delta.cached_tokens {
             // The choices of a prompt share its pages; what one of them found is what the client is
             // told.

@@ -30,6 +30,9 @@ pub struct EngineConfig {
     pub step_shares: bool,
     /// The time between two tokens of a running request for which steps leave room beside prompts.
     pub decode_gap_ms: DecodeGap,
+    /// The drafts beside decode rows, if there are any.
+    #[serde(flatten)]
+    pub drafts: Option<DraftConfig>,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
     pub lookahead: u32,
     /// The largest number of requests that wait; see [`crate::Waiting`] for each client's share.
@@ -86,6 +89,7 @@ impl Default for EngineConfig {
             fair_queueing: true,
             step_shares: true,
             decode_gap_ms: DecodeGap::default(),
+            drafts: None,
             lookahead: 1,
             max_queued_requests: 4096,
             queue_timeout: Duration::ZERO,
@@ -98,6 +102,22 @@ impl Default for EngineConfig {
             host_tier: None,
             images: None,
         }
+    }
+}
+
+/// Drafts: tokens that requests are expected to generate, and that a step verifies beside others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct DraftConfig {
+    /// The largest number of drafts of a row.
+    pub speculative_num_draft_tokens: u32,
+    /// True if every draft is verified, whatever its time is worth. For measurements.
+    pub speculative_unpriced: bool,
+}
+
+impl Default for DraftConfig {
+    /// The defaults of the flags.
+    fn default() -> Self {
+        Self { speculative_num_draft_tokens: 8, speculative_unpriced: false }
     }
 }
 

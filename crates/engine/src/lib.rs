@@ -80,14 +80,16 @@ mod types;
 mod waiting;
 
 pub use clock::{Clock, SystemClock};
-pub use config::{EngineConfig, HostConfig, ImageConfig, Preemption, SaveUnit, as_seconds};
+pub use config::{
+    DraftConfig, EngineConfig, HostConfig, ImageConfig, Preemption, SaveUnit, as_seconds,
+};
 pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, DecodeGap, FairQueue, HostStats, HostTier, ImageId, ImageStats, Namer,
-    Past, Phase, Place, Planned, Policy, PromptImage, PromptTail, QueuedRequest, Request,
-    RequestView, SavePolicy, Stats as SchedulerStats,
+    BlockEvent, BlockHash, DecodeGap, DraftCounts, DraftStats, FairQueue, History, HostStats,
+    HostTier, ImageId, ImageStats, Lookup, Namer, Past, Phase, Place, Planned, Policy, PromptImage,
+    PromptTail, Proposer, QueuedRequest, Request, RequestView, SavePolicy, Stats as SchedulerStats,
 };
 pub use handle::{EngineHandle, Size};
 pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};
@@ -97,7 +99,7 @@ pub use picture::{Picture, PictureError, Placed, Placement};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,
-    OutputSink, Peers, Preference, RequestError, RequestId, SampledToken, Stats, Status,
-    SubmitError,
+    OutputSink, Peers, PredictedTokens, Preference, RequestError, RequestId, SampledToken, Stats,
+    Status, SubmitError,
 };
 pub use waiting::Waiting;

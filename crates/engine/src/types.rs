@@ -159,6 +159,15 @@ pub struct Admission {
     pub queue_us: u64,
 }
 
+/// Tokens of a predicted answer that were verified.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign)]
+pub struct PredictedTokens {
+    /// The number of tokens that were generated.
+    pub accepted: u32,
+    /// The number of others.
+    pub rejected: u32,
+}
+
 /// The output of one step for one request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Output {
@@ -171,6 +180,8 @@ pub struct Output {
     pub prompt: Option<PromptLogprobs>,
     /// The token of this step.
     pub token: Option<SampledToken>,
+    /// Tokens of a predicted answer that were verified in this step.
+    pub predicted: Option<PredictedTokens>,
     /// The vector of a pooled request, as the model made it: neither cut nor normalised.
     pub pooled: Option<Box<[f32]>>,
     /// Set exactly once, in the request's last output.
@@ -181,12 +192,21 @@ impl Output {
     /// Makes an empty output.
     #[must_use]
     pub fn of(id: RequestId) -> Self {
-        Self { id, admission: None, prompt: None, token: None, pooled: None, finish: None }
+        Self {
+            id,
+            admission: None,
+            prompt: None,
+            token: None,
+            predicted: None,
+            pooled: None,
+            finish: None,
+        }
     }
 
-    /// True if the output has log-probabilities of the prompt and nothing beside them.
-    pub(crate) fn is_of_prompt(&self) -> bool {
-        self.prompt.is_some() && self.token.is_none() && self.finish.is_none()
+    /// True if the output has only what comes before a step's token.
+    pub(crate) fn lacks_token(&self) -> bool {
+        let before = self.prompt.is_some() || self.predicted.is_some();
+        before && self.token.is_none() && self.finish.is_none()
     }
 }
 

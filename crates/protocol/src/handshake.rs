@@ -230,6 +230,9 @@ pub struct Ready {
     /// The largest number of tokens that a sampling row may give.
     #[serde(default = "one")]
     pub tokens_a_row: u32,
+    /// True if the hand verifies tokens that the brain expects of its rows.
+    #[serde(default)]
+    pub verifies_drafts: bool,
     /// Pages of the host's tier; 0 without one.
     #[serde(default)]
     pub host_page_count: u32,
@@ -354,6 +357,7 @@ mod tests {
         let fields = whole.as_object().expect("an object");
         let optional = [
             "tokens_a_row",
+            "verifies_drafts",
             "host_page_count",
             "page_bytes",
             "hot_row_tokens",

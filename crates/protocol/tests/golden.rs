@@ -62,6 +62,7 @@ fn id(kind: &str, column: &str) -> u32 {
             "unused",
             "prompt_logprobs",
             "group",
+            "draft_tokens",
         ],
         "masks" => &["offsets", "words", "no_token"],
         "plan_at" => &["place"],

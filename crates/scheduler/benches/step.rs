@@ -84,6 +84,7 @@ impl Replica {
                 step_words: STEP_WORDS,
                 vector_size: 0,
                 tokens_a_row: 1,
+                drafts: None,
                 host: None,
                 sparse: None,
                 tower: None,

@@ -34,6 +34,8 @@ impl Scheduler {
         self.answered(step);
         self.counters.steps += u64::from(!flight.rows.is_empty());
         self.learn(&flight, result.timing.device_us);
+        self.drafting.learn(&flight, result.tokens.len(), result.timing.device_us);
+        let sampled_rows = flight.sampled as u32;
         let mut sampled = result.tokens.iter().zip(result.logprobs());
         let mut counts = result.counts();
         let mut prompts = PromptLogprobsOf::new(result);
@@ -53,7 +55,12 @@ impl Scheduler {
             } else if let Some(vector) = vector {
                 self.pooled(row, vector, events);
             } else {
+                let before = events.len();
                 self.computed(row, prompt, &mut tokens, events);
+                self.drafts_ended(row, (count, before), events);
+                if count > 0 && self.roster.requests.get(row.handle).is_some() {
+                    self.expect(row.handle, sampled_rows);
+                }
             }
             tokens.for_each(drop);
         }
@@ -70,10 +77,12 @@ impl Scheduler {
     fn learn(&mut self, flight: &Flight, device_us: u32) {
         // Where the tower computed too, the time says little of the rows.
         if flight.towers.is_empty() {
-            let lengths = flight.rows.iter().map(|row| row.end - row.start);
+            let lengths = flight.rows.iter().map(FlightRow::positions);
             self.turns.learn(lengths.clone().sum(), device_us);
-            let rows = flight.rows.iter().map(|row| (row.start, row.end - row.start));
-            self.turns.pace.learn(rows, device_us);
+            if flight.drafts == 0 {
+                let rows = flight.rows.iter().map(|row| (row.start, row.positions()));
+                self.turns.pace.learn(rows, device_us);
+            }
             self.memory.learn(lengths, device_us);
         }
     }
@@ -125,6 +134,9 @@ impl Scheduler {
                 }
             }
             entry.tokens.push(token);
+            if let Some(proposer) = &mut entry.request.proposer {
+                proposer.push(token);
+            }
             self.counters.generated_tokens += 1;
             let (id, full) = (entry.request.id, entry.known() == entry.limit);
             let nth = entry.known() - entry.prompt_len;

@@ -81,6 +81,9 @@ pub struct SchedulerConfig {
     pub vector_size: u32,
     /// The largest number of tokens that a sampling row may give; at least 1.
     pub tokens_a_row: u32,
+    /// The drafts beside decode rows; `None`: there are none. It has no effect with sparse
+    /// decoding, or if the hand gives several tokens a row by itself.
+    pub drafts: Option<Drafts>,
     /// The tier of host memory, if there is one. It has no effect without pages or without the
     /// prefix cache.
     pub host: Option<HostTier>,
@@ -100,6 +103,16 @@ impl SchedulerConfig {
         };
         pages.saturating_mul(self.page_size)
     }
+}
+
+/// The number of drafts beside a decode row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Drafts {
+    /// The largest number of drafts of a row; at least 1.
+    pub most: u32,
+    /// True if a step has drafts only where their measured time is worth it. Otherwise it has all
+    /// that it has room for.
+    pub priced: bool,
 }
 
 /// A vision tower, and the memory for its output.

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use forebay_kvcache::{BlockHash, ImageLease, Namer};
 use forebay_protocol::{NewSlot, Want};
 
+use crate::expected::Expected;
 use crate::memory::blocks::Blocks;
 use crate::memory::pages::Pages;
 use crate::request::{Key, Request, Ticket};
@@ -70,6 +71,8 @@ pub(crate) struct Entry {
     pub(crate) waits: bool,
     /// True if its next position was computed by a row that sat out.
     pub(crate) repeats: bool,
+    /// Its drafts.
+    pub(crate) expected: Expected,
 }
 
 /// Tokens that an admitted request has room for beyond those it knows, so that its first steps
@@ -94,6 +97,7 @@ impl Entry {
             passed: 0,
             waits: false,
             repeats: false,
+            expected: Expected::default(),
             request,
         }
     }

@@ -61,6 +61,15 @@ pub enum Event {
         /// descending; natural logarithms.
         logprobs: Option<Box<[(i32, f32)]>>,
     },
+    /// Drafts from the request's predicted answer were verified. Their tokens follow.
+    Predicted {
+        /// The request's id.
+        id: u64,
+        /// The number of drafts that were generated.
+        accepted: u32,
+        /// The number of others.
+        rejected: u32,
+    },
     /// Log-probabilities of further tokens of the prompt, in their order. All have come before the
     /// first [`Event::Token`].
     PromptLogprobs {
@@ -177,12 +186,46 @@ pub struct Stats {
     pub recomputed_tokens: u64,
     /// The number of applied results of plans that had rows.
     pub steps: u64,
+    /// Drafts.
+    pub drafts: DraftStats,
     /// The host tier.
     pub host: HostStats,
     /// Sparse decoding.
     pub sparse: SparseStats,
     /// Images.
     pub images: ImageStats,
+}
+
+/// Numbers of drafts, which only grow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
+pub struct DraftStats {
+    /// Rows that had drafts.
+    pub rows: u64,
+    /// Drafts that were verified.
+    pub drafted: u64,
+    /// Drafts that were generated.
+    pub accepted: u64,
+    /// The same by their place among the drafts of their row.
+    pub accepted_at: DraftCounts,
+}
+
+/// Numbers by the place of a draft among those of its row.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct DraftCounts(pub [u64; Self::PLACES]);
+
+impl DraftCounts {
+    /// The number of places. Later drafts are not counted by place.
+    pub const PLACES: usize = 16;
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut u64> {
+        self.0.iter_mut()
+    }
+}
+
+impl std::ops::AddAssign for DraftCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(count, more)| *count += more);
+    }
 }
 
 /// Numbers of images; all 0 if the model takes none. Counts of pages and of waiting images are of

@@ -21,6 +21,10 @@
 //! admitted, and has no row until they are back. Others go on meanwhile. A plan may also have only
 //! copies, or nothing. Then the hand answers when a copy has ended.
 //!
+//! With drafts ([`SchedulerConfig::drafts`]) a decode row may have tokens beside it that its
+//! request is expected to generate ([`Request::proposer`]). The hand draws tokens for them as for
+//! any other position, and the row gives all up to the first that was not expected.
+//!
 //! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images. Plans compute some
 //! layers of an image a step. Rows end before an image that is not computed yet.
 //!
@@ -44,6 +48,7 @@
 //!
 //! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: who gets a
 //!   slot.
+//! - `drafts`: tokens that requests are expected to generate (`expected`), beside their last one.
 //! - `grow`: pages for those who run; `words`: the size of a plan; `prompts`: log-probabilities of
 //!   prompts.
 //! - `moves`: queued requests that go elsewhere; `held`: requests that have no turn yet.
@@ -73,6 +78,7 @@
 //! #     step_words: STEP_WORDS,
 //! #     vector_size: 0,
 //! #     tokens_a_row: 1,
+//! #     drafts: None,
 //! #     host: None,
 //! #     sparse: None,
 //! #     tower: None,
@@ -102,8 +108,11 @@
 mod admit;
 mod apply;
 mod config;
+mod drafting;
+mod drafts;
 mod entry;
 mod event;
+mod expected;
 mod grow;
 mod held;
 mod images;
@@ -125,9 +134,11 @@ mod view;
 mod waits;
 mod words;
 
+pub use forebay_draft::{DraftMatch, DraftSource, History, Lookup, Proposer};
 pub use forebay_kvcache::{BlockEvent, BlockHash, ImageId, Namer, Place};
 use forebay_protocol::Want;
 
+use crate::drafting::Drafting;
 use crate::entry::Entry;
 use crate::images::Images;
 use crate::memory::Memory;
@@ -137,8 +148,13 @@ use crate::slab::Handle;
 use crate::steps::Steps;
 use crate::turns::Turns;
 
-pub use crate::config::{DecodeGap, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower};
-pub use crate::event::{ApplyError, Event, Finish, HostStats, ImageStats, SparseStats, Stats};
+pub use crate::config::{
+    DecodeGap, Drafts, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower,
+};
+pub use crate::drafting::MAX_DRAFTED;
+pub use crate::event::{
+    ApplyError, DraftCounts, DraftStats, Event, Finish, HostStats, ImageStats, SparseStats, Stats,
+};
 pub use crate::images::prompt::{PromptImage, image_words};
 pub use crate::moves::QueuedRequest;
 pub use crate::prompts::PromptTail;
@@ -161,6 +177,7 @@ pub struct Scheduler {
     memory: Memory,
     images: Images,
     steps: Steps,
+    drafting: Drafting,
     counters: Stats,
     /// Requests that need a page this step. Empty between calls, kept for its memory.
     needy: Vec<(Key, Handle)>,
@@ -174,16 +191,20 @@ impl Scheduler {
     /// # Panics
     /// A number in `config` is 0 although it must not be.
     #[must_use]
-    pub fn new(config: SchedulerConfig) -> Self {
+    pub fn new(mut config: SchedulerConfig) -> Self {
         let numbers = [config.slots, config.max_running, config.page_size, config.tokens_a_row];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
         words::check_slots(config.slots);
+        let memory = Memory::new(&config);
+        // A hand that gives several tokens by itself has drafts of its own.
+        config.drafts = config.drafts.filter(|_| config.tokens_a_row == 1 && memory.takes_drafts());
         Self {
             roster: Roster::new(&config),
             turns: Turns::new(&config),
-            memory: Memory::new(&config),
+            memory,
             images: Images::new(config.tower),
             steps: Steps::default(),
+            drafting: Drafting::default(),
             counters: Stats::default(),
             needy: Vec::new(),
             passed: Vec::new(),

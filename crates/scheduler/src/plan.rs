@@ -15,7 +15,8 @@ impl Scheduler {
         plan.begin(self.steps.next());
         // Where a row may give several tokens, how many they were decides where the next one
         // begins. To plan for the others meanwhile would split the batch for good.
-        let most = if self.config.tokens_a_row == 1 { MAX_IN_FLIGHT } else { 1 };
+        let alone = self.config.tokens_a_row > 1 || self.awaits_tokens();
+        let most = if alone { 1 } else { MAX_IN_FLIGHT };
         if self.in_flight() >= most || !self.quarantine_permits() {
             return false;
         }
@@ -69,6 +70,7 @@ impl Scheduler {
         }
         // Without the floor, enough decoding requests would starve prefill for ever.
         self.plan_prompts(left.max(self.config.page_size), step);
+        self.plan_drafts(decodes, step);
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
         decodes
     }
@@ -162,7 +164,7 @@ impl Scheduler {
         }
         plan.push_row(Row { slot, start, length, want });
         prompt.into_iter().for_each(|want| plan.want_prompt_logprobs(want));
-        flight.push(FlightRow { handle, start, end, want, prompt, sits_out: false });
+        flight.push(FlightRow { handle, start, end, want, prompt, sits_out: false, drafts: None });
         self.images.pass(entry, flight.step);
         if end == goal {
             self.roster.end_prefill(handle, want.samples());

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use forebay_draft::Proposer;
 use forebay_kvcache::BlockHash;
 use forebay_protocol::SlotSpec;
 
@@ -37,6 +38,9 @@ pub struct Request {
     /// True if masks restrict the request's tokens. Its rows are
     /// [`forebay_protocol::Want::Masked`], and the caller fills the masks.
     pub masked: bool,
+    /// The proposer of drafts, which has the prompt and the generated tokens already; `None`: the
+    /// request has no drafts.
+    pub proposer: Option<Box<dyn Proposer>>,
     /// The demand for log-probabilities of the prompt's tokens. It needs a prompt of tokens, not of
     /// embeddings, that is not pooled.
     pub prompt_logprobs: Option<PromptTail>,

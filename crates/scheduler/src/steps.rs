@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use forebay_protocol::{PromptLogprobsWant, StepPlan, Want};
 
 use crate::event::Event;
+use crate::expected::RowDrafts;
 use crate::slab::Handle;
 
 /// A row of a step in flight.
@@ -18,6 +19,15 @@ pub(crate) struct FlightRow {
     pub(crate) prompt: Option<PromptLogprobsWant>,
     /// True if it was to sample, and gives no token: its last position comes again.
     pub(crate) sits_out: bool,
+    /// Its drafts, whose positions are behind `end`.
+    pub(crate) drafts: Option<RowDrafts>,
+}
+
+impl FlightRow {
+    /// Positions that it computes.
+    pub(crate) fn positions(&self) -> u32 {
+        self.end - self.start + self.drafts.map_or(0, |drafts| drafts.count)
+    }
 }
 
 /// Layers for an image, in a step in flight.
@@ -36,6 +46,8 @@ pub(crate) struct Flight {
     pub(crate) rows: Vec<FlightRow>,
     pub(crate) sampled: usize,
     pub(crate) pooled: usize,
+    /// Drafts of all rows.
+    pub(crate) drafts: u32,
     /// Words of its result for log-probabilities of prompts.
     pub(crate) answer_words: usize,
     pub(crate) towers: Vec<FlightImage>,
@@ -48,6 +60,11 @@ impl Flight {
     pub(crate) fn work(&self) -> impl Iterator<Item = (Handle, u32)> {
         let rows = self.rows.iter().map(|row| (row.handle, row.end));
         rows.chain(self.towers.iter().map(|image| (image.handle, image.end)))
+    }
+
+    /// Positions of all rows.
+    pub(crate) fn positions(&self) -> u32 {
+        self.rows.iter().map(FlightRow::positions).sum()
     }
 
     /// The number of tokens for whose log-probabilities the result still has room. The first row to
@@ -71,7 +88,7 @@ impl Flight {
         self.rows.clear();
         self.towers.clear();
         self.read.clear();
-        (self.sampled, self.pooled, self.answer_words) = (0, 0, 0);
+        (self.sampled, self.pooled, self.drafts, self.answer_words) = (0, 0, 0, 0);
     }
 }
 
@@ -93,7 +110,7 @@ impl Planned {
         Self {
             decode_rows: decodes as u32,
             prefill_rows: (flight.rows.len() - decodes) as u32,
-            tokens: flight.rows.iter().map(|row| row.end - row.start).sum(),
+            tokens: flight.positions(),
             images: flight.towers.len() as u32,
         }
     }

@@ -13,7 +13,8 @@ use forebay_egress::{
     mailbox::{MailboxBounds, Receiver, Sender, WakeRule, mailbox},
 };
 use forebay_engine::{
-    BlockHash, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
+    BlockHash, EngineRequest, History, Lookup, Past, Picture, Proposer, Request, RequestId,
+    SlotSpec, SubmitError,
 };
 use forebay_grammar::Constraints;
 use forebay_http::Charge;
@@ -160,10 +161,13 @@ impl Call {
         speller: &mut Option<Speller>,
         Origin { state, peer, streamed, arrived, said }: Origin<'_>,
     ) -> Result<(), ApiError> {
+        let free = constraints.is_none();
         let mut constraints = constraints.into_iter().flat_map(|constraints| constraints.choices);
         let prompt_tokens = submission.prompt_tokens();
         let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
         let names = shared_names(state, salt, &submission);
+        // A token under a mask has its mask when the token before it is known.
+        let history = if free { submission.history(state, peer.client()).await? } else { None };
         let Submission { prompt, embeds, images, files, terms, max_tokens, .. } = submission;
         let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
             Arc::new(Shown::new(Arc::clone(file), &state.intake))
@@ -221,6 +225,7 @@ impl Call {
                 background: peer.is_background(),
                 probe: peer.is_probe(),
                 masked: false,
+                proposer: history.as_ref().map(|history| lookup(history, said)),
                 prompt_logprobs: told,
                 arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
                 held: false,
@@ -341,10 +346,20 @@ fn tally(submissions: &[Submission], state: &Shared) -> Tally {
     {
         tally.show_reasoning();
     }
+    if submissions.iter().any(|prompt| prompt.drafts && prompt.prediction.is_some()) {
+        tally.show_predicted();
+    }
     if state.config.hide_cached_tokens {
         tally.hide_cached();
     }
     tally
+}
+
+/// A proposer of drafts for a choice that goes on behind `said`.
+fn lookup(history: &Arc<History>, said: &[i32]) -> Box<dyn Proposer> {
+    let mut lookup = Lookup::new(Arc::clone(history));
+    said.iter().for_each(|&token| lookup.push(token));
+    Box::new(lookup)
 }
 
 /// Names of the prompt's blocks, where several choices would each have them computed.

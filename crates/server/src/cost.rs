@@ -5,6 +5,7 @@
 //! When their form is compiled, what it takes is added to that.
 
 use forebay_egress::LOGPROB_JSON;
+use forebay_engine::History;
 
 /// Bytes of memory for each byte of a body: the body, its copy in one piece, and the parsed values.
 const UNREAD: usize = 4;
@@ -55,6 +56,8 @@ pub(crate) fn inputs(inputs: usize, tokens: usize, size: usize) -> usize {
 pub(crate) struct Size {
     /// Tokens of the prompt.
     pub(crate) prompt: usize,
+    /// Tokens among which drafts are looked up.
+    pub(crate) indexed: usize,
     /// The largest number of tokens of a choice.
     pub(crate) max_tokens: u32,
     pub(crate) choices: usize,
@@ -70,7 +73,8 @@ pub(crate) struct Size {
 
 impl Size {
     fn bytes(&self) -> usize {
-        let Self { prompt, max_tokens, choices, candidates, allowed, told, repeated } = *self;
+        let Self { prompt, indexed, max_tokens, choices, candidates, allowed, told, repeated } =
+            *self;
         let tokens = max_tokens.min(EXPECTED) as usize;
         // An admitted choice has the prompt's tokens once more.
         let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + LOGPROB_JSON * candidates);
@@ -78,6 +82,7 @@ impl Size {
         // more than enough.
         (TOKEN * (prompt + allowed) + LOGPROB * told * prompt)
             .saturating_add(repeated)
+            .saturating_add(History::bytes(indexed))
             .saturating_add(choice.saturating_mul(choices))
     }
 }

@@ -178,6 +178,11 @@ impl Inner {
         })
     }
 
+    /// True if the loaded model's hand verifies drafts, and is to.
+    pub(crate) fn verifies_drafts(&self) -> bool {
+        self.engine.facts().is_some_and(|facts| facts.hand.verifies_drafts)
+    }
+
     /// Positions of all image pages of a replica.
     ///
     /// # Errors

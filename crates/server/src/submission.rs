@@ -4,12 +4,17 @@ use std::sync::Arc;
 
 use forebay_api::{ApiError, Generation, Limits, MaxTokens};
 use forebay_egress::{LOGPROB_JSON, Terms, check_tokens};
-use forebay_engine::{Embeds, PromptImage};
+use forebay_engine::{Embeds, History, PromptImage};
+use forebay_http::ClientId;
 
 use crate::cost::Size;
 use crate::ignored::note;
 use crate::images::ImageFile;
 use crate::state::Shared;
+
+/// The largest number of tokens that are indexed without a thread of the intake: less than a
+/// millisecond.
+const INDEXED_AT_ONCE: usize = 1 << 13;
 
 /// The parts of an answer that repeat a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +36,10 @@ pub(crate) struct Submission {
     pub(crate) images: Arc<[PromptImage]>,
     pub(crate) files: Vec<Arc<ImageFile>>,
     pub(crate) terms: Arc<Terms>,
+    /// Tokens of the predicted answer; `None`: nothing was predicted.
+    pub(crate) prediction: Option<Vec<i32>>,
+    /// True if its answers have drafts.
+    pub(crate) drafts: bool,
     /// Tokens to generate.
     pub(crate) max_tokens: u32,
     pub(crate) repetition: Repetition,
@@ -65,6 +74,8 @@ impl Submission {
             images: Arc::default(),
             files: Vec::new(),
             terms,
+            prediction: None,
+            drafts: state.verifies_drafts(),
             max_tokens,
             repetition: Repetition { choices: 1, bytes: 0, logprobs },
         })
@@ -72,6 +83,32 @@ impl Submission {
 
     pub(crate) fn prompt_tokens(&self) -> u32 {
         u32::try_from(self.prompt.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The tokens among which drafts are looked up.
+    fn indexed(&self) -> usize {
+        self.prompt.len() + self.prediction.as_ref().map_or(0, Vec::len)
+    }
+
+    /// An index of the prompt's tokens and of the predicted answer, in which drafts are looked up;
+    /// `None`: its answers have no drafts.
+    pub(crate) async fn history(
+        &self,
+        state: &Shared,
+        client: ClientId,
+    ) -> Result<Option<Arc<History>>, ApiError> {
+        // Tokens in place of embeddings mean nothing.
+        if !self.drafts || self.embeds.is_some() {
+            return Ok(None);
+        }
+        let (prompt, indexed) = (Arc::clone(&self.prompt), self.indexed());
+        let prediction = self.prediction.clone().unwrap_or_default();
+        let index = move || Arc::new(History::new(&prediction, &prompt));
+        if indexed <= INDEXED_AT_ONCE {
+            return Ok(Some(index()));
+        }
+        let bytes = History::bytes(indexed);
+        state.intake.read(client, bytes, move || Ok(index())).await.map(Some)
     }
 
     /// Bytes of the answer that repeat the prompt, and what is told of it.
@@ -87,6 +124,7 @@ impl Submission {
         let Generation { sampling, n, .. } = &self.terms.generation;
         Size {
             prompt: self.prompt.len(),
+            indexed: if self.drafts { self.indexed() } else { 0 },
             max_tokens: self.max_tokens,
             choices: *n as usize,
             candidates: sampling.logprobs.map_or(0, |top| 1 + usize::from(top)),

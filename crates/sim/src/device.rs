@@ -77,6 +77,7 @@ impl Device {
             slot.spec = new.spec;
         }
         let rows = plan.rows();
+        let expected = plan.drafts();
         let mut result = StepResult {
             step: plan.step(),
             row_errors: vec![ROW_OK; rows.len()],
@@ -89,7 +90,7 @@ impl Device {
             tokens.for_each(|&token| push_of_prompt(&mut result, text, token, want.most));
         }
         let several = plan.rows().any(|row| matches!(row.want, Want::Tokens(most) if most > 1));
-        for row in rows {
+        for (row, drafts) in rows.zip(expected) {
             let want = row.want;
             if want == Want::Nothing {
                 continue;
@@ -101,6 +102,7 @@ impl Device {
             let end = row.start + row.length;
             debug_assert_eq!(slot.sequence.length, end, "the row must end the slot");
             let (count, mask) = match want {
+                Want::Tokens(_) if !drafts.is_empty() => (1 + drafts.len() as u32, None),
                 Want::Tokens(most) => (slot.sequence.count(most), None),
                 Want::Masked => match masks.next() {
                     Some(RowMask::NoToken) => continue,
@@ -112,7 +114,8 @@ impl Device {
                     continue;
                 }
             };
-            for _ in 0..count {
+            let before = result.tokens.len();
+            for nth in 0..count as usize {
                 let token = slot.sample(text, mask);
                 if let Some(top) = slot.spec.sampling.logprobs {
                     // Tokens before this one did not ask.
@@ -121,9 +124,12 @@ impl Device {
                     push_logprobs(&mut result, text, token, usize::from(top));
                 }
                 result.tokens.push(token);
+                if drafts.get(nth).is_some_and(|&draft| draft != token) {
+                    break;
+                }
             }
             if several {
-                result.token_counts.push(count as i32);
+                result.token_counts.push((result.tokens.len() - before) as i32);
             }
         }
         if !result.logprob_counts.is_empty() {
@@ -189,6 +195,38 @@ mod tests {
             said.extend(device.execute(&plan, text, None).tokens);
         }
         said
+    }
+
+    #[test]
+    fn drafts_are_verified_against_the_text() {
+        let text = SimText::endless((100..110).collect()).scripted(Arc::new(Same(&[7, 8, 9, 6])));
+        let spec = SlotSpec::default();
+        let row = |plan: &mut StepPlan, start, length, drafts: &[i32]| {
+            plan.push_row(Row { slot: 0, start, length, want: Want::TOKEN });
+            plan.push_drafts(0, drafts);
+        };
+        for (drafts, given) in [
+            (&[7, 8][..], &[7, 8, 9][..]),
+            (&[7, 5, 9], &[7, 8]),
+            (&[1], &[7]),
+            (&[7, 8, 9], &[7, 8, 9, 6]),
+        ] {
+            let (mut device, mut plan) = (Device::default(), StepPlan::default());
+            plan.begin(1);
+            plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec });
+            row(&mut plan, 0, 2, drafts);
+            let result = device.execute(&plan, &text, None);
+            assert_eq!(
+                (&result.tokens[..], &result.token_counts[..]),
+                (given, &[given.len() as i32][..])
+            );
+            // It goes on behind what it gave.
+            plan.begin(2);
+            row(&mut plan, 1 + given.len() as u32, 1, &[0]);
+            let next = device.execute(&plan, &text, None).tokens;
+            assert_eq!(next.len(), 1);
+            assert!(given.len() == 4 || next[0] == [7, 8, 9, 6][given.len()]);
+        }
     }
 
     #[test]

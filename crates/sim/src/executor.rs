@@ -392,6 +392,7 @@ impl SimExecutor {
                     device: self.config.device.clone(),
                     load_seconds: self.config.load_us as f64 / 1e6,
                     tokens_a_row: self.config.tokens_a_row,
+                    verifies_drafts: self.config.tokens_a_row == 1 && self.ranks.len() == 1,
                     host_page_count: self.config.host_pages,
                     page_bytes: self.config.timing.bytes.all(),
                     hot_row_tokens: self.config.hot_row_tokens,

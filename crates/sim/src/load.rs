@@ -9,7 +9,7 @@ pub struct StepLoad {
     /// All rows.
     pub rows: u32,
     /// Rows that compute one position and sample: decoding requests (and prefills with one position
-    /// left, which cost the same).
+    /// left, and drafts, which cost the same).
     pub decode_rows: u32,
     /// Positions computed in the other rows.
     pub prefill_tokens: u32,
@@ -24,8 +24,12 @@ impl StepLoad {
     #[must_use]
     pub fn of(plan: &StepPlan) -> Self {
         let mut load = Self::default();
-        for row in plan.rows() {
+        for (row, drafts) in plan.rows().zip(plan.drafts()) {
             load.add(row.start, row.length, row.want.samples());
+            // They are more rows to the device, and read what is read already.
+            load.decode_rows += drafts.len() as u32;
+            let (before, more) = (u64::from(row.start + row.length), drafts.len() as u64);
+            load.attention += more * before + more * (more + 1) / 2;
         }
         load
     }

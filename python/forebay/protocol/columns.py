@@ -45,6 +45,7 @@ PLAN = (
     Column(22, "span_pages"),
     Column(24, "prompt_logprobs", PROMPT_LOGPROBS_WANT_WORDS),
     Column(25, "group"),
+    Column(26, "draft_tokens"),
 )
 """The columns of a plan's frame, by id."""
 
@@ -111,6 +112,9 @@ class PlanColumns:
     count`, in the order of `rows`, at most one a row."""
     group: Int32s = ints(0)
     """Tokens of each rank of a step group in this step, 2 to 256 of them; absent: there is no group."""
+    draft_tokens: Int32s = ints(0)
+    """Tokens that are expected of rows which may give several, `row_tokens - 1` of each row that samples, in row
+    order; absent: the hand expects tokens by itself, or none."""
 
 
 RESULT = (

@@ -99,6 +99,8 @@ class Plan(PlanColumns):
             sampling = np.count_nonzero(self.rows[:, 3] & FLAG_SAMPLE)
             if self.row_tokens.size != sampling or self.row_tokens.min() < 1:
                 return False
+        if self.draft_tokens.size and not self._drafts_agree():
+            return False
         if len(self.allowed_counts) or len(self.allowed_ids):
             counts = self.allowed_counts[:, SlotValue.VALUE].astype(np.int64)
             if counts.min(initial=1) < 1 or counts.sum() != len(self.allowed_ids):
@@ -137,6 +139,17 @@ class Plan(PlanColumns):
             and np.where(index, hot == NO_PAGE, hot >= 0).all()
             and len(self.copy_spans) in (0, len(self.copies))
             and self.copy_spans.min(initial=0) >= 0
+        )
+
+    def _drafts_agree(self) -> bool:
+        """True if each row that may give several tokens has its drafts."""
+        flags = self.rows[:, 3]
+        more = self.row_tokens - 1
+        masked = flags[flags & FLAG_SAMPLE != 0] != FLAG_SAMPLE
+        return bool(
+            more.sum(dtype=np.int64) == self.draft_tokens.size
+            and self.draft_tokens.min() >= 0
+            and not more[masked].any()
         )
 
     @property

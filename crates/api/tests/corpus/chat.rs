@@ -26,7 +26,7 @@ pub(crate) fn chat() -> Fields {
         row("function_call", json!(["auto", "none", "f"])),
         row("modalities", json!([["text"], ["text", "audio"], list(17, json!("text")), [text(257)]])),
         row("audio", json!([])),
-        row("prediction", json!([])),
+        row("prediction", json!([{"type": "content", "content": "x"}, {"type": "content", "content": [{"type": "text", "text": "x"}]}, {"type": "content", "content": 1}])),
         row("web_search_options", json!([])),
         row("documents", json!([])),
         row("chat_template", json!([])),

@@ -20,8 +20,9 @@ use prometheus::{
 use self::http::HttpMetrics;
 pub use self::parts::{IntakeStats, PartStats};
 use self::sources::{
-    COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS,
-    PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS, WAITING,
+    ACCEPTED_AT, COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES,
+    LOG_COUNTERS, PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS,
+    WAITING,
 };
 
 /// Bounds of vLLM's histogram of the time to the first token, in seconds.
@@ -278,7 +279,9 @@ impl Metrics {
                 registry.register(Box::new(gauge.clone()))?;
                 read.gauges.push((gauge, source));
             }
-            for (label, &(name, help, value, source)) in transfers.chain(rows).chain(prompts) {
+            let accepted = ACCEPTED_AT.iter().map(|source| ("position", source));
+            let labelled = transfers.chain(rows).chain(prompts).chain(accepted);
+            for (label, &(name, help, value, source)) in labelled {
                 let opts = r.opts(name, help).const_label(label, value);
                 let counter = Counter::with_opts(opts)?;
                 registry.register(Box::new(counter.clone()))?;

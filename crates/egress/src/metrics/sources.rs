@@ -12,6 +12,17 @@ pub(super) type Read<S> = fn(&S) -> f64;
 /// Name, help and source of a number in a snapshot.
 pub(super) type Source<S> = (&'static str, &'static str, Read<S>);
 
+macro_rules! accepted_at {
+    ($place:literal) => {
+        (
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "Drafts that were generated, by their place behind the token before them.",
+            stringify!($place),
+            |r| r.stats.scheduler.drafts.accepted_at.0[$place] as f64,
+        )
+    };
+}
+
 pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
     ("vllm:num_requests_running", "Requests in model execution batches.", |r| {
         r.stats.scheduler.running as f64
@@ -94,6 +105,15 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
         "Tokens computed again by requests that had lost their pages.",
         |r| r.stats.scheduler.recomputed_tokens as f64,
     ),
+    ("vllm:spec_decode_num_drafts_total", "Rows whose drafts were verified.", |r| {
+        r.stats.scheduler.drafts.rows as f64
+    }),
+    ("vllm:spec_decode_num_draft_tokens_total", "Drafts that were verified.", |r| {
+        r.stats.scheduler.drafts.drafted as f64
+    }),
+    ("vllm:spec_decode_num_accepted_tokens_total", "Drafts that were generated.", |r| {
+        r.stats.scheduler.drafts.accepted as f64
+    }),
     ("vllm:prompt_tokens_total", "Prefill tokens processed.", |r| {
         r.stats.scheduler.prompt_tokens as f64
     }),
@@ -139,6 +159,26 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
     ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
         r.load.dispatched as f64
     }),
+];
+
+/// Drafts that were generated, by their place among those of their row.
+pub(super) const ACCEPTED_AT: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
+    accepted_at!(0),
+    accepted_at!(1),
+    accepted_at!(2),
+    accepted_at!(3),
+    accepted_at!(4),
+    accepted_at!(5),
+    accepted_at!(6),
+    accepted_at!(7),
+    accepted_at!(8),
+    accepted_at!(9),
+    accepted_at!(10),
+    accepted_at!(11),
+    accepted_at!(12),
+    accepted_at!(13),
+    accepted_at!(14),
+    accepted_at!(15),
 ];
 
 pub(super) const GRAMMAR_GAUGES: &[Source<GrammarStats>] = &[

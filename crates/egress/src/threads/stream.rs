@@ -117,6 +117,9 @@ impl Stream {
         if let Some(admission) = output.admission {
             self.delta.cached_tokens = Some(admission.cached_tokens);
         }
+        if let Some(predicted) = output.predicted {
+            self.delta.predicted += predicted;
+        }
         if let Some(prompt) = &output.prompt {
             self.delta.prompt.push(prompt);
         }

@@ -5,7 +5,8 @@ use forebay_scheduler::{Event, Finish};
 use crate::journal::What;
 use crate::member::Member;
 use crate::types::{
-    Admission, Arrival, FinishReason, Output, RequestError, RequestId, SampledToken, Status,
+    Admission, Arrival, FinishReason, Output, PredictedTokens, RequestError, RequestId,
+    SampledToken, Status,
 };
 
 impl Member {
@@ -40,9 +41,9 @@ impl Member {
                     masked.extend(self.constrained.say(id, token).then_some(id));
                     let token = Some(SampledToken { id: token, logprobs });
                     let (admission, id) = (self.take_admission(id), RequestId(id));
-                    // With what the same step brought of the prompt.
+                    // With what the same step brought before it.
                     let first =
-                        self.outputs.last_mut().filter(|last| last.id == id && last.is_of_prompt());
+                        self.outputs.last_mut().filter(|last| last.id == id && last.lacks_token());
                     match first {
                         Some(first) => first.token = token,
                         None => self.outputs.push(Output { admission, token, ..Output::of(id) }),
@@ -57,6 +58,11 @@ impl Member {
                     let pooled = Some(vector);
                     let (admission, id) = (self.take_admission(id), RequestId(id));
                     self.outputs.push(Output { admission, pooled, ..Output::of(id) });
+                }
+                Event::Predicted { id, accepted, rejected } => {
+                    let (admission, id) = (self.take_admission(id), RequestId(id));
+                    let predicted = Some(PredictedTokens { accepted, rejected });
+                    self.outputs.push(Output { admission, predicted, ..Output::of(id) });
                 }
                 Event::Finished { id, reason } => {
                     let finish = match reason {

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 
 use forebay_protocol::Ready;
-use forebay_scheduler::{HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, Tower};
+use forebay_scheduler::{Drafts, HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, Tower};
 use tracing::{error, warn};
 
 use crate::config::{ImageConfig, Preemption, SaveUnit};
@@ -58,6 +58,8 @@ impl Member {
 
     /// The hand takes plans.
     pub(crate) fn ready(&mut self, facts: &Ready) {
+        let drafts = self.drafts(facts);
+        let facts = &Ready { verifies_drafts: drafts.is_some(), ..facts.clone() };
         let pages = facts.page_count;
         let host = self.config.host_tier.filter(|_| facts.host_page_count > 0);
         let row_pages = facts.hot_row_tokens.div_ceil(self.config.page_size);
@@ -110,6 +112,7 @@ impl Member {
             step_words: STEP_WORDS,
             vector_size: facts.hidden_size,
             tokens_a_row: facts.tokens_a_row.max(1),
+            drafts,
             sparse,
             tower: (facts.tower_layers > 0).then_some(Tower {
                 layers: facts.tower_layers,
@@ -125,6 +128,19 @@ impl Member {
                 restore_preempted: host.preemption == Preemption::Restore,
             }),
         }));
+    }
+
+    /// The drafts that the hand verifies.
+    fn drafts(&self, facts: &Ready) -> Option<Drafts> {
+        let drafts = self.config.drafts?;
+        if !facts.verifies_drafts {
+            warn!(
+                "speculation is off: this hand verifies no drafts, or not for this model and these settings"
+            );
+            return None;
+        }
+        let most = drafts.speculative_num_draft_tokens;
+        Some(Drafts { most, priced: !drafts.speculative_unpriced })
     }
 
     /// The hand is gone; of a member of a group, that of all.

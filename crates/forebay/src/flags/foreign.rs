@@ -38,7 +38,8 @@ const fn value(names: &'static [&'static str], meaning: Meaning) -> Foreign {
 const ALWAYS: &str = "always on";
 const FILES: &str = "weights are safetensors or GGUF, and no code of a repository runs";
 const LORA: &str = "LoRA adapters are not served yet";
-const SPECULATION: &str = "speculative decoding is not there yet";
+const SPECULATION: &str =
+    "no draft model is loaded: --speculative-algorithm ngram takes drafts from the text";
 const PD: &str = "prefill apart from decode is not there yet";
 const TEMPLATE: &str = "templates are always Jinja";
 const MAPPED: &str = "a CPU's packed weights are read once and kept in memory";
@@ -81,16 +82,8 @@ const FLAGS: &[Foreign] = &[
         &["--lora-modules", "--lora-paths", "--max-loras", "--max-lora-rank", "--lora"],
         Missing(LORA),
     ),
-    value(
-        &[
-            "--speculative-config",
-            "--speculative-algorithm",
-            "--speculative-draft-model-path",
-            "--speculative-num-steps",
-        ],
-        Missing(SPECULATION),
-    ),
-    value(&["--speculative-model", "--num-speculative-tokens"], Missing(SPECULATION)),
+    value(&["--speculative-draft-model-path", "--speculative-num-steps"], Missing(SPECULATION)),
+    value(&["--speculative-model"], Missing(SPECULATION)),
     value(&["--kv-transfer-config", "--disaggregation-mode"], Missing(PD)),
     value(&["--tokenizer", "--tokenizer-path"], Missing("the tokenizer is the model's own")),
     value(
@@ -157,7 +150,8 @@ const FLAGS: &[Foreign] = &[
         Unneeded("requests choose: `separate_reasoning`, `include_reasoning`"),
     ),
     value(&["--reasoning-budget"], Missing("requests choose: `thinking_budget`")),
-    value(&["-md", "--model-draft", "--draft-max", "--draft"], Missing(SPECULATION)),
+    value(&["-md", "--model-draft"], Missing(SPECULATION)),
+    value(&["--draft", "--draft-n"], Same("--speculative-num-draft-tokens")),
     value(
         &["-mm", "--mmproj", "-mmu", "--mmproj-url"],
         Missing("images need the model's safetensors"),

@@ -4,6 +4,7 @@
 mod access;
 mod batches;
 mod dialect;
+mod drafts;
 mod duration;
 pub(crate) mod foreign;
 mod grammar;
@@ -30,6 +31,7 @@ use forebay_server::ServerConfig;
 pub(crate) use self::access::{AccessFlags, access, keys, visible_keys};
 pub(crate) use self::batches::BatchFlags;
 pub(crate) use self::dialect::DialectFlags;
+pub(crate) use self::drafts::DraftFlags;
 pub(crate) use self::duration::seconds;
 pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
@@ -76,6 +78,8 @@ pub(crate) struct ServeFlags {
     pub(crate) loading: ModelFlags,
     #[command(flatten)]
     pub(crate) schedule: ScheduleFlags,
+    #[command(flatten)]
+    pub(crate) drafts: DraftFlags,
     #[command(flatten)]
     pub(crate) grammar: GrammarFlags,
     #[command(flatten)]

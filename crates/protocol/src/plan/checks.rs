@@ -15,6 +15,7 @@ impl StepPlan {
     pub(super) fn check(&self) -> Result<(), FrameError> {
         let agree = self.slots_agree()?
             && self.rows_agree()
+            && self.drafts_agree()
             && self.copies_agree()
             && self.images_agree()
             && self.group_agrees()

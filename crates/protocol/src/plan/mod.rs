@@ -1,6 +1,7 @@
 //! The step plan: the writes and computations of a hand in one step.
 
 mod checks;
+mod drafts;
 mod group;
 mod images;
 mod prompts;
@@ -146,6 +147,9 @@ columns! {
         /// Tokens of each rank of a step group in this step, 2 to 256 of them; absent: there is no
         /// group.
         25 group: Vec<i32>,
+        /// Tokens that are expected of rows which may give several, `row_tokens - 1` of each row
+        /// that samples, in row order; absent: the hand expects tokens by itself, or none.
+        26 draft_tokens: Vec<i32>,
     }
 }
 

@@ -103,6 +103,44 @@ fn rows_say_how_many_tokens_they_may_give_only_where_it_is_more_than_one() {
 }
 
 #[test]
+fn drafts_come_back_by_row() {
+    let mut plan = StepPlan::default();
+    plan.begin(1);
+    for (slot, want) in [(0, Want::TOKEN), (1, Want::Nothing), (2, Want::Masked), (3, Want::TOKEN)]
+    {
+        plan.push_row(Row { slot, start: 3, length: 1, want });
+    }
+    let none: [&[i32]; 4] = [&[], &[], &[], &[]];
+    assert_eq!(plan.drafts().collect::<Vec<_>>(), none);
+    plan.push_drafts(0, &[7]);
+    plan.push_drafts(3, &[8, 9]);
+    assert_eq!(plan.row_tokens, [2, 1, 3]);
+    let mut bytes = Vec::new();
+    let written = |plan: &StepPlan, bytes: &mut Vec<u8>| {
+        plan.encode(bytes).expect("within the limit");
+        StepPlan::decode(&frame(bytes))
+    };
+    let read = written(&plan, &mut bytes).expect("a plan");
+    let expected: [&[i32]; 4] = [&[7], &[], &[], &[8, 9]];
+    assert_eq!(read.drafts().collect::<Vec<_>>(), expected);
+    let wants: Vec<Want> = read.rows().map(|row| row.want).collect();
+    assert_eq!(wants, [Want::Tokens(2), Want::Nothing, Want::Masked, Want::Tokens(3)]);
+    let refused = |change: &dyn Fn(&mut StepPlan)| {
+        let mut plan = plan.clone();
+        change(&mut plan);
+        let disagree = Err(FrameError::Malformed("plan columns disagree"));
+        assert_eq!(written(&plan, &mut Vec::new()), disagree);
+    };
+    refused(&|plan| plan.draft_tokens.push(1));
+    refused(&|plan| plan.draft_tokens[1] = -1);
+    refused(&|plan| plan.row_tokens.clear());
+    refused(&|plan| plan.row_tokens = vec![1, 2, 3]);
+    // The hand expects them by itself.
+    plan.draft_tokens.clear();
+    assert_eq!(written(&plan, &mut Vec::new()).map(|plan| plan.drafts().count()), Ok(4));
+}
+
+#[test]
 fn what_is_not_known_is_refused() {
     let refused = |change: &dyn Fn(&mut StepPlan)| {
         let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
@@ -186,7 +224,7 @@ fn columns_that_are_not_declared_so_are_refused() {
         assert_eq!(read(&[(column.id, &[0])]), record, "{column:?}");
     }
     assert_eq!(read(&[(15, &[1, 1])]), record, "two numbers, where at most one can be");
-    for unknown in [23, 26, u32::MAX] {
+    for unknown in [23, 27, u32::MAX] {
         assert_eq!(read(&[(unknown, &[0])]), Err(FrameError::Column(unknown)));
         assert_eq!(read(&[(8, &[0, 0, 1, 1]), (unknown, &[0])]), Err(FrameError::Column(unknown)));
     }

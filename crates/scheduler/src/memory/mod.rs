@@ -151,6 +151,17 @@ impl Memory {
         entry.computed >= pages * self.page_size && !matches!(self.kind, Kind::Nothing)
     }
 
+    /// True if any row may have several positions. Those that a sparse slot chooses for one have
+    /// room in its hot rows, those for several may not.
+    pub(crate) fn takes_drafts(&self) -> bool {
+        matches!(self.kind, Kind::Paged)
+    }
+
+    /// Pages that hold nothing.
+    pub(crate) fn free_pages(&self) -> u32 {
+        self.tiers.hot().counts().free
+    }
+
     /// Gives a page to a resident. False: every page is leased.
     pub(crate) fn add_page(&mut self, residence: &mut Residence, plan: &mut StepPlan) -> bool {
         let (lease, host) = match self.kind {

@@ -364,7 +364,7 @@ impl Device {
         // Some steps are quicker than restores, and some are not.
         result.timing.device_us = 1 + plan.step() as u32 % 16;
         let mut wants = plan.prompt_logprobs().peekable();
-        for row in plan.rows() {
+        for (row, drafts) in plan.rows().zip(plan.drafts()) {
             let (start, end) = (row.start as usize, (row.start + row.length) as usize);
             let slot = &mut self.slots[row.slot as usize];
             assert!(end <= slot.tokens.len(), "{row:?} computes tokens that do not exist");
@@ -383,8 +383,20 @@ impl Device {
                 slot.tokens.push(next.unwrap_or(0));
                 // Some of those that it may give beyond the first, but none that it would have to
                 // compute and cannot.
-                let more = slot.tokens.iter().map(|&token| token as u32).sum::<u32>() % most;
-                for _ in 0..more {
+                let mut more = slot.tokens.iter().map(|&token| token as u32).sum::<u32>() % most;
+                if !plan.drafts().all(|drafts| drafts.is_empty()) {
+                    more = drafts.len() as u32;
+                    // Keys and values of drafts that turn out wrong are written too.
+                    let guess = [&slot.tokens[..end], drafts].concat();
+                    for (position, content) in contents(&guess).enumerate().skip(end) {
+                        let page = slot.pages[position / self.page_size] as usize;
+                        self.pages[page][position % self.page_size] = content;
+                    }
+                }
+                for nth in 0..more as usize {
+                    if drafts.get(nth).is_some_and(|draft| slot.tokens.last() != Some(draft)) {
+                        break;
+                    }
                     let fine = next.is_some() && slot.tokens.last() != Some(&KILL_TOKEN);
                     let Some(next) = next_token(&slot.tokens).filter(|_| fine) else { break };
                     slot.tokens.push(next);

@@ -2,6 +2,7 @@
 
 mod background;
 mod device;
+mod drafts;
 mod harness;
 mod held;
 mod late;

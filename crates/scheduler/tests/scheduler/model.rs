@@ -2,14 +2,15 @@
 
 use forebay_protocol::{Grid, SamplingParams, SlotSpec};
 use forebay_scheduler::{
-    DecodeGap, HostTier, ImageId, Namer, Policy, PromptImage, PromptTail, Request, STEP_WORDS,
-    SavePolicy, SchedulerConfig, Sparse, Tower,
+    DecodeGap, Drafts, HostTier, ImageId, Namer, Policy, PromptImage, PromptTail, Request,
+    STEP_WORDS, SavePolicy, SchedulerConfig, Sparse, Tower,
 };
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
+use crate::drafts::Hostile;
 use crate::harness::{Harness, alone, config, pooled, request};
 
 /// The token in place of images.
@@ -247,11 +248,14 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
         budget,
     });
     let tower = prop::option::weighted(0.5, tower);
-    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), tokens_a_row, host, sparse, tower);
+    let drafts = (1..9_u32, any::<bool>()).prop_map(|(most, priced)| Drafts { most, priced });
+    let several = (tokens_a_row, prop::option::weighted(0.4, drafts));
+    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), several, host, sparse, tower);
     let step_words = prop_oneof![2 => Just(STEP_WORDS), 1 => 0..400_usize];
     (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, step_words, switches).prop_map(
         |(max_running, spare, pages, page_size, token_budget, step_words, switches)| {
-            let (prefix_cache, fcfs, fair, tokens_a_row, host, sparse, tower) = switches;
+            let (prefix_cache, fcfs, fair, several, host, sparse, tower) = switches;
+            let (tokens_a_row, drafts) = several;
             let sparse = sparse.map(|(row_pages, save_rows)| Sparse { row_pages, save_rows });
             let sparse = sparse.filter(|sparse| {
                 let enough = host.is_some_and(|host| host.pages >= 2);
@@ -272,7 +276,8 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 decode_gap: DecodeGap::Off,
                 step_words,
                 vector_size: 2,
-                tokens_a_row: if sparse.is_some() { 1 } else { tokens_a_row },
+                tokens_a_row: if sparse.is_some() || drafts.is_some() { 1 } else { tokens_a_row },
+                drafts,
                 host,
                 sparse,
                 tower: tower.filter(|_| pages > 0),
@@ -295,7 +300,11 @@ fn run_on(mut harness: Harness, config: &SchedulerConfig, ops: Vec<Op>) -> Harne
     for op in ops {
         let submitted = harness.clients.len();
         match op {
-            Op::Submit(ask) => harness.submit(ask.request(submitted as u64, config)),
+            Op::Submit(ask) => {
+                let mut request = ask.request(submitted as u64, config);
+                request.proposer = config.drafts.map(|_| Hostile::boxed(&request));
+                harness.submit(request);
+            }
             Op::Abort(_) if submitted == 0 => {}
             Op::Abort(at) => harness.abort((at % submitted) as u64),
             Op::Plan => _ = harness.plan(),

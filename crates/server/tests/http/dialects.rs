@@ -376,7 +376,15 @@ async fn an_image_that_can_not_be_decoded_is_named_by_its_place() {
     let error = PictureError::Unreadable("the file is damaged".into());
     let finish = Some(FinishReason::Error(RequestError::Image { index: 1, error }));
     let (admission, token, pooled, prompt) = (None, None, None, None);
-    server.engine.deliver(vec![Output { id, admission, token, pooled, prompt, finish }]);
+    server.engine.deliver(vec![Output {
+        id,
+        admission,
+        token,
+        predicted: None,
+        pooled,
+        prompt,
+        finish,
+    }]);
     let (status, answer) = answer.await.unwrap();
     let error = &answer["error"];
     assert_eq!((status, &error["param"]), (400, &json!("image_data[1]")), "{answer}");

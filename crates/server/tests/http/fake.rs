@@ -140,7 +140,15 @@ impl Fake {
     ) {
         let admission = first.then_some(Admission { cached_tokens: 1, queue_us: 5 });
         let token = Some(SampledToken { id: token, logprobs: None });
-        self.deliver(vec![Output { id, admission, token, pooled: None, prompt: None, finish }]);
+        self.deliver(vec![Output {
+            id,
+            admission,
+            token,
+            predicted: None,
+            pooled: None,
+            prompt: None,
+            finish,
+        }]);
     }
 
     pub(crate) fn refuse_after(&self, requests: usize, error: SubmitError) {
@@ -183,7 +191,15 @@ impl Fake {
     pub(crate) fn vector(&self, id: RequestId, vector: [f32; 3]) {
         let admission = Some(Admission { cached_tokens: 0, queue_us: 5 });
         let (pooled, finish) = (Some(vector.into()), Some(FinishReason::Length));
-        self.deliver(vec![Output { id, admission, token: None, pooled, prompt: None, finish }]);
+        self.deliver(vec![Output {
+            id,
+            admission,
+            token: None,
+            predicted: None,
+            pooled,
+            prompt: None,
+            finish,
+        }]);
     }
 
     /// Answers a pooled request with its number of tokens, its first token and where its second
@@ -207,6 +223,7 @@ impl Fake {
             let (admission, finish) = (None, Some(FinishReason::Length));
             let prompt = told.take();
             self.deliver(vec![Output {
+                predicted: None,
                 id: id_of,
                 admission,
                 prompt,
@@ -228,6 +245,7 @@ impl Fake {
                 [(id, -0.5)].into_iter().chain(top).collect()
             };
             let output = Output {
+                predicted: None,
                 id: id_of,
                 admission: (index == 0).then_some(Admission { cached_tokens: 1, queue_us: 5 }),
                 prompt: told.take(),
@@ -267,6 +285,7 @@ impl Engine for Fake {
         if self.alive.lock().contains(&id) {
             let finish = Some(FinishReason::Abort);
             self.deliver(vec![Output {
+                predicted: None,
                 id,
                 admission: None,
                 token: None,

@@ -76,6 +76,7 @@ async fn a_request_that_cannot_be_served_gets_its_error() {
         let [id, other] = [server.submitted().await.id, server.submitted().await.id];
         let finish = Some(FinishReason::Error(error));
         server.engine.deliver(vec![Output {
+            predicted: None,
             id,
             admission: None,
             token: None,
@@ -220,6 +221,7 @@ async fn an_answer_that_grows_too_large_is_ended() {
     for _ in 0..5 {
         let token = || Some(SampledToken { id: token, logprobs: None });
         let output = || Output {
+            predicted: None,
             id,
             admission: None,
             token: token(),

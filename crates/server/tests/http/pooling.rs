@@ -101,6 +101,7 @@ async fn the_first_error_answers_for_all() {
         let finish = Some(FinishReason::Error(failure));
         let (id, pooled) = (ids[1], None);
         server.engine.deliver(vec![Output {
+            predicted: None,
             id,
             admission: None,
             token: None,

@@ -14,6 +14,7 @@ fn hello(stream: bool) -> Value {
 
 fn ended(id: forebay_engine::RequestId, finish: FinishReason) -> Vec<Output> {
     vec![Output {
+        predicted: None,
         id,
         admission: None,
         token: None,

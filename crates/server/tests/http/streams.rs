@@ -289,6 +289,7 @@ async fn a_client_that_stops_reading_is_cut_and_its_request_ended() {
         for number in 0..100_000 {
             let logprobs = Some(vec![(300, -1.0); 3].into());
             server.engine.deliver(vec![Output {
+                predicted: None,
                 id,
                 admission: None,
                 token: Some(SampledToken { id: tokens[number % tokens.len()], logprobs }),

@@ -185,6 +185,7 @@ impl MessagesRequest {
             structure.param = renamed(&structure.param);
         }
         Ok(ValidChat {
+            prediction: None,
             generation,
             streaming: self.stream.unwrap_or(false).then(Streaming::default),
             tokens: TokenOutput::default(),

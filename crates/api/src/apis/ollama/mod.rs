@@ -381,6 +381,7 @@ impl Shared {
         let streaming = self.streams().then(Streaming::default);
         let (messages, images) = turns.finish();
         Ok(OllamaAsk::Chat(Box::new(ValidChat {
+            prediction: None,
             generation: self.generation(defaults, limits)?,
             streaming,
             tokens: TokenOutput::default(),

@@ -33,6 +33,7 @@ pub struct ChatRequest {
     include_reasoning: Option<bool>,
     separate_reasoning: Option<bool>,
     modalities: Option<Vec<String>>,
+    prediction: Option<Value>,
 }
 
 /// The `reasoning` parameter.
@@ -78,7 +79,7 @@ const OWN: &[Line<ChatRequest>] = &[
     refused("function_call").unless(&["auto", "none"]),
     own("modalities", Bound::Strings { count: 16, each: WORD_BYTES, total: 16 * WORD_BYTES }, "", |r: &mut ChatRequest, v| v.put(&mut r.modalities)).hidden(),
     refused("audio"),
-    refused("prediction"),
+    own("prediction", Bound::Tree, "The answer that the client predicts: `{\"type\": \"content\", \"content\": ...}`.", |r: &mut ChatRequest, v| v.put(&mut r.prediction)).note("Its tokens are drafts with `--speculative-algorithm ngram`, and change no token. Otherwise named."),
     refused("web_search_options"),
     refused("documents").note("`chat_template_kwargs` may have them."),
     refused("chat_template").note("`--chat-template`."),
@@ -86,6 +87,38 @@ const OWN: &[Line<ChatRequest>] = &[
 ];
 
 tabled!(ChatRequest, "A chat completion request.", [OWN, ChatRequest::SHARED], shared.generation);
+
+/// The text of a predicted answer.
+fn predicted(prediction: Value) -> Result<String, ApiError> {
+    #[derive(serde::Deserialize)]
+    struct Prediction {
+        r#type: String,
+        content: Content,
+    }
+    #[derive(serde::Deserialize)]
+    #[serde(untagged)]
+    enum Content {
+        Text(String),
+        Parts(Vec<Part>),
+    }
+    #[derive(serde::Deserialize)]
+    struct Part {
+        r#type: String,
+        text: String,
+    }
+    let found: Option<Prediction> = serde_json::from_value(prediction).ok();
+    let text = found.filter(|it| it.r#type == "content").and_then(|it| match it.content {
+        Content::Text(text) => Some(text),
+        Content::Parts(parts) => {
+            let texts = parts.into_iter().map(|part| (part.r#type == "text").then_some(part.text));
+            texts.collect::<Option<String>>()
+        }
+    });
+    text.ok_or_else(|| {
+        let reason = "`prediction`: expected {\"type\": \"content\", \"content\": ...} with a text, or a list of parts of type `text`";
+        ApiError::invalid("prediction", reason)
+    })
+}
 
 impl Shares for ChatRequest {
     fn shared(&mut self) -> &mut Shared {
@@ -140,6 +173,7 @@ impl ChatRequest {
             _ => self.enable_thinking,
         };
         let effort = Effort { level: self.reasoning_effort.take(), thinks, ..Effort::default() };
+        let prediction = self.prediction.take().map(predicted).transpose()?;
         let prompt_logprobs = self.shared.prompt_alternatives()?.map(whole_prompt);
         let mut generation = std::mem::take(&mut self.shared.generation);
         generation.max_tokens = self.max_completion_tokens.or(generation.max_tokens);
@@ -148,6 +182,7 @@ impl ChatRequest {
             generation: generation.validate("", defaults, limits)?,
             streaming: self.shared.streaming()?,
             tokens: self.shared.tokens(),
+            prediction,
             reasoning: match (self.include_reasoning, self.separate_reasoning) {
                 (Some(false), _) => ReasoningOutput::LeftOut,
                 (_, Some(false)) => ReasoningOutput::Content,
@@ -243,7 +278,6 @@ mod tests {
             json!({"modalities": ["text", "audio"]}),
             json!({"add_special_tokens": true}),
             json!({"audio": {"voice": "x"}}),
-            json!({"prediction": {"type": "content"}}),
             json!({"lora_path": "x"}),
             json!({"use_beam_search": true}),
         ];
@@ -251,6 +285,23 @@ mod tests {
             let name = case.as_object().unwrap().keys().next().unwrap().clone();
             assert_eq!(validate(case).unwrap_err(), ApiError::unsupported(name));
         }
+    }
+
+    #[test]
+    fn a_prediction_is_text() {
+        let prediction = |content: Value| {
+            validate(json!({"prediction": {"type": "content", "content": content}}))
+                .map(|chat| chat.prediction)
+        };
+        assert_eq!(prediction(json!("a b")).unwrap().as_deref(), Some("a b"));
+        let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]);
+        assert_eq!(prediction(parts).unwrap().as_deref(), Some("a b"));
+        assert_eq!(validate(json!({"prediction": null})).unwrap().prediction, None);
+        for wrong in [json!(3), json!(null), json!([{"type": "image_url", "text": "a"}])] {
+            let error = prediction(wrong).unwrap_err();
+            assert!(matches!(error, ApiError::Invalid { param, .. } if param == "prediction"));
+        }
+        assert!(validate(json!({"prediction": {"type": "text", "content": "a"}})).is_err());
     }
 
     #[test]

@@ -221,6 +221,7 @@ impl ResponsesRequest {
         let (messages, images) = turns.finish();
         let described = &tools.described;
         let chat = ValidChat {
+            prediction: None,
             generation,
             streaming: self.stream.unwrap_or(false).then(Streaming::default),
             tokens: TokenOutput::default(),

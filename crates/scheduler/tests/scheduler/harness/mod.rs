@@ -78,6 +78,8 @@ pub(crate) struct Harness {
     pub(crate) clients: BTreeMap<u64, Client>,
     flights: VecDeque<Flight>,
     slot_owner: BTreeMap<u32, u64>,
+    /// Accepted and rejected drafts of predicted answers.
+    pub(crate) predicted: BTreeMap<u64, (u32, u32)>,
     pub(crate) plan: StepPlan,
     last_step: u64,
     /// The order of arrival says nothing any more.
@@ -99,6 +101,7 @@ impl Harness {
             clients: BTreeMap::new(),
             flights: VecDeque::new(),
             slot_owner: BTreeMap::new(),
+            predicted: BTreeMap::new(),
             plan: StepPlan::default(),
             last_step: 0,
             was_reset: false,
@@ -234,6 +237,11 @@ impl Harness {
                 self.lost_its_place(id);
                 continue;
             }
+            if let Event::Predicted { id, accepted, rejected } = event {
+                let told = self.predicted.entry(id).or_default();
+                *told = (told.0 + accepted, told.1 + rejected);
+                continue;
+            }
             let (Event::Token { id, .. }
             | Event::PromptLogprobs { id, .. }
             | Event::Pooled { id, .. }
@@ -269,6 +277,7 @@ impl Harness {
                 | Event::Prefilled { .. }
                 | Event::Preempted { .. }
                 | Event::ImageWanted { .. }
+                | Event::Predicted { .. }
                 | Event::ImageRead { .. } => {}
             }
         }
@@ -573,7 +582,9 @@ impl Harness {
                 }
                 Want::Tokens(most) => {
                     assert!(!client.request.masked, "its tokens have no mask");
-                    assert!(!pools && (1..=self.config.tokens_a_row).contains(&most));
+                    let drafts = self.config.drafts.map_or(0, |drafts| drafts.most);
+                    let several = self.config.tokens_a_row.max(1 + drafts);
+                    assert!(!pools && (1..=several).contains(&most));
                     assert!(row.start + row.length + most <= last, "more than it may have");
                 }
             }

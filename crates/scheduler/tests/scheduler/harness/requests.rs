@@ -25,6 +25,7 @@ pub(crate) fn config() -> SchedulerConfig {
         step_words: STEP_WORDS,
         vector_size: 2,
         tokens_a_row: 1,
+        drafts: None,
         host: None,
         sparse: None,
         tower: None,

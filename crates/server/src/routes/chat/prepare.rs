@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use forebay_api::{ApiError, Calls, ChatPrompt, Limits, OfferedTools, ReasoningOutput, ValidChat};
+use forebay_api::{
+    ApiError, Calls, ChatPrompt, Limits, OfferedTools, Prompt, ReasoningOutput, ValidChat,
+};
 use forebay_dialect::{Reading, Start, Tools};
 use forebay_egress::Terms;
 use forebay_http::Charge;
@@ -13,7 +15,7 @@ use crate::images::{self, ImageFile, SeenPrompt};
 use crate::peers::Peer;
 use crate::state::Shared;
 use crate::submission::Submission;
-use crate::text::{RequestText, encode_chat};
+use crate::text::{RequestText, encode_chat, encode_prompts};
 
 /// A conversation as tokens.
 pub(crate) struct Rendered {
@@ -72,6 +74,17 @@ pub(crate) async fn prepare(
     for name in &chat.tools.skipped {
         ignore(state, name)?;
     }
+    let prediction = match chat.prediction.take() {
+        Some(text) if state.verifies_drafts() => {
+            let text = vec![Prompt::Text(text)];
+            encode_prompts(pool, text, false, Some(most), "prediction").await?.pop()
+        }
+        Some(_) => {
+            ignore(state, "prediction")?;
+            None
+        }
+        None => None,
+    };
     let structure = chat.generation.structure.take();
     let thinks = Start::of(state.model.dialect, &text, continues).place();
     chat.generation.structure = calls::form(state, &chat.tools, structure, thinks)?;
@@ -82,6 +95,7 @@ pub(crate) async fn prepare(
     terms.thinks = Some(thinks);
     let mut submission = Submission::new(state, seen.ids, Arc::new(terms), limits, param)?;
     (submission.images, submission.files) = (seen.images, files);
+    submission.prediction = prediction;
     Ok(submission)
 }
 

@@ -1,0 +1,179 @@
+"""Answers that repeat their prompt, and others, with and without drafts from earlier text.
+
+    python -m benchmarks.speculation  # 15 minutes
+
+A model on the CPU answers requests of four kinds greedily, 1 and 8 at a time. Each round has a fresh process for each
+server, in turn. Texts are the same with and without drafts, which the command checks.
+
+- edit: a file with one change;
+- quote: a passage, word by word;
+- json: records of a table as JSON;
+- chat: questions whose answers repeat nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks import coder, compare, models, records
+from benchmarks.cells import markdown, number, spread, table_of
+from benchmarks.load import start
+from benchmarks.processes import ServerError
+from benchmarks.records import Results, Run
+from benchmarks.servers import SERVED_NAME, Forebay, Setting
+
+STREAMS = (1, 8)
+MOST_TOKENS = 160
+SECONDS = 600.0
+WITHOUT, WITH, FIXED = "without", "with drafts", "every draft"
+SERVERS = [
+    Forebay(WITHOUT, "forebay-chat"),
+    Forebay(WITH, "forebay-chat", flags=("--speculative-algorithm", "ngram")),
+    Forebay(FIXED, "forebay-chat", flags=("--speculative-algorithm", "ngram", "--speculative-unpriced")),
+]
+NAMES = ["basket", "ledger", "garden", "engine"]
+PASSAGES = [
+    (
+        "The tide came in over the flats before noon, and the boats that had lain on their sides all morning stood up"
+        " one after another. Men walked out to them with oars on their shoulders. By one o'clock the harbour was empty."
+    ),
+    (
+        "A kettle boils sooner with its lid on, because the steam that would carry heat away is kept inside. The lid"
+        " also keeps the air above the water warm, so less heat is lost by convection than from an open pot."
+    ),
+    (
+        "On Tuesday the committee met for the third time. It read the minutes of the second meeting, found two errors"
+        " in them, corrected both, and adjourned until Friday, when the chair promised that the vote would be held."
+    ),
+    (
+        "Copper conducts electricity better than iron and worse than silver. It is soft, does not rust in dry air, and"
+        " can be drawn into wires thinner than a hair, which is why most cables are made of it."
+    ),
+]
+QUESTIONS = [
+    "Why is the sky blue at noon and red in the evening?",
+    "Tell me a short story about a lighthouse keeper and a whale.",
+    "What should one think of before buying a second-hand bicycle?",
+    "How would you explain compound interest to a child?",
+]
+
+
+def code(name: str) -> str:
+    """A file of Python."""
+    return f'''class {name.title()}:
+    """Things in a {name}, by their name."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, int] = {{}}
+
+    def add(self, item: str, count: int = 1) -> None:
+        if count < 1:
+            raise ValueError("count must be at least 1")
+        self.items[item] = self.items.get(item, 0) + count
+
+    def remove(self, item: str) -> int:
+        return self.items.pop(item, 0)
+
+    def total(self) -> int:
+        return sum(self.items.values())
+'''
+
+
+def asked() -> dict[str, list[str]]:
+    """Requests of each kind."""
+    rows = "\n".join(f"{n},{name},{10 * n + 5},open" for n, name in enumerate([*NAMES, *NAMES]))
+    return {
+        "edit": [
+            f"Rename the method `total` to `count` in this file. Answer with the whole file.\n\n{code(name)}"
+            for name in NAMES
+        ],
+        "quote": [f"Repeat this passage word by word:\n\n{passage}" for passage in PASSAGES],
+        "json": [
+            f"Write this table of the {name} as a JSON list of objects with the keys id, name, price, state.\n\n{rows}"
+            for name in NAMES
+        ],
+        "chat": QUESTIONS,
+    }
+
+
+def ask(url: str, text: str) -> tuple[str, int]:
+    """An answer, and the number of its tokens."""
+    body = {
+        "model": SERVED_NAME,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": MOST_TOKENS,
+    }
+    request = urllib.request.Request(
+        url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
+
+
+def measure(url: str, prompts: list[str], streams: int) -> tuple[list[str], float]:
+    """The answers to prompts that are sent so many at a time, and tokens a second."""
+    with ThreadPoolExecutor(streams) as pool:
+        begun = time.perf_counter()
+        answers = list(pool.map(lambda prompt: ask(url, prompt), prompts))
+        seconds = time.perf_counter() - begun
+    return [text for text, _ in answers], sum(tokens for _, tokens in answers) / seconds
+
+
+@table_of("speculation")
+def table(found: Results) -> str:
+    """Tokens a second, and the ratios within a round."""
+    head = ["requests", WITHOUT, WITH, "ratio", FIXED, "ratio"]
+    rows = []
+    for workload in found.workloads():
+        cells = [workload, number(found.median(workload, WITHOUT, "output_throughput"))]
+        for server in (WITH, FIXED):
+            rate = found.median(workload, server, "output_throughput")
+            cells += [number(rate), spread(found.ratio(workload, server, WITHOUT, "output_throughput"))]
+        rows.append(cells)
+    return markdown(head, rows)
+
+
+def main() -> None:
+    """The command."""
+    flags = compare.parser("Answers with and without drafts from earlier text.", rounds=3)
+    flags.add_argument("--model", default=models.NAMES[1] if coder.missing() else coder.NAME, help="[%(default)s]")
+    chosen = flags.parse_args()
+    if chosen.model == coder.NAME:
+        if reason := coder.missing():
+            raise SystemExit(reason)
+        coder.build()
+    else:
+        models.build(force=False)
+    found = records.new("speculation", chosen.rounds)
+    found.notes = {"Model": f"{chosen.model}, bfloat16, greedy, at most {MOST_TOKENS} tokens an answer"}
+    by_name = {server.name: server for server in SERVERS}
+    setting = Setting(model=chosen.model, streams=max(STREAMS), context=2048)
+    texts: dict[str, list[str]] = {}
+    for turn, name in records.in_turn(chosen.rounds, list(by_name)):
+        try:
+            running = start(by_name[name], setting)
+        except ServerError as error:
+            compare.leave_out(found, name, error)
+            continue
+        with running:
+            # The times of steps are learned from the first ones.
+            measure(running.url, asked()["chat"], 1)
+            for streams in STREAMS:
+                for kind, prompts in asked().items():
+                    answers, rate = measure(running.url, prompts * max(1, streams // 4), streams)
+                    workload = f"{kind}, {streams} at a time"
+                    if texts.setdefault(workload, answers) != answers:
+                        raise SystemExit(f"{workload}: {name} gave another text")
+                    found.runs.append(Run(workload, name, turn, {"output_throughput": rate}))
+                    compare.say(f"  round {turn} {workload} {name}: {rate:.1f} tokens/s")
+    compare.finish(found, chosen.output)
+
+
+if __name__ == "__main__":
+    main()

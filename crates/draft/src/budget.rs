@@ -1,0 +1,149 @@
+//! The number of drafts of a step.
+
+use crate::acceptance::Acceptance;
+use crate::costs::StepCosts;
+
+/// The least gain in tokens a microsecond for which a step has drafts.
+const GAIN: f64 = 1.02;
+/// The same while drafts have cost more than they gave.
+const GAIN_IN_DEBT: f64 = 1.22;
+/// The share of all time that drafts may lose before they have to gain more.
+const DEBT: f64 = 0.005;
+/// The share of the balance that is left after a step.
+const FADING: f64 = 1.0 - 1.0 / 4096.0;
+
+/// The drafts that a row could have.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DraftOffer {
+    /// The length of the match that they come from.
+    pub length: u32,
+    /// Their number.
+    pub most: u32,
+    /// The acceptance of the request, relative to that of others: 1 is usual.
+    pub ratio: f64,
+}
+
+/// Buys drafts with the time of steps.
+#[derive(Debug, Clone, Default)]
+pub struct DraftBudget {
+    costs: StepCosts,
+    acceptance: Acceptance,
+    /// Microseconds that drafts have saved.
+    saved_us: f64,
+    /// Microseconds of all steps.
+    spent_us: f64,
+}
+
+impl DraftBudget {
+    /// The number of drafts for each offer, of at most `room` together, in a step of `rows` rows
+    /// that give a token each. It is the number with which the step gives the most tokens a
+    /// microsecond.
+    pub fn buy(&self, rows: u32, offers: &[DraftOffer], room: u32, counts: &mut Vec<u32>) {
+        counts.clear();
+        counts.resize(offers.len(), 0);
+        let Some(alone) = self.costs.us(rows.max(1)) else { return };
+        // The next draft of each offer: its probability, and that of a further one.
+        let mut next: Vec<(f64, f64)> = offers.iter().map(|offer| self.odds(offer)).collect();
+        let mut taken = counts.clone();
+        let (mut tokens, usual) = (f64::from(rows), f64::from(rows) / alone);
+        let mut best = usual * self.least_gain();
+        for drafts in 1..=room {
+            let open = (0..offers.len()).filter(|&at| taken[at] < offers[at].most);
+            let Some(at) = open.max_by(|&a, &b| next[a].0.total_cmp(&next[b].0)) else { break };
+            tokens += next[at].0;
+            taken[at] += 1;
+            next[at].0 *= next[at].1;
+            let rate = self.costs.us(rows + drafts).map_or(0.0, |us| tokens / us);
+            if rate > best {
+                best = rate;
+                counts.clone_from(&taken);
+            }
+        }
+    }
+
+    fn odds(&self, offer: &DraftOffer) -> (f64, f64) {
+        let (first, further) = self.acceptance.expected(offer.length);
+        let bounded = |odds: f64| (odds * offer.ratio).min(0.99);
+        (bounded(first), bounded(further))
+    }
+
+    fn least_gain(&self) -> f64 {
+        if self.saved_us < -DEBT * self.spent_us { GAIN_IN_DEBT } else { GAIN }
+    }
+
+    /// Takes the time of a step that only decoded: `rows` rows with `drafts` drafts gave `tokens`
+    /// tokens.
+    pub fn step_ended(&mut self, rows: u32, drafts: u32, tokens: u32, us: u32) {
+        if rows == 0 || us == 0 {
+            return;
+        }
+        (self.saved_us, self.spent_us) = (self.saved_us * FADING, self.spent_us * FADING);
+        self.spent_us += f64::from(us);
+        if let Some(alone) = self.costs.us(rows).filter(|_| drafts > 0) {
+            self.saved_us += alone * f64::from(tokens) / f64::from(rows) - f64::from(us);
+        }
+        self.costs.learn(rows + drafts, us);
+    }
+
+    /// Takes the outcome of a row's drafts. Gives their share of the usual acceptance: 1 is usual.
+    pub fn row_ended(&mut self, length: u32, drafted: u32, accepted: u32) -> f64 {
+        let (first, further) = self.acceptance.expected(length);
+        let expected: f64 = (0..drafted).map(|nth| first * further.powi(nth.cast_signed())).sum();
+        self.acceptance.learn(length, drafted, accepted);
+        (f64::from(accepted) / expected.max(0.01)).min(2.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bought(budget: &DraftBudget, rows: u32, offers: &[DraftOffer], room: u32) -> Vec<u32> {
+        let mut counts = Vec::new();
+        budget.buy(rows, offers, room, &mut counts);
+        counts
+    }
+
+    /// Positions up to four cost nothing, and further ones as much as a row.
+    fn stairs() -> DraftBudget {
+        let mut budget = DraftBudget::default();
+        for _ in 0..40 {
+            for positions in [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32] {
+                budget.step_ended(positions, 0, positions, 1000 * positions.div_ceil(4));
+            }
+        }
+        budget
+    }
+
+    #[test]
+    fn drafts_fill_a_stair_and_no_more() {
+        let budget = stairs();
+        let sure = DraftOffer { length: 32, most: 8, ratio: 1.0 };
+        let unsure = DraftOffer { length: 2, most: 8, ratio: 0.25 };
+        assert_eq!(bought(&DraftBudget::default(), 1, &[sure], 8), [0], "nothing was measured");
+        assert_eq!(bought(&budget, 1, &[sure], 2), [2], "there is no more room");
+        assert_eq!(bought(&budget, 4, &[unsure; 4], 8), [0; 4], "the next stair is dear");
+        let both = bought(&budget, 2, &[unsure, sure], 8);
+        assert!(both[1] >= 2 && both[0] <= 1, "{both:?}: the surer ones come first");
+        assert_eq!(bought(&budget, 32, &[unsure; 32], 64), [0; 32], "arithmetic bounds the step");
+    }
+
+    #[test]
+    fn drafts_that_never_pay_end() {
+        let mut budget = stairs();
+        let offer = DraftOffer { length: 8, most: 4, ratio: 1.0 };
+        let mut ratio = 1.0;
+        let mut bad = 0;
+        for _ in 0..400 {
+            let count = bought(&budget, 1, &[DraftOffer { ratio, ..offer }], 4)[0];
+            bad += u32::from(count > 0);
+            let us = 1000 + 300 * count;
+            budget.step_ended(1, count, 1, us);
+            if count > 0 {
+                let share = budget.row_ended(8, count, 0);
+                ratio = (ratio + (share - ratio) / 8.0).clamp(0.25, 1.5);
+            }
+        }
+        assert!(bad < 60, "{bad} of 400 steps had drafts that were wrong");
+    }
+}

@@ -1,0 +1,31 @@
+//! Drafts: tokens that a request is expected to generate, and the decision how many of them are
+//! worth a place in a step. Pure: no clock, no I/O.
+//!
+//! A hand computes the positions of a request's drafts beside its last token, and draws a token for
+//! each as always. A draft stays if it equals the token drawn, so drafts change no token. They
+//! save steps where they are right, and cost time where they are not.
+//!
+//! - [`Lookup`] finds drafts: the tokens that followed the last occurrence of the last few tokens.
+//! - [`DraftBudget`] decides how many drafts a step has, by measured times of steps and measured
+//!   acceptance.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use forebay_draft::{History, Lookup, Proposer};
+//!
+//! let prompt = [5, 1, 2, 3, 4, 9, 1, 2];
+//! let lookup = Lookup::new(Arc::new(History::new(&[], &prompt)));
+//! let mut drafts = Vec::new();
+//! let found = lookup.propose(3, &mut drafts).expect("1, 2 stands there twice");
+//! assert_eq!((found.length, drafts), (2, vec![3, 4, 9]));
+//! ```
+
+mod acceptance;
+mod budget;
+mod costs;
+mod lookup;
+
+pub use acceptance::Acceptance;
+pub use budget::{DraftBudget, DraftOffer};
+pub use costs::StepCosts;
+pub use lookup::{DraftMatch, DraftSource, History, Lookup, Proposer};

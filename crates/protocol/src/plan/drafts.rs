@@ -1,0 +1,47 @@
+//! Drafts: tokens that the brain expects of a row, and that the hand verifies.
+
+use super::{FLAG_SAMPLE, StepPlan, take};
+
+impl StepPlan {
+    /// Adds the tokens that are expected of row `row`, at least one. The row gives one token until
+    /// now, and may then give one more than are expected. Rows come in ascending order.
+    ///
+    /// # Panics
+    /// The row does not sample.
+    pub fn push_drafts(&mut self, row: usize, drafts: &[i32]) {
+        assert!(self.rows[row].flags == FLAG_SAMPLE, "row {row} gives no tokens of its own");
+        let rows = self.rows[..row].iter();
+        let place = rows.filter(|row| row.flags & FLAG_SAMPLE != 0).count();
+        if self.row_tokens.is_empty() {
+            self.row_tokens.resize(self.sampling_rows(), 1);
+        }
+        self.row_tokens[place] += drafts.len() as i32;
+        self.draft_tokens.extend_from_slice(drafts);
+    }
+
+    /// The tokens that are expected of each row, in row order.
+    pub fn drafts(&self) -> impl Iterator<Item = &[i32]> {
+        let (mut rest, mut most) = (&self.draft_tokens[..], self.row_tokens.iter());
+        let expects = !rest.is_empty();
+        self.rows.iter().map(move |row| {
+            let samples = row.flags & FLAG_SAMPLE != 0;
+            let most = most.by_ref().take(usize::from(samples)).next().copied().unwrap_or(1);
+            take(&mut rest, if expects { most.cast_unsigned() as usize - 1 } else { 0 })
+        })
+    }
+
+    /// True if each row that may give several tokens has its drafts, or none has.
+    pub(super) fn drafts_agree(&self) -> bool {
+        let sampling = self.rows.iter().filter(|row| row.flags & FLAG_SAMPLE != 0);
+        let mut more = self.row_tokens.iter().map(|&most| most.max(1) as usize - 1);
+        let mut expected = 0_usize;
+        let alone = sampling.zip(&mut more).all(|(row, more)| {
+            expected += more;
+            row.flags == FLAG_SAMPLE || more == 0
+        });
+        self.draft_tokens.is_empty()
+            || alone
+                && expected == self.draft_tokens.len()
+                && self.draft_tokens.iter().all(|&token| token >= 0)
+    }
+}

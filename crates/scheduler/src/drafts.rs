@@ -1,0 +1,147 @@
+//! Drafts: tokens that requests are expected to generate, computed beside their last token.
+//!
+//! A row has drafts only if all tokens of its request are known, and no further plan is made before
+//! its result. So a request's numbers need no second, uncertain form (ADR 86). While drafts are
+//! likely to pay, plans wait for results. Otherwise plans run ahead as usual.
+//!
+//! Nobody gives way for a draft. Drafts have pages that nobody else needs, and positions that a
+//! step has left.
+
+use forebay_draft::DraftSource;
+use forebay_protocol::Want;
+
+use crate::config::Drafts;
+use crate::drafting::{Drafting, MAX_DRAFTED};
+use crate::entry::Entry;
+use crate::expected::RowDrafts;
+use crate::steps::{FlightRow, NewStep};
+use crate::{Event, Handle, Scheduler};
+
+/// Steps without drafts for which plans still wait for results.
+const PATIENCE: u8 = 8;
+
+impl Scheduler {
+    /// True if the next plan waits for the results in flight: what they bring decides about its
+    /// drafts, or where its rows begin.
+    pub(crate) fn awaits_tokens(&self) -> bool {
+        if self.config.drafts.is_none() || self.in_flight() == 0 {
+            return false;
+        }
+        let waits = |row: &FlightRow| {
+            let entry = self.roster.requests.get(row.handle);
+            entry.is_some_and(|entry| entry.expected.patience > 0)
+        };
+        let mut flights = self.steps.in_flight.iter();
+        flights.any(|flight| flight.drafts > 0 || flight.rows.iter().any(waits))
+    }
+
+    /// Gives drafts to some of a step's first `decodes` rows.
+    pub(crate) fn plan_drafts(&mut self, decodes: usize, step: &mut NewStep<'_>) {
+        let Some(Drafts { most, priced }) = self.config.drafts else { return };
+        let sampled = step.flight.sampled as u32;
+        let positions = step.flight.positions();
+        let room = self.config.token_budget.saturating_sub(positions);
+        let mut room = room.min(MAX_DRAFTED.saturating_sub(sampled));
+        let Drafting { budget, offers, rows, counts } = &mut self.drafting;
+        offers.clear();
+        rows.clear();
+        for (at, row) in step.flight.rows[..decodes].iter().enumerate() {
+            let entry = &self.roster[row.handle];
+            // Its newest token is known, and it does not end with the next one.
+            let fits = row.want == Want::TOKEN && entry.known() == row.end;
+            let most = most.min(entry.limit - row.end - 1).min(entry.expected.tokens.len() as u32);
+            if fits && most > 0 {
+                rows.push(at);
+                offers.push(entry.expected.offer(most));
+            }
+        }
+        if offers.is_empty() || room == 0 {
+            return;
+        }
+        if priced {
+            budget.buy(sampled, offers, room, counts);
+        } else {
+            counts.clear();
+            counts.extend(offers.iter().map(|offer| {
+                let count = offer.most.min(room);
+                room -= count;
+                count
+            }));
+        }
+        for place in 0..self.drafting.rows.len() {
+            let (at, count) = (self.drafting.rows[place], self.drafting.counts[place]);
+            if count > 0 {
+                self.push_drafts(at, count, step);
+            }
+        }
+    }
+
+    /// Gives a row up to `count` drafts, as many as have pages.
+    fn push_drafts(&mut self, at: usize, count: u32, step: &mut NewStep<'_>) {
+        let row = &mut step.flight.rows[at];
+        // Each resident may need a page for what it certainly gets.
+        let spare = self.roster.residents.len() as u32;
+        let entry = &mut self.roster[row.handle];
+        let Some(residence) = entry.residence.as_mut() else { return };
+        let page_size = self.config.page_size;
+        let mut room = residence.pages.len() as u32 * page_size - row.end;
+        while room < count
+            && self.memory.free_pages() > spare
+            && self.memory.add_page(residence, step.plan)
+        {
+            room += page_size;
+        }
+        let count = count.min(room);
+        let Some(found) = entry.expected.found.filter(|_| count > 0) else { return };
+        row.want = Want::Tokens(1 + count);
+        row.drafts = Some(RowDrafts { count, id: entry.request.id, found });
+        step.flight.drafts += count;
+        step.plan.push_drafts(at, &entry.expected.tokens[..count as usize]);
+    }
+
+    /// Takes the outcome of a row's drafts. The row gave `count` tokens. Events from number
+    /// `before` on report those of them that are before the request's end.
+    pub(crate) fn drafts_ended(
+        &mut self,
+        row: &FlightRow,
+        (count, before): (usize, usize),
+        events: &mut Vec<Event>,
+    ) {
+        let Some(RowDrafts { count: drafted, id, found }) = row.drafts else { return };
+        let accepted = (count as u32).saturating_sub(1);
+        let tokens = events[before..].iter().filter(|event| matches!(event, Event::Token { .. }));
+        let given = (tokens.count() as u32).saturating_sub(1);
+        let share = self.drafting.budget.row_ended(found.length, drafted, accepted);
+        let counters = &mut self.counters.drafts;
+        counters.rows += 1;
+        counters.drafted += u64::from(drafted);
+        counters.accepted += u64::from(given);
+        for counter in counters.accepted_at.iter_mut().take(given as usize) {
+            *counter += 1;
+        }
+        if found.source == DraftSource::Prediction {
+            let rejected = drafted - given;
+            events.insert(before, Event::Predicted { id, accepted: given, rejected });
+        }
+        if let Some(entry) = self.roster.requests.get_mut(row.handle) {
+            entry.expected.learn(share);
+        }
+    }
+
+    /// Has a request expect its next tokens, after new ones.
+    pub(crate) fn expect(&mut self, handle: Handle, rows: u32) {
+        let Some(Drafts { most, priced }) = self.config.drafts else { return };
+        let budget = &self.drafting.budget;
+        let entry = &mut self.roster[handle];
+        let Entry { request, expected, .. } = entry;
+        let Some(proposer) = request.proposer.as_ref().filter(|_| !request.masked) else { return };
+        expected.found = proposer.propose(most as usize, &mut expected.tokens);
+        let room = most.min(MAX_DRAFTED.saturating_sub(rows));
+        let pays = expected.found.is_some() && room > 0 && {
+            let mut count = Vec::new();
+            budget.buy(rows, &[expected.offer(most)], room, &mut count);
+            !priced || count[0] > 0
+        };
+        expected.patience = if pays { PATIENCE } else { expected.patience.saturating_sub(1) };
+    }
+}

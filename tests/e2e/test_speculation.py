@@ -1,0 +1,181 @@
+"""Drafts change no token: answers with speculation are those without, through the whole server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import native_together
+from tests.e2e.conftest import Serve
+from tests.e2e.models import Model
+from tests.e2e.reference import prompts
+from tests.e2e.server import Server
+from tests.e2e.waiting import eventually
+
+NGRAM = ("--speculative-algorithm", "ngram")
+ALWAYS = (*NGRAM, "--speculative-unpriced")
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 40},
+    {"temperature": 0, "repetition_penalty": 1.05, "frequency_penalty": 0.1, "presence_penalty": 0.1},
+    {"temperature": 0.2, "frequency_penalty": 0.2},
+    {"temperature": 0, "logit_bias": {"7": 3.0, "9": 2.0}, "min_new_tokens": 20},
+    {"temperature": 0.1, "min_p": 0.2},
+    {"temperature": 0, "ignore_eos": False, "stop_token_ids": [5, 6, 7]},
+]
+REQUESTS = 24
+TOKENS = 48
+
+
+def asked(model: Model) -> list[dict[str, Any]]:
+    """Requests whose prompts repeat themselves, so that there is much to look up."""
+    return [
+        {
+            "input_ids": (prompt * 4)[: 30 + number],
+            "sampling_params": {
+                "max_new_tokens": TOKENS,
+                "ignore_eos": True,
+                "seed": number,
+                **WAYS[number % len(WAYS)],
+            },
+            "return_logprob": number % 3 == 0,
+            "top_logprobs_num": 3 * (number % 2),
+        }
+        for number, prompt in enumerate(prompts(model, REQUESTS, 14, seed=51))
+    ]
+
+
+def told(answers: list[dict[str, Any]]) -> list[Any]:
+    """What the clients see of answers, without times and names."""
+    facts = ("finish_reason", "completion_tokens", "prompt_tokens")
+    return [(answer["output_ids"], answer["text"], [answer["meta_info"][fact] for fact in facts]) for answer in answers]
+
+
+def logprobs(answers: list[dict[str, Any]]) -> list[float]:
+    return [entry[0] for answer in answers for entry in answer["meta_info"].get("output_token_logprobs") or []]
+
+
+@pytest.fixture(scope="module")
+def expected(serve_for_module: Serve, tiny: Model) -> list[dict[str, Any]]:
+    """The answers without speculation, one by one."""
+    server = serve_for_module(tiny, "--dtype", "float32")
+    answers = native_together(server, asked(tiny))
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") == 0
+    server.kill()
+    return answers
+
+
+def accepted(server: Server) -> float:
+    metrics = server.metrics()
+    drafted = metrics.value("vllm:spec_decode_num_draft_tokens_total")
+    accepted = metrics.value("vllm:spec_decode_num_accepted_tokens_total")
+    places = [
+        metrics.value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(place)) for place in range(16)
+    ]
+    assert drafted >= accepted >= sum(places)
+    assert metrics.value("vllm:spec_decode_num_drafts_total") >= places[0]
+    assert places == sorted(places, reverse=True)
+    return accepted
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ALWAYS,
+        (*ALWAYS, "--speculative-num-draft-tokens", "1"),
+        (*ALWAYS, "--draft-max", "3", "--lookahead", "0", "--chunked-prefill-size", "16"),
+        (*ALWAYS, "--max-total-tokens", "400", "--page-size", "4"),
+        ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}'),
+    ],
+    ids=" ".join,
+)
+def test_drafts_change_no_token(
+    serve: Serve, tiny: Model, expected: list[dict[str, Any]], flags: tuple[str, ...]
+) -> None:
+    server = serve(tiny, "--dtype", "float32", *flags)
+    for size in (REQUESTS, 3):
+        requests = asked(tiny)[:size]
+        answers = native_together(server, requests, held=size == REQUESTS)
+        assert told(answers) == told(expected[:size])
+        assert logprobs(answers) == pytest.approx(logprobs(expected[:size]), abs=1e-5)
+    given = accepted(server)
+    assert given > 0 or "--speculative-config" in flags
+    if "--max-total-tokens" in flags:
+        assert server.metric("vllm:num_preemptions_total") > 0
+
+
+def test_a_killed_hand_changes_no_token(serve: Serve, tiny: Model, expected: list[dict[str, Any]]) -> None:
+    server = serve(tiny, "--dtype", "float32", *ALWAYS)
+    with ThreadPoolExecutor(1) as client:
+        answers = client.submit(native_together, server, asked(tiny))
+        server.wait_for_metric("vllm:spec_decode_num_accepted_tokens_total", lambda value: value > 0)
+        hand = server.hand()
+        assert hand is not None
+        os.kill(hand, signal.SIGKILL)
+    assert told(answers.result()) == told(expected)
+    assert server.metric("forebay:hand_deaths_total") == 1
+
+
+def test_a_predicted_answer_is_counted_and_changes_nothing(serve: Serve, tiny: Model) -> None:
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Say it again"}],
+        "temperature": 0,
+        "max_tokens": 40,
+        "ignore_eos": True,
+    }
+    server = serve(tiny, "--dtype", "float32", *ALWAYS)
+    plain = server.ask("/v1/chat/completions", body)
+    text = plain["choices"][0]["message"]["content"]
+    assert "accepted_prediction_tokens" not in str(plain["usage"])
+    for prediction in (text, [{"type": "text", "text": text}]):
+        predicted = body | {"prediction": {"type": "content", "content": prediction}}
+        answer = server.ask("/v1/chat/completions", predicted)
+        assert answer["choices"][0]["message"]["content"] == text
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
+        assert details["accepted_prediction_tokens"] < answer["usage"]["completion_tokens"] == 40
+    choices = server.ask("/v1/chat/completions", body | {"n": 3, "stop": [text[9:12]], "prediction": None})
+    assert len({choice["message"]["content"] for choice in choices["choices"]}) == 1
+    refused = server.post("/v1/chat/completions", body | {"prediction": {"type": "content", "content": 3}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prediction"
+    server.kill()
+    without = serve(tiny, "--dtype", "float32")
+    response = without.post("/v1/chat/completions", body | {"prediction": {"type": "content", "content": text}})
+    assert response.json()["choices"][0]["message"]["content"] == text
+    assert "prediction" in response.headers["x-forebay-ignored"]
+
+
+def test_rows_with_masks_and_the_other_hand_have_none(
+    serve: Serve, tiny: Model, expected: list[dict[str, Any]]
+) -> None:
+    server = serve(tiny, "--dtype", "float32", *ALWAYS)
+    form = {"max_new_tokens": 30, "temperature": 0, "regex": "(ab){12}"}
+    answer = server.ask("/generate", {"input_ids": [5, 6] * 12, "sampling_params": form})
+    assert answer["text"] == "ab" * 12
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") == 0
+    server.kill()
+    torch = serve(tiny, "--dtype", "float32", "--hand", "torch", *NGRAM)
+    answers = native_together(torch, asked(tiny)[:6])
+    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected[:6]]
+    assert torch.metric("vllm:spec_decode_num_draft_tokens_total") == 0
+    eventually(lambda: "speculation is off" in torch.log(), "the log says so")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--draft-max", "4"), "--speculative-algorithm ngram turns them on"),
+        ((*NGRAM, "--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "speculation has to be off"),
+        (("--speculative-draft-model-path", "x"), "no draft model is loaded"),
+    ],
+)
+def test_what_does_not_go_together_is_said(serve: Serve, tiny: Model, flags: tuple[str, ...], why: str) -> None:
+    refused = serve(tiny, *flags, healthy=False)
+    assert refused.process.wait(60) != 0
+    assert why in refused.log()
