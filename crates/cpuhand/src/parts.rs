@@ -100,6 +100,7 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (scaled, "attention with a scale of its own"),
         (rows, "norms over all heads of queries and keys"),
         (shape.layers.iter().any(|it| it.rope.is_none()), "layers without rotary positions"),
+        (!shape.is_plain(), "layers of other kinds than Llama's"),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
 }
@@ -134,13 +135,14 @@ mod tests {
 
     /// A config that has the keys of all families.
     fn shape(architecture: &str, changes: &Value) -> Shape {
+        let is_hybrid = architecture == "GraniteMoeHybridForCausalLM";
         let mut config = json!({
             "architectures": [architecture], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
             "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
             "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "num_local_experts": if architecture == "GraniteMoeHybridForCausalLM" { 0 } else { 8 },
+            "num_local_experts": if is_hybrid { 0 } else { 8 },
             "no_rope_layers": [1, 0, 1], "moe_num_experts": 8, "moe_k": 2, "shared_expert_intermediate_size": 16,
-            "shared_intermediate_size": 16, "layer_types": ["attention", "attention", "attention"],
+            "shared_intermediate_size": 16, "layer_types": is_hybrid.then_some(["attention"; 3]),
             "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
             "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "index_head_dim": 16,
             "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
@@ -204,6 +206,8 @@ mod tests {
         }
         let mut gate = shape("LlamaForCausalLM", &json!({}));
         gate.scales.logit_cap = Some(30.0);
+        assert!(matches!(DecoderParts::new(&gate), Err(ModelError::Elsewhere(_))));
+        gate.layers[1].keys_of = Some(0);
         assert!(matches!(DecoderParts::new(&gate), Err(ModelError::Unserved(_))));
     }
 }

@@ -110,11 +110,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     };
     let parts = DecoderParts::new(shape)?;
     match parts.attention.window {
-        Some(window) if window < asked.context_length => Err(ModelError::Broken(format!(
-            "the model attends to a sliding window of {window} positions, which is not supported: serve it with a context length of at most \
-             that, not {}",
-            asked.context_length
-        ))),
+        Some(window) if window < asked.context_length => {
+            lacks(&format!("a sliding window of {window} positions in a longer context"))
+        }
         _ => Ok(()),
     }
 }

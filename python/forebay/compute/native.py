@@ -41,7 +41,7 @@ from forebay.state.kv_format import KvFormat
 from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.weights.config import ModelConfig
-from forebay.weights.parts import Dense, Experts, GroupedQuery, Scales
+from forebay.weights.parts import Dense, Experts, GroupedQuery, LayerKind, Scales
 
 ERRORS = {1: "a row has a position without a page", 2: "a row has a token that is not of the vocabulary"}
 
@@ -59,8 +59,8 @@ def why_not_plain(config: ModelConfig) -> str | None:
         return "attention with a scale of its own"
     if attention.row_norms:
         return "norms over all heads of queries and keys"
-    if config.unrotated:
-        return "layers without rotary positions"
+    if config.wide_norms or config.hidden_act != "silu" or any(kind != LayerKind() for kind in config.kinds):
+        return "layers of other kinds than Llama's"
     return None
 
 
@@ -127,6 +127,8 @@ class NativeCompute:
         layers = (LayerSpec * len(model.blocks))()
         for layer, block, pages in zip(layers, model.blocks, kv.layers, strict=True):
             attention, mlp, experts = compiled_parts(block)
+            assert block.input_norm is not None
+            assert block.post_norm is not None
             layer.input_norm = self._vector(block.input_norm)
             layer.qkv, layer.qkv_bias = self._matrix(attention.qkv)
             if attention.norms is not None:

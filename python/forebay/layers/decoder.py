@@ -76,25 +76,47 @@ class TakesPart(Protocol):
 
 
 class Block:
-    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or with norms at other places."""
 
     def __init__(
-        self, attention: Attends, mlp: Feeds, input_norm: RMSNorm, post_norm: RMSNorm, scale: float = 1.0
+        self,
+        attention: Attends,
+        mlp: Feeds,
+        before: tuple[RMSNorm | None, RMSNorm | None],
+        behind: tuple[RMSNorm, RMSNorm] | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """`scale` is the factor of both parts' outputs."""
+        """`before` and `behind` are the norms of the two parts' inputs, and of their outputs before they are added.
+
+        None: there is none. `scale` is the factor of both parts' outputs.
+        """
         self._scale = scale
+        self.behind = behind
         self.attention = attention
         self.mlp = mlp
-        self.input_norm = input_norm
-        self.post_norm = post_norm
+        self.input_norm, self.post_norm = before
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and gives a layer's output without what goes around it: that is added with the next norm."""
-        x, residual = step.ops.norm(self.input_norm, x, residual)
-        x, residual = step.ops.norm(self.post_norm, self._scaled(self.attention(x, step)), residual)
-        return self._scaled(self.mlp(x, step.ops)), residual
+        x, residual = self._input(self.input_norm, x, residual, step.ops)
+        x, residual = self._input(
+            self.post_norm, self._output(0, self.attention(x, step), step.ops), residual, step.ops
+        )
+        return self._output(1, self.mlp(x, step.ops), step.ops), residual
 
-    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _input(
+        norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of a part, and the sum that it is a norm of."""
+        if norm is not None:
+            return ops.norm(norm, x, residual)
+        summed = x if residual is None else residual.add_(x)
+        return summed, summed
+
+    def _output(self, part: int, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        if self.behind is not None:
+            x, _ = ops.norm(self.behind[part], x, None)
         return x if self._scale == 1.0 else x * self._scale
 
 
@@ -114,7 +136,7 @@ class Decoder:
         self.embedding = params.tensor((rows.size, hidden), {"model.embed_tokens.weight": rows})
         """The embedding. With several ranks each has the rows of some tokens, and so of the head."""
         self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
-        self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
+        self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps, config.wide_norms)
         self.head = self.embedding
         self.head_format: str | None = None
         head = {HEAD: rows}
@@ -126,14 +148,21 @@ class Decoder:
         else:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip(HEAD)
-        self.rotary = self._rotary()
+        self.rotaries = self._rotaries()
+        """The rotary embeddings, which layers name by their numbers."""
 
-    def _rotary(self) -> Rotary:
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of a model with one."""
+        return self.rotaries[0]
+
+    def _rotaries(self) -> list[Rotary]:
         config, params = self.config, self.params
-        shape = config.attention.rotary_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        dim, longest = config.attention.rotary_dim, config.max_position_embeddings
+        shapes = [(dim, rope.theta, rope.scaling, longest, params.dtype, params.device) for rope in config.ropes]
         if config.sections is None:
-            return Rotary(*shape, params.dtype, params.device)
-        return SectionedRotary(config.sections, *shape, params.dtype, params.device)
+            return [Rotary(*shape) for shape in shapes]
+        return [SectionedRotary(config.sections, *shape) for shape in shapes]
 
     def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
         """The factors of queries [n, 1, 1] at positions [n], or [3, n] whose first numbers count."""
@@ -161,7 +190,7 @@ class Decoder:
         Of several ranks each gives those of its own tokens.
         """
         x = self.states(forward)
-        return self.logits(x) if forward.logits is None else forward.logits.copy_(F.linear(x, self.head))
+        return self.logits(x) if forward.logits is None else self._capped(forward.logits.copy_(F.linear(x, self.head)))
 
     def take_part(self) -> None:
         """Computes what other ranks of a step group need of this one in a step in which it has no tokens."""
@@ -172,23 +201,28 @@ class Decoder:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [m, vocabulary] of final states [m, hidden]."""
-        return F.linear(states, self.head).float()
+        return self._capped(F.linear(states, self.head).float())
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits under their bound, where there is one. It overwrites them."""
+        cap = self.config.scales.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def states(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
         x = self._embed(forward.tokens, self.embedding)
-        for first, rows in forward.given:
-            x[first : first + len(rows)] = rows
-        images = forward.images
-        if images is not None:
-            x.index_copy_(0, images.at, images.rows[:, 0])
         scales = self.config.scales
         if scales.embeddings != 1.0:
             x = x * scales.embeddings
-        rotation = self.rotary(forward.positions)
+        for first, rows in forward.given:
+            x[first : first + len(rows)] = rows if scales.inputs == 1.0 else rows * scales.inputs
+        images = forward.images
+        if images is not None:
+            x.index_copy_(0, images.at, images.rows[:, 0])
         factors = self.query_factors(forward.positions)
+        rotations = [rotary(forward.positions) for rotary in self.rotaries]
         step = Step(
-            rotation, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors
+            rotations, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors
         )
         residual: torch.Tensor | None = None
         for number, block in enumerate(self.blocks, start=1):

@@ -11,12 +11,16 @@ from forebay.layers.params import Parameters
 class RMSNorm:
     """Normalises the last dimension and scales it. It computes in float32 for any dtype of x."""
 
-    def __init__(self, params: Parameters, name: str, size: int, eps: float) -> None:
-        self.weight = params.tensor((size,), {f"{name}.weight": size})
+    def __init__(self, params: Parameters, name: str, size: int, eps: float, wide: bool = False) -> None:
+        """`wide`: the weight is float32 for any dtype of the model."""
+        dtype = torch.float32 if wide else None
+        self.weight = params.tensor((size,), {f"{name}.weight": size}, dtype)
         self._shape = (size,)
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:
+            return F.rms_norm(x.float(), self._shape, self.weight, self._eps).to(x.dtype)
         return F.rms_norm(x, self._shape, self.weight, self._eps)
 
 

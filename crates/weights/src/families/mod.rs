@@ -16,6 +16,8 @@ mod deepseek_v3;
 mod deepseek_v32;
 mod ernie4_5;
 mod ernie4_5_moe;
+mod gemma2;
+mod gemma3;
 mod glm4_moe;
 mod glm4_moe_lite;
 mod glm_dsa;
@@ -70,7 +72,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 31] = [
+pub const ALL: [&Family; 34] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -99,6 +101,9 @@ pub const ALL: [&Family; 31] = [
     &glm4_moe_lite::FAMILY,
     &kimi_k25::FAMILY,
     &mistral4::FAMILY,
+    &gemma2::FAMILY,
+    &gemma3::FAMILY,
+    &gemma3::TEXT,
     &qwen2_5_vl::FAMILY,
     &qwen3_vl::FAMILY,
     &qwen3_vl_moe::FAMILY,

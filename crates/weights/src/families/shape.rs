@@ -68,6 +68,8 @@ pub struct LayerShape {
 pub enum Norm {
     /// Divides by the root of the mean square.
     Rms,
+    /// The same with weights that are distances from 1. They need 32 bits once the 1 is added.
+    RmsBesideOne,
     /// Subtracts the mean first (layer norm).
     Mean,
 }
@@ -91,6 +93,8 @@ pub enum NormPlacement {
 pub struct Scales {
     /// The factor of embeddings.
     pub embeddings: f64,
+    /// The factor of inputs that a caller gives in place of embeddings.
+    pub inputs: f64,
     /// The factor of a part's output before it is added.
     pub residuals: f64,
     /// The factor of logits.
@@ -101,7 +105,8 @@ pub struct Scales {
 
 impl Scales {
     /// No factor and no cap.
-    pub const NONE: Self = Self { embeddings: 1.0, residuals: 1.0, logits: 1.0, logit_cap: None };
+    pub const NONE: Self =
+        Self { embeddings: 1.0, inputs: 1.0, residuals: 1.0, logits: 1.0, logit_cap: None };
 }
 
 /// A rotary embedding (Su et al. 2021).
@@ -304,6 +309,35 @@ impl Shape {
             FeedShape::Experts(experts) => Some(experts),
             FeedShape::Dense(_) => None,
         }
+    }
+
+    /// True if layers with heads of keys and values are Llama's: all alike, with norms in front of
+    /// their parts, and without factors of their own.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        let plain = |mixer: &Mixer| match mixer {
+            Mixer::Attention(attention) => {
+                let Attention { scale, chunk, sinks, cap, qk_norm, .. } = *attention;
+                let alike = scale.is_none() && chunk.is_none() && cap.is_none();
+                alike && !sinks && qk_norm != QkNorm::Rows
+            }
+            Mixer::Latent(_) | Mixer::Recurrence(_) => true,
+        };
+        let activation = |feed: &FeedShape| match feed {
+            FeedShape::Dense(dense) => dense.activation,
+            FeedShape::Experts(experts) => experts.activation,
+        };
+        let kinds = self.mixers.iter().filter(|it| matches!(it, Mixer::Attention(_))).count();
+        let rope = self.layers.first().map(|layer| layer.rope);
+        let alike = |layer: &LayerShape| {
+            layer.norms == NormPlacement::Before && layer.rope.is_some() && rope == Some(layer.rope)
+        };
+        kinds <= 1
+            && self.norm == Norm::Rms
+            && self.scales == Scales::NONE
+            && self.layers.iter().all(alike)
+            && self.mixers.iter().all(plain)
+            && self.feeds.iter().all(|feed| activation(feed) == Activation::Silu)
     }
 
     /// True if a checkpoint's layer may belong to the computed ones. Behind them checkpoints with

@@ -2,8 +2,8 @@ use serde_json::{Value, json};
 
 use crate::error::ModelError;
 use crate::families::{
-    ALL, Activation, Attention, ExpertScores, Experts, FeedShape, KeyChoice, Latent, Mixer, Norm,
-    NormPlacement, QkNorm, QueryScale, Recurrence, Routing, Scales, Shape,
+    ALL, Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, KeyChoice, Latent,
+    Mixer, Norm, NormPlacement, QkNorm, QueryScale, Recurrence, Routing, Scales, Shape,
 };
 use crate::{Angles, TorchNumber};
 
@@ -101,8 +101,8 @@ fn whatever_no_hand_has_is_named() {
     for (changes, reason) in [
         (json!({"architectures": ["MambaForCausalLM"]}), "the architecture MambaForCausalLM: try"),
         (
-            json!({"architectures": ["Gemma3ForCausalLM"]}),
-            "no hand serves the architecture Gemma3ForCausalLM (windows and rotary embeddings that",
+            json!({"architectures": ["DeepseekV4ForCausalLM"]}),
+            "no hand serves the architecture DeepseekV4ForCausalLM (compressed attention",
         ),
         (json!({"architectures": [], "model_type": "mamba"}), "of model_type mamba"),
         (json!({"rope_parameters": {"partial_rotary_factor": 0.5}}), "rotated in part"),
@@ -110,14 +110,9 @@ fn whatever_no_hand_has_is_named() {
             json!({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}),
             "differ between layers",
         ),
-        (json!({"hidden_act": "gelu"}), "hidden_act \"gelu\""),
+        (json!({"hidden_act": "relu2"}), "hidden_act \"relu2\""),
         (json!({"hidden_act": "sine"}), "hidden_act \"sine\""),
         (json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}), "dynamic"),
-        (
-            json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true, "sliding_window": 16,
-                "max_window_layers": 1}),
-            "a sliding window in some of the layers",
-        ),
     ] {
         let error = of(&[changes]).and_then(|shape| shape.check_served()).expect_err("unserved");
         let told = error.to_string();
@@ -139,20 +134,29 @@ fn every_part_that_no_hand_has_is_refused_by_its_name() {
             }
         }
     }
-    const CHANGES: [(&str, Change); 15] = [
-        ("norms that subtract the mean", |it| it.norm = Norm::Mean),
-        ("a cap of logits", |it| it.scales.logit_cap = Some(30.0)),
+    fn with_experts() -> Vec<FeedShape> {
+        qwen(json!({})).expect("a model").feeds
+    }
+    const CHANGES: [(&str, Change); 9] = [
         ("different lengths", |it| attends(it, |attention| attention.value_dim = 8)),
-        ("within chunks", |it| attends(it, |attention| attention.chunk = Some(8))),
-        ("attention sinks", |it| attends(it, |attention| attention.sinks = true)),
-        ("a cap of attention scores", |it| attends(it, |attention| attention.cap = Some(50.0))),
         ("a gate behind attention", |it| attends(it, |attention| attention.gate = true)),
-        ("norms behind the parts", |it| it.layers[1].norms = NormPlacement::Around),
-        ("norms behind the parts", |it| it.layers[1].norms = NormPlacement::After),
-        ("read the same states", |it| it.layers[1].norms = NormPlacement::Parallel),
+        ("that subtract the mean", |it| {
+            it.norm = Norm::Mean;
+            it.layers[1].norms = NormPlacement::Around;
+        }),
+        ("norms behind experts", |it| {
+            it.feeds = with_experts();
+            it.layers[1].norms = NormPlacement::After;
+        }),
+        ("in front of the layer", |it| {
+            it.feeds = with_experts();
+            it.layers[1].norms = NormPlacement::Parallel;
+        }),
+        ("activations that differ", |it| {
+            let FeedShape::Dense(feed) = it.feeds[0] else { panic!("a dense part") };
+            it.feeds.push(FeedShape::Dense(DenseFeed { activation: Activation::Gelu, ..feed }));
+        }),
         ("share keys and values", |it| it.layers[2].keys_of = Some(0)),
-        ("rotary embeddings that differ", |it| it.ropes.push(it.ropes[0].clone())),
-        ("attention that differs between layers", |it| it.mixers.push(it.mixers[0].clone())),
         ("sizes differ between layers", |it| it.feeds.push(it.feeds[0])),
         ("recurrent layers", |it| {
             let (heads, key_dim, value_dim) = (2, 16, 16);
@@ -410,7 +414,8 @@ fn factors_and_layers_without_rotation_are_read() {
         of(&[json!({"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.25,
         "embedding_multiplier": 12.0, "residual_multiplier": 0.5, "logits_scaling": 8.0})])
         .expect("a model");
-    let scales = Scales { embeddings: 12.0, residuals: 0.5, logits: 0.125, logit_cap: None };
+    let scales =
+        Scales { embeddings: 12.0, inputs: 12.0, residuals: 0.5, logits: 0.125, logit_cap: None };
     assert_eq!((granite.scales, attention(&granite).scale), (scales, Some(0.25)));
     let hybrid = |changes: Value| {
         let own = json!({"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0,
@@ -566,4 +571,52 @@ fn a_shape_is_itself_after_its_way_to_a_hand() {
     unknown["family"] = json!("Nobody");
     let error = serde_json::from_value::<Shape>(unknown).expect_err("no family").to_string();
     assert!(error.contains("no family has the architecture Nobody"), "{error}");
+}
+
+#[test]
+fn gemma_has_its_windows_ropes_and_scales() {
+    let own = json!({"num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 16,
+        "query_pre_attn_scalar": 20, "attn_logit_softcapping": null, "tie_word_embeddings": null});
+    let gemma = |name: &str, changes: Value| {
+        of(&[own.clone(), json!({"architectures": [name]}), changes]).expect("a model")
+    };
+    let shape = gemma("Gemma3ForCausalLM", json!({}));
+    assert_eq!(shape.check_served(), Ok(()));
+    assert!(!shape.is_plain() && of(&[json!({})]).is_ok_and(|llama| llama.is_plain()));
+    let facts = |shape: &Shape, layer: usize| {
+        let Mixer::Attention(attention) = shape.mixer(layer) else { panic!("heads") };
+        let rope = shape.layers[layer].rope.map(|rope| shape.ropes[usize::from(rope)].theta);
+        (attention.window, rope)
+    };
+    for layer in 0..8 {
+        let wanted = if layer == 5 { (None, Some(1e6)) } else { (Some(16), Some(1e4)) };
+        assert_eq!(facts(&shape, layer), wanted);
+        assert_eq!(shape.layers[layer].norms, NormPlacement::Around);
+    }
+    let Mixer::Attention(attention) = shape.mixer(0) else { panic!("heads") };
+    assert_eq!((attention.scale, attention.cap), (Some(20.0_f64.powf(-0.5)), None));
+    assert_eq!((shape.scales.embeddings, shape.norm), (8.0, Norm::RmsBesideOne));
+    assert!(!shape.tied, "a null is no");
+    let FeedShape::Dense(feed) = shape.feed(0) else { panic!("a dense part") };
+    assert_eq!(feed.activation, Activation::GeluTanh);
+    // A window that no prompt exceeds is none, and its layers keep their own rotary embedding.
+    let long = gemma("Gemma3ForCausalLM", json!({"sliding_window": 128}));
+    assert_eq!((facts(&long, 0), facts(&long, 5)), ((None, Some(1e4)), (None, Some(1e6))));
+    let new = json!({"layer_types": vec!["full_attention"; 8], "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}});
+    let new = gemma("Gemma3ForCausalLM", new);
+    assert_eq!((facts(&new, 0), new.ropes.len()), ((None, Some(5.0)), 1));
+    let old = json!({"rope_theta": 9.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}});
+    let old = gemma("Gemma3ForCausalLM", old);
+    assert_eq!(old.ropes[0].scaling, None);
+    assert!(old.ropes[1].scaling.is_some() && old.ropes[1].theta == 9.0);
+    let second = gemma("Gemma2ForCausalLM", json!({}));
+    assert_eq!((facts(&second, 0).0, facts(&second, 1).0), (Some(16), None));
+    assert_eq!(second.scales.logit_cap, Some(30.0));
+    let other = of(&[
+        own,
+        json!({"architectures": ["Gemma2ForCausalLM"], "layer_types": vec!["chunked"; 8]}),
+    ]);
+    assert!(matches!(other, Err(ModelError::Unserved(why)) if why.contains("chunked")));
 }
