@@ -34,8 +34,8 @@ def test_a_llama_is_read() -> None:
 @pytest.mark.parametrize(
     ("way", "value", "message"),
     [
-        (("norm",), "mean", "norms of the kind 'mean'"),
-        (("layers", 1, "norms"), "parallel", "norms of layers of the kind 'parallel'"),
+        (("norm",), "median", "norms of the kind 'median'"),
+        (("layers", 1, "norms"), "between", "norms of layers of the kind 'between'"),
         (("layers", 1, "keys_of"), 0, "keys_of 0 of layer"),
         (("mixers", 0, "sinks"), True, "sinks True of attention"),
         (("mixers", 0, "chunk"), 8, "chunk 8 of attention"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from forebay.layers.attention import Attention
-from forebay.layers.decoder import Attends, Block, Feeds
+from forebay.layers.decoder import Attends, Block, Feeds, norm_of
 from forebay.layers.indexer import LayerIndexer
 from forebay.layers.latent import LatentAttention
 from forebay.layers.mlp import GatedFeed
 from forebay.layers.moe import MixtureOfExperts
-from forebay.layers.norm import RMSNorm
+from forebay.layers.norm import Norm
 from forebay.layers.params import Parameters
 from forebay.layers.ranks import Summed
 from forebay.weights.config import ModelConfig
@@ -52,6 +52,7 @@ _NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str, str] | None]] 
         ("input_layernorm", "pre_feedforward_layernorm"),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
+    "parallel": (("input_layernorm", None), None),
 }
 """The names of norms in front of the two parts of a layer and behind them, by their places."""
 
@@ -61,14 +62,14 @@ def block_of(config: ModelConfig, params: Parameters, index: int, attention: Att
     if params.ranks is not None:
         attention, mlp = Summed(attention, params.ranks.group), Summed(mlp, params.ranks.group)
 
-    def norm(name: str) -> RMSNorm:
-        at = f"model.layers.{index}.{name}"
-        return RMSNorm(params, at, config.hidden_size, config.rms_norm_eps, config.wide_norms)
+    def norm(name: str) -> Norm:
+        return norm_of(config, params, f"model.layers.{index}.{name}")
 
-    (first, second), outputs = _NORMS[config.kinds[index].norms]
+    places = config.kinds[index].norms
+    (first, second), outputs = _NORMS[places]
     before = None if first is None else norm(first), None if second is None else norm(second)
     behind = None if outputs is None else (norm(outputs[0]), norm(outputs[1]))
-    return Block(attention, mlp, before, behind, config.scales.residuals)
+    return Block(attention, mlp, before, behind, config.scales.residuals, parallel=places == "parallel")
 
 
 def grouped_blocks(config: ModelConfig, params: Parameters) -> list[Block]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend, LayerKV
-from forebay.layers.norm import RMSNorm
+from forebay.layers.norm import MeanNorm, Norm, RMSNorm
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary, SectionedRotary
@@ -82,14 +82,17 @@ class Block:
         self,
         attention: Attends,
         mlp: Feeds,
-        before: tuple[RMSNorm | None, RMSNorm | None],
-        behind: tuple[RMSNorm, RMSNorm] | None = None,
+        before: tuple[Norm | None, Norm | None],
+        behind: tuple[Norm, Norm] | None = None,
         scale: float = 1.0,
+        *,
+        parallel: bool = False,
     ) -> None:
         """`before` and `behind` are the norms of the two parts' inputs, and of their outputs before they are added.
 
-        None: there is none. `scale` is the factor of both parts' outputs.
+        None: there is none. `scale` is the factor of both parts' outputs. `parallel`: both parts read one norm.
         """
+        self.parallel = parallel
         self._scale = scale
         self.behind = behind
         self.attention = attention
@@ -99,6 +102,9 @@ class Block:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and gives a layer's output without what goes around it: that is added with the next norm."""
         x, residual = self._input(self.input_norm, x, residual, step.ops)
+        if self.parallel:
+            attended = self._output(0, self.attention(x, step), step.ops)
+            return attended + self._output(1, self.mlp(x, step.ops), step.ops), residual
         x, residual = self._input(
             self.post_norm, self._output(0, self.attention(x, step), step.ops), residual, step.ops
         )
@@ -106,18 +112,35 @@ class Block:
 
     @staticmethod
     def _input(
-        norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+        norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of a part, and the sum that it is a norm of."""
         if norm is not None:
-            return ops.norm(norm, x, residual)
+            return normalised(norm, x, residual, ops)
         summed = x if residual is None else residual.add_(x)
         return summed, summed
 
     def _output(self, part: int, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         if self.behind is not None:
-            x, _ = ops.norm(self.behind[part], x, None)
+            x, _ = normalised(self.behind[part], x, None, ops)
         return x if self._scale == 1.0 else x * self._scale
+
+
+def norm_of(config: ModelConfig, params: Parameters, name: str) -> Norm:
+    """A norm of states under the name of its weight."""
+    if config.mean_norms:
+        return MeanNorm(params, name, config.hidden_size, config.rms_norm_eps)
+    return RMSNorm(params, name, config.hidden_size, config.rms_norm_eps, config.wide_norms)
+
+
+def normalised(
+    norm: Norm, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x and a residual, and their sum, which is written over the residual."""
+    if isinstance(norm, RMSNorm):
+        return ops.norm(norm, x, residual)
+    summed = x if residual is None else residual.add_(x)
+    return norm(summed), summed
 
 
 class Decoder:
@@ -136,7 +159,7 @@ class Decoder:
         self.embedding = params.tensor((rows.size, hidden), {"model.embed_tokens.weight": rows})
         """The embedding. With several ranks each has the rows of some tokens, and so of the head."""
         self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
-        self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps, config.wide_norms)
+        self.norm = norm_of(config, params, "model.norm")
         self.head = self.embedding
         self.head_format: str | None = None
         head = {HEAD: rows}
@@ -235,6 +258,6 @@ class Decoder:
         x = x.index_select(0, forward.sampled)
         if residual is not None:
             residual = residual.index_select(0, forward.sampled)
-        x, _ = self.ops.norm(self.norm, x, residual)
+        x, _ = normalised(self.norm, x, residual, self.ops)
         # Logits are a product with these states, and vectors have no factor.
         return x if self.config.headless or scales.logits == 1.0 else x * scales.logits

@@ -74,6 +74,8 @@ class ModelConfig:
     """Factors of states and logits."""
     wide_norms: bool = False
     """True if norms are float32 for any dtype of the model."""
+    mean_norms: bool = False
+    """True if norms subtract the mean."""
     headless: bool = False
     """True if the final states are needed, and not the logits of an output head."""
 
@@ -105,6 +107,7 @@ class ModelConfig:
             sections=None if rope["sections"] is None else Sections.from_dict(rope["sections"]),
             scales=Scales(**shape["scales"]),
             wide_norms=shape["norm"] == "rms_beside_one",
+            mean_norms=shape["norm"] == "mean",
             headless=shape["headless"],
         )
 
@@ -148,12 +151,12 @@ def _check(shape: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for parts that PyTorch's hand does not compute."""
     _only("shape", shape)
     _only("scales", shape["scales"])
-    _known("norms", shape["norm"], "rms", "rms_beside_one")
+    _known("norms", shape["norm"], "rms", "rms_beside_one", "mean")
     for rope in shape["ropes"]:
         _only("rope", rope)
     for layer in shape["layers"]:
         _only("layer", layer)
-        _known("norms of layers", layer["norms"], "before", "after", "around")
+        _known("norms of layers", layer["norms"], "before", "after", "around", "parallel")
     mixers, feeds = shape["mixers"], shape["feeds"]
     if len({rope["dim"] for rope in shape["ropes"]}) > 1:
         raise UnsupportedModelError("rotated parts of heads that differ are not supported by PyTorch's hand")

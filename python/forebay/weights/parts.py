@@ -52,7 +52,7 @@ class LayerKind:
     window: int | None = None
     """The number of positions that a position sees, itself included; None: all."""
     norms: str = "before"
-    """The places of norms: `before` each part, `after` it, or `around` it."""
+    """The places of norms: `before` each part, `after` it, `around` it, or one before both (`parallel`)."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "gemma2",
     attention: "grouped-query, windows in every second layer",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape: |config| {
         let caps = [
             cap(config, "attn_logit_softcapping", 50.0)?,

@@ -32,7 +32,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "gemma3_text",
     attention: "grouped-query, windows in five of six layers",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames {
         architecture: "gemma3",

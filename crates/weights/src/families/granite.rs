@@ -17,7 +17,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "granite",
     attention: "grouped-query",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames { architecture: "granite", fits: |_| Ok(true), keys, rules: PAIRED }),
     rules: &[],

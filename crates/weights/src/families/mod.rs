@@ -11,6 +11,7 @@ mod shape;
 mod table;
 mod unserved;
 
+mod cohere2;
 mod deepseek_v2;
 mod deepseek_v3;
 mod deepseek_v32;
@@ -33,6 +34,7 @@ mod mistral;
 mod mistral3;
 mod mistral4;
 mod mixtral;
+mod olmo2;
 mod phi3;
 mod qwen2;
 mod qwen2_5_vl;
@@ -72,7 +74,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 34] = [
+pub const ALL: [&Family; 37] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -104,6 +106,9 @@ pub const ALL: [&Family; 34] = [
     &gemma2::FAMILY,
     &gemma3::FAMILY,
     &gemma3::TEXT,
+    &olmo2::FAMILY,
+    &olmo2::OLMO3,
+    &cohere2::FAMILY,
     &qwen2_5_vl::FAMILY,
     &qwen3_vl::FAMILY,
     &qwen3_vl_moe::FAMILY,

@@ -311,35 +311,6 @@ impl Shape {
         }
     }
 
-    /// True if layers with heads of keys and values are Llama's: all alike, with norms in front of
-    /// their parts, and without factors of their own.
-    #[must_use]
-    pub fn is_plain(&self) -> bool {
-        let plain = |mixer: &Mixer| match mixer {
-            Mixer::Attention(attention) => {
-                let Attention { scale, chunk, sinks, cap, qk_norm, .. } = *attention;
-                let alike = scale.is_none() && chunk.is_none() && cap.is_none();
-                alike && !sinks && qk_norm != QkNorm::Rows
-            }
-            Mixer::Latent(_) | Mixer::Recurrence(_) => true,
-        };
-        let activation = |feed: &FeedShape| match feed {
-            FeedShape::Dense(dense) => dense.activation,
-            FeedShape::Experts(experts) => experts.activation,
-        };
-        let kinds = self.mixers.iter().filter(|it| matches!(it, Mixer::Attention(_))).count();
-        let rope = self.layers.first().map(|layer| layer.rope);
-        let alike = |layer: &LayerShape| {
-            layer.norms == NormPlacement::Before && layer.rope.is_some() && rope == Some(layer.rope)
-        };
-        kinds <= 1
-            && self.norm == Norm::Rms
-            && self.scales == Scales::NONE
-            && self.layers.iter().all(alike)
-            && self.mixers.iter().all(plain)
-            && self.feeds.iter().all(|feed| activation(feed) == Activation::Silu)
-    }
-
     /// True if a checkpoint's layer may belong to the computed ones. Behind them checkpoints with
     /// experts have layers that only predict further tokens (MTP).
     pub(crate) fn has_place_for(&self, layer: usize) -> bool {

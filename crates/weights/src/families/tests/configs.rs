@@ -7,7 +7,7 @@ use crate::families::{
 };
 use crate::{Angles, TorchNumber};
 
-fn of(changes: &[Value]) -> Result<Shape, ModelError> {
+pub(super) fn of(changes: &[Value]) -> Result<Shape, ModelError> {
     let mut config = json!({
         "architectures": ["LlamaForCausalLM"], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -37,7 +37,7 @@ fn deepseek(name: &str, changes: Value) -> Result<Shape, ModelError> {
     of(&[own, changes])
 }
 
-fn attention(shape: &Shape) -> Attention {
+pub(super) fn attention(shape: &Shape) -> Attention {
     let Mixer::Attention(attention) = shape.mixer(0) else { panic!("attention of heads") };
     *attention
 }
@@ -571,52 +571,4 @@ fn a_shape_is_itself_after_its_way_to_a_hand() {
     unknown["family"] = json!("Nobody");
     let error = serde_json::from_value::<Shape>(unknown).expect_err("no family").to_string();
     assert!(error.contains("no family has the architecture Nobody"), "{error}");
-}
-
-#[test]
-fn gemma_has_its_windows_ropes_and_scales() {
-    let own = json!({"num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 16,
-        "query_pre_attn_scalar": 20, "attn_logit_softcapping": null, "tie_word_embeddings": null});
-    let gemma = |name: &str, changes: Value| {
-        of(&[own.clone(), json!({"architectures": [name]}), changes]).expect("a model")
-    };
-    let shape = gemma("Gemma3ForCausalLM", json!({}));
-    assert_eq!(shape.check_served(), Ok(()));
-    assert!(!shape.is_plain() && of(&[json!({})]).is_ok_and(|llama| llama.is_plain()));
-    let facts = |shape: &Shape, layer: usize| {
-        let Mixer::Attention(attention) = shape.mixer(layer) else { panic!("heads") };
-        let rope = shape.layers[layer].rope.map(|rope| shape.ropes[usize::from(rope)].theta);
-        (attention.window, rope)
-    };
-    for layer in 0..8 {
-        let wanted = if layer == 5 { (None, Some(1e6)) } else { (Some(16), Some(1e4)) };
-        assert_eq!(facts(&shape, layer), wanted);
-        assert_eq!(shape.layers[layer].norms, NormPlacement::Around);
-    }
-    let Mixer::Attention(attention) = shape.mixer(0) else { panic!("heads") };
-    assert_eq!((attention.scale, attention.cap), (Some(20.0_f64.powf(-0.5)), None));
-    assert_eq!((shape.scales.embeddings, shape.norm), (8.0, Norm::RmsBesideOne));
-    assert!(!shape.tied, "a null is no");
-    let FeedShape::Dense(feed) = shape.feed(0) else { panic!("a dense part") };
-    assert_eq!(feed.activation, Activation::GeluTanh);
-    // A window that no prompt exceeds is none, and its layers keep their own rotary embedding.
-    let long = gemma("Gemma3ForCausalLM", json!({"sliding_window": 128}));
-    assert_eq!((facts(&long, 0), facts(&long, 5)), ((None, Some(1e4)), (None, Some(1e6))));
-    let new = json!({"layer_types": vec!["full_attention"; 8], "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}});
-    let new = gemma("Gemma3ForCausalLM", new);
-    assert_eq!((facts(&new, 0), new.ropes.len()), ((None, Some(5.0)), 1));
-    let old = json!({"rope_theta": 9.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}});
-    let old = gemma("Gemma3ForCausalLM", old);
-    assert_eq!(old.ropes[0].scaling, None);
-    assert!(old.ropes[1].scaling.is_some() && old.ropes[1].theta == 9.0);
-    let second = gemma("Gemma2ForCausalLM", json!({}));
-    assert_eq!((facts(&second, 0).0, facts(&second, 1).0), (Some(16), None));
-    assert_eq!(second.scales.logit_cap, Some(30.0));
-    let other = of(&[
-        own,
-        json!({"architectures": ["Gemma2ForCausalLM"], "layer_types": vec!["chunked"; 8]}),
-    ]);
-    assert!(matches!(other, Err(ModelError::Unserved(why)) if why.contains("chunked")));
 }
