@@ -14,7 +14,7 @@ import gguf
 import torch
 from gguf.quants import dequantize, quantize
 
-from tests.hand.support import hub_weights
+from tests.hand.support import is_gemma, whole_weights
 from tests.weights.support import tiny_tokenizer
 
 F32 = gguf.GGMLQuantizationType.F32
@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "Glm4MoeLiteForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
 }
 SCORES = {
     "DeepseekV2ForCausalLM": gguf.ExpertGatingFuncType.SOFTMAX,
@@ -61,7 +63,10 @@ def write(path: Path, model: Any, form: Form = Form()) -> Path:
     blocks = config.num_hidden_layers + form.further_layers
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _common(writer, config, blocks)
-    _experts(writer, config, type(model).__name__, form)
+    if is_gemma(model):
+        _gemma(writer, config)
+    else:
+        _experts(writer, config, type(model).__name__, form)
     if arch == gguf.MODEL_ARCH.DEEPSEEK2:
         _latent(writer, config, form)
     else:
@@ -106,7 +111,8 @@ def _common(writer: gguf.GGUFWriter, config: Any, blocks: int) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    rope = config.rope_parameters
+    # Files of Gemma 3 have the embedding of the layers that see all positions.
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -114,6 +120,17 @@ def _common(writer: gguf.GGUFWriter, config: Any, blocks: int) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
+def _gemma(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    rope = config.rope_parameters.get("full_attention", {})
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _experts(writer: gguf.GGUFWriter, config: Any, architecture: str, form: Form) -> None:
@@ -171,8 +188,11 @@ def _merged(model: Any, form: Form) -> Named:
     """Weights as the converter names them: experts stacked, what is made of latent rows split."""
     config = model.config
     experts: dict[str, dict[int, torch.Tensor]] = {}
-    for name, tensor in hub_weights(model).items():
+    for name, tensor in whole_weights(model).items():
         before, is_expert, after = name.partition(".mlp.experts.")
+        if is_gemma(model) and name == "lm_head.weight":
+            # It is tied, and the converter leaves it out.
+            continue
         if is_expert:
             expert, matrix = after.split(".", 1)
             experts.setdefault(f"{before}.mlp.experts.{matrix}", {})[int(expert)] = tensor
@@ -198,7 +218,7 @@ def _merged(model: Any, form: Form) -> Named:
 def dequantised(model: Any, kind: gguf.GGMLQuantizationType) -> dict[str, torch.Tensor]:
     """The weights of a file in split form with matrices of that type, by the package's own arithmetic."""
     config, found = model.config, {}
-    for name, tensor in hub_weights(model).items():
+    for name, tensor in whole_weights(model).items():
         if tensor.ndim == 1 or name.endswith(".mlp.gate.weight"):
             found[name] = tensor
         elif name.endswith(".kv_b_proj.weight"):

@@ -14,11 +14,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GraniteConfig,
@@ -44,6 +52,10 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedConfig,
@@ -89,6 +101,25 @@ TOWER: dict[str, Any] = {
     "head_dim": 16,
     "patch_size": 4,
     "image_size": 16,
+}
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
+OF_KINDS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 20000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
 }
 KIMI_TOWER: dict[str, Any] = {
     "hidden_size": 32,
@@ -234,6 +265,29 @@ NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
             )
         ),
     ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES)),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config(**{**SIZES, "num_hidden_layers": 5}, sliding_window=15, rope_parameters=OF_KINDS),
+    ),
+    "cohere2": (
+        Cohere2ForCausalLM,
+        Cohere2Config(**{**SIZES, "num_hidden_layers": 5}, sliding_window=17, logit_scale=0.4),
+    ),
+    "cohere2-one": (
+        Cohere2ForCausalLM,
+        Cohere2Config(**SIZES, sliding_window=1, layer_types=["full_attention", *["sliding_attention"] * 2]),
+    ),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**text(sliding_window=17, query_pre_attn_scalar=20))),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**text(num_hidden_layers=7, sliding_window=15))),
+    "gemma3-tower": (
+        Gemma3ForConditionalGeneration,
+        Gemma3Config(
+            text_config=Gemma3TextConfig(**text(num_hidden_layers=7, sliding_window=16)),
+            vision_config=SIGLIP,
+            mm_tokens_per_image=4,
+        ),
+    ),
 }
 """Families that the hand in Rust computes."""
 
@@ -312,6 +366,9 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
     "granite-moe-shared": _A.GRANITE_MOE,
     "ernie4_5-moe": _A.ERNIE4_5_MOE,
     "minimax-m2": _A.MINIMAXM2,
+    "olmo2": _A.OLMO2,
+    "olmo3": _A.OLMO2,
+    "cohere2": _A.COHERE2,
 }
 """Families with GGUF files of their own."""
 PERMUTED = {_A.MISTRAL3, _A.SMOLLM3, _A.GRANITE, _A.GRANITE_MOE, _A.LLAMA}
@@ -335,9 +392,12 @@ def write_gguf(path: Path, family: str, folder: Path, form: Form = PLAIN) -> Pat
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch == _A.COHERE2:
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     more = _METADATA.get(arch)
     if more is not None:
         more(writer, config)
@@ -419,6 +479,23 @@ def _minimax(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
 
 
+def _olmo(writer: gguf.GGUFWriter, config: Any) -> None:
+    if not hasattr(config, "sliding_window"):
+        return
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    rope = config.rope_parameters["full_attention"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _cohere2(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_logit_scale(config.logit_scale)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_dimension_count(config.head_dim)
+
+
 _METADATA: dict[gguf.MODEL_ARCH, Callable[[gguf.GGUFWriter, Any], None]] = {
     _A.GRANITE: _granite,
     _A.GRANITE_MOE: _granite_moe,
@@ -428,6 +505,8 @@ _METADATA: dict[gguf.MODEL_ARCH, Callable[[gguf.GGUFWriter, Any], None]] = {
     _A.QWEN2MOE: _qwen2_moe,
     _A.ERNIE4_5_MOE: _ernie_moe,
     _A.MINIMAXM2: _minimax,
+    _A.OLMO2: _olmo,
+    _A.COHERE2: _cohere2,
 }
 
 

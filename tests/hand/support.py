@@ -19,6 +19,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
@@ -100,6 +104,13 @@ LATENT: dict[str, Any] = {
 INDEXED: dict[str, Any] = {**LATENT, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 ROPE_YARN_LATENT = {**ROPE_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 
+GEMMA: dict[str, Any] = {**TINY, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 5}
+ROPE_GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+
 FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**TINY, tie_word_embeddings=True)),
     "llama-untied-biases": (LlamaForCausalLM, LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)),
@@ -110,6 +121,21 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "llama-yarn": (LlamaForCausalLM, LlamaConfig(**TINY, rope_parameters=ROPE_YARN)),
     "llama-yarn-mscale": (LlamaForCausalLM, LlamaConfig(**TINY, rope_parameters=ROPE_YARN_MSCALE)),
     "mistral": (MistralForCausalLM, MistralConfig(**TINY, sliding_window=None)),
+    "mistral-window": (MistralForCausalLM, MistralConfig(**TINY, sliding_window=17)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GEMMA, attn_logit_softcapping=0.7, final_logit_softcapping=1.5)),
+    "gemma2-one": (
+        Gemma2ForCausalLM,
+        Gemma2Config(**{**GEMMA, "sliding_window": 1, "head_dim": 40, "num_key_value_heads": 1}),
+    ),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA, layer_types=KINDS, rope_parameters=ROPE_GEMMA3)),
+    "gemma3-windows-only": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**{**GEMMA, "sliding_window": 16}, tie_word_embeddings=False),
+    ),
+    "gemma3-long-windows": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**{**GEMMA, "sliding_window": 127}, layer_types=KINDS[::-1], final_logit_softcapping=3.0),
+    ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY)),
     "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**TINY, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32)),
@@ -159,6 +185,19 @@ def random_model(kind: type[Any], config: PreTrainedConfig) -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.rand_like(buffer) * 0.2)
     return model
+
+
+def is_gemma(model: Any) -> bool:
+    """True if weights of norms are distances from 1."""
+    return model.config.model_type.startswith("gemma")
+
+
+def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The weights as a model computes with them."""
+    weights = hub_weights(model)
+    if not is_gemma(model):
+        return weights
+    return {name: tensor + 1 if name.endswith("norm.weight") else tensor for name, tensor in weights.items()}
 
 
 def hub_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -229,7 +268,7 @@ def runner_of(
     """A runner with the weights of a transformers model."""
     config = wire_config(hf_config(model.config, type(model).__name__), **changes)
     runner = ModelRunner(RunnerConfig.from_dict(config), arena, host)
-    runner.model.load_weights(hub_weights(model).items())
+    runner.model.load_weights(whole_weights(model).items())
     return runner
 
 

@@ -1,4 +1,4 @@
-"""GGUF files with experts and latent attention, as llama.cpp's converter writes them, against transformers."""
+"""GGUF files of several kinds of layers, as llama.cpp's converter writes them, against transformers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -61,7 +65,18 @@ SIZES: dict[str, Any] = {
 }
 V2: dict[str, Any] = {**SIZES, "norm_topk_prob": False}
 ROPE_YARN_LITE: dict[str, Any] = {**ROPE_YARN_LATENT, "mscale": 0.707, "mscale_all_dim": 0.707}
+# One layer of Gemma 3 sees all positions, as in every file of it: the pattern is not written.
+GEMMA: dict[str, Any] = {**TINY, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 7}
+ROPE_GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 MODELS: dict[str, tuple[type[Any], Any]] = {
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GEMMA)),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 7}, rope_parameters=ROPE_GEMMA3),
+    ),
     "qwen3-moe": (
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig(**QWEN3),

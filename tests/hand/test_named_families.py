@@ -147,7 +147,9 @@ def test_fused_and_stacked_matrices_stay_in_their_blocks(tmp_path: Path, family:
     assert sum(same) >= len(same) - 1
 
 
-@pytest.mark.parametrize("family", ["phi3-long", "mixtral", "qwen2-moe", "ministral3"])
+@pytest.mark.parametrize(
+    "family", ["phi3-long", "mixtral", "qwen2-moe", "ministral3", "gemma3", "olmo3", "cohere2", "granite", "smollm3"]
+)
 def test_a_prefix_shared_by_pages_is_not_computed_again(tmp_path: Path, family: str) -> None:
     model = save(tmp_path / "model", family)
     prefix = prompts()[2][:32]

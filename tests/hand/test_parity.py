@@ -46,7 +46,10 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(family: str, devic
 @DEVICES
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-dsa-shared"],
+    [
+        *("llama", "qwen3", "gemma2", "gemma3", "qwen3-moe", "glm4-moe"),
+        *("deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-dsa-shared"),
+    ],
 )
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
 def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int, device: str, lookahead: int) -> None:
@@ -57,7 +60,8 @@ def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int, 
 
 @DEVICES
 @pytest.mark.parametrize(
-    "family", ["llama-llama3", "qwen3-moe", "glm4-moe", "deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-dsa-shared"]
+    "family",
+    ["llama-llama3", "gemma3", "qwen3-moe", "glm4-moe", "deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-dsa-shared"],
 )
 @pytest.mark.parametrize("page_size", [1, 4, 7, 16])
 def test_pages_and_slots_do_not_change_tokens(page_size: int, family: str, device: str, lookahead: int) -> None:
@@ -241,8 +245,10 @@ def test_a_checkpoint_must_fit_the_model() -> None:
         runner.model.load_weights([("model.norm.weight", torch.zeros(3))])
 
 
-def test_a_sliding_window_shorter_than_the_context_is_refused() -> None:
+def test_a_window_that_no_request_exceeds_is_none() -> None:
     mistral = {**hf_config(FAMILIES["llama"][1], "MistralForCausalLM"), "sliding_window": 64}
-    with pytest.raises(ModelError, match="sliding window of 64"):
-        ModelRunner(RunnerConfig.from_dict(wire_config(mistral)))
-    assert ModelRunner(RunnerConfig.from_dict(wire_config(mistral, context_length=64))).kv.page_count
+    shorter, longer = (
+        ModelRunner(RunnerConfig.from_dict(wire_config(mistral, context_length=length))) for length in (64, 65)
+    )
+    windows = [[kind.window for kind in runner.decoder.config.kinds] for runner in (shorter, longer)]
+    assert windows == [[None] * 3, [64] * 3]

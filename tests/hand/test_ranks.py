@@ -137,6 +137,8 @@ CASES: list[tuple[int, str, int | None, dict[str, Any]]] = [
     (2, "qwen3", None, {"device": "deferred"}),
     (4, "llama", 1, {}),
     (4, "llama-untied-biases", 2, {}),
+    (2, "gemma2", None, {}),
+    (2, "gemma3", None, {}),
     (2, "qwen3-moe", None, {}),
     (2, "glm4-moe-bias", None, {}),
     (2, "deepseek-v2-lite", None, {}),

@@ -202,6 +202,12 @@ PARITY = [
     "llama-linear",
     "llama-yarn-mscale",
     "mistral",
+    "mistral-window",
+    "gemma2",
+    "gemma2-one",
+    "gemma3",
+    "gemma3-windows-only",
+    "gemma3-long-windows",
     "qwen2-tied",
     "qwen3-bias",
     "qwen3-moe",
@@ -239,7 +245,7 @@ def test_both_hands_keep_the_same_codes(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air", "gemma2", "gemma3"])
 @pytest.mark.parametrize("kind", ["plain", "int8", "Q4_0"])
 def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, family: str, dtype: str) -> None:
     if kind == "Q4_0":
@@ -259,8 +265,14 @@ def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, 
         check(found[0], other, atol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air", "glm4-moe-bias"])
-def test_log_probabilities_of_experts_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen3-moe", "glm4-moe", "glm4-moe-air", "glm4-moe-bias"),
+        *("mistral-window", "gemma2", "gemma2-one", "gemma3", "gemma3-windows-only", "gemma3-long-windows"),
+    ],
+)
+def test_log_probabilities_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model = random_model(*MODELS[family]) if family in MODELS else reference_model(family)
     prompt = np.random.default_rng(3).integers(0, VOCABULARY, 90).tolist()
     with torch.inference_mode():
@@ -300,7 +312,7 @@ def test_files_of_gguf_are_the_same_to_both(
 
 @pytest.mark.parametrize("quantization", [None, "gguf", "w8a8_int8"])
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air", "gemma2", "gemma3"])
 def test_files_of_gguf_with_experts_are_the_same_to_both(
     tmp_path: Path, family: str, kind: str, quantization: str | None
 ) -> None:
@@ -317,7 +329,9 @@ def test_files_of_gguf_with_experts_are_the_same_to_both(
     check(found, served(expected, 23))
     assert weight_bytes == expected.facts()["weight_bytes"]
     told = (tmp_path / "stderr").read_text()
-    assert ("computing with blocks of the file" in told) == (kind != "F16")
+    # Experts always stay in their blocks, and other matrices where it is asked for.
+    stays = quantization == "gguf" or "moe" in family
+    assert ("computing with blocks of the file" in told) == (stays and kind != "F16")
 
 
 def vectors(runner: Any, lengths: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from benchmarks.described import described, model_config
 from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError
-from forebay.weights.parts import Dense, Experts, GroupedQuery, Latent
+from forebay.weights.parts import Dense, Experts, GroupedQuery, Latent, LayerKind, Rope
 from tests.weights.support import (
     F32,
     HEAD_DIM,
@@ -43,12 +43,11 @@ def test_the_default_model_has_the_config_of_its_original() -> None:
         ),
         feeds=(Dense(1536, False),) * 30,
         rms_norm_eps=1e-5,
-        rope_theta=100000.0,
-        rope_scaling=None,
+        kinds=(LayerKind(),) * 30,
+        ropes=(Rope(100000.0, None),),
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         hidden_act="silu",
-        sliding_window=None,
         eos_token_ids=(2,),
     )
 
@@ -73,7 +72,7 @@ def test_families(tmp_path: Path, architecture: str, name: str, qkv_bias: bool, 
 
 def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     found = model_config(config_of(tiny_gguf(tmp_path / "x.gguf", metadata={"attention.sliding_window": 32})))
-    assert (found.architecture, found.sliding_window) == ("MistralForCausalLM", 32)
+    assert (found.architecture, {kind.window for kind in found.kinds}) == ("MistralForCausalLM", {32})
 
 
 def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_yarn_of_latent_attention_has_one_weight(tmp_path: Path) -> None:
     }
     path = tmp_path / "x.gguf"
     found = expert_config(path, "deepseek2", {**LATENT, **yarn})
-    assert found.rope_scaling == {
+    assert found.ropes[0].scaling == {
         "rope_type": "yarn",
         "factor": 40.0,
         "original_max_position_embeddings": 32,
@@ -264,8 +263,8 @@ def test_experts_that_would_be_computed_wrongly_are_refused(
 
 
 def test_an_unknown_architecture_is_told_what_is_known(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"the GGUF architecture 'gemma3'.*Llama"):
-        config_of(tiny_gguf(tmp_path / "x.gguf", "gemma3"))
+    with pytest.raises(ModelError, match=r"the GGUF architecture 'gemma4'.*Llama"):
+        config_of(tiny_gguf(tmp_path / "x.gguf", "gemma4"))
 
 
 def test_a_file_that_is_no_model_says_what_is_missing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.described import shape_of
 from forebay.weights.config import ModelConfig, config_of
 from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.parts import LayerKind
 from tests.weights.support import tiny_config
 
 
@@ -27,25 +28,22 @@ def test_a_llama_is_read() -> None:
     found = config_of(changed(("tied",), True))
     assert isinstance(found, ModelConfig)
     assert found.tie_word_embeddings
-    assert found.unrotated == frozenset()
+    assert found.kinds == (LayerKind(),) * found.num_hidden_layers
 
 
 @pytest.mark.parametrize(
     ("way", "value", "message"),
     [
-        (("norm",), "mean", "norms of the kind 'mean'"),
-        (("layers", 1, "norms"), "after", "norms of layers of the kind 'after'"),
+        (("norm",), "median", "norms of the kind 'median'"),
+        (("layers", 1, "norms"), "between", "norms of layers of the kind 'between'"),
         (("layers", 1, "keys_of"), 0, "keys_of 0 of layer"),
-        (("layers", 1, "rope"), 1, "rotary embeddings of the kind 1"),
-        (("scales", "logit_cap"), 30.0, r"logit_cap 30\.0 of scales"),
         (("mixers", 0, "sinks"), True, "sinks True of attention"),
         (("mixers", 0, "chunk"), 8, "chunk 8 of attention"),
         (("mixers", 0, "gate"), True, "gate True of attention"),
-        (("mixers", 0, "cap"), 50.0, r"cap 50\.0 of attention"),
         (("mixers", 0, "value_dim"), 8, "lengths of values of the kind 8"),
         (("mixers", 0, "kind"), "recurrence", "layers of the kind 'recurrence'"),
         (("ropes", 0, "interleaved"), True, "rotated neighbours"),
-        (("feeds", 0, "activation"), "gelu_tanh", "activations of the kind 'gelu_tanh'"),
+        (("feeds", 0, "activation"), "squared_relu", "activations of the kind 'squared_relu'"),
         (("feeds", 0, "gated"), False, "gates of feed-forward parts"),
         (("newer_part",), {"size": 3}, "newer_part"),
     ],
@@ -58,14 +56,21 @@ def test_parts_that_are_not_computed_are_named(way: tuple[str | int, ...], value
 def test_layers_may_have_no_rotation() -> None:
     found = config_of(changed(("layers", 1, "rope"), None))
     assert isinstance(found, ModelConfig)
-    assert found.unrotated == {1}
+    assert [kind.rope for kind in found.kinds] == [0, None, *[0] * (found.num_hidden_layers - 2)]
 
 
-def test_attention_that_differs_between_layers_is_refused() -> None:
-    shape = shape_of(tiny_config())
-    windowed = {**shape["decoder"]["mixers"][0], "window": 8}
-    with pytest.raises(UnsupportedModelError, match="differs between layers"):
-        config_of(changed(("mixers",), [*shape["decoder"]["mixers"], windowed]))
+def test_layers_differ_in_windows_and_in_nothing_else_of_attention() -> None:
+    first = shape_of(tiny_config())["decoder"]["mixers"][0]
+    shape = changed(("mixers",), [first, {**first, "window": 8}])
+    shape["decoder"]["layers"][1]["mixer"] = 1
+    found = config_of(shape)
+    assert isinstance(found, ModelConfig)
+    assert [kind.window for kind in found.kinds][:2] == [None, 8]
+    with pytest.raises(UnsupportedModelError, match="differs between layers in more than windows"):
+        config_of(changed(("mixers",), [first, {**first, "heads": 8}]))
+    turned = {**shape["decoder"]["ropes"][0], "dim": 2}
+    with pytest.raises(UnsupportedModelError, match="rotated parts of heads that differ"):
+        config_of(changed(("ropes",), [shape["decoder"]["ropes"][0], turned]))
 
 
 def test_a_shape_that_lacks_a_field_is_one_line() -> None:

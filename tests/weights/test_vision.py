@@ -11,7 +11,7 @@ import pytest
 from benchmarks.described import described as describe
 from benchmarks.described import model_config
 from forebay.weights.errors import ModelError
-from forebay.weights.parts import GroupedQuery
+from forebay.weights.parts import GroupedQuery, Rope
 from forebay.weights.vision import Preprocessing, Sections, Vision
 from tests.weights.support import tiny_directory
 
@@ -118,7 +118,7 @@ def test_qwen3_vl() -> None:
     assert found.sections == Sections((24, 20, 20), interleaved=True)
     assert found.attention == GroupedQuery(32, 8, 128, 128, qkv_bias=False, output_bias=False, qk_norm=True)
     assert found.architecture == "Qwen3VLForConditionalGeneration"
-    assert (found.rope_theta, found.rope_scaling) == (5e6, None)
+    assert found.ropes == (Rope(5e6, None),)
     assert (found.eos_token_ids, found.tie_word_embeddings) == ((151645,), True)
 
 
@@ -127,7 +127,8 @@ def test_qwen25_vl() -> None:
     assert found.vision == Vision(32, 1280, 3420, 16, 14, 2, 2, 2048, theta=10000.0, window=4, whole=(7, 15, 23, 31))
     assert found.sections == Sections((16, 24, 24), interleaved=False)
     assert found.attention == GroupedQuery(16, 2, 128, 128, qkv_bias=True, output_bias=False, qk_norm=False)
-    assert (found.rope_theta, found.rope_scaling, found.sliding_window) == (1e6, None, None)
+    assert found.ropes == (Rope(1e6, None),)
+    assert {kind.window for kind in found.kinds} == {None}
     assert (found.eos_token_ids, found.tie_word_embeddings) == ((151645,), True)
 
 
@@ -155,7 +156,7 @@ def test_a_lengthened_context_keeps_its_sections() -> None:
     scaling = {"type": "yarn", "mrope_section": [16, 24, 24], "factor": 4.0, "original_max_position_embeddings": 32768}
     found = model_config({**QWEN25, "rope_scaling": scaling})
     assert found.sections == Sections((16, 24, 24), interleaved=False)
-    assert found.rope_scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert found.ropes[0].scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,32 @@
-//! The parts of a decoder that the kernels compute, and the reasons against the others. All layers
-//! have the same attention, and one of two parts behind it.
+//! The parts of a decoder that the kernels compute, and the reasons against the others. Layers have
+//! attention of some kinds, and one of two parts behind it.
 
-use forebay_kernels::ExpertSizes;
+use forebay_kernels::{AttentionSizes, ExpertSizes, Factors, GateKind};
 use forebay_weights::{
-    Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError, QkNorm, Rope,
-    Scales, Shape,
+    Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError, QkNorm,
+    QueryScale, Scales, Shape,
 };
 
 /// The parts of a decoder that this hand serves.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct DecoderParts<'a> {
     pub(crate) shape: &'a Shape,
-    pub(crate) attention: &'a Attention,
-    pub(crate) rope: &'a Rope,
+    /// The distinct kinds of attention.
+    pub(crate) kinds: Vec<AttentionKind<'a>>,
+    /// The number of each layer's kind.
+    pub(crate) kind_of: Vec<usize>,
     /// The part of layers without experts; `None`: all have experts.
     pub(crate) dense: Option<&'a DenseFeed>,
     /// The experts of the other layers; `None`: none has any.
     pub(crate) experts: Option<&'a Experts>,
+}
+
+/// Attention with its rotary embedding.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionKind<'a> {
+    pub(crate) attention: &'a Attention,
+    /// The number of the embedding in the shape; `None`: positions rotate nothing.
+    pub(crate) rope: Option<usize>,
 }
 
 impl<'a> DecoderParts<'a> {
@@ -30,14 +40,20 @@ impl<'a> DecoderParts<'a> {
         if let Some(part) = lacks(shape) {
             return Err(ModelError::Elsewhere(part.into()));
         }
-        let attention = shape.mixers.iter().find_map(|mixer| match mixer {
-            Mixer::Attention(attention) => Some(attention),
-            _ => None,
-        });
-        let (Some(attention), Some(rope)) = (attention, shape.ropes.first()) else {
+        let (mut found, mut kinds, mut kind_of) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, layer) in shape.layers.iter().enumerate() {
+            let Mixer::Attention(attention) = shape.mixer(number) else { continue };
+            let key = (layer.mixer, layer.rope);
+            kind_of.push(found.iter().position(|&other| other == key).unwrap_or_else(|| {
+                found.push(key);
+                kinds.push(AttentionKind { attention, rope: layer.rope.map(usize::from) });
+                found.len() - 1
+            }));
+        }
+        if kinds.is_empty() || kind_of.len() < shape.layers.len() {
             return Err(ModelError::Broken("a model without layers".into()));
-        };
-        let mut parts = Self { shape, attention, rope, dense: None, experts: None };
+        }
+        let mut parts = Self { shape, kinds, kind_of, dense: None, experts: None };
         for feed in &shape.feeds {
             match feed {
                 FeedShape::Dense(dense) => parts.dense = Some(dense),
@@ -52,8 +68,10 @@ impl<'a> DecoderParts<'a> {
 
     fn inner_sizes(&self) -> impl Iterator<Item = usize> {
         let of_experts = self.experts.map(|it| [it.intermediate_size, it.shared_size]);
-        let fixed = [self.shape.hidden_size, self.attention.head_dim, self.rope.dim];
-        fixed.into_iter().chain(of_experts.into_iter().flatten()).chain(self.dense_size())
+        let heads = self.kinds.iter().map(|kind| kind.attention.head_dim);
+        let ropes = self.shape.ropes.iter().map(|rope| rope.dim);
+        let fixed = std::iter::once(self.shape.hidden_size).chain(heads).chain(ropes);
+        fixed.chain(of_experts.into_iter().flatten()).chain(self.dense_size())
     }
 
     fn dense_size(&self) -> Option<usize> {
@@ -70,9 +88,56 @@ impl<'a> DecoderParts<'a> {
         self.shape.layers.len()
     }
 
-    /// True if query and key heads have norms.
-    pub(crate) fn head_norms(&self) -> bool {
-        self.attention.qk_norm == QkNorm::Heads
+    /// The kind of a layer's attention.
+    pub(crate) fn kind(&self, layer: usize) -> &AttentionKind<'a> {
+        &self.kinds[self.kind_of[layer]]
+    }
+
+    /// The kinds of attention in the kernels.
+    pub(crate) fn attention_sizes(&self) -> Vec<AttentionSizes> {
+        let sizes = |&AttentionKind { attention, rope }: &AttentionKind<'_>| {
+            let usual = (attention.head_dim as f64).powf(-0.5);
+            AttentionSizes {
+                heads: attention.heads,
+                kv_heads: attention.kv_heads,
+                head_dim: attention.head_dim,
+                rotary_dim: rope.map_or(0, |rope| self.shape.ropes[rope].dim),
+                angles: rope,
+                window: attention.window.map(|window| window as usize),
+                chunk: attention.chunk.map(|chunk| chunk as usize),
+                norm_rows: attention.qk_norm == QkNorm::Rows,
+                scale: attention.scale.unwrap_or(usual) as f32,
+                cap: attention.cap.map(|cap| cap as f32),
+            }
+        };
+        self.kinds.iter().map(sizes).collect()
+    }
+
+    /// The factor of queries that grows with their position, which all layers share.
+    pub(crate) fn query_scale(&self) -> Option<QueryScale> {
+        self.kinds.first().and_then(|kind| kind.attention.query_scale)
+    }
+
+    /// The function of gates in the kernels. All parts have the same.
+    pub(crate) fn gate(&self) -> GateKind {
+        let of_dense = self.dense.map(|dense| dense.activation);
+        match of_dense.or(self.experts.map(|experts| experts.activation)) {
+            Some(Activation::Gelu) => GateKind::Gelu,
+            Some(Activation::GeluTanh) => GateKind::GeluTanh,
+            Some(Activation::Silu | Activation::SquaredRelu) | None => GateKind::Silu,
+        }
+    }
+
+    /// Factors of states and logits in the kernels.
+    pub(crate) fn factors(&self) -> Factors {
+        let Scales { embeddings, inputs, residuals, logits, logit_cap } = self.shape.scales;
+        Factors {
+            embeddings: embeddings as f32,
+            inputs: inputs as f32,
+            residuals: residuals as f32,
+            logits: logits as f32,
+            logit_cap: logit_cap.map(|cap| cap as f32),
+        }
     }
 }
 
@@ -80,15 +145,6 @@ impl<'a> DecoderParts<'a> {
 fn lacks(shape: &Shape) -> Option<&'static str> {
     let latent = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Latent(_)));
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
-    let attentions = shape.mixers.iter().filter_map(|mixer| match mixer {
-        Mixer::Attention(attention) => Some(attention),
-        _ => None,
-    });
-    let (mut scaled, mut rows) = (false, false);
-    for attention in attentions {
-        scaled |= attention.scale.is_some();
-        rows |= attention.qk_norm == QkNorm::Rows;
-    }
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
     let parts = [
         (latent, "latent attention"),
@@ -96,10 +152,6 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
         (shape.quantised.is_some(), "a checkpoint that is quantised"),
-        (shape.scales != Scales::NONE, "scaled embeddings, residuals or logits"),
-        (scaled, "attention with a scale of its own"),
-        (rows, "norms over all heads of queries and keys"),
-        (shape.layers.iter().any(|it| it.rope.is_none()), "layers without rotary positions"),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
 }
@@ -134,13 +186,14 @@ mod tests {
 
     /// A config that has the keys of all families.
     fn shape(architecture: &str, changes: &Value) -> Shape {
+        let is_hybrid = architecture == "GraniteMoeHybridForCausalLM";
         let mut config = json!({
             "architectures": [architecture], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
             "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
             "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "num_local_experts": if architecture == "GraniteMoeHybridForCausalLM" { 0 } else { 8 },
+            "num_local_experts": if is_hybrid { 0 } else { 8 },
             "no_rope_layers": [1, 0, 1], "moe_num_experts": 8, "moe_k": 2, "shared_expert_intermediate_size": 16,
-            "shared_intermediate_size": 16, "layer_types": ["attention", "attention", "attention"],
+            "shared_intermediate_size": 16, "layer_types": is_hybrid.then_some(["attention"; 3]),
             "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
             "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "index_head_dim": 16,
             "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
@@ -168,17 +221,17 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_only_the_other_hand_has_is_named() {
-        let mut scaled = shape("LlamaForCausalLM", &json!({}));
-        scaled.scales.residuals = 0.5;
+    fn a_layer_without_rotation_is_of_a_kind_of_its_own() {
         let mut unrotated = shape("LlamaForCausalLM", &json!({}));
         unrotated.layers[1].rope = None;
-        let attending = |change: fn(&mut Attention)| {
-            let mut shape = shape("LlamaForCausalLM", &json!({}));
-            let Mixer::Attention(attention) = &mut shape.mixers[0] else { panic!("attention") };
-            change(attention);
-            shape
-        };
+        let parts = DecoderParts::new(&unrotated).expect("a model");
+        assert_eq!(parts.kind_of, [0, 1, 0]);
+        let still = parts.attention_sizes()[1];
+        assert_eq!((still.angles, still.rotary_dim), (None, 0));
+    }
+
+    #[test]
+    fn a_part_that_only_the_other_hand_has_is_named() {
         let mut turned = shape("LlamaForCausalLM", &json!({}));
         turned.ropes[0].interleaved = true;
         let mut sections = shape("LlamaForCausalLM", &json!({}));
@@ -192,18 +245,27 @@ mod tests {
                 shape("LlamaForCausalLM", &json!({"hidden_size": 63})),
                 "inner dimensions that are odd",
             ),
-            (scaled, "scaled embeddings, residuals or logits"),
-            (unrotated, "layers without rotary positions"),
-            (attending(|it| it.scale = Some(0.5)), "attention with a scale of its own"),
-            (attending(|it| it.qk_norm = QkNorm::Rows), "norms over all heads of queries and keys"),
             (turned, "rotary positions of neighbouring elements"),
             (sections, "positions of three numbers"),
         ] {
             let found = DecoderParts::new(&shape).map(drop);
             assert_eq!(found, Err(ModelError::Elsewhere(part.into())));
         }
-        let mut gate = shape("LlamaForCausalLM", &json!({}));
-        gate.scales.logit_cap = Some(30.0);
-        assert!(matches!(DecoderParts::new(&gate), Err(ModelError::Unserved(_))));
+        let mut sharing = shape("LlamaForCausalLM", &json!({}));
+        sharing.layers[1].keys_of = Some(0);
+        assert!(matches!(DecoderParts::new(&sharing), Err(ModelError::Unserved(_))));
+    }
+
+    #[test]
+    fn layers_of_one_kind_share_it() {
+        let changes =
+            json!({"num_hidden_layers": 12, "sliding_window": 64, "max_position_embeddings": 128});
+        let shape = shape("Gemma3ForCausalLM", &changes);
+        let parts = DecoderParts::new(&shape).expect("parts");
+        assert_eq!(parts.kind_of, [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]);
+        let sizes = parts.attention_sizes();
+        assert_eq!((sizes[0].window, sizes[1].window), (Some(64), None));
+        assert_eq!((sizes[0].angles, sizes[1].angles, sizes[0].scale), (Some(0), Some(1), 0.0625));
+        assert_eq!((parts.gate(), parts.factors().embeddings), (GateKind::GeluTanh, 8.0));
     }
 }

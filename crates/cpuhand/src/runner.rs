@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, limit};
 use forebay_machine::Machine;
 use forebay_protocol::{HandConfig, Ready, StepPlan, StepResult};
-use forebay_weights::{Checkpoint, ModelError, ModelShape, Shape, TorchNumber};
+use forebay_weights::{Checkpoint, ModelError, ModelShape, Norm, Shape, TorchNumber};
 use serde::Deserialize;
 use serde_json::Value;
 use thiserror::Error;
@@ -141,8 +141,9 @@ impl Runner {
             eprintln!("computing with blocks of the file: {blocks}");
         }
         let sizes = sizes(config, &parts, dtype, available, plan.bytes())?;
-        let pool = sizes.pool_bytes();
-        let pages = Room::parts(std::iter::repeat_n(pool, 2 * parts.layers()))?;
+        let pools: Vec<usize> =
+            parts.kind_of.iter().flat_map(|&kind| [sizes.pool_bytes(kind); 2]).collect();
+        let pages = Room::parts(pools.iter().copied())?;
         let mut pages = pages.into_iter();
         let mut layers = Vec::new();
         while let (Some(keys), Some(values)) = (pages.next(), pages.next()) {
@@ -164,9 +165,9 @@ impl Runner {
             }
         };
         let assembled = assemble(&plan, &parts, &weights, sizes.positions)?;
-        let decoder = Decoder::new(sizes, assembled, layers, &threads)
+        let decoder = Decoder::new(sizes.clone(), assembled, layers, &threads)
             .map_err(|error| ModelError::Broken(error.to_string()))?;
-        let page_bytes = 2 * (pool / sizes.page_count * parts.layers()) as u64;
+        let page_bytes = (pools.iter().sum::<usize>() / sizes.page_count) as u64;
         let facts = Ready {
             page_count: sizes.page_count as u32,
             vocab_size: sizes.vocabulary as u32,
@@ -344,15 +345,16 @@ fn sizes(
     weight_bytes: u64,
 ) -> Result<Sizes, HandError> {
     let page_size = config.page_size as usize;
-    let &DecoderParts { shape, attention, rope, experts, .. } = parts;
+    let &DecoderParts { shape, experts, .. } = parts;
     let mut sizes = Sizes {
         dtype,
         kv_codes: config.kv_cache_dtype.is_some(),
         hidden: shape.hidden_size,
-        heads: attention.heads,
-        kv_heads: attention.kv_heads,
-        head_dim: attention.head_dim,
-        rotary_dim: rope.dim,
+        attentions: parts.attention_sizes(),
+        gate: parts.gate(),
+        factors: parts.factors(),
+        mean_norms: shape.norm == Norm::Mean,
+        wide_norms: shape.norm == Norm::RmsBesideOne,
         intermediate: parts.intermediate(),
         experts: experts.map(expert_sizes),
         vocabulary: shape.vocab_size,
@@ -361,7 +363,8 @@ fn sizes(
         page_count: 1,
         eps: shape.norm_eps as f32,
     };
-    let page_bytes = 2 * (sizes.pool_bytes() * parts.layers()) as u64;
+    let of_layer = |&kind: &usize| 2 * sizes.pool_bytes(kind) as u64;
+    let page_bytes: u64 = parts.kind_of.iter().map(of_layer).sum();
     let slices = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
     let taken = weight_bytes + if shape.headless { 0 } else { slices };
     let pages = match config.max_total_tokens {

@@ -33,8 +33,6 @@ pub struct Asked<'a> {
     pub host_tier: bool,
     /// True if the user named a backend of attention.
     pub attention_backend: bool,
-    /// The largest number of positions of a request.
-    pub context_length: u64,
     /// The value of `FOREBAY_KERNELS`.
     pub kernels: Option<&'a str>,
 }
@@ -61,7 +59,6 @@ impl<'a> Asked<'a> {
                 || config.host_pages.is_some()
                 || config.hot_row_tokens.is_some(),
             attention_backend: config.attention_backend.is_some(),
-            context_length: config.context_length.into(),
             kernels,
         }
     }
@@ -104,18 +101,9 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         None | Some("auto" | "w8a8_int8" | "gguf") => {}
         Some(other) => return lacks(&format!("--quantization {other}")),
     }
-    let shape = match asked.model {
-        ModelShape::Encoder(shape) => return serves_encoder(asked, shape),
-        ModelShape::Decoder(shape) => shape,
-    };
-    let parts = DecoderParts::new(shape)?;
-    match parts.attention.window {
-        Some(window) if window < asked.context_length => Err(ModelError::Broken(format!(
-            "the model attends to a sliding window of {window} positions, which is not supported: serve it with a context length of at most \
-             that, not {}",
-            asked.context_length
-        ))),
-        _ => Ok(()),
+    match asked.model {
+        ModelShape::Encoder(shape) => serves_encoder(asked, shape),
+        ModelShape::Decoder(shape) => DecoderParts::new(shape).map(drop),
     }
 }
 
@@ -132,13 +120,13 @@ pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
             format!("--kv-cache-dtype {kept} is for a GPU's kernels: leave it off, or use int8")
         });
     }
-    let head_dim = DecoderParts::new(shape).ok()?.attention.head_dim;
-    (!Sizes::takes_codes(asked.page_size as usize, head_dim)).then(|| {
-        format!(
-            "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and heads of a multiple of 32: there are {} and {head_dim}",
-            asked.page_size
-        )
-    })
+    let parts = DecoderParts::new(shape).ok()?;
+    let mut head_dims = parts.kinds.iter().map(|kind| kind.attention.head_dim);
+    let head_dim = head_dims.find(|&dim| !Sizes::takes_codes(asked.page_size as usize, dim))?;
+    Some(format!(
+        "--kv-cache-dtype int8 needs pages of a multiple of 16 tokens and heads of a multiple of 32: there are {} and {head_dim}",
+        asked.page_size
+    ))
 }
 
 fn serves_encoder(asked: &Asked<'_>, shape: &BertShape) -> Result<(), ModelError> {
@@ -182,7 +170,6 @@ mod tests {
             ranks: 1,
             host_tier: false,
             attention_backend: false,
-            context_length: 128,
             kernels: None,
         };
         assert_eq!(serves(&good), Ok(()));
@@ -229,7 +216,6 @@ mod tests {
             ranks: 1,
             host_tier: false,
             attention_backend: false,
-            context_length: 128,
             kernels: None,
         };
         assert_eq!(serves(&asked(&even, Some("mean"))), Ok(()));

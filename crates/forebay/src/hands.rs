@@ -48,7 +48,6 @@ impl Chosen {
             ranks,
             host_tier: config.host_bytes.is_some() || config.host_ratio.is_some(),
             attention_backend: config.attention_backend.is_some(),
-            context_length: config.context_length.into(),
             kernels: kernels.as_deref(),
         };
         // PyTorch's hand refuses it too, and need not be installed for that.

@@ -61,15 +61,15 @@ use crate::team::Team;
 
 pub use crate::any_model::AnyModel;
 pub use crate::decoder::{
-    Bytes, Decoder, ExpertMatrices, ExpertSizes, FeedForward, Gated, Given, Layer, Matrix, Rows,
-    Sizes, Wanted, Weights, build, level, limit,
+    AttentionSizes, Bytes, Decoder, ExpertMatrices, ExpertSizes, Factors, FeedForward, GateKind,
+    Gated, Given, Layer, Matrix, Rows, Sizes, Wanted, Weights, build, level, limit,
 };
 pub use crate::encoder::{
     AnyEncoder, BatchSpec, Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes,
     BertWeights, EncoderLayerSpec, EncoderSpec, Texts, fb_encode, fb_encoder_free, fb_encoder_new,
 };
 pub use crate::experts::{ExpertsSpec, RoutingSpec};
-pub use crate::layer::LayerSpec;
+pub use crate::layer::{AttentionSpec, LayerSpec};
 pub use crate::memory::{Room, Shared};
 pub use crate::model::{ModelSpec, StepSpec};
 pub use crate::packing::{Dtype, Packing, Storage, Unfit};
@@ -77,7 +77,7 @@ pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 12;
+const VERSION: u32 = 13;
 
 /// [`VERSION`].
 #[unsafe(no_mangle)]

@@ -64,7 +64,7 @@ fn relu<V: Vector>(x: V) -> V {
 /// `x` times the normal distribution's share below it (Hendrycks & Gimpel 2016), to about 3e-7 of
 /// `x`: the error function is that of Abramowitz & Stegun 7.1.26.
 #[inline(always)]
-fn gelu<V: Vector>(x: V) -> V {
+pub(crate) fn gelu<V: Vector>(x: V) -> V {
     let (positive, size) = sides(x);
     let t = V::splat(1.0)
         .div(size.fused(V::splat(0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2), V::splat(1.0)));
@@ -79,7 +79,7 @@ fn gelu<V: Vector>(x: V) -> V {
 
 /// [`gelu`] with a hyperbolic tangent in place of the error function.
 #[inline(always)]
-fn gelu_tanh<V: Vector>(x: V) -> V {
+pub(crate) fn gelu_tanh<V: Vector>(x: V) -> V {
     let cubic = x.mul(x).mul(x).fused(V::splat(0.044_715), x);
     // Twice the root of 2 / pi.
     x.div(exp(cubic.mul(V::splat(-1.595_769))).add(V::splat(1.0)))
@@ -87,7 +87,7 @@ fn gelu_tanh<V: Vector>(x: V) -> V {
 
 /// The hyperbolic tangent, to about 1e-7.
 #[inline(always)]
-fn tanh<V: Vector>(x: V) -> V {
+pub(crate) fn tanh<V: Vector>(x: V) -> V {
     V::splat(1.0).sub(V::splat(2.0).div(exp(x.add(x)).add(V::splat(1.0))))
 }
 
@@ -222,6 +222,60 @@ pub(crate) fn rms_norm<E: Element, K: Kernel<E>>(
     }
     for at in whole..x.len() {
         out[at] = E::from_f32(x[at] * factor * weight[at]);
+    }
+}
+
+/// Layer normalisation without a shift: `x` less its mean, normalised and scaled by `weight`.
+#[inline(always)]
+pub(crate) fn mean_norm<E: Element, K: Kernel<E>>(
+    x: &[f32],
+    weight: &[f32],
+    eps: f32,
+    out: &mut [E],
+) {
+    let whole = x.len() / LANES * LANES;
+    assert!(weight.len() >= x.len() && out.len() >= x.len(), "as many weights and results");
+    let (mean, factor) = mean_and_factor::<K::Vector>(x, eps);
+    for at in (0..whole).step_by(LANES) {
+        // SAFETY: whole vectors of all three.
+        unsafe {
+            let apart = K::Vector::load(x.as_ptr().add(at)).sub(K::Vector::splat(mean));
+            let scale = K::Vector::load(weight.as_ptr().add(at)).mul(K::Vector::splat(factor));
+            K::narrow(apart.mul(scale), out.as_mut_ptr().add(at));
+        }
+    }
+    for at in whole..x.len() {
+        out[at] = E::from_f32((x[at] - mean) * factor * weight[at]);
+    }
+}
+
+/// The mean of `x`, and the factor that normalises what is left without it.
+#[inline(always)]
+pub(crate) fn mean_and_factor<V: Vector>(x: &[f32], eps: f32) -> (f32, f32) {
+    let size = x.len() as f32;
+    let mean = sum_of::<V, Itself>(x) / size;
+    let mut squares = V::splat(0.0);
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        // SAFETY: a whole vector.
+        let apart = unsafe { V::load(chunk.as_ptr()) }.sub(V::splat(mean));
+        squares = apart.fused(apart, squares);
+    }
+    let rest: f32 = rest.iter().map(|x| (x - mean) * (x - mean)).sum();
+    (mean, 1.0 / ((squares.sum() + rest) / size + eps).sqrt())
+}
+
+/// Adds `scale` times the root mean square norm of `from` to `x`.
+#[inline(always)]
+pub(crate) fn add_rms_norm<V: Vector>(
+    x: &mut [f32],
+    from: &[f32],
+    weight: &[f32],
+    (eps, scale): (f32, f32),
+) {
+    let factor = rms_factor::<V>(from, eps) * scale;
+    for ((x, from), weight) in x.iter_mut().zip(from).zip(weight) {
+        *x += from * factor * weight;
     }
 }
 

@@ -6,11 +6,11 @@ use crate::attention::{self, Queries, Scratch};
 use crate::codes::{CodesRoom, Format, SHARED};
 use crate::element::Element;
 use crate::experts::{self, RoutingSpec};
-use crate::layer::{Layer, LayerSpec, Owned, Widths, vector};
-use crate::matmul::Best;
+use crate::layer::{AttentionSpec, Layer, LayerSpec, Norms, Owned, Widths};
+use crate::matmul::{Activation, Best, LogitScales};
 use crate::memory::grow;
 use crate::pages::{Held, Shape, takes_codes};
-use crate::step::{QUEUES_A_LAYER, Step, Token};
+use crate::step::{Attends, QUEUES_A_LAYER, Scales, Step, Token};
 use crate::team::{FEW, Queue, Team};
 
 /// A decoder, as the caller describes it. The memory that it points to lives as long as the model.
@@ -20,32 +20,41 @@ pub struct ModelSpec {
     pub(crate) dtype: u32,
     pub(crate) layers: u32,
     pub(crate) hidden: u32,
-    pub(crate) heads: u32,
-    pub(crate) kv_heads: u32,
-    pub(crate) head_dim: u32,
     pub(crate) intermediate: u32,
     pub(crate) vocabulary: u32,
-    /// Rows of `cos` and `sin`.
+    /// Rows of angles.
     pub(crate) positions: u32,
     pub(crate) page_size: u32,
     pub(crate) page_count: u32,
     pub(crate) threads: u32,
+    /// The number of kinds of attention.
+    pub(crate) attentions: u32,
+    /// 1: norms subtract the mean. 0: they do not.
+    pub(crate) mean_norms: u32,
+    /// 1: norms are float32. 0: they are of `dtype`.
+    pub(crate) wide_norms: u32,
+    /// The function of gates, see [`Activation::of`].
+    pub(crate) activation: u32,
     pub(crate) eps: f32,
-    /// The factor of attention scores.
-    pub(crate) scale: f32,
+    /// The factor of the embedding's rows.
+    pub(crate) embedding_scale: f32,
+    /// The factor of inputs that the caller gives in place of embeddings.
+    pub(crate) input_scale: f32,
+    /// The factor of a part's output before it is added.
+    pub(crate) residual_scale: f32,
+    /// The factor of logits.
+    pub(crate) logit_scale: f32,
+    /// The bound that logits then approach; 0: there is none.
+    pub(crate) logit_cap: f32,
     /// `[vocabulary, hidden]`, as in the checkpoint.
     pub(crate) embedding: *const c_void,
     pub(crate) final_norm: *const c_void,
     /// Packed; null where steps give no logits and no tokens.
     pub(crate) head: *const c_void,
-    /// float32 `[positions, rotary_dim / 2]`.
-    pub(crate) cos: *const f32,
-    pub(crate) sin: *const f32,
     pub(crate) layer: *const LayerSpec,
+    pub(crate) attention: *const AttentionSpec,
     /// The format of the head.
     pub(crate) head_format: u32,
-    /// The number of first elements of a head that positions rotate.
-    pub(crate) rotary_dim: u32,
     /// The routing of the layers with experts.
     pub(crate) routing: RoutingSpec,
     /// 1: pages have 8-bit codes of keys and values. 0: they have elements.
@@ -63,36 +72,59 @@ impl ModelSpec {
     pub(crate) unsafe fn is_possible(&self) -> bool {
         // SAFETY: the caller's description.
         let layers = unsafe { std::slice::from_raw_parts(self.layer, self.layers as usize) };
+        // SAFETY: the caller's description.
+        let kinds = unsafe { self.kinds() };
         let fits = |(format, inputs): (u32, u32)| {
             Format::of(format).is_none() || (inputs as usize).is_multiple_of(SHARED)
         };
         let layer_fits = |layer: &LayerSpec| {
+            let Some(kind) = kinds.get(layer.attention as usize) else { return false };
             let inner = self.intermediate_of(layer);
-            let inputs = [self.hidden, self.heads * self.head_dim, self.hidden, inner];
+            let inputs = [self.hidden, kind.heads * kind.head_dim, self.hidden, inner];
             let of_experts = [self.hidden, self.routing.intermediate];
-            layer.formats.into_iter().zip(inputs).all(fits)
+            // A norm behind a part needs all of it in one place.
+            let behind = !layer.fed_norm.is_null() && layer.experts.is_there();
+            let added = [layer.attended_norm, layer.fed_norm];
+            let normed = added.iter().any(|norm| !norm.is_null()) && self.mean_norms == 1;
+            !(behind || normed)
+                && layer.formats.into_iter().zip(inputs).all(fits)
                 && layer.experts.formats.into_iter().zip(of_experts).all(fits)
         };
+        let kind_fits = |kind: &AttentionSpec| {
+            [kind.head_dim, kind.rotary_dim].iter().all(|size| size % 2 == 0)
+                && kind.rotary_dim <= kind.head_dim
+                && (self.kv_codes == 0
+                    || takes_codes(self.page_size as usize, kind.head_dim as usize))
+        };
         let routing = &self.routing;
-        [self.hidden, self.head_dim, self.intermediate, self.rotary_dim]
+        [self.hidden, self.intermediate, routing.intermediate, routing.shared]
             .iter()
-            .chain([&routing.intermediate, &routing.shared])
             .all(|size| size % 2 == 0)
-            && self.rotary_dim <= self.head_dim
-            && (self.kv_codes == 0 || takes_codes(self.page_size as usize, self.head_dim as usize))
+            && Activation::of(self.activation).is_some()
+            && kinds.iter().all(kind_fits)
             && routing.is_possible()
             && fits((self.head_format, self.hidden))
             && layers.iter().all(layer_fits)
     }
 
-    fn shape(&self) -> Shape {
+    /// # Safety
+    /// The description is true.
+    unsafe fn kinds(&self) -> &[AttentionSpec] {
+        // SAFETY: the contract.
+        unsafe { std::slice::from_raw_parts(self.attention, self.attentions as usize) }
+    }
+
+    fn shape(&self, kind: &AttentionSpec) -> Shape {
         Shape {
-            heads: self.heads as usize,
-            kv_heads: self.kv_heads as usize,
-            head_dim: self.head_dim as usize,
+            heads: kind.heads as usize,
+            kv_heads: kind.kv_heads as usize,
+            head_dim: kind.head_dim as usize,
             page_size: self.page_size as usize,
-            scale: self.scale,
+            scale: kind.scale,
             coded: self.kv_codes == 1,
+            window: kind.window as usize,
+            chunk: kind.chunk as usize,
+            cap: kind.cap,
         }
     }
 
@@ -150,26 +182,39 @@ pub(crate) enum StepError {
 
 /// A decoder with its buffers. Steps are computed one at a time.
 pub(crate) struct Model<E> {
-    shape: Shape,
+    kinds: Vec<Kind>,
     hidden: usize,
+    /// Elements of the widest layer's queries.
+    queries: usize,
     /// The inner size of the widest layer.
     intermediate: usize,
     routing: RoutingSpec,
-    rotary_dim: usize,
+    activation: Activation,
+    scales: Scales,
+    logit_scales: LogitScales,
+    mean_norms: bool,
     vocabulary: usize,
+    page_size: usize,
     page_count: usize,
     eps: f32,
     embedding: *const E,
     final_norm: Vec<f32>,
     head: Owned<E>,
-    cos: *const f32,
-    sin: *const f32,
     query_scales: *const f32,
     layers: Vec<Layer<E>>,
     /// True if any matrix is quantised.
     quantised: bool,
     team: Team,
     work: Work<E>,
+}
+
+/// A kind of attention, and its work in a step.
+struct Kind {
+    shape: Shape,
+    spec: AttentionSpec,
+    work: attention::Work,
+    /// The work of the last layer, if it is of this kind and not the same.
+    last: attention::Work,
 }
 
 /// The number of rows of a member from which on members do not share a row's heads.
@@ -186,10 +231,9 @@ struct Work<E> {
     qkv: Vec<f32>,
     attended: Vec<E>,
     gated: Vec<E>,
+    /// The output of a part with a norm behind it, `[tokens, hidden]`.
+    part: Vec<f32>,
     tokens: Vec<Token<E>>,
-    attention: attention::Work,
-    /// The attention of the last layer, if it is not the same.
-    last_attention: attention::Work,
     experts: experts::Work<E>,
     queues: Vec<Queue>,
     best: Vec<Best>,
@@ -206,23 +250,34 @@ impl<E: Element> Model<E> {
     /// # Safety
     /// `spec` describes what is there, and it stays there.
     pub(crate) unsafe fn new(spec: &ModelSpec, team: Team) -> Self {
-        let shape = spec.shape();
+        // SAFETY: the caller's description.
+        let kinds = unsafe { spec.kinds() };
+        let kind = |&kind: &AttentionSpec| {
+            let (work, last) = (attention::Work::default(), attention::Work::default());
+            Kind { shape: spec.shape(&kind), spec: kind, work, last }
+        };
+        let kinds: Vec<Kind> = kinds.iter().map(kind).collect();
         let hidden = spec.hidden as usize;
+        let norms = Norms { wide: spec.wide_norms == 1 };
         // SAFETY: the caller's description.
         let layers = unsafe { std::slice::from_raw_parts(spec.layer, spec.layers as usize) };
         let layers: Vec<Layer<E>> = layers
             .iter()
             .map(|layer| {
                 let inner = spec.intermediate_of(layer) as usize;
+                let kind = &kinds[layer.attention as usize];
+                let of_kind = (&kind.shape, kind.spec.norm_rows == 1);
+                let widths = (norms, Widths { hidden, inner });
                 // SAFETY: the caller's description.
-                unsafe { Layer::new(layer, &spec.routing, &shape, Widths { hidden, inner }) }
+                unsafe { Layer::new(layer, &spec.routing, of_kind, widths) }
             })
             .collect();
         let head = (spec.head, spec.head_format);
         let of_head = (spec.vocabulary as usize, hidden);
         // SAFETY: the caller's description.
         let (final_norm, head) = unsafe {
-            (vector::<E>(spec.final_norm, hidden), Owned::new(head, of_head, std::ptr::null()))
+            let norm = norms.read::<E>(spec.final_norm, hidden);
+            (norm, Owned::new(head, of_head, std::ptr::null()))
         };
         let quantised = head.is_quantised() || layers.iter().any(Layer::is_quantised);
         let routing = match layers.iter().any(|layer| layer.mixture.is_some()) {
@@ -230,22 +285,30 @@ impl<E: Element> Model<E> {
             false => RoutingSpec::default(),
         };
         let mut work = Work { scratch: Vec::new(), ..Work::default() };
-        work.scratch.resize_with(team.threads, || Scratch::new(&shape));
+        let shapes: Vec<Shape> = kinds.iter().map(|kind| kind.shape).collect();
+        work.scratch.resize_with(team.threads, || Scratch::new(&shapes));
         work.queues.resize_with(QUEUES_A_LAYER * layers.len() + 1, Queue::default);
         Self {
-            shape,
+            queries: shapes.iter().map(|it| it.heads * it.head_dim).max().unwrap_or(0),
+            kinds,
             hidden,
             intermediate: spec.intermediate.max(routing.shared) as usize,
             routing,
-            rotary_dim: spec.rotary_dim as usize,
+            activation: Activation::of(spec.activation).unwrap_or(Activation::Silu),
+            scales: Scales {
+                embeddings: spec.embedding_scale,
+                inputs: spec.input_scale,
+                residuals: spec.residual_scale,
+            },
+            logit_scales: LogitScales { scale: spec.logit_scale, cap: spec.logit_cap },
+            mean_norms: spec.mean_norms == 1,
             vocabulary: spec.vocabulary as usize,
+            page_size: spec.page_size as usize,
             page_count: spec.page_count as usize,
             eps: spec.eps,
             embedding: spec.embedding.cast(),
             final_norm,
             head,
-            cos: spec.cos,
-            sin: spec.sin,
             query_scales: spec.query_scales,
             layers,
             quantised,
@@ -270,14 +333,18 @@ impl<E: Element> Model<E> {
         let count = self.work.tokens.len();
         let sampled = chosen.len();
         let decodes = count == step.rows as usize && count == sampled;
-        let projected = self.layers.first().map_or(0, |layer| layer.qkv.outputs);
-        let queries = self.shape.heads * self.shape.head_dim;
+        let projected = self.layers.iter().map(|layer| layer.qkv.outputs).max().unwrap_or(0);
+        let norms = |layer: &Layer<E>| [&layer.attended_norm, &layer.fed_norm].map(Vec::len);
+        let keeps_parts = self.layers.iter().flat_map(norms).any(|length| length > 0);
         let zero = E::default();
         let work = &mut self.work;
         grow(&mut work.x, count * self.hidden, 0.0);
         grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
         grow(&mut work.qkv, count * projected, 0.0);
-        grow(&mut work.attended, count * queries, zero);
+        grow(&mut work.attended, count * self.queries, zero);
+        if keeps_parts {
+            grow(&mut work.part, count * self.hidden, 0.0);
+        }
         let of_experts = self.routing.per_token as usize * self.routing.intermediate as usize;
         grow(&mut work.gated, count * self.intermediate.max(of_experts), zero);
         if self.routing.count > 0 {
@@ -338,8 +405,7 @@ impl<E: Element> Model<E> {
 
     /// Has room for normalised rows, and makes the queues ready.
     fn make_room(&mut self, count: usize) {
-        let queries = self.shape.heads * self.shape.head_dim;
-        let widest = self.hidden.max(self.intermediate).max(queries);
+        let widest = self.hidden.max(self.intermediate).max(self.queries);
         let rows = count.max(self.team.threads * FEW);
         let of_experts = self.hidden.max(self.routing.intermediate as usize);
         let chosen = count * self.routing.per_token as usize;
@@ -358,6 +424,15 @@ impl<E: Element> Model<E> {
     /// A step over the buffers as they are, which gives nothing yet.
     fn view<'a>(&'a mut self, x: *mut f32, sampled: &'a [usize]) -> Step<'a, E> {
         let work = &mut self.work;
+        let attends = |kind: &'a mut Kind| Attends {
+            shape: kind.shape,
+            norm_rows: kind.spec.norm_rows == 1,
+            half: kind.spec.rotary_dim as usize / 2,
+            cos: kind.spec.cos,
+            sin: kind.spec.sin,
+            units: kind.work.shared(),
+            last_units: kind.last.shared(),
+        };
         Step {
             x,
             sampled_x: work.sampled_x.as_mut_ptr(),
@@ -365,6 +440,7 @@ impl<E: Element> Model<E> {
             qkv: work.qkv.as_mut_ptr(),
             attended: work.attended.as_mut_ptr(),
             gated: work.gated.as_mut_ptr(),
+            part: work.part.as_mut_ptr(),
             experts: work.experts.buffers(),
             routing: self.routing,
             best: work.best.as_mut_ptr(),
@@ -380,18 +456,17 @@ impl<E: Element> Model<E> {
             vectors: std::ptr::null_mut(),
             times: std::ptr::null_mut(),
             tokens: &work.tokens,
-            attention: work.attention.shared(),
-            last_attention: work.last_attention.shared(),
+            attentions: self.kinds.iter_mut().map(attends).collect(),
             queues: &work.queues,
             sampled,
             given: 0,
             decodes: false,
-            shape: self.shape,
             hidden: self.hidden,
             eps: self.eps,
-            rotary_dim: self.rotary_dim,
-            cos: self.cos,
-            sin: self.sin,
+            activation: self.activation,
+            scales: self.scales,
+            logit_scales: self.logit_scales,
+            mean_norms: self.mean_norms,
             query_scales: self.query_scales,
             final_norm: &self.final_norm,
             head: self.head.matrix(),
@@ -408,9 +483,11 @@ impl<E: Element> Model<E> {
         let (slots, starts, lengths) = (column(step.slot), column(step.start), column(step.length));
         let work = &mut self.work;
         work.tokens.clear();
-        work.attention.clear();
-        work.last_attention.clear();
-        let page_size = self.shape.page_size;
+        for kind in &mut self.kinds {
+            kind.work.clear();
+            kind.last.clear();
+        }
+        let page_size = self.page_size;
         let together = count >= ROWS_A_MEMBER * self.team.threads;
         let mut rows = Vec::with_capacity(count);
         for (row, ((&slot, &start), &length)) in slots.iter().zip(starts).zip(lengths).enumerate() {
@@ -443,22 +520,28 @@ impl<E: Element> Model<E> {
                 let entry = page_of(position / page_size)? * page_size + position % page_size;
                 let id = id.ok_or(StepError::Token)?;
                 // SAFETY: a row of what was given, or of the embedding.
-                let input = match position < until {
+                let is_given = position < until;
+                let input = match is_given {
                     true => unsafe { given.cast::<E>().add(position * self.hidden) },
                     false => unsafe { self.embedding.add(id * self.hidden) },
                 };
-                work.tokens.push(Token { input, position, entry });
+                work.tokens.push(Token { input, is_given, position, entry });
             }
             let held = Held { pages, kv_head: 0 };
             let queries =
                 Queries { token: first, to: first, tokens: length, position: start, held };
-            work.attention.add(&self.shape, queries, together);
+            for Kind { shape, work, .. } in &mut self.kinds {
+                work.add(shape, queries, together);
+            }
             rows.push(queries);
         }
         // SAFETY: the caller's description.
         let sample = unsafe { std::slice::from_raw_parts(step.sample, step.sampled as usize) };
         let chosen: Vec<usize> = sample.iter().map(|&token| token as usize).collect();
-        if chosen.len() < work.tokens.len() {
+        let of_last = self.layers.last().map_or(0, |layer| layer.attention);
+        if let Some(Kind { shape, last, .. }) = self.kinds.get_mut(of_last)
+            && chosen.len() < work.tokens.len()
+        {
             let mut to = 0;
             for row in rows {
                 // Those that follow one another are computed together.
@@ -467,13 +550,15 @@ impl<E: Element> Model<E> {
                     let run = (token..end).zip(&chosen[to..]).take_while(|(a, b)| a == *b).count();
                     let position = row.position + token - row.token;
                     let queries = Queries { token, to, tokens: run, position, held: row.held };
-                    work.last_attention.add(&self.shape, queries, together);
+                    last.add(shape, queries, together);
                     to += run;
                 }
             }
         }
-        work.attention.arrange(&self.shape);
-        work.last_attention.arrange(&self.shape);
+        for Kind { shape, work, last, .. } in &mut self.kinds {
+            work.arrange(shape);
+            last.arrange(shape);
+        }
         Ok(chosen)
     }
 }

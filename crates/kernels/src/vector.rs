@@ -4,6 +4,17 @@
 /// Lanes of a vector. All loops over vectors have this width, on any processor.
 pub(crate) const LANES: usize = 16;
 
+/// What is added to hide lanes, and then what hides none.
+const SHADE: [f32; 2 * LANES] = {
+    let mut shade = [0.0; 2 * LANES];
+    let mut lane = 0;
+    while lane < LANES {
+        shade[lane] = f32::NEG_INFINITY;
+        lane += 1;
+    }
+    shade
+};
+
 /// [`LANES`] floats. Like its kernels, a processor's own may be used only where its instructions
 /// were detected.
 pub(crate) trait Vector: Copy {
@@ -47,6 +58,13 @@ pub(crate) trait Vector: Copy {
     /// # Safety
     /// `from` can be read for [`LANES`] bytes.
     unsafe fn load_codes(from: *const i8) -> Self;
+
+    /// Minus infinity in the first `count` lanes, of lanes that are finite or minus infinity.
+    #[inline(always)]
+    fn without(self, count: usize) -> Self {
+        // SAFETY: `LANES` numbers from any of the first `LANES + 1` on.
+        self.add(unsafe { Self::load(SHADE.as_ptr().add(LANES - count.min(LANES))) })
+    }
 
     /// The lanes.
     #[inline(always)]

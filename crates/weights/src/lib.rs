@@ -54,8 +54,8 @@ pub use describe::{Description, Source, describe};
 pub use error::ModelError;
 pub use families::{
     Activation, Attention, DenseFeed, ExpertScores, Experts, Family, FeedShape, Indexer, KeyChoice,
-    Latent, LayerShape, Mixer, Norm, NormPlacement, QkNorm, Recurrence, Rope, RotarySections,
-    Routing, Rule, Scales, Shape, Take,
+    Latent, LayerShape, Mixer, Norm, NormPlacement, QkNorm, QueryScale, Recurrence, Rope,
+    RotarySections, Routing, Rule, Scales, Shape, Take,
 };
 pub use gguf::{BlockKind, computed_as};
 pub use json::{python_json, read_json};

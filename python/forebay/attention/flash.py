@@ -43,11 +43,11 @@ class FlashAttention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: PagedRows, how: How = CAUSAL
     ) -> torch.Tensor:
-        how.check_plain("FlashAttention")
+        if how != How(how.scale):
+            raise NotImplementedError(f"FlashAttention has no windows, chunks, caps and sinks, and {how} is asked for")
+        scale = q.shape[2] ** -0.5 if how.scale is None else how.scale
         keys, values = (pool.unflatten(0, (-1, prepared.page_size)) for pool in kv)
-        given = self._attend(
-            q, keys, values, softmax_scale=q.shape[2] ** -0.5, causal=True, **self._arguments(prepared, len(q))
-        )
+        given = self._attend(q, keys, values, softmax_scale=scale, causal=True, **self._arguments(prepared, len(q)))
         return _tensor(given).flatten(1)
 
     def attend_latent(

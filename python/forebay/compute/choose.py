@@ -99,6 +99,11 @@ class Choice:
             raise DeviceError(
                 f"attention backend fa3 is for keys and values, and {model.architecture} has latent rows: use triton"
             )
+        windows = [kind.window for kind in model.kinds if kind.window is not None]
+        if model.attention.cap is not None or any(window < self._config.context_length for window in windows):
+            raise DeviceError(
+                f"attention backend fa3 attends without windows and caps, and {model.architecture} has some: use triton"
+            )
         missing = why_not_fa3(self._device.torch_device, self._config.dtype)
         if missing is not None:
             raise DeviceError(f"attention backend fa3 can't be used: {missing}; use triton")

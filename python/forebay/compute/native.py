@@ -11,8 +11,10 @@ import torch
 from forebay.compute.rows import Launch, Rows
 from forebay.device.memory import HugePages
 from forebay.kernels.library import (
+    ACTIVATIONS,
     PARTS,
     SCORES,
+    AttentionSpec,
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
@@ -35,13 +37,13 @@ from forebay.kernels.packing import (
 from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.moe import MixtureOfExperts, Stack
-from forebay.layers.norm import RMSNorm
+from forebay.layers.norm import Norm
 from forebay.state.inputs import PromptRows
 from forebay.state.kv_format import KvFormat
 from forebay.state.pages import KvPool
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.weights.config import ModelConfig
-from forebay.weights.parts import Dense, Experts, GroupedQuery, Scales
+from forebay.weights.parts import Dense, Experts, GroupedQuery, LayerKind
 
 ERRORS = {1: "a row has a position without a page", 2: "a row has a token that is not of the vocabulary"}
 
@@ -53,14 +55,6 @@ def why_not_plain(config: ModelConfig) -> str | None:
         return "latent attention"
     if config.sections is not None:
         return "positions of three numbers"
-    if config.scales != Scales():
-        return "scaled embeddings, residuals or logits"
-    if attention.scale is not None:
-        return "attention with a scale of its own"
-    if attention.row_norms:
-        return "norms over all heads of queries and keys"
-    if config.unrotated:
-        return "layers without rotary positions"
     return None
 
 
@@ -100,6 +94,23 @@ def _routing(experts: Experts | None) -> RoutingSpec:
     )
 
 
+def _attention(heads: GroupedQuery, kind: LayerKind, angles: list[tuple[torch.Tensor, torch.Tensor]]) -> AttentionSpec:
+    """A kind of attention in the library's form; `angles` are cosines and sines of each rotary embedding."""
+    cos, sin = (None, None) if kind.rope is None else (table.data_ptr() for table in angles[kind.rope])
+    return AttentionSpec(
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        rotary_dim=0 if kind.rope is None else heads.rotary_dim,
+        window=kind.window or 0,
+        norm_rows=heads.row_norms,
+        scale=heads.head_dim**-0.5 if heads.scale is None else heads.scale,
+        cap=heads.cap or 0.0,
+        cos=cos,
+        sin=sin,
+    )
+
+
 def _sampling(rows: Rows) -> Int64s:
     """The last tokens of rows that sample, numbered over all rows."""
     return rows.last[rows.sampling]
@@ -125,14 +136,22 @@ class NativeCompute:
         # Everything that the description points to.
         self._kept: list[object] = [model, tables, kv]
         layers = (LayerSpec * len(model.blocks))()
+        kinds: list[LayerKind] = []
         for layer, block, pages in zip(layers, model.blocks, kv.layers, strict=True):
             attention, mlp, experts = compiled_parts(block)
             layer.input_norm = self._vector(block.input_norm)
             layer.qkv, layer.qkv_bias = self._matrix(attention.qkv)
-            if attention.norms is not None:
-                layer.q_norm, layer.k_norm = (self._vector(norm) for norm in attention.norms)
+            norms = attention.norms or attention.row_norms
+            if norms is not None:
+                layer.q_norm, layer.k_norm = (self._vector(norm) for norm in norms)
             layer.output, layer.output_bias = self._matrix(attention.output)
             layer.post_norm = self._vector(block.post_norm)
+            if block.behind is not None:
+                layer.attended_norm, layer.fed_norm = (self._vector(norm) for norm in block.behind)
+            if attention.kind not in kinds:
+                kinds.append(attention.kind)
+            layer.attention = kinds.index(attention.kind)
+            layer.parallel = block.parallel
             layer.formats[:2] = [format_number(of.format) for of in (attention.qkv, attention.output)]
             if mlp is not None:
                 layer.gate_up, layer.gate_up_bias = self._matrix(mlp.gate_up, interleaved=True)
@@ -143,16 +162,24 @@ class NativeCompute:
             layer.keys, layer.values = pages.keys.data_ptr(), pages.values.data_ptr()
         config = model.config
         heads = _heads(config)
-        cos, sin = model.rotary.table(tables.context_length)
-        self._kept += [layers, cos, sin, model.embedding]
+        angles = [rotary.table(tables.context_length) for rotary in model.rotaries]
+        attentions = (AttentionSpec * len(kinds))(*(_attention(heads, kind, angles) for kind in kinds))
+        self._kept += [layers, attentions, angles, model.embedding]
         factors = model.query_factors(torch.arange(tables.context_length))
         spec = ModelSpec(
             dtype=DTYPES[kv.dtype],
             layers=len(layers),
             hidden=config.hidden_size,
-            heads=heads.heads,
-            kv_heads=heads.kv_heads,
-            head_dim=heads.head_dim,
+            attentions=len(kinds),
+            attention=attentions,
+            mean_norms=config.mean_norms,
+            wide_norms=config.wide_norms,
+            activation=ACTIVATIONS.index(config.hidden_act),
+            embedding_scale=config.scales.embeddings,
+            input_scale=config.scales.inputs,
+            residual_scale=config.scales.residuals,
+            logit_scale=config.scales.logits,
+            logit_cap=config.scales.logit_cap or 0.0,
             intermediate=_intermediate(config),
             vocabulary=config.vocab_size,
             positions=tables.context_length,
@@ -160,15 +187,11 @@ class NativeCompute:
             page_count=kv.page_count,
             threads=threads,
             eps=config.rms_norm_eps,
-            scale=heads.head_dim**-0.5,
             embedding=model.embedding.data_ptr(),
             final_norm=self._vector(model.norm),
             head=self._head(model),
             head_format=format_number(model.head_format),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
             layer=layers,
-            rotary_dim=heads.rotary_dim,
             routing=_routing(_experts(config)),
             kv_codes=kv.form is KvFormat.INT8,
             query_scales=None if factors is None else self._pointer(factors.flatten().float().contiguous()),
@@ -241,8 +264,8 @@ class NativeCompute:
         if error:
             raise PlanError(ERRORS[error])
 
-    def _vector(self, norm: RMSNorm) -> int:
-        return self._pointer(norm.weight)
+    def _vector(self, norm: Norm | None) -> int | None:
+        return None if norm is None else self._pointer(norm.weight)
 
     def _matrix(self, linear: Linear, *, interleaved: bool = False) -> tuple[int, int | None]:
         packing = linear_packing(linear, self._params.dtype, interleaved=interleaved)

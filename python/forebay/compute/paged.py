@@ -210,7 +210,8 @@ class PagedSteps:
         self._device.copy_out(memory.block[: len(answers.block)], answers.block)
 
     def capture(self) -> None:
-        self._model().rotary.keep(self._tables.token_pool.shape[1])
+        for rotary in self._model().rotaries:
+            rotary.keep(self._tables.token_pool.shape[1])
         # A plan without rows: all of what is computed meanwhile is padding.
         self._input.zero_()
         received = self._at_its_place

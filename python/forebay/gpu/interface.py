@@ -39,9 +39,19 @@ class Attention(Protocol):
     """Attention over pages of keys and values."""
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: PagedRows,
+        scale: float,
+        window: int = 0,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         """Attention [n, heads, value_dim] of q [n, heads, head_dim], the last dimensions dense.
+
+        A query sees its last `window` positions, its own among them; 0: all. Scores approach the bound `cap`; 0: there
+        is none.
 
         `keys` [entries, kv_heads, head_dim] and `values` [entries, kv_heads, value_dim] hold the rows' own tokens too.
         They are of q's type, or uint8: 8-bit floats (e4m3). Values of latent rows begin where keys do, and are their
@@ -63,8 +73,11 @@ class Layers(Protocol):
         The sum is written over the residual. Without a residual it is x.
         """
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` [n, inner] of `gate_up` [n, gates and then ups]."""
+    def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        """`activation(gate) * up` [n, inner] of `gate_up` [n, gates and then ups].
+
+        The function is `silu`, `gelu`, or `gelu_pytorch_tanh`.
+        """
 
     def rotate_and_keep(
         self,

@@ -105,8 +105,8 @@ class GpuOps:
             qkv, heads.queries, weights, eps, rotation.cos, rotation.signed_sin, kv.keys, kv.values, writes
         )
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._kernels.gate(gate_up)
+    def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        return self._kernels.gate(gate_up, activation)
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         # A few rows of bits: PyTorch's operators are enough.

@@ -9,13 +9,15 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 12
+VERSION = 13
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """The timed parts of a step."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
 """Levels of instructions with kernels, best first. The library knows those of its own kind of processor."""
 WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
 """The levels with products of bytes, for quantised matrices."""
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+"""The functions of gates, by their numbers in the library."""
 SCORES = ("softmax", "sigmoid")
 """The ways to score experts, by their numbers in the library."""
 FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
@@ -68,8 +70,18 @@ class RoutingSpec(Structure):
     ]
 
 
+class AttentionSpec(Structure):
+    """A kind of attention; see `crates/kernels/src/layer.rs`."""
+
+    _fields_ = [
+        *((name, c_uint32) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window", "chunk", "norm_rows")),
+        *((name, c_float) for name in ("scale", "cap")),
+        *((name, c_void_p) for name in ("cos", "sin")),
+    ]
+
+
 class LayerSpec(Structure):
-    """One layer; see `crates/kernels/src/model.rs`."""
+    """One layer; see `crates/kernels/src/layer.rs`."""
 
     _fields_ = [
         *(
@@ -89,9 +101,14 @@ class LayerSpec(Structure):
                 "down_bias",
                 "keys",
                 "values",
+                "attended_norm",
+                "fed_norm",
+                "sinks",
             )
         ),
         ("formats", c_uint32 * 4),
+        ("attention", c_uint32),
+        ("parallel", c_uint32),
         ("experts", ExpertsSpec),
     ]
 
@@ -106,23 +123,26 @@ class ModelSpec(Structure):
                 "dtype",
                 "layers",
                 "hidden",
-                "heads",
-                "kv_heads",
-                "head_dim",
                 "intermediate",
                 "vocabulary",
                 "positions",
                 "page_size",
                 "page_count",
                 "threads",
+                "attentions",
+                "mean_norms",
+                "wide_norms",
+                "activation",
             )
         ),
-        ("eps", c_float),
-        ("scale", c_float),
-        *((name, c_void_p) for name in ("embedding", "final_norm", "head", "cos", "sin")),
+        *(
+            (name, c_float)
+            for name in ("eps", "embedding_scale", "input_scale", "residual_scale", "logit_scale", "logit_cap")
+        ),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "head")),
         ("layer", POINTER(LayerSpec)),
+        ("attention", POINTER(AttentionSpec)),
         ("head_format", c_uint32),
-        ("rotary_dim", c_uint32),
         ("routing", RoutingSpec),
         ("kv_codes", c_uint32),
         ("query_scales", c_void_p),

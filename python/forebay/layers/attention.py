@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from forebay.attention.backend import How
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads
 from forebay.layers.params import Parameters
 from forebay.layers.step import Step
 from forebay.weights.errors import UnsupportedModelError
-from forebay.weights.parts import GroupedQuery
+from forebay.weights.parts import GroupedQuery, LayerKind
 
 
 class Attention:
@@ -26,15 +25,16 @@ class Attention:
         hidden: int,
         shape: GroupedQuery,
         norm_eps: float,
-        rotated: bool = True,
+        kind: LayerKind,
+        wide_norms: bool = False,
     ) -> None:
-        """`layer` is its number. `norm_eps`: of the norms of heads, where there are any. `rotated`: by positions.
+        """`layer` is its number. `norm_eps` and `wide_norms`: of the norms of heads, where there are any.
 
         With other ranks it has some of the heads, and gives a term of a sum over ranks.
         """
         self._layer = layer
-        self.rotated = rotated
-        self._factor = 1.0 if shape.scale is None else shape.scale * math.sqrt(shape.head_dim)
+        self.kind = kind
+        self._how = How(shape.scale, kind.window, cap=shape.cap)
         own = shape.of_rank(params.shard.world)
         self._heads = heads = Heads(own.heads, own.kv_heads, shape.head_dim)
         queries = params.shard.of(shape.heads * heads.dim)
@@ -45,24 +45,25 @@ class Attention:
         self.norms = None
         if shape.qk_norm:
             self.norms = (
-                RMSNorm(params, f"{prefix}.q_norm", heads.dim, norm_eps),
-                RMSNorm(params, f"{prefix}.k_norm", heads.dim, norm_eps),
+                RMSNorm(params, f"{prefix}.q_norm", heads.dim, norm_eps, wide_norms),
+                RMSNorm(params, f"{prefix}.k_norm", heads.dim, norm_eps, wide_norms),
             )
-        self._row_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self.row_norms: tuple[RMSNorm, RMSNorm] | None = None
+        """The norms of queries and keys of all heads together; None: there are none."""
         if shape.row_norms:
             if params.shard.world > 1:
                 raise UnsupportedModelError("norms over all heads of queries and keys are not supported by ranks")
-            self._row_norms = (
-                RMSNorm(params, f"{prefix}.q_norm", heads.queries * heads.dim, norm_eps),
-                RMSNorm(params, f"{prefix}.k_norm", heads.keys * heads.dim, norm_eps),
+            self.row_norms = (
+                RMSNorm(params, f"{prefix}.q_norm", heads.queries * heads.dim, norm_eps, wide_norms),
+                RMSNorm(params, f"{prefix}.k_norm", heads.keys * heads.dim, norm_eps, wide_norms),
             )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x is [tokens, hidden]."""
         qkv = self.qkv(x)
-        if self._row_norms is not None:
+        if self.row_norms is not None:
             heads = self._heads
             widths = [heads.queries * heads.dim, heads.keys * heads.dim, heads.keys * heads.dim]
             q, k, v = qkv.split(widths, dim=1)
-            qkv = torch.cat((self._row_norms[0](q), self._row_norms[1](k), v), dim=1)
-        return self.output(step.attend(self._layer, qkv, self._heads, self.norms, self.rotated, self._factor))
+            qkv = torch.cat((self.row_norms[0](q), self.row_norms[1](k), v), dim=1)
+        return self.output(step.attend(self._layer, qkv, self._heads, self.norms, self.kind.rope, self._how))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from forebay.layers.attention import Attention
-from forebay.layers.decoder import Attends, Block, Feeds
+from forebay.layers.decoder import Attends, Block, Feeds, norm_of
 from forebay.layers.indexer import LayerIndexer
 from forebay.layers.latent import LatentAttention
-from forebay.layers.mlp import SwiGLU
+from forebay.layers.mlp import GatedFeed
 from forebay.layers.moe import MixtureOfExperts
-from forebay.layers.norm import RMSNorm
+from forebay.layers.norm import Norm
 from forebay.layers.params import Parameters
 from forebay.layers.ranks import Summed
 from forebay.weights.config import ModelConfig
@@ -19,8 +19,8 @@ def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> At
     """The attention of layer `index`, whose heads share keys and values."""
     assert isinstance(config.attention, GroupedQuery)
     prefix = f"model.layers.{index}.self_attn"
-    rotated = index not in config.unrotated
-    return Attention(params, prefix, index, config.hidden_size, config.attention, config.rms_norm_eps, rotated)
+    kind, eps = config.kinds[index], config.rms_norm_eps
+    return Attention(params, prefix, index, config.hidden_size, config.attention, eps, kind, config.wide_norms)
 
 
 def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
@@ -36,32 +36,45 @@ def latent_attention(config: ModelConfig, params: Parameters, index: int) -> Lat
     return LatentAttention(params, prefix, index, config.hidden_size, shape, indexer)
 
 
-def feed_forward(config: ModelConfig, params: Parameters, index: int) -> SwiGLU | MixtureOfExperts:
+def feed_forward(config: ModelConfig, params: Parameters, index: int) -> GatedFeed | MixtureOfExperts:
     """The feed-forward part behind the attention of layer `index`, by the config."""
     feed = config.feed(index)
     prefix = f"model.layers.{index}.mlp"
     if isinstance(feed, Experts):
         return MixtureOfExperts(params, prefix, config.hidden_size, feed)
-    return SwiGLU(params, prefix, config.hidden_size, feed.intermediate_size, feed.bias)
+    return GatedFeed(params, prefix, config.hidden_size, feed.intermediate_size, feed.bias, config.hidden_act)
 
 
-def pre_norm(config: ModelConfig, params: Parameters, index: int, attention: Attends, mlp: Feeds) -> Block:
-    """Layer `index` with a norm before each of its two parts."""
-    prefix = f"model.layers.{index}"
+_NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str, str] | None]] = {
+    "before": (("input_layernorm", "post_attention_layernorm"), None),
+    "after": ((None, None), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "around": (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    "parallel": (("input_layernorm", None), None),
+}
+"""The names of norms in front of the two parts of a layer and behind them, by their places."""
+
+
+def block_of(config: ModelConfig, params: Parameters, index: int, attention: Attends, mlp: Feeds) -> Block:
+    """Layer `index` of its two parts, with norms at their places."""
     if params.ranks is not None:
         attention, mlp = Summed(attention, params.ranks.group), Summed(mlp, params.ranks.group)
-    return Block(
-        attention,
-        mlp,
-        RMSNorm(params, f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps),
-        RMSNorm(params, f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
-        config.scales.residuals,
-    )
+
+    def norm(name: str) -> Norm:
+        return norm_of(config, params, f"model.layers.{index}.{name}")
+
+    places = config.kinds[index].norms
+    (first, second), outputs = _NORMS[places]
+    before = None if first is None else norm(first), None if second is None else norm(second)
+    behind = None if outputs is None else (norm(outputs[0]), norm(outputs[1]))
+    return Block(attention, mlp, before, behind, config.scales.residuals, parallel=places == "parallel")
 
 
 def grouped_blocks(config: ModelConfig, params: Parameters) -> list[Block]:
     """All layers of a decoder with grouped-query attention."""
     return [
-        pre_norm(config, params, index, grouped_attention(config, params, index), feed_forward(config, params, index))
+        block_of(config, params, index, grouped_attention(config, params, index), feed_forward(config, params, index))
         for index in range(config.num_hidden_layers)
     ]

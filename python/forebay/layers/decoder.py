@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend, LayerKV
-from forebay.layers.norm import RMSNorm
+from forebay.layers.norm import MeanNorm, Norm, RMSNorm
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary, SectionedRotary
@@ -76,26 +76,71 @@ class TakesPart(Protocol):
 
 
 class Block:
-    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or with norms at other places."""
 
     def __init__(
-        self, attention: Attends, mlp: Feeds, input_norm: RMSNorm, post_norm: RMSNorm, scale: float = 1.0
+        self,
+        attention: Attends,
+        mlp: Feeds,
+        before: tuple[Norm | None, Norm | None],
+        behind: tuple[Norm, Norm] | None = None,
+        scale: float = 1.0,
+        *,
+        parallel: bool = False,
     ) -> None:
-        """`scale` is the factor of both parts' outputs."""
+        """`before` and `behind` are the norms of the two parts' inputs, and of their outputs before they are added.
+
+        None: there is none. `scale` is the factor of both parts' outputs. `parallel`: both parts read one norm.
+        """
+        self.parallel = parallel
         self._scale = scale
+        self.behind = behind
         self.attention = attention
         self.mlp = mlp
-        self.input_norm = input_norm
-        self.post_norm = post_norm
+        self.input_norm, self.post_norm = before
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and gives a layer's output without what goes around it: that is added with the next norm."""
-        x, residual = step.ops.norm(self.input_norm, x, residual)
-        x, residual = step.ops.norm(self.post_norm, self._scaled(self.attention(x, step)), residual)
-        return self._scaled(self.mlp(x, step.ops)), residual
+        x, residual = self._input(self.input_norm, x, residual, step.ops)
+        if self.parallel:
+            attended = self._output(0, self.attention(x, step), step.ops)
+            return attended + self._output(1, self.mlp(x, step.ops), step.ops), residual
+        x, residual = self._input(
+            self.post_norm, self._output(0, self.attention(x, step), step.ops), residual, step.ops
+        )
+        return self._output(1, self.mlp(x, step.ops), step.ops), residual
 
-    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _input(
+        norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of a part, and the sum that it is a norm of."""
+        if norm is not None:
+            return normalised(norm, x, residual, ops)
+        summed = x if residual is None else residual.add_(x)
+        return summed, summed
+
+    def _output(self, part: int, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        if self.behind is not None:
+            x, _ = normalised(self.behind[part], x, None, ops)
         return x if self._scale == 1.0 else x * self._scale
+
+
+def norm_of(config: ModelConfig, params: Parameters, name: str) -> Norm:
+    """A norm of states under the name of its weight."""
+    if config.mean_norms:
+        return MeanNorm(params, name, config.hidden_size, config.rms_norm_eps)
+    return RMSNorm(params, name, config.hidden_size, config.rms_norm_eps, config.wide_norms)
+
+
+def normalised(
+    norm: Norm, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x and a residual, and their sum, which is written over the residual."""
+    if isinstance(norm, RMSNorm):
+        return ops.norm(norm, x, residual)
+    summed = x if residual is None else residual.add_(x)
+    return norm(summed), summed
 
 
 class Decoder:
@@ -114,7 +159,7 @@ class Decoder:
         self.embedding = params.tensor((rows.size, hidden), {"model.embed_tokens.weight": rows})
         """The embedding. With several ranks each has the rows of some tokens, and so of the head."""
         self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
-        self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
+        self.norm = norm_of(config, params, "model.norm")
         self.head = self.embedding
         self.head_format: str | None = None
         head = {HEAD: rows}
@@ -126,14 +171,21 @@ class Decoder:
         else:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip(HEAD)
-        self.rotary = self._rotary()
+        self.rotaries = self._rotaries()
+        """The rotary embeddings, which layers name by their numbers."""
 
-    def _rotary(self) -> Rotary:
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of a model with one."""
+        return self.rotaries[0]
+
+    def _rotaries(self) -> list[Rotary]:
         config, params = self.config, self.params
-        shape = config.attention.rotary_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        dim, longest = config.attention.rotary_dim, config.max_position_embeddings
+        shapes = [(dim, rope.theta, rope.scaling, longest, params.dtype, params.device) for rope in config.ropes]
         if config.sections is None:
-            return Rotary(*shape, params.dtype, params.device)
-        return SectionedRotary(config.sections, *shape, params.dtype, params.device)
+            return [Rotary(*shape) for shape in shapes]
+        return [SectionedRotary(config.sections, *shape) for shape in shapes]
 
     def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
         """The factors of queries [n, 1, 1] at positions [n], or [3, n] whose first numbers count."""
@@ -161,7 +213,7 @@ class Decoder:
         Of several ranks each gives those of its own tokens.
         """
         x = self.states(forward)
-        return self.logits(x) if forward.logits is None else forward.logits.copy_(F.linear(x, self.head))
+        return self.logits(x) if forward.logits is None else self._capped(forward.logits.copy_(F.linear(x, self.head)))
 
     def take_part(self) -> None:
         """Computes what other ranks of a step group need of this one in a step in which it has no tokens."""
@@ -172,23 +224,28 @@ class Decoder:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [m, vocabulary] of final states [m, hidden]."""
-        return F.linear(states, self.head).float()
+        return self._capped(F.linear(states, self.head).float())
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits under their bound, where there is one. It overwrites them."""
+        cap = self.config.scales.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def states(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions. Gives the final states [s, hidden] of the sampled ones."""
         x = self._embed(forward.tokens, self.embedding)
-        for first, rows in forward.given:
-            x[first : first + len(rows)] = rows
-        images = forward.images
-        if images is not None:
-            x.index_copy_(0, images.at, images.rows[:, 0])
         scales = self.config.scales
         if scales.embeddings != 1.0:
             x = x * scales.embeddings
-        rotation = self.rotary(forward.positions)
+        for first, rows in forward.given:
+            x[first : first + len(rows)] = rows if scales.inputs == 1.0 else rows * scales.inputs
+        images = forward.images
+        if images is not None:
+            x.index_copy_(0, images.at, images.rows[:, 0])
         factors = self.query_factors(forward.positions)
+        rotations = [rotary(forward.positions) for rotary in self.rotaries]
         step = Step(
-            rotation, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors
+            rotations, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index, factors
         )
         residual: torch.Tensor | None = None
         for number, block in enumerate(self.blocks, start=1):
@@ -201,6 +258,6 @@ class Decoder:
         x = x.index_select(0, forward.sampled)
         if residual is not None:
             residual = residual.index_select(0, forward.sampled)
-        x, _ = self.ops.norm(self.norm, x, residual)
+        x, _ = normalised(self.norm, x, residual, self.ops)
         # Logits are a product with these states, and vectors have no factor.
         return x if self.config.headless or scales.logits == 1.0 else x * scales.logits

@@ -9,13 +9,19 @@ from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 
 
-class SwiGLU:
-    """`down(silu(gate(x)) * up(x))` of x [tokens, hidden]. With other ranks it is a term of a sum over ranks."""
+class GatedFeed:
+    """`down(activation(gate(x)) * up(x))` of x [tokens, hidden].
 
-    def __init__(self, params: Parameters, prefix: str, hidden: int, intermediate: int, bias: bool) -> None:
+    With other ranks it is a term of a sum over ranks.
+    """
+
+    def __init__(
+        self, params: Parameters, prefix: str, hidden: int, intermediate: int, bias: bool, activation: str = "silu"
+    ) -> None:
+        self._activation = activation
         inner = params.shard.of(intermediate)
         self.gate_up = Linear(params, prefix, hidden, {"gate_proj": inner, "up_proj": inner}, bias)
         self.down = Linear(params, prefix, inner, {"down_proj": hidden}, bias)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        return self.down(ops.gate(self.gate_up(x)))
+        return self.down(ops.gate(self.gate_up(x), self._activation))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from forebay.distributed.exchange import Exchange
-from forebay.layers.mlp import SwiGLU
+from forebay.layers.mlp import GatedFeed
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, size_of
 from forebay.layers.quantised import KeptMatrix
@@ -29,7 +29,7 @@ class Stack:
 
 
 class MixtureOfExperts:
-    """The weighted sum of a token's experts, each a SwiGLU, and of the shared expert; x is [tokens, hidden].
+    """The weighted sum of a token's experts, each a GatedFeed, and of the shared expert; x is [tokens, hidden].
 
     With other ranks it is a term of a sum over ranks. The term is of a part of each expert, or of some of the experts
     (`OwnExperts`), and of a part of the shared expert.
@@ -67,9 +67,9 @@ class MixtureOfExperts:
             shapes = (2 * of_inner.size, hidden, gate_up), (hidden, of_inner, down)
             first, second = (self._stack(params, own.size, *shape) for shape in shapes)
             self.stacks = first, second
-        self.shared: SwiGLU | None = None
+        self.shared: GatedFeed | None = None
         if experts.shared_size:
-            self.shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
+            self.shared = GatedFeed(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
         self.shared_gate: torch.Tensor | None = None
         """The gate [hidden] of the shared expert; None: it has none."""
         if experts.shared_gate:

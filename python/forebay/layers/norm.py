@@ -1,4 +1,4 @@
-"""Root mean square normalisation (Zhang & Sennrich 2019)."""
+"""Normalisation by the root mean square (Zhang & Sennrich 2019), and by the deviation from the mean."""
 
 from __future__ import annotations
 
@@ -11,13 +11,33 @@ from forebay.layers.params import Parameters
 class RMSNorm:
     """Normalises the last dimension and scales it. It computes in float32 for any dtype of x."""
 
+    def __init__(self, params: Parameters, name: str, size: int, eps: float, wide: bool = False) -> None:
+        """`wide`: the weight is float32 for any dtype of the model."""
+        dtype = torch.float32 if wide else None
+        self.weight = params.tensor((size,), {f"{name}.weight": size}, dtype)
+        self._shape = (size,)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:
+            return F.rms_norm(x.float(), self._shape, self.weight, self._eps).to(x.dtype)
+        return F.rms_norm(x, self._shape, self.weight, self._eps)
+
+
+class MeanNorm:
+    """Layer normalisation without a shift. It computes in float32 for any dtype of x."""
+
     def __init__(self, params: Parameters, name: str, size: int, eps: float) -> None:
         self.weight = params.tensor((size,), {f"{name}.weight": size})
         self._shape = (size,)
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+        return F.layer_norm(x.float(), self._shape, self.weight.float(), None, self._eps).to(x.dtype)
+
+
+Norm = RMSNorm | MeanNorm
+"""A norm of states."""
 
 
 class LayerNorm:

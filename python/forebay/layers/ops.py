@@ -7,7 +7,9 @@ values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,13 @@ import torch.nn.functional as F
 from forebay.attention.backend import LayerKV
 from forebay.layers.norm import RMSNorm
 from forebay.layers.rotary import Rotation, rotate
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""The functions of gates, by their names in transformers."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,8 @@ class Ops(Protocol):
         [tokens, heads, dim].
         """
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` of `gate_up` [tokens, gates and then ups]."""
+    def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        """`activation(gate) * up` of `gate_up` [tokens, gates and then ups]; one of `ACTIVATIONS`."""
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """The tokens that masks do not allow, bool [m, vocabulary].
@@ -134,9 +143,9 @@ class TorchOps:
         kv.values.index_copy_(0, writes, v)
         return q, k, v
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return ACTIVATIONS[activation](gate).mul_(up)
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         bits = torch.arange(32, dtype=torch.int32, device=masks.device)

@@ -111,6 +111,8 @@ def unrotated(rotation: Rotation) -> Rotation:
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotates heads x, [tokens, heads, head_dim]. With fewer angles only the first elements are rotated."""
     turned = rotation.cos.shape[-1]
+    if turned == 0:
+        return x
     if turned < x.shape[-1]:
         return torch.cat((rotate(x[..., :turned], rotation), x[..., turned:]), dim=-1)
     first, second = x.chunk(2, dim=-1)

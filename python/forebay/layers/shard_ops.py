@@ -46,8 +46,8 @@ class ShardOps:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._inner.rotate_and_keep(qkv, heads, norms, rotation, kv, writes)
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._inner.gate(gate_up)
+    def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        return self._inner.gate(gate_up, activation)
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return self._inner.forbidden(masks, vocabulary)

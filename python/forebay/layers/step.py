@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forebay.attention.backend import AttentionBackend, LatentHeads, LayerKV
+from forebay.attention.backend import CAUSAL, AttentionBackend, How, LatentHeads, LayerKV
 from forebay.attention.hot_rows import Chosen
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
@@ -34,7 +34,8 @@ class Index:
 class Step:
     """One step for its layers; `n` tokens. A layer knows its own number."""
 
-    rotation: Rotation
+    rotations: Sequence[Rotation]
+    """The angles of each rotary embedding of the model."""
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
     kv: Sequence[LayerKV]  # one a layer
     backend: AttentionBackend
@@ -43,27 +44,30 @@ class Step:
     index: Index | None
     query_factors: torch.Tensor | None = None  # [n, 1, 1] of the model's dtype; None: queries stay as they are
 
+    @property
+    def rotation(self) -> Rotation:
+        """The angles of a model with one rotary embedding."""
+        return self.rotations[0]
+
     def attend(
         self,
         layer: int,
         qkv: torch.Tensor,
         heads: Heads,
         norms: tuple[RMSNorm, RMSNorm] | None,
-        rotated: bool = True,
-        factor: float = 1.0,
+        rope: int | None,
+        how: How = CAUSAL,
     ) -> torch.Tensor:
         """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages.
 
-        `rotated` is false for a layer without positions; `factor` is of queries.
+        `rope` is the number of the layer's rotary embedding; None: positions rotate nothing.
         """
         kv = self.kv[layer]
-        rotation = self.rotation if rotated else unrotated(self.rotation)
+        rotation = unrotated(self.rotations[0]) if rope is None else self.rotations[rope]
         q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, rotation, kv, self.writes)
-        if factor != 1.0:
-            q = q * factor
         if self.query_factors is not None:
             q = q * self.query_factors
-        return self.backend.attend(q, k, v, kv, self.prepared)
+        return self.backend.attend(q, k, v, kv, self.prepared, how)
 
     def attend_latent(
         self, layer: int, q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, heads: LatentHeads

@@ -6,7 +6,7 @@ DeepSeek V3.2 (2025) and GLM-5 (2026) have indexers besides, in all layers or in
 from __future__ import annotations
 
 from forebay.attention.backend import AttentionBackend
-from forebay.layers.blocks import feed_forward, latent_attention, pre_norm
+from forebay.layers.blocks import block_of, feed_forward, latent_attention
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
@@ -18,5 +18,5 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, op
     blocks = []
     for index in range(config.num_hidden_layers):
         attention = latent_attention(config, params, index)
-        blocks.append(pre_norm(config, params, index, attention, feed_forward(config, params, index)))
+        blocks.append(block_of(config, params, index, attention, feed_forward(config, params, index)))
     return Decoder(config, params, blocks, backend, ops)

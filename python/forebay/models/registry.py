@@ -16,20 +16,20 @@ from forebay.models.called import CalledModel
 from forebay.weights.called import CalledConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
-from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.errors import ModelError
 from forebay.weights.parts import Latent
 from forebay.weights.pooling import Pooling
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
     """The model of `config`. Its weights are allocated and not filled. Raises `UnsupportedModelError`."""
-    if config.sliding_window is not None and config.sliding_window < context_length:
-        raise UnsupportedModelError(
-            f"the model attends to a sliding window of {config.sliding_window} positions, which is not supported: "
-            f"serve it with a context length of at most that, not {context_length}"
-        )
-    scaling = at_context(config.rope_scaling, context_length)
-    config = replace(config, rope_scaling=None if scaling is None else dict(scaling))
+    ropes = (replace(rope, scaling=at_context(rope.scaling, context_length)) for rope in config.ropes)
+    # A window that no request exceeds is none.
+    kinds = (
+        replace(kind, window=None) if kind.window is not None and kind.window >= context_length else kind
+        for kind in config.kinds
+    )
+    config = replace(config, ropes=tuple(ropes), kinds=tuple(kinds))
     if config.vision is not None:
         windowed = config.vision.window is not None
         made: Decoder = (qwen2_5_vl if windowed else qwen3_vl).build(config, params, backend, ops)

@@ -8,20 +8,32 @@ from typing import Any
 
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
-from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent, QueryScale, Routing, Scales
+from forebay.weights.parts import (
+    Dense,
+    Experts,
+    GroupedQuery,
+    Indexer,
+    Latent,
+    LayerKind,
+    QueryScale,
+    Rope,
+    Routing,
+    Scales,
+)
 from forebay.weights.stored import Stored
 from forebay.weights.vision import Sections, Vision
 
 __all__ = ["ModelConfig", "config_of"]
 
 _ROUTING = ("scores", "in_float32", "corrected", "groups", "kept_groups", "best_of_group")
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 _KNOWN = {
     "shape": "family vocab_size hidden_size norm norm_eps scales ropes mixers feeds layers tower quantised "
     "max_positions tied headless eos_token_ids",
-    "scales": "embeddings residuals logits",
+    "scales": "embeddings inputs residuals logits logit_cap",
     "rope": "dim theta scaling interleaved sections",
     "layer": "mixer rope feed norms",
-    "attention": "kind heads kv_heads head_dim value_dim scale window qk_norm qkv_bias output_bias query_scale",
+    "attention": "kind heads kv_heads head_dim value_dim scale window cap qk_norm qkv_bias output_bias query_scale",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
     "dense": "kind intermediate_size activation gated bias",
     "experts": "kind count per_token intermediate_size shared_size shared_gate activation routing normalise scaling",
@@ -41,14 +53,14 @@ class ModelConfig:
     feeds: tuple[Dense | Experts, ...]
     """The feed-forward parts behind the attention, one for each layer."""
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    """None, or `{"rope_type": "linear" | "llama3" | "yarn" | "longrope", ...}` in transformers 4's names."""
+    kinds: tuple[LayerKind, ...]
+    """What differs between layers beyond their feeds, one for each layer."""
+    ropes: tuple[Rope, ...]
+    """The rotary embeddings. All rotate as many elements of a head."""
     max_position_embeddings: int
     tie_word_embeddings: bool
     hidden_act: str
-    sliding_window: int | None
-    """The number of tokens that a position sees, itself included; None: no layer has a window."""
+    """The function of gates, by its name in transformers."""
     eos_token_ids: tuple[int, ...]
     stored: Stored | None = None
     """The quantisation of the checkpoint's matrices; None: they are not quantised."""
@@ -60,8 +72,10 @@ class ModelConfig:
     """The sections of rotary frequencies; None: a position has one number."""
     scales: Scales = Scales()
     """Factors of states and logits."""
-    unrotated: frozenset[int] = frozenset()
-    """The layers whose queries and keys positions do not rotate."""
+    wide_norms: bool = False
+    """True if norms are float32 for any dtype of the model."""
+    mean_norms: bool = False
+    """True if norms subtract the mean."""
     headless: bool = False
     """True if the final states are needed, and not the logits of an output head."""
 
@@ -81,19 +95,19 @@ class ModelConfig:
             attention=_latent(first, rope) if first["kind"] == "latent" else _grouped(first, rope),
             feeds=tuple(_feed(shape["feeds"][layer["feed"]]) for layer in layers),
             rms_norm_eps=shape["norm_eps"],
-            rope_theta=rope["theta"],
-            rope_scaling=rope["scaling"],
+            kinds=tuple(_kind(shape, layer) for layer in layers),
+            ropes=tuple(Rope(rope["theta"], rope["scaling"]) for rope in shape["ropes"] or [rope]),
             max_position_embeddings=shape["max_positions"],
             tie_word_embeddings=shape["tied"],
-            hidden_act="silu",
-            sliding_window=first.get("window"),
+            hidden_act=_ACTIVATIONS[shape["feeds"][0]["activation"]],
             eos_token_ids=tuple(shape["eos_token_ids"]),
             stored=None if shape["quantised"] is None else Stored.from_dict(shape["quantised"]),
             indexer=_indexer(shape),
             vision=None if shape["tower"] is None else Vision.from_dict(shape["tower"]),
             sections=None if rope["sections"] is None else Sections.from_dict(rope["sections"]),
-            scales=Scales(**{name: shape["scales"][name] for name in ("embeddings", "residuals", "logits")}),
-            unrotated=frozenset(number for number, layer in enumerate(layers) if layer["rope"] is None),
+            scales=Scales(**shape["scales"]),
+            wide_norms=shape["norm"] == "rms_beside_one",
+            mean_norms=shape["norm"] == "mean",
             headless=shape["headless"],
         )
 
@@ -112,11 +126,13 @@ class ModelConfig:
 
         With yarn it may exceed `max_position_embeddings`, as in vLLM.
         """
-        scaling = self.rope_scaling or {}
-        if scaling.get("rope_type") != "yarn":
-            return self.max_position_embeddings
-        original = float(scaling.get("original_max_position_embeddings") or self.max_position_embeddings)
-        return max(self.max_position_embeddings, int(original * float(scaling["factor"])))
+        longest = self.max_position_embeddings
+        for rope in self.ropes:
+            scaling = rope.scaling or {}
+            if scaling.get("rope_type") == "yarn":
+                original = float(scaling.get("original_max_position_embeddings") or self.max_position_embeddings)
+                longest = max(longest, int(original * float(scaling["factor"])))
+        return longest
 
 
 def config_of(shape: Mapping[str, Any]) -> ModelConfig | EncoderConfig:
@@ -135,30 +151,36 @@ def _check(shape: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for parts that PyTorch's hand does not compute."""
     _only("shape", shape)
     _only("scales", shape["scales"])
-    _known("norms", shape["norm"], "rms")
+    _known("norms", shape["norm"], "rms", "rms_beside_one", "mean")
     for rope in shape["ropes"]:
         _only("rope", rope)
     for layer in shape["layers"]:
         _only("layer", layer)
-        _known("norms of layers", layer["norms"], "before")
-        _known("rotary embeddings", layer["rope"], None, 0)
+        _known("norms of layers", layer["norms"], "before", "after", "around", "parallel")
     mixers, feeds = shape["mixers"], shape["feeds"]
+    if len({rope["dim"] for rope in shape["ropes"]}) > 1:
+        raise UnsupportedModelError("rotated parts of heads that differ are not supported by PyTorch's hand")
     kinds = {mixer["kind"] for mixer in mixers}
     for mixer in mixers:
         _known("layers", mixer["kind"], "attention", "latent")
         _only(mixer["kind"], mixer)
-    if len(kinds) > 1 or (kinds == {"attention"} and len(mixers) > 1):
-        raise UnsupportedModelError("attention that differs between layers is not supported by PyTorch's hand")
+    alike = [{**mixer, "window": None} for mixer in mixers]
+    if len(kinds) > 1 or (kinds == {"attention"} and any(mixer != alike[0] for mixer in alike)):
+        raise UnsupportedModelError(
+            "attention that differs between layers in more than windows is not supported by PyTorch's hand"
+        )
     if kinds == {"attention"}:
         _known("norms of queries and keys", mixers[0]["qk_norm"], "none", "heads", "rows")
         _known("lengths of values", mixers[0]["value_dim"], mixers[0]["head_dim"])
         for rope in shape["ropes"]:
             _known("rotated neighbours", rope["interleaved"], False)
-    elif any(layer["rope"] is None for layer in shape["layers"]):
-        raise UnsupportedModelError("latent attention without rotary positions is not supported by PyTorch's hand")
+    elif any(layer["rope"] != 0 or layer["norms"] != "before" for layer in shape["layers"]):
+        raise UnsupportedModelError(
+            "latent attention with positions or norms of other kinds is not supported by PyTorch's hand"
+        )
     for feed in feeds:
         _only(feed["kind"], feed)
-        _known("activations", feed["activation"], "silu")
+        _known("activations", feed["activation"], *(_ACTIVATIONS if feed["kind"] == "dense" else ("silu",)))
         if feed["kind"] == "dense":
             _known("gates of feed-forward parts", feed["gated"], True)
         else:
@@ -180,6 +202,10 @@ def _known(what: str, value: Any, *supported: Any) -> None:
         raise UnsupportedModelError(f"{what} of the kind {value!r} are not supported by PyTorch's hand")
 
 
+def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
+    return LayerKind(layer["rope"], shape["mixers"][layer["mixer"]].get("window"), layer["norms"])
+
+
 def _no_rope(mixer: Mapping[str, Any]) -> dict[str, Any]:
     """A rotary embedding for a model that has none in any layer. Nothing is rotated by it."""
     return {"dim": mixer["head_dim"], "theta": 10000.0, "scaling": None, "interleaved": False, "sections": None}
@@ -197,6 +223,7 @@ def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
         query_scale=_query_scale(mixer),
         scale=mixer["scale"],
         row_norms=mixer["qk_norm"] == "rows",
+        cap=mixer["cap"],
     )
 
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["Dense", "Experts", "GroupedQuery", "Indexer", "Latent", "QueryScale", "Routing", "Scales"]
+__all__ = [
+    "Dense",
+    "Experts",
+    "GroupedQuery",
+    "Indexer",
+    "Latent",
+    "LayerKind",
+    "QueryScale",
+    "Rope",
+    "Routing",
+    "Scales",
+]
 
 
 @dataclass(frozen=True)
@@ -12,9 +25,34 @@ class Scales:
     """Factors of states and logits; 1: there is none."""
 
     embeddings: float = 1.0
+    inputs: float = 1.0
+    """The factor of inputs that a caller gives in place of embeddings."""
     residuals: float = 1.0
     """The factor of a part's output before it is added."""
     logits: float = 1.0
+    logit_cap: float | None = None
+    """The bound that logits approach; None: there is none."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding."""
+
+    theta: float
+    scaling: Mapping[str, Any] | None
+    """None, or `{"rope_type": "linear" | "llama3" | "yarn" | "longrope", ...}` in transformers 4's names."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What differs between layers in their attention and around it."""
+
+    rope: int | None = 0
+    """The number of the rotary embedding; None: positions rotate nothing."""
+    window: int | None = None
+    """The number of positions that a position sees, itself included; None: all."""
+    norms: str = "before"
+    """The places of norms: `before` each part, `after` it, `around` it, or one before both (`parallel`)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +83,8 @@ class GroupedQuery:
     """The factor of scores before the softmax; None: `head_dim` to the power of -1/2."""
     row_norms: bool = False
     """True if the queries, and the keys, of all heads of a position are normalised together."""
+    cap: float | None = None
+    """The bound that scores approach; None: there is none."""
 
     @property
     def position_elements(self) -> int:

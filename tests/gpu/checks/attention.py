@@ -13,21 +13,33 @@ SCALE = 0.3
 
 
 def dense(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, seen: torch.Tensor | None = None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor | None = None,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries [n, heads, dim] on keys and values [positions, kv_heads, any], in float64; two of [n, heads, any].
 
-    The second is the same of absolute values. Query i sees the first `seen[i]` positions; None: all see all.
+    The second is the same of absolute values. Query i sees the first `seen[i]` positions, and the last `window` of
+    these; None: all see all. `cap` is the bound that scores approach; 0: there is none.
     """
     group = q.shape[1] // keys.shape[1]
     hidden = None
     if seen is not None:
-        hidden = torch.arange(len(keys), device=q.device) >= seen[:, None]
+        at = torch.arange(len(keys), device=q.device)
+        hidden = at >= seen[:, None]
+        if window:
+            hidden |= at < seen[:, None] - window
     out, size = [], []
     # A key head at a time: memory for all of a long prompt is more than a GPU has.
     for head in range(keys.shape[1]):
         of_head = q[:, head * group : (head + 1) * group].double()
         scores = torch.einsum("nhd,sd->nhs", of_head, keys[:, head].double()) * scale
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
         if hidden is not None:
             scores.masked_fill_(hidden[:, None], -torch.inf)
         weights = scores.softmax(-1)
@@ -44,13 +56,15 @@ def check_dense(
     values: torch.Tensor,
     scale: float,
     seen: torch.Tensor | None = None,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> None:
     """Compares results [n, heads, any] with `dense`.
 
     Inputs are exact, and scores are float32. Weights are rounded to the keys' type, and so is the result. The sum of
     weights is one of unrounded ones. So an error is at most two roundings of the sum of absolute terms.
     """
-    expected, size = dense(q, keys, values, scale, seen)
+    expected, size = dense(q, keys, values, scale, seen, window, cap)
     within(given, expected, size * (2 * rounding(given.dtype) + SINGLE))
 
 
@@ -63,6 +77,8 @@ def check_attend(
     page_size: int = 4,
     padding: tuple[int, int] = (0, 0),
     scale: float = SCALE,
+    window: int = 0,
+    cap: float = 0.0,
     dtype: torch.dtype = torch.float32,
     eight_bits: bool = False,
     device: torch.device = CPU,
@@ -89,13 +105,13 @@ def check_attend(
     if max(lengths, default=1) == 1 and not padding[1]:
         step = replace(step, chunks=False)
     with poisoned():
-        out = operators.attend(q, keys, values, step, scale)
+        out = operators.attend(q, keys, values, step, scale, window, cap)
     assert out.shape == (len(q), queries, dim)
     at = 0
     for history, length in zip(histories, lengths, strict=True):
         of_values = history[..., :dim] if extra else -history
         seen = torch.arange(len(history) - length, len(history), device=device) + 1
-        check_dense(out[at : at + length], q[at : at + length], history, of_values, scale, seen)
+        check_dense(out[at : at + length], q[at : at + length], history, of_values, scale, seen, window, cap)
         at += length
     assert out[at:].eq(0).all()
 

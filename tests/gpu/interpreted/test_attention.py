@@ -55,6 +55,30 @@ def test_mixed_steps(
     check(operators, rows, heads=heads, page_size=page_size, padding=padding, parts=parts, seed=seed)
 
 
+@BOTH
+@settings(max_examples=5, deadline=None)
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=4),
+    heads=st.sampled_from([(2, 2), (6, 2), (5, 1)]),
+    page_size=st.sampled_from([1, 7, 16]),
+    parts=st.sampled_from([1, 4]),
+    window=st.sampled_from([1, 3, 16, 33, 140]),
+    cap=st.sampled_from([0.0, 0.5, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_windows_and_caps(
+    operators: Kernels,
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    page_size: int,
+    parts: int,
+    window: int,
+    cap: float,
+    seed: int,
+) -> None:
+    check(operators, rows, heads=heads, page_size=page_size, parts=parts, window=window, cap=cap, seed=seed)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_rows_in_parts(parts: int) -> None:
     check(kernels, [(0, 1), (31, 1), (32, 1), (200, 1)], padding=(1, 0), parts=parts)

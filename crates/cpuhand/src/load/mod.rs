@@ -10,8 +10,8 @@ use forebay_kernels::{
     Dtype, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Packing, Storage, Weights,
 };
 use forebay_weights::{
-    Angles, BlockKind, Checkpoint, Entry, Experts, FeedShape, ModelError, Shape, TorchNumber,
-    computed_as,
+    Angles, BlockKind, Checkpoint, Entry, Experts, FeedShape, ModelError, Norm, NormPlacement,
+    QkNorm, Shape, TorchNumber, computed_as,
 };
 
 use crate::parts::DecoderParts;
@@ -118,9 +118,9 @@ impl Plan {
         number: TorchNumber,
         formats: Formats,
     ) -> Result<Self, ModelError> {
-        let &DecoderParts { shape, attention, .. } = parts;
-        let (hidden, dim) = (shape.hidden_size, attention.head_dim);
-        let (queries, keys) = (attention.heads * dim, attention.kv_heads * dim);
+        let shape = parts.shape;
+        let hidden = shape.hidden_size;
+        let of_norms = number_of_norms(shape, number);
         let mut plan = Self {
             vectors: Vec::new(),
             matrices: Vec::new(),
@@ -129,18 +129,28 @@ impl Plan {
             layers: parts.layers(),
         };
         plan.vector(&[(EMBEDDING.into(), vec![shape.vocab_size, hidden])]);
-        plan.vector(&[(NORM.into(), vec![hidden])]);
+        plan.norm_of_size(NORM.into(), hidden, of_norms);
         for layer in 0..parts.layers() {
             let at = |name: &str| format!("model.layers.{layer}.{name}");
+            let attention = parts.kind(layer).attention;
+            let dim = attention.head_dim;
+            let (queries, keys) = (attention.heads * dim, attention.kv_heads * dim);
             let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
             let qkv = qkv.map(|(name, rows)| (at(&format!("self_attn.{name}")), rows));
             let output = [(at("self_attn.o_proj"), hidden)];
             plan.linear(&qkv, hidden, attention.qkv_bias, false)?;
             plan.linear(&output, queries, attention.output_bias, false)?;
-            if parts.head_norms() {
-                for norm in ["q_norm", "k_norm"] {
-                    plan.vector(&[(at(&format!("self_attn.{norm}.weight")), vec![dim])]);
-                }
+            let of_heads = match attention.qk_norm {
+                QkNorm::None => None,
+                QkNorm::Heads => Some([dim, dim]),
+                QkNorm::Rows => Some([queries, keys]),
+            };
+            for (norm, size) in ["q_norm", "k_norm"].into_iter().zip(of_heads.into_iter().flatten())
+            {
+                plan.norm_of_size(at(&format!("self_attn.{norm}.weight")), size, of_norms);
+            }
+            if attention.sinks {
+                plan.vector(&[(at("self_attn.sinks"), vec![attention.heads])]);
             }
             match shape.feed(layer) {
                 FeedShape::Experts(experts) => plan.experts(&at("mlp"), hidden, experts)?,
@@ -148,8 +158,8 @@ impl Plan {
                     plan.gated(&at("mlp"), (hidden, dense.intermediate_size), dense.bias)?;
                 }
             }
-            for norm in ["input_layernorm", "post_attention_layernorm"] {
-                plan.vector(&[(at(&format!("{norm}.weight")), vec![hidden])]);
+            for norm in norms_of(shape.layers[layer].norms).into_iter().flatten() {
+                plan.norm_of_size(at(&format!("{norm}.weight")), hidden, of_norms);
             }
         }
         plan.head(shape)?;
@@ -158,6 +168,11 @@ impl Plan {
 
     fn vector(&mut self, parts: &[(String, Vec<usize>)]) {
         self.vectors.push(Vectors { parts: Parts { parts: parts.to_vec() }, number: self.number });
+    }
+
+    fn norm_of_size(&mut self, name: String, size: usize, number: TorchNumber) {
+        let parts = Parts { parts: vec![(name, vec![size])] };
+        self.vectors.push(Vectors { parts, number });
     }
 
     fn gated(
@@ -373,6 +388,29 @@ impl Plan {
     }
 }
 
+/// The type of norms in memory. Where the checkpoint has distances from 1, what comes of them has
+/// more digits than the model's type.
+fn number_of_norms(shape: &Shape, number: TorchNumber) -> TorchNumber {
+    match shape.norm {
+        Norm::RmsBesideOne => TorchNumber::Float32,
+        Norm::Rms | Norm::Mean => number,
+    }
+}
+
+/// The names of a layer's norms: in front of the attention, behind it, in front of the feed-forward
+/// part, behind it.
+fn norms_of(placement: NormPlacement) -> [Option<&'static str>; 4] {
+    let (input, attended) = ("input_layernorm", "post_attention_layernorm");
+    let (before, fed) = ("pre_feedforward_layernorm", "post_feedforward_layernorm");
+    match placement {
+        // Here the same name is of the norm in front of the second part.
+        NormPlacement::Before => [Some(input), None, Some(attended), None],
+        NormPlacement::After => [None, Some(attended), None, Some(fed)],
+        NormPlacement::Around => [Some(input), Some(attended), Some(before), Some(fed)],
+        NormPlacement::Parallel => [Some(input), None, None, None],
+    }
+}
+
 /// The name of the term that is added to experts' scores for the choice.
 fn correction(at: &str) -> String {
     format!("{at}.gate.e_score_correction_bias")
@@ -397,7 +435,7 @@ pub(crate) fn assemble(
     loaded: &Loaded,
     positions: usize,
 ) -> Result<Weights, ModelError> {
-    let &DecoderParts { shape, attention, .. } = parts;
+    let shape = parts.shape;
     let get = |name: &str| {
         let found = loaded.get(name).cloned();
         found.ok_or_else(|| ModelError::Broken(format!("{name} is neither loaded nor packed")))
@@ -412,12 +450,17 @@ pub(crate) fn assemble(
     for layer in 0..plan.layers {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let bias = |there: bool, name: &str| there.then(|| get(&at(name))).transpose();
+        let attention = parts.kind(layer).attention;
         let norm = |name: &str| get(&at(&format!("{name}.weight")));
-        let norms = if parts.head_norms() {
-            Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?))
-        } else {
-            None
+        let head_norms = match attention.qk_norm {
+            QkNorm::None => None,
+            QkNorm::Heads | QkNorm::Rows => {
+                Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?))
+            }
         };
+        let placement = shape.layers[layer].norms;
+        let [input, attended, before, fed] =
+            norms_of(placement).map(|name| name.map(norm).transpose());
         let gated = |of: &str, with_bias: bool| -> Result<Gated, ModelError> {
             Ok(Gated {
                 gate_up: matrix(&at(&format!("{of}.gate_proj.weight")))?,
@@ -445,26 +488,32 @@ pub(crate) fn assemble(
             FeedShape::Dense(dense) => FeedForward::Dense(gated("mlp", dense.bias)?),
         };
         layers.push(Layer {
-            input_norm: norm("input_layernorm")?,
+            attention: parts.kind_of[layer],
+            parallel: placement == NormPlacement::Parallel,
+            input_norm: input?,
+            attended_norm: attended?,
+            fed_norm: fed?,
+            sinks: bias(attention.sinks, "self_attn.sinks")?,
             qkv: matrix(&at("self_attn.q_proj.weight"))?,
             qkv_bias: bias(attention.qkv_bias, "self_attn.q_proj.bias")?,
-            head_norms: norms,
+            head_norms,
             output: matrix(&at("self_attn.o_proj.weight"))?,
             output_bias: bias(attention.output_bias, "self_attn.o_proj.bias")?,
-            post_norm: norm("post_attention_layernorm")?,
+            post_norm: before?,
             feed,
         });
     }
-    let angles = Angles::new(parts.rope, shape.max_positions, positions, plan.number)?;
-    let Angles { cos, sin } = angles;
+    let angles = shape.ropes.iter().map(|rope| -> Result<_, ModelError> {
+        let Angles { cos, sin } = Angles::new(rope, shape.max_positions, positions, plan.number)?;
+        Ok((cos, sin))
+    });
     Ok(Weights {
         embedding: get(EMBEDDING)?,
         final_norm: get(NORM)?,
         head: (!shape.headless).then(|| matrix(HEAD)).transpose()?,
         layers,
-        cos,
-        sin,
-        query_scales: attention.query_scale.map_or_else(Vec::new, |scale| {
+        angles: angles.collect::<Result<Vec<_>, ModelError>>()?,
+        query_scales: parts.query_scale().map_or_else(Vec::new, |scale| {
             (0..positions as u64).map(|position| scale.at(position)).collect()
         }),
     })

@@ -34,8 +34,8 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     scratch.span.clear(span.saturating_sub(position) * group..unit.rows(shape), padded);
     let height = tile_height(rows, K::QUERIES);
     let mut scores: Scores = [[0.0; BLOCK]; MAX_ROWS];
-    let scale = shape.scale * std::f32::consts::LOG2_E;
-    let blocks = (span..end).step_by(BLOCK);
+    let scores_of = Scoring::new(shape);
+    let blocks = (unit.first_block(shape, span)..end).step_by(BLOCK);
     for (first, head) in blocks.flat_map(|first| (0..unit.heads).map(move |head| (first, head))) {
         let base = head * rows;
         let held = &Held { kv_head: held.kv_head + head, ..held };
@@ -56,8 +56,11 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
             let seen = |row: usize| {
                 (position + row / group + 1).min(unit.until).saturating_sub(first).min(BLOCK)
             };
-            // Queries before the block see nothing of it.
-            if seen(row + count - 1) == 0 {
+            let hidden = |row: usize| {
+                shape.first_seen(position + row / group).saturating_sub(first).min(BLOCK)
+            };
+            // Queries before the block see nothing of it, nor do those whose window is behind it.
+            if seen(row + count - 1) == 0 || hidden(row) == BLOCK {
                 continue;
             }
             // Positions lie scattered over the pool. While the first tile computes with keys, their
@@ -83,8 +86,8 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
                 unsafe {
                     decay[r] = soften::<E, K>(
                         &scores[r],
-                        seen(row + r),
-                        scale,
+                        hidden(row + r)..seen(row + r),
+                        scores_of,
                         &mut scratch.span.largest[base + row + r],
                         &mut scratch.span.total[base + row + r],
                         weights.add(r * BLOCK),
@@ -152,7 +155,7 @@ unsafe fn next_groups(
         (held, first + BLOCK..unit.until)
     } else {
         let then = then.unwrap_or(unit);
-        (then.queries.held, then.from..then.until)
+        (then.queries.held, then.first_block(shape, then.from)..then.until)
     };
     // SAFETY: the contract.
     unsafe {
@@ -165,38 +168,68 @@ unsafe fn next_groups(
     }
 }
 
+/// The way from a product of a query and a key to a power of two.
+#[derive(Clone, Copy)]
+struct Scoring {
+    /// The factor of products; with a cap, of products in units of the cap.
+    scale: f32,
+    /// The bound of powers; 0: there is none.
+    cap: f32,
+}
+
+impl Scoring {
+    #[inline(always)]
+    fn new(shape: &Shape) -> Self {
+        let log = std::f32::consts::LOG2_E;
+        match shape.cap > 0.0 {
+            true => Self { scale: shape.scale / shape.cap, cap: shape.cap * log },
+            false => Self { scale: shape.scale * log, cap: 0.0 },
+        }
+    }
+}
+
 /// One row's part of a softmax that is taken block by block. Turns scores into weights relative to
 /// the largest so far, and gives the factor by which the sums so far have to shrink. Powers are of
-/// two: `scale` has the logarithm. Of a block of which nothing is `visible`, weights are zero and
-/// nothing shrinks.
+/// two. Of a block of which nothing is `visible`, weights are zero and nothing shrinks.
 ///
 /// # Safety
 /// `weights` has room for a block's.
 #[inline(always)]
 unsafe fn soften<E: Element, K: Kernel<E>>(
     scores: &[f32; BLOCK],
-    visible: usize,
-    scale: f32,
+    visible: std::ops::Range<usize>,
+    scoring: Scoring,
     largest: &mut f32,
     total: &mut f32,
     weights: *mut K::Number,
 ) -> f32 {
-    let scale = K::Vector::splat(scale);
+    let scale = K::Vector::splat(scoring.scale);
     let mut groups = [scale; GROUPS];
     for (group, scores) in groups.iter_mut().zip(scores.as_chunks::<GROUP>().0) {
         // SAFETY: a whole vector.
         *group = unsafe { K::Vector::load(scores.as_ptr()) }.mul(scale);
     }
-    if visible < BLOCK {
+    if scoring.cap > 0.0 {
+        for group in &mut groups {
+            *group = math::tanh(*group).mul(K::Vector::splat(scoring.cap));
+        }
+    }
+    let nothing = visible.is_empty();
+    if visible.end < BLOCK {
         for (at, group) in groups.iter_mut().enumerate() {
-            *group = group.only(visible.saturating_sub(at * GROUP).min(GROUP));
+            *group = group.only(visible.end.saturating_sub(at * GROUP).min(GROUP));
+        }
+    }
+    if visible.start > 0 {
+        for (at, group) in groups.iter_mut().enumerate() {
+            *group = group.without(visible.start.saturating_sub(at * GROUP).min(GROUP));
         }
     }
     let before = *largest;
     let block = groups[0].larger(groups[1]).larger(groups[2].larger(groups[3])).largest();
     let now = if block > before { block } else { before };
     // Whatever is relative to nothing at all is nothing.
-    let shift = K::Vector::splat(if visible == 0 { 0.0 } else { now });
+    let shift = K::Vector::splat(if nothing { 0.0 } else { now });
     let mut sum = K::Vector::splat(0.0);
     for (at, group) in groups.iter().enumerate() {
         let weight = math::exp2(group.sub(shift));
@@ -204,7 +237,7 @@ unsafe fn soften<E: Element, K: Kernel<E>>(
         // SAFETY: room for a vector.
         unsafe { K::number(weight, weights.add(at * GROUP)) };
     }
-    let decay = if visible == 0 { 1.0 } else { math::exp2_of::<K::Vector>(before - now) };
+    let decay = if nothing { 1.0 } else { math::exp2_of::<K::Vector>(before - now) };
     *largest = now;
     *total = *total * decay + sum.sum();
     decay

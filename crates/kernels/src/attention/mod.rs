@@ -48,6 +48,12 @@ pub(crate) struct Unit {
 }
 
 impl Unit {
+    /// The first block of which any of its queries sees something.
+    #[inline(always)]
+    fn first_block(&self, shape: &Shape, span: usize) -> usize {
+        span.max(shape.first_seen(self.queries.position) / BLOCK * BLOCK)
+    }
+
     /// True if the last of its queries is among the positions that it looks at.
     pub(crate) fn sees_itself(&self) -> bool {
         self.until == self.queries.position + self.queries.tokens
@@ -72,6 +78,8 @@ struct Split {
     at: usize,
     /// Query heads.
     rows: usize,
+    /// The number of the first span that the query looks at.
+    first: usize,
 }
 
 /// The attention of a step.
@@ -101,16 +109,18 @@ impl Work {
                 let position = queries.position + first;
                 let queries = Queries { token, to, tokens, position, held };
                 let until = position + tokens;
-                let unit = Unit { queries, heads, from: 0, until, split: None };
-                if tokens > 1 || until <= SPAN {
+                let first = shape.first_seen(position) / SPAN;
+                let from = first * SPAN;
+                let unit = Unit { queries, heads, from, until, split: None };
+                if tokens > 1 || until - from <= SPAN {
                     self.units.push(unit);
                     continue;
                 }
                 let split = Some(self.splits.len());
-                let parts = until.div_ceil(SPAN);
-                let rows = unit.rows(shape);
-                self.splits.push(Split { parts, left: AtomicUsize::new(parts), at: 0, rows });
-                self.units.extend((0..parts).map(|part| {
+                let parts = (until - from).div_ceil(SPAN);
+                let (rows, left) = (unit.rows(shape), AtomicUsize::new(parts));
+                self.splits.push(Split { parts, left, at: 0, rows, first });
+                self.units.extend((first..first + parts).map(|part| {
                     let from = part * SPAN;
                     Unit { from, until: until.min(from + SPAN), split, ..unit }
                 }));
@@ -189,6 +199,10 @@ impl Sums {
     /// Adds a row of sums over later positions.
     #[inline(always)]
     fn merge<V: Vector>(&mut self, row: usize, output: &[f32], largest: f32, total: f32) {
+        if largest == f32::NEG_INFINITY {
+            // A query sees nothing of a span that others of its unit look at.
+            return;
+        }
         let before = self.largest[row];
         let now = if largest > before { largest } else { before };
         let (mine, theirs) = (math::exp2_of::<V>(before - now), math::exp2_of::<V>(largest - now));
@@ -202,6 +216,17 @@ impl Sums {
         }
         self.largest[row] = now;
         self.total[row] = self.total[row] * mine + total * theirs;
+    }
+}
+
+impl Sums {
+    /// The factor of a row's sums if a score that has no value takes its share.
+    #[inline(always)]
+    fn factor_beside<V: Vector>(&self, row: usize, sink: f32) -> f32 {
+        let (largest, sink) = (self.largest[row], sink * std::f32::consts::LOG2_E);
+        let most = if sink > largest { sink } else { largest };
+        let shrunk = math::exp2_of::<V>(largest - most);
+        shrunk / (self.total[row] * shrunk + math::exp2_of::<V>(sink - most))
     }
 }
 
@@ -221,24 +246,28 @@ pub(crate) struct Scratch<E> {
 }
 
 impl<E: Element> Scratch<E> {
-    pub(crate) fn new(shape: &Shape) -> Self {
-        let rows = QUERY_ROWS.max(shape.heads);
+    /// Room for heads of all these shapes.
+    pub(crate) fn new(shapes: &[Shape]) -> Self {
+        let most = |of: fn(&Shape) -> usize| shapes.iter().map(of).max().unwrap_or(0);
+        let rows = QUERY_ROWS.max(most(|shape| shape.heads));
+        let (dim, padded) = (most(|shape| shape.head_dim), most(Shape::padded));
         let zero = E::default();
         Self {
-            queries: vec![zero; rows * shape.head_dim],
-            head: vec![0.0; shape.head_dim],
-            ordered: Ordered::new(shape),
-            arranged: vec![0.0; rows * shape.head_dim],
+            queries: vec![zero; rows * dim],
+            head: vec![0.0; dim],
+            ordered: Ordered::new(dim),
+            arranged: vec![0.0; rows * dim],
             weights: vec![0.0; MAX_ROWS * BLOCK],
-            span: Sums::new(rows, shape.padded()),
-            sums: Sums::new(rows, shape.padded()),
+            span: Sums::new(rows, padded),
+            sums: Sums::new(rows, padded),
         }
     }
 }
 
 /// Attends a unit's queries, which are in the scratch, and writes their part of `out`
 /// `[rows, heads, head_dim]`, unless others of the same split have yet to end. `then`: the unit
-/// that comes after it.
+/// that comes after it. `sinks`: a score of each query head that takes weight and gives nothing, or
+/// none.
 ///
 /// # Safety
 /// The unit lies within `out`. Both units' pages are pages of the pool for every position that they
@@ -248,7 +277,7 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,
     shared: Shared<'_>,
     (unit, then): (&Unit, Option<&Unit>),
-    pool: Pool<E>,
+    (pool, sinks): (Pool<E>, &[f32]),
     out: *mut E,
     scratch: &mut Scratch<E>,
 ) {
@@ -277,7 +306,7 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
         {
             return;
         }
-        write::<E, K>(shape, unit, &scratch.sums, out);
+        write::<E, K>(shape, unit, (&scratch.sums, sinks), out);
     }
 }
 
@@ -312,6 +341,7 @@ unsafe fn hand_in<V: Vector>(
 ) -> bool {
     let split = &shared.splits[split];
     let (rows, padded, length) = (split.rows, shape.padded(), part_len(shape, split.rows));
+    let part = part - split.first;
     // SAFETY: the split's sums; each part is written by one member before it counts down, and read
     // after all have.
     let part_of = |part: usize| unsafe {
@@ -337,13 +367,22 @@ unsafe fn hand_in<V: Vector>(
 }
 
 #[inline(always)]
-unsafe fn write<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, sums: &Sums, out: *mut E) {
+unsafe fn write<E: Element, K: Kernel<E>>(
+    shape: &Shape,
+    unit: &Unit,
+    (sums, sinks): (&Sums, &[f32]),
+    out: *mut E,
+) {
     let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
     let Queries { to, held, .. } = unit.queries;
     let together = unit.heads * group;
     for row in 0..unit.rows(shape) {
-        let factor = 1.0 / sums.total[row];
-        let head = (to + row / together) * shape.heads + held.kv_head * group + row % together;
+        let of_token = held.kv_head * group + row % together;
+        let factor = match sinks.get(of_token) {
+            None => 1.0 / sums.total[row],
+            Some(&sink) => sums.factor_beside::<K::Vector>(row, sink),
+        };
+        let head = (to + row / together) * shape.heads + of_token;
         // SAFETY: inside out, by the contract of `attend`.
         let to = unsafe { std::slice::from_raw_parts_mut(out.add(head * dim), dim) };
         for (at, to) in to.chunks_mut(LANES).enumerate() {

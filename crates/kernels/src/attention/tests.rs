@@ -18,12 +18,18 @@ struct Sizes {
     together: bool,
     /// True if queries look at the positions behind them too.
     whole: bool,
+    /// True if each head has a score that takes weight and gives nothing.
+    sinks: bool,
     seed: u32,
 }
 
 fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
-    let Sizes { shape, length, start, together, whole, seed } = *sizes;
-    let Shape { heads, kv_heads, head_dim: dim, page_size, scale, coded } = shape;
+    let Sizes { shape, length, start, together, whole, sinks, seed } = *sizes;
+    let Shape { heads, kv_heads, head_dim: dim, page_size, scale, coded, .. } = shape;
+    // From one that takes all of the weight to one that takes none.
+    let sinks: Vec<f32> = (0..if sinks { heads } else { 0 })
+        .map(|head| [0.5, 30.0, -30.0, 2.0, -1.0][head % 5])
+        .collect();
     let tokens = length - start;
     let (q, mut k, mut v): (Vec<E>, Vec<E>, Vec<E>) = (
         numbers(tokens * heads * dim, seed),
@@ -67,7 +73,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     }
     work.arrange(&shape);
     let shared = work.shared();
-    let mut scratch = Scratch::<E>::new(&shape);
+    let mut scratch = Scratch::<E>::new(&[shape]);
     let mut out = vec![E::default(); tokens * heads * dim];
     // Twice, as a second layer would.
     for _ in 0..2 {
@@ -82,7 +88,10 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
                     .copy_from_slice(&q[from..][..together * dim]);
             }
             // SAFETY: a unit of these queries; every position has a page.
-            unsafe { attend::<E, K>(&shape, shared, units, pool, out.as_mut_ptr(), &mut scratch) };
+            unsafe {
+                let read = (pool, sinks.as_slice());
+                attend::<E, K>(&shape, shared, units, read, out.as_mut_ptr(), &mut scratch);
+            }
         }
     }
     let dot = |a: &[E], b: &[E]| -> f64 {
@@ -93,11 +102,25 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
             let at = (token * heads + head) * dim;
             let row = |position: usize| (position * kv_heads + head / shape.group()) * dim;
             let seen = if whole { length } else { start + token + 1 };
+            let capped = |score: f64| match f64::from(shape.cap) {
+                0.0 => score,
+                cap => cap * (score / cap).tanh(),
+            };
+            let visible = |position: usize| {
+                let query = start + token;
+                let in_window = shape.window == 0 || position + shape.window > query;
+                let in_chunk = shape.chunk == 0 || position / shape.chunk == query / shape.chunk;
+                whole || in_window && in_chunk
+            };
             let weights: Vec<f64> = (0..seen)
-                .map(|position| dot(&q[at..at + dim], &k[row(position)..][..dim]))
-                .map(|score| (score * f64::from(scale)).exp())
+                .map(|position| {
+                    let score = dot(&q[at..at + dim], &k[row(position)..][..dim]);
+                    let weight = capped(score * f64::from(scale)).exp();
+                    if visible(position) { weight } else { 0.0 }
+                })
                 .collect();
-            let total: f64 = weights.iter().sum();
+            let sink = sinks.get(head).map_or(0.0, |&sink| f64::from(sink).exp());
+            let total: f64 = weights.iter().sum::<f64>() + sink;
             for d in 0..dim {
                 let exact: f64 = weights
                     .iter()
@@ -137,15 +160,24 @@ proptest! {
         dim in prop::sample::select(vec![2usize, 16, 24, 64, 80]),
         page_size in prop::sample::select(vec![1usize, 5, 16, 32]),
         (length, asked) in (1usize..150, 1usize..40),
-        (together, whole) in any::<(bool, bool)>(),
+        (together, whole, sinks) in any::<(bool, bool, bool)>(),
+        (window, chunk, cap) in (
+            prop::sample::select(vec![0usize, 1, 5, 63, 64, 65, 100, 400]),
+            prop::sample::select(vec![0usize, 0, 7, 64]),
+            prop::sample::select(vec![0.0f32, 0.7, 50.0]),
+        ),
         seed: u32,
     ) {
+        // Encoders have neither.
+        let (window, chunk) = if whole { (0, 0) } else { (window, chunk) };
         // The pages' order needs a number of them that 7 does not divide.
         let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
         let shape = Shape {
-            heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7, coded: false,
+            heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7, window, chunk,
+            cap, ..Shape::CAUSAL
         };
-        kernels(&Sizes { shape, length, start: length.saturating_sub(asked), together, whole, seed });
+        let start = length.saturating_sub(asked);
+        kernels(&Sizes { shape, length, start, together, whole, sinks, seed });
     }
 
     #[test]
@@ -160,8 +192,10 @@ proptest! {
         let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
         let shape = Shape {
             heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.2, coded: true,
+            window: if whole { 0 } else { seed as usize % 90 }, ..Shape::CAUSAL
         };
-        kernels(&Sizes { shape, length, start: length.saturating_sub(asked), together, whole, seed });
+        let start = length.saturating_sub(asked);
+        kernels(&Sizes { shape, length, start, together, whole, sinks: false, seed });
     }
 }
 
@@ -175,10 +209,23 @@ fn spans_are_put_together() {
             (false, false, true),
             (true, false, true),
         ] {
-            let shape =
-                Shape { heads: 6, kv_heads: 2, head_dim: 32, page_size: 16, scale: 0.5, coded };
-            let start = length - asked;
-            kernels(&Sizes { shape, length, start, together, whole, seed: 5 });
+            for (window, chunk, sinks) in
+                [(0, 0, false), (0, 0, true), (600, 0, true), (40, 0, false), (0, 600, false)]
+            {
+                let shape = Shape {
+                    heads: 6,
+                    kv_heads: 2,
+                    head_dim: 32,
+                    page_size: 16,
+                    scale: 0.5,
+                    coded,
+                    window: if whole { 0 } else { window },
+                    chunk: if whole { 0 } else { chunk },
+                    ..Shape::CAUSAL
+                };
+                let start = length - asked;
+                kernels(&Sizes { shape, length, start, together, whole, sinks, seed: 5 });
+            }
         }
     }
 }

@@ -140,6 +140,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::decoder::{AttentionSizes, Factors, GateKind};
     use crate::memory::Room;
     use crate::packing::{Dtype, Storage};
 
@@ -162,10 +163,11 @@ mod tests {
         kv_codes: false,
         dtype: Dtype::Bfloat16,
         hidden: 32,
-        heads: 2,
-        kv_heads: 1,
-        head_dim: 16,
-        rotary_dim: 8,
+        attentions: Vec::new(),
+        gate: GateKind::Silu,
+        factors: Factors::NONE,
+        mean_norms: false,
+        wide_norms: false,
         intermediate: 48,
         experts: Some(EXPERTS),
         vocabulary: 50,
@@ -257,9 +259,29 @@ mod tests {
         ] {
             assert!(wrong.check().is_err(), "{wrong:?}");
         }
-        for rotary_dim in [0, 7, 18] {
-            assert!(Sizes { rotary_dim, ..SIZES }.check().is_err());
+        let attention = AttentionSizes {
+            heads: 2,
+            kv_heads: 1,
+            head_dim: 16,
+            rotary_dim: 8,
+            angles: Some(0),
+            window: None,
+            chunk: None,
+            norm_rows: false,
+            scale: 0.25,
+            cap: None,
+        };
+        let with = |attention| Sizes { attentions: vec![attention], ..SIZES }.check();
+        assert_eq!(with(attention), Ok(()));
+        for wrong in [
+            AttentionSizes { rotary_dim: 0, ..attention },
+            AttentionSizes { rotary_dim: 7, ..attention },
+            AttentionSizes { rotary_dim: 18, ..attention },
+            AttentionSizes { angles: None, ..attention },
+            AttentionSizes { kv_heads: 3, ..attention },
+            AttentionSizes { window: Some(0), ..attention },
+        ] {
+            assert!(with(wrong).is_err(), "{wrong:?}");
         }
-        assert_eq!(SIZES.check(), Ok(()));
     }
 }

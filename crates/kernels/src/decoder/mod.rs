@@ -4,24 +4,24 @@
 //! the fault. Every call here is safe.
 
 mod experts;
+mod sizes;
 
 use std::ffi::c_void;
 use std::sync::Arc;
 
 use crate::any_model::AnyModel;
-use crate::codes::SHARED;
 use crate::dispatch::Level;
 use crate::experts::{ExpertsSpec, RoutingSpec};
-use crate::layer::LayerSpec;
+use crate::layer::{AttentionSpec, LayerSpec};
+use crate::matmul::Activation;
 use crate::memory::Room;
 use crate::model::{ModelSpec, StepError, StepSpec};
 use crate::packing::{Dtype, Packing, Storage, Unfit, aligned, unfit};
-use crate::pages::{group_bytes, takes_codes};
 use crate::pool::Threads;
 use crate::team::{Kind, Team};
-use crate::tile::GROUP;
 
 pub use experts::{ExpertMatrices, ExpertSizes};
+pub use sizes::{AttentionSizes, Factors, GateKind, Sizes};
 
 /// Memory of weights, which other objects may read too.
 pub type Bytes = Arc<Room>;
@@ -38,20 +38,30 @@ pub struct Matrix {
 /// One layer. Vectors are of the model's type.
 #[derive(Clone)]
 pub struct Layer {
+    /// The number of its kind of attention in [`Sizes::attentions`].
+    pub attention: usize,
+    /// True if both parts read the states in front of the layer, normalised by `input_norm`.
+    pub parallel: bool,
     /// The norm before the attention, `[hidden]`.
-    pub input_norm: Bytes,
+    pub input_norm: Option<Bytes>,
+    /// The norm of the attention's output, `[hidden]`.
+    pub attended_norm: Option<Bytes>,
+    /// The norm of the feed-forward part's output, `[hidden]`.
+    pub fed_norm: Option<Bytes>,
+    /// A score of each query head that takes weight and gives nothing, `[heads]`.
+    pub sinks: Option<Bytes>,
     /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`.
     pub qkv: Matrix,
     /// The bias of queries, keys and values, one for each output.
     pub qkv_bias: Option<Bytes>,
-    /// The norms of query heads and of key heads, `[head_dim]` each.
+    /// The norms of query heads and of key heads, `[head_dim]` each, or of all heads of a position.
     pub head_norms: Option<(Bytes, Bytes)>,
     /// The attention's output, `[hidden, heads * head_dim]`.
     pub output: Matrix,
     /// The bias of the attention's output, `[hidden]`.
     pub output_bias: Option<Bytes>,
-    /// The norm behind the attention, `[hidden]`.
-    pub post_norm: Bytes,
+    /// The norm before the feed-forward part, `[hidden]`.
+    pub post_norm: Option<Bytes>,
     /// The part behind the attention.
     pub feed: FeedForward,
 }
@@ -78,95 +88,6 @@ pub struct Gated {
     pub down_bias: Option<Bytes>,
 }
 
-/// The sizes of a decoder.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sizes {
-    /// The type of weights, activations and pages without codes.
-    pub dtype: Dtype,
-    /// True if pages have 8-bit codes of keys and values.
-    pub kv_codes: bool,
-    /// Elements of the residual stream.
-    pub hidden: usize,
-    /// The number of query heads.
-    pub heads: usize,
-    /// The number of heads of keys and values.
-    pub kv_heads: usize,
-    /// Elements of a head.
-    pub head_dim: usize,
-    /// The number of first elements of a head that positions rotate.
-    pub rotary_dim: usize,
-    /// Elements between the two products of a dense feed-forward part; 0: no layer has one.
-    pub intermediate: usize,
-    /// The sizes of the experts; `None`: no layer has any.
-    pub experts: Option<ExpertSizes>,
-    /// The number of tokens in the vocabulary.
-    pub vocabulary: usize,
-    /// The largest number of positions of a request.
-    pub positions: usize,
-    /// Positions of a page.
-    pub page_size: usize,
-    /// The number of pages.
-    pub page_count: usize,
-    /// The epsilon of the norms.
-    pub eps: f32,
-}
-
-impl Sizes {
-    /// Bytes of a layer's keys, or of its values, on all pages.
-    #[must_use]
-    pub fn pool_bytes(&self) -> usize {
-        let heads = self.page_count * self.page_size * self.kv_heads;
-        match self.kv_codes {
-            true => heads / GROUP * group_bytes(self.head_dim),
-            false => heads * self.head_dim * self.dtype.bytes(),
-        }
-    }
-
-    /// True if pages of so many positions can have 8-bit codes of heads of this size.
-    #[must_use]
-    pub fn takes_codes(page_size: usize, head_dim: usize) -> bool {
-        takes_codes(page_size, head_dim)
-    }
-
-    fn check(&self) -> Result<(), Unfit> {
-        let numbers = [
-            self.hidden,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-            self.rotary_dim,
-            self.intermediate.max(usize::from(self.experts.is_some())),
-            self.vocabulary,
-            self.positions,
-            self.page_size,
-            self.page_count,
-        ];
-        if numbers.iter().any(|&number| number == 0 || number > i32::MAX as usize) {
-            return unfit(format!("no kernel computes a model of {self:?}"));
-        }
-        if !self.heads.is_multiple_of(self.kv_heads) {
-            return unfit(format!("{} heads can't share {}", self.heads, self.kv_heads));
-        }
-        let inner = [self.hidden, self.head_dim, self.rotary_dim, self.intermediate];
-        if inner.iter().any(|size| size % 2 > 0) {
-            return unfit(format!(
-                "the compiled kernels take inner dimensions two by two, and the model has {} and {} and heads of {}, of which {} are rotated",
-                self.hidden, self.intermediate, self.head_dim, self.rotary_dim
-            ));
-        }
-        if self.rotary_dim > self.head_dim {
-            return unfit(format!("heads of {} have no {}", self.head_dim, self.rotary_dim));
-        }
-        if self.kv_codes && !Self::takes_codes(self.page_size, self.head_dim) {
-            return unfit(format!(
-                "8-bit keys and values need pages of a multiple of {GROUP} positions and heads of a multiple of {SHARED} elements: there are {} and {}",
-                self.page_size, self.head_dim
-            ));
-        }
-        self.experts.iter().try_for_each(ExpertSizes::check)
-    }
-}
-
 /// All weights of a decoder.
 pub struct Weights {
     /// The embedding, `[vocabulary, hidden]`, of the model's type.
@@ -177,10 +98,8 @@ pub struct Weights {
     pub head: Option<Matrix>,
     /// The layers, in order.
     pub layers: Vec<Layer>,
-    /// The cosines of the angles at each position, `[positions, rotary_dim / 2]`.
-    pub cos: Vec<f32>,
-    /// The sines of the angles, of the shape of `cos`.
-    pub sin: Vec<f32>,
+    /// The cosines and the sines of the angles at each position, `[positions, rotary_dim / 2]`.
+    pub angles: Vec<(Vec<f32>, Vec<f32>)>,
     /// Factors of queries, `[positions]`; empty: there are none.
     pub query_scales: Vec<f32>,
 }
@@ -244,7 +163,7 @@ unsafe impl Send for Decoder {}
 
 impl Decoder {
     /// A decoder that computes with `threads`. `pages` are keys and values of each layer, of
-    /// [`Sizes::pool_bytes`] each.
+    /// [`Sizes::pool_bytes`] each for its kind of attention.
     ///
     /// # Errors
     /// A part has a wrong size, or the kernels can't compute it.
@@ -256,10 +175,10 @@ impl Decoder {
     ) -> Result<Self, Unfit> {
         sizes.check()?;
         weights.check(&sizes)?;
-        let pool = sizes.pool_bytes();
-        if pages.len() != weights.layers.len()
-            || pages.iter().flatten().any(|room| room.len() != pool)
-        {
+        let fits = |(layer, rooms): (&Layer, &[Room; 2])| {
+            rooms.iter().all(|room| room.len() == sizes.pool_bytes(layer.attention))
+        };
+        if pages.len() != weights.layers.len() || !weights.layers.iter().zip(&pages).all(fits) {
             return unfit("the pages are not of this model");
         }
         let address = |bytes: &Bytes| bytes.as_ptr().cast::<c_void>();
@@ -276,14 +195,19 @@ impl Decoder {
             let bias = |of: Option<&Option<Bytes>>| of.map_or(std::ptr::null(), optional);
             let (gate_up, down) = (dense.map(|of| &of.gate_up), dense.map(|of| &of.down));
             LayerSpec {
-                input_norm: address(&layer.input_norm),
+                input_norm: optional(&layer.input_norm),
                 qkv: address(&layer.qkv.packed),
                 qkv_bias: optional(&layer.qkv_bias),
                 q_norm: norm(layer.head_norms.as_ref().map(|(norm, _)| norm)),
                 k_norm: norm(layer.head_norms.as_ref().map(|(_, norm)| norm)),
                 output: address(&layer.output.packed),
                 output_bias: optional(&layer.output_bias),
-                post_norm: address(&layer.post_norm),
+                post_norm: optional(&layer.post_norm),
+                attended_norm: optional(&layer.attended_norm),
+                fed_norm: optional(&layer.fed_norm),
+                sinks: optional(&layer.sinks),
+                attention: layer.attention as u32,
+                parallel: layer.parallel.into(),
                 gate_up: packed(gate_up),
                 gate_up_bias: bias(dense.map(|of| &of.gate_up_bias)),
                 down: packed(down),
@@ -295,13 +219,26 @@ impl Decoder {
             }
         };
         let layers: Vec<LayerSpec> = weights.layers.iter().zip(&mut pages).map(layer).collect();
+        let kinds: Vec<AttentionSpec> =
+            sizes.attentions.iter().map(|kind| kind.spec(&weights.angles)).collect();
         let spec = ModelSpec {
             dtype: sizes.dtype.number(),
             layers: layers.len() as u32,
             hidden: sizes.hidden as u32,
-            heads: sizes.heads as u32,
-            kv_heads: sizes.kv_heads as u32,
-            head_dim: sizes.head_dim as u32,
+            attentions: kinds.len() as u32,
+            attention: kinds.as_ptr(),
+            mean_norms: sizes.mean_norms.into(),
+            wide_norms: sizes.wide_norms.into(),
+            activation: match sizes.gate {
+                GateKind::Silu => Activation::Silu as u32,
+                GateKind::Gelu => Activation::Gelu as u32,
+                GateKind::GeluTanh => Activation::GeluTanh as u32,
+            },
+            embedding_scale: sizes.factors.embeddings,
+            input_scale: sizes.factors.inputs,
+            residual_scale: sizes.factors.residuals,
+            logit_scale: sizes.factors.logits,
+            logit_cap: sizes.factors.logit_cap.unwrap_or(0.0),
             intermediate: sizes.intermediate as u32,
             vocabulary: sizes.vocabulary as u32,
             positions: sizes.positions as u32,
@@ -309,15 +246,11 @@ impl Decoder {
             page_count: sizes.page_count as u32,
             threads: threads.count() as u32,
             eps: sizes.eps,
-            scale: (sizes.head_dim as f64).powf(-0.5) as f32,
             embedding: address(&weights.embedding),
             final_norm: address(&weights.final_norm),
             head: weights.head.as_ref().map_or(std::ptr::null(), |head| address(&head.packed)),
             head_format: weights.head.as_ref().map_or(0, |head| head.storage.number()),
-            cos: weights.cos.as_ptr(),
-            sin: weights.sin.as_ptr(),
             layer: layers.as_ptr(),
-            rotary_dim: sizes.rotary_dim as u32,
             routing: sizes.experts.map_or_else(RoutingSpec::default, |experts| experts.spec()),
             kv_codes: u32::from(sizes.kv_codes),
             query_scales: match weights.query_scales.is_empty() {
@@ -327,7 +260,9 @@ impl Decoder {
         };
         // SAFETY: the description was checked, and what it points to lives in the decoder.
         if unsafe { !spec.is_possible() } {
-            return unfit("an inner dimension of a quantised matrix is no multiple of 32");
+            return unfit(
+                "an inner dimension of a quantised matrix is no multiple of 32, or a norm stands behind experts, or subtracts the mean behind a part",
+            );
         }
         let team = Team { threads: threads.count(), kind: Kind::Kept(threads.clone()) };
         // SAFETY: as above.
@@ -442,23 +377,32 @@ impl Decoder {
 
 impl Layer {
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
-        let &Sizes { hidden, heads, kv_heads, head_dim, .. } = sizes;
-        let (queries, projected) = (heads * head_dim, (heads + 2 * kv_heads) * head_dim);
+        let hidden = sizes.hidden;
+        let Some(attention) = sizes.attentions.get(self.attention) else {
+            return unfit("a layer of a kind of attention that is not there");
+        };
+        let &AttentionSizes { heads, kv_heads, head_dim, norm_rows, .. } = attention;
+        let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
+        let projected = queries + 2 * keys;
         self.qkv.check(sizes.dtype, (projected, hidden), false)?;
         self.output.check(sizes.dtype, (hidden, queries), false)?;
         match &self.feed {
             FeedForward::Dense(dense) => dense.check(sizes, sizes.intermediate)?,
             FeedForward::Experts(experts) => experts.check(sizes)?,
         }
-        let norms = self.head_norms.iter().flat_map(|(q, k)| [(q, head_dim), (k, head_dim)]);
-        let biases = [(&self.qkv_bias, projected), (&self.output_bias, hidden)];
-        let biases = biases.into_iter().filter_map(|(bias, size)| Some((bias.as_ref()?, size)));
-        let vectors = [(&self.input_norm, hidden), (&self.post_norm, hidden)];
-        vectors
+        let [of_query, of_key] = if norm_rows { [queries, keys] } else { [head_dim; 2] };
+        let norms = [&self.input_norm, &self.post_norm, &self.attended_norm, &self.fed_norm];
+        let norms = norms.into_iter().flatten().map(|norm| (norm, hidden));
+        let of_heads = self.head_norms.iter().flat_map(|(q, k)| [(q, of_query), (k, of_key)]);
+        norms
+            .chain(of_heads)
+            .try_for_each(|(norm, size)| of_size(norm, size * sizes.norm_bytes()))?;
+        let others =
+            [(&self.qkv_bias, projected), (&self.output_bias, hidden), (&self.sinks, heads)];
+        others
             .into_iter()
-            .chain(norms)
-            .chain(biases)
-            .try_for_each(|(vector, size)| of_size(vector, size * sizes.dtype.bytes()))
+            .filter_map(|(it, size)| Some((it.as_ref()?, size)))
+            .try_for_each(|(it, size)| of_size(it, size * sizes.dtype.bytes()))
     }
 }
 
@@ -489,13 +433,19 @@ impl Matrix {
 
 impl Weights {
     fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
-        let &Sizes { dtype, hidden, vocabulary, rotary_dim, positions, .. } = sizes;
+        let &Sizes { dtype, hidden, vocabulary, positions, .. } = sizes;
         of_size(&self.embedding, vocabulary * hidden * dtype.bytes())?;
-        of_size(&self.final_norm, hidden * dtype.bytes())?;
+        of_size(&self.final_norm, hidden * sizes.norm_bytes())?;
         if let Some(head) = &self.head {
             head.check(dtype, (vocabulary, hidden), false)?;
         }
-        if [&self.cos, &self.sin].iter().any(|table| table.len() != positions * rotary_dim / 2) {
+        let has_angles = |attention: &AttentionSizes| {
+            let Some(number) = attention.angles else { return true };
+            let wanted = positions * attention.rotary_dim / 2;
+            let tables = self.angles.get(number);
+            tables.is_some_and(|(cos, sin)| cos.len() == wanted && sin.len() == wanted)
+        };
+        if !sizes.attentions.iter().all(has_angles) {
             return unfit("angles of another number of positions");
         }
         if ![0, positions].contains(&self.query_scales.len()) {

@@ -239,8 +239,8 @@ impl<E: Element> Encoder<E> {
             return None;
         }
         let scale = (head_dim as f64).powf(-0.5) as f32;
-        let shape =
-            Shape { heads, kv_heads: heads, head_dim, page_size: GROUP, scale, coded: false };
+        let page_size = GROUP;
+        let shape = Shape { heads, kv_heads: heads, head_dim, page_size, scale, ..Shape::CAUSAL };
         let vector = |from: *const c_void, length: usize| -> Vec<f32> {
             // SAFETY: the caller's description.
             let values = unsafe { std::slice::from_raw_parts(from.cast::<E>(), length) };
@@ -279,7 +279,7 @@ impl<E: Element> Encoder<E> {
             )
         });
         let mut work = Work::default();
-        work.scratch.resize_with(team.threads, || Scratch::new(&shape));
+        work.scratch.resize_with(team.threads, || Scratch::new(&[shape]));
         // Two more for what makes scores.
         work.queues.resize_with(QUEUES_A_LAYER * layers.len() + 2, Queue::default);
         Some(Self {

@@ -173,7 +173,7 @@ impl<E: Element> Pass<'_, E> {
                 self.attend::<K>(attention, (&queues[1], member));
                 member.meet();
                 let attended = Rows { first: self.attended.cast_const(), count: stream.count };
-                let added = Out::Add(stream.x);
+                let added = Out::Add(stream.x, 1.0);
                 self.multiply::<K, D>((&queues[2], member), attended, &layer.output, added);
                 let normed = self.normalise::<K>(member, stream, layer.attention_norm);
                 self.multiply::<K, D>(
@@ -346,7 +346,7 @@ impl<E: Element> Pass<'_, E> {
                 unsafe {
                     self.queries::<K>(units.0, scratch);
                     let (shape, out) = (&self.shape, self.attended);
-                    attention::attend::<E, K>(shape, shared, units, self.pool, out, scratch);
+                    attention::attend::<E, K>(shape, shared, units, (self.pool, &[]), out, scratch);
                 }
             }
         }

@@ -9,7 +9,7 @@ use crate::codes::tests::Encoded;
 use crate::dispatch::{Level, Number};
 use crate::element::Bf16;
 use crate::isa::plain::{Array, Plain};
-use crate::layer::LayerSpec;
+use crate::layer::{AttentionSpec, LayerSpec};
 use crate::math;
 use crate::model::{Model, ModelSpec, StepSpec};
 use crate::pack::pack;
@@ -266,17 +266,42 @@ impl<E: Number> Tiny<E> {
                 down_bias: null,
                 keys: keys.as_mut_ptr().cast(),
                 values: values.as_mut_ptr().cast(),
+                attended_norm: null,
+                fed_norm: null,
+                sinks: null,
                 formats: [0; 4],
+                attention: 0,
+                parallel: 0,
                 experts: if has_experts { experts } else { ExpertsSpec::NONE },
             });
         }
+        let kind = AttentionSpec {
+            heads: 1,
+            kv_heads: 1,
+            head_dim: HEAD_DIM as u32,
+            rotary_dim: HEAD_DIM as u32,
+            window: 0,
+            chunk: 0,
+            norm_rows: 0,
+            scale: 0.25,
+            cap: 0.0,
+            cos: self.angles.as_ptr(),
+            sin: self.angles.as_ptr(),
+        };
         let spec = ModelSpec {
             dtype: u32::from(E::PAIR == 2),
             layers: layers.len() as u32,
             hidden: HIDDEN as u32,
-            heads: 1,
-            kv_heads: 1,
-            head_dim: HEAD_DIM as u32,
+            attentions: 1,
+            attention: &raw const kind,
+            mean_norms: 0,
+            wide_norms: 0,
+            activation: 0,
+            embedding_scale: 1.0,
+            input_scale: 1.0,
+            residual_scale: 1.0,
+            logit_scale: 1.0,
+            logit_cap: 0.0,
             intermediate: DENSE as u32,
             vocabulary: VOCABULARY as u32,
             positions: (PAGE * VOCABULARY) as u32,
@@ -284,15 +309,11 @@ impl<E: Number> Tiny<E> {
             page_count: VOCABULARY as u32,
             threads: threads as u32,
             eps: EPS,
-            scale: 0.25,
             embedding: self.embedding.as_ptr().cast(),
             final_norm: norm,
             head: address(&self.nothing),
-            cos: self.angles.as_ptr(),
-            sin: self.angles.as_ptr(),
             layer: layers.as_ptr(),
             head_format: 0,
-            rotary_dim: HEAD_DIM as u32,
             routing: self.routing,
             kv_codes: 0,
             query_scales: std::ptr::null(),

@@ -156,15 +156,51 @@ impl Best {
     }
 }
 
+/// The function of gates.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Activation {
+    Silu,
+    Gelu,
+    GeluTanh,
+}
+
+impl Activation {
+    /// 0: SiLU, 1: GELU by the error function, 2: GELU by a hyperbolic tangent.
+    pub(crate) fn of(number: u32) -> Option<Self> {
+        match number {
+            0 => Some(Self::Silu),
+            1 => Some(Self::Gelu),
+            2 => Some(Self::GeluTanh),
+            _ => None,
+        }
+    }
+}
+
+/// The factor of logits, and the bound that they then approach; 0: there is none.
+#[derive(Clone, Copy)]
+pub(crate) struct LogitScales {
+    pub(crate) scale: f32,
+    pub(crate) cap: f32,
+}
+
+impl LogitScales {
+    /// True if logits stay as they are.
+    pub(crate) fn is_none(self) -> bool {
+        self.scale == 1.0 && self.cap == 0.0
+    }
+}
+
 /// The place of results.
 #[derive(Clone, Copy)]
 pub(crate) enum Out<E> {
     /// `[rows, outputs]`.
     Store(*mut f32),
-    /// Added to `[rows, outputs]`.
-    Add(*mut f32),
-    /// `silu(gate) * up` of an interleaved matrix, `[rows, outputs / 2]`.
-    Gate(*mut E),
+    /// `[rows, outputs]`, as logits.
+    Logits(*mut f32, LogitScales),
+    /// Times a factor, added to `[rows, outputs]`.
+    Add(*mut f32, f32),
+    /// `activation(gate) * up` of an interleaved matrix, `[rows, outputs / 2]`.
+    Gate(*mut E, Activation),
     /// One a row, of this member.
     Best(*mut Best),
 }
@@ -181,7 +217,7 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     matrix: &Matrix<'_, E>,
     out: Out<E>,
 ) {
-    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
+    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(..))).div_ceil(NR);
     let pieces = panels * rows.count.div_ceil(rows.block::<E, K>());
     let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; MAX_BLOCK_ROWS];
     loop {
@@ -280,7 +316,7 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
     (matrix, format): (&Matrix<'_, E>, Format),
     out: Out<E>,
 ) {
-    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
+    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(..))).div_ceil(NR);
     let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
     let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
     loop {
@@ -352,7 +388,7 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
 ) {
     let (outputs, from) = (matrix.outputs, panel * NR);
     let width = outputs.saturating_sub(from).min(NR);
-    let bias = bias_of(matrix, panel, matches!(out, Out::Gate(_)));
+    let bias = bias_of(matrix, panel, matches!(out, Out::Gate(..)));
     // SAFETY: two vectors.
     let [bias, other_bias] = unsafe { halves::<K::Vector>(bias.as_ptr()) };
     for (sums, row) in tile.iter().zip(row..) {
@@ -362,11 +398,19 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
             let (left, right) = (left.add(bias), right.add(other_bias));
             match out {
                 Out::Store(to) => write(left, right, to.add(row * outputs + from), width),
-                Out::Add(to) => add(left, right, to.add(row * outputs + from), width),
-                Out::Gate(to) => {
+                Out::Logits(to, scales) => {
+                    let (left, right) = (logits(left, scales), logits(right, scales));
+                    write(left, right, to.add(row * outputs + from), width);
+                }
+                Out::Add(to, scale) => {
+                    let scale = K::Vector::splat(scale);
+                    let (left, right) = (left.mul(scale), right.mul(scale));
+                    add(left, right, to.add(row * outputs + from), width);
+                }
+                Out::Gate(to, activation) => {
                     let (from, half) = (panel * HALF, outputs / 2);
                     let to = to.add(row * half + from);
-                    gate::<E, K>(left, right, to, half.saturating_sub(from));
+                    gate::<E, K>((left, right), activation, to, half.saturating_sub(from));
                 }
                 Out::Best(to) => (*to.add(row)).look::<K::Vector>(sums, from, width),
             }
@@ -422,18 +466,32 @@ unsafe fn add<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
     }
 }
 
-/// Writes `silu(left) * right`, at most `width` of it.
+#[inline(always)]
+fn logits<V: Vector>(x: V, LogitScales { scale, cap }: LogitScales) -> V {
+    if cap > 0.0 {
+        math::tanh(x.mul(V::splat(scale / cap))).mul(V::splat(cap))
+    } else {
+        x.mul(V::splat(scale))
+    }
+}
+
+/// Writes `activation(left) * right`, at most `width` of it.
 ///
 /// # Safety
 /// `to` can be written for as many, or for [`HALF`].
 #[inline(always)]
 unsafe fn gate<E: Element, K: Kernel<E>>(
-    left: K::Vector,
-    right: K::Vector,
+    (left, right): (K::Vector, K::Vector),
+    activation: Activation,
     to: *mut E,
     width: usize,
 ) {
-    let gated = math::silu(left).mul(right);
+    let gated = match activation {
+        Activation::Silu => math::silu(left),
+        Activation::Gelu => math::gelu(left),
+        Activation::GeluTanh => math::gelu_tanh(left),
+    }
+    .mul(right);
     // SAFETY: the contract.
     unsafe {
         if width >= HALF {

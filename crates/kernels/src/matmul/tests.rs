@@ -87,10 +87,10 @@ fn check<E: Element, K: Kernel<E>>(
     let to = Out::Store(stored.as_mut_ptr());
     run::<E, K>(from, matrix(&plain), |_| to);
     let mut added = vec![1.0; rows * outputs];
-    let to = Out::Add(added.as_mut_ptr());
+    let to = Out::Add(added.as_mut_ptr(), 1.0);
     run::<E, K>(from, matrix(&plain), |_| to);
     let mut gates = vec![E::default(); rows * outputs / 2];
-    let to = Out::Gate(gates.as_mut_ptr());
+    let to = Out::Gate(gates.as_mut_ptr(), Activation::Silu);
     run::<E, K>(from, matrix(&gated), |_| to);
     let mut bests = vec![Best::NONE; 2 * rows];
     let to = bests.as_mut_ptr();

@@ -30,9 +30,41 @@ pub(crate) struct Shape {
     pub(crate) scale: f32,
     /// True if pages have codes in place of elements. Then groups lie in order.
     pub(crate) coded: bool,
+    /// The last positions that a query sees, its own among them; 0: all.
+    pub(crate) window: usize,
+    /// Positions of a chunk, of which a query sees those of its own; 0: there are no chunks.
+    pub(crate) chunk: usize,
+    /// The bound that scores approach; 0: there is none.
+    pub(crate) cap: f32,
 }
 
 impl Shape {
+    /// Causal order and nothing else, of heads without elements.
+    pub(crate) const CAUSAL: Self = Self {
+        heads: 1,
+        kv_heads: 1,
+        head_dim: 0,
+        page_size: 1,
+        scale: 1.0,
+        coded: false,
+        window: 0,
+        chunk: 0,
+        cap: 0.0,
+    };
+
+    /// The first position that a query sees.
+    #[inline(always)]
+    pub(crate) fn first_seen(&self, position: usize) -> usize {
+        let in_window = match self.window {
+            0 => 0,
+            window => (position + 1).saturating_sub(window),
+        };
+        match self.chunk {
+            0 => in_window,
+            chunk => in_window.max(position - position % chunk),
+        }
+    }
+
     /// Query heads that share a key head.
     pub(crate) fn group(&self) -> usize {
         self.heads / self.kv_heads
@@ -69,6 +101,15 @@ pub(crate) struct Held {
     pub(crate) kv_head: usize,
 }
 
+/// The norm of a head.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadNorm<'a> {
+    /// One number for each element of the head.
+    pub(crate) weight: &'a [f32],
+    /// The factor of all heads of a position; `None`: the head has its own.
+    pub(crate) factor: Option<f32>,
+}
+
 /// Groups that had to be put in order.
 pub(crate) struct Ordered<E> {
     keys: Vec<E>,
@@ -77,13 +118,14 @@ pub(crate) struct Ordered<E> {
 }
 
 impl<E: Element> Ordered<E> {
-    pub(crate) fn new(shape: &Shape) -> Self {
-        let size = GROUP * shape.padded();
+    /// Room for heads of `dim` elements, and all shorter ones.
+    pub(crate) fn new(dim: usize) -> Self {
+        let size = GROUP * dim.next_multiple_of(GROUP);
         let zero = E::default();
         Self {
             keys: vec![zero; GROUPS * size],
             values: vec![zero; GROUPS * size],
-            zeros: vec![zero; shape.head_dim],
+            zeros: vec![zero; dim],
         }
     }
 }
@@ -280,12 +322,15 @@ impl Held {
 #[inline(always)]
 pub(crate) fn turn<V: Vector>(
     head: &mut [f32],
-    norm: Option<&[f32]>,
+    norm: Option<HeadNorm<'_>>,
     eps: f32,
     (cos, sin): (&[f32], &[f32]),
 ) {
-    if let Some(weight) = norm {
-        let factor = math::rms_factor::<V>(head, eps);
+    if let Some(HeadNorm { weight, factor }) = norm {
+        let factor = match factor {
+            Some(factor) => factor,
+            None => math::rms_factor::<V>(head, eps),
+        };
         for (x, &weight) in head.iter_mut().zip(weight) {
             *x = *x * factor * weight;
         }

@@ -73,7 +73,12 @@ impl<E: Element> Step<'_, E> {
             own.sorted.sort(all, per_token, count, K::ROWS);
             let (gated, terms) = (self.gated, buffers.terms);
             let steps = [
-                (&mixture.gate_up, Origin::Tokens(normed.first), Out::Gate(gated), Part::GateUp),
+                (
+                    &mixture.gate_up,
+                    Origin::Tokens(normed.first),
+                    Out::Gate(gated, self.activation),
+                    Part::GateUp,
+                ),
                 (&mixture.down, Origin::Rows(gated.cast_const()), Out::Store(terms), Part::Down),
             ];
             // One loop, so that products are compiled once.
@@ -203,7 +208,7 @@ impl<E: Element> Step<'_, E> {
         (queue, member): (&Queue, &Member<'_>),
     ) {
         let inputs = stack.inputs;
-        let panels = padded_outputs(stack.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
+        let panels = padded_outputs(stack.outputs, matches!(out, Out::Gate(..))).div_ceil(NR);
         let total = match stack.format {
             Some(_) => sorted.count_pieces(panels, |_| BLOCK_ROWS),
             None => {
@@ -228,7 +233,9 @@ impl<E: Element> Step<'_, E> {
                 // SAFETY: the rows of this expert, and what they give.
                 unsafe {
                     let out = match out {
-                        Out::Gate(to) => Out::Gate(to.add(first * stack.outputs / 2)),
+                        Out::Gate(to, activation) => {
+                            Out::Gate(to.add(first * stack.outputs / 2), activation)
+                        }
                         Out::Store(to) => Out::Store(to.add(first * stack.outputs)),
                         other => other,
                     };
@@ -267,14 +274,14 @@ impl<E: Element> Step<'_, E> {
                     let term = V::load(self.experts.terms.add(row as usize * hidden + at));
                     sum = term.fused(V::splat(weight), sum);
                 }
-                V::load(x.add(at)).add(sum).store(x.add(at));
+                sum.fused(V::splat(self.scales.residuals), V::load(x.add(at))).store(x.add(at));
             }
             for at in whole..hidden {
                 let mut sum = 0.0;
                 for (&row, &weight) in rows.iter().zip(weights) {
                     sum += *self.experts.terms.add(row as usize * hidden + at) * weight;
                 }
-                *x.add(at) += sum;
+                *x.add(at) += sum * self.scales.residuals;
             }
         }
     }

@@ -14,10 +14,13 @@ use crate::element::Element;
 use crate::experts::{Buffers, RoutingSpec};
 use crate::layer::Layer;
 use crate::math;
-use crate::matmul::{Best, Matrix, Out, Rows, arrange, multiply, multiply_codes};
-use crate::pages::{Shape, turn};
+use crate::matmul::{
+    Activation, Best, LogitScales, Matrix, Out, Rows, arrange, multiply, multiply_codes,
+};
+use crate::pages::{HeadNorm, Shape, turn};
 use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
+use crate::vector::Vector;
 
 /// Pieces of work a layer takes from queues: four products, the attention, and two products of
 /// experts.
@@ -67,9 +70,36 @@ impl Watch {
 pub(crate) struct Token<E> {
     /// The token's row of the embedding, or the input that was given in place of it.
     pub(crate) input: *const E,
+    /// True if the input is not of the embedding.
+    pub(crate) is_given: bool,
     pub(crate) position: usize,
     /// The place of its keys and values.
     pub(crate) entry: usize,
+}
+
+/// A kind of attention in a step.
+pub(crate) struct Attends<'a> {
+    pub(crate) shape: Shape,
+    /// True if norms of queries and of keys are over all heads of a position.
+    pub(crate) norm_rows: bool,
+    /// The number of pairs of a head's elements that are rotated.
+    pub(crate) half: usize,
+    pub(crate) cos: *const f32,
+    pub(crate) sin: *const f32,
+    pub(crate) units: attention::Shared<'a>,
+    /// The units of the last layer, where only some tokens count.
+    pub(crate) last_units: attention::Shared<'a>,
+}
+
+/// Factors of states.
+#[derive(Clone, Copy)]
+pub(crate) struct Scales {
+    /// The factor of the embedding's rows.
+    pub(crate) embeddings: f32,
+    /// The factor of inputs that the caller gives in place of them.
+    pub(crate) inputs: f32,
+    /// The factor of a part's output before it is added.
+    pub(crate) residuals: f32,
 }
 
 /// A step for its members. They share its buffers, and each writes its own part between two
@@ -81,6 +111,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) qkv: *mut f32,
     pub(crate) attended: *mut E,
     pub(crate) gated: *mut E,
+    /// The output of a part with a norm behind it.
+    pub(crate) part: *mut f32,
     pub(crate) experts: Buffers<E>,
     pub(crate) routing: RoutingSpec,
     pub(crate) best: *mut Best,
@@ -96,8 +128,7 @@ pub(crate) struct Step<'a, E> {
     pub(crate) vectors: *mut f32,
     pub(crate) times: *mut u64,
     pub(crate) tokens: &'a [Token<E>],
-    pub(crate) attention: attention::Shared<'a>,
-    pub(crate) last_attention: attention::Shared<'a>,
+    pub(crate) attentions: Vec<Attends<'a>>,
     pub(crate) queues: &'a [Queue],
     /// The tokens that sample, ascending.
     pub(crate) sampled: &'a [usize],
@@ -105,17 +136,34 @@ pub(crate) struct Step<'a, E> {
     pub(crate) given: usize,
     /// True if every token is a row of its own, and samples.
     pub(crate) decodes: bool,
-    pub(crate) shape: Shape,
     pub(crate) hidden: usize,
     pub(crate) eps: f32,
-    pub(crate) rotary_dim: usize,
-    pub(crate) cos: *const f32,
-    pub(crate) sin: *const f32,
+    pub(crate) activation: Activation,
+    pub(crate) scales: Scales,
+    pub(crate) logit_scales: LogitScales,
+    pub(crate) mean_norms: bool,
     /// Factors of queries at each position; null: there are none.
     pub(crate) query_scales: *const f32,
     pub(crate) final_norm: &'a [f32],
     pub(crate) head: Matrix<'a, E>,
     pub(crate) layers: &'a [Layer<E>],
+}
+
+impl Attends<'_> {
+    /// The angles' cosines and sines at a position.
+    #[inline(always)]
+    unsafe fn angles(&self, position: usize) -> (&[f32], &[f32]) {
+        if self.half == 0 {
+            return (&[], &[]);
+        }
+        // SAFETY: positions are those of the tables.
+        unsafe {
+            (
+                std::slice::from_raw_parts(self.cos.add(position * self.half), self.half),
+                std::slice::from_raw_parts(self.sin.add(position * self.half), self.half),
+            )
+        }
+    }
 }
 
 // SAFETY: what the pointers reach is written by one member at a time, see `compute`.
@@ -167,8 +215,10 @@ impl<E: Element> Step<'_, E> {
             let queue = &self.queues[self.layers.len() * QUEUES_A_LAYER];
             let out = if self.logits.is_null() {
                 Out::Best(self.best.add(member.index * self.sampled.len()))
-            } else {
+            } else if self.logit_scales.is_none() {
                 Out::Store(self.logits)
+            } else {
+                Out::Logits(self.logits, self.logit_scales)
             };
             self.multiply::<K, D>((queue, member), last, &self.head, out);
             member.meet();
@@ -190,6 +240,7 @@ impl<E: Element> Step<'_, E> {
             self.embed(member, stream);
             for (index, layer) in self.layers.iter().enumerate() {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
+                let attends = &self.attentions[layer.attention];
                 // No closure for what is done four times: it would not be compiled for the
                 // processor.
                 let queue = |index: usize| (&queues[index], member);
@@ -202,14 +253,14 @@ impl<E: Element> Step<'_, E> {
                 if !self.decodes {
                     let scratch = &mut *self.scratch.add(member.index);
                     for token in member.share(count) {
-                        for kv_head in 0..self.shape.kv_heads {
-                            self.keep::<K>(layer, (token, kv_head), scratch);
+                        for kv_head in 0..attends.shape.kv_heads {
+                            self.keep::<K>((layer, attends), (token, kv_head), scratch);
                         }
                     }
                     member.meet();
                     watch.lap(Part::Keep);
                 }
-                let mut attention = self.attention;
+                let mut units = attends.units;
                 if index + 1 == self.layers.len() && self.sampled.len() < count {
                     // Nobody will read what comes of the other tokens.
                     let sampled = Stream { x: self.sampled_x, count: self.sampled.len() };
@@ -218,24 +269,32 @@ impl<E: Element> Step<'_, E> {
                         self.row(sampled, row).copy_from_slice(from);
                     }
                     stream = sampled;
-                    attention = self.last_attention;
+                    units = attends.last_units;
                 }
-                self.attend::<K>(layer, attention, (&queues[4], member));
+                self.attend::<K>((layer, attends), units, (&queues[4], member));
                 member.meet();
                 watch.lap(Part::Attend);
+                let mut normed = normed;
+                if layer.parallel {
+                    // Again, since the stream may have become that of the tokens that sample.
+                    normed = self.normalise::<K>(member, stream, &layer.input_norm);
+                    member.meet();
+                    watch.lap(Part::Norm);
+                }
                 let attended = Rows { first: self.attended.cast_const(), count: stream.count };
-                let added = Out::Add(stream.x);
-                self.multiply::<K, D>(queue(1), attended, &layer.output.matrix(), added);
-                member.meet();
+                let output = (&layer.output.matrix(), layer.attended_norm.as_slice());
+                self.add_part::<K, D>(queue(1), attended, output, stream);
                 watch.lap(Part::Output);
-                let normed = self.normalise::<K>(member, stream, &layer.post_norm);
-                watch.lap(Part::Norm);
+                if !layer.parallel {
+                    normed = self.normalise::<K>(member, stream, &layer.post_norm);
+                    watch.lap(Part::Norm);
+                }
                 if let Some(mixture) = &layer.mixture {
                     let queues = (&queues[5..], member);
                     self.experts::<K, D>(mixture, (stream, normed), queues, watch);
                 }
                 let Some([gate_up, down]) = &layer.feed else { continue };
-                let gate = Out::Gate(self.gated);
+                let gate = Out::Gate(self.gated, self.activation);
                 self.multiply::<K, D>(queue(2), normed, &gate_up.matrix(), gate);
                 member.meet();
                 if let Some(mixture) = &layer.mixture {
@@ -243,12 +302,44 @@ impl<E: Element> Step<'_, E> {
                 }
                 watch.lap(Part::GateUp);
                 let gated = Rows { first: self.gated.cast_const(), count: stream.count };
-                self.multiply::<K, D>(queue(3), gated, &down.matrix(), added);
-                member.meet();
+                let down = (&down.matrix(), layer.fed_norm.as_slice());
+                self.add_part::<K, D>(queue(3), gated, down, stream);
                 watch.lap(Part::Down);
             }
         }
         stream
+    }
+
+    /// Adds a part's last product to the stream, normalised if there is a `norm`. Whoever comes
+    /// back has met the others since they wrote.
+    #[inline(always)]
+    unsafe fn add_part<K: Kernel<E>, D: Dots>(
+        &self,
+        (queue, member): (&Queue, &Member<'_>),
+        rows: Rows<E>,
+        (matrix, norm): (&Matrix<'_, E>, &[f32]),
+        stream: Stream,
+    ) {
+        let behind = !norm.is_empty();
+        // SAFETY: as for `compute`.
+        unsafe {
+            let out = match behind {
+                true => Out::Store(self.part),
+                false => Out::Add(stream.x, self.scales.residuals),
+            };
+            self.multiply::<K, D>((queue, member), rows, matrix, out);
+            member.meet();
+            if behind {
+                for row in member.share(stream.count) {
+                    let from = self.part.add(row * self.hidden);
+                    let from = std::slice::from_raw_parts(from, self.hidden);
+                    let to = self.row(stream, row);
+                    let scales = (self.eps, self.scales.residuals);
+                    math::add_rms_norm::<K::Vector>(to, from, norm, scales);
+                }
+                member.meet();
+            }
+        }
     }
 
     /// Fills the stream with the tokens' inputs.
@@ -257,9 +348,11 @@ impl<E: Element> Step<'_, E> {
         for token in member.share(stream.count) {
             // SAFETY: a token's input; this member's rows of x.
             unsafe {
-                let from = std::slice::from_raw_parts(self.tokens[token].input, self.hidden);
+                let Token { input, is_given, .. } = self.tokens[token];
+                let from = std::slice::from_raw_parts(input, self.hidden);
+                let scale = if is_given { self.scales.inputs } else { self.scales.embeddings };
                 for (to, from) in self.row(stream, token).iter_mut().zip(from) {
-                    *to = from.to_f32();
+                    *to = from.to_f32() * scale;
                 }
             }
         }
@@ -296,7 +389,13 @@ impl<E: Element> Step<'_, E> {
                 let from = std::slice::from_raw_parts(stream.x.add(row * self.hidden), self.hidden);
                 let to = self.normed.add(own + row * self.hidden);
                 let to = std::slice::from_raw_parts_mut(to, self.hidden);
-                math::rms_norm::<E, K>(from, weight, self.eps, to);
+                if weight.is_empty() {
+                    math::narrow::<E, K>(from, to);
+                } else if self.mean_norms {
+                    math::mean_norm::<E, K>(from, weight, self.eps, to);
+                } else {
+                    math::rms_norm::<E, K>(from, weight, self.eps, to);
+                }
             }
             rows
         }
@@ -352,54 +451,61 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The angles' cosines and sines at a position.
-    #[inline(always)]
-    unsafe fn angles(&self, position: usize) -> (&[f32], &[f32]) {
-        let half = self.rotary_dim / 2;
-        // SAFETY: positions are those of the tables.
-        unsafe {
-            (
-                std::slice::from_raw_parts(self.cos.add(position * half), half),
-                std::slice::from_raw_parts(self.sin.add(position * half), half),
-            )
-        }
-    }
-
     /// Writes a token's key and value to their page.
     #[inline(always)]
     unsafe fn keep<K: Kernel<E>>(
         &self,
-        layer: &Layer<E>,
+        (layer, attends): (&Layer<E>, &Attends<'_>),
         (token, kv_head): (usize, usize),
         scratch: &mut Scratch<E>,
     ) {
-        let Shape { heads, kv_heads, head_dim: dim, .. } = self.shape;
+        let shape = &attends.shape;
+        let &Shape { heads, kv_heads, head_dim: dim, .. } = shape;
         let Token { position, entry, .. } = self.tokens[token];
         // SAFETY: this member's token and head; the entry belongs to it alone.
         unsafe {
             let heads_of = self.qkv.add(token * (heads + 2 * kv_heads) * dim);
-            let key = heads_of.add((heads + kv_head) * dim);
-            let key = std::slice::from_raw_parts_mut(key, dim);
+            let keys = std::slice::from_raw_parts(heads_of.add(heads * dim), kv_heads * dim);
             let value = heads_of.add((heads + kv_heads + kv_head) * dim);
             let value = std::slice::from_raw_parts(value, dim);
-            let norm = layer.qk_norm.as_ref().map(|(_, norm)| norm.as_slice());
-            turn::<K::Vector>(key, norm, self.eps, self.angles(position));
-            if self.shape.coded {
-                layer.pool.keep_codes::<K::Vector>(&self.shape, (entry, kv_head), key, value);
+            let key = &mut scratch.head[..dim];
+            key.copy_from_slice(&keys[kv_head * dim..][..dim]);
+            let weight = layer.qk_norm.as_ref().map(|(_, norm)| norm.as_slice());
+            let norm = self.head_norm::<K::Vector>(attends, weight, (keys, kv_head));
+            turn::<K::Vector>(key, norm, self.eps, attends.angles(position));
+            if shape.coded {
+                layer.pool.keep_codes::<K::Vector>(shape, (entry, kv_head), key, value);
                 return;
             }
             // Where the unit's queries will be: there is room for more than two heads.
             let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
             math::narrow::<E, K>(key, narrow_key);
             math::narrow::<E, K>(value, &mut rest[..dim]);
-            layer.pool.keep(&self.shape, (entry, kv_head), narrow_key, &rest[..dim]);
+            layer.pool.keep(shape, (entry, kv_head), narrow_key, &rest[..dim]);
         }
+    }
+
+    /// The norm of a head, of queries or of keys, among all of its token's.
+    #[inline(always)]
+    fn head_norm<'w, V: Vector>(
+        &self,
+        attends: &Attends<'_>,
+        weight: Option<&'w [f32]>,
+        (all, head): (&[f32], usize),
+    ) -> Option<HeadNorm<'w>> {
+        let weight = weight?;
+        if !attends.norm_rows {
+            return Some(HeadNorm { weight, factor: None });
+        }
+        let dim = attends.shape.head_dim;
+        let factor = Some(math::rms_factor::<V>(all, self.eps));
+        Some(HeadNorm { weight: &weight[head * dim..][..dim], factor })
     }
 
     #[inline(always)]
     unsafe fn attend<K: Kernel<E>>(
         &self,
-        layer: &Layer<E>,
+        (layer, attends): (&Layer<E>, &Attends<'_>),
         shared: attention::Shared<'_>,
         (queue, member): (&Queue, &Member<'_>),
     ) {
@@ -418,13 +524,14 @@ impl<E: Element> Step<'_, E> {
                     if self.decodes && unit.sees_itself() {
                         let first = unit.queries.held.kv_head;
                         for kv_head in first..first + unit.heads {
-                            self.keep::<K>(layer, (unit.queries.token, kv_head), scratch);
+                            let place = (unit.queries.token, kv_head);
+                            self.keep::<K>((layer, attends), place, scratch);
                         }
                     }
-                    self.turn_queries::<K>(layer, (unit, then), scratch);
-                    let out = self.attended;
-                    let units = (unit, then);
-                    attention::attend::<E, K>(&self.shape, shared, units, layer.pool, out, scratch);
+                    self.turn_queries::<K>((layer, attends), (unit, then), scratch);
+                    let (units, out) = ((unit, then), self.attended);
+                    let read = (layer.pool, layer.sinks.as_slice());
+                    attention::attend::<E, K>(&attends.shape, shared, units, read, out, scratch);
                 }
             }
         }
@@ -434,45 +541,49 @@ impl<E: Element> Step<'_, E> {
     #[inline(always)]
     unsafe fn turn_queries<K: Kernel<E>>(
         &self,
-        layer: &Layer<E>,
+        (layer, attends): (&Layer<E>, &Attends<'_>),
         (unit, then): (&Unit, Option<&Unit>),
         scratch: &mut Scratch<E>,
     ) {
-        let Shape { heads, kv_heads, head_dim: dim, .. } = self.shape;
-        let group = self.shape.group();
+        let shape = &attends.shape;
+        let &Shape { heads, kv_heads, head_dim: dim, .. } = shape;
+        let group = shape.group();
         let expected = then.filter(|then| self.decodes && then.sees_itself());
         let together = unit.heads * group;
-        let norm = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
+        let weight = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
         for index in 0..unit.queries.tokens {
             let token = unit.queries.token + index;
             // SAFETY: the unit's queries, which others that attend to parts of the same ones only
             // read.
             unsafe {
                 let position = self.tokens[token].position;
-                let angles = self.angles(position);
+                let angles = attends.angles(position);
                 let scale = match self.query_scales.is_null() {
                     true => 1.0,
                     false => *self.query_scales.add(position),
                 };
-                let first = token * (heads + 2 * kv_heads) + unit.queries.held.kv_head * group;
+                let all = self.qkv.add(token * (heads + 2 * kv_heads) * dim);
+                let all = std::slice::from_raw_parts(all, heads * dim);
+                let first = unit.queries.held.kv_head * group;
+                let mut norm = self.head_norm::<K::Vector>(attends, weight, (all, first));
                 for head in 0..together {
-                    let from = self.qkv.add((first + head) * dim);
-                    let from = std::slice::from_raw_parts(from, dim);
-                    scratch.head.copy_from_slice(from);
-                    turn::<K::Vector>(&mut scratch.head, norm, self.eps, angles);
+                    let at = (first + head) * dim;
+                    let query = &mut scratch.head[..dim];
+                    query.copy_from_slice(&all[at..][..dim]);
+                    if let (Some(norm), Some(weight), true) = (&mut norm, weight, attends.norm_rows)
+                    {
+                        norm.weight = &weight[at..][..dim];
+                    }
+                    turn::<K::Vector>(query, norm, self.eps, angles);
                     if scale != 1.0 {
-                        scratch.head.iter_mut().for_each(|x| *x *= scale);
+                        query.iter_mut().for_each(|x| *x *= scale);
                     }
                     let to = &mut scratch.queries[(index * together + head) * dim..][..dim];
-                    math::narrow::<E, K>(&scratch.head, to);
+                    math::narrow::<E, K>(query, to);
                     if let Some(then) = expected {
                         let entry = self.tokens[then.queries.token].entry;
                         let kv_head = then.queries.held.kv_head + head / group;
-                        layer.pool.expect::<K>(
-                            &self.shape,
-                            (entry, kv_head),
-                            (head % group, group),
-                        );
+                        layer.pool.expect::<K>(shape, (entry, kv_head), (head % group, group));
                     }
                 }
             }

@@ -204,6 +204,34 @@ impl Config<'_> {
         Ok((0..layers).map(|layer| has_window(layer).then_some(window)).collect())
     }
 
+    /// The window of each layer, and whether the layer is of the kind that has one. `layer_types`
+    /// says it, or else one of `cycle` layers is of the other kind.
+    pub(super) fn cycle_of_windows(
+        &self,
+        cycle: u64,
+    ) -> Result<(Vec<Option<u64>>, Vec<bool>), ModelError> {
+        let layers = self.layer_count()?;
+        let kinds = self.get("layer_types").and_then(Value::as_array);
+        let is_local = |layer: usize| match kinds {
+            None => Ok(!(layer as u64 + 1).is_multiple_of(cycle.max(1))),
+            Some(kinds) => match kinds.get(layer).and_then(Value::as_str) {
+                Some("sliding_attention") => Ok(true),
+                Some("full_attention") => Ok(false),
+                other => Err(ModelError::unserved_part(&format!(
+                    "layer_types {:?} in {}",
+                    other.unwrap_or("that end too early"),
+                    self.family.architecture
+                ))),
+            },
+        };
+        let is_local = (0..layers).map(is_local).collect::<Result<Vec<bool>, _>>()?;
+        let window = self.optional("sliding_window", MOST_POSITIONS)?;
+        let longest = self.optional("max_position_embeddings", MOST_POSITIONS)?;
+        let window = window.filter(|&window| longest.is_none_or(|longest| window < longest));
+        let windows = is_local.iter().map(|&local| window.filter(|_| local)).collect();
+        Ok((windows, is_local))
+    }
+
     /// A decoder whose layers differ in their windows and feeds only.
     pub(super) fn grouped(
         &self,

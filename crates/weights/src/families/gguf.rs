@@ -114,7 +114,9 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         [one] => json!(one),
         _ => json!(eos),
     };
-    let eps = files.get("attention.layer_norm_rms_epsilon").and_then(GgufValue::as_f64);
+    // The second is of norms that subtract the mean.
+    let eps = files.get("attention.layer_norm_rms_epsilon");
+    let eps = eps.or_else(|| files.get("attention.layer_norm_epsilon")).and_then(GgufValue::as_f64);
     let eps = eps.ok_or_else(|| missing(files, "attention.layer_norm_rms_epsilon"))?;
     let special = |name: &str| {
         let id = files.metadata.get(&format!("tokenizer.ggml.{name}_token_id"));

@@ -17,7 +17,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "granite",
     attention: "grouped-query",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames { architecture: "granite", fits: |_| Ok(true), keys, rules: PAIRED }),
     rules: &[],
@@ -40,6 +40,7 @@ pub(super) fn attention(config: &Config<'_>) -> Result<Attention, ModelError> {
 pub(super) fn scales(config: &Config<'_>) -> Result<Scales, ModelError> {
     Ok(Scales {
         embeddings: config.real("embedding_multiplier", 1.0)?,
+        inputs: config.real("embedding_multiplier", 1.0)?,
         residuals: config.real("residual_multiplier", 1.0)?,
         // It is a divisor.
         logits: 1.0 / config.real("logits_scaling", 1.0)?,

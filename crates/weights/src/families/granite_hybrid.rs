@@ -17,7 +17,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "granitemoehybrid",
     attention: "grouped-query",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: None,
     rules: &[

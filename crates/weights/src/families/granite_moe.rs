@@ -21,7 +21,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "granitemoe",
     attention: "grouped-query",
     layers: "experts",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames {
         architecture: "granitemoe",

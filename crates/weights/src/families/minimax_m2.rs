@@ -19,7 +19,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "minimax_m2",
     attention: "grouped-query, half of a head rotated",
     layers: "experts",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames { architecture: "minimax-m2", fits: |_| Ok(true), keys, rules: &[] }),
     rules: RULES,

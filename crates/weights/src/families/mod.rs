@@ -11,11 +11,14 @@ mod shape;
 mod table;
 mod unserved;
 
+mod cohere2;
 mod deepseek_v2;
 mod deepseek_v3;
 mod deepseek_v32;
 mod ernie4_5;
 mod ernie4_5_moe;
+mod gemma2;
+mod gemma3;
 mod glm4_moe;
 mod glm4_moe_lite;
 mod glm_dsa;
@@ -31,6 +34,7 @@ mod mistral;
 mod mistral3;
 mod mistral4;
 mod mixtral;
+mod olmo2;
 mod phi3;
 mod qwen2;
 mod qwen2_5_vl;
@@ -70,7 +74,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 31] = [
+pub const ALL: [&Family; 37] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -99,6 +103,12 @@ pub const ALL: [&Family; 31] = [
     &glm4_moe_lite::FAMILY,
     &kimi_k25::FAMILY,
     &mistral4::FAMILY,
+    &gemma2::FAMILY,
+    &gemma3::FAMILY,
+    &gemma3::TEXT,
+    &olmo2::FAMILY,
+    &olmo2::OLMO3,
+    &cohere2::FAMILY,
     &qwen2_5_vl::FAMILY,
     &qwen3_vl::FAMILY,
     &qwen3_vl_moe::FAMILY,

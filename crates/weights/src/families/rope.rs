@@ -21,13 +21,7 @@ const FACTORS: [&str; 6] = [
 
 /// The embedding of a family that rotates whole heads of `dim`.
 pub(super) fn rope(config: &Config<'_>, dim: usize) -> Result<Rope, ModelError> {
-    let (rope, part) = read(config, dim)?;
-    match part {
-        Some(part) if part != 1.0 => {
-            Err(ModelError::unserved_part("heads that are rotated in part"))
-        }
-        _ => Ok(rope),
-    }
+    whole_heads(read(config, dim)?)
 }
 
 /// The embedding of a family that rotates a part of each head; `usual` is the part of a config that
@@ -49,13 +43,59 @@ pub(super) fn partial_rope(
     Ok(read(config, dim)?.0)
 }
 
+/// The embedding of a kind of layers.
+pub(super) struct RopeKind {
+    /// The name in `layer_types`, under which `rope_parameters` has it.
+    pub(super) layer: &'static str,
+    /// The key of its base in the form of transformers 4, and the base of a config without.
+    pub(super) theta: &'static str,
+    pub(super) usual: f64,
+    /// True if `rope_scaling` in the form of transformers 4 is of these layers.
+    pub(super) scaled: bool,
+}
+
+/// The embedding of a kind of layers, which rotates whole heads of `dim`.
+pub(super) fn rope_of_kind(
+    config: &Config<'_>,
+    kind: &RopeKind,
+    dim: usize,
+) -> Result<Rope, ModelError> {
+    let object = |key| config.get(key).and_then(Value::as_object);
+    let nested = object("rope_parameters").and_then(|all| all.get(kind.layer));
+    let parameters = match nested {
+        Some(own) => own.as_object().cloned().unwrap_or_default(),
+        None if kind.scaled => object("rope_scaling").cloned().unwrap_or_default(),
+        None => Map::new(),
+    };
+    whole_heads(parsed(config, parameters, config.real(kind.theta, kind.usual)?, dim)?)
+}
+
+fn whole_heads((rope, part): (Rope, Option<f64>)) -> Result<Rope, ModelError> {
+    match part {
+        Some(part) if part != 1.0 => {
+            Err(ModelError::unserved_part("heads that are rotated in part"))
+        }
+        _ => Ok(rope),
+    }
+}
+
 /// The embedding with its scaling in the form of transformers 4, and the part of a head that is
 /// rotated. transformers 5 keeps all of it in `rope_parameters`.
 fn read(config: &Config<'_>, dim: usize) -> Result<(Rope, Option<f64>), ModelError> {
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
-    let mut parameters =
-        object("rope_parameters").or_else(|| object("rope_scaling")).cloned().unwrap_or_default();
-    let theta = real(&parameters, "rope_theta", config.real("rope_theta", DEFAULT_THETA)?)?;
+    let parameters = object("rope_parameters").or_else(|| object("rope_scaling"));
+    let theta = config.real("rope_theta", DEFAULT_THETA)?;
+    parsed(config, parameters.cloned().unwrap_or_default(), theta, dim)
+}
+
+/// The same from the parameters; `theta` is the base where they do not say it.
+fn parsed(
+    config: &Config<'_>,
+    mut parameters: Map<String, Value>,
+    theta: f64,
+    dim: usize,
+) -> Result<(Rope, Option<f64>), ModelError> {
+    let theta = real(&parameters, "rope_theta", theta)?;
     parameters.shift_remove("rope_theta");
     let text = |value: Option<Value>| value.and_then(|value| value.as_str().map(str::to_owned));
     let legacy = text(parameters.shift_remove("type"));

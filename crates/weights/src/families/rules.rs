@@ -9,6 +9,17 @@ use crate::error::ModelError;
 /// Digits of the number of a layer. None is so long.
 const MOST_DIGITS: usize = 9;
 
+/// Two tables in one. `N` is the number of their rules.
+pub(super) const fn joined<const N: usize>(first: &[Rule], second: &[Rule]) -> [Rule; N] {
+    let mut rules = [Rule::spare(""); N];
+    let mut at = 0;
+    while at < N {
+        rules[at] = if at < first.len() { first[at] } else { second[at - first.len()] };
+        at += 1;
+    }
+    rules
+}
+
 /// A rule for the tensors whose name fits a pattern.
 ///
 /// In a pattern `#` is the number of a layer, `*` is `weight` or `bias`, and `**` is any number of

@@ -68,6 +68,8 @@ pub struct LayerShape {
 pub enum Norm {
     /// Divides by the root of the mean square.
     Rms,
+    /// The same with weights that are distances from 1. They need 32 bits once the 1 is added.
+    RmsBesideOne,
     /// Subtracts the mean first (layer norm).
     Mean,
 }
@@ -91,6 +93,8 @@ pub enum NormPlacement {
 pub struct Scales {
     /// The factor of embeddings.
     pub embeddings: f64,
+    /// The factor of inputs that a caller gives in place of embeddings.
+    pub inputs: f64,
     /// The factor of a part's output before it is added.
     pub residuals: f64,
     /// The factor of logits.
@@ -101,7 +105,8 @@ pub struct Scales {
 
 impl Scales {
     /// No factor and no cap.
-    pub const NONE: Self = Self { embeddings: 1.0, residuals: 1.0, logits: 1.0, logit_cap: None };
+    pub const NONE: Self =
+        Self { embeddings: 1.0, inputs: 1.0, residuals: 1.0, logits: 1.0, logit_cap: None };
 }
 
 /// A rotary embedding (Su et al. 2021).

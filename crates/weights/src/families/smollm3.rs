@@ -20,7 +20,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "smollm3",
     attention: "grouped-query, some layers without rotation",
     layers: "dense",
-    compiled: false,
+    compiled: true,
     shape,
     gguf: Some(GgufNames {
         architecture: "smollm3",

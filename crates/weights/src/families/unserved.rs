@@ -3,15 +3,13 @@
 
 use super::Family;
 use super::experts::Experts;
-use super::shape::{Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, Scales, Shape};
+use super::shape::{Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, Shape};
 use crate::error::ModelError;
 
 /// Known architectures that no hand serves: the names in a `config.json` and in GGUF files, and
 /// their missing parts.
-pub const NOT_SERVED: [(&str, &str, &str); 6] = [
+pub const NOT_SERVED: [(&str, &str, &str); 4] = [
     ("GptOssForCausalLM", "gpt-oss", "attention sinks, and windows in some layers only"),
-    ("Gemma2ForCausalLM", "gemma2", "windows in some layers only, and caps of scores"),
-    ("Gemma3ForCausalLM", "gemma3", "windows and rotary embeddings that differ between layers"),
     ("Qwen2VLForConditionalGeneration", "qwen2vl", "another vision tower"),
     (
         "MistralLarge3ForCausalLM",
@@ -67,32 +65,30 @@ impl Shape {
     }
 
     fn part_without_hand(&self) -> Option<String> {
-        let found = self
-            .scales
-            .part_without_hand()
-            .or_else(|| self.mixers.iter().find_map(Mixer::part_without_hand))
-            .or_else(|| self.differing_layers())
-            .or_else(|| self.layer_without_hand());
+        let found = self.mixers.iter().find_map(Mixer::part_without_hand);
+        let found = found.or_else(|| self.differing_layers()).or_else(|| self.layer_without_hand());
         if let Some(part) = found {
             return Some(part.to_owned());
-        }
-        if self.norm == Norm::Mean {
-            return Some("norms that subtract the mean".into());
         }
         self.feeds.iter().find_map(FeedShape::part_without_hand)
     }
 
     fn differing_layers(&self) -> Option<&'static str> {
-        if self.ropes.len() > 1 {
-            return Some("rotary embeddings that differ between layers");
-        }
-        let attentions: Vec<&Attention> = self.mixers.iter().filter_map(Mixer::attention).collect();
-        if attentions.windows(2).any(|pair| pair[0].window != pair[1].window) {
-            return Some("a sliding window in some of the layers");
-        }
+        let attentions = self.mixers.iter().filter(|it| matches!(it, Mixer::Attention(_))).count();
         // Layers with latent attention differ in their indexers.
-        if attentions.len() > 1 || !attentions.is_empty() && self.mixers.len() > 1 {
-            return Some("attention that differs between layers");
+        if attentions > 0 && attentions < self.mixers.len() {
+            return Some("attention of several kinds");
+        }
+        let latent = attentions == 0;
+        if latent && (self.ropes.len() > 1 || self.layers.iter().any(|it| it.rope.is_none())) {
+            return Some("latent attention whose rotary embedding differs between layers");
+        }
+        let activation = |feed: &FeedShape| match feed {
+            FeedShape::Dense(dense) => dense.activation,
+            FeedShape::Experts(experts) => experts.activation,
+        };
+        if self.feeds.windows(2).any(|pair| activation(&pair[0]) != activation(&pair[1])) {
+            return Some("activations that differ between layers");
         }
         let dense = |feed: &&FeedShape| matches!(feed, FeedShape::Dense(_));
         let count = self.feeds.iter().filter(dense).count();
@@ -103,40 +99,34 @@ impl Shape {
     }
 
     fn layer_without_hand(&self) -> Option<&'static str> {
-        self.layers.iter().find_map(|layer| match layer.norms {
+        self.layers.iter().enumerate().find_map(|(number, layer)| match layer.norms {
             _ if layer.keys_of.is_some() => Some("layers that share keys and values"),
             NormPlacement::Before => None,
-            NormPlacement::After | NormPlacement::Around => {
-                Some("norms behind the parts of layers")
+            NormPlacement::Parallel if self.experts(number).is_some() => {
+                Some("experts that read the states in front of the layer")
             }
-            NormPlacement::Parallel => Some("layers whose parts read the same states"),
+            NormPlacement::Parallel => None,
+            NormPlacement::After | NormPlacement::Around if self.experts(number).is_some() => {
+                Some("norms behind experts")
+            }
+            NormPlacement::After | NormPlacement::Around if self.norm == Norm::Mean => {
+                Some("norms behind the parts of layers that subtract the mean")
+            }
+            NormPlacement::After | NormPlacement::Around => None,
         })
     }
 }
 
-impl Scales {
-    fn part_without_hand(&self) -> Option<&'static str> {
-        self.logit_cap.map(|_| "a cap of logits")
-    }
-}
-
 impl Mixer {
-    fn attention(&self) -> Option<&Attention> {
-        if let Self::Attention(attention) = self { Some(attention) } else { None }
-    }
-
     fn part_without_hand(&self) -> Option<&'static str> {
         let attention = match self {
             Self::Recurrence(_) => return Some("recurrent layers"),
             Self::Latent(_) => return None,
             Self::Attention(attention) => attention,
         };
-        let &Attention { head_dim, value_dim, chunk, sinks, cap, gate, .. } = attention;
+        let &Attention { head_dim, value_dim, gate, .. } = attention;
         let parts = [
             (value_dim != head_dim, "keys and values of different lengths"),
-            (chunk.is_some(), "attention within chunks"),
-            (sinks, "attention sinks"),
-            (cap.is_some(), "a cap of attention scores"),
             (gate, "a gate behind attention"),
         ];
         parts.into_iter().find_map(|(has, part)| has.then_some(part))
@@ -153,7 +143,7 @@ impl FeedShape {
             Self::Experts(experts) => (experts.activation, experts.part_without_hand()),
         };
         match activation {
-            Activation::Silu => part.map(str::to_owned),
+            Activation::Silu | Activation::Gelu | Activation::GeluTanh => part.map(str::to_owned),
             other => Some(format!("the activation hidden_act {:?}", other.name())),
         }
     }

@@ -7,18 +7,27 @@ import torch
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.kernels.chunks import attend_chunks
 from forebay.gpu.kernels.decodes import attend_decodes
-from forebay.gpu.kernels.shape import Shape
+from forebay.gpu.kernels.shape import Scoring, Shape
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> torch.Tensor:
     """See `interface.Attention`.
 
     Each kind of rows has a launch, whose programs leave early at rows of the other kind.
     """
     shape = Shape.of(q, keys, values)
     out = q.new_empty(len(q), shape.heads, shape.dim)
+    scoring = Scoring.new(scale, window, cap)
     if rows.decodes:
-        attend_decodes(q, keys, values, rows, scale, shape, out)
+        attend_decodes(q, keys, values, rows, scoring, shape, out)
     if rows.chunks:
-        attend_chunks(q, keys, values, rows, scale, shape, out)
+        attend_chunks(q, keys, values, rows, scoring, shape, out)
     return out

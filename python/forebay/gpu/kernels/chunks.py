@@ -12,7 +12,7 @@ import triton.language as tl
 
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.kernels.launch import cdiv, launch
-from forebay.gpu.kernels.shape import LOG2_E, Shape
+from forebay.gpu.kernels.shape import Scoring, Shape
 from forebay.gpu.kernels.walk import walk
 
 
@@ -30,6 +30,15 @@ def row_of_block(block, first, rows, SIZE: tl.constexpr):
         else:
             high = middle - 1
     return low, block - (tl.load(first + low) // SIZE + low)
+
+
+@triton.jit
+def seen_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The tile in which the first position is that a query sees."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
+    return first
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "null_page"])
@@ -68,6 +77,8 @@ def chunks_kernel(
     TILE: tl.constexpr,
     DOT: tl.constexpr,
     PLAIN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """SIZE tokens of a row, for BLOCK query heads of one key head. M is at least SIZE * BLOCK.
 
@@ -108,7 +119,7 @@ def chunks_kernel(
         query,
         extra,
         start + local,
-        0,
+        seen_from(start + number * SIZE, WINDOW, TILE),
         # The first query sees up to its own position, and the others more.
         (start + number * SIZE + 1) // TILE * TILE,
         tl.minimum(start + (number + 1) * SIZE, end),
@@ -130,6 +141,8 @@ def chunks_kernel(
         TILE,
         DOT,
         PLAIN,
+        WINDOW,
+        CAP,
     )
     tl.store(out_at, summed / total[:, None], mask=wide)
 
@@ -139,7 +152,7 @@ def attend_chunks(
     keys: torch.Tensor,
     values: torch.Tensor,
     rows: PagedRows,
-    scale: float,
+    scoring: Scoring,
     shape: Shape,
     out: torch.Tensor,
 ) -> None:
@@ -152,13 +165,14 @@ def attend_chunks(
         (tokens // size + count + 1, shape.kv_heads * cdiv(shape.group, block)),
         *(q, keys, values, out, rows.slots, rows.ends, rows.first, rows.page_table, count, tokens),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-        *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scale * LOG2_E),
+        *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scoring.scale),
+        **scoring.constants(),
         **shape.constants(),
         **tiles.options(),
         SIZE=size,
         BLOCK=block,
         M=tiles.m,
         PAGE=rows.page_size,
-        # In float32 registers do not suffice for two loops.
-        PLAIN=shape.dtype != torch.float32,
+        # In float32 registers do not suffice for two loops, and a window ends where no tile does.
+        PLAIN=shape.dtype != torch.float32 and not scoring.window,
     )

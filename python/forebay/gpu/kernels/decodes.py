@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from forebay.gpu.interface import PagedRows
+from forebay.gpu.kernels.chunks import seen_from
 from forebay.gpu.kernels.join import Parts, keep_part, part_length
 from forebay.gpu.kernels.launch import dependents, launch
-from forebay.gpu.kernels.shape import LOG2_E, Shape, splits
+from forebay.gpu.kernels.shape import Scoring, Shape, splits
 from forebay.gpu.kernels.walk import walk
 
 
@@ -52,6 +53,8 @@ def decodes_kernel(
     SPLITS: tl.constexpr,
     DOT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """One part of one row for a block of the query heads of one key head; grid: rows, key heads * blocks, SPLITS."""
     dependents(OVERLAP)
@@ -59,8 +62,9 @@ def decodes_kernel(
     token = tl.load(first + row).to(tl.int64)
     length = tl.load(first + row + 1) - token
     end = tl.load(ends + row)
-    per_split = part_length(end, SPLITS, TILE)
-    begin = tl.program_id(2) * per_split
+    from_ = seen_from(end - 1, WINDOW, TILE)
+    per_split = part_length(end - from_, SPLITS, TILE)
+    begin = from_ + tl.program_id(2) * per_split
     # Rows of several tokens are chunks, and padding may have none.
     if length != 1:
         return
@@ -103,6 +107,8 @@ def decodes_kernel(
         TILE,
         DOT,
         False,
+        WINDOW,
+        CAP,
     )
     split = tl.program_id(2)
     keep_part(out, sums, weights, row, token, split, head, alive, summed, top, total, HEADS, DIM, DIM_BLOCK, SPLITS)
@@ -113,7 +119,7 @@ def attend_decodes(
     keys: torch.Tensor,
     values: torch.Tensor,
     rows: PagedRows,
-    scale: float,
+    scoring: Scoring,
     shape: Shape,
     out: torch.Tensor,
 ) -> None:
@@ -126,7 +132,8 @@ def attend_decodes(
         (count, blocks, parts.count),
         *(q, keys, values, out, parts.sums, parts.weights, rows.slots, rows.ends, rows.first, rows.page_table),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-        *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scale * LOG2_E),
+        *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scoring.scale),
+        **scoring.constants(),
         **shape.constants(),
         **tiles.options(),
         BLOCK=tiles.m,

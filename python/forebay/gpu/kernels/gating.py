@@ -9,6 +9,7 @@ import triton.language as tl
 from forebay.gpu.kernels.launch import cdiv, dependents, launch
 
 _BLOCK = 1024
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 @triton.jit
@@ -18,7 +19,34 @@ def silu(x):
 
 
 @triton.jit
-def gate_kernel(gate_up, out, stride, INNER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def tanh(x):
+    """The hyperbolic tangent, in float32. It is exact far from 0, where the power is infinite."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The function of gates: 0 SiLU, 1 GELU by the error function, 2 GELU by a hyperbolic tangent."""
+    if ACTIVATION == 0:
+        out = silu(x)
+    elif ACTIVATION == 1:
+        out = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    else:
+        # Twice the root of 2 / pi: nothing is lost where a tangent would be close to -1.
+        out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return out
+
+
+@triton.jit
+def gate_kernel(
+    gate_up,
+    out,
+    stride,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """A block of one token's elements; the grid is tokens, blocks."""
     dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -27,15 +55,22 @@ def gate_kernel(gate_up, out, stride, INNER: tl.constexpr, BLOCK: tl.constexpr, 
     at = gate_up + token * stride + i
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * INNER + i, silu(gate) * up, mask=inside)
+    tl.store(out + token * INNER + i, activated(gate, ACTIVATION) * up, mask=inside)
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
+def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """See `interface.Layers`."""
     tokens, inner = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner)
     grid = tokens, cdiv(inner, _BLOCK)
     launch(
-        gate_kernel, grid, gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, overlap=tokens == 1, num_warps=4
+        gate_kernel,
+        grid,
+        *(gate_up, out, gate_up.stride(0)),
+        INNER=inner,
+        BLOCK=_BLOCK,
+        ACTIVATION=_ACTIVATIONS.index(activation),
+        overlap=tokens == 1,
+        num_warps=4,
     )
     return out

@@ -112,6 +112,26 @@ class Shape:
         return self.kv_heads * cdiv(self.group, tiles.m)
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """The way from a product of a query and a key to a power of 2."""
+
+    scale: float
+    """The factor of products; with a cap, of products in units of it."""
+    window: int
+    cap: float
+    """The bound of powers; 0: there is none."""
+
+    @classmethod
+    def new(cls, scale: float, window: int, cap: float) -> Scoring:
+        """As `interface.Attention.attend` has them."""
+        return cls(scale / cap, window, cap * LOG2_E) if cap > 0 else cls(scale * LOG2_E, window, 0.0)
+
+    def constants(self) -> dict[str, Any]:
+        """The constants of kernels that walk over positions."""
+        return {"WINDOW": self.window, "CAP": self.cap}
+
+
 def splits(programs: int, fill: int) -> int:
     """The number of parts of rows, for a launch that has `programs` without parts, where `fill` of them fill a GPU.
 

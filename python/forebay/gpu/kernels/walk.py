@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from forebay.gpu.kernels.eight_bits import load_kept
+from forebay.gpu.kernels.gating import tanh
 
 
 @triton.jit
@@ -39,13 +40,17 @@ def walk(
     TILE: tl.constexpr,
     DOT: tl.constexpr,
     PLAIN: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
+    CAP: tl.constexpr = 0.0,
 ):
     """Sums of values [M, DIM_BLOCK], largest scores [M] and sums of weights [M], over positions `begin .. end`.
 
-    Query m sees positions up to `last[m]`. A head's key is `[DIM | EXTRA]` elements. `q` [M, DIM_BLOCK] and `q_extra`
-    [M, EXTRA_BLOCK] are the query's two parts. Values are DIM elements; SHARED: the first part of the keys. `keys` and
-    `values` begin at the key head. `lookup` is the row's line of the page table. PAGE 0: it has the entries themselves,
-    one for each position, and -1 for none. PLAIN: all queries see the positions `begin .. plain`, whole tiles.
+    Query m sees positions up to `last[m]`, and of them the last WINDOW; 0: all. With a CAP, `scale` is of scores in
+    units of it, and the cap is in powers of 2; 0: there is none. A head's key is `[DIM | EXTRA]` elements. `q` [M,
+    DIM_BLOCK] and `q_extra` [M, EXTRA_BLOCK] are the query's two parts. Values are DIM elements; SHARED: the first part
+    of the keys. `keys` and `values` begin at the key head. `lookup` is the row's line of the page table. PAGE 0: it has
+    the entries themselves, one for each position, and -1 for none. PLAIN: all queries see the positions `begin ..
+    plain`, whole tiles; there is no window then.
     """
     sums = tl.zeros([M, DIM_BLOCK], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -77,6 +82,8 @@ def walk(
             PAGE,
             TILE,
             DOT,
+            WINDOW,
+            CAP,
         )
         begin = plain
     return _tiles(
@@ -105,6 +112,8 @@ def walk(
         PAGE,
         TILE,
         DOT,
+        WINDOW,
+        CAP,
     )
 
 
@@ -135,6 +144,8 @@ def _tiles(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     DOT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Goes on with the sums of `walk` over the tiles of `begin .. end`, all of which are seen if not MASKED."""
     t = tl.arange(0, TILE)
@@ -167,8 +178,12 @@ def _tiles(
             more = load_kept(key_at + DIM + e[None, :], also, DOT)
             score += tl.dot(q_extra, tl.trans(more), input_precision="ieee")
         score = score * scale
+        if CAP > 0.0:
+            score = tanh(score) * CAP
         if MASKED:
             seen = inside[None, :] & (position[None, :] <= last[:, None])
+            if WINDOW > 0:
+                seen = seen & (position[None, :] > last[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         # A query that has seen nothing yet has no largest score to subtract.

@@ -8,7 +8,15 @@ from forebay.gpu.interface import PagedRows
 from forebay.gpu.reference.eight_bits import numbers
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> torch.Tensor:
     """See `interface.Attention`."""
     n, heads, _ = q.shape
     token = torch.arange(n, device=q.device)
@@ -22,6 +30,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Page
     entries = (tables[:, :, None] * rows.page_stride + within).flatten(1)
     position = torch.arange(entries.shape[1], device=q.device)
     seen = (position <= last[:, None]) & somebody[:, None]
+    if window > 0:
+        seen = seen & ((position > last[:, None] - window) | ~somebody[:, None])
     # What a query does not see may be no number, which gets through a weight of 0.
     entries = torch.where(seen, entries, entries.gather(1, last[:, None].long()))
     k, v = (
@@ -29,6 +39,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Page
     )
     grouped = q.float().unflatten(1, (keys.shape[1], -1))
     scores = torch.einsum("nkgd,nskd->nkgs", grouped, k) * scale
+    if cap > 0:
+        scores = cap * torch.tanh(scores / cap)
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
     out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, values.shape[2])
     return out.masked_fill(~somebody[:, None, None], 0).to(q.dtype)

@@ -18,13 +18,17 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `interface.Layers`."""
     summed = x if residual is None else residual.add_(x)
-    return F.rms_norm(summed, (x.shape[1],), weight, eps), summed
+    return F.rms_norm(summed.float(), (x.shape[1],), weight.float(), eps).to(x.dtype), summed
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
+def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """See `interface.Layers`."""
     gates, ups = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gates) * ups).to(gate_up.dtype)
+    if activation == "silu":
+        gates = F.silu(gates)
+    else:
+        gates = F.gelu(gates, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+    return (gates * ups).to(gate_up.dtype)
 
 
 def rotate_and_keep(

@@ -1,5 +1,6 @@
 //! What families read, and what rules take.
 
 mod configs;
+mod kinds;
 mod rules;
 mod tables;

@@ -1,0 +1,103 @@
+//! Layers that differ: windows, rotary embeddings, places of norms.
+
+use serde_json::{Value, json};
+
+use super::configs::{attention, of};
+use crate::error::ModelError;
+use crate::families::{Activation, FeedShape, Mixer, Norm, NormPlacement, QkNorm, Shape};
+
+#[test]
+fn gemma_has_its_windows_ropes_and_scales() {
+    let own = json!({"num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 16,
+        "query_pre_attn_scalar": 20, "attn_logit_softcapping": null, "tie_word_embeddings": null});
+    let gemma = |name: &str, changes: Value| {
+        of(&[own.clone(), json!({"architectures": [name]}), changes]).expect("a model")
+    };
+    let shape = gemma("Gemma3ForCausalLM", json!({}));
+    assert_eq!(shape.check_served(), Ok(()));
+    let facts = |shape: &Shape, layer: usize| {
+        let Mixer::Attention(attention) = shape.mixer(layer) else { panic!("heads") };
+        let rope = shape.layers[layer].rope.map(|rope| shape.ropes[usize::from(rope)].theta);
+        (attention.window, rope)
+    };
+    for layer in 0..8 {
+        let wanted = if layer == 5 { (None, Some(1e6)) } else { (Some(16), Some(1e4)) };
+        assert_eq!(facts(&shape, layer), wanted);
+        assert_eq!(shape.layers[layer].norms, NormPlacement::Around);
+    }
+    let Mixer::Attention(attention) = shape.mixer(0) else { panic!("heads") };
+    assert_eq!((attention.scale, attention.cap), (Some(20.0_f64.powf(-0.5)), None));
+    assert_eq!((shape.scales.embeddings, shape.norm), (8.0, Norm::RmsBesideOne));
+    assert!(!shape.tied, "a null is no");
+    let FeedShape::Dense(feed) = shape.feed(0) else { panic!("a dense part") };
+    assert_eq!(feed.activation, Activation::GeluTanh);
+    // A window that no prompt exceeds is none, and its layers keep their own rotary embedding.
+    let long = gemma("Gemma3ForCausalLM", json!({"sliding_window": 128}));
+    assert_eq!((facts(&long, 0), facts(&long, 5)), ((None, Some(1e4)), (None, Some(1e6))));
+    let new = json!({"layer_types": vec!["full_attention"; 8], "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}});
+    let new = gemma("Gemma3ForCausalLM", new);
+    assert_eq!((facts(&new, 0), new.ropes.len()), ((None, Some(5.0)), 1));
+    let old = json!({"rope_theta": 9.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}});
+    let old = gemma("Gemma3ForCausalLM", old);
+    assert_eq!(old.ropes[0].scaling, None);
+    assert!(old.ropes[1].scaling.is_some() && old.ropes[1].theta == 9.0);
+    let second = gemma("Gemma2ForCausalLM", json!({}));
+    assert_eq!((facts(&second, 0).0, facts(&second, 1).0), (Some(16), None));
+    assert_eq!(second.scales.logit_cap, Some(30.0));
+    let other = of(&[
+        own,
+        json!({"architectures": ["Gemma2ForCausalLM"], "layer_types": vec!["chunked"; 8]}),
+    ]);
+    assert!(matches!(other, Err(ModelError::Unserved(why)) if why.contains("chunked")));
+}
+
+#[test]
+fn the_text_of_a_gemma_with_a_tower_has_what_its_config_leaves_out() {
+    let config = json!({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 7, "sliding_window": 16, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        "vision_config": {"hidden_size": 32}});
+    let shape = Shape::from_config(config.as_object().expect("an object")).expect("a model");
+    assert_eq!(shape.check_served(), Ok(()));
+    assert!(shape.tower.is_none() && shape.tied);
+    let Mixer::Attention(attention) = shape.mixer(0) else { panic!("heads") };
+    assert_eq!((attention.heads, attention.kv_heads, attention.head_dim), (8, 4, 256));
+    assert_eq!((shape.vocab_size, shape.max_positions), (262_208, 131_072));
+    assert_eq!(
+        shape.ropes.iter().map(|it| it.scaling.is_some()).collect::<Vec<_>>(),
+        [false, true]
+    );
+}
+
+#[test]
+fn norms_stand_behind_the_parts_of_olmo_and_in_front_of_both_of_commands() {
+    let olmo = of(&[json!({"architectures": ["Olmo2ForCausalLM"]})]).expect("a model");
+    assert_eq!(attention(&olmo).qk_norm, QkNorm::Rows);
+    assert!(olmo.layers.iter().all(|layer| layer.norms == NormPlacement::After));
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+    let own = json!({"num_hidden_layers": 5, "sliding_window": 16, "rope_theta": 9.0, "rope_scaling": yarn});
+    let olmo = of(&[own.clone(), json!({"architectures": ["Olmo3ForCausalLM"]})]).expect("a model");
+    let windows = |shape: &Shape| -> Vec<Option<u64>> {
+        let window = |layer| match shape.mixer(layer) {
+            Mixer::Attention(attention) => attention.window,
+            _ => panic!("heads"),
+        };
+        (0..shape.layers.len()).map(window).collect()
+    };
+    let wanted = [Some(16), Some(16), Some(16), None, Some(16)];
+    assert_eq!(windows(&olmo), wanted);
+    let rope = |layer: usize| &olmo.ropes[usize::from(olmo.layers[layer].rope.expect("a rope"))];
+    assert!(rope(0).scaling.is_none() && rope(3).scaling.is_some() && rope(0).theta == 9.0);
+    let plain = json!({"rope_scaling": null, "layer_norm_eps": 0.5, "logit_scale": 0.25});
+    let command =
+        of(&[own, plain, json!({"architectures": ["Cohere2ForCausalLM"]})]).expect("a model");
+    assert_eq!((windows(&command), command.check_served()), (wanted.to_vec(), Ok(())));
+    let rotated = command.layers.iter().map(|layer| layer.rope.is_some());
+    assert_eq!(rotated.collect::<Vec<_>>(), [true, true, true, false, true]);
+    assert!(command.layers.iter().all(|layer| layer.norms == NormPlacement::Parallel));
+    assert_eq!((command.norm, command.norm_eps, command.scales.logits), (Norm::Mean, 0.5, 0.25));
+    let normed = of(&[json!({"architectures": ["Cohere2ForCausalLM"], "use_qk_norm": true})]);
+    assert!(normed.is_err_and(|error| error.to_string().contains("subtract the mean")));
+}
