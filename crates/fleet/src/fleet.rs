@@ -6,7 +6,7 @@ use crate::model::{FleetModel, Member, ModelState, Phase, SleepLevel};
 
 /// The bounds of a fleet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FleetConfig {
+pub struct FleetBounds {
     /// The largest number of bytes of all models in memory.
     pub memory_bytes: u64,
     /// The largest number of models in memory.
@@ -20,7 +20,7 @@ pub struct FleetConfig {
     pub pause_ms: u64,
 }
 
-impl Default for FleetConfig {
+impl Default for FleetBounds {
     fn default() -> Self {
         Self {
             memory_bytes: u64::MAX,
@@ -107,7 +107,7 @@ struct Waiter {
 /// Several models, of which some are in memory.
 #[derive(Debug)]
 pub struct Fleet {
-    config: FleetConfig,
+    config: FleetBounds,
     members: Vec<Member>,
     /// In the order of arrival.
     queue: BTreeMap<Ticket, Waiter>,
@@ -119,7 +119,7 @@ pub struct Fleet {
 impl Fleet {
     /// A fleet of models of which none is loaded.
     #[must_use]
-    pub fn new(config: FleetConfig, models: Vec<FleetModel>) -> Self {
+    pub fn new(config: FleetBounds, models: Vec<FleetModel>) -> Self {
         let members = models.into_iter().map(Member::new).collect();
         Self { config, members, queue: BTreeMap::new(), next_ticket: 0, decided: Vec::new() }
     }

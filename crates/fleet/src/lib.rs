@@ -13,9 +13,9 @@
 //!   requests spend at most half of the time with loads.
 //!
 //! ```
-//! use forebay_fleet::{Fleet, FleetAction, FleetConfig, FleetEntry, FleetModel};
+//! use forebay_fleet::{Fleet, FleetAction, FleetBounds, FleetEntry, FleetModel};
 //!
-//! let config = FleetConfig { memory_bytes: 100, ..FleetConfig::default() };
+//! let config = FleetBounds { memory_bytes: 100, ..FleetBounds::default() };
 //! let model = FleetModel { bytes: 60, ..FleetModel::default() };
 //! let mut fleet = Fleet::new(config, vec![model.clone(), model]);
 //! let Ok(FleetEntry::Waiting(ticket)) = fleet.enter(0, 0) else { panic!("it is not loaded") };
@@ -32,5 +32,5 @@
 mod fleet;
 mod model;
 
-pub use fleet::{Fleet, FleetAction, FleetConfig, FleetEntry, FleetRefusal, Ticket};
+pub use fleet::{Fleet, FleetAction, FleetBounds, FleetEntry, FleetRefusal, Ticket};
 pub use model::{FleetModel, ModelState, SleepLevel};

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use forebay_fleet::{
-    Fleet, FleetAction, FleetConfig, FleetEntry, FleetModel, ModelState, SleepLevel, Ticket,
+    Fleet, FleetAction, FleetBounds, FleetEntry, FleetModel, ModelState, SleepLevel, Ticket,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -69,7 +69,7 @@ impl Story {
             pinned: pinned[model],
             idle_ms: [None, Some(0), Some(700), Some(5000)][model % 4],
         };
-        let config = FleetConfig {
+        let config = FleetBounds {
             memory_bytes: memory,
             models_max,
             queue: rng.random_range(1..=6),
@@ -287,7 +287,7 @@ fn every_request_ends_once_within_the_bounds() {
 /// Two models that do not fit together, asked in turns, as fast as they answer.
 #[test]
 fn alternating_requests_do_not_thrash() {
-    let config = FleetConfig { memory_bytes: 10, stay_ms: STAY, ..FleetConfig::default() };
+    let config = FleetBounds { memory_bytes: 10, stay_ms: STAY, ..FleetBounds::default() };
     let model = FleetModel { bytes: 10, ..FleetModel::default() };
     let mut fleet = Fleet::new(config, vec![model.clone(), model]);
     let (mut now, mut loads, mut answers) = (0, 0, 0);
@@ -340,7 +340,7 @@ fn alternating_requests_do_not_thrash() {
 #[test]
 fn the_least_recently_used_leaves_and_what_cannot_fit_is_refused_with_numbers() {
     use forebay_fleet::FleetRefusal;
-    let config = FleetConfig { memory_bytes: 100, stay_ms: 0, ..FleetConfig::default() };
+    let config = FleetBounds { memory_bytes: 100, stay_ms: 0, ..FleetBounds::default() };
     let model = |bytes| FleetModel { bytes, ..FleetModel::default() };
     let pinned = FleetModel { pinned: true, ..model(10) };
     let models = vec![pinned, model(40), model(40), model(40), model(95)];
@@ -370,7 +370,7 @@ fn the_least_recently_used_leaves_and_what_cannot_fit_is_refused_with_numbers() 
 
 #[test]
 fn a_small_model_does_not_pass_the_one_that_waits_longer() {
-    let config = FleetConfig { memory_bytes: 10, ..FleetConfig::default() };
+    let config = FleetBounds { memory_bytes: 10, ..FleetBounds::default() };
     let model = |bytes| FleetModel { bytes, ..FleetModel::default() };
     let mut fleet = Fleet::new(config, vec![model(6), model(6), model(4)]);
     assert!(fleet.enter(0, 0).is_ok());
