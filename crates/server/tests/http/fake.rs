@@ -521,6 +521,7 @@ impl TestServer {
             tokenizer_config: serde_json::Map::default(),
             marks: Arc::default(),
             served_names: vec!["tiny".into(), "org/tiny".into()],
+            aliases: Vec::new(),
             root: "tiny".into(),
             facts: ModelFacts::new(
                 "gguf",
@@ -558,6 +559,7 @@ impl TestServer {
             egress,
             metrics,
             blocks: None,
+            common: None,
         });
         let (shutdown, stop) = oneshot::channel::<()>();
         let (hurry, hurried) = oneshot::channel::<()>();
