@@ -245,6 +245,9 @@ test-kills: build-tests ## kill hands and brains under load twenty times each (1
 	FOREBAY_KILLS=20 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
 		$(BIN)/python -m pytest tests/e2e -k 'deaths or die or killed' $(PYTEST_ARGS)
 
+test-models: ## tell 10^5 random stories of models that are loaded, asleep and gone, in virtual time (20 seconds)
+	FOREBAY_STORIES=100000 cargo test --locked --profile fast -p forebay-fleet --test stories
+
 test-moves: ## tell 10^5 random stories of queued requests that move between replicas whose hands die (30 minutes)
 	FOREBAY_MOVES=100000 cargo test --locked --profile fast -p forebay-scheduler --test scheduler wherever_they_move
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.structure.repository import ROOT, files, inside, read, rust_code
 
-PURE = {"protocol", "kvcache", "fair", "draft", "scheduler", "balance", "dialect", "vision"}
+PURE = {"protocol", "kvcache", "fair", "draft", "fleet", "scheduler", "balance", "dialect", "vision"}
 # JSON is what they are about: the handshake, and the arguments of calls. What a step needs is none.
 JSON = {"protocol", "dialect"}
 CRATES = sorted(path.parent.name for path in (ROOT / "crates").glob("*/Cargo.toml"))

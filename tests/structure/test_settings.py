@@ -62,7 +62,7 @@ def broken(text: str) -> set[str]:
 def spelled_out(text: str) -> list[str]:
     """The literals of a large type, by their first words, that leave no field to its default."""
     large = "|".join(LARGE)
-    literals = re.finditer(rf"(?<!struct )(?<!for )(?<!-> )(?<!impl )\b(?:{large}) \{{", text)
+    literals = re.finditer(rf"(?<!struct )(?<!for )(?<!-> )(?<!-> &)(?<!impl )\b(?:{large}) \{{", text)
     return [body(text, match.end())[:40] for match in literals if ".." not in body(text, match.end())]
 
 

@@ -55,6 +55,7 @@ mod prompt;
 mod response;
 mod salt;
 mod sampling;
+mod scan;
 mod structure;
 mod tools;
 #[cfg(test)]
@@ -112,5 +113,6 @@ pub use response::{
     PromptTokensDetails, ResponseMessage, StopReason, ToolCall, ToolCallDelta, Usage,
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
+pub use scan::{Members, members, plain_string};
 pub use structure::Structure;
 pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools, TextForm};

@@ -10,12 +10,13 @@ use opentelemetry::trace::TracerProvider;
 use opentelemetry_otlp::{SpanExporter, WithExportConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::SdkTracerProvider;
+use tracing::warn;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
-use crate::flags::{LineFlags, LogFormat};
+use crate::flags::{LineFlags, LogFormat, visible_keys};
 use crate::lines::Lines;
 
 /// Keeps the span exporter alive; its last spans are sent, and the last lines written, when this is
@@ -106,4 +107,14 @@ pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>, guard: &Guard) -> 
         .try_init()
         .context("cannot install the log subscriber")?;
     Ok(Logs { spans, lines: written })
+}
+
+/// Says which keys other users of the machine can read.
+pub(crate) fn warn_of_visible_keys() {
+    let arguments = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
+    let visible = visible_keys(arguments);
+    if !visible.is_empty() {
+        let flags = visible.join(", ");
+        warn!("{flags}: the list of processes shows the key; a file or the environment does not");
+    }
 }

@@ -36,6 +36,7 @@ mod vocabulary;
 mod watch;
 mod worker;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -59,14 +60,15 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_USAGE);
         }
     };
-    let command = Flags::parse_from(translated.arguments).command;
+    let arguments = translated.arguments;
+    let command = Flags::parse_from(&arguments).command;
     for note in translated.notes {
         say(format!("note: {note}"));
     }
     if matches!(command, Command::Hand) {
         return forebay_cpuhand::main();
     }
-    match run(command) {
+    match run(command, &arguments) {
         Ok(status) => status,
         Err(error) => {
             say(format!("error: {error:#}"));
@@ -88,12 +90,12 @@ fn say(line: String) {
     }
 }
 
-fn run(command: Command) -> Result<ExitCode> {
+fn run(command: Command, arguments: &[OsString]) -> Result<ExitCode> {
     if !matches!(command, Command::Serve(_) | Command::Route(_) | Command::Worker(_)) {
         logs::init_warnings()?;
     }
     let done = match command {
-        Command::Serve(flags) => serve::run(&flags),
+        Command::Serve(flags) => serve::run(&flags, arguments),
         Command::Route(flags) => route::run(&flags),
         Command::Worker(flags) => worker::run(&flags),
         Command::Chat(args) => chat::run(&args),

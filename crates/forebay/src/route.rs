@@ -14,7 +14,7 @@ use tokio::runtime::Builder;
 use tracing::info;
 
 use crate::flags::{LineFlags, access, keys, seconds};
-use crate::{descriptors, listening, logs, serve, signals};
+use crate::{descriptors, listening, logs, signals};
 
 #[derive(Debug, Args)]
 pub(crate) struct RouteFlags {
@@ -311,7 +311,7 @@ impl RouteFlags {
 pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let guard = Guard::default();
     let logs = logs::init(&flags.log, None, &guard)?;
-    serve::warn_of_visible_keys();
+    logs::warn_of_visible_keys();
     let listener = listening::tcp(&flags.host, flags.port)?;
     let address = listener.local_addr()?;
     let loopback = listening::loopback(address.ip());

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use forebay_api::is_from_own_page;
 use forebay_api::peer::{
     RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER,
 };
+use forebay_api::{is_from_own_page, members, plain_string};
 use forebay_http::ClientId;
 use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
@@ -26,7 +26,6 @@ use crate::index::Texts;
 use crate::past::Past;
 use crate::payload::Payload;
 use crate::policy::Policy;
-use crate::scan::{members, plain_string};
 use crate::tape::IdShare;
 
 const ROUTING_KEY: &str = "x-routing-key";

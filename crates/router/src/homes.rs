@@ -2,10 +2,9 @@
 
 use std::num::NonZeroUsize;
 
+use forebay_api::{members, plain_string};
 use lru::LruCache;
 use parking_lot::Mutex;
-
-use crate::scan::{members, plain_string};
 
 /// The largest number of responses whose backends are known. Of others every backend is asked.
 const MOST: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");

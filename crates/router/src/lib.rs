@@ -50,7 +50,6 @@ mod policy;
 mod reach;
 mod registry;
 mod relay;
-mod scan;
 mod serve;
 mod service;
 mod shared;

@@ -1,5 +1,7 @@
 //! The demands that routes make on browsers: see [`forebay_api::Access`].
 
+use std::sync::Arc;
+
 use axum::extract::{Request, State};
 use axum::http::header::{CONTENT_TYPE, ORIGIN};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
@@ -9,7 +11,7 @@ use forebay_api::{Access, ApiError};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use crate::reply::Failure;
-use crate::state::Shared;
+use crate::state::HasSettings;
 
 /// The headers that only browsers send with a request.
 const SEC_FETCH: [HeaderName; 3] = [
@@ -41,12 +43,12 @@ pub(crate) fn cors(access: &Access) -> Option<CorsLayer> {
 }
 
 /// Refuses requests that name another host, or come from pages that may not ask.
-pub(crate) async fn check_access(
-    State(state): State<Shared>,
+pub(crate) async fn check_access<S: HasSettings>(
+    State(state): State<Arc<S>>,
     request: Request,
     next: Next,
 ) -> Response {
-    match state.config.access.check(request.headers(), request.uri(), request.version()) {
+    match state.settings().access.check(request.headers(), request.uri(), request.version()) {
         Ok(()) => next.run(request).await,
         Err(error) => Failure(error).into_response(),
     }

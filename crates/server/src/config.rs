@@ -152,6 +152,8 @@ impl Default for ServerConfig {
 pub struct ModelInfo {
     /// Names that requests may use, at least one; the first is shown.
     pub served_names: Vec<String>,
+    /// Further names that requests may use, which no list shows.
+    pub aliases: Vec<String>,
     /// The loaded model: a hub id or a path.
     pub root: String,
     /// Facts about its files.
@@ -176,4 +178,11 @@ pub struct ModelInfo {
     pub fetcher: Option<Fetcher>,
     /// The marks around the model's reasoning, if they are known.
     pub markers: Option<Markers>,
+}
+
+impl ModelInfo {
+    /// True if requests may call the model by this name.
+    pub(crate) fn is_called(&self, name: &str) -> bool {
+        self.served_names.iter().chain(&self.aliases).any(|own| own == name)
+    }
 }

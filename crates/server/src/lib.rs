@@ -9,6 +9,9 @@
 //! piece, chunks for a slow reader, and every end. A dropped response aborts its requests. The
 //! outputs of a model that pools are vectors, and take another way ([`PooledSink`], `pooling`).
 //!
+//! A server of several models has an [`AppState`] for each, and a [`ModelServer`] in front that
+//! finds the model of a request and has it loaded (`fleet`).
+//!
 //! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
 //! with which another brain goes on with a stream.
 //!
@@ -31,6 +34,7 @@ mod config;
 mod constrain;
 mod cost;
 mod facts;
+mod fleet;
 mod ignored;
 mod images;
 mod inflated;
@@ -57,18 +61,20 @@ mod wire;
 
 pub use config::{ModelInfo, ServerConfig, Sharing};
 pub use facts::ModelFacts;
+pub use fleet::{FleetParts, ModelEntry, ModelLoader, ModelServer, StartedModel};
 pub use forebay_api::Access;
 pub use forebay_batches::{BatchConfig, BatchStore};
 pub use forebay_egress::{
     Egress, EgressConfig, EgressMode, EgressSink, Engine, Metrics, Pooled, PooledSink, egress,
     pooled,
 };
+pub use forebay_fleet::{FleetBounds, FleetModel};
 pub use forebay_http::{Guard, Keys, Listener, Tls, TrustedProxies};
 pub use images::ImageModel;
 pub use intake::{Intake, IntakeMode};
 pub use peers::{BlockLog, ReplicaBlocks};
 pub use pooling::{PooledModel, PoolingTask};
 pub use reserve::HealthThread;
-pub use serve::serve;
-pub use state::{AppState, ServerParts};
+pub use serve::{AnyServer, serve};
+pub use state::{AppState, CommonParts, ServerParts};
 pub use store::StoreConfig;

@@ -10,11 +10,12 @@ use axum::http::Uri;
 use bytes::Bytes;
 use forebay_api::limits::{Limited, takes_embeds, takes_images};
 use forebay_api::{ApiError, Inflater};
-use forebay_http::{Charge, ClientId};
+use forebay_http::{Charge, ClientId, HasClients};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 use tokio::time::{timeout, timeout_at};
 
+use crate::config::ServerConfig;
 use crate::cost::unread;
 use crate::ignored::ignore;
 use crate::inflated::Inflated;
@@ -45,10 +46,10 @@ impl Upload {
     }
 }
 
-impl FromRequest<Shared> for Upload {
+impl<S: HasClients> FromRequest<Arc<S>> for Upload {
     type Rejection = Infallible;
 
-    async fn from_request(request: Request, state: &Shared) -> Result<Self, Infallible> {
+    async fn from_request(request: Request, state: &Arc<S>) -> Result<Self, Infallible> {
         let (mut parts, body) = request.into_parts();
         let client = ClientId::from_request_parts(&mut parts, state).await?;
         Ok(Self { inflater: Inflater::of(&parts.headers), ..Self::new(body, client) })
@@ -56,8 +57,7 @@ impl FromRequest<Shared> for Upload {
 }
 
 /// The largest number of bytes of a body, which may have embeddings or images.
-fn body_limit(state: &Shared, embeds: bool) -> BodyLimit {
-    let config = &state.config;
+pub(crate) fn body_limit(config: &ServerConfig, embeds: bool) -> BodyLimit {
     let (json, json_flag) = if config.max_body_bytes < config.max_json_bytes {
         (config.max_body_bytes, "--max-body-bytes")
     } else {
@@ -72,7 +72,7 @@ where
     T: Limited + Send + 'static,
 {
     let images = state.model.images.is_some() && takes_images(T::PARAMS);
-    let limit = body_limit(state, images || takes_embeds(T::PARAMS));
+    let limit = body_limit(&state.config, images || takes_embeds(T::PARAMS));
     let charge = Arc::new(state.budget.open(upload.client));
     let turns = state.intake.turns();
     let (pieces, _turn) =
@@ -86,7 +86,7 @@ where
 
 /// A body as it came, for any route.
 pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Charge), ApiError> {
-    let limit = body_limit(state, true);
+    let limit = body_limit(&state.config, true);
     let charge = state.budget.open(upload.client);
     let turns = state.intake.turns();
     let (pieces, _turn) =
@@ -105,7 +105,7 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
 /// Reads a body of at most `limit` bytes that has to arrive within `time`. A large one is read when
 /// it is its turn, which lasts until the caller has parsed it. If all were read at once, all would
 /// lie in memory that has to be found and cleared first.
-async fn collect(
+pub(crate) async fn collect(
     Upload { body, client, inflater }: Upload,
     limit: BodyLimit,
     time: Duration,

@@ -12,11 +12,12 @@ use std::time::Duration;
 use axum::Router;
 use axum::routing::get;
 use forebay_api::ApiError;
-use forebay_http::{ConnectionSetup, Connections, ListenerThread, Tls};
+use forebay_http::{ConnectionSetup, Connections, ListenerThread};
 
 use crate::reply::Failure;
+use crate::routes::fleet::lists;
 use crate::routes::info;
-use crate::state::{AppState, Shared};
+use crate::serve::AnyServer;
 
 /// Connections beyond the limit, and at most at a health listener.
 pub(crate) const RESERVE: usize = 64;
@@ -25,21 +26,39 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest time in which a client of a reserve place may take no bytes.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
-fn health(state: Shared) -> Router<Shared> {
-    Router::new()
-        .route("/livez", get(info::live))
-        .route("/health", get(info::health))
-        .with_state(state)
+/// The routes about the process and its health.
+fn health(server: &AnyServer) -> Router {
+    let live = Router::new().route("/livez", get(info::live));
+    live.merge(match server {
+        AnyServer::One(state) => {
+            Router::new().route("/health", get(info::health)).with_state(Arc::clone(state.shared()))
+        }
+        AnyServer::Several(server) => {
+            Router::new().route("/health", get(lists::health)).with_state(Arc::clone(&server.0))
+        }
+    })
+}
+
+fn metrics(server: &AnyServer) -> Router {
+    const PATH: &str = "/metrics";
+    match server {
+        AnyServer::One(state) => {
+            Router::new().route(PATH, get(info::metrics)).with_state(Arc::clone(state.shared()))
+        }
+        AnyServer::Several(server) => {
+            Router::new().route(PATH, get(lists::metrics)).with_state(Arc::clone(&server.0))
+        }
+    }
 }
 
 /// The setup of connections beyond the limit.
-pub(crate) fn setup(state: Shared, tls: Option<Tls>) -> ConnectionSetup {
-    let limit = state.config.max_connections;
+pub(crate) fn setup(server: &AnyServer) -> ConnectionSetup {
+    let (limit, tls) = (server.config().max_connections, server.config().tls.clone());
     let full = move || async move {
         let reason = format!("the server has its {limit} connections (--max-connections)");
         Failure(ApiError::Unavailable { reason, code: "too_many_connections" })
     };
-    let router = health(Arc::clone(&state)).fallback(full).with_state(state);
+    let router = health(server).fallback(full);
     ConnectionSetup {
         router,
         header_timeout: HEADER_TIMEOUT,
@@ -60,18 +79,17 @@ impl HealthThread {
     ///
     /// # Errors
     /// The system has no room for a thread, or the listener can't be polled.
-    pub fn start(listener: TcpListener, state: &AppState) -> io::Result<Self> {
-        let state = state.shared();
-        let router = health(Arc::clone(state)).route("/metrics", get(info::metrics));
+    pub fn start(listener: TcpListener, server: impl Into<AnyServer>) -> io::Result<Self> {
+        let server = server.into();
         let setup = ConnectionSetup {
-            router: router.with_state(Arc::clone(state)),
+            router: health(&server).merge(metrics(&server)),
             header_timeout: HEADER_TIMEOUT,
             send_timeout: SEND_TIMEOUT,
             keep_alive: true,
             tls: None,
         };
         let connections = Connections::new("a health connection", [(RESERVE, setup)]);
-        let thread = ListenerThread::start("health", listener, connections, &state.guard)?;
+        let thread = ListenerThread::start("health", listener, connections, server.guard())?;
         Ok(Self { _thread: thread })
     }
 }

@@ -3,19 +3,94 @@
 use std::io;
 use std::time::Duration;
 
-use forebay_http::{ConnectionSetup, Connections, Listener};
+use axum::Router;
+use forebay_http::{ConnectionSetup, Connections, Guard, Listener};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
 use crate::computing;
+use crate::config::ServerConfig;
+use crate::fleet::ModelServer;
 use crate::reserve::{self, RESERVE};
 use crate::routes;
-use crate::state::{AppState, Shared};
+use crate::state::AppState;
 
 /// The time that connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time that connections may take to end once requests were ended at once.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A server of one model, or of several.
+#[derive(Clone)]
+pub enum AnyServer {
+    /// Of one.
+    One(AppState),
+    /// Of several.
+    Several(ModelServer),
+}
+
+impl From<AppState> for AnyServer {
+    fn from(state: AppState) -> Self {
+        Self::One(state)
+    }
+}
+
+impl From<ModelServer> for AnyServer {
+    fn from(server: ModelServer) -> Self {
+        Self::Several(server)
+    }
+}
+
+impl AnyServer {
+    pub(crate) fn config(&self) -> &ServerConfig {
+        match self {
+            Self::One(state) => &state.shared().config,
+            Self::Several(server) => &server.0.config,
+        }
+    }
+
+    pub(crate) fn guard(&self) -> &Guard {
+        match self {
+            Self::One(state) => &state.shared().guard,
+            Self::Several(server) => &server.0.guard,
+        }
+    }
+
+    fn router(&self) -> Router {
+        match self {
+            Self::One(state) => routes::router(state.shared().clone()),
+            Self::Several(server) => routes::fleet::router(server.0.clone()),
+        }
+    }
+
+    /// Computes batches from now on, if files of requests are kept.
+    fn compute_batches(&self) -> Option<AbortHandle> {
+        let Self::One(state) = self else { return None };
+        let state = state.shared();
+        state.batches.as_ref().map(|store| computing::start(store, state))
+    }
+
+    fn drain(&self) {
+        match self {
+            Self::One(state) => state.shared().engine.drain(),
+            Self::Several(server) => server.0.drain(),
+        }
+    }
+
+    async fn idle(&self) {
+        match self {
+            Self::One(state) => state.shared().idle().await,
+            Self::Several(server) => server.0.idle().await,
+        }
+    }
+
+    fn abort_all(&self) {
+        match self {
+            Self::One(state) => state.shared().abort_all(),
+            Self::Several(server) => server.0.abort_all(),
+        }
+    }
+}
 
 /// Serves until `shutdown` is ready, and then drains. New requests get 503, and running ones have
 /// `drain_timeout` to finish. Requests that are left then, or when `hurry` is ready, are aborted,
@@ -26,25 +101,26 @@ const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The spare descriptor cannot be opened. There are no errors later.
 pub async fn serve(
     listener: impl Into<Listener>,
-    state: AppState,
+    server: impl Into<AnyServer>,
     shutdown: impl Future<Output = ()>,
     hurry: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let listener = listener.into();
-    let state = state.shared();
-    tracing::info!(limit = state.config.max_connections, "listening");
-    let mut connections = connections(state)?;
-    let computing = state.batches.as_ref().map(|store| computing::start(store, state));
+    let server = server.into();
+    let config = server.config();
+    tracing::info!(limit = config.max_connections, "listening");
+    let mut connections = connections(&server)?;
+    let computing = server.compute_batches();
     connections.accept_until(&listener, shutdown).await;
 
-    state.engine.drain();
-    tracing::info!(timeout = ?state.config.drain_timeout, "draining");
+    server.drain();
+    tracing::info!(timeout = ?config.drain_timeout, "draining");
     tokio::pin!(hurry);
     let mut hurried = false;
     let drained = async {
         tokio::select! {
-            () = state.idle() => return,
-            () = sleep(state.config.drain_timeout) => {
+            () = server.idle() => return,
+            () = sleep(config.drain_timeout) => {
                 tracing::warn!("requests are still running after the drain timeout: aborting them");
             }
             () = &mut hurry => {
@@ -52,7 +128,7 @@ pub async fn serve(
                 hurried = true;
             }
         }
-        state.abort_all();
+        server.abort_all();
     };
     connections.accept_until(&listener, drained).await;
     drop(listener);
@@ -70,16 +146,16 @@ pub async fn serve(
 
 /// The connections that are served, and behind them those beyond the limit, which get an error or
 /// the server's health.
-fn connections(state: &Shared) -> io::Result<Connections> {
-    let config = &state.config;
+fn connections(server: &AnyServer) -> io::Result<Connections> {
+    let config = server.config();
     let usual = ConnectionSetup {
-        router: routes::router(state.clone()),
+        router: server.router(),
         header_timeout: config.receive_timeout,
         send_timeout: config.send_timeout,
         keep_alive: true,
         tls: config.tls.clone(),
     };
-    let reserve = reserve::setup(state.clone(), config.tls.clone());
+    let reserve = reserve::setup(server);
     let kinds = [(config.max_connections, usual), (RESERVE, reserve)];
     Connections::new("a connection", kinds).with_spare()
 }

@@ -46,6 +46,33 @@ pub struct ServerParts {
     pub blocks: Option<BlockLog>,
     /// The store of files and batches; `None`: none are kept.
     pub batches: Option<Arc<BatchStore>>,
+    /// The parts that it shares with other models of the process; `None`: it is the only one.
+    pub common: Option<CommonParts>,
+}
+
+/// The parts that all models of a process share. A clone is the same.
+#[derive(Debug, Clone)]
+pub struct CommonParts {
+    /// The budget of bytes that requests take.
+    pub(crate) budget: ByteBudget,
+    pub(crate) store: Arc<Store>,
+    pub(crate) clients: Arc<Clients>,
+}
+
+impl CommonParts {
+    /// The parts of a server with these settings.
+    #[must_use]
+    pub fn new(config: &ServerConfig) -> Self {
+        Self::with_budget(config, config.max_request_bytes_in_flight)
+    }
+
+    fn with_budget(config: &ServerConfig, bytes: usize) -> Self {
+        Self {
+            budget: ByteBudget::new(bytes),
+            store: Arc::new(Store::new(config.responses)),
+            clients: Arc::new(Clients::new(config.trusted_proxies.clone())),
+        }
+    }
 }
 
 /// The state of a server.
@@ -71,13 +98,13 @@ pub(crate) struct Inner {
     /// The budget of bytes that requests take.
     pub(crate) budget: ByteBudget,
     pub(crate) egress: Egress,
-    pub(crate) store: Store,
+    pub(crate) store: Arc<Store>,
     pub(crate) loaded: Loaded,
     pub(crate) live: Live,
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
     pub(crate) started: u64,
-    pub(crate) clients: Clients,
+    pub(crate) clients: Arc<Clients>,
     /// Calls whose response is not finished.
     pub(crate) book: Book,
     /// The content of the prefix caches.
@@ -91,12 +118,15 @@ impl AppState {
     /// Puts the parts together.
     pub fn new(parts: ServerParts) -> Self {
         let ServerParts { config, info, guard, log_lines_dropped, model, engine, .. } = parts;
-        let ServerParts { text, intake, egress, metrics, blocks, batches, .. } = parts;
-        let clients = Clients::new(config.trusted_proxies.clone());
-        let pixels = intake.pixel_bytes();
+        let ServerParts { text, intake, egress, metrics, blocks, common, batches, .. } = parts;
+        let own = || {
+            let bytes = config.max_request_bytes_in_flight.saturating_sub(intake.pixel_bytes());
+            CommonParts::with_budget(&config, bytes)
+        };
+        let CommonParts { budget, store, clients } = common.unwrap_or_else(own);
         let inner = Inner {
-            budget: ByteBudget::new(config.max_request_bytes_in_flight.saturating_sub(pixels)),
-            store: Store::new(config.responses),
+            budget,
+            store,
             loaded: Loaded::default(),
             live: Live::default(),
             config,
@@ -216,7 +246,7 @@ impl Inner {
         let names = &self.model.served_names;
         match wanted {
             None => Ok(names.first().cloned().unwrap_or_default()),
-            Some(wanted) if names.iter().any(|name| name == wanted) => Ok(wanted.to_owned()),
+            Some(wanted) if self.model.is_called(wanted) => Ok(wanted.to_owned()),
             Some(wanted) => {
                 let model = cut(wanted, SHOWN_BYTES).into_owned();
                 Err(ApiError::UnknownModel { model, served: names.clone() })
@@ -239,9 +269,20 @@ impl Inner {
     }
 }
 
+/// A state with the settings of a server, for the layers around its routes.
+pub(crate) trait HasSettings: HasClients {
+    fn settings(&self) -> &ServerConfig;
+}
+
+impl HasSettings for Inner {
+    fn settings(&self) -> &ServerConfig {
+        &self.config
+    }
+}
+
 impl HasClients for Inner {
     fn clients(&self) -> (&Clients, &Keys) {
-        (&self.clients, &self.config.api_keys)
+        (&*self.clients, &self.config.api_keys)
     }
 }
 

@@ -11,7 +11,7 @@ pub(crate) struct BatchFlags {
     /// Folder for /v1/files and /v1/batches, for this server alone. Files stay there over a
     /// restart, and batches go on. Without it both routes are off.
     #[arg(long, value_name = "DIR")]
-    batch_dir: Option<PathBuf>,
+    pub(crate) batch_dir: Option<PathBuf>,
     /// The largest number of bytes of all files.
     #[arg(long, default_value_t = BatchConfig::default().batch_max_bytes, value_name = "BYTES", requires = "batch_dir")]
     batch_max_bytes: u64,

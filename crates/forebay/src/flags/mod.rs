@@ -6,6 +6,7 @@ mod batches;
 mod dialect;
 mod drafts;
 mod duration;
+mod fleet;
 pub(crate) mod foreign;
 mod grammar;
 mod images;
@@ -33,6 +34,7 @@ pub(crate) use self::batches::BatchFlags;
 pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::drafts::DraftFlags;
 pub(crate) use self::duration::seconds;
+pub(crate) use self::fleet::{FleetFlags, fleet_flags, server_flags};
 pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
@@ -50,9 +52,10 @@ pub(crate) use tiers::{Preemption, TierFlags};
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
     /// `smollm2` (the embedded default), a hub id (org/name, org/name@revision, org/name:Q4_K_M or
-    /// org/name/file.gguf), a directory, or a .gguf file.
-    #[arg(value_name = "MODEL", required_unless_present = "model_path")]
-    pub(crate) model: Option<String>,
+    /// org/name/file.gguf), a directory, or a .gguf file. Of several, each is loaded when a request
+    /// names it.
+    #[arg(value_name = "MODEL", required_unless_present_any = ["model_path", "models_dir", "models_config"])]
+    pub(crate) model: Vec<String>,
     /// The model, for those used to SGLang's spelling.
     #[arg(long, value_name = "MODEL", conflicts_with = "model")]
     pub(crate) model_path: Option<String>,
@@ -76,6 +79,8 @@ pub(crate) struct ServeFlags {
     pub(crate) dialect: DialectFlags,
     #[command(flatten)]
     pub(crate) loading: ModelFlags,
+    #[command(flatten)]
+    pub(crate) fleet: FleetFlags,
     #[command(flatten)]
     pub(crate) schedule: ScheduleFlags,
     #[command(flatten)]
@@ -117,7 +122,24 @@ impl ServeFlags {
 
     /// The model as it was typed, in either spelling.
     pub(crate) fn model_name(&self) -> Option<&str> {
-        self.model.as_deref().or(self.model_path.as_deref())
+        self.named().next()
+    }
+
+    /// The models that the command line names.
+    pub(crate) fn named(&self) -> impl Iterator<Item = &str> {
+        self.model.iter().chain(&self.model_path).map(String::as_str)
+    }
+
+    /// True if models are loaded when they are asked for. One that is named alone is loaded at the
+    /// start, and stays.
+    pub(crate) fn is_fleet(&self) -> bool {
+        let FleetFlags { models_dir, models_config, models_max, models_memory, .. } = &self.fleet;
+        self.model.len() > 1
+            || models_dir.is_some()
+            || models_config.is_some()
+            || models_max.is_some()
+            || models_memory.is_some()
+            || self.fleet.sleep_idle_seconds.is_some()
     }
 }
 

@@ -29,9 +29,10 @@ pub(super) struct Engines {
     /// The placer of outposts, which has to outlive the hands.
     _placed: Option<Placed>,
     pub(super) arena: Arena,
-    /// Gives something when the first engine has ended.
-    pub(super) ended: oneshot::Receiver<()>,
 }
+
+/// Gives something when the first engine has ended.
+pub(super) type EngineEnd = oneshot::Receiver<()>;
 
 impl Engines {
     /// Starts an engine for each rank group, which starts its hands.
@@ -43,7 +44,7 @@ impl Engines {
         tokenizer: &Arc<Tokenizer>,
         sinks: &Sinks,
         guard: &Guard,
-    ) -> Result<Self> {
+    ) -> Result<(Self, EngineEnd)> {
         let arena = Arena::new(flags.run.arena_bytes).context("no arena")?;
         let (site, placed) = outposts::open(&flags.replicas, interpreter, resolved, guard)?;
         let (mut executors, clock) = match resolved.device.simulated {
@@ -70,7 +71,7 @@ impl Engines {
         };
         let members = executors.into_iter().map(member).collect();
         let (replicas, threads) = Replicas::start(resolved.replicas, members, clock, on_exit)?;
-        Ok(Self { replicas, threads, _placed: placed, arena, ended })
+        Ok((Self { replicas, threads, _placed: placed, arena }, ended))
     }
 
     /// Stops the engines and waits for their end.

@@ -14,13 +14,14 @@ use crate::model::Model;
 use crate::resolve::Resolved;
 use crate::{dialect, grammar, text, vocabulary};
 
-/// The parts that read and write the model's language, with their threads.
+/// The parts that read and write the model's language, with their threads. A clone is the same.
+#[derive(Clone)]
 pub(super) struct Language {
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) dialect: Dialect,
     /// Special tokens that are marks of the dialect.
     pub(super) marks: Arc<[i32]>,
-    pub(super) text: TextPool,
+    pub(super) text: Arc<TextPool>,
     pub(super) grammars: Option<Grammars>,
 }
 
@@ -47,6 +48,7 @@ impl Language {
         resolved.model.chat = model.pooling.is_none().then_some(facts);
         let settings = &resolved.server;
         let text = text::pool(&settings.text, Arc::clone(&tokenizer), template, guard)?;
+        let text = Arc::new(text);
         let grammars = grammar::start(settings.grammar, &tokenizer, model, guard)?;
         Ok(Self { tokenizer, dialect, marks, text, grammars })
     }

@@ -2,9 +2,8 @@
 
 use anyhow::Result;
 use forebay_server::Guard;
-use tracing::warn;
 
-use crate::flags::{ServeFlags, visible_keys};
+use crate::flags::ServeFlags;
 use crate::logs::{self, Logs};
 use crate::parent;
 
@@ -19,20 +18,10 @@ impl Process {
     pub(super) fn start(flags: &ServeFlags) -> Result<Self> {
         let guard = Guard::default();
         let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref(), &guard)?;
-        warn_of_visible_keys();
+        logs::warn_of_visible_keys();
         if let Some(parent) = flags.run.parent {
             parent::end_with(parent)?;
         }
         Ok(Self { guard, logs })
-    }
-}
-
-/// Says which keys other users of the machine can read.
-pub(crate) fn warn_of_visible_keys() {
-    let arguments = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
-    let visible = visible_keys(arguments);
-    if !visible.is_empty() {
-        let flags = visible.join(", ");
-        warn!("{flags}: the list of processes shows the key; a file or the environment does not");
     }
 }

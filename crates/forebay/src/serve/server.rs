@@ -1,17 +1,21 @@
 //! The server of HTTP clients, from its first connection to its end.
 
+use std::io;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use forebay_engine::Status;
 use forebay_replicas::Replicas;
 use forebay_server::{
-    AppState, BatchConfig, BatchStore, HealthThread, Intake, IntakeMode, ModelInfo, ServerParts,
+    AppState, BatchConfig, BatchStore, CommonParts, Guard, HealthThread, Intake, IntakeMode,
+    ModelInfo, ServerParts,
 };
+use tokio::runtime::Runtime;
 use tracing::info;
 
-use super::engines::Engines;
+use super::engines::{EngineEnd, Engines};
 use super::language::Language;
 use super::listeners::Listeners;
 use super::outputs::Outputs;
@@ -23,7 +27,29 @@ use crate::resolve::Resolved;
 use crate::{grammar, sampling, signals, threads, watch};
 
 /// The server, put together.
-pub(super) struct Server(AppState);
+pub(super) struct Server(pub(super) AppState);
+
+/// What is around a model in its process.
+pub(super) struct Surroundings {
+    pub(super) guard: Guard,
+    pub(super) log_lines_dropped: Arc<AtomicU64>,
+    /// The parts that it shares with other models.
+    pub(super) common: Option<CommonParts>,
+    /// Names for requests that no list shows.
+    pub(super) aliases: Vec<String>,
+}
+
+/// The time that tasks have to end with their runtime.
+pub(super) const LAST_TASKS: Duration = Duration::from_secs(1);
+
+/// The runtime of the threads of HTTP.
+pub(super) fn runtime(threads: u16) -> io::Result<Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads.into())
+        .thread_name("http")
+        .enable_all()
+        .build()
+}
 
 impl Server {
     /// Puts the parts together. `name` is the model as it was typed.
@@ -34,11 +60,13 @@ impl Server {
         language: Language,
         outputs: Outputs,
         engines: &Engines,
-        process: &Process,
+        surroundings: Surroundings,
     ) -> Result<Self> {
+        let Surroundings { guard, log_lines_dropped, common, aliases } = surroundings;
         let images = resolved.images.as_ref();
         let info = ModelInfo {
             served_names: resolved.model.served_model_names.clone(),
+            aliases,
             root: name.to_owned(),
             facts: resolved.model.facts.clone(),
             eos: model.eos_token_ids.clone().into(),
@@ -55,7 +83,7 @@ impl Server {
             fetcher: images.map(|settings| settings.fetcher()).transpose()?,
             markers: grammar::markers(&language.tokenizer, language.dialect),
         };
-        let (settings, guard) = (&resolved.server, &process.guard);
+        let settings = &resolved.server;
         let engine = Arc::new(engines.replicas.clone());
         let mode = match settings.inline_intake {
             true => IntakeMode::Engine(engine.clone()),
@@ -71,15 +99,16 @@ impl Server {
             config: settings.server.clone(),
             info: serde_json::to_value(resolved)?,
             guard: guard.clone(),
-            log_lines_dropped: process.logs.dropped(),
+            log_lines_dropped,
             model: info,
             engine,
-            text: Arc::new(language.text),
-            intake: Intake::start(mode, Arc::new(arena), queue, pixel_bytes, guard)?,
+            text: language.text,
+            intake: Intake::start(mode, Arc::new(arena), queue, pixel_bytes, &guard)?,
             egress: outputs.egress,
             metrics: outputs.metrics,
             blocks: outputs.blocks,
             batches,
+            common,
         })))
     }
 
@@ -89,27 +118,25 @@ impl Server {
         flags: &ServeFlags,
         Listeners { main, health }: Listeners,
         resolved: &Resolved,
-        mut engines: Engines,
+        (engines, ended): (Engines, EngineEnd),
         process: &mut Process,
     ) -> Result<()> {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(resolved.server.http_threads.into())
-            .thread_name("http")
-            .enable_all()
-            .build()?;
+        let runtime = runtime(resolved.server.http_threads)?;
         threads::shorten_turns()?;
-        let health = health.map(|listener| HealthThread::start(listener, &self.0)).transpose()?;
-        let served = runtime.block_on(self.serve(main, &mut engines, resolved, flags, process));
+        let health =
+            health.map(|listener| HealthThread::start(listener, self.0.clone())).transpose()?;
+        let served =
+            runtime.block_on(self.serve(main, (&engines, ended), resolved, flags, process));
         drop(health);
         engines.stop();
-        runtime.shutdown_timeout(Duration::from_secs(1));
+        runtime.shutdown_timeout(LAST_TASKS);
         served
     }
 
     async fn serve(
         self,
         bound: Bound,
-        engines: &mut Engines,
+        (engines, ended): (&Engines, EngineEnd),
         resolved: &Resolved,
         flags: &ServeFlags,
         Process { guard, logs }: &mut Process,
@@ -137,7 +164,7 @@ impl Server {
         let stopped = async {
             tokio::select! {
                 () = signals::another(told.clone()) => {}
-                _ = &mut engines.ended => engine_died = true,
+                _ = ended => engine_died = true,
                 () = guard.failed() => {}
             }
             greeting.abort();

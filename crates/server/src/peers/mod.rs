@@ -335,7 +335,7 @@ mod tests {
     #[test]
     fn urgency_seven_is_work_in_the_background() {
         let background = |lines: &[&'static str]| {
-            let line = |&line| (axum::http::HeaderName::from_static(PRIORITY_HEADER), line);
+            let line = |&line| (axum::http::HeaderName::from_static(BACKGROUND.0), line);
             let lines = lines.iter().map(line);
             is_background(
                 &lines.map(|(name, line)| (name, HeaderValue::from_static(line))).collect(),

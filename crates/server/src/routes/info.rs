@@ -67,21 +67,34 @@ pub(crate) async fn model(
 }
 
 fn card(state: &Shared, name: &str) -> ModelCard {
+    let length = state.engine.facts().map(|facts| facts.context_length);
+    model_card(name, &state.model.root, state.started, length)
+}
+
+/// A model as OpenAI's and Anthropic's clients read it.
+pub(super) fn model_card(
+    name: &str,
+    root: &str,
+    started: u64,
+    max_model_len: Option<u32>,
+) -> ModelCard {
     ModelCard {
         id: name.to_owned(),
         object: "model",
         kind: "model",
         display_name: name.to_owned(),
-        created_at: i64::try_from(state.started)
-            .ok()
-            .and_then(|seconds| jiff::Timestamp::from_second(seconds).ok())
-            .unwrap_or_default()
-            .to_string(),
-        created: state.started,
+        created_at: timestamp(started),
+        created: started,
         owned_by: "forebay",
-        root: state.model.root.clone(),
-        max_model_len: state.engine.facts().map(|facts| facts.context_length),
+        root: root.to_owned(),
+        max_model_len,
     }
+}
+
+/// Seconds since 1970 as RFC 3339 has them.
+pub(super) fn timestamp(seconds: u64) -> String {
+    let seconds = i64::try_from(seconds).unwrap_or(0);
+    jiff::Timestamp::from_second(seconds).unwrap_or_default().to_string()
 }
 
 /// The server takes requests.
@@ -354,6 +367,18 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
+    Ok(exposed(exposition(&state)?))
+}
+
+/// An answer in Prometheus' text format.
+pub(super) fn exposed(text: Vec<u8>) -> Response {
+    let mut response = Response::new(text.into());
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(EXPOSITION));
+    response
+}
+
+/// The metrics of a model in Prometheus' text format.
+pub(super) fn exposition(state: &Shared) -> Result<Vec<u8>, ApiError> {
     let parts = PartStats {
         text: state.text.stats(),
         grammars: state.model.grammars.as_ref().map(Grammars::stats).unwrap_or_default(),
@@ -361,13 +386,10 @@ pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Fai
         dropped: state.log_lines_dropped.load(Ordering::Relaxed),
     };
     let written = state.metrics.render(&state.engine.replicas(), &parts);
-    let text = written.map_err(|error| {
+    written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }
-    })?;
-    let mut response = Response::new(text.into());
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(EXPOSITION));
-    Ok(response)
+    })
 }
 
 /// The server's version.

@@ -1,5 +1,6 @@
 //! The layers that requests go through on their way to a route.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use axum::extract::{MatchedPath, Request, State};
@@ -12,19 +13,19 @@ use forebay_http::{KeyId, contained, panic_message};
 use crate::names::{REQUEST_ID, random_hex};
 use crate::peers::{is_router, not_a_router};
 use crate::reply::Failure;
-use crate::state::Shared;
+use crate::state::{HasSettings, Shared};
 
 /// Longest `x-request-id` that is echoed, in bytes.
 const MAX_REQUEST_ID: usize = 256;
 
 /// Lets a request pass with a key of users or of administrators, or if none is needed.
-pub(super) async fn check_key(
-    State(state): State<Shared>,
+pub(super) async fn check_key<S: HasSettings>(
+    State(state): State<Arc<S>>,
     key: KeyId,
     request: Request,
     next: Next,
 ) -> Response {
-    let config = &state.config;
+    let config = state.settings();
     let accepted = config.api_keys.is_empty()
         || key.0.is_some()
         || config.admin_keys.shown(request.headers()).is_some();
@@ -33,13 +34,13 @@ pub(super) async fn check_key(
 
 /// Lets a request pass with a key of administrators. If there are none, every client that may use
 /// the model may do this too.
-pub(super) async fn check_admin(
-    State(state): State<Shared>,
+pub(super) async fn check_admin<S: HasSettings>(
+    State(state): State<Arc<S>>,
     key: KeyId,
     request: Request,
     next: Next,
 ) -> Response {
-    let keys = &state.config.admin_keys;
+    let keys = &state.settings().admin_keys;
     if keys.is_empty() {
         return check_key(State(state), key, request, next).await;
     }

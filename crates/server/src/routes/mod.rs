@@ -6,6 +6,7 @@ mod chat;
 mod completions;
 mod embeddings;
 mod files;
+pub(crate) mod fleet;
 mod generate;
 pub(crate) mod info;
 mod layers;
@@ -39,7 +40,7 @@ use crate::peers::blocks::blocks;
 use crate::peers::talk;
 use crate::reply::Failure;
 use crate::shapes::tell_errors;
-use crate::state::Shared;
+use crate::state::{Inner, Shared};
 
 use layers::{
     check_admin, check_generator, check_key, check_loads, check_router, contain, count,
@@ -50,9 +51,10 @@ use layers::{
 pub(crate) fn router(state: Shared) -> Router {
     let talk = || from_fn_with_state(state.clone(), talk);
     let keyed = computing(&state);
-    let stored = stored().layer(from_fn_with_state(state.clone(), check_key));
-    let admin =
-        administration().layer(talk()).layer(from_fn_with_state(state.clone(), check_admin));
+    let stored = stored().layer(from_fn_with_state(state.clone(), check_key::<Inner>));
+    let admin = administration()
+        .layer(talk())
+        .layer(from_fn_with_state(state.clone(), check_admin::<Inner>));
     let loads = Router::new()
         .route("/v1/loads", get(loads::loads))
         .layer(talk())
@@ -75,7 +77,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
         .layer(option_layer(cors))
-        .layer(from_fn_with_state(state.clone(), check_access))
+        .layer(from_fn_with_state(state.clone(), check_access::<Inner>))
         .layer(from_fn(ignored::tell))
         .layer(from_fn(contain))
         .layer(from_fn(tell_errors))
@@ -103,7 +105,7 @@ fn computing(state: &Shared) -> Router<Shared> {
         .merge(models())
         .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), hold))
-        .layer(from_fn_with_state(state.clone(), check_key))
+        .layer(from_fn_with_state(state.clone(), check_key::<Inner>))
 }
 
 /// Routes of files and batches.
@@ -187,7 +189,7 @@ fn open() -> Router<Shared> {
         .route("/ping", get(info::ping).post(info::ping))
 }
 
-fn page() -> Router<Shared> {
+fn page<S: Clone + Send + Sync + 'static>() -> Router<S> {
     Router::new().route("/", get(live::page_file)).route("/assets/{name}", get(live::page_file))
 }
 
@@ -218,7 +220,7 @@ fn without_root(uri: &Uri, root: &str) -> Option<Uri> {
     Uri::from_parts(parts).ok()
 }
 
-async fn unknown_route(method: Method, uri: Uri) -> Failure {
+pub(super) async fn unknown_route(method: Method, uri: Uri) -> Failure {
     let path = uri.path().to_owned();
     let near = near(&path);
     Failure(ApiError::UnknownRoute { method: method.to_string(), path, near })
@@ -233,7 +235,7 @@ fn near(path: &str) -> Option<String> {
     known.into_iter().find(|known| *known == meant).map(str::to_owned)
 }
 
-async fn method_not_allowed(method: Method, uri: Uri) -> Failure {
+pub(super) async fn method_not_allowed(method: Method, uri: Uri) -> Failure {
     Failure(ApiError::MethodNotAllowed { method: method.to_string(), path: uri.path().to_owned() })
 }
 

@@ -79,9 +79,14 @@ struct Document;
     responses((status = 200, description = "This document")),
 )]
 pub(super) async fn openapi(State(state): State<Shared>) -> Response {
+    answer(&state.config.root_path)
+}
+
+/// The document of a server below a path.
+pub(super) fn answer(root_path: &str) -> Response {
     let mut document = document();
-    if !state.config.root_path.is_empty() {
-        document.servers = Some(vec![Server::new(state.config.root_path.as_str())]);
+    if !root_path.is_empty() {
+        document.servers = Some(vec![Server::new(root_path)]);
     }
     reply::ok(&document)
 }

@@ -155,7 +155,7 @@ async fn health_has_a_thread_of_its_own() {
     let server = TestServer::driven().await;
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let thread = HealthThread::start(listener, &server.state).unwrap();
+    let thread = HealthThread::start(listener, server.state.clone()).unwrap();
     for (path, status) in [("/livez", 200), ("/health", 200), ("/metrics", 200), ("/version", 404)]
     {
         let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");

@@ -540,6 +540,7 @@ impl TestServer {
             tokenizer_config: serde_json::Map::default(),
             marks: Arc::default(),
             served_names: vec!["tiny".into(), "org/tiny".into()],
+            aliases: Vec::new(),
             root: "tiny".into(),
             facts: ModelFacts::new(
                 "gguf",
@@ -578,6 +579,7 @@ impl TestServer {
             metrics,
             blocks: None,
             batches: None,
+            common: None,
         });
         let (shutdown, stop) = oneshot::channel::<()>();
         let (hurry, hurried) = oneshot::channel::<()>();

@@ -6,14 +6,18 @@ use forebay_api::{ApiError, ErrorBody, GenerationDefaults, OllamaShowRequest};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
+use crate::config::ModelInfo;
+use crate::facts::ModelFacts;
 use crate::limits::{self, Upload};
+use crate::names::LATEST;
 use crate::reply::{self, Failure};
+use crate::routes::info::timestamp;
 use crate::state::Shared;
 
+/// The time at which a model is unloaded that stays.
+pub(crate) const NEVER: &str = "9999-12-31T23:59:59Z";
 /// The version of Ollama whose routes these are. Its clients refuse to talk to older ones.
 const OLLAMA_VERSION: &str = "0.12.0";
-/// The suffix of a model's name that has no meaning here.
-const LATEST: &str = ":latest";
 
 /// The name by which a model is served.
 pub(super) fn served(wanted: Option<&str>) -> Option<&str> {
@@ -44,7 +48,7 @@ pub(crate) async fn ps(State(state): State<Shared>) -> Response {
     let mut models = models(&state);
     for model in &mut models {
         model["size_vram"] = if on_cpu { json!(0) } else { model["size"].clone() };
-        model["expires_at"] = json!("9999-12-31T23:59:59Z");
+        model["expires_at"] = json!(NEVER);
         model["context_length"] = json!(context);
     }
     reply::ok(&json!({"models": models}))
@@ -52,28 +56,30 @@ pub(crate) async fn ps(State(state): State<Shared>) -> Response {
 
 fn models(state: &Shared) -> Vec<Value> {
     let bytes = state.engine.facts().map_or(0, |facts| facts.hand.weight_bytes);
-    let digest = format!("{:032x}", xxh3_128(state.model.root.as_bytes()));
-    let model = |name: &String| {
-        json!({
-            "name": name,
-            "model": name,
-            "modified_at": modified(state),
-            "size": bytes,
-            "digest": digest,
-            "details": details(state),
-        })
-    };
+    let ModelInfo { root, facts, .. } = &state.model;
+    let model = |name: &String| listed(name, root, facts, bytes, state.started);
     state.model.served_names.iter().map(model).collect()
 }
 
-/// The server's start, since when the model has been what it is.
-fn modified(state: &Shared) -> String {
-    let seconds = i64::try_from(state.started).unwrap_or(0);
-    jiff::Timestamp::from_second(seconds).unwrap_or_default().to_string()
+/// A model of a list. It has been what it is since the start of the server.
+pub(crate) fn listed(
+    name: &str,
+    root: &str,
+    facts: &ModelFacts,
+    bytes: u64,
+    started: u64,
+) -> Value {
+    json!({
+        "name": name,
+        "model": name,
+        "modified_at": timestamp(started),
+        "size": bytes,
+        "digest": format!("{:032x}", xxh3_128(root.as_bytes())),
+        "details": details(facts),
+    })
 }
 
-fn details(state: &Shared) -> Value {
-    let facts = &state.model.facts;
+fn details(facts: &ModelFacts) -> Value {
     let families: Vec<&str> =
         Some(&*facts.family).filter(|name| !name.is_empty()).into_iter().collect();
     json!({
@@ -132,20 +138,51 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
             capabilities.push("vision");
         }
     }
-    let mut facts = state.model.facts.metadata(context_length);
-    facts.insert("general.basename".into(), json!(state.model.served_names.first()));
-    if let Some(id) = state.model.eos.first() {
+    let template = state.text.template();
+    Ok(reply::ok(&described(&ModelSheet {
+        name: state.model.served_names.first().map_or("", String::as_str),
+        root: &state.model.root,
+        facts: &state.model.facts,
+        defaults: &state.model.defaults,
+        template: template.map(|template| template.source()).unwrap_or_default(),
+        capabilities,
+        context_length,
+        eos: state.model.eos.first().copied(),
+        started: state.started,
+    })))
+}
+
+/// What is told of a model.
+pub(crate) struct ModelSheet<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) root: &'a str,
+    pub(crate) facts: &'a ModelFacts,
+    pub(crate) defaults: &'a GenerationDefaults,
+    /// The chat template; empty: there is none.
+    pub(crate) template: &'a str,
+    pub(crate) capabilities: Vec<&'static str>,
+    pub(crate) context_length: u32,
+    pub(crate) eos: Option<i32>,
+    /// Seconds since 1970 at the start of the server.
+    pub(crate) started: u64,
+}
+
+/// The answer about a model.
+pub(crate) fn described(sheet: &ModelSheet<'_>) -> Value {
+    let mut facts = sheet.facts.metadata(sheet.context_length);
+    facts.insert("general.basename".into(), json!(sheet.name));
+    if let Some(id) = sheet.eos {
         facts.insert("tokenizer.ggml.eos_token_id".into(), json!(id));
     }
-    Ok(reply::ok(&json!({
-        "modelfile": format!("FROM {}\n", state.model.root),
-        "parameters": parameters(&state.model.defaults, context_length),
-        "template": state.text.template().map(|template| template.source()).unwrap_or_default(),
-        "details": details(&state),
+    json!({
+        "modelfile": format!("FROM {}\n", sheet.root),
+        "parameters": parameters(sheet.defaults, sheet.context_length),
+        "template": sheet.template,
+        "details": details(sheet.facts),
         "model_info": facts,
-        "capabilities": capabilities,
-        "modified_at": modified(&state),
-    })))
+        "capabilities": sheet.capabilities,
+        "modified_at": timestamp(sheet.started),
+    })
 }
 
 /// Says which version of Ollama's API is spoken.

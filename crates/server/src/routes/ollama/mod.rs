@@ -4,12 +4,14 @@ mod about;
 mod answer;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::response::Response;
 use forebay_api::{
     ApiError, ErrorBody, OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest,
     OllamaGenerateRequest, Prompt, ValidEmbedding, Vector,
 };
+use forebay_dialect::Ids;
 use forebay_egress::Terms;
 use serde_json::json;
 
@@ -27,6 +29,7 @@ use crate::text::{RequestText, encode_prompts};
 use crate::wire::Wire;
 use about::served;
 pub(crate) use about::{__path_ps, __path_show, __path_tags, __path_version};
+pub(super) use about::{ModelSheet, NEVER, described, listed};
 pub(crate) use about::{ps, show, tags, version};
 use answer::{Kind, Lines, Writer};
 
@@ -133,6 +136,13 @@ pub(crate) async fn generate(
     admitted: Admitted<OllamaGenerateRequest>,
 ) -> Result<Response, Failure> {
     answer(wire, admitted, Kind::Generate).await
+}
+
+/// The answer to a request without a prompt that has a model unloaded.
+pub(super) fn unloaded(path: &str, model: &str) -> Response {
+    let kind = if path == "/api/chat" { Kind::Chat } else { Kind::Generate };
+    let ids = CallIds { response: String::new(), form: Ids::default() };
+    reply::ok(&Writer::new(kind, model.to_owned(), ids, Instant::now()).loaded(true))
 }
 
 async fn answer<T: Admissible<Valid = OllamaAsk>>(

@@ -7,7 +7,8 @@ use memchr::{memchr, memchr2};
 
 /// Goes through the top-level members of `json`: name and value as they are written, the name
 /// without its quotes.
-pub(crate) fn members(json: &[u8]) -> Members<'_> {
+#[must_use]
+pub fn members(json: &[u8]) -> Members<'_> {
     let mut members = Members { json, at: 0 };
     members.skip_spaces();
     if members.eat(b'{').is_none() {
@@ -16,8 +17,9 @@ pub(crate) fn members(json: &[u8]) -> Members<'_> {
     members
 }
 
-/// See [`members`]. Ends at the first thing that is no member.
-pub(crate) struct Members<'a> {
+/// The top-level members of an object: see [`members`]. Ends at the first thing that is no member.
+#[derive(Debug)]
+pub struct Members<'a> {
     json: &'a [u8],
     at: usize,
 }
@@ -92,7 +94,8 @@ impl Members<'_> {
 }
 
 /// The text of a JSON string that has no escapes, as names and keys usually have none.
-pub(crate) fn plain_string(value: &[u8]) -> Option<&[u8]> {
+#[must_use]
+pub fn plain_string(value: &[u8]) -> Option<&[u8]> {
     let text = value.strip_prefix(b"\"")?.strip_suffix(b"\"")?;
     memchr(b'\\', text).is_none().then_some(text)
 }

@@ -1,0 +1,140 @@
+//! One model of a fleet.
+
+use serde::Serialize;
+
+/// A model that the fleet may load.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FleetModel {
+    /// The planned number of bytes of its weights and pages.
+    pub bytes: u64,
+    /// True if it never leaves for another model, or because it is idle.
+    pub pinned: bool,
+    /// Milliseconds without a request after which it leaves; `None`: it does not.
+    pub idle_ms: Option<u64>,
+}
+
+/// The state of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ModelState {
+    /// Nothing of it is in memory.
+    Unloaded,
+    /// It is being loaded.
+    Loading,
+    /// It takes requests.
+    Ready,
+    /// Its last requests run, or it is being taken out of memory.
+    Leaving,
+    /// Its weights and pages are gone. What makes the next load fast is kept.
+    Asleep,
+}
+
+/// The state of a model after it has left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SleepLevel {
+    /// [`ModelState::Asleep`].
+    Asleep,
+    /// [`ModelState::Unloaded`].
+    Unloaded,
+}
+
+impl SleepLevel {
+    fn state(self) -> ModelState {
+        match self {
+            Self::Asleep => ModelState::Asleep,
+            Self::Unloaded => ModelState::Unloaded,
+        }
+    }
+}
+
+/// The place of a model on its way in and out of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Out(SleepLevel),
+    Loading {
+        began_ms: u64,
+    },
+    /// In memory, for requests unless `closed`.
+    In {
+        since_ms: u64,
+        stay_ms: u64,
+        closed: Option<SleepLevel>,
+    },
+    /// The caller takes it out of memory.
+    Leaving(SleepLevel),
+}
+
+/// A model with its requests.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) model: FleetModel,
+    pub(crate) phase: Phase,
+    /// The level of an explicit wish that it leaves.
+    pub(crate) dismissed: Option<SleepLevel>,
+    /// Milliseconds that replace `idle_ms` until it leaves.
+    pub(crate) keep: Option<Option<u64>>,
+    /// Bytes that it has in memory.
+    pub(crate) held: u64,
+    pub(crate) running: usize,
+    pub(crate) waiting: usize,
+    pub(crate) used_ms: u64,
+    /// After a failure it is not loaded before this time.
+    pub(crate) paused_until_ms: u64,
+}
+
+impl Member {
+    pub(crate) fn new(model: FleetModel) -> Self {
+        Self {
+            model,
+            phase: Phase::Out(SleepLevel::Unloaded),
+            dismissed: None,
+            keep: None,
+            held: 0,
+            running: 0,
+            waiting: 0,
+            used_ms: 0,
+            paused_until_ms: 0,
+        }
+    }
+
+    pub(crate) fn state(&self) -> ModelState {
+        match self.phase {
+            Phase::Out(level) => level.state(),
+            Phase::Loading { .. } => ModelState::Loading,
+            Phase::In { closed: None, .. } => ModelState::Ready,
+            Phase::In { closed: Some(_), .. } | Phase::Leaving(_) => ModelState::Leaving,
+        }
+    }
+
+    /// True if it takes requests.
+    pub(crate) fn is_open(&self) -> bool {
+        matches!(self.phase, Phase::In { closed: None, .. })
+    }
+
+    /// True if it is about to give its memory back.
+    pub(crate) fn gives_back(&self) -> bool {
+        matches!(self.phase, Phase::In { closed: Some(_), .. } | Phase::Leaving(_))
+    }
+
+    pub(crate) fn close(&mut self, level: SleepLevel) {
+        if let Phase::In { closed, .. } = &mut self.phase {
+            *closed = Some(level);
+        }
+    }
+
+    /// The end of the minimum stay, while it takes requests.
+    pub(crate) fn stays_until_ms(&self) -> Option<u64> {
+        match self.phase {
+            Phase::In { since_ms, stay_ms, closed: None } => Some(since_ms.saturating_add(stay_ms)),
+            _ => None,
+        }
+    }
+
+    /// The time at which it leaves if no request comes.
+    pub(crate) fn idle_until_ms(&self) -> Option<u64> {
+        let open_and_idle = self.is_open() && self.running == 0 && self.waiting == 0;
+        let may_leave = open_and_idle && !self.model.pinned;
+        let idle = self.keep.unwrap_or(self.model.idle_ms)?;
+        may_leave.then(|| self.used_ms.saturating_add(idle))
+    }
+}

@@ -1,0 +1,626 @@
+//! Several models in one server: the driver of [`forebay_fleet`].
+//!
+//! Everything that belongs to one model is its [`AppState`], with routes of its own. The [`Front`]
+//! has what all models share, and a slot for each model. A request visits a model: it waits until
+//! the model is ready, and the model does not leave before the answer has ended.
+
+pub(crate) mod metrics;
+mod names;
+mod visit;
+
+use std::collections::HashMap;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use forebay_api::limits::{SHOWN_BYTES, cut};
+use forebay_api::{ApiError, GenerationDefaults};
+use forebay_engine::Status;
+use forebay_fleet::{
+    Fleet, FleetAction, FleetBounds, FleetModel, FleetRefusal, ModelState, SleepLevel, Ticket,
+};
+use forebay_http::{Clients, Guard, HasClients, Keys, panic_message};
+use parking_lot::Mutex;
+use serde::Serialize;
+use tokio::sync::{Notify, oneshot, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{sleep, timeout};
+
+use crate::config::ServerConfig;
+use crate::facts::ModelFacts;
+use crate::intake::turns::Turns;
+use crate::routes;
+use crate::state::{AppState, CommonParts, HasSettings, Shared, not_serving, now};
+
+use names::NameIndex;
+pub(crate) use visit::{ModelBody, Visit};
+
+/// Bodies above `LARGE_BODY` that are read at a time.
+const READERS: usize = 2;
+
+/// A model that a server may load.
+#[derive(Debug, Clone)]
+pub struct ModelEntry {
+    /// Names that requests may use, at least one; the first is shown.
+    pub names: Vec<String>,
+    /// Further names, which no list shows.
+    pub aliases: Vec<String>,
+    /// The model as it was typed: a hub id or a path.
+    pub root: String,
+    /// Facts about its files.
+    pub facts: ModelFacts,
+    /// Bytes of its files.
+    pub stored_bytes: u64,
+    /// True if it generates text.
+    pub generates: bool,
+    /// Sampling parameters that its generation config sets.
+    pub defaults: GenerationDefaults,
+    /// Its chat template; empty: it has none.
+    pub template: String,
+    /// The longest prompt and answer together, in tokens.
+    pub context_length: u32,
+    /// True if the numbers of its hand count after a load, in place of the plan.
+    pub measures: bool,
+    /// Its place in the plan of memory.
+    pub plan: FleetModel,
+}
+
+/// A model whose hands start.
+pub struct StartedModel {
+    /// The model.
+    pub state: AppState,
+    /// Gives something when its engine has ended.
+    pub ended: oneshot::Receiver<()>,
+    /// Stops its engine and hands, and waits for their end.
+    pub stop: Box<dyn FnOnce() + Send>,
+}
+
+/// Starts models, on threads that may wait.
+pub trait ModelLoader: Send + Sync + 'static {
+    /// Starts a model that may take so many bytes for weights and pages.
+    ///
+    /// # Errors
+    /// The reason in one line.
+    fn start(&self, model: usize, entry: &ModelEntry, bytes: u64) -> Result<StartedModel, String>;
+
+    /// Drops what it keeps of a model for the next start.
+    fn forget(&self, model: usize);
+
+    /// Bytes of memory that are free now, if that is known.
+    fn available(&self) -> Option<u64>;
+}
+
+/// The parts that a server of several models is made of.
+pub struct FleetParts {
+    /// The settings that all models share.
+    pub config: ServerConfig,
+    /// The parts that all models share.
+    pub common: CommonParts,
+    /// The watch over the threads of the process.
+    pub guard: Guard,
+    /// The models, at least one. Requests that name none go to the first.
+    pub models: Vec<ModelEntry>,
+    /// The bounds on memory, number and queues.
+    pub bounds: FleetBounds,
+    /// The starter of models.
+    pub loader: Arc<dyn ModelLoader>,
+}
+
+/// A server of several models. A clone is the same.
+#[derive(Clone)]
+pub struct ModelServer(pub(crate) Arc<Front>);
+
+/// What is in front of the models.
+pub(crate) struct Front {
+    pub(crate) config: ServerConfig,
+    pub(crate) common: CommonParts,
+    pub(crate) guard: Guard,
+    pub(crate) turns: Turns,
+    pub(crate) entries: Vec<ModelEntry>,
+    /// Seconds since 1970 at the start.
+    pub(crate) started: u64,
+    names: NameIndex,
+    loader: Arc<dyn ModelLoader>,
+    /// The configured bound of memory.
+    memory_bytes: u64,
+    books: Mutex<Books>,
+    /// Counts changes of state.
+    changes: watch::Sender<u64>,
+    /// Wakes the timer.
+    wake: Notify,
+    /// The number of running visits.
+    visits: watch::Sender<usize>,
+    clock: Instant,
+    draining: AtomicBool,
+    /// True once models that are being loaded are given up.
+    closing: watch::Sender<bool>,
+}
+
+/// The state of all models.
+struct Books {
+    fleet: Fleet,
+    waiting: HashMap<Ticket, oneshot::Sender<Result<(), ()>>>,
+    slots: Vec<Slot>,
+}
+
+/// A model that is in memory, or is not.
+#[derive(Default)]
+struct Slot {
+    running: Option<RunningModel>,
+    /// The reason of the last failure.
+    error: Option<String>,
+    loads: u64,
+    load_seconds: f64,
+}
+
+/// A model that takes requests.
+#[derive(Clone)]
+pub(crate) struct RunningModel {
+    pub(crate) shared: Shared,
+    pub(crate) router: Router,
+    /// True once it leaves.
+    leaving: Arc<watch::Sender<bool>>,
+    stop: Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>,
+}
+
+impl RunningModel {
+    fn new(started: StartedModel) -> (Self, oneshot::Receiver<()>) {
+        let shared = Arc::clone(started.state.shared());
+        let running = Self {
+            router: routes::router(Arc::clone(&shared)),
+            shared,
+            leaving: Arc::new(watch::Sender::new(false)),
+            stop: Arc::new(Mutex::new(Some(started.stop))),
+        };
+        (running, started.ended)
+    }
+
+    /// Waits until it leaves.
+    pub(crate) fn left(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut leaving = self.leaving.subscribe();
+        async move {
+            // A sender that is gone has left as well.
+            let _ = leaving.wait_for(|&leaves| leaves).await;
+        }
+    }
+
+    /// Ends its feeds, its engine and its hands.
+    async fn stop(&self) {
+        self.leaving.send_replace(true);
+        let Some(stop) = self.stop.lock().take() else { return };
+        self.shared.engine.drain();
+        if spawn_blocking(stop).await.is_err() {
+            tracing::error!("a model could not be stopped");
+        }
+    }
+}
+
+/// A model as lists show it.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct ModelReport {
+    pub(crate) state: ModelState,
+    pub(crate) running: usize,
+    pub(crate) waiting: usize,
+    /// Bytes of weights and pages in memory.
+    pub(crate) bytes: u64,
+    /// Seconds until it leaves if no request comes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) idle_in: Option<f64>,
+    /// The reason of the last failure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) error: Option<String>,
+    #[serde(skip)]
+    pub(crate) loads: u64,
+    #[serde(skip)]
+    pub(crate) load_seconds: f64,
+}
+
+impl ModelServer {
+    /// Puts the parts together.
+    ///
+    /// # Errors
+    /// A name means two models, or a model can never be loaded.
+    pub fn new(parts: FleetParts) -> Result<Self, String> {
+        let FleetParts { config, common, guard, mut models, bounds, loader } = parts;
+        let names = NameIndex::new(&mut models)?;
+        let memory_bytes = bounds.memory_bytes;
+        let fleet = Fleet::new(bounds, models.iter().map(|entry| entry.plan.clone()).collect());
+        for (model, entry) in models.iter().enumerate() {
+            if let Err(refusal) = fleet.fits(model) {
+                let reason = misfit(refusal);
+                return Err(format!("the model {} can't be loaded: {reason}", entry.names[0]));
+            }
+        }
+        let slots = models.iter().map(|_| Slot::default()).collect();
+        Ok(Self(Arc::new(Front {
+            config,
+            common,
+            guard,
+            turns: Turns::new(READERS),
+            entries: models,
+            started: now(),
+            names,
+            loader,
+            memory_bytes,
+            books: Mutex::new(Books { fleet, waiting: HashMap::new(), slots }),
+            changes: watch::Sender::new(0),
+            wake: Notify::new(),
+            visits: watch::Sender::new(0),
+            clock: Instant::now(),
+            draining: AtomicBool::new(false),
+            closing: watch::Sender::new(false),
+        })))
+    }
+
+    /// Loads the pinned models, and has idle ones leave, on the runtime that this is called in.
+    pub fn begin(&self) {
+        let front = &self.0;
+        let timed = Arc::clone(front);
+        tokio::spawn(front.guard.clone().task("the fleet's clock", async move {
+            loop {
+                let wake = timed.books.lock().fleet.next_wake(timed.now_ms());
+                let pause = wake.map(|at| Duration::from_millis(at - timed.now_ms().min(at)));
+                tokio::select! {
+                    () = sleep(pause.unwrap_or(Duration::MAX)) => timed.step(),
+                    () = timed.wake.notified() => {}
+                }
+            }
+        }));
+        for (model, entry) in front.entries.iter().enumerate().filter(|(_, e)| e.plan.pinned) {
+            let (front, name) = (Arc::clone(front), entry.names[0].clone());
+            tokio::spawn(async move {
+                if let Err(error) = front.visit(model).await {
+                    tracing::error!("the pinned model {name} can't be served: {error}");
+                }
+            });
+        }
+    }
+
+    /// Stops all models. Those that are being loaded are given up.
+    pub async fn stop(&self) {
+        let front = &self.0;
+        front.draining.store(true, Ordering::SeqCst);
+        front.closing.send_replace(true);
+        front.fail_waiting();
+        let running: Vec<RunningModel> = {
+            let books = front.books.lock();
+            books.slots.iter().filter_map(|slot| slot.running.clone()).collect()
+        };
+        for model in running {
+            model.stop().await;
+        }
+        let mut changes = front.changes.subscribe();
+        while front.is_moving() {
+            // The sender lives in the front, so waiting cannot fail.
+            let _ = changes.changed().await;
+        }
+    }
+}
+
+/// A refusal of a model that can never be loaded, with its numbers.
+fn misfit(refusal: FleetRefusal) -> String {
+    let gb = |bytes: u64| format!("{:.2} GB", bytes as f64 / 1e9);
+    match refusal {
+        FleetRefusal::TooLarge { bytes, most } => format!(
+            "it needs {}, and models may have {} beside the pinned ones (--models-memory)",
+            gb(bytes),
+            gb(most)
+        ),
+        FleetRefusal::NoPlace => "pinned models have all the places of --models-max".to_owned(),
+        FleetRefusal::QueueFull { .. } | FleetRefusal::Paused { .. } => "not now".to_owned(),
+    }
+}
+
+impl Front {
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.clock.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// The model that a request names, by any of its names. The first is meant if it names none.
+    ///
+    /// # Errors
+    /// There is no such model.
+    pub(crate) fn find(&self, name: Option<&str>) -> Result<usize, ApiError> {
+        let Some(name) = name else { return Ok(0) };
+        self.names.find(name).ok_or_else(|| {
+            let served = self.entries.iter().flat_map(|entry| entry.names.iter().cloned());
+            let model = cut(name, SHOWN_BYTES).into_owned();
+            ApiError::UnknownModel { model, served: served.collect() }
+        })
+    }
+
+    /// A model as it is now.
+    pub(crate) fn report(&self, model: usize) -> ModelReport {
+        let (now, books) = (self.now_ms(), self.books.lock());
+        let (running, waiting) = books.fleet.requests(model);
+        let idle = books.fleet.idle_until_ms(model);
+        let slot = &books.slots[model];
+        ModelReport {
+            state: books.fleet.state(model),
+            running,
+            waiting,
+            bytes: books.fleet.held(model),
+            idle_in: idle.map(|until| until.saturating_sub(now) as f64 / 1000.0),
+            error: slot.error.clone(),
+            loads: slot.loads,
+            load_seconds: slot.load_seconds,
+        }
+    }
+
+    /// The model, if it takes requests.
+    pub(crate) fn running(&self, model: usize) -> Option<RunningModel> {
+        self.books.lock().slots[model].running.clone()
+    }
+
+    /// Sets the seconds without a request after which a model leaves, until it has left; `None`:
+    /// never.
+    pub(crate) fn keep(&self, model: usize, idle: Option<Duration>) {
+        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        self.books.lock().fleet.keep(model, Some(idle.map(millis)));
+    }
+
+    /// Has a model leave, and waits until it has, but not for long running requests.
+    pub(crate) async fn dismiss(self: &Arc<Self>, model: usize, level: SleepLevel) {
+        let mut changes = self.changes.subscribe();
+        let was_asleep = {
+            let mut books = self.books.lock();
+            let state = books.fleet.state(model);
+            books.fleet.dismiss(model, level);
+            state == ModelState::Asleep
+        };
+        if was_asleep && level == SleepLevel::Unloaded {
+            self.forget(model).await;
+        }
+        self.step();
+        let inside =
+            || !matches!(self.report(model).state, ModelState::Asleep | ModelState::Unloaded);
+        let gone = async { while inside() && changes.changed().await.is_ok() {} };
+        // It leaves all the same once they have ended.
+        let _ = timeout(self.config.drain_timeout, gone).await;
+    }
+
+    /// The error for a request that cannot even wait.
+    fn refused(&self, model: usize, refusal: FleetRefusal) -> ApiError {
+        let name = &self.entries[model].names[0];
+        match refusal {
+            FleetRefusal::QueueFull { waiting } => {
+                let reason =
+                    format!("the model {name} is not loaded, and {waiting} requests wait for it");
+                ApiError::Unavailable { reason, code: "model_queue_full" }
+            }
+            FleetRefusal::Paused { remaining_ms } => {
+                let why = self.books.lock().slots[model].error.clone().unwrap_or_default();
+                let seconds = remaining_ms.div_ceil(1000);
+                let reason = format!(
+                    "the model {name} is not available: {why}; it is tried again in {seconds} s"
+                );
+                ApiError::Unavailable { reason, code: "model_failed" }
+            }
+            refusal => {
+                let reason = format!("the model {name} can't be loaded: {}", misfit(refusal));
+                ApiError::Unavailable { reason, code: "model_too_large" }
+            }
+        }
+    }
+
+    /// Takes the actions that are due.
+    fn step(self: &Arc<Self>) {
+        let now = self.now_ms();
+        let mut books = self.books.lock();
+        for action in books.fleet.poll(now) {
+            match action {
+                FleetAction::Admit { ticket } => books.tell(ticket, Ok(())),
+                FleetAction::Fail { ticket } => books.tell(ticket, Err(())),
+                FleetAction::Load { model, bytes } => {
+                    tokio::spawn(Arc::clone(self).load(model, bytes));
+                }
+                FleetAction::Leave { model, level } => {
+                    let running = books.slots[model].running.take();
+                    tokio::spawn(Arc::clone(self).leave(model, level, running));
+                }
+            }
+        }
+        drop(books);
+        self.changes.send_modify(|changes| *changes += 1);
+        self.wake.notify_one();
+    }
+
+    async fn load(self: Arc<Self>, model: usize, bytes: u64) {
+        let name = self.entries[model].names[0].clone();
+        tracing::info!(model = %name, bytes, "loading");
+        let began = Instant::now();
+        let (loader, entry) = (Arc::clone(&self.loader), self.entries[model].clone());
+        let start = move || {
+            let started = AssertUnwindSafe(|| loader.start(model, &entry, bytes));
+            std::panic::catch_unwind(started).unwrap_or_else(|panic| {
+                Err(format!("its start panicked: {}", panic_message(&*panic)))
+            })
+        };
+        let started = match spawn_blocking(start).await {
+            Ok(Ok(started)) => started,
+            Ok(Err(reason)) => return self.failed(model, reason),
+            Err(error) => return self.failed(model, error.to_string()),
+        };
+        let (running, ended) = RunningModel::new(started);
+        let shared = Arc::clone(&running.shared);
+        let asked = Arc::clone(&shared);
+        let closes = async {
+            // The sender lives in self, so waiting cannot fail.
+            let _ = self.closing.subscribe().wait_for(|&closes| closes).await;
+        };
+        tokio::select! {
+            () = shared.loaded.wait(move || matches!(asked.status(), Status::Starting(_))) => {}
+            () = closes => {}
+        }
+        match shared.status() {
+            Status::Ready | Status::Recovering(_) => {}
+            status => {
+                let reason = not_serving(status).to_string();
+                running.stop().await;
+                return self.failed(model, reason);
+            }
+        }
+        let seconds = began.elapsed().as_secs_f64();
+        let facts = shared.engine.facts().filter(|_| self.entries[model].measures);
+        let replicas = shared.engine.count() as u64;
+        let measured =
+            facts.map(|facts| (facts.hand.weight_bytes + facts.hand.kv_bytes) * replicas);
+        let held = measured.unwrap_or(bytes);
+        tracing::info!(model = %name, bytes = held, seconds, "loaded");
+        {
+            let mut books = self.books.lock();
+            let slot = &mut books.slots[model];
+            (slot.running, slot.error) = (Some(running.clone()), None);
+            (slot.loads, slot.load_seconds) = (slot.loads + 1, slot.load_seconds + seconds);
+            books.fleet.loaded(model, held, self.now_ms());
+            if measured.is_some() {
+                books.fleet.set_plan(model, held);
+            }
+        }
+        tokio::spawn(Arc::clone(&self).watch(model, running, ended));
+        self.step();
+    }
+
+    fn failed(self: &Arc<Self>, model: usize, reason: String) {
+        tracing::error!(model = %self.entries[model].names[0], "not loaded: {reason}");
+        {
+            let mut books = self.books.lock();
+            books.slots[model].error = Some(reason);
+            books.fleet.load_failed(model, self.now_ms());
+        }
+        self.step();
+    }
+
+    /// Notes the death of a model that takes requests.
+    async fn watch(
+        self: Arc<Self>,
+        model: usize,
+        running: RunningModel,
+        ended: oneshot::Receiver<()>,
+    ) {
+        tokio::select! {
+            () = running.left() => return,
+            _ = ended => {}
+            () = running.shared.guard.failed() => {}
+        }
+        // It may have left at the same moment.
+        if *running.leaving.borrow() {
+            return;
+        }
+        let reason = not_serving(running.shared.status()).to_string();
+        tracing::error!(model = %self.entries[model].names[0], "died: {reason}");
+        {
+            let mut books = self.books.lock();
+            let slot = &mut books.slots[model];
+            (slot.running, slot.error) = (None, Some(reason));
+            books.fleet.died(model, self.now_ms());
+        }
+        running.shared.abort_all();
+        running.stop().await;
+        self.forget(model).await;
+        self.step();
+    }
+
+    async fn leave(
+        self: Arc<Self>,
+        model: usize,
+        level: SleepLevel,
+        running: Option<RunningModel>,
+    ) {
+        let name = &self.entries[model].names[0];
+        if let Some(running) = running {
+            running.leaving.send_replace(true);
+            // Responses that are computed behind their answers.
+            running.shared.idle().await;
+            running.stop().await;
+        }
+        if level == SleepLevel::Unloaded {
+            self.forget(model).await;
+        }
+        tracing::info!(model = %name, kept = level == SleepLevel::Asleep, "left");
+        self.books.lock().fleet.emptied(model);
+        self.step();
+    }
+
+    /// Drops what is kept of a model, whose threads may take their time to end.
+    async fn forget(&self, model: usize) {
+        let loader = Arc::clone(&self.loader);
+        if spawn_blocking(move || loader.forget(model)).await.is_err() {
+            tracing::error!("what is kept of a model could not be dropped");
+        }
+    }
+
+    fn is_moving(&self) -> bool {
+        let books = self.books.lock();
+        let moves = |model| {
+            let state = books.fleet.state(model);
+            state == ModelState::Loading
+                || (state == ModelState::Leaving && books.slots[model].running.is_none())
+        };
+        (0..self.entries.len()).any(moves)
+    }
+
+    fn fail_waiting(&self) {
+        let mut books = self.books.lock();
+        let tickets: Vec<Ticket> = books.waiting.keys().copied().collect();
+        for ticket in tickets {
+            books.fleet.give_up(ticket);
+            books.tell(ticket, Err(()));
+        }
+    }
+
+    /// Has new requests refused from now on.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Waits until no request runs or waits.
+    pub(crate) async fn idle(&self) {
+        // The sender lives in self, so waiting cannot fail.
+        let _ = self.visits.subscribe().wait_for(|&visits| visits == 0).await;
+        let running = self.all_running();
+        for model in running {
+            model.shared.idle().await;
+        }
+    }
+
+    /// The models that take requests.
+    pub(crate) fn all_running(&self) -> Vec<RunningModel> {
+        self.books.lock().slots.iter().filter_map(|slot| slot.running.clone()).collect()
+    }
+
+    /// Aborts every request.
+    pub(crate) fn abort_all(&self) {
+        self.fail_waiting();
+        for model in self.all_running() {
+            model.shared.abort_all();
+        }
+    }
+}
+
+impl Books {
+    fn tell(&mut self, ticket: Ticket, fate: Result<(), ()>) {
+        if let Some(waiter) = self.waiting.remove(&ticket) {
+            // A waiter that is gone looks for its fate when it is dropped.
+            let _ = waiter.send(fate);
+        }
+    }
+}
+
+impl HasClients for Front {
+    fn clients(&self) -> (&Clients, &Keys) {
+        (&*self.common.clients, &self.config.api_keys)
+    }
+}
+
+impl HasSettings for Front {
+    fn settings(&self) -> &ServerConfig {
+        &self.config
+    }
+}

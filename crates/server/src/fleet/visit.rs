@@ -1,0 +1,167 @@
+//! Requests that wait for a model and run on it.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use axum::body::{Body, HttpBody};
+use bytes::Bytes;
+use forebay_api::ApiError;
+use forebay_fleet::{FleetEntry, ModelState, Ticket};
+use hyper::body::{Frame, SizeHint};
+use tokio::sync::oneshot;
+
+use super::Front;
+
+/// A request that runs on a model, which does not leave meanwhile.
+pub(crate) struct Visit {
+    front: Arc<Front>,
+    model: usize,
+}
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        self.front.books.lock().fleet.finish(self.model, self.front.now_ms());
+        self.front.visits.send_modify(|visits| *visits -= 1);
+        self.front.step();
+    }
+}
+
+/// A request that waits. To drop it gives its place up.
+struct Wait {
+    front: Arc<Front>,
+    model: usize,
+    ticket: Ticket,
+    fate: oneshot::Receiver<Result<(), ()>>,
+    /// True once its fate was read.
+    over: bool,
+}
+
+impl Drop for Wait {
+    fn drop(&mut self) {
+        if self.over {
+            return;
+        }
+        {
+            let mut books = self.front.books.lock();
+            books.waiting.remove(&self.ticket);
+            // It may have been admitted in this moment.
+            if !books.fleet.give_up(self.ticket) && matches!(self.fate.try_recv(), Ok(Ok(()))) {
+                books.fleet.finish(self.model, self.front.now_ms());
+            }
+        }
+        self.front.visits.send_modify(|visits| *visits -= 1);
+        self.front.step();
+    }
+}
+
+impl Front {
+    /// Waits until a request may run on a model, which is loaded if it is not there.
+    ///
+    /// # Errors
+    /// The model cannot be loaded, too many wait for it, or the server drains.
+    pub(crate) async fn visit(self: &Arc<Self>, model: usize) -> Result<Visit, ApiError> {
+        if self.is_draining() {
+            return Err(ApiError::Draining);
+        }
+        let mut wait = {
+            let mut books = self.books.lock();
+            if matches!(books.fleet.state(model), ModelState::Unloaded | ModelState::Asleep)
+                && let Some(available) = self.loader.available()
+            {
+                // Other programs may have taken memory since the start.
+                let left = books.fleet.used().saturating_add(available);
+                books.fleet.set_memory(self.memory_bytes.min(left));
+            }
+            let entry = books.fleet.enter(model, self.now_ms());
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(refusal) => {
+                    drop(books);
+                    return Err(self.refused(model, refusal));
+                }
+            };
+            self.visits.send_modify(|visits| *visits += 1);
+            match entry {
+                FleetEntry::Running => return Ok(Visit { front: Arc::clone(self), model }),
+                FleetEntry::Waiting(ticket) => {
+                    let (sender, fate) = oneshot::channel();
+                    books.waiting.insert(ticket, sender);
+                    Wait { front: Arc::clone(self), model, ticket, fate, over: false }
+                }
+            }
+        };
+        self.step();
+        let fate = (&mut wait.fate).await;
+        wait.over = true;
+        match fate {
+            Ok(Ok(())) => Ok(Visit { front: Arc::clone(self), model }),
+            Ok(Err(())) | Err(_) => {
+                self.visits.send_modify(|visits| *visits -= 1);
+                Err(self.gave_up(model))
+            }
+        }
+    }
+
+    /// The error for a request that has waited in vain.
+    fn gave_up(&self, model: usize) -> ApiError {
+        if self.is_draining() {
+            return ApiError::Draining;
+        }
+        let name = &self.entries[model].names[0];
+        let fits = self.books.lock().fleet.fits(model);
+        if let Err(refusal) = fits {
+            return self.refused(model, refusal);
+        }
+        let why = self.books.lock().slots[model].error.clone().unwrap_or_default();
+        let reason = format!("the model {name} is not available: {why}");
+        ApiError::Unavailable { reason, code: "model_failed" }
+    }
+}
+
+/// The body of an answer of a model.
+pub(crate) struct ModelBody {
+    body: Body,
+    /// Ends with the body.
+    _visit: Option<Visit>,
+    /// Ends the body.
+    until: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+}
+
+impl ModelBody {
+    /// A body until whose end the model stays.
+    pub(crate) fn held(body: Body, visit: Visit) -> Body {
+        Body::new(Self { body, _visit: Some(visit), until: None })
+    }
+
+    /// A body that ends when the model leaves.
+    pub(crate) fn until(body: Body, left: impl Future<Output = ()> + Send + 'static) -> Body {
+        Body::new(Self { body, _visit: None, until: Some(Box::pin(left)) })
+    }
+}
+
+impl HttpBody for ModelBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        if let Some(until) = &mut self.until
+            && until.as_mut().poll(context).is_ready()
+        {
+            self.body = Body::empty();
+            return Poll::Ready(None);
+        }
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,157 @@
+//! An administrator's wishes: load, unload, sleep, wake. The routes are those of llama-server, vLLM
+//! and SGLang.
+
+use std::sync::Arc;
+
+use axum::extract::{FromRequestParts, Request, State};
+use axum::http::Uri;
+use axum::response::Response;
+use forebay_api::{ApiError, members};
+use forebay_fleet::{ModelState, SleepLevel};
+use forebay_http::ClientId;
+use serde::Deserialize;
+use serde_json::json;
+
+use super::dispatch::ModelQuery;
+use crate::fleet::Front;
+use crate::limits::{self, Upload};
+use crate::reply::{self, Failure};
+
+/// Reads the name of a model in a body, which may be empty.
+async fn named(front: &Arc<Front>, request: Request) -> Result<Option<String>, ApiError> {
+    let (mut parts, body) = request.into_parts();
+    let Ok(client) = ClientId::from_request_parts(&mut parts, front).await;
+    let charge = front.common.budget.open(client);
+    let (limit, time) = (limits::body_limit(&front.config, false), front.config.receive_timeout);
+    let upload = Upload::new(body, client);
+    let (pieces, _turn) = limits::collect(upload, limit, time, &front.turns, &charge).await?;
+    let body = pieces.join();
+    let model = members(&body).find(|(name, _)| *name == b"model");
+    match model.map(|(_, value)| serde_json::from_slice(value)) {
+        Some(Ok(name)) => Ok(name),
+        Some(Err(_)) => Err(ApiError::invalid("model", "`model`: expected a string")),
+        None => Ok(None),
+    }
+}
+
+fn required(front: &Front, name: Option<String>) -> Result<usize, ApiError> {
+    let name = name.ok_or_else(|| ApiError::invalid("model", "`model`: required and missing"))?;
+    front.find(Some(&name))
+}
+
+/// The model with a name, or all.
+fn chosen(front: &Front, name: Option<&str>) -> Result<Vec<usize>, ApiError> {
+    match name {
+        Some(name) => Ok(vec![front.find(Some(name))?]),
+        None => Ok((0..front.entries.len()).collect()),
+    }
+}
+
+fn done(front: &Front, models: &[usize]) -> Response {
+    let state =
+        |&model: &usize| (front.entries[model].names[0].clone(), json!(front.report(model).state));
+    let states: serde_json::Map<_, _> = models.iter().map(state).collect();
+    reply::ok(&json!({"success": true, "models": states}))
+}
+
+/// Loads a model, and answers once it is ready.
+pub(super) async fn load(
+    State(front): State<Arc<Front>>,
+    request: Request,
+) -> Result<Response, Failure> {
+    let name = named(&front, request).await?;
+    let model = required(&front, name)?;
+    drop(front.visit(model).await?);
+    Ok(done(&front, &[model]))
+}
+
+/// Has a model leave, with all that is kept of it.
+pub(super) async fn unload(
+    State(front): State<Arc<Front>>,
+    request: Request,
+) -> Result<Response, Failure> {
+    let name = named(&front, request).await?;
+    let model = required(&front, name)?;
+    front.dismiss(model, SleepLevel::Unloaded).await;
+    Ok(done(&front, &[model]))
+}
+
+/// The parameters of `/sleep`.
+#[derive(Debug, Deserialize)]
+struct SleepQuery {
+    level: Option<u8>,
+    model: Option<String>,
+}
+
+/// Has models sleep, as vLLM's route does: at level 1 what makes the next start fast is kept.
+pub(super) async fn sleep(State(front): State<Arc<Front>>, uri: Uri) -> Result<Response, Failure> {
+    let query: SleepQuery = limits::query(&uri)?;
+    let level = match query.level {
+        None | Some(1) => SleepLevel::Asleep,
+        Some(2) => SleepLevel::Unloaded,
+        Some(_) => return Err(Failure(ApiError::invalid("level", "`level`: expected 1 or 2"))),
+    };
+    let models = chosen(&front, query.model.as_deref())?;
+    rest(&front, &models, level).await;
+    Ok(done(&front, &models))
+}
+
+async fn rest(front: &Arc<Front>, models: &[usize], level: SleepLevel) {
+    for &model in models {
+        front.dismiss(model, level).await;
+    }
+}
+
+/// Loads the named model, or all that are asleep.
+pub(super) async fn wake_up(
+    State(front): State<Arc<Front>>,
+    uri: Uri,
+) -> Result<Response, Failure> {
+    let query: ModelQuery = limits::query(&uri)?;
+    wake(&front, query.model.as_deref()).await
+}
+
+async fn wake(front: &Arc<Front>, name: Option<&str>) -> Result<Response, Failure> {
+    let mut models = chosen(front, name)?;
+    if name.is_none() {
+        models.retain(|&model| front.report(model).state == ModelState::Asleep);
+    }
+    for &model in &models {
+        drop(front.visit(model).await?);
+    }
+    Ok(done(front, &models))
+}
+
+/// Tells if the named model is asleep. Without a name: if one is, and none is loaded.
+pub(super) async fn is_sleeping(
+    State(front): State<Arc<Front>>,
+    uri: Uri,
+) -> Result<Response, Failure> {
+    let query: ModelQuery = limits::query(&uri)?;
+    let models = chosen(&front, query.model.as_deref())?;
+    let states: Vec<ModelState> =
+        models.into_iter().map(|model| front.report(model).state).collect();
+    let away = |state: &ModelState| matches!(state, ModelState::Asleep | ModelState::Unloaded);
+    let is_sleeping = states.contains(&ModelState::Asleep) && states.iter().all(away);
+    Ok(reply::ok(&json!({"is_sleeping": is_sleeping})))
+}
+
+/// Has models give their memory back, as SGLang's route does. Weights and pages go together.
+pub(super) async fn release(
+    State(front): State<Arc<Front>>,
+    request: Request,
+) -> Result<Response, Failure> {
+    let name = named(&front, request).await?;
+    let models = chosen(&front, name.as_deref())?;
+    rest(&front, &models, SleepLevel::Asleep).await;
+    Ok(done(&front, &models))
+}
+
+/// Loads the named model, or all that gave their memory back.
+pub(super) async fn resume(
+    State(front): State<Arc<Front>>,
+    request: Request,
+) -> Result<Response, Failure> {
+    let name = named(&front, request).await?;
+    wake(&front, name.as_deref()).await
+}
