@@ -255,7 +255,7 @@ def test_forms_and_bounds(serve: Serve, tiny: Model, tmp_path: Path) -> None:
     assert failed.errors.data[0].code == "too_many_requests"
     for path in ("/v1/files/..%2f..%2fsalt", "/v1/files/salt/content", "/v1/batches/x", "/v1/files?limit=0"):
         assert server.http.get(path).status_code in (400, 404)
-    for body in ([], {"input_file_id": 7}, {"endpoint": ROUTE}):
+    for body in ([], {"input_file_id": 7}, {"endpoint": ROUTE}, {"metadata": {"a": "x" * 65536}}):
         assert server.post("/v1/batches", body).status_code == 400
 
 

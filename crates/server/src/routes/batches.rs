@@ -18,6 +18,8 @@ use crate::state::{Shared, now};
 /// The largest number of batches of a page of a list, and the usual one.
 const PAGE: usize = 100;
 const USUAL_PAGE: usize = 20;
+/// The largest number of bytes of a wish for a batch.
+const BODY_BYTES: usize = 64 << 10;
 
 /// Computes the requests of a file in the background.
 #[utoipa::path(
@@ -39,6 +41,10 @@ pub(crate) async fn create(
     let owner = owner(store, &state, key, &parts.headers);
     let Ok(upload) = Upload::from_request(Request::from_parts(parts, body), &state).await;
     let (body, _charge) = whole(upload, &state).await?;
+    if body.len() > BODY_BYTES {
+        let reason = format!("the body has {} bytes, and {BODY_BYTES} at most", body.len());
+        return Err(ApiError::invalid("body", reason).into());
+    }
     let new: NewBatch = serde_json::from_slice(&body)
         .map_err(|error| ApiError::invalid("body", format!("the body: {error}")))?;
     let store = Arc::clone(store);

@@ -146,6 +146,10 @@ async fn a_text_that_cannot_fit_is_not_tokenised() {
     }
 }
 
+/// Routes whose bodies have bounds of their own: a file goes to the disk as it comes, and a wish for
+/// a batch is small.
+const APART: [&str; 2] = ["/v1/batches", "/v1/files"];
+
 /// A route that is not in the table would have no limits and no cases.
 #[tokio::test]
 async fn every_route_with_a_body_is_in_the_table() {
@@ -154,7 +158,8 @@ async fn every_route_with_a_body_is_in_the_table() {
     let paths = document["paths"].as_object().unwrap().iter();
     let with_body = paths.filter(|(_, methods)| !methods["post"]["requestBody"].is_null());
     let mut documented: Vec<&str> = with_body.map(|(path, _)| path.as_str()).collect();
-    let mut listed: Vec<&str> = ROUTES.iter().map(|route| route.path).collect();
+    let listed = ROUTES.iter().map(|route| route.path).chain(APART);
+    let mut listed: Vec<&str> = listed.collect();
     documented.sort_unstable();
     listed.sort_unstable();
     assert_eq!(documented, listed);

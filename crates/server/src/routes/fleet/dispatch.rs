@@ -276,6 +276,7 @@ mod tests {
         for other in [json!({}), json!({"model": 7}), json!([1]), json!("model")] {
             assert_eq!(wanted(other.clone()).model, None, "{other}");
         }
-        assert_eq!(Wanted::new(b"{\"model\": \"a\"").model.as_deref(), None);
+        // The model's own routes say what is wrong with the rest.
+        assert_eq!(Wanted::new(b"{\"model\": \"a\"").model.as_deref(), Some("a"));
     }
 }
