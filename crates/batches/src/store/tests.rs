@@ -179,7 +179,7 @@ fn old_ones_go_but_not_what_a_batch_needs() {
     store.expire(30 * DAY - 1);
     assert_eq!(store.files(&owner, 0).len(), 2);
     store.expire(30 * DAY);
-    assert_eq!(store.files(&owner, 0), [needed.clone()]);
+    assert_eq!(store.files(&owner, 0), std::slice::from_ref(&needed));
     assert!(store.file(&owner, &other.id, 0).is_err());
     let job = store.next_job(&owner).unwrap().unwrap();
     store.end(&job, BatchStatus::Completed, Vec::new(), 30 * DAY).unwrap();

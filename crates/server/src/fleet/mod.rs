@@ -67,6 +67,9 @@ pub struct ModelEntry {
     pub plan: FleetModel,
 }
 
+/// Ends the hands of a model and waits for them.
+type StopModel = Box<dyn FnOnce() + Send>;
+
 /// A model whose hands start.
 pub struct StartedModel {
     /// The model.
@@ -74,7 +77,7 @@ pub struct StartedModel {
     /// Gives something when its engine has ended.
     pub ended: oneshot::Receiver<()>,
     /// Stops its engine and hands, and waits for their end.
-    pub stop: Box<dyn FnOnce() + Send>,
+    pub stop: StopModel,
 }
 
 /// Starts models, on threads that may wait.
@@ -162,7 +165,7 @@ pub(crate) struct RunningModel {
     pub(crate) router: Router,
     /// True once it leaves.
     leaving: Arc<watch::Sender<bool>>,
-    stop: Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>,
+    stop: Arc<Mutex<Option<StopModel>>>,
 }
 
 impl RunningModel {
