@@ -183,14 +183,14 @@ def test_each_key_has_its_own(serve: Serve, tiny: Model, tmp_path: Path) -> None
     for other in (two, boss):
         assert not list(other.files.list())
         assert not list(other.batches.list())
-        for ask in (
-            lambda other=other: other.files.content(batch.output_file_id or ""),
-            lambda other=other: other.files.delete(batch.input_file_id),
-            lambda other=other: other.batches.retrieve(batch.id),
-            lambda other=other: other.batches.cancel(batch.id),
+        for ask, name in (
+            (other.files.content, batch.output_file_id),
+            (other.files.delete, batch.input_file_id),
+            (other.batches.retrieve, batch.id),
+            (other.batches.cancel, batch.id),
         ):
             with pytest.raises(openai.NotFoundError):
-                ask()
+                ask(name)
     with pytest.raises(openai.AuthenticationError):
         openai_client(server, "three").files.list()
     assert ended(boss, begin(boss, [request("a")])).status == "completed"
@@ -255,8 +255,9 @@ def test_forms_and_bounds(serve: Serve, tiny: Model, tmp_path: Path) -> None:
     assert failed.errors.data[0].code == "too_many_requests"
     for path in ("/v1/files/..%2f..%2fsalt", "/v1/files/salt/content", "/v1/batches/x", "/v1/files?limit=0"):
         assert server.http.get(path).status_code in (400, 404)
-    for body in ([], {"input_file_id": 7}, {"endpoint": ROUTE}, {"metadata": {"a": "x" * 65536}}):
-        assert server.post("/v1/batches", body).status_code == 400
+    wishes: list[object] = [[], {"input_file_id": 7}, {"endpoint": ROUTE}, {"metadata": {"a": "x" * 65536}}]
+    for wish in wishes:
+        assert server.post("/v1/batches", wish).status_code == 400
 
 
 def test_a_server_without_a_folder_says_so(serve: Serve, tiny: Model) -> None:

@@ -77,8 +77,8 @@ impl Loader {
             && let Some(available) = self.available()
         {
             let hands = f64::from(resolved.device.arrangement.hands());
-            // After a first load, `bytes` are those that it took. A start needs more for a while, and
-            // takes as many pages as before.
+            // After a first load, `bytes` are those that it took. A start needs more for a
+            // while, and takes as many pages as before.
             let granted = bytes.max(entry.plan.bytes);
             let share = (granted as f64 / available.max(1) as f64).min(LARGEST_SHARE);
             resolved.hand.mem_fraction_static = share / hands;
