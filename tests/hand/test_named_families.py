@@ -76,7 +76,7 @@ def test_safetensors_are_computed_as_transformers_does(tmp_path: Path, family: s
         serve_in_pieces(runner, family)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ALL)
 def test_pytorchs_hand_computes_as_transformers_does(
     tmp_path: Path, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch

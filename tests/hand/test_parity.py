@@ -51,7 +51,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(family: str, devic
         *("deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-dsa-shared"),
     ],
 )
-@pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
+@pytest.mark.parametrize("chunk", [1, 3, pytest.param(16, marks=pytest.mark.slow), 1000])
 def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int, device: str, lookahead: int) -> None:
     requests = [Request(prompt, COUNT, arrival=2 * i) for i, prompt in enumerate(prompts(10))]
     MiniBrain(runner_of(model_of(family), device=device), chunk, lookahead).serve(requests, chunk)
@@ -63,7 +63,7 @@ def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int, 
     "family",
     ["llama-llama3", "gemma3", "qwen3-moe", "glm4-moe", "deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-dsa-shared"],
 )
-@pytest.mark.parametrize("page_size", [1, 4, 7, 16])
+@pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.slow), 7, 16])
 def test_pages_and_slots_do_not_change_tokens(page_size: int, family: str, device: str, lookahead: int) -> None:
     runner = runner_of(model_of(family), page_size=page_size, max_total_tokens=2000, device=device)
     requests = [Request(prompt, COUNT) for prompt in prompts(10)]

@@ -245,7 +245,15 @@ def test_both_hands_keep_the_same_codes(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3-moe",
+        "glm4-moe",
+        "gemma3",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("glm4-moe-air", "gemma2")),
+    ],
+)
 @pytest.mark.parametrize("kind", ["plain", "int8", "Q4_0"])
 def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, family: str, dtype: str) -> None:
     if kind == "Q4_0":
@@ -311,7 +319,9 @@ def test_files_of_gguf_are_the_same_to_both(
 
 
 @pytest.mark.parametrize("quantization", [None, "gguf", "w8a8_int8"])
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "Q4_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("F16", "Q4_1", "Q5_0"))]
+)
 @pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "glm4-moe-air", "gemma2", "gemma3"])
 def test_files_of_gguf_with_experts_are_the_same_to_both(
     tmp_path: Path, family: str, kind: str, quantization: str | None
