@@ -69,11 +69,17 @@ def test_fewer_bits_in_products_of_float32_show(case: Case) -> None:
 
 
 def attend_rounded(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     softmax = torch.Tensor.softmax
     with patch.object(torch.Tensor, "softmax", lambda scores, dim: softmax(scores, dim).bfloat16().float()):
-        return reference.attend(q, keys, values, rows, scale)
+        return reference.attend(q, keys, values, rows, scale, window, cap)
 
 
 @pytest.mark.parametrize(

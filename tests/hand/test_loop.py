@@ -162,7 +162,13 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "tokens_only": False,
             # What others have not need not be said.
             **(
-                {"tokens_a_row": 1, "tower_layers": 0, "image_page_count": 0, "image_page_tokens": 0}
+                {
+                    "tokens_a_row": 1,
+                    "verifies_drafts": True,
+                    "tower_layers": 0,
+                    "image_page_count": 0,
+                    "image_page_tokens": 0,
+                }
                 if device == RUST
                 else {}
             ),

@@ -25,6 +25,7 @@ const BODY_BYTES: usize = 64 << 10;
 #[utoipa::path(
     post,
     path = "/v1/batches",
+    operation_id = "create_batch",
     request_body = Object,
     responses(
         (status = 200, description = "The batch", body = Object),
@@ -55,6 +56,7 @@ pub(crate) async fn create(
 #[utoipa::path(
     get,
     path = "/v1/batches",
+    operation_id = "list_batches",
     params(
         ("after" = Option<String>, Query, description = "The last batch of the page before"),
         ("limit" = Option<usize>, Query, description = "The length of a page"),
@@ -82,6 +84,7 @@ pub(crate) async fn list(
 #[utoipa::path(
     get,
     path = "/v1/batches/{id}",
+    operation_id = "retrieve_batch",
     params(("id" = String, Path, description = "Name of the batch")),
     responses(
         (status = 200, description = "The batch", body = Object),
@@ -104,6 +107,7 @@ pub(crate) async fn retrieve(
 #[utoipa::path(
     post,
     path = "/v1/batches/{id}/cancel",
+    operation_id = "cancel_batch",
     params(("id" = String, Path, description = "Name of the batch")),
     responses(
         (status = 200, description = "The batch", body = Object),

@@ -96,6 +96,7 @@ impl PageQuery {
 #[utoipa::path(
     post,
     path = "/v1/files",
+    operation_id = "upload_file",
     request_body(content = Object, content_type = "multipart/form-data"),
     responses(
         (status = 200, description = "The file", body = Object),
@@ -194,6 +195,7 @@ async fn text(
 #[utoipa::path(
     get,
     path = "/v1/files",
+    operation_id = "list_files",
     params(
         ("after" = Option<String>, Query, description = "The last file of the page before"),
         ("limit" = Option<usize>, Query, description = "The length of a page"),
@@ -226,6 +228,7 @@ pub(crate) async fn list(
 #[utoipa::path(
     get,
     path = "/v1/files/{id}",
+    operation_id = "retrieve_file",
     params(("id" = String, Path, description = "Name of the file")),
     responses(
         (status = 200, description = "The file", body = Object),
@@ -256,6 +259,7 @@ pub(crate) struct DeletedFile {
 #[utoipa::path(
     delete,
     path = "/v1/files/{id}",
+    operation_id = "delete_file",
     params(("id" = String, Path, description = "Name of the file")),
     responses(
         (status = 200, description = "It is gone", body = DeletedFile),
@@ -279,6 +283,7 @@ pub(crate) async fn delete(
 #[utoipa::path(
     get,
     path = "/v1/files/{id}/content",
+    operation_id = "content_file",
     params(("id" = String, Path, description = "Name of the file")),
     responses(
         (status = 200, description = "The lines of the file"),
