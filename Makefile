@@ -218,6 +218,7 @@ test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's inter
 
 test-slow: build-tests test-transformers-new ## run the cases of tests that `make test` and `make e2e` leave out
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOW) --dist worksteal tests/hand $(PYTEST_ARGS)
+	FOREBAY_MUTATIONS=300 $(BIN)/python -m pytest tests/weights/test_gguf_file.py $(PYTEST_ARGS)
 	$(TEST_BINARY) $(BIN)/python -m pytest $(SLOW) tests/e2e tests/bench $(PYTEST_ARGS)
 	FOREBAY_SMOLLM2_TEXTS=24 FOREBAY_HANDS_PROMPTS=200 $(TEST_BINARY) $(BIN)/python -m pytest \
 		tests/e2e/test_evaluators.py tests/e2e/test_two_hands.py -k 'smollm2 or alike' $(PYTEST_ARGS)

@@ -76,7 +76,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_text"])
 @pytest.mark.parametrize("device", ["cpu", "deferred"])
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 5, 1000])
 def test_chunks_do_not_change_tokens(name: str, device: str, chunk: int, tmp_path: Path) -> None:
     model, wanted = known(name)
     runner = called_runner(model, tmp_path, device=device)

@@ -21,8 +21,8 @@ def test_logits_are_those_of_pages_that_all_are_there(logits: Logits, seed: int,
     run(Both(family, seed, hot_row_tokens=factor * TOP_K), 60, logits)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("lookahead", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("factor", [pytest.param(1, marks=pytest.mark.slow), 2])
 @SPARSE
 @EACH_HAND
 def test_every_kind_of_event_happens(

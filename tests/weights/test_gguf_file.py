@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.described import refused
 from tests.weights.support import tiny_gguf
 
+MUTATIONS = int(os.environ.get("FOREBAY_MUTATIONS", "60"))
 MEMORY = 128 << 20
 """What a description may take, the program itself among it."""
 
@@ -90,7 +91,7 @@ def test_a_header_is_not_as_large_as_a_file_of_weights(tmp_path: Path) -> None:
     assert "more than" in refused(path, tmp_path, MEMORY)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=MUTATIONS, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_mutated_header_is_described_or_refused(whole: bytes, tmp_path: Path, data: st.DataObject) -> None:
     """Whatever the bytes are, there is a description or one line, and memory in proportion."""
