@@ -238,6 +238,9 @@ def test_forms_and_bounds(serve: Serve, tiny: Model, tmp_path: Path) -> None:
     ):
         answer = server.http.post("/v1/files", content=body, headers=form)
         assert answer.status_code == 400, answer.text
+    endless = server.http.post("/v1/files", content=b"--x\r\nname: " + b"a" * (3 << 20), headers=form)
+    assert endless.status_code == 400
+    assert "beside its file" in endless.json()["error"]["message"]
     # A page of another site may not send a form.
     answer = server.http.post(
         "/v1/files", files=good, data={"purpose": "batch"}, headers={"origin": "http://evil.example"}

@@ -35,6 +35,7 @@ mod constrain;
 mod cost;
 mod facts;
 mod fleet;
+mod form;
 mod ignored;
 mod images;
 mod inflated;

@@ -5,8 +5,8 @@ use std::io::Read;
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::multipart::{Field, MultipartError, MultipartRejection};
-use axum::extract::{Multipart, Path, State};
+use axum::extract::multipart::{Field, MultipartError};
+use axum::extract::{FromRequest, Multipart, Path, Request, State};
 use axum::http::header::{CONTENT_DISPOSITION, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderValue, Uri};
 use axum::response::Response;
@@ -21,6 +21,7 @@ use tokio::time::timeout;
 use utoipa::ToSchema;
 
 use crate::batches::{on_disk, owner, store};
+use crate::form::{Taken, bounded};
 use crate::limits::query;
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
@@ -107,10 +108,13 @@ pub(crate) async fn upload(
     State(state): State<Shared>,
     key: KeyId,
     headers: HeaderMap,
-    form: Result<Multipart, MultipartRejection>,
+    request: Request,
 ) -> Result<Response, Failure> {
     let store = store(&state)?;
     let owner = owner(store, &state, key, &headers);
+    let (parts, body) = request.into_parts();
+    let (body, taken) = bounded(body);
+    let form = Multipart::from_request(Request::from_parts(parts, body), &state).await;
     let mut form = form.map_err(|error| ApiError::invalid("body", error.body_text()))?;
     let mut upload: Option<(Upload, String)> = None;
     let (mut purpose, mut expires_after) = (None, None);
@@ -120,7 +124,7 @@ pub(crate) async fn upload(
                 let (store, owner) = (Arc::clone(store), owner.clone());
                 let begun = on_disk(move || store.upload(&owner)).await?;
                 let filename = field.file_name().unwrap_or_default().to_owned();
-                upload = Some((write(&state, begun, field).await?, filename));
+                upload = Some((write(&state, begun, field, &taken).await?, filename));
             }
             "purpose" => purpose = Some(text(&state, field, "purpose").await?),
             "expires_after[seconds]" => {
@@ -160,17 +164,28 @@ async fn in_time<T>(
 ) -> Result<T, ApiError> {
     let time = state.config.receive_timeout;
     match timeout(time, part).await {
-        Ok(part) => part.map_err(|error| ApiError::invalid("body", error.body_text())),
+        Ok(part) => part.map_err(|error| ApiError::invalid("body", cause(&error))),
         Err(_) => Err(ApiError::BodyTimeout { seconds: time.as_secs() }),
     }
+}
+
+/// The innermost reason of an error.
+fn cause(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
 }
 
 async fn write(
     state: &Shared,
     mut upload: Upload,
     mut field: Field<'_>,
+    taken: &Taken,
 ) -> Result<Upload, ApiError> {
     while let Some(part) = in_time(state, field.chunk()).await? {
+        taken.add(part.len());
         upload = on_disk(move || upload.write(&part).map(|()| upload)).await?;
     }
     Ok(upload)
