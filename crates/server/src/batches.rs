@@ -2,34 +2,51 @@
 
 use std::sync::Arc;
 
-use axum::http::HeaderMap;
+use axum::extract::FromRequestParts;
+use axum::http::request::Parts;
 use forebay_api::ApiError;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_batches::{BatchStore, Owner, StoreError};
 use forebay_http::KeyId;
 use tokio::task::spawn_blocking;
 
+use crate::reply::Failure;
 use crate::state::Shared;
 
-/// The store of a server that keeps any.
-///
-/// # Errors
-/// The server has no folder for them.
-pub(crate) fn store(state: &Shared) -> Result<&Arc<BatchStore>, ApiError> {
-    let reason = "this server keeps no files and batches: --batch-dir is not set";
-    let off = || ApiError::NotKept { reason: reason.into(), code: "batches_off" };
-    state.batches.as_ref().ok_or_else(off)
+/// A client of the store.
+#[derive(Clone)]
+pub(crate) struct StoreClient {
+    store: Arc<BatchStore>,
+    owner: Owner,
 }
 
-/// The owner of what a client sends.
-pub(crate) fn owner(store: &BatchStore, state: &Shared, key: KeyId, headers: &HeaderMap) -> Owner {
-    let config = &state.config;
-    if config.api_keys.is_empty() {
-        return store.owner(None);
+impl FromRequestParts<Shared> for StoreClient {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &Shared) -> Result<Self, Failure> {
+        let reason = "this server keeps no files and batches: --batch-dir is not set";
+        let off = || ApiError::NotKept { reason: reason.into(), code: "batches_off" };
+        let store = Arc::clone(state.batches.as_ref().ok_or_else(off)?);
+        let Ok(KeyId(key)) = KeyId::from_request_parts(parts, state).await;
+        let config = &state.config;
+        let admin = || config.admin_keys.text(config.admin_keys.shown(&parts.headers)?);
+        let key = key.and_then(|at| config.api_keys.text(at)).or_else(admin);
+        let owner = store.owner(key.filter(|_| !config.api_keys.is_empty()));
+        Ok(Self { store, owner })
     }
-    let user = key.0.and_then(|at| config.api_keys.text(at));
-    let admin = || config.admin_keys.text(config.admin_keys.shown(headers)?);
-    store.owner(user.or_else(admin))
+}
+
+impl StoreClient {
+    /// Does what may wait for the disk.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub(crate) async fn run<T: Send + 'static>(
+        self,
+        work: impl FnOnce(&Arc<BatchStore>, &Owner) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        on_disk(move || work(&self.store, &self.owner)).await
+    }
 }
 
 /// Does what may wait for the disk.

@@ -1,16 +1,13 @@
 //! `/v1/batches`: files of requests that are computed in the background.
 
-use std::sync::Arc;
-
-use axum::extract::{FromRequest, FromRequestParts, Path, Request, State};
-use axum::http::{HeaderMap, Uri};
+use axum::extract::{Path, State};
+use axum::http::Uri;
 use axum::response::Response;
 use forebay_api::{ApiError, ErrorBody};
 use forebay_batches::{BatchObject, NewBatch};
-use forebay_http::KeyId;
 
 use super::files::PageQuery;
-use crate::batches::{on_disk, owner, store};
+use crate::batches::StoreClient;
 use crate::limits::{Upload, whole};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
@@ -34,13 +31,9 @@ const BODY_BYTES: usize = 64 << 10;
 )]
 pub(crate) async fn create(
     State(state): State<Shared>,
-    request: Request,
+    client: StoreClient,
+    upload: Upload,
 ) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let (mut parts, body) = request.into_parts();
-    let Ok(key) = KeyId::from_request_parts(&mut parts, &state).await;
-    let owner = owner(store, &state, key, &parts.headers);
-    let Ok(upload) = Upload::from_request(Request::from_parts(parts, body), &state).await;
     let (body, _charge) = whole(upload, &state).await?;
     if body.len() > BODY_BYTES {
         let reason = format!("the body has {} bytes, and {BODY_BYTES} at most", body.len());
@@ -48,8 +41,7 @@ pub(crate) async fn create(
     }
     let new: NewBatch = serde_json::from_slice(&body)
         .map_err(|error| ApiError::invalid("body", format!("the body: {error}")))?;
-    let store = Arc::clone(store);
-    Ok(reply::ok(&on_disk(move || store.create(&owner, new, now())).await?))
+    Ok(reply::ok(&client.run(move |store, owner| store.create(owner, new, now())).await?))
 }
 
 /// Lists the batches of a key, the newest first.
@@ -66,17 +58,9 @@ pub(crate) async fn create(
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn list(
-    State(state): State<Shared>,
-    key: KeyId,
-    headers: HeaderMap,
-    uri: Uri,
-) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let owner = owner(store, &state, key, &headers);
+pub(crate) async fn list(client: StoreClient, uri: Uri) -> Result<Response, Failure> {
     let wanted = PageQuery::of(&uri)?;
-    let store = Arc::clone(store);
-    let all = on_disk(move || Ok(store.batches(&owner, now()))).await?;
+    let all = client.run(move |store, owner| Ok(store.batches(owner, now()))).await?;
     Ok(reply::ok(&wanted.page(all, PAGE, USUAL_PAGE, |batch: &BatchObject| &batch.id)?))
 }
 
@@ -92,15 +76,10 @@ pub(crate) async fn list(
     ),
 )]
 pub(crate) async fn retrieve(
-    State(state): State<Shared>,
-    key: KeyId,
-    headers: HeaderMap,
+    client: StoreClient,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let owner = owner(store, &state, key, &headers);
-    let store = Arc::clone(store);
-    Ok(reply::ok(&on_disk(move || store.batch(&owner, &id, now())).await?))
+    Ok(reply::ok(&client.run(move |store, owner| store.batch(owner, &id, now())).await?))
 }
 
 /// Ends a batch before its time. The answers that it has become a file.
@@ -115,13 +94,8 @@ pub(crate) async fn retrieve(
     ),
 )]
 pub(crate) async fn cancel(
-    State(state): State<Shared>,
-    key: KeyId,
-    headers: HeaderMap,
+    client: StoreClient,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let owner = owner(store, &state, key, &headers);
-    let store = Arc::clone(store);
-    Ok(reply::ok(&on_disk(move || store.cancel(&owner, &id, now())).await?))
+    Ok(reply::ok(&client.run(move |store, owner| store.cancel(owner, &id, now())).await?))
 }

@@ -2,25 +2,23 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::sync::Arc;
 
 use axum::body::Body;
 use axum::extract::multipart::{Field, MultipartError};
 use axum::extract::{FromRequest, Multipart, Path, Request, State};
 use axum::http::header::{CONTENT_DISPOSITION, CONTENT_LENGTH, CONTENT_TYPE};
-use axum::http::{HeaderMap, HeaderValue, Uri};
+use axum::http::{HeaderValue, Uri};
 use axum::response::Response;
 use bytes::Bytes;
 use forebay_api::{ApiError, ErrorBody};
 use forebay_batches::{FileObject, Upload};
-use forebay_http::KeyId;
 use http_body_util::channel::{Channel, Sender};
 use serde::{Deserialize, Serialize};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use utoipa::ToSchema;
 
-use crate::batches::{on_disk, owner, store};
+use crate::batches::{StoreClient, on_disk};
 use crate::form::{Taken, bounded};
 use crate::limits::query;
 use crate::reply::{self, Failure};
@@ -106,12 +104,9 @@ impl PageQuery {
 )]
 pub(crate) async fn upload(
     State(state): State<Shared>,
-    key: KeyId,
-    headers: HeaderMap,
+    client: StoreClient,
     request: Request,
 ) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let owner = owner(store, &state, key, &headers);
     let (parts, body) = request.into_parts();
     let (body, taken) = bounded(body);
     let form = Multipart::from_request(Request::from_parts(parts, body), &state).await;
@@ -121,8 +116,7 @@ pub(crate) async fn upload(
     while let Some(field) = in_time(&state, form.next_field()).await? {
         match field.name().unwrap_or_default() {
             "file" if upload.is_none() => {
-                let (store, owner) = (Arc::clone(store), owner.clone());
-                let begun = on_disk(move || store.upload(&owner)).await?;
+                let begun = client.clone().run(|store, owner| store.upload(owner)).await?;
                 let filename = field.file_name().unwrap_or_default().to_owned();
                 upload = Some((write(&state, begun, field, &taken).await?, filename));
             }
@@ -222,17 +216,9 @@ async fn text(
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn list(
-    State(state): State<Shared>,
-    key: KeyId,
-    headers: HeaderMap,
-    uri: Uri,
-) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let owner = owner(store, &state, key, &headers);
+pub(crate) async fn list(client: StoreClient, uri: Uri) -> Result<Response, Failure> {
     let wanted = PageQuery::of(&uri)?;
-    let store = Arc::clone(store);
-    let mut files = on_disk(move || Ok(store.files(&owner, now()))).await?;
+    let mut files = client.run(move |store, owner| Ok(store.files(owner, now()))).await?;
     if let Some(purpose) = &wanted.purpose {
         files.retain(|file| file.purpose == *purpose);
     }
@@ -251,15 +237,10 @@ pub(crate) async fn list(
     ),
 )]
 pub(crate) async fn retrieve(
-    State(state): State<Shared>,
-    key: KeyId,
-    headers: HeaderMap,
+    client: StoreClient,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let owner = owner(store, &state, key, &headers);
-    let store = Arc::clone(store);
-    Ok(reply::ok(&on_disk(move || store.file(&owner, &id, now())).await?))
+    Ok(reply::ok(&client.run(move |store, owner| store.file(owner, &id, now())).await?))
 }
 
 /// The confirmation that a file is gone.
@@ -282,15 +263,11 @@ pub(crate) struct DeletedFile {
     ),
 )]
 pub(crate) async fn delete(
-    State(state): State<Shared>,
-    key: KeyId,
-    headers: HeaderMap,
+    client: StoreClient,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let owner = owner(store, &state, key, &headers);
-    let (store, name) = (Arc::clone(store), id.clone());
-    on_disk(move || store.delete_file(&owner, &name, now())).await?;
+    let name = id.clone();
+    client.run(move |store, owner| store.delete_file(owner, &name, now())).await?;
     Ok(reply::ok(&DeletedFile { id, object: "file", deleted: true }))
 }
 
@@ -306,15 +283,10 @@ pub(crate) async fn delete(
     ),
 )]
 pub(crate) async fn content(
-    State(state): State<Shared>,
-    key: KeyId,
-    headers: HeaderMap,
+    client: StoreClient,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
-    let store = store(&state)?;
-    let owner = owner(store, &state, key, &headers);
-    let store = Arc::clone(store);
-    let (object, file) = on_disk(move || store.content(&owner, &id, now())).await?;
+    let (object, file) = client.run(move |store, owner| store.content(owner, &id, now())).await?;
     let (sender, body) = Channel::<Bytes>::new(1);
     tokio::spawn(send(file, object.bytes, sender));
     let mut response = Response::new(Body::new(body));
