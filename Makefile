@@ -11,8 +11,9 @@ TEST_PROFILE ?= fast
 # profile of the tests and the one feature that their libraries have more, so that nothing is compiled twice.
 WHEEL_PROFILE ?= release
 WHEEL_FLAGS ?=
-# More of cargo's flags for the tests below the sanitizer, for example --no-run.
+# More of cargo's flags for the tests below the sanitizer, for example --no-run, and for the other Rust tests.
 ASAN_FLAGS ?=
+TEST_RUST_FLAGS ?=
 # What `make serve` serves, and further flags for it.
 MODEL ?= smollm2
 ARGS ?=
@@ -202,7 +203,7 @@ serve: build $(STAMPS)/model ## serve MODEL (the default model unless given) on 
 test: test-rust test-python test-triton ## run every test that needs no GPU
 
 test-rust: ## run the Rust tests
-	cargo test $(CARGO_FLAGS)
+	cargo test $(CARGO_FLAGS) $(TEST_RUST_FLAGS)
 
 test-asan: ## run the tests of the CPU kernels under the address sanitizer; needs a nightly Rust toolchain
 	RUSTFLAGS='-Zsanitizer=address' cargo +nightly test --locked --profile $(TEST_PROFILE) --package forebay-kernels --lib \
@@ -217,7 +218,8 @@ test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's inter
 	$(BIN)/python -m pytest $(PYTEST_SPREAD) tests/gpu/compiled $(PYTEST_ARGS)
 
 test-slow: build-tests test-transformers-new ## run the cases of tests that `make test` and `make e2e` leave out
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOW) --dist worksteal tests/hand $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOW) --dist worksteal tests/hand tests/weights $(PYTEST_ARGS)
+	FOREBAY_DRAWS=100000 $(BIN)/python -m pytest tests/hand/test_rust_hand.py -k draws $(PYTEST_ARGS)
 	FOREBAY_MUTATIONS=300 $(BIN)/python -m pytest tests/weights/test_gguf_file.py $(PYTEST_ARGS)
 	$(TEST_BINARY) $(BIN)/python -m pytest $(SLOW) tests/e2e tests/bench $(PYTEST_ARGS)
 	FOREBAY_SMOLLM2_TEXTS=24 FOREBAY_HANDS_PROMPTS=200 $(TEST_BINARY) $(BIN)/python -m pytest \

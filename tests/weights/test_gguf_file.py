@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.described import refused
 from tests.weights.support import tiny_gguf
 
-MUTATIONS = int(os.environ.get("FOREBAY_MUTATIONS", "60"))
+MUTATIONS = int(os.environ.get("FOREBAY_MUTATIONS", "20"))
 MEMORY = 128 << 20
 """What a description may take, the program itself among it."""
 
