@@ -69,7 +69,7 @@ def of_ceilings(asked: Asked, found: Results) -> None:
 
 def of_operators(asked: Asked, found: Results) -> None:
     """Operators, shape by shape."""
-    small = operators.Sizes(((1, 20), (4, 20)), ((0, 16), (20, 8)), (1, 4), (1, 4))
+    small = operators.Sizes(((1, 20), (4, 20)), (3, 20, 60), ((0, 16), (20, 8)), (1, 4), (1, 4))
     for shape in asked.shapes:
         sizes = small if shape == "tiny" else operators.Sizes()
         for name, values in operators.measure(SHAPES[shape], asked.torch_device, sizes, asked.late):

@@ -52,6 +52,8 @@ class Sizes:
 
     decodes: tuple[tuple[int, int], ...] = ((1, 512), (1, 4096), (1, 32768), (64, 512), (64, 4096), (256, 1536))
     """Rows, and positions of each."""
+    among: tuple[int, int, int] = (63, 512, 32768)
+    """Short rows, positions of each, and those of one long row among them."""
     chunks: tuple[tuple[int, int], ...] = ((0, 2048), (4096, 512), (30720, 2048))
     """Positions before, and tokens."""
     tokens: tuple[int, ...] = (1, 64, 2048)
@@ -82,6 +84,8 @@ def _operators(
     """Makers of operators: each holds its memory only while it is measured."""
     ops, vocabulary = kernels(), config["vocab_size"]
     cases = [[(positions - 1, 1)] * rows for rows, positions in sizes.decodes]
+    short, each, long = sizes.among
+    cases.append([*[(each - 1, 1)] * short, (long - 1, 1)])
     for case in [*cases, *([chunk] for chunk in sizes.chunks)]:
         yield partial(attention, ops, heads, device, case)
         yield partial(flash, heads, device, case)
@@ -156,6 +160,8 @@ def _case(rows: list[tuple[int, int]]) -> str:
     start, length = rows[0]
     if length > 1:
         return f"{length} tokens behind {start}"
+    if rows[-1] != rows[0]:
+        return f"{len(rows) - 1} rows of {start + 1} and one of {rows[-1][0] + 1}"
     return f"{len(rows)} rows of {start + 1}"
 
 

@@ -25,9 +25,10 @@ from tests.hand.support import (
     runner_of,
 )
 
-FAMILIES = ("llama", "llama-yarn", "qwen2", "qwen3", "glm4-moe", "qwen3-moe", "deepseek-v3", "glm-dsa")
+DENSE = ("llama", "llama-yarn", "qwen2", "qwen3", "gemma2", "gemma3")
 EXPERTS = ("glm4-moe", "qwen3-moe", "deepseek-v3", "glm-dsa")
 """Their grouped product has a kernel for bfloat16 alone: with float32 it waits."""
+FAMILIES = DENSE + EXPERTS
 PROMPTS = [[3, 14, 15, 92, 65], list(range(1, 40)), [7, 8, 9]]
 SAMPLINGS = {
     "greedy": Sampling(),

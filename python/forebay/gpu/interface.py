@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +33,8 @@ class PagedRows:
     """True if any row may have one token."""
     chunks: bool = True
     """True if any row may have several tokens, or if there may be tokens of no row."""
+    works: dict[Any, object] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What operators have derived from the rows on the device, for all layers of the step."""
 
 
 class Attention(Protocol):

@@ -18,6 +18,7 @@ from forebay.layers.ops import Heads
 from forebay.protocol.constants import FLAG_SAMPLE
 from tests.gpu.checks import codes, eight_bits, experts, layers, sampling, sparse, tables
 from tests.gpu.checks.attention import check_attend, check_attend_chosen, check_missing_page
+from tests.gpu.checks.memory import Numbers, Paged
 from tests.hand.support import Sampling
 
 Check = Callable[[Kernels, torch.device, int], None]
@@ -69,6 +70,7 @@ STEPS: dict[str, tuple[Rows, tuple[int, int], bool]] = {
     "few rows of both kinds": ([(70, 1), (0, 37), (15, 1), (100, 24), (0, 1)], (3, 5), True),
     "64 decode rows": ([(position * 97 % 3000, 1) for position in range(64)], (0, 0), False),
     "one long decode row": ([(30000, 1)], (0, 0), False),
+    "a long decode row among short ones": ([*[(300, 1)] * 20, (12000, 1), *[(299, 1)] * 20], (3, 0), False),
     "a prompt of 2048": ([(0, 2048)], (0, 0), False),
     "a chunk beside decode rows": ([(3000, 1), (1500, 500), (0, 1), (0, 300), (31, 1)], (59, 222), False),
 }
@@ -78,6 +80,17 @@ LATENT_STEPS: dict[str, tuple[Rows, tuple[int, int], bool]] = {
     "32 decode rows": ([(position * 61 % 2500, 1) for position in range(32)], (0, 0), False),
     "a chunk beside decode rows": ([(2000, 1), (500, 130), (3, 1)], (5, 60), False),
 }
+
+
+def check_same_bits(operators: Kernels, device: torch.device, seed: int) -> None:
+    """A hundred runs at once give the same bits, whichever of the programs of a long row is the last."""
+    numbers, rows = Numbers(device, seed), 24
+    ends = [12000 if row % 8 == 3 else 200 + row for row in range(rows)]
+    paged = Paged.make(ends, 8, 128, PAGE, seed, torch.bfloat16, device)
+    q = numbers.normal(rows, 16, 128, dtype=torch.bfloat16)
+    step = paged.rows([1] * rows)
+    found = [operators.attend(q, paged.pool, paged.pool, step, 128**-0.5) for _ in range(100)]
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 def case(name: str, check: Callable[..., None], *args: Any, small: bool = False, **named: Any) -> Case:
@@ -105,10 +118,17 @@ def attention() -> Iterator[Case]:
                     end = f"{type_} on 8 bits: {step}"
                     named: dict[str, Any] = {"padding": padding, "eight_bits": True, **shape}
                     yield case(f"attend {name} {end}", check_attend, rows, small=small, **named)
+        for step in ("few rows of both kinds", "64 decode rows", "a chunk beside decode rows"):
+            rows, padding, small = STEPS[step]
+            shape = {"heads": (8, 4), "widths": (256, 0), "page_size": PAGE, "scale": 256**-0.5, "dtype": dtype}
+            shape |= {"window": 1024, "cap": 50.0, "padding": padding}
+            yield case(f"attend Gemma-2-2B {type_}: {step}", check_attend, rows, small=small, **shape)
         shape = {"heads": (LATENT_HEADS, 1), "widths": (RANK, ROTARY), "page_size": 64, "scale": 192**-0.5}
         for step, (rows, padding, small) in LATENT_STEPS.items():
             name = f"attend DeepSeek-V3.2 {type_}: {step}"
             yield case(name, check_attend, rows, padding=padding, dtype=dtype, small=small, **shape)
+        if dtype == torch.bfloat16:
+            yield Case("attend Qwen3-0.6B: the same bits", check_same_bits, False)
         for queries, top_k in ((4, 256), (4, TOP_K), (64, TOP_K)):
             yield case(
                 f"attend_chosen {type_}: {queries} queries of {top_k}",

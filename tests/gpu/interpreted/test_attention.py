@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
+from forebay.gpu.kernels.parts import Work
+from forebay.gpu.kernels.shape import Shape, Tiles
 from tests.gpu.checks.attention import SCALE, check_attend, check_dense, check_missing_page
 from tests.gpu.checks.memory import CPU, Numbers, Paged
 from tests.gpu.support import BOTH
@@ -27,9 +29,16 @@ ROW = st.one_of(
 )
 
 
+def in_parts(programs: Callable[[int], int]) -> Any:
+    """Has rows of one token read by as many programs as `programs(rows)` in all, or a few more."""
+    return patch.object(
+        sys.modules["forebay.gpu.kernels.parts"], "programs_of", lambda fill, blocks, rows: programs(rows)
+    )
+
+
 def check(operators: Kernels, rows: list[tuple[int, int]], *, parts: int = 2, **changes: Any) -> None:
-    """Rows of one token are read in `parts`."""
-    with patch.object(sys.modules["forebay.gpu.kernels.decodes"], "splits", lambda programs, fill: parts):
+    """Rows of one token are read in `parts` on average."""
+    with in_parts(lambda rows: parts * rows):
         check_attend(operators, rows, **changes)
 
 
@@ -82,6 +91,66 @@ def test_windows_and_caps(
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_rows_in_parts(parts: int) -> None:
     check(kernels, [(0, 1), (31, 1), (32, 1), (200, 1)], padding=(1, 0), parts=parts)
+
+
+def test_a_long_row_is_read_by_many_programs() -> None:
+    """Of 20 programs for one row of 300 positions and three short ones, the long row has most."""
+    with in_parts(lambda rows: 20):
+        check_attend(kernels, [(8, 1), (299, 1), (3, 1), (0, 1)], padding=(1, 0))
+        works = parts_of([9, 300, 4, 1], [1, 1, 1, 1], 0)
+    assert [len(works[row]) for row in range(4)] == [1, 10, 1, 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 3000), st.sampled_from([1, 1, 1, 2])), min_size=1, max_size=9),
+    programs=st.integers(1, 200),
+    window=st.sampled_from([0, 1, 40, 1000]),
+)
+def test_parts_cover_what_a_row_sees_once(rows: list[tuple[int, int]], programs: int, window: int) -> None:
+    """The parts of rows (end, length); rows of several tokens have none, and cells suffice for all joins."""
+    ends, lengths = [end + length for end, length in rows], [length for _, length in rows]
+    with in_parts(lambda count: programs):
+        works = parts_of(ends, lengths, window)
+    several = [parts for parts in works.values() if len(parts) > 1]
+    cells = [cell for parts in several for _, _, cell in parts]
+    assert sorted(cells) == list(range(len(cells)))
+    assert len(cells) <= programs + programs // 2
+    assert all(parts[-1][0] < parts[-1][1] for parts in works.values())
+    for row, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+        if length > 1:
+            assert row not in works
+            continue
+        first = max(end - window, 0) if window else 0
+        at = works[row][0][0]
+        assert first - TILE < at <= first
+        for begin, until, _ in works[row]:
+            assert begin == at
+            at = until
+        assert at == end
+
+
+TILE = 32
+
+
+def parts_of(ends: list[int], lengths: list[int], window: int) -> dict[int, list[tuple[int, int, int]]]:
+    """The parts (begin, end, cell) of each row in tiles of 32 positions."""
+    paged = Paged.make([1] * len(ends), 1, 16, 4, 0, torch.float32)
+    rows = replace(paged.rows(lengths), ends=torch.tensor(ends, dtype=torch.int32))
+    shape = Shape.of(torch.empty(1, 1, 16), paged.pool, paged.pool)
+    work = Work.of(rows, shape, Tiles(16, TILE, 4, 2), window)
+    tokens = {token: row for row, token in enumerate(rows.first[:-1].tolist())}
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for token, slot, end, begin, until, count, cell, number in work.records.tolist():
+        if token < 0:
+            continue
+        row = tokens[token]
+        assert (slot, end) == (int(rows.slots[row]), ends[row])
+        assert number == len(found.setdefault(row, []))
+        found[row].append((begin, until, cell + number))
+        assert number < count
+    assert work.counts.eq(0).all()
+    return found
 
 
 @BOTH
@@ -137,7 +206,8 @@ def test_every_8_bit_float_is_read(operators: Kernels) -> None:
     values[first + 1] = torch.tensor(1.0).to(torch.float8_e4m3fn).view(torch.uint8)
     q = torch.zeros(len(numbers), 1, 16)
     q[:, 0, 3] = 1
-    out = operators.attend(q, keys, values, paged.rows([1] * len(numbers)), 0.01)
+    with in_parts(lambda rows: 1):
+        out = operators.attend(q, keys, values, paged.rows([1] * len(numbers)), 0.01)
     expected = numbers.view(torch.float8_e4m3fn).double().mul(0.01).sigmoid()
     torch.testing.assert_close(out[:, 0, 0].double(), expected, atol=1e-6, rtol=0)
 
@@ -194,6 +264,6 @@ def test_a_removed_mask_is_seen(name: str, mutate: Callable[..., ModuleType]) ->
 
 
 def test_parts_that_are_joined_wrongly_are_seen(mutate: Callable[..., ModuleType]) -> None:
-    mutate("join", "part * share[:, None]", "part", "join_kernel", ("join",))
+    mutate("parts", "part * share[:, None]", "part", "keep_part", ("decodes",))
     with pytest.raises(AssertionError):
         check(kernels, [(200, 1)], parts=4)

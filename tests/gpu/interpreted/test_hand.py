@@ -47,8 +47,8 @@ def use(operators: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Choice, "ops", lambda choice: ops)
     monkeypatch.setattr(Choice, "attention", lambda choice: TritonAttention(operators, null_page=0))
     # As on a small device: a row of one token is read in few parts.
-    for user in ("decodes", "chosen"):
-        monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "splits", lambda programs, fill: 2)
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.chosen"], "splits", lambda programs, fill: 2)
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.parts"], "programs_of", lambda fill, blocks, rows: 2 * rows)
 
 
 @BOTH

@@ -26,8 +26,8 @@ LATER = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=5)
 def _as_on_a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "triton")
     monkeypatch.setattr(sys.modules["forebay.gpu.kernels.host_rows"], "_PROGRAMS", 2)
-    for user in ("decodes", "chosen"):
-        monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "splits", lambda programs, fill: 2)
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.chosen"], "splits", lambda programs, fill: 2)
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.parts"], "programs_of", lambda fill, blocks, rows: 2 * rows)
 
 
 def tokens_of(model: Any, hand: Mapping[str, Any]) -> tuple[list[int], list[int]]:

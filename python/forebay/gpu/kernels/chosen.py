@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from forebay.gpu.kernels.join import Parts, keep_part, part_length
-from forebay.gpu.kernels.launch import launch
+from forebay.gpu.kernels.launch import launch, power_of_2
+from forebay.gpu.kernels.parts import joined, keep_part, part_length
 from forebay.gpu.kernels.shape import LOG2_E, Shape, splits
 from forebay.gpu.kernels.walk import walk
 
@@ -84,8 +84,46 @@ def chosen_kernel(
         DOT,
         False,
     )
-    split = tl.program_id(2)
-    keep_part(out, sums, weights, query, token, split, head, alive, summed, top, total, HEADS, DIM, DIM_BLOCK, SPLITS)
+    keep_part(
+        out,
+        sums,
+        weights,
+        sums,
+        0,
+        token,
+        SPLITS,
+        query * SPLITS,
+        tl.program_id(2),
+        key_head * GROUP,
+        head,
+        alive,
+        summed,
+        top,
+        total,
+        HEADS,
+        GROUP,
+        DIM,
+        DIM_BLOCK,
+        SPLITS,
+        False,
+    )
+
+
+@triton.jit
+def join_chosen_kernel(
+    sums,
+    weights,
+    out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One query and head; the grid is queries, HEADS."""
+    query, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, DIM_BLOCK)
+    result = joined(sums, weights, query * SPLITS, head, SPLITS, HEADS, DIM, DIM_BLOCK, SPLITS)
+    tl.store(out + (query.to(tl.int64) * HEADS + head) * DIM + d, result, mask=d < DIM)
 
 
 def attend_chosen(
@@ -97,18 +135,32 @@ def attend_chosen(
     blocks = shape.blocks(tiles)
     queries, top_k = rows.shape
     out = q.new_empty(queries, shape.heads, shape.dim)
-    parts = Parts.make(queries, shape, splits(queries * blocks, tiles.programs), out)
+    parts = splits(queries * blocks, tiles.programs)
+    # A single part needs no memory for a join.
+    cells = queries * parts if parts > 1 else 0
+    sums = torch.empty(cells, shape.heads, shape.dim, dtype=torch.float32, device=q.device)
+    weights = torch.empty(cells, shape.heads, 2, dtype=torch.float32, device=q.device)
     launch(
         chosen_kernel,
-        (queries, blocks, parts.count),
-        *(q, keys, values, out, parts.sums, parts.weights, rows),
+        (queries, blocks, parts),
+        *(q, keys, values, out, sums, weights, rows),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         scale * LOG2_E,
         **shape.constants(),
         **tiles.options(),
         BLOCK=tiles.m,
         TOP_K=top_k,
-        SPLITS=parts.count,
+        SPLITS=parts,
     )
-    parts.join(out, None, shape)
+    if parts > 1:
+        launch(
+            join_chosen_kernel,
+            (queries, shape.heads),
+            *(sums, weights, out),
+            HEADS=shape.heads,
+            DIM=shape.dim,
+            DIM_BLOCK=power_of_2(shape.dim),
+            SPLITS=parts,
+            num_warps=4,
+        )
     return out

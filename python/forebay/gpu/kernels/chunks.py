@@ -13,7 +13,7 @@ import triton.language as tl
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.kernels.launch import cdiv, launch
 from forebay.gpu.kernels.shape import Scoring, Shape
-from forebay.gpu.kernels.walk import walk
+from forebay.gpu.kernels.walk import seen_from, walk
 
 
 @triton.jit
@@ -30,15 +30,6 @@ def row_of_block(block, first, rows, SIZE: tl.constexpr):
         else:
             high = middle - 1
     return low, block - (tl.load(first + low) // SIZE + low)
-
-
-@triton.jit
-def seen_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """The tile in which the first position is that a query sees."""
-    first = position * 0
-    if WINDOW > 0:
-        first = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
-    return first
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "null_page"])

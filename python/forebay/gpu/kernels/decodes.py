@@ -1,8 +1,4 @@
-"""Paged attention of rows of one token. Their positions are read in parts, which a second kernel joins.
-
-With few rows there are more processors than key heads. All parts of a row are equally long. The device computes their
-length from the row's, so a graph fits every length.
-"""
+"""Paged attention of rows of one token. Their positions are read in parts (`parts`), so that all programs have work."""
 
 from __future__ import annotations
 
@@ -11,10 +7,9 @@ import triton
 import triton.language as tl
 
 from forebay.gpu.interface import PagedRows
-from forebay.gpu.kernels.chunks import seen_from
-from forebay.gpu.kernels.join import Parts, keep_part, part_length
 from forebay.gpu.kernels.launch import dependents, launch
-from forebay.gpu.kernels.shape import Scoring, Shape, splits
+from forebay.gpu.kernels.parts import MOST, Work, keep_part
+from forebay.gpu.kernels.shape import Scoring, Shape
 from forebay.gpu.kernels.walk import walk
 
 
@@ -26,9 +21,8 @@ def decodes_kernel(
     out,
     sums,
     weights,
-    slots,
-    ends,
-    first,
+    counts,
+    work,
     page_table,
     q_stride,
     head_stride,
@@ -50,23 +44,22 @@ def decodes_kernel(
     SHARED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MOST: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT: tl.constexpr,
     OVERLAP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """One part of one row for a block of the query heads of one key head; grid: rows, key heads * blocks, SPLITS."""
+    """One part of one row for a block of the query heads of one key head; grid: items of `Work`, key heads * blocks."""
     dependents(OVERLAP)
-    row = tl.program_id(0)
-    token = tl.load(first + row).to(tl.int64)
-    length = tl.load(first + row + 1) - token
-    end = tl.load(ends + row)
-    from_ = seen_from(end - 1, WINDOW, TILE)
-    per_split = part_length(end - from_, SPLITS, TILE)
-    begin = from_ + tl.program_id(2) * per_split
-    # Rows of several tokens are chunks, and padding may have none.
-    if length != 1:
+    record = work + tl.program_id(0) * 8
+    token = tl.load(record).to(tl.int64)
+    slot = tl.load(record + 1).to(tl.int64)
+    end = tl.load(record + 2)
+    begin, until = tl.load(record + 3), tl.load(record + 4)
+    count, first_cell, number = tl.load(record + 5), tl.load(record + 6), tl.load(record + 7)
+    if token < 0:
         return
     blocks: tl.constexpr = (GROUP + BLOCK - 1) // BLOCK
     key_head = tl.program_id(1) // blocks
@@ -81,14 +74,13 @@ def decodes_kernel(
     extra = query
     if EXTRA > 0:
         extra = tl.load(q_at + DIM + e[None, :], mask=alive[:, None] & (e < EXTRA)[None, :], other=0.0).to(DOT)
-    slot = tl.load(slots + row).to(tl.int64)
     summed, top, total = walk(
         query,
         extra,
         tl.zeros([BLOCK], tl.int32) + (end - 1),
         begin,
         begin,
-        tl.minimum(begin + per_split, end),
+        until,
         keys + key_head.to(tl.int64) * key_head_stride,
         values + key_head.to(tl.int64) * value_head_stride,
         page_table + slot * table_stride,
@@ -110,8 +102,29 @@ def decodes_kernel(
         WINDOW,
         CAP,
     )
-    split = tl.program_id(2)
-    keep_part(out, sums, weights, row, token, split, head, alive, summed, top, total, HEADS, DIM, DIM_BLOCK, SPLITS)
+    keep_part(
+        out,
+        sums,
+        weights,
+        counts,
+        first_cell * tl.num_programs(1) + tl.program_id(1),
+        token,
+        count,
+        first_cell,
+        number,
+        key_head * GROUP,
+        head,
+        alive,
+        summed,
+        top,
+        total,
+        HEADS,
+        GROUP,
+        DIM,
+        DIM_BLOCK,
+        MOST,
+        JOINS,
+    )
 
 
 def attend_decodes(
@@ -124,13 +137,12 @@ def attend_decodes(
     out: torch.Tensor,
 ) -> None:
     """Writes `out` [n, heads, dim] for the tokens of rows with one token."""
-    count, tiles = len(rows.slots), shape.decode_tiles()
-    blocks = shape.blocks(tiles)
-    parts = Parts.make(count, shape, splits(count * blocks, tiles.programs), out)
+    tiles = shape.decode_tiles()
+    work = Work.of(rows, shape, tiles, scoring.window)
     launch(
         decodes_kernel,
-        (count, blocks, parts.count),
-        *(q, keys, values, out, parts.sums, parts.weights, rows.slots, rows.ends, rows.first, rows.page_table),
+        (work.items, shape.blocks(tiles)),
+        *(q, keys, values, out, work.sums, work.weights, work.counts, work.records, rows.page_table),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scoring.scale),
         **scoring.constants(),
@@ -138,7 +150,8 @@ def attend_decodes(
         **tiles.options(),
         BLOCK=tiles.m,
         PAGE=rows.page_size,
-        SPLITS=parts.count,
+        MOST=MOST,
+        JOINS=work.joins,
         overlap=len(q) == 1,
     )
-    parts.join(out, rows.first, shape)
+    work.join(out, shape)

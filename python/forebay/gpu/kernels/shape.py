@@ -25,7 +25,7 @@ class Tiles:
     warps: int
     stages: int
     programs: int = 264
-    """The number of programs that fill an H100, if it is more than two for each processor."""
+    """The number of programs that fill an H100."""
 
     def options(self) -> dict[str, Any]:
         """The options of a launch."""

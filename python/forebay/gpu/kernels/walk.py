@@ -15,6 +15,15 @@ from forebay.gpu.kernels.gating import tanh
 
 
 @triton.jit
+def seen_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The tile in which the first position is that a query sees."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
+    return first
+
+
+@triton.jit
 def walk(
     q,
     q_extra,

@@ -1,0 +1,295 @@
+"""The division of rows of one token among programs, by length, and the join of what they find.
+
+As in stream-K and FlashInfer's plans (Ye et al. 2025): a device full of programs shares the positions of all rows
+evenly, so one long row among short ones is read by many programs. The division is made on the device, once a step.
+Graphs fit any lengths: their grid is an upper bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from forebay.gpu.interface import PagedRows
+from forebay.gpu.kernels.launch import dependents, launch, power_of_2
+from forebay.gpu.kernels.shape import Shape, Tiles
+from forebay.gpu.kernels.walk import seen_from
+
+MOST = 32
+"""The most parts of a row, which a join reads at once. A power of 2."""
+_WORDS = 8
+"""Of a part: token or -1, slot, end of its row, its begin and end, parts of the row, cell of the first, its number."""
+_JOINS_ITSELF = 8
+"""The most heads of a group whose last program joins the parts. With more, a program for each head is faster."""
+
+
+@triton.jit
+def part_length(positions, count, TILE: tl.constexpr):
+    """The length of each of `count` parts except the last: whole tiles."""
+    return tl.cdiv(tl.cdiv(positions, count), TILE) * TILE
+
+
+@triton.jit
+def length_of_row(positions, share, MOST: tl.constexpr, TILE: tl.constexpr):
+    """The length of each part of a row except the last. A row of less than two shares has one part."""
+    return tl.where(positions < 2 * share, positions, tl.maximum(share, part_length(positions, MOST, TILE)))
+
+
+@triton.jit(do_not_specialize=["rows", "items", "counters", "programs", "steps"])
+def divide_kernel(
+    work,
+    at,
+    counts,
+    slots,
+    ends,
+    first,
+    rows,
+    items,
+    counters,
+    programs,
+    steps,
+    WORDS: tl.constexpr,
+    MOST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes `work` [items, WORDS] and zeros to `counts` [counters]; one program.
+
+    `at` [2, rows + 1] is memory: the parts before each row, and those of rows with several. Each of `programs` has a
+    share of all positions. `steps`: those of a search among rows.
+    """
+    total = tl.zeros([1], tl.int64)
+    for begin in range(0, rows, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        inside = row < rows
+        one = inside & (tl.load(first + row + 1, mask=inside) - tl.load(first + row, mask=inside) == 1)
+        end = tl.load(ends + row, mask=inside, other=0)
+        total += tl.sum(tl.where(one, end - seen_from(end - 1, WINDOW, TILE), 0).to(tl.int64), 0)
+    share = tl.maximum(part_length(tl.sum(total, 0), programs, TILE), TILE).to(tl.int32)
+    parts, cells = 0, 0
+    for begin in range(0, rows, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        inside = row < rows
+        one = inside & (tl.load(first + row + 1, mask=inside) - tl.load(first + row, mask=inside) == 1)
+        end = tl.load(ends + row, mask=inside, other=0)
+        positions = tl.maximum(end - seen_from(end - 1, WINDOW, TILE), 1)
+        count = tl.where(one, tl.cdiv(positions, length_of_row(positions, share, MOST, TILE)), 0)
+        several = tl.where(count > 1, count, 0)
+        tl.store(at + row, parts + tl.cumsum(count, 0) - count, mask=inside)
+        tl.store(at + rows + 1 + row, cells + tl.cumsum(several, 0) - several, mask=inside)
+        parts += tl.sum(count, 0)
+        cells += tl.sum(several, 0)
+    tl.store(at + rows, parts)
+    # What one thread has written, others read.
+    tl.debug_barrier()
+    for begin in range(0, items, BLOCK):
+        item = begin + tl.arange(0, BLOCK)
+        used = item < parts
+        low = tl.zeros([BLOCK], tl.int32)
+        high = tl.zeros([BLOCK], tl.int32) + (rows - 1)
+        for _ in range(steps):
+            middle = (low + high + 1) // 2
+            there = tl.load(at + middle, mask=low < high, other=0) <= item
+            low = tl.where((low < high) & there, middle, low)
+            high = tl.where((low < high) & (there == 0), middle - 1, high)
+        before = tl.load(at + low)
+        count = tl.load(at + low + 1) - before
+        end = tl.load(ends + low)
+        from_ = seen_from(end - 1, WINDOW, TILE)
+        length = length_of_row(end - from_, share, MOST, TILE)
+        record, inside = work + item * WORDS, item < items
+        tl.store(record, tl.where(used, tl.load(first + low), -1), mask=inside)
+        tl.store(record + 1, tl.load(slots + low), mask=inside)
+        tl.store(record + 2, end, mask=inside)
+        tl.store(record + 3, from_ + (item - before) * length, mask=inside)
+        tl.store(record + 4, tl.minimum(from_ + (item - before + 1) * length, end), mask=inside)
+        tl.store(record + 5, count, mask=inside)
+        tl.store(record + 6, tl.load(at + rows + 1 + low), mask=inside)
+        tl.store(record + 7, item - before, mask=inside)
+    for begin in range(0, counters, BLOCK):
+        cell = begin + tl.arange(0, BLOCK)
+        tl.store(counts + cell, 0, mask=cell < counters)
+
+
+@triton.jit
+def joined(
+    sums,
+    weights,
+    cell,
+    head,
+    count,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """The result [DIM_BLOCK] of a head from `count` parts, at most MOST, whose cells begin with `cell`.
+
+    As flash decoding has it (Dao et al. 2023). Other programs may have written the parts during this launch.
+    """
+    s = tl.arange(0, MOST)
+    d = tl.arange(0, DIM_BLOCK)
+    place = (cell + s).to(tl.int64) * HEADS + head
+    inside = s < count
+    top = tl.load(weights + place * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(weights + place * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+    there = inside[:, None] & (d < DIM)[None, :]
+    part = tl.load(sums + place[:, None] * DIM + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
+    highest = tl.max(top, 0)
+    # A part without positions has weight 0, and sums of 0.
+    share = tl.where(total > 0.0, tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
+    weight = tl.sum(total * share, 0)
+    return tl.sum(part * share[:, None], 0) / tl.where(weight == 0.0, 1.0, weight)
+
+
+@triton.jit
+def keep_part(
+    out,
+    sums,
+    weights,
+    counts,
+    counter,
+    token,
+    count,
+    first_cell,
+    number,
+    first_head,
+    head,
+    alive,
+    summed,
+    top,
+    total,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    JOINS: tl.constexpr,
+):
+    """Stores a walk's results of some heads [BLOCK]: the final ones of a single part, and otherwise data for the join.
+
+    JOINS: heads are the GROUP from `first_head` on. The last of the `count` programs of a row joins their results. It
+    finds the others counted in `counts[counter]`, and sets that back to 0. Sums have the order of parts, whoever is
+    last.
+    """
+    d = tl.arange(0, DIM_BLOCK)
+    wide = alive[:, None] & (d < DIM)[None, :]
+    if count == 1:
+        result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + (token * HEADS + head[:, None]) * DIM + d[None, :], result, mask=wide)
+    else:
+        place = (first_cell + number).to(tl.int64) * HEADS + head
+        tl.store(sums + place[:, None] * DIM + d[None, :], summed, mask=wide)
+        tl.store(weights + place * 2, top, mask=alive)
+        tl.store(weights + place * 2 + 1, total, mask=alive)
+        if JOINS:
+            # All threads' stores come before the count.
+            tl.debug_barrier()
+            before = tl.atomic_add(counts + counter, 1, sem="acq_rel", scope="gpu")
+            if before == count - 1:
+                for i in tl.static_range(GROUP):
+                    one = joined(sums, weights, first_cell, first_head + i, count, HEADS, DIM, DIM_BLOCK, MOST)
+                    tl.store(out + (token * HEADS + first_head + i) * DIM + d, one, mask=d < DIM)
+                tl.store(counts + counter, 0)
+
+
+@triton.jit
+def join_kernel(
+    work,
+    sums,
+    weights,
+    out,
+    WORDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One head of a row with several parts; the grid is items, HEADS. The row's first part is its program."""
+    dependents(OVERLAP)
+    record = work + tl.program_id(0) * WORDS
+    token = tl.load(record).to(tl.int64)
+    count = tl.load(record + 5)
+    if (token < 0) | (count < 2) | (tl.load(record + 7) > 0):
+        return
+    head = tl.program_id(1)
+    d = tl.arange(0, DIM_BLOCK)
+    result = joined(sums, weights, tl.load(record + 6), head, count, HEADS, DIM, DIM_BLOCK, MOST)
+    tl.store(out + (token * HEADS + head) * DIM + d, result, mask=d < DIM)
+
+
+def programs_of(fill: int, blocks: int, rows: int) -> int:
+    """The number of parts that fill a GPU, where each of `rows` has `blocks` programs and `fill` programs fill it."""
+    return max(1, min(fill // blocks, rows * MOST))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The parts of a step's rows, and memory for what their programs find."""
+
+    items: int
+    records: torch.Tensor  # int32 [items, _WORDS]
+    counts: torch.Tensor  # int32 [items * blocks]: programs of a row that are done, 0 between launches
+    sums: torch.Tensor  # float32 [cells, heads, dim]
+    weights: torch.Tensor  # float32 [cells, heads, 2]: largest scores, and sums of weights
+    joins: bool
+    """True if the last program of a row joins its parts, and no kernel has to."""
+
+    @classmethod
+    def of(cls, rows: PagedRows, shape: Shape, tiles: Tiles, window: int) -> Work:
+        """The parts for layers of these shapes and this window. The first layer of a step makes them."""
+        key = (shape.heads, shape.group, shape.dim, tiles, window)
+        found = rows.works.get(key)
+        if found is None:
+            found = rows.works[key] = cls._divide(rows, shape, tiles, window)
+        assert isinstance(found, cls)
+        return found
+
+    @classmethod
+    def _divide(cls, rows: PagedRows, shape: Shape, tiles: Tiles, window: int) -> Work:
+        count, blocks, device = len(rows.slots), shape.blocks(tiles), rows.ends.device
+        programs = programs_of(tiles.programs, blocks, count)
+        # A row with several parts has at least two shares, and at most one part more than shares.
+        items, cells = count + programs, programs + programs // 2
+
+        def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        records, counts = empty(items, _WORDS), empty(cells * blocks)
+        launch(
+            divide_kernel,
+            (1,),
+            *(records, empty(2, count + 1), counts, rows.slots, rows.ends, rows.first),
+            *(count, items, cells * blocks, programs, count.bit_length()),
+            WORDS=_WORDS,
+            MOST=MOST,
+            WINDOW=window,
+            TILE=tiles.tile,
+            BLOCK=512,
+            num_warps=4,
+        )
+        sums = empty(cells, shape.heads, shape.dim, dtype=torch.float32)
+        weights = empty(cells, shape.heads, 2, dtype=torch.float32)
+        return cls(items, records, counts, sums, weights, shape.group <= _JOINS_ITSELF)
+
+    def join(self, out: torch.Tensor, shape: Shape) -> None:
+        """Writes `out` [n, heads, dim] for rows with several parts, unless their programs have."""
+        if self.joins:
+            return
+        launch(
+            join_kernel,
+            (self.items, shape.heads),
+            *(self.records, self.sums, self.weights, out),
+            WORDS=_WORDS,
+            HEADS=shape.heads,
+            DIM=shape.dim,
+            DIM_BLOCK=power_of_2(shape.dim),
+            MOST=MOST,
+            overlap=len(out) == 1,
+            num_warps=4,
+        )
