@@ -263,7 +263,15 @@ def test_a_removed_mask_is_seen(name: str, mutate: Callable[..., ModuleType]) ->
         check(kernels, [(9, 1), (5, 12)])
 
 
-def test_parts_that_are_joined_wrongly_are_seen(mutate: Callable[..., ModuleType]) -> None:
-    mutate("parts", "part * share[:, None]", "part", "keep_part", ("decodes",))
+@pytest.mark.parametrize(
+    ("function", "user", "rows", "parts"),
+    [("join_kernel", "parts", [(200, 1)], 4), ("keep_part", "decodes", [(3, 1), (200, 1), (4, 1)], 1)],
+)
+def test_parts_that_are_joined_wrongly_are_seen(
+    function: str, user: str, rows: list[tuple[int, int]], parts: int, mutate: Callable[..., ModuleType]
+) -> None:
+    """By a kernel where most rows have several parts, and by the last program of a row where few have."""
+    check(kernels, rows, parts=parts)
+    mutate("parts", "part * share[:, None]", "part", function, (user,))
     with pytest.raises(AssertionError):
-        check(kernels, [(200, 1)], parts=4)
+        check(kernels, rows, parts=parts)

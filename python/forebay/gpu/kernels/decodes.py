@@ -154,4 +154,4 @@ def attend_decodes(
         JOINS=work.joins,
         overlap=len(q) == 1,
     )
-    work.join(out, shape)
+    work.join(out, rows, shape)

@@ -88,7 +88,7 @@ class Shape:
         if self.dim > 256:
             return Tiles(m, 64 if self.roomy else 32, 8, stages)
         if self.roomy and self.dim <= 128 and not self.eight_bits:
-            return Tiles(m, 32, 4, stages, 660)
+            return Tiles(m, 32, 4, stages, 528)
         return Tiles(m, 64, 8 if self.eight_bits else 4, stages)
 
     def chunk_tiles(self) -> Tiles:
