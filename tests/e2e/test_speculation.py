@@ -91,6 +91,7 @@ def accepted(server: Server) -> float:
         (*ALWAYS, "--draft-max", "3", "--lookahead", "0", "--chunked-prefill-size", "16"),
         (*ALWAYS, "--max-total-tokens", "400", "--page-size", "4"),
         ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}'),
+        (*ALWAYS, "--device", "deferred"),
     ],
     ids=" ".join,
 )
@@ -151,7 +152,7 @@ def test_a_predicted_answer_is_counted_and_changes_nothing(serve: Serve, tiny: M
     assert "prediction" in response.headers["x-forebay-ignored"]
 
 
-def test_rows_with_masks_and_the_other_hand_have_none(
+def test_rows_with_masks_and_compiled_kernels_in_python_have_none(
     serve: Serve, tiny: Model, expected: list[dict[str, Any]]
 ) -> None:
     server = serve(tiny, "--dtype", "float32", *ALWAYS)

@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forebay.device.watch import NoStrayCopies
 from forebay.runner.runner import ModelRunner
+from tests.hand.drafted import check_drafts
 from tests.hand.greedy import greedy_of_8_bits
 from tests.hand.support import (
     EVERYTHING,
@@ -80,6 +81,19 @@ def test_keys_and_values_of_8_bits_are_those_of_a_model_that_rounds(graph_rows: 
     changes: dict[str, Any] = {"graph_rows": graph_rows, "chunked_prefill_size": 64, "kv_cache_dtype": "fp8_e4m3"}
     tokens = served(runner_of(model, device="cuda", **changes), 1, Sampling())
     assert tokens == [greedy_of_8_bits(model, prompt, 8)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("graph_rows", [0, 40], ids=["eager", "graphs"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek-v3"])
+def test_drafts_change_no_token(family: str, graph_rows: int) -> None:
+    model = reference_model(family)
+
+    def make() -> ModelRunner:
+        runner = runner_of(model, device="cuda", max_running_requests=40, graph_rows=graph_rows)
+        runner.warm_up()
+        return runner
+
+    check_drafts(make)
 
 
 @GRAPHS

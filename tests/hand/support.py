@@ -334,6 +334,7 @@ class PlanBuilder:
     image_spans: list[tuple[int, ...]] = field(default_factory=list)
     span_pages: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
 
     def slot(
         self,
@@ -407,6 +408,7 @@ class PlanBuilder:
             _ints(self.image_spans, 6),
             _ints(self.span_pages),
             prompt_logprobs=_ints(self.prompt_logprobs, 4),
+            draft_tokens=_ints(self.draft_tokens),
         ).staged()
 
 

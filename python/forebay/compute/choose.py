@@ -314,6 +314,10 @@ class Choice:
     def _packs_encoder(self, model: Bert) -> bool:
         return self._native and why_no_encoder(model.config) is None
 
+    def verifies_drafts(self, config: ModelConfig) -> bool:
+        """True if a row of a slot may read what another row of the slot writes in the same step."""
+        return not self._packs(config)
+
     def _packs(self, config: ModelConfig) -> bool:
         return self._native and not isinstance(config, CalledConfig) and NativeCompute.supports(config)
 

@@ -49,17 +49,22 @@ class TokenColumns:
 
     def __init__(self, answers: Answers, launch: Launch, sampling: Int64s) -> None:
         """`sampling`: the rows [s] that give a token, ascending."""
-        self._sampling = sampling
+        self.sampling = sampling
         self._sampled = answers
         self._found = launch.found
         self._prompts = launch.prompts
+
+    @property
+    def finite(self) -> npt.NDArray[np.bool_]:
+        """True for each of `sampling` whose logits are finite, once the step has ended."""
+        return self._sampled.finite
 
     def report(self, result: StepResult) -> None:
         self._sampled.check()
         result.tokens = self._sampled.tokens
         if self._found is not None:
             result.sparse_rows = self._found.counts
-        _not_finite(result.row_errors, self._sampling, self._sampled.finite)
+        _not_finite(result.row_errors, self.sampling, self._sampled.finite)
         logprobs = self._sampled.logprobs()
         if logprobs is not None:
             result.logprob_counts, result.logprob_ids, result.logprob_values = logprobs

@@ -35,6 +35,7 @@ from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 from forebay.runner import formats
 from forebay.runner.copier import Copier
+from forebay.runner.drafts import Drafts, verified
 from forebay.runner.group import roles
 from forebay.runner.images import Images
 from forebay.runner.kept import KeptWeights
@@ -379,6 +380,7 @@ class ModelRunner:
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             "blocks": self._blocks,
             "tokens_only": isinstance(self.model, CalledModel),
+            "verifies_drafts": self._verifies_drafts,
             **({} if self.images is None else self.images.facts()),
         }
 
@@ -402,19 +404,41 @@ class ModelRunner:
                 self._wait_for_saves(self._copier)
             begun = device.event()
             self._read_images(plan)
-            inputs = StepInputs(plan, device)
             writes = self.tables.read(plan, self._arena)
+            drafts = self._drafts(plan)
+            computed = plan if drafts is None else drafts.plan
+            inputs = StepInputs(computed, device)
             if writes is not None:
                 device.queue(partial(self._steps.write, writes, inputs))
+            if drafts is not None:
+                device.queue(partial(self.tables.write_tokens, drafts.entries, drafts.tokens))
             self._begin_exchange(plan)
             waited = Waited(plan.step, masks)
-            columns = self._queue_rows(plan, inputs, waited) if len(plan.rows) else NoColumns()
+            columns = self._queue_rows(computed, inputs, waited) if len(plan.rows) else NoColumns()
+            columns = verified(columns, drafts)
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
         release = partial(self._reuse, plan)
         # A device beside the host computes meanwhile.
         idle_us = 0 if device.beside_host else waited.us
         return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied, idle_us)
+
+    def _drafts(self, plan: Plan) -> Drafts | None:
+        """The drafts that the plan's rows verify; None: there are none. Raises `PlanError`."""
+        if not plan.draft_tokens.size:
+            return None
+        if not self._verifies_drafts:
+            raise PlanError("drafts in a plan for a hand that verifies none")
+        return Drafts.of(plan, self.tables, self.config.max_running_requests)
+
+    @property
+    def _verifies_drafts(self) -> bool:
+        """True for a model of text whose layers are ours, with all positions of a slot on pages."""
+        config = self.model_config
+        if not isinstance(self.model, Decoder) or not isinstance(config, ModelConfig):
+            return False
+        plain = self.config.pooling is None and self.images is None and not self.config.hot_rows
+        return plain and self._exchange is None and self._choice.verifies_drafts(config)
 
     def _begin_exchange(self, plan: Plan) -> None:
         """Queues what a step of a group begins with, and all of it where this rank has no rows."""

@@ -128,6 +128,10 @@ class SlotTables:
         if writes.recount is not None:
             self.counts.write(writes.recount, self.token_pool)
 
+    def write_tokens(self, entries: Int64s, tokens: Int32s) -> None:
+        """Overwrites entries [n] of the token pool. Called as work."""
+        self.token_pool.view(-1).index_copy_(0, *self._device.copy_in(entries, tokens))
+
     def forget_pages(self) -> None:
         """Makes all slots name no page. Called as work."""
         self.page_table.fill_(-1)

@@ -1,0 +1,113 @@
+"""The verification of drafts: each draft is a row of its own, behind the row that expects it.
+
+All tokens of a step write their keys and values before any of them attends. So a row of one token at a draft's place
+sees what it would see if the drafts before it were known. Tokens up to the first that was not expected are those that
+steps without drafts would have given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.protocol.constants import FLAG_SAMPLE
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import Plan
+from forebay.protocol.result import StepResult
+from forebay.runner.launched import Columns, TokenColumns
+from forebay.state.slots import Int64s, PlanError, SlotTables, penalised
+
+_NONE = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The verified drafts of a plan with `r` rows; `d` of them."""
+
+    plan: Plan
+    """The plan in received form, with a row for each draft."""
+    first: Int64s  # [r]: where the plan's own rows are among those
+    counts: Int64s  # [r]: drafts behind each
+    tokens: Int32s  # [d]
+    entries: Int64s  # [d]: their entries of the token pool
+
+    @classmethod
+    def of(cls, plan: Plan, tables: SlotTables, most_rows: int) -> Drafts:
+        """Those of a plan whose slots were read. Raises `PlanError`.
+
+        Rows with penalties get none, since a row's penalties count the tokens before it. Neither do rows for which a
+        step of `most_rows` rows has no room. A row without drafts gives one token.
+        """
+        tokens = plan.draft_tokens
+        if tokens.min() < 0 or tokens.max() >= tables.vocabulary:
+            raise PlanError(f"drafts {tokens.tolist()} of a vocabulary of {tables.vocabulary}")
+        slot, start, length, flags = plan.rows.T.astype(np.int64)
+        if slot.min() < 0 or slot.max() >= tables.slots:
+            raise PlanError(f"rows of the slots {slot.tolist()}, of {tables.slots}")
+        sampling = flags & FLAG_SAMPLE > 0
+        given = np.zeros(len(slot), np.int64)
+        given[sampling] = plan.row_tokens - 1
+        at = np.cumsum(given) - given
+        room = max(most_rows - len(slot), 0)
+        kept = np.where(penalised(tables.floats[slot]), 0, given)
+        counts = np.clip(room - (np.cumsum(kept) - kept), 0, kept)
+        first = np.arange(len(slot)) + np.cumsum(counts) - counts
+        of_row = np.repeat(np.arange(len(slot)), counts)
+        nth = np.arange(len(of_row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = (start + length)[of_row] + nth
+        if len(positions) and positions.max() >= tables.context_length:
+            raise PlanError(f"a draft at position {positions.max()} of {tables.context_length}")
+        rows = np.repeat(plan.rows, counts + 1, axis=0)
+        behind = np.delete(np.arange(len(rows)), first)
+        rows[behind, 1] = positions
+        rows[behind, 2] = 1
+        expanded = replace(plan, rows=rows, row_tokens=_NONE, draft_tokens=_NONE, places={}, body=_NONE)
+        verified = tokens[at[of_row] + nth]
+        return cls(expanded.staged(), first, counts, verified, slot[of_row] * tables.stride + positions)
+
+
+class VerifiedColumns:
+    """The memory of a step with drafts. It reports as many tokens of each row as were expected, and one more."""
+
+    def __init__(self, columns: TokenColumns, drafts: Drafts) -> None:
+        self._columns, self._drafts = columns, drafts
+
+    def report(self, result: StepResult) -> None:
+        drafts = self._drafts
+        result.row_errors = np.zeros(len(drafts.plan.rows), np.int32)
+        self._columns.report(result)
+        kept = self._kept(result.tokens, self._columns.finite)
+        own = np.isin(self._columns.sampling, drafts.first)
+        result.token_counts = np.add.reduceat(kept, np.flatnonzero(own), dtype=np.int32) if own.any() else _NONE
+        result.tokens = result.tokens[kept]
+        if result.logprob_counts.size:
+            entries = np.repeat(kept, result.logprob_counts)
+            result.logprob_ids, result.logprob_values = result.logprob_ids[entries], result.logprob_values[entries]
+            result.logprob_counts = result.logprob_counts[kept]
+        result.row_errors = result.row_errors[drafts.first]
+
+    def _kept(self, tokens: Int32s, finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Of the tokens of all computed rows [s], those that the plan's rows give."""
+        drafts = self._drafts
+        at = {row: index for index, row in enumerate(self._columns.sampling.tolist())}
+        kept = np.zeros(len(tokens), np.bool_)
+        ends = np.cumsum(drafts.counts)
+        for first, count, end in zip(drafts.first.tolist(), drafts.counts.tolist(), ends.tolist(), strict=True):
+            index = at.get(first)
+            if index is None:
+                continue
+            kept[index] = True
+            fits = finite[index : index + count] & finite[index + 1 : index + count + 1]
+            fits &= tokens[index : index + count] == drafts.tokens[end - count : end]
+            kept[index + 1 : index + 1 + count] = np.logical_and.accumulate(fits)
+        return kept
+
+
+def verified(columns: Columns, drafts: Drafts | None) -> Columns:
+    """The columns of a step, which has drafts or none."""
+    if drafts is None:
+        return columns
+    assert isinstance(columns, TokenColumns)
+    return VerifiedColumns(columns, drafts)
