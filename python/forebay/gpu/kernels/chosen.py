@@ -85,7 +85,25 @@ def chosen_kernel(
         False,
     )
     split = tl.program_id(2)
-    keep_part(out, sums, weights, query, token, split, head, alive, summed, top, total, HEADS, DIM, DIM_BLOCK, SPLITS)
+    keep_part(
+        out,
+        sums,
+        weights,
+        query,
+        token,
+        split,
+        head,
+        alive,
+        summed,
+        top,
+        total,
+        out,
+        HEADS,
+        DIM,
+        DIM_BLOCK,
+        SPLITS,
+        False,
+    )
 
 
 def attend_chosen(

@@ -30,6 +30,7 @@ def decodes_kernel(
     ends,
     first,
     page_table,
+    sinks,
     q_stride,
     head_stride,
     key_stride,
@@ -55,6 +56,7 @@ def decodes_kernel(
     OVERLAP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One part of one row for a block of the query heads of one key head; grid: rows, key heads * blocks, SPLITS."""
     dependents(OVERLAP)
@@ -111,7 +113,25 @@ def decodes_kernel(
         CAP,
     )
     split = tl.program_id(2)
-    keep_part(out, sums, weights, row, token, split, head, alive, summed, top, total, HEADS, DIM, DIM_BLOCK, SPLITS)
+    keep_part(
+        out,
+        sums,
+        weights,
+        row,
+        token,
+        split,
+        head,
+        alive,
+        summed,
+        top,
+        total,
+        sinks,
+        HEADS,
+        DIM,
+        DIM_BLOCK,
+        SPLITS,
+        SINKS,
+    )
 
 
 def attend_decodes(
@@ -131,6 +151,7 @@ def attend_decodes(
         decodes_kernel,
         (count, blocks, parts.count),
         *(q, keys, values, out, parts.sums, parts.weights, rows.slots, rows.ends, rows.first, rows.page_table),
+        out if scoring.sinks is None else scoring.sinks,
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scoring.scale),
         **scoring.constants(),
@@ -141,4 +162,4 @@ def attend_decodes(
         SPLITS=parts.count,
         overlap=len(q) == 1,
     )
-    parts.join(out, rows.first, shape)
+    parts.join(out, rows.first, shape, scoring.sinks)

@@ -9,13 +9,30 @@ import triton
 import triton.language as tl
 
 from forebay.gpu.kernels.launch import dependents, launch, power_of_2
-from forebay.gpu.kernels.shape import Shape
+from forebay.gpu.kernels.shape import LOG2_E, Shape
+
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
 def part_length(end, SPLITS: tl.constexpr, TILE: tl.constexpr):
     """The length of each part except the last, for `end` positions: whole tiles."""
     return tl.cdiv(tl.cdiv(end, SPLITS), TILE) * TILE
+
+
+@triton.jit
+def beside_sinks(top, total, sinks, head, alive, SINKS: tl.constexpr):
+    """The share of a walk's sums of values, and the sum of weights, of some heads: sinks take weight too.
+
+    Both are relative to the larger of the largest score and the sink.
+    """
+    share = tl.where(total == total, 1.0, 1.0)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=alive, other=0.0).to(tl.float32) * _LOG2_E
+        higher = tl.maximum(top, sink)
+        share = tl.exp2(top - higher)
+        total = total * share + tl.exp2(sink - higher)
+    return share, total
 
 
 @triton.jit
@@ -31,10 +48,12 @@ def keep_part(
     summed,
     top,
     total,
+    sinks,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Stores a walk's results of some heads [m]: the final result for a single part, and otherwise data for the join.
 
@@ -43,7 +62,8 @@ def keep_part(
     d = tl.arange(0, DIM_BLOCK)
     wide = alive[:, None] & (d < DIM)[None, :]
     if SPLITS == 1:
-        result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+        share, total = beside_sinks(top, total, sinks, head, alive, SINKS)
+        result = summed * (share / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(out + (token * HEADS + head[:, None]) * DIM + d[None, :], result, mask=wide)
     else:
         cell = (row.to(tl.int64) * HEADS + head) * SPLITS + split
@@ -58,12 +78,14 @@ def join_kernel(
     weights,
     out,
     first,
+    sinks,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One row and head; the grid is rows, HEADS. ROWS: rows are those of `first`, without chunks."""
     dependents(OVERLAP)
@@ -81,7 +103,8 @@ def join_kernel(
     share = tl.where(total > 0.0, tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
     part = tl.load(sums + cell[:, None] * DIM + d[None, :], mask=(total > 0.0)[:, None] & (d < DIM)[None, :], other=0.0)
     weight = tl.sum(total * share, 0)
-    joined = tl.sum(part * share[:, None], 0) / tl.where(weight == 0.0, 1.0, weight)
+    of_parts, weight = beside_sinks(highest, weight, sinks, head, True, SINKS)
+    joined = tl.sum(part * share[:, None], 0) * (of_parts / tl.where(weight == 0.0, 1.0, weight))
     tl.store(out + (token * HEADS + head) * DIM + d, joined, mask=d < DIM)
 
 
@@ -104,19 +127,22 @@ class Parts:
 
         return cls(count, empty(shape.dim), empty(2))
 
-    def join(self, out: torch.Tensor, first: torch.Tensor | None, shape: Shape) -> None:
+    def join(
+        self, out: torch.Tensor, first: torch.Tensor | None, shape: Shape, sinks: torch.Tensor | None = None
+    ) -> None:
         """Writes `out` [n, heads, dim]. `first` is as in `PagedRows`; None: row i is token i."""
         if self.count == 1:
             return
         launch(
             join_kernel,
             (len(self.sums), shape.heads),
-            *(self.sums, self.weights, out, out if first is None else first),
+            *(self.sums, self.weights, out, out if first is None else first, out if sinks is None else sinks),
             HEADS=shape.heads,
             DIM=shape.dim,
             DIM_BLOCK=power_of_2(shape.dim),
             SPLITS=self.count,
             ROWS=first is not None,
+            SINKS=sinks is not None,
             overlap=len(out) == 1,
             num_warps=4,
         )
