@@ -53,6 +53,7 @@ class TinyGptOss(TinyModel):
         tokenizer.add_special_tokens([AddedToken(mark, normalized=False, special=True) for mark in MARKS])
         assert tokenizer.get_vocab_size() <= VOCABULARY
         tokenizer.save(str(directory / "tokenizer.json"))
+        self.tokenizer = tokenizer
         ends = [tokenizer.token_to_id(mark) for mark in ("<|return|>", "<|call|>")]
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         settings = {"eos_token": "<|return|>", "chat_template": TEMPLATE}
@@ -69,8 +70,10 @@ def server(model: Model, serve_for_module: Serve) -> Server:
     return serve_for_module(model, "--max-total-tokens", "4096")
 
 
-def test_a_call_is_in_a_channel_of_its_own(server: Server) -> None:
-    body = {**ASK, "tools": [WEATHER], "tool_choice": "required"}
+def test_a_call_is_in_a_channel_of_its_own(server: Server, model: Model) -> None:
+    # A random model thinks without an end.
+    end = str(model.tokenizer.token_to_id("<|end|>"))
+    body = {**ASK, "tools": [WEATHER], "tool_choice": "required", "logit_bias": {end: 30}}
     choice = server.ask("/v1/chat/completions", body)["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     [call] = choice["message"]["tool_calls"]
