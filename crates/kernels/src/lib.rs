@@ -139,7 +139,8 @@ pub unsafe extern "C" fn fb_pack(
 }
 
 /// Bytes of a packed matrix that is quantised as `format` says: 1 int8, 2 `Q8_0`, 3 `Q4_0`, 4
-/// `Q4_1`, 5 `MXFP4`, 6 `IQ4_NL`. Returns 0 if there is no such format, or `inputs` is not a multiple of 32.
+/// `Q4_1`, 5 `MXFP4`, 6 `IQ4_NL`. Returns 0 if there is no such format, or `inputs` is not a
+/// multiple of 32.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_quantised_bytes(
     format: u32,

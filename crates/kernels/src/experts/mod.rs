@@ -11,8 +11,7 @@ mod sorted;
 use std::ffi::c_void;
 
 use crate::codes::Format;
-use crate::element::Element;
-use crate::layer::vector;
+use crate::element::{Element, vector};
 use crate::matmul::Matrix;
 use crate::memory::grow;
 use crate::pack::{packed_len, padded_outputs};

@@ -167,7 +167,8 @@ pub(crate) enum Activation {
 }
 
 impl Activation {
-    /// 0: SiLU, 1: GELU by the error function, 2: GELU by a hyperbolic tangent, 3: clamped `SwiGLU`.
+    /// 0: SiLU, 1: GELU by the error function, 2: GELU by a hyperbolic tangent, 3: clamped
+    /// `SwiGLU`.
     pub(crate) fn of(number: u32) -> Option<Self> {
         match number {
             0 => Some(Self::Silu),

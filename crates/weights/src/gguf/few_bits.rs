@@ -1,5 +1,5 @@
-//! The numbers in blocks of GGUF's types of few bits: those of 2 and 3 bits with scales, those that
-//! number the points of a grid, those of three values, and floats of 4 bits.
+//! The numbers in blocks of GGUF's types of few bits. Some have 2 or 3 bits with scales, or three
+//! values. Others number the points of a grid, or floats.
 
 use half::f16;
 
