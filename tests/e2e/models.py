@@ -36,6 +36,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -141,7 +143,6 @@ _TOWER: dict[str, Any] = {
     "out_hidden_size": 64,
 }
 _SECTIONS: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-# No file of ours names these: transformers' own code computes them.
 _FAMILIES |= {
     "gpt-oss": (
         GptOssForCausalLM,
@@ -154,6 +155,8 @@ _FAMILIES |= {
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         ),
     ),
+    # No file of ours names the rest: transformers' own code computes them.
+    "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config(**_SHAPE, sliding_window=24)),
     "qwen3.5": (
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig(

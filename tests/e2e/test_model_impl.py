@@ -30,7 +30,7 @@ FLAGS = ("--max-total-tokens", "8192", "--context-length", "1024", "--chunked-pr
 COUNT = 6
 
 
-@pytest.fixture(scope="module", params=["gpt-oss", "qwen3.5"])
+@pytest.fixture(scope="module", params=["starcoder2", "qwen3.5"])
 def model(request: pytest.FixtureRequest, models: Models) -> Model:
     return models(request.param)
 
@@ -66,7 +66,7 @@ def test_a_prefix_is_found_again_where_there_are_no_states(server: Server, model
     first, second = (server.ask("/v1/completions", body) for _ in range(2))
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached == (96 if model.path.name == "tiny-gpt-oss" else 0)  # type: ignore[union-attr]
+    assert cached == (96 if model.path.name == "tiny-starcoder2" else 0)  # type: ignore[union-attr]
 
 
 def test_a_death_of_the_hand_changes_no_token(server: Server, cases: list[Case]) -> None:
@@ -178,9 +178,9 @@ def test_preemption_changes_no_token(model: Model, serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        ("gpt-oss", "lasttoken"),
+        ("starcoder2", "lasttoken"),
         ("qwen3.5", "mean_tokens"),
-        pytest.param("gpt-oss", "mean_tokens", marks=pytest.mark.slow),
+        pytest.param("starcoder2", "mean_tokens", marks=pytest.mark.slow),
         pytest.param("qwen3.5", "lasttoken", marks=pytest.mark.slow),
     ],
 )
@@ -206,7 +206,7 @@ def test_vectors_are_those_of_the_base_model(
 
 def test_a_host_tier_gives_blocks_back(models: Models, serve: Serve) -> None:
     """Keys and values of calls with shapes of their own go to the host and back: there are more requests than pages."""
-    tiny = models("gpt-oss")
+    tiny = models("starcoder2")
     found = clear_cases(tiny, 12, 120, range(20, 40), seed=6)
     tier = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8", "--max-total-tokens", "400")
     server = serve(tiny, *tier, "--context-length", "300")
@@ -220,7 +220,7 @@ def test_a_host_tier_gives_blocks_back(models: Models, serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--model-impl", "native"), "no hand serves the architecture GptOssForCausalLM"),
+        (("--model-impl", "native"), "no hand serves the architecture Starcoder2ForCausalLM"),
         (("--model-impl", "transformers", "--hand", "rust"), "the Rust hand has native code only"),
         (("--quantization", "w8a8_int8"), "for which there is not --quantization"),
         (("--tp-size", "2"), "for which there is not several ranks"),
@@ -232,7 +232,7 @@ def test_a_host_tier_gives_blocks_back(models: Models, serve: Serve) -> None:
 def test_what_there_is_not_is_refused_in_a_line(
     flags: tuple[str, ...], reason: str, models: Models, serve: Serve
 ) -> None:
-    _is_refused(serve(models("gpt-oss"), *FLAGS, *flags, healthy=False), reason)
+    _is_refused(serve(models("starcoder2"), *FLAGS, *flags, healthy=False), reason)
 
 
 def test_a_host_tier_of_states_is_refused_in_a_line(models: Models, serve: Serve) -> None:
@@ -247,7 +247,7 @@ def test_a_gguf_file_is_refused_in_a_line(models: Models, serve: Serve) -> None:
 
 def test_a_pickle_is_refused_in_a_line(models: Models, serve: Serve, tmp_path: Path) -> None:
     folder = tmp_path / "pickled"
-    shutil.copytree(models("gpt-oss").path, folder)
+    shutil.copytree(models("starcoder2").path, folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     _is_refused(serve(Model("pickled", folder, folder / "tokenizer.json"), *FLAGS, healthy=False), "safetensors")
 
@@ -269,9 +269,11 @@ def test_a_native_family_on_request(models: Models, serve: Serve) -> None:
 
 def test_code_of_a_repository_is_named_and_never_run(models: Models, serve: Serve, tmp_path: Path) -> None:
     folder = tmp_path / "own-code"
-    shutil.copytree(models("gpt-oss").path, folder)
+    shutil.copytree(models("starcoder2").path, folder)
     config = folder / "config.json"
-    text = config.read_text().replace('"gpt_oss"', '"homemade"').replace("GptOssForCausalLM", "HomemadeForCausalLM")
+    text = (
+        config.read_text().replace('"starcoder2"', '"homemade"').replace("Starcoder2ForCausalLM", "HomemadeForCausalLM")
+    )
     config.write_text(text.replace("{", '{"auto_map": {"AutoModelForCausalLM": "code.HomemadeForCausalLM"}, ', 1))
     (folder / "code.py").write_text("raise SystemExit('ran')")
     other = Model("own-code", folder, folder / "tokenizer.json")

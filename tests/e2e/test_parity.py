@@ -73,6 +73,8 @@ SETTINGS = [
     Setting("qwen3", 1, 1024, cache=True, hand="torch"),
     Setting("qwen3-moe", 1, 1024, cache=True),
     Setting("glm4-moe", 1, 1024, cache=True),
+    Setting("gpt-oss", 1, 1024, cache=True),
+    pytest.param(Setting("gpt-oss", 1, 1024, cache=True, hand="torch"), marks=pytest.mark.slow),
     pytest.param(Setting("deepseek-v3", 0, 1024, cache=False), marks=pytest.mark.slow),
     Setting("deepseek-v3", 1, 1024, cache=True),
     pytest.param(Setting("smollm2", 0, 384, cache=False), marks=pytest.mark.slow),

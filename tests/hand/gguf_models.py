@@ -96,7 +96,8 @@ def write(path: Path, model: Any, form: Form = Form()) -> Path:
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> None:
     values = tensor.detach().float().contiguous().numpy()
     # The converter keeps vectors and routers as they are, and what no block fits.
-    plain = values.ndim == 1 or "ffn_gate_inp" in name or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]
+    is_vector = values.ndim == 1 or name.endswith(".bias")
+    plain = is_vector or "ffn_gate_inp" in name or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]
     if plain or kind == F32:
         writer.add_tensor(name, values)
     else:

@@ -29,6 +29,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeConfig,
@@ -120,6 +122,15 @@ OF_KINDS = {
         "beta_fast": 32.0,
         "beta_slow": 1.0,
     },
+}
+ROPE_GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 KIMI_TOWER: dict[str, Any] = {
     "hidden_size": 32,
@@ -265,6 +276,23 @@ NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {
             )
         ),
     ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **text(num_hidden_layers=5, intermediate_size=40, num_local_experts=5, num_experts_per_tok=2),
+            sliding_window=15,
+            rope_parameters=ROPE_GPT_OSS,
+        ),
+    ),
+    # Rows of experts are as long as blocks, and one head of keys serves all.
+    "gpt-oss-blocks": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **text(num_key_value_heads=1, intermediate_size=32, num_local_experts=6, num_experts_per_tok=3),
+            sliding_window=17,
+            rope_parameters=ROPE_GPT_OSS,
+        ),
+    ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES)),
     "olmo3": (
         Olmo3ForCausalLM,
@@ -318,6 +346,12 @@ def model_of(family: str) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith("e_score_correction_bias"):
                 parameter.copy_(torch.rand_like(parameter) * 0.2)
+            elif name.endswith("sinks"):
+                # One takes all weight, one none.
+                parameter.copy_(torch.tensor([30.0, -30.0, 1.5, -0.5]).roll(int(name.split(".")[2])))
+            elif name.endswith("gate_up_proj_bias"):
+                # Some gates and ups are beyond their bounds.
+                parameter.mul_(40)
     return model
 
 
@@ -366,6 +400,8 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
     "granite-moe-shared": _A.GRANITE_MOE,
     "ernie4_5-moe": _A.ERNIE4_5_MOE,
     "minimax-m2": _A.MINIMAXM2,
+    "gpt-oss": _A.GPT_OSS,
+    "gpt-oss-blocks": _A.GPT_OSS,
     "olmo2": _A.OLMO2,
     "olmo3": _A.OLMO2,
     "cohere2": _A.COHERE2,
@@ -479,6 +515,17 @@ def _minimax(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
 
 
+def _gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
+    _experts(writer, config)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_dimension_count(config.head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
 def _olmo(writer: gguf.GGUFWriter, config: Any) -> None:
     if not hasattr(config, "sliding_window"):
         return
@@ -505,6 +552,7 @@ _METADATA: dict[gguf.MODEL_ARCH, Callable[[gguf.GGUFWriter, Any], None]] = {
     _A.QWEN2MOE: _qwen2_moe,
     _A.ERNIE4_5_MOE: _ernie_moe,
     _A.MINIMAXM2: _minimax,
+    _A.GPT_OSS: _gpt_oss,
     _A.OLMO2: _olmo,
     _A.COHERE2: _cohere2,
 }
@@ -547,6 +595,17 @@ def _apart(family: str, folder: Path) -> Named:
             yield f"blk.{layer}.exp_probs_b.bias", tensor.flatten()
         elif name.endswith("e_score_correction_bias"):
             yield f"blk.{layer}.exp_probs_b.bias", tensor
+        elif name.endswith("self_attn.sinks"):
+            yield f"blk.{layer}.attn_sinks.weight", tensor
+        elif ".mlp.experts.gate_up_proj" in name and family.startswith("gpt-oss"):
+            # Gates and ups alternate, and rows of a file are outputs.
+            end = "bias" if name.endswith("_bias") else "weight"
+            tensor = tensor if end == "bias" else tensor.transpose(1, 2)
+            yield f"blk.{layer}.ffn_gate_exps.{end}", tensor[:, ::2]
+            yield f"blk.{layer}.ffn_up_exps.{end}", tensor[:, 1::2]
+        elif ".mlp.experts.down_proj" in name and family.startswith("gpt-oss"):
+            end = "bias" if name.endswith("_bias") else "weight"
+            yield f"blk.{layer}.ffn_down_exps.{end}", tensor if end == "bias" else tensor.transpose(1, 2)
         elif name.endswith("shared_expert_gate.weight"):
             yield name, tensor.flatten()
         elif name.endswith("block_sparse_moe.input_linear.weight"):

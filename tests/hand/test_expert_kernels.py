@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.kernels.packing import compiled_parts
 from forebay.layers.moe import MixtureOfExperts, Stack
-from forebay.layers.ops import HostOps
+from forebay.layers.ops import Biases, HostOps
 from forebay.runner.runner import ModelRunner
 from tests.hand.gguf_models import Form, write
 from tests.hand.support import random_model, runner_of
@@ -21,7 +21,7 @@ from tests.hand.test_gguf_experts import QWEN3
 from tests.hand.test_quantised import check, check_company, fill, loaded, native, reference, rounded, rows
 
 Q = gguf.GGMLQuantizationType
-KINDS = {"Q8_0": Q.Q8_0, "Q4_0": Q.Q4_0, "Q4_1": Q.Q4_1}
+KINDS = {"Q8_0": Q.Q8_0, "Q4_0": Q.Q4_0, "Q4_1": Q.Q4_1, "MXFP4": Q.MXFP4}
 COMPUTED = {**{name: name for name in KINDS}, "Q5_0": "Q8_0"}
 INNER = 32
 
@@ -33,12 +33,19 @@ class RoundedOps(HostOps):
         self._shared = shared
 
     def _products(
-        self, rows: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        biases: Biases | None,
+        activation: str,
     ) -> torch.Tensor:
         products = torch.empty_like(rows)
         for row, expert in enumerate(ids.tolist()):
-            inner = self.gate(self._round(rows[row : row + 1]) @ gate_up[expert].T)
-            products[row] = (self._round(inner) @ down[expert].T)[0]
+            of_gates, of_outputs = (0, 0) if biases is None else (bias[expert] for bias in biases)
+            inner = self.gate(self._round(rows[row : row + 1]) @ gate_up[expert].T + of_gates, activation)
+            products[row] = (self._round(inner) @ down[expert].T + of_outputs)[0]
         return products
 
     def _round(self, x: torch.Tensor) -> torch.Tensor:

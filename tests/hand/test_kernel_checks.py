@@ -54,8 +54,10 @@ def attend_cut(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *more:
     return reference.attend(cut(q), keys if keys.dtype == torch.uint8 else cut(keys), values, *more)
 
 
-def experts_cut(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
-    return reference.experts(cut(x), ids, weights, *map(cut, matrices))
+def experts_cut(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *more: Any
+) -> torch.Tensor:
+    return reference.experts(cut(x), ids, weights, cut(gate_up), cut(down), *more)
 
 
 @pytest.mark.parametrize(

@@ -413,5 +413,5 @@ def test_backends_that_can_not_be_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DeviceError, match="has latent rows: use triton"):
         runner_of(model_of("deepseek-v3"), device="deferred", attention_backend="fa3", dtype="bfloat16")
     for family in ("gemma3", "mistral-window"):
-        with pytest.raises(DeviceError, match=r"attends without windows and caps, and .* has some: use triton"):
+        with pytest.raises(DeviceError, match=r"attends without windows, caps and sinks, and .* has some: use triton"):
             runner_of(model_of(family), device="deferred", attention_backend="fa3", dtype="bfloat16")

@@ -30,6 +30,38 @@ BYTE_TOKENS = [
 ]
 
 
+SCALES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+"""Where the blocks of a type have scales of half precision."""
+
+
+def random_blocks(name: str, count: int, random: np.random.Generator, spread: float = 0.1) -> np.ndarray:
+    """Blocks [count, bytes] of a GGUF type: random bytes, and scales that are numbers of this size."""
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    blocks = random.integers(0, 256, (count, size), dtype=np.uint8)
+    for offset in SCALES.get(name, ()):
+        scales = random.normal(0, spread, (count, 1))
+        blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
+    if name == "IQ1_M":
+        # The scale's bits are those above the last four scales of parts.
+        scales = random.normal(0, spread, (count, 1)).astype(np.float16).view(np.uint16)
+        parts = scales >> np.array([0, 4, 8, 12], np.uint16) & 15
+        blocks[:, 49::2] = blocks[:, 49::2] & 15 | (parts << 4).astype(np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = random.integers(127 + int(np.log2(spread)) - 4, 127 + int(np.log2(spread)), count)
+    if name == "NVFP4":
+        blocks[:, :4] &= 63
+    return blocks
+
+
 def smollm2() -> Path:
     """The default model's file: FOREBAY_TEST_SMOLLM2, or that of the package in requirements/model.txt."""
     chosen = os.environ.get("FOREBAY_TEST_SMOLLM2")

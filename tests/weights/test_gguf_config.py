@@ -279,3 +279,7 @@ def test_every_end_of_a_turn_ends_a_generation(tmp_path: Path) -> None:
     types = [1] * 255 + [3, 1, 3]
     named = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     assert config_of(tiny_gguf(tmp_path / "named.gguf", metadata=named))["eos_token_id"] == [257, 255]
+    # An end of a message of gpt-oss is not that of its turn, which has several messages.
+    tokens = [f"t{number}" for number in range(254)] + ["<|call|>", "<|end|>", "<|return|>", "</s>"]
+    channels = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 254 + [3, 3, 3, 3]}
+    assert config_of(tiny_gguf(tmp_path / "channels.gguf", metadata=channels))["eos_token_id"] == [257, 254, 256]

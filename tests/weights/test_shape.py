@@ -37,7 +37,6 @@ def test_a_llama_is_read() -> None:
         (("norm",), "median", "norms of the kind 'median'"),
         (("layers", 1, "norms"), "between", "norms of layers of the kind 'between'"),
         (("layers", 1, "keys_of"), 0, "keys_of 0 of layer"),
-        (("mixers", 0, "sinks"), True, "sinks True of attention"),
         (("mixers", 0, "chunk"), 8, "chunk 8 of attention"),
         (("mixers", 0, "gate"), True, "gate True of attention"),
         (("mixers", 0, "value_dim"), 8, "lengths of values of the kind 8"),

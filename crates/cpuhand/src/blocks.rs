@@ -22,8 +22,11 @@ fn prefers_blocks(config: &HandConfig) -> bool {
     is_of_file(config) && kind(config).is_none() && level() != WITHOUT_BYTES
 }
 
-/// True if weights come from a GGUF file.
+/// True if matrices may come in blocks: from a GGUF file, or from safetensors of `MXFP4`.
 pub(crate) fn is_of_file(config: &HandConfig) -> bool {
     let format = config.model.get("format").and_then(Value::as_str);
-    format == Some("gguf") && config.load_format == "auto"
+    let shape = config.model.get("shape");
+    let scheme = shape.and_then(|shape| shape.pointer("/decoder/quantised/scheme/kind"));
+    let has_blocks = format == Some("gguf") || scheme.and_then(Value::as_str) == Some("mxfp4");
+    has_blocks && config.load_format == "auto"
 }

@@ -4,7 +4,7 @@
 use forebay_kernels::{AttentionSizes, ExpertSizes, Factors, GateKind};
 use forebay_weights::{
     Activation, Attention, DenseFeed, ExpertScores, Experts, FeedShape, Mixer, ModelError, QkNorm,
-    QueryScale, Scales, Shape,
+    QueryScale, Scales, Scheme, Shape,
 };
 
 /// The parts of a decoder that this hand serves.
@@ -124,6 +124,7 @@ impl<'a> DecoderParts<'a> {
         match of_dense.or(self.experts.map(|experts| experts.activation)) {
             Some(Activation::Gelu) => GateKind::Gelu,
             Some(Activation::GeluTanh) => GateKind::GeluTanh,
+            Some(Activation::ClampedSwiglu) => GateKind::ClampedSwiglu,
             Some(Activation::Silu | Activation::SquaredRelu) | None => GateKind::Silu,
         }
     }
@@ -146,12 +147,14 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     let latent = shape.mixers.iter().any(|mixer| matches!(mixer, Mixer::Latent(_)));
     let interleaved = shape.ropes.iter().any(|rope| rope.interleaved);
     let sections = shape.ropes.iter().any(|rope| rope.sections.is_some());
+    // Stacks of MXFP4 are read as blocks.
+    let quantised = shape.quantised.as_ref().is_some_and(|it| it.scheme != Scheme::Mxfp4);
     let parts = [
         (latent, "latent attention"),
         (shape.tower.is_some(), "images"),
         (sections, "positions of three numbers"),
         (interleaved, "rotary positions of neighbouring elements"),
-        (shape.quantised.is_some(), "a checkpoint that is quantised"),
+        (quantised, "a checkpoint that is quantised"),
     ];
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
 }
@@ -168,6 +171,7 @@ pub(crate) fn expert_sizes(experts: &Experts) -> ExpertSizes {
         corrected: routing.corrected,
         in_float32: routing.in_float32,
         shared_gate: experts.shared_gate,
+        biases: experts.bias,
         groups: routing.groups,
         kept_groups: routing.kept_groups,
         best_of_group: routing.best_of_group,

@@ -32,12 +32,21 @@ pub(crate) enum Format {
     Q4_0,
     /// 4 bits, a scale and a least value every [`SHARED`] positions: GGUF's `Q4_1`.
     Q4_1,
+    /// 4 bits that number floats, a power of 2 every [`SHARED`] positions: `MXFP4` (OCP, 2023).
+    Mxfp4,
+    /// 4 bits that number integers, a scale every [`SHARED`] positions: GGUF's `IQ4_NL`.
+    Iq4Nl,
 }
+
+/// The floats of 4 bits, doubled, with the offset added.
+const HALVES_OF_FLOATS: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+/// The integers of `IQ4_NL`, with the offset added.
+const UNEVEN: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
 
 impl Format {
     /// The format by its number in the C interface; 0, and any unknown number, is not quantised.
     pub(crate) fn of(number: u32) -> Option<Self> {
-        [Self::Int8, Self::Q8_0, Self::Q4_0, Self::Q4_1]
+        [Self::Int8, Self::Q8_0, Self::Q4_0, Self::Q4_1, Self::Mxfp4, Self::Iq4Nl]
             .get(number.checked_sub(1)? as usize)
             .copied()
     }
@@ -45,15 +54,44 @@ impl Format {
     /// The code that stands for zero.
     pub(crate) const fn offset(self) -> i32 {
         match self {
-            Self::Int8 | Self::Q8_0 => 128,
+            Self::Int8 | Self::Q8_0 | Self::Iq4Nl => 128,
             Self::Q4_0 => 8,
             Self::Q4_1 => 0,
+            Self::Mxfp4 => 12,
+        }
+    }
+
+    /// The bytes that 4-bit codes number, with the offset; `None`: codes are themselves.
+    pub(crate) const fn table(self) -> Option<&'static [u8; 16]> {
+        match self {
+            Self::Mxfp4 => Some(&HALVES_OF_FLOATS),
+            Self::Iq4Nl => Some(&UNEVEN),
+            _ => None,
+        }
+    }
+
+    /// The largest byte of a product.
+    pub(crate) const fn largest(self) -> u8 {
+        match self {
+            Self::Int8 | Self::Q8_0 => u8::MAX,
+            Self::Q4_0 | Self::Q4_1 => 15,
+            Self::Mxfp4 => HALVES_OF_FLOATS[7],
+            Self::Iq4Nl => UNEVEN[15],
+        }
+    }
+
+    /// The scale that a panel's 16 bits stand for: a half, or the upper half of a float.
+    #[inline(always)]
+    pub(crate) fn scale_of(self, bits: u16) -> f32 {
+        match self {
+            Self::Mxfp4 => f32::from_bits(u32::from(bits) << 16),
+            _ => half_to_f32(bits),
         }
     }
 
     /// True if two codes share a byte.
     pub(crate) const fn is_narrow(self) -> bool {
-        matches!(self, Self::Q4_0 | Self::Q4_1)
+        matches!(self, Self::Q4_0 | Self::Q4_1 | Self::Mxfp4 | Self::Iq4Nl)
     }
 
     /// Inner positions that share a scale, of `k`.

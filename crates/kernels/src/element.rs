@@ -1,5 +1,7 @@
 //! The types that weights, activations and pages have.
 
+use std::ffi::c_void;
+
 /// A bfloat16 number as its bits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(transparent)]
@@ -41,6 +43,19 @@ impl Element for Bf16 {
         // Rounding could carry a not-a-number over to infinity or zero.
         Self(if value.is_nan() { (bits >> 16) | 0x40 } else { rounded } as u16)
     }
+}
+
+/// The vector `[length]` of a checkpoint, or nothing if it has none.
+///
+/// # Safety
+/// `from` is null, or has so many elements.
+pub(crate) unsafe fn vector<E: Element>(from: *const c_void, length: usize) -> Vec<f32> {
+    if from.is_null() {
+        return Vec::new();
+    }
+    // SAFETY: the contract.
+    let values = unsafe { std::slice::from_raw_parts(from.cast::<E>(), length) };
+    values.iter().map(|value| value.to_f32()).collect()
 }
 
 #[cfg(test)]

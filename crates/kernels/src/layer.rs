@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::codes::Format;
-use crate::element::Element;
+use crate::element::{Element, vector};
 use crate::experts::{ExpertsSpec, Mixture, RoutingSpec};
 use crate::matmul::Matrix;
 use crate::pages::{Pool, Shape};
@@ -201,17 +201,4 @@ impl<E: Element> Owned<E> {
         let Self { panels, format, outputs, inputs, ref bias } = *self;
         Matrix { panels, format, outputs, inputs, bias }
     }
-}
-
-/// The vector `[length]` of a checkpoint, or nothing if it has none.
-///
-/// # Safety
-/// `from` is null, or has so many elements.
-pub(crate) unsafe fn vector<E: Element>(from: *const c_void, length: usize) -> Vec<f32> {
-    if from.is_null() {
-        return Vec::new();
-    }
-    // SAFETY: the contract.
-    let values = unsafe { std::slice::from_raw_parts(from.cast::<E>(), length) };
-    values.iter().map(|value| value.to_f32()).collect()
 }

@@ -61,8 +61,9 @@ use crate::team::Team;
 
 pub use crate::any_model::AnyModel;
 pub use crate::decoder::{
-    AttentionSizes, Bytes, Decoder, ExpertMatrices, ExpertSizes, Factors, FeedForward, GateKind,
-    Gated, Given, Layer, Matrix, Rows, Sizes, Wanted, Weights, build, level, limit,
+    AttentionSizes, Bytes, Decoder, ExpertBiases, ExpertMatrices, ExpertSizes, Factors,
+    FeedForward, GateKind, Gated, Given, Layer, Matrix, Rows, Sizes, Wanted, Weights, build, level,
+    limit,
 };
 pub use crate::encoder::{
     AnyEncoder, BatchSpec, Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes,
@@ -77,7 +78,7 @@ pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 13;
+const VERSION: u32 = 14;
 
 /// [`VERSION`].
 #[unsafe(no_mangle)]
@@ -138,7 +139,8 @@ pub unsafe extern "C" fn fb_pack(
 }
 
 /// Bytes of a packed matrix that is quantised as `format` says: 1 int8, 2 `Q8_0`, 3 `Q4_0`, 4
-/// `Q4_1`. Returns 0 if there is no such format, or `inputs` is not a multiple of 32.
+/// `Q4_1`, 5 `MXFP4`, 6 `IQ4_NL`. Returns 0 if there is no such format, or `inputs` is not a
+/// multiple of 32.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_quantised_bytes(
     format: u32,

@@ -48,6 +48,20 @@ pub(crate) fn silu<V: Vector>(x: V) -> V {
     x.div(exp(V::splat(0.0).sub(x)).add(V::splat(1.0)))
 }
 
+/// The slope of gates of clamped `SwiGLU`.
+const SLOPE: f32 = 1.702;
+/// The bound of its gates and ups.
+const BOUND: f32 = 7.0;
+
+/// `gate * sigmoid(1.702 gate) * (up + 1)` of a gate of at most 7 and an up from -7 to 7, as
+/// gpt-oss has it. NaN stays NaN.
+#[inline(always)]
+pub(crate) fn clamped_swiglu<V: Vector>(gate: V, up: V) -> V {
+    let (gate, up) = (gate.at_most(BOUND), up.at_least(-BOUND).at_most(BOUND));
+    let falling = exp(gate.mul(V::splat(-SLOPE))).add(V::splat(1.0));
+    gate.div(falling).mul(up.add(V::splat(1.0)))
+}
+
 /// The larger of `x` and zero, and the absolute value of `x`. NaN gives NaN for both.
 #[inline(always)]
 fn sides<V: Vector>(x: V) -> (V, V) {
@@ -359,6 +373,22 @@ pub(crate) mod tests {
         assert!((one(silu, 1.0) - 0.731_058_6).abs() < 1e-6);
         assert!(one(silu, f32::NAN).is_nan());
         assert_eq!(one(silu, f32::INFINITY), f64::INFINITY);
+    }
+
+    #[test]
+    fn gates_and_ups_are_clamped() {
+        let of = |gate: f32, up: f32| one(|gate| clamped_swiglu(gate, Array::splat(up)), gate);
+        let wanted = |gate: f32, up: f32| {
+            let (gate, up) = (f64::from(gate.min(7.0)), f64::from(up.clamp(-7.0, 7.0)));
+            gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
+        };
+        for gate in [-200.0, -9.0, -1.5, 0.0, 0.5, 6.9, 7.1, 300.0] {
+            for up in [-50.0, -7.0, -1.0, -0.25, 0.0, 3.0, 7.0, 8.0] {
+                let (found, wanted) = (of(gate, up), wanted(gate, up));
+                assert!((found - wanted).abs() <= 1e-6 * wanted.abs() + 1e-30, "{gate} {up}");
+            }
+        }
+        assert!(of(f32::NAN, 1.0).is_nan() && of(1.0, f32::NAN).is_nan());
     }
 
     /// The error function's integral, by Simpson's rule.

@@ -50,6 +50,10 @@ pub enum Storage {
     Q4_0,
     /// GGUF's blocks of 4 bits with a scale and a least value.
     Q4_1,
+    /// GGUF's blocks of 4-bit floats with a power of 2.
+    Mxfp4,
+    /// GGUF's blocks of 4 bits that number integers, with a scale.
+    Iq4Nl,
 }
 
 impl Storage {
@@ -61,6 +65,8 @@ impl Storage {
             Self::Q8_0 => 2,
             Self::Q4_0 => 3,
             Self::Q4_1 => 4,
+            Self::Mxfp4 => 5,
+            Self::Iq4Nl => 6,
         }
     }
 

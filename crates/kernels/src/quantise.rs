@@ -32,9 +32,20 @@ const fn stored_bytes(format: Format) -> usize {
     match format {
         Format::Int8 => 0,
         Format::Q8_0 => 2 + SHARED,
-        Format::Q4_0 => 2 + SHARED / 2,
+        Format::Q4_0 | Format::Iq4Nl => 2 + SHARED / 2,
         Format::Q4_1 => 4 + SHARED / 2,
+        Format::Mxfp4 => 1 + SHARED / 2,
     }
+}
+
+/// Half of the power of 2 that a block of `MXFP4` begins with, as the upper half of a float. The
+/// table has doubled numbers.
+fn half_of_power(exponent: u8) -> [u8; 2] {
+    let bits = match exponent {
+        0 | 1 => 0x20 << exponent,
+        exponent => u16::from(exponent - 1) << 7,
+    };
+    bits.to_le_bytes()
 }
 
 /// Bytes of a whole tensor of `[n, k]` as GGUF stores it.
@@ -124,14 +135,15 @@ pub(crate) fn pack_blocks(
                 let (to, scales) = to.split_at_mut(code_bytes);
                 let (scales, least) = scales.split_at_mut(NR * size_of::<u16>());
                 let at = output * size_of::<u16>();
-                scales[at..at + 2].copy_from_slice(&from[..2]);
-                let codes = match format {
+                let (scale, codes) = match format {
+                    Format::Mxfp4 => (half_of_power(from[0]), &from[1..]),
                     Format::Q4_1 => {
                         least[at..at + 2].copy_from_slice(&from[2..4]);
-                        &from[4..]
+                        ([from[0], from[1]], &from[4..])
                     }
-                    _ => &from[2..],
+                    _ => ([from[0], from[1]], &from[2..]),
                 };
+                scales[at..at + 2].copy_from_slice(&scale);
                 for inner in 0..SHARED {
                     let code = match format.is_narrow() {
                         // The first half of a block is in the low halves of the bytes.
@@ -154,6 +166,17 @@ pub(crate) fn unpacked(format: Format, block: &[u8]) -> [f32; SHARED] {
         match format {
             Format::Q4_0 => half(0) * (nibble(2) - 8.0),
             Format::Q4_1 => half(0) * nibble(4) + half(2),
+            Format::Mxfp4 => {
+                const FLOATS: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+                let code = nibble(1) as usize;
+                let sign = if code < 8 { 1.0 } else { -1.0 };
+                sign * FLOATS[code % 8] * (f64::from(block[0]) - 127.0).exp2() as f32
+            }
+            Format::Iq4Nl => {
+                const INTEGERS: [i8; 16] =
+                    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+                half(0) * f32::from(INTEGERS[nibble(2) as usize])
+            }
             _ => half(0) * f32::from(block[2 + inner].cast_signed()),
         }
     })

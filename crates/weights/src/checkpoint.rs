@@ -1,6 +1,6 @@
 //! The weights of a model under the names of its family, one at a time, from safetensors or GGUF.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use crate::error::ModelError;
 use crate::families::{COMMON_GGUF_RULES, Rule, Shape, TensorPart, Weight, layer_of, weights_of};
 use crate::gguf::{BlockKind, GgufFiles};
 use crate::json::read_json;
-use crate::quantised::{Headers, QuantisedMatrix, QuantisedParts};
+use crate::mxfp4::{CODES, EXPONENTS, Mxfp4Stack, Placed};
+use crate::quantised::{Headers, QuantisedMatrix, QuantisedParts, Scheme};
 use crate::safe::SafeFile;
 use crate::tensor::{Tensor, TorchNumber};
 
@@ -93,6 +94,8 @@ impl Checkpoint {
         let index = Index::beside(files)?;
         let mut found: Vec<(String, Tensor, Vec<Weight>)> = Vec::new();
         let mut seen = HashSet::new();
+        let has_stacks = shape.quantised.as_ref().is_some_and(|it| it.scheme == Scheme::Mxfp4);
+        let mut halves: BTreeMap<String, Placed> = BTreeMap::new();
         for path in files {
             let file = Arc::new(SafeFile::open(path)?);
             let names = file.tensors.keys().filter(|name| index.places(name, path));
@@ -102,6 +105,10 @@ impl Checkpoint {
             for name in names {
                 let tensor = &file.tensors[name];
                 let rooted = if shape.headless { root(name) } else { name.clone() };
+                if has_stacks && [CODES, EXPONENTS].iter().any(|end| rooted.ends_with(end)) {
+                    halves.entry(rooted).or_insert_with(|| (file.clone(), tensor.clone()));
+                    continue;
+                }
                 let weights = weights_in(&rooted, &tensor.shape, shape)?;
                 // Of two files without an index the first one counts.
                 if !weights.is_empty() && seen.insert(rooted.clone()) {
@@ -109,6 +116,7 @@ impl Checkpoint {
                 }
             }
         }
+        found.extend(stacks(halves, shape)?);
         let parts = self.find_quantised(&found, shape)?;
         for (name, tensor, weights) in found {
             if parts.contains(&name) {
@@ -444,6 +452,27 @@ fn weights_in(name: &str, stored: &[usize], shape: &Shape) -> Result<Vec<Weight>
     });
     weights.retain(|weight| layer_of(&weight.name).is_none_or(|it| shape.has_place_for(it)));
     Ok(weights)
+}
+
+/// Joins the tensors of stacks of `MXFP4`.
+fn stacks(
+    mut halves: BTreeMap<String, Placed>,
+    shape: &Shape,
+) -> Result<Vec<(String, Tensor, Vec<Weight>)>, ModelError> {
+    let mut found = Vec::new();
+    while let Some((name, placed)) = halves.pop_first() {
+        // The codes of a stack come first in the order of names.
+        let stem =
+            name.strip_suffix(CODES).ok_or_else(|| lacks(&name.replace(EXPONENTS, CODES)))?;
+        let exponents = format!("{stem}{EXPONENTS}");
+        let exponents = halves.remove(&exponents).ok_or_else(|| lacks(&exponents))?;
+        let stack = Mxfp4Stack::new(stem, placed, exponents)?;
+        let weights = weights_in(&name, &stack.shape, shape)?;
+        if !weights.is_empty() {
+            found.push((name, Tensor::Mxfp4(Arc::new(stack)), weights));
+        }
+    }
+    Ok(found)
 }
 
 fn lacks(name: &str) -> ModelError {

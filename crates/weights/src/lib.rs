@@ -38,6 +38,7 @@ mod gguf;
 mod json;
 mod manifest;
 mod model;
+mod mxfp4;
 mod packed;
 mod pooling;
 mod quantised;
@@ -57,7 +58,7 @@ pub use families::{
     Latent, LayerShape, Mixer, Norm, NormPlacement, QkNorm, QueryScale, Recurrence, Rope,
     RotarySections, Routing, Rule, Scales, Shape, Take,
 };
-pub use gguf::{BlockKind, computed_as};
+pub use gguf::{BlockKind, computed_as, computed_names};
 pub use json::{python_json, read_json};
 pub use manifest::Manifest;
 pub use model::ModelShape;

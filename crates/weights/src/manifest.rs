@@ -44,8 +44,19 @@ struct Place {
     bytes: u64,
     /// The storage of numbers, by the name in safetensors or in GGUF.
     format: String,
+    /// The exponents of blocks whose codes are in the range.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    exponents: Option<Range>,
     #[serde(flatten)]
     part: MatrixPart,
+}
+
+/// Bytes of one file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+struct Range {
+    file: usize,
+    offset: u64,
+    bytes: u64,
 }
 
 /// A weight in a matrix. Fields that change nothing are left out.
@@ -211,16 +222,30 @@ fn place(
     let (path, offset) = match tensor {
         Tensor::Safe(file, tensor) => (file.path(), tensor.offset),
         Tensor::Gguf(tensor) => (&*tensor.path, tensor.offset),
+        Tensor::Mxfp4(stack) => (stack.codes.0.path(), stack.codes.1.offset),
     };
     let [rows, columns] = part.matrix;
     let row_bytes = tensor.bytes_of(name, columns)? as u64;
     let chooses = part.transposed || part.step != 1;
     let (first, read) = if chooses { (0, rows) } else { (part.first, part.rows) };
+    let exponents = match tensor {
+        Tensor::Mxfp4(stack) => {
+            let (file, tensor) = &stack.exponents;
+            let of_row = tensor.shape.last().copied().unwrap_or_default() as u64;
+            Some(Range {
+                file: number_of(file.path(), files),
+                offset: tensor.offset + (part.base + first) as u64 * of_row,
+                bytes: read as u64 * of_row,
+            })
+        }
+        Tensor::Safe(..) | Tensor::Gguf(_) => None,
+    };
     Ok(Place {
         file: number_of(path, files),
         offset: offset + (part.base + first) as u64 * row_bytes,
         bytes: read as u64 * row_bytes,
         format: tensor.type_name(),
+        exponents,
         part: MatrixPart::new(part, shape, chooses),
     })
 }

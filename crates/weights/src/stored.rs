@@ -10,7 +10,7 @@ use crate::gguf::{GgufFiles, GgufValue};
 use crate::safe::SafeFile;
 
 /// The names of llama.cpp's file types that mix several types of tensors.
-const MIXED: [(i64, &str); 9] = [
+const MIXED: [(i64, &str); 23] = [
     (10, "Q2_K"),
     (11, "Q3_K_S"),
     (12, "Q3_K_M"),
@@ -20,6 +20,20 @@ const MIXED: [(i64, &str); 9] = [
     (16, "Q5_K_S"),
     (17, "Q5_K_M"),
     (18, "Q6_K"),
+    (19, "IQ2_XXS"),
+    (20, "IQ2_XS"),
+    (21, "Q2_K_S"),
+    (22, "IQ3_XS"),
+    (23, "IQ3_XXS"),
+    (24, "IQ1_S"),
+    (26, "IQ3_S"),
+    (27, "IQ3_M"),
+    (28, "IQ2_S"),
+    (29, "IQ2_M"),
+    (30, "IQ4_XS"),
+    (31, "IQ1_M"),
+    (36, "TQ1_0"),
+    (38, "MXFP4_MOE"),
 ];
 
 /// The weights of a model as they are stored.

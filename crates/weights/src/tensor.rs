@@ -7,7 +7,8 @@ use safetensors::Dtype;
 
 use crate::error::ModelError;
 use crate::families::TensorPart;
-use crate::gguf::{BlockKind, GgufTensor, as_blocks, computed_as, dequantise};
+use crate::gguf::{BlockKind, GgufTensor, TensorType, as_blocks, computed_as, dequantise};
+use crate::mxfp4::Mxfp4Stack;
 use crate::safe::{SafeFile, SafeTensor};
 
 /// Elements that are converted at a time: whole blocks of every type.
@@ -55,14 +56,37 @@ impl TorchNumber {
 pub(crate) enum Tensor {
     Safe(Arc<SafeFile>, SafeTensor),
     Gguf(Arc<GgufTensor>),
+    Mxfp4(Arc<Mxfp4Stack>),
 }
 
 impl Tensor {
     /// The GGUF name of the type of blocks that hold a weight's numbers as they are; `None`: they
     /// are no blocks, or a weight's numbers are made of them.
     pub(crate) fn block_type(&self, part: &TensorPart) -> Option<&'static str> {
-        let Self::Gguf(tensor) = self else { return None };
-        part.is_rows().then(|| tensor.kind.name()).filter(|name| computed_as(name).is_some())
+        let kind = self.kind()?;
+        part.is_rows().then(|| kind.name()).filter(|name| computed_as(name).is_some())
+    }
+
+    /// The type of a GGUF file's numbers, or of such blocks; `None`: there are numbers of
+    /// safetensors.
+    fn kind(&self) -> Option<TensorType> {
+        match self {
+            Self::Safe(..) => None,
+            Self::Gguf(tensor) => Some(tensor.kind),
+            Self::Mxfp4(_) => Some(TensorType::Mxfp4),
+        }
+    }
+
+    /// The bytes of whole blocks, or of numbers, from an element on.
+    fn read_bytes(&self, first: usize, to: &mut [u8]) -> Result<(), ModelError> {
+        match self {
+            Self::Safe(file, tensor) => {
+                let bytes = first * tensor.dtype.bitsize() / 8;
+                file.read(tensor.offset + bytes as u64, to)
+            }
+            Self::Gguf(tensor) => tensor.read(first, to),
+            Self::Mxfp4(stack) => stack.read(first, to),
+        }
     }
 
     /// Reads a weight in numbers of the model's type, into memory of its size.
@@ -91,12 +115,18 @@ impl Tensor {
                 let column = matrix.iter().skip(part.first + row * part.step).step_by(columns);
                 write_numbers(column.map(|&value| part.change(value)), number, to);
             }
+        } else if part.step == 1 {
+            let first = (part.base + part.first) * columns;
+            self.read_run(name, part, (first, part.rows * columns), number, to)?;
         } else {
-            let runs = if part.step == 1 { 1 } else { part.rows };
-            let of_run = part.rows / runs.max(1) * columns;
-            for (run, to) in to.chunks_exact_mut((of_run * width).max(1)).enumerate() {
-                let first = (part.base + part.first + run * part.step) * columns;
-                self.read_run(name, part, (first, of_run), number, to)?;
+            let mut all = Vec::with_capacity(part.span() * columns);
+            self.each(name, (part.base + part.first) * columns, part.span() * columns, |values| {
+                all.extend_from_slice(values);
+                Ok(())
+            })?;
+            let rows = all.chunks_exact(columns.max(1)).step_by(part.step);
+            for (row, to) in rows.zip(to.chunks_exact_mut((columns * width).max(1))) {
+                write_numbers(row.iter().map(|&value| part.change(value)), number, to);
             }
         }
         if let Some(heads) = part.pairs {
@@ -145,23 +175,24 @@ impl Tensor {
         for at in (first..first + count).step_by(AT_ONCE) {
             let some = AT_ONCE.min(first + count - at);
             values.resize(some, 0.0);
-            match self {
-                Self::Safe(file, tensor) => {
+            match (self, self.kind()) {
+                (Self::Safe(_, tensor), _) => {
                     let from = number_of(name, tensor.dtype)?;
                     bytes.resize(some * from.bytes(), 0);
-                    file.read(tensor.offset + (at * from.bytes()) as u64, &mut bytes)?;
+                    self.read_bytes(at, &mut bytes)?;
                     widen(from, &bytes, &mut values);
                 }
-                Self::Gguf(tensor) => {
-                    let (elements, size) = tensor.kind.block();
+                (_, None) => {}
+                (_, Some(kind)) => {
+                    let (elements, size) = kind.block();
                     if !at.is_multiple_of(elements) || !some.is_multiple_of(elements) {
                         return Err(ModelError::broken(format!(
                             "{name} is a part of blocks of {elements} numbers"
                         )));
                     }
                     bytes.resize(some / elements * size, 0);
-                    tensor.read(at, &mut bytes)?;
-                    dequantise(tensor.kind, &bytes, &mut values);
+                    self.read_bytes(at, &mut bytes)?;
+                    dequantise(kind, &bytes, &mut values);
                 }
             }
             with(&values)?;
@@ -177,19 +208,27 @@ impl Tensor {
         kind: BlockKind,
         to: &mut Vec<u8>,
     ) -> Result<Option<()>, ModelError> {
-        let Self::Gguf(tensor) = self else { return Ok(None) };
-        if !part.is_rows() {
-            return Ok(None);
-        }
-        let step = if part.step == 1 { (AT_ONCE / part.columns().max(1)).max(1) } else { 1 };
+        let Some(stored) = self.kind().filter(|_| part.is_rows()) else { return Ok(None) };
+        let (elements, size) = stored.block();
+        let row_bytes = part.columns() / elements * size;
+        // Rows that are left out come with those between which they lie.
+        let together = (AT_ONCE / part.columns().max(1)).next_multiple_of(part.step.max(1));
         let mut bytes = Vec::new();
         let begin = to.len();
-        for row in (0..part.rows).step_by(step) {
-            bytes.resize(step.min(part.rows - row) * tensor.row_bytes, 0);
-            let row = part.base + part.first + row * part.step;
-            tensor.read(row * part.columns(), &mut bytes)?;
-            if !as_blocks(tensor.kind, kind, &bytes, to) {
-                return Ok(None);
+        for row in (0..part.span()).step_by(together) {
+            bytes.resize(together.min(part.span() - row) * row_bytes, 0);
+            let first = part.base + part.first + row;
+            self.read_bytes(first * part.columns(), &mut bytes)?;
+            if part.step == 1 {
+                if !as_blocks(stored, kind, &bytes, to) {
+                    return Ok(None);
+                }
+                continue;
+            }
+            for row in bytes.chunks_exact(row_bytes.max(1)).step_by(part.step) {
+                if !as_blocks(stored, kind, row, to) {
+                    return Ok(None);
+                }
             }
         }
         if let Some(heads) = part.pairs {
@@ -202,7 +241,7 @@ impl Tensor {
     /// The name of a GGUF file's tensor.
     pub(crate) fn name(&self) -> &str {
         match self {
-            Self::Safe(..) => "a tensor",
+            Self::Safe(..) | Self::Mxfp4(_) => "a tensor",
             Self::Gguf(tensor) => &tensor.name,
         }
     }
@@ -212,6 +251,7 @@ impl Tensor {
         match self {
             Self::Safe(_, tensor) => &tensor.shape,
             Self::Gguf(tensor) => &tensor.shape,
+            Self::Mxfp4(stack) => &stack.shape,
         }
     }
 
@@ -220,6 +260,8 @@ impl Tensor {
         let (elements, bytes) = match self {
             Self::Safe(_, tensor) => (8, tensor.dtype.bitsize()),
             Self::Gguf(tensor) => tensor.kind.block(),
+            // The exponents are in a tensor of their own.
+            Self::Mxfp4(_) => (32, 16),
         };
         let bits = numbers * bytes;
         if !bits.is_multiple_of(elements) || elements > 8 && !numbers.is_multiple_of(elements) {
@@ -235,11 +277,17 @@ impl Tensor {
         match self {
             Self::Safe(_, tensor) => format!("{:?}", tensor.dtype),
             Self::Gguf(tensor) => tensor.kind.name().to_owned(),
+            Self::Mxfp4(_) => TensorType::Mxfp4.name().to_owned(),
         }
     }
 }
 
 impl TensorPart {
+    /// Rows from the first one that is taken to the last one.
+    fn span(&self) -> usize {
+        self.rows.saturating_sub(1) * self.step + self.rows.min(1)
+    }
+
     fn change(&self, value: f32) -> f32 {
         value * self.times + self.plus
     }
@@ -334,6 +382,20 @@ mod tests {
             TensorType::Q4K,
             TensorType::Q5K,
             TensorType::Q6K,
+            TensorType::Q2K,
+            TensorType::Q3K,
+            TensorType::Iq4Nl,
+            TensorType::Iq4Xs,
+            TensorType::Iq2Xxs,
+            TensorType::Iq2Xs,
+            TensorType::Iq2S,
+            TensorType::Iq3Xxs,
+            TensorType::Iq3S,
+            TensorType::Iq1S,
+            TensorType::Iq1M,
+            TensorType::Tq1_0,
+            TensorType::Tq2_0,
+            TensorType::Mxfp4,
         ] {
             assert!(kind.block().0 > 1);
             let (elements, size) = kind.block();
@@ -350,6 +412,8 @@ mod tests {
                 BlockKind::Q8_0 => TensorType::Q8_0,
                 BlockKind::Q4_0 => TensorType::Q4_0,
                 BlockKind::Q4_1 => TensorType::Q4_1,
+                BlockKind::Mxfp4 => TensorType::Mxfp4,
+                BlockKind::Iq4Nl => TensorType::Iq4Nl,
             };
             let mut rounded = vec![0.0; elements];
             dequantise(back, &blocks, &mut rounded);

@@ -45,7 +45,7 @@ from forebay.state.pages import KvPool
 from forebay.state.slots import SlotTables
 from forebay.weights.cache import cache_directory
 from forebay.weights.called import CalledConfig
-from forebay.weights.config import ModelConfig
+from forebay.weights.config import ModelConfig, has_mxfp4
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.parts import Experts, Latent
@@ -100,9 +100,11 @@ class Choice:
                 f"attention backend fa3 is for keys and values, and {model.architecture} has latent rows: use triton"
             )
         windows = [kind.window for kind in model.kinds if kind.window is not None]
-        if model.attention.cap is not None or any(window < self._config.context_length for window in windows):
+        has_windows = any(window < self._config.context_length for window in windows)
+        if model.attention.cap is not None or model.attention.sinks or has_windows:
             raise DeviceError(
-                f"attention backend fa3 attends without windows and caps, and {model.architecture} has some: use triton"
+                f"attention backend fa3 attends without windows, caps and sinks, and {model.architecture} has some: "
+                "use triton"
             )
         missing = why_not_fa3(self._device.torch_device, self._config.dtype)
         if missing is not None:
@@ -299,8 +301,8 @@ class Choice:
 
     def _has_blocks(self, model: ModelConfig) -> bool:
         config = self._config
-        from_file = config.model.get("format") == "gguf" and config.load_format == "auto" and config.pooling is None
-        return from_file and self._packs(model)
+        of_file = config.model.get("format") == "gguf" or has_mxfp4(model)
+        return of_file and config.load_format == "auto" and config.pooling is None and self._packs(model)
 
     def weight_order(self, config: ModelConfig) -> str | None:
         """A name for the order of packed matrices; None: matrices stay in the order of the checkpoint."""

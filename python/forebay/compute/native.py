@@ -145,6 +145,8 @@ class NativeCompute:
             if norms is not None:
                 layer.q_norm, layer.k_norm = (self._vector(norm) for norm in norms)
             layer.output, layer.output_bias = self._matrix(attention.output)
+            if attention.sinks is not None:
+                layer.sinks = self._pointer(attention.sinks)
             layer.post_norm = self._vector(block.post_norm)
             if block.behind is not None:
                 layer.attended_norm, layer.fed_norm = (self._vector(norm) for norm in block.behind)
@@ -278,6 +280,7 @@ class NativeCompute:
         assert experts.stacks is not None
         gate_up, down = experts.stacks
         router = experts.router
+        of_gates, of_outputs = (None, None) if experts.biases is None else map(self._pointer, experts.biases)
         return ExpertsSpec(
             router=self._pointer(router.weight),
             correction=None if router.bias is None else self._pointer(router.bias),
@@ -285,6 +288,9 @@ class NativeCompute:
             down=self._stack(down),
             formats=(format_number(gate_up.format), format_number(down.format)),
             shared_gate=None if experts.shared_gate is None else self._pointer(experts.shared_gate),
+            router_bias=None if router.logit_bias is None else self._pointer(router.logit_bias),
+            gate_up_bias=of_gates,
+            down_bias=of_outputs,
         )
 
     def _stack(self, stack: Stack, *, interleaved: bool = False) -> int:

@@ -49,11 +49,12 @@ class Attention(Protocol):
         scale: float,
         window: int = 0,
         cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention [n, heads, value_dim] of q [n, heads, head_dim], the last dimensions dense.
 
         A query sees its last `window` positions, its own among them; 0: all. Scores approach the bound `cap`; 0: there
-        is none.
+        is none. `sinks` [heads] are further scores, which take weight and give nothing; None: there are none.
 
         `keys` [entries, kv_heads, head_dim] and `values` [entries, kv_heads, value_dim] hold the rows' own tokens too.
         They are of q's type, or uint8: 8-bit floats (e4m3). Values of latent rows begin where keys do, and are their
@@ -78,7 +79,8 @@ class Layers(Protocol):
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         """`activation(gate) * up` [n, inner] of `gate_up` [n, gates and then ups].
 
-        The function is `silu`, `gelu`, or `gelu_pytorch_tanh`.
+        The function is `silu`, `gelu`, or `gelu_pytorch_tanh`. With `swigluoai` gates are clamped at 7 and have the
+        slope 1.702, and ups are clamped at both sides and grow by 1.
         """
 
     def rotate_and_keep(
@@ -196,12 +198,20 @@ class Experts(Protocol):
     """Mixtures of experts."""
 
     def experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
         """The weighted sum [n, hidden] of the experts of each token of x [n, hidden], in order of their ids.
 
         Weights are float32 [n, each], and ids int64 [n, each], ascending. Experts are `gate_up` [experts, gates and
-        then ups, hidden] and `down` [experts, hidden, inner]. The id `experts` stands for none, at any place, and its
+        then ups, hidden] and `down` [experts, hidden, inner]. `biases` are of both products, [experts, gates and then
+        ups] and [experts, hidden]. `activation` as in `gate`. The id `experts` stands for none, at any place, and its
         weight is 0.
         """
 

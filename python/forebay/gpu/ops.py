@@ -114,9 +114,16 @@ class GpuOps:
         return ((masks[:, :, None] >> bits & 1) == 0).view(len(masks), -1)[:, :vocabulary]
 
     def experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
-        return self._kernels.experts(x, ids, weights, gate_up, down)
+        return self._kernels.experts(x, ids, weights, gate_up, down, biases, activation)
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kernels.greedy(logits)

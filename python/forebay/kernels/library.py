@@ -9,18 +9,18 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 13
+VERSION = 14
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """The timed parts of a step."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
 """Levels of instructions with kernels, best first. The library knows those of its own kind of processor."""
 WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
 """The levels with products of bytes, for quantised matrices."""
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "swigluoai")
 """The functions of gates, by their numbers in the library."""
 SCORES = ("softmax", "sigmoid")
 """The ways to score experts, by their numbers in the library."""
-FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
+FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4, "MXFP4": 5, "IQ4_NL": 6}
 """The numbers of quantised formats. 0 is a matrix of the model's dtype."""
 CHOICES = ("native", "torch", *LEVELS)
 """The values of FOREBAY_KERNELS."""
@@ -43,7 +43,7 @@ class ExpertsSpec(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("router", "correction", "gate_up", "down")),
         ("formats", c_uint32 * 2),
-        ("shared_gate", c_void_p),
+        *((name, c_void_p) for name in ("shared_gate", "router_bias", "gate_up_bias", "down_bias")),
     ]
 
 

@@ -34,7 +34,6 @@ class Attention:
         """
         self._layer = layer
         self.kind = kind
-        self._how = How(shape.scale, kind.window, cap=shape.cap)
         own = shape.of_rank(params.shard.world)
         self._heads = heads = Heads(own.heads, own.kv_heads, shape.head_dim)
         queries = params.shard.of(shape.heads * heads.dim)
@@ -42,6 +41,11 @@ class Attention:
         widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv = Linear(params, prefix, hidden, widths, shape.qkv_bias)
         self.output = Linear(params, prefix, queries, {"o_proj": hidden}, shape.output_bias)
+        self.sinks: torch.Tensor | None = None
+        """A score for each query head that takes weight and gives nothing; None: there is none."""
+        if shape.sinks:
+            self.sinks = params.tensor((heads.queries,), {f"{prefix}.sinks": params.shard.of(shape.heads)})
+        self._how = How(shape.scale, kind.window, cap=shape.cap, sinks=self.sinks)
         self.norms = None
         if shape.qk_norm:
             self.norms = (

@@ -41,7 +41,7 @@ def feed_forward(config: ModelConfig, params: Parameters, index: int) -> GatedFe
     feed = config.feed(index)
     prefix = f"model.layers.{index}.mlp"
     if isinstance(feed, Experts):
-        return MixtureOfExperts(params, prefix, config.hidden_size, feed)
+        return MixtureOfExperts(params, prefix, config.hidden_size, feed, config.hidden_act)
     return GatedFeed(params, prefix, config.hidden_size, feed.intermediate_size, feed.bias, config.hidden_act)
 
 

@@ -12,6 +12,7 @@ from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, size_of
 from forebay.layers.quantised import KeptMatrix
 from forebay.layers.routing import Router
+from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.parts import Experts
 from forebay.weights.shards import ALONE, Part, Shard
 
@@ -38,8 +39,11 @@ class MixtureOfExperts:
     and each gets its own rows of the sum. The shared expert is whole on each rank.
     """
 
-    def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts) -> None:
+    def __init__(
+        self, params: Parameters, prefix: str, hidden: int, experts: Experts, activation: str = "silu"
+    ) -> None:
         count, inner = experts.count, experts.intermediate_size
+        self._activation = activation
         self._exchange = params.exchange
         shard = params.shard if self._exchange is None else Shard(self._exchange.rank, self._exchange.world)
         whole = self._exchange is not None or (params.ranks is not None and params.ranks.expert_parallel)
@@ -58,15 +62,28 @@ class MixtureOfExperts:
         self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
         self.stacks: tuple[Stack, Stack] | None = None
         """Gates with ups, and downs; None: they are kept in the checkpoint's bits."""
-        if params.keeps_experts(hidden, gate_up) and params.keeps_experts(of_inner, down):
-            kept = params.kept_matrix(hidden, gate_up), params.kept_matrix(of_inner, down)
-            assert kept[0] is not None
-            assert kept[1] is not None
-            self._kept = kept[0], kept[1]
+        # The products of kept experts have no biases.
+        kept = params.keeps_experts(hidden, gate_up) and params.keeps_experts(of_inner, down)
+        if kept and not experts.bias:
+            both = params.kept_matrix(hidden, gate_up), params.kept_matrix(of_inner, down)
+            assert both[0] is not None
+            assert both[1] is not None
+            self._kept = both[0], both[1]
         else:
             shapes = (2 * of_inner.size, hidden, gate_up), (hidden, of_inner, down)
             first, second = (self._stack(params, own.size, *shape) for shape in shapes)
             self.stacks = first, second
+        self.biases: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Of gates and then of ups [experts, 2 * inner], and of outputs [experts, hidden]; None: there are none."""
+        if experts.bias:
+            if params.ranks is not None or params.exchange is not None:
+                raise UnsupportedModelError("experts with biases are not supported by ranks")
+            of_gates = {f"{name}.{kind}_proj.bias": inner for name, _ in names for kind in ("gate", "up")}
+            of_outputs = {f"{name}.down_proj.bias": hidden for name, _ in names}
+            self.biases = (
+                params.tensor((count * 2 * inner,), of_gates).view(count, -1),
+                params.tensor((count * hidden,), of_outputs).view(count, -1),
+            )
         self.shared: GatedFeed | None = None
         if experts.shared_size:
             self.shared = GatedFeed(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
@@ -102,7 +119,7 @@ class MixtureOfExperts:
         if self._kept is None:
             assert self.stacks is not None
             gate_up, down = self.stacks
-            return ops.experts(x, *self._choose(x), gate_up.weight, down.weight)
+            return ops.experts(x, *self._choose(x), gate_up.weight, down.weight, self.biases, self._activation)
         assert self._products is not None
         return self._products.experts(x, *self._choose(x), *self._kept)
 

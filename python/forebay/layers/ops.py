@@ -20,12 +20,31 @@ from forebay.attention.backend import LayerKV
 from forebay.layers.norm import RMSNorm
 from forebay.layers.rotary import Rotation, rotate
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+_SLOPE, _BOUND = 1.702, 7.0
+"""The slope of gates of `clamped_swiglu`, and the bound of both its factors."""
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`gate * sigmoid(1.702 gate) * (up + 1)` of a gate of at most 7 and an up from -7 to 7 (gpt-oss)."""
+    gate, up = gate.clamp(max=_BOUND), up.clamp(-_BOUND, _BOUND)
+    return (gate * _SLOPE).sigmoid_().mul_(gate).mul_(up.add_(1))
+
+
+def _times(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda gate, up: activation(gate).mul_(up)
+
+
+GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": _times(F.silu),
+    "gelu": _times(F.gelu),
+    "gelu_pytorch_tanh": _times(partial(F.gelu, approximate="tanh")),
+    "swigluoai": clamped_swiglu,
 }
-"""The functions of gates, by their names in transformers."""
+"""The results of gates and ups, by the functions' names in transformers, or in vLLM (`swigluoai`)."""
+
+
+Biases = tuple[torch.Tensor, torch.Tensor]
+"""The biases of both products of all experts."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,7 @@ class Ops(Protocol):
         """
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-        """`activation(gate) * up` of `gate_up` [tokens, gates and then ups]; one of `ACTIVATIONS`."""
+        """`activation(gate) * up` of `gate_up` [tokens, gates and then ups]; one of `GATES`."""
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """The tokens that masks do not allow, bool [m, vocabulary].
@@ -89,12 +108,15 @@ class Ops(Protocol):
         weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        biases: Biases | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
         """The weighted sum [tokens, hidden] of the experts of each token of x, in order of their ids, in float32.
 
         `ids` int64 and `weights` float32 are [tokens, experts of a token], ids ascending. Experts are gated: `gate_up`
-        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner]. An id behind the last expert stands
-        for none, at any place, and its term is 0.
+        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner]. `biases` are of both products,
+        [experts, gates and then ups] and [experts, hidden]. An id behind the last expert stands for none, at any place,
+        and its term is 0.
         """
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +167,7 @@ class TorchOps:
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate).mul_(up)
+        return GATES[activation](gate, up)
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         bits = torch.arange(32, dtype=torch.int32, device=masks.device)
@@ -158,11 +180,14 @@ class TorchOps:
         weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        biases: Biases | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
         per_token = ids.shape[1]
         # Whoever goes to one expert is side by side; how many those are only the tensors know.
         sorted_ids, order = ids.view(-1).sort(stable=True)
-        products = self._products(x.index_select(0, order // per_token), sorted_ids, gate_up, down)
+        rows = x.index_select(0, order // per_token)
+        products = self._products(rows, sorted_ids, gate_up, down, biases, activation)
         outputs = torch.empty_like(products).index_copy_(0, order, products).view(len(x), per_token, -1)
         # Terms are added one by one: neither the batch nor a library decides about their order.
         total = outputs[:, 0].float() * weights[:, :1]
@@ -171,15 +196,26 @@ class TorchOps:
         return total.to(x.dtype)
 
     def _products(
-        self, rows: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        biases: Biases | None,
+        activation: str,
     ) -> torch.Tensor:
         """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden], 0 where there is none.
 
         PyTorch 2.10 or newer.
         """
         ends = torch.searchsorted(ids, torch.arange(len(down), device=ids.device), right=True).int()
-        inner = self.gate(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
-        products = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+        both = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
+        known = ids.clamp(max=len(down) - 1)
+        if biases is not None:
+            both = both + biases[0].index_select(0, known)
+        products = F.grouped_mm(self.gate(both, activation), down.transpose(1, 2), offs=ends)
+        if biases is not None:
+            products = products + biases[1].index_select(0, known)
         # Of rows without an expert it is memory as it was found.
         return products.masked_fill_((ids >= len(down))[:, None], 0)
 
@@ -227,14 +263,24 @@ class HostOps(TorchOps):
         return torch.from_numpy(bits) == 0
 
     def _products(
-        self, rows: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        biases: Biases | None,
+        activation: str,
     ) -> torch.Tensor:
         products = torch.empty_like(rows)
         at = 0
         for expert, count in enumerate(torch.bincount(ids, minlength=len(down))[: len(down)].tolist()):
             if count:
                 part = slice(at, at + count)
-                torch.mm(self.gate(F.linear(rows[part], gate_up[expert])), down[expert].T, out=products[part])
+                of_gates, of_outputs = (None, None) if biases is None else (bias[expert] for bias in biases)
+                inner = self.gate(F.linear(rows[part], gate_up[expert], of_gates), activation)
+                torch.mm(inner, down[expert].T, out=products[part])
+                if of_outputs is not None:
+                    products[part] += of_outputs
                 at += count
         products[at:].zero_()
         return products

@@ -24,14 +24,19 @@ class Router:
         # Its rounding would change who is chosen; next to the experts it is small.
         dtype = torch.float32 if routing.in_float32 else None
         self.weight = params.tensor((experts.count, hidden), {f"{prefix}.weight": experts.count}, dtype)
+        self.logit_bias: torch.Tensor | None = None
+        """Terms of logits; None: there are none."""
+        if experts.bias:
+            self.logit_bias = params.tensor((experts.count,), {f"{prefix}.bias": experts.count})
         self.bias: torch.Tensor | None = None
+        """Terms of scores for the choice only; None: there are none."""
         if routing.corrected:
             name = f"{prefix}.e_score_correction_bias"
             self.bias = params.tensor((experts.count,), {name: experts.count}, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x is [tokens, hidden]; gives what `choose` gives, weights in float32."""
-        logits = F.linear(x.to(self.weight.dtype), self.weight)
+        logits = F.linear(x.to(self.weight.dtype), self.weight, self.logit_bias)
         ids, weights = choose(logits, self.bias, self._per_token, self._routing)
         # The reference rounds weights to the dtype of the logits.
         return ids, weights.to(logits.dtype).float()

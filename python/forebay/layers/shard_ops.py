@@ -13,7 +13,7 @@ import torch
 from forebay.attention.backend import LayerKV
 from forebay.distributed.group import Group
 from forebay.layers.norm import RMSNorm
-from forebay.layers.ops import Draw, Heads, Ops, keep_only, least_kept, reached_in
+from forebay.layers.ops import Biases, Draw, Heads, Ops, keep_only, least_kept, reached_in
 from forebay.layers.rotary import Rotation
 from forebay.weights.shards import Part, Shard
 
@@ -53,9 +53,16 @@ class ShardOps:
         return self._inner.forbidden(masks, vocabulary)
 
     def experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        biases: Biases | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
-        return self._inner.experts(x, ids, weights, gate_up, down)
+        return self._inner.experts(x, ids, weights, gate_up, down, biases, activation)
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         at, finite = self._inner.greedy(logits)

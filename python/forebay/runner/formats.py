@@ -13,7 +13,7 @@ from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.load import kept_matrices, stored_formats
 from forebay.weights.quantization import AUTO, COMPUTED_AS, PLAIN, Formats, Kept, is_of_expert
-from forebay.weights.stored import Fp8
+from forebay.weights.stored import Fp8, Mxfp4
 from forebay.weights.vision import TOWER
 
 __all__ = ["blocks", "formats", "quantization"]
@@ -63,6 +63,8 @@ def _matrices_kept(config: RunnerConfig, model: ModelConfig, choice: Choice) -> 
         # All that layers multiply by; heads and towers stay as they are.
         made = config.quantization == "fp8"
         return Kept(Fp8(), lambda name: not name.startswith(TOWER)) if made else None
+    if isinstance(stored.scheme, Mxfp4):
+        return None
     if config.load_format == "dummy":
         return Kept(stored.scheme, lambda name: not stored.leaves_out(name.removesuffix(".weight")))
     return Kept(stored.scheme, kept_matrices(config.model).__contains__)

@@ -52,7 +52,7 @@ from forebay.state.sizes import Sizes
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.state.staging import StepInputs
 from forebay.weights.called import CalledConfig
-from forebay.weights.config import ModelConfig
+from forebay.weights.config import ModelConfig, has_mxfp4
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.load import iter_kept, iter_weights, spare_biases, weight_shapes
@@ -183,6 +183,8 @@ class ModelRunner:
         self._blocks = formats.blocks(self.model.params, self._dtype_name(), self.config.quantization == "gguf")
         if self._blocks:
             print(f"computing with blocks of the file: {self._blocks}", file=sys.stderr)
+        elif has_mxfp4(self.model_config) and self.config.load_format != "dummy":
+            print(f"MXFP4 is multiplied out at the load: experts are {self._dtype_name()}", file=sys.stderr)
         taken = self.weight_bytes + self._image_bytes + self._state_bytes
         if self.config.max_total_tokens is None:
             # Weights of transformers' code come at the load, and nothing is computed before.

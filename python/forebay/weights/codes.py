@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from forebay.weights.errors import ModelError
-from forebay.weights.stored import COMPRESSED, Fp8, Int4, Scheme
+from forebay.weights.stored import COMPRESSED, Fp8, Int4, Mxfp4, Scheme
 
 __all__ = ["LARGEST", "Codes", "Layout", "Raw", "folded", "quantised"]
 
@@ -55,6 +55,8 @@ class Layout:
             if inputs % group or fold < 2 * _LEAST_TILE:
                 return None
             return cls(inputs, group, 1, fold, scheme.ordered)
+        if isinstance(scheme, Mxfp4):
+            return None
         if scheme.block is None:
             return cls(inputs, inputs)
         rows, columns = scheme.block
@@ -129,6 +131,7 @@ class Raw:
         """The matrix as codes. Raises ModelError for groups that are not of one size."""
         if isinstance(self.scheme, Fp8):
             return self._of_floats(self.scheme)
+        assert isinstance(self.scheme, Int4)
         of = {"awq": self._of_awq, "gptq": self._of_gptq, COMPRESSED: self._of_compressed}
         return of[self.scheme.packing](self.scheme)
 

@@ -20,23 +20,30 @@ from forebay.weights.parts import (
     Routing,
     Scales,
 )
-from forebay.weights.stored import Stored
+from forebay.weights.stored import Mxfp4, Stored
 from forebay.weights.vision import Sections, Vision
 
-__all__ = ["ModelConfig", "config_of"]
+__all__ = ["ModelConfig", "config_of", "has_mxfp4"]
 
 _ROUTING = ("scores", "in_float32", "corrected", "groups", "kept_groups", "best_of_group")
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "clamped_swiglu": "swigluoai",
+}
 _KNOWN = {
     "shape": "family vocab_size hidden_size norm norm_eps scales ropes mixers feeds layers tower quantised "
     "max_positions tied headless eos_token_ids",
     "scales": "embeddings inputs residuals logits logit_cap",
     "rope": "dim theta scaling interleaved sections",
     "layer": "mixer rope feed norms",
-    "attention": "kind heads kv_heads head_dim value_dim scale window cap qk_norm qkv_bias output_bias query_scale",
+    "attention": "kind heads kv_heads head_dim value_dim scale window sinks cap qk_norm qkv_bias output_bias "
+    "query_scale",
     "latent": "kind heads query_rank rank nope_dim rotary_dim value_dim bias scale query_scale chosen",
     "dense": "kind intermediate_size activation gated bias",
-    "experts": "kind count per_token intermediate_size shared_size shared_gate activation routing normalise scaling",
+    "experts": "kind count per_token intermediate_size shared_size shared_gate activation bias routing normalise "
+    "scaling",
     "routing": " ".join(_ROUTING),
 }
 """The fields of each part that are read here. In any other field a part has what PyTorch's hand does not compute."""
@@ -60,7 +67,7 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     hidden_act: str
-    """The function of gates, by its name in transformers."""
+    """The function of gates, by its name in transformers, or in vLLM (`swigluoai`)."""
     eos_token_ids: tuple[int, ...]
     stored: Stored | None = None
     """The quantisation of the checkpoint's matrices; None: they are not quantised."""
@@ -135,6 +142,11 @@ class ModelConfig:
         return longest
 
 
+def has_mxfp4(model: ModelConfig | EncoderConfig) -> bool:
+    """True if the checkpoint's experts are blocks of MXFP4 in safetensors."""
+    return isinstance(model, ModelConfig) and model.stored is not None and isinstance(model.stored.scheme, Mxfp4)
+
+
 def config_of(shape: Mapping[str, Any]) -> ModelConfig | EncoderConfig:
     """The configuration of any kind of model. Raises UnsupportedModelError."""
     try:
@@ -180,7 +192,11 @@ def _check(shape: Mapping[str, Any]) -> None:
         )
     for feed in feeds:
         _only(feed["kind"], feed)
-        _known("activations", feed["activation"], *(_ACTIVATIONS if feed["kind"] == "dense" else ("silu",)))
+        _known(
+            "activations",
+            feed["activation"],
+            *(_ACTIVATIONS if feed["kind"] == "dense" else ("silu", "clamped_swiglu")),
+        )
         if feed["kind"] == "dense":
             _known("gates of feed-forward parts", feed["gated"], True)
         else:
@@ -224,6 +240,7 @@ def _grouped(mixer: Mapping[str, Any], rope: Mapping[str, Any]) -> GroupedQuery:
         scale=mixer["scale"],
         row_norms=mixer["qk_norm"] == "rows",
         cap=mixer["cap"],
+        sinks=mixer["sinks"],
     )
 
 
@@ -243,7 +260,7 @@ def _feed(feed: Mapping[str, Any]) -> Dense | Experts:
         return Dense(feed["intermediate_size"], feed["bias"])
     rule = {name: feed["routing"][name] for name in _ROUTING}
     routing = Routing(**rule, normalise=feed["normalise"], scaling=feed["scaling"])
-    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate")
+    names = ("count", "per_token", "intermediate_size", "shared_size", "shared_gate", "bias")
     return Experts(**{name: feed[name] for name in names}, routing=routing)
 
 

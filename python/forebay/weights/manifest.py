@@ -19,7 +19,7 @@ from gguf.quants import dequantize
 from forebay.weights import shards
 from forebay.weights.codes import Raw
 from forebay.weights.errors import ModelError
-from forebay.weights.gguf_blocks import Bytes, as_blocks
+from forebay.weights.gguf_blocks import Bytes, as_blocks, mxfp4_blocks
 from forebay.weights.shards import Cut
 from forebay.weights.stored import Scheme
 
@@ -104,13 +104,20 @@ class Place:
     """The storage of numbers, by the name in safetensors or in GGUF."""
     part: MatrixPart
     """The weight in the range."""
+    exponents: Place | None = None
+    """The exponents of blocks whose codes are in the range; None: blocks have all that they need."""
 
     @classmethod
     def of(cls, files: list[str], values: Mapping[str, Any]) -> Place:
         """Reads an entry of a manifest."""
         own = {name: values[name] for name in ("offset", "bytes", "format")}
-        part = {name: value for name, value in values.items() if name not in own and name != "file"}
-        return cls(path=files[values["file"]], **own, part=MatrixPart.of(part))
+        part = {name: value for name, value in values.items() if name not in {*own, "file", "exponents"}}
+        found = cls(path=files[values["file"]], **own, part=MatrixPart.of(part))
+        if "exponents" not in values:
+            return found
+        beside = values["exponents"]
+        exponents = cls(files[beside["file"]], beside["offset"], beside["bytes"], "U8", MatrixPart(()))
+        return replace(found, exponents=exponents)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,8 +147,13 @@ class Place:
 
     def blocks(self, kind: str) -> torch.Tensor:
         """The rows in blocks of type `kind`, uint8 [rows, bytes]. Raises ModelError."""
-        rows = math.prod(self.shape[:-1])
-        found = torch.from_numpy(as_blocks(self._bytes(0, rows, rows), self.format, kind))
+        wanted = math.prod(self.shape[:-1])
+        rows = wanted if self.part.matrix is None else self.part.matrix[0]
+        data = self._bytes(0, rows, rows)
+        if self.part.rows is not None:
+            first, step = self.part.rows
+            data = np.ascontiguousarray(data[first : first + wanted * step : step])
+        found = torch.from_numpy(as_blocks(data, self.format, kind))
         # A row's blocks go where the row goes.
         return found if self.part.pairs is None else _halves(found, self.part.pairs)
 
@@ -172,6 +184,9 @@ class Place:
 
     def _bytes(self, first: int, count: int, rows: int) -> Bytes:
         """The bytes of `count` of the range's `rows` rows, uint8 [count, bytes of a row]."""
+        if self.exponents is not None:
+            codes = replace(self, exponents=None)._bytes(first, count, rows)
+            return mxfp4_blocks(codes, self.exponents._bytes(first, count, rows))
         row_bytes = self.bytes // max(1, rows)
         data = np.empty((count, row_bytes), np.uint8)
         memory, at = data.reshape(-1).data, 0

@@ -85,6 +85,8 @@ class GroupedQuery:
     """True if the queries, and the keys, of all heads of a position are normalised together."""
     cap: float | None = None
     """The bound that scores approach; None: there is none."""
+    sinks: bool = False
+    """True if each head has a score that takes weight and gives nothing."""
 
     @property
     def position_elements(self) -> int:
@@ -197,3 +199,5 @@ class Experts:
     routing: Routing
     shared_gate: bool = False
     """True if the shared expert's output is multiplied by a gate of its own."""
+    bias: bool = False
+    """True if the products and the router have biases."""

@@ -32,12 +32,14 @@ QUANTIZATIONS = (*INTEGERS, "fp8", "awq", "gptq", COMPRESSED)
 """The values of `--quantization` that insist on a format."""
 SHARED = 32
 """The number of positions of a block. Inner dimensions of quantised matrices are multiples of it."""
-BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "MXFP4": 17, "IQ4_NL": 18}
 """GGUF's types with kernels, and the bytes of their blocks."""
 COMPUTED_AS = {
     **{kind: kind for kind in BLOCK_BYTES},
     "Q4_K": "Q4_1",
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0"),
+    "IQ4_XS": "IQ4_NL",
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q2_K", "Q3_K"), "Q8_0"),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), "Q8_0"),
 }
 """GGUF's types, and the type with kernels in which each is computed."""
 INT8 = "INT8"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["COMPRESSED", "Fp8", "Int4", "Scheme", "Stored"]
+__all__ = ["COMPRESSED", "Fp8", "Int4", "Mxfp4", "Scheme", "Stored"]
 
 COMPRESSED = "compressed-tensors"
 _PATTERN = re.compile(r"(?:re:|-:)")
@@ -40,7 +40,12 @@ class Int4:
     """True if zero points are stored less 1."""
 
 
-Scheme: TypeAlias = Fp8 | Int4
+@dataclass(frozen=True)
+class Mxfp4:
+    """4-bit floats with an exponent for 32 of them. They are read as blocks of GGUF's type."""
+
+
+Scheme: TypeAlias = Fp8 | Int4 | Mxfp4
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,12 @@ class Stored:
     def from_dict(cls, values: Mapping[str, Any]) -> Stored:
         """Reads `quantised` of a shape."""
         scheme = dict(values["scheme"])
-        if scheme.pop("kind") == "fp8":
+        kind = scheme.pop("kind")
+        if kind == "fp8":
             block = scheme["block"]
             return cls(values["method"], Fp8(None if block is None else tuple(block)), tuple(values["left_out"]))
+        if kind == "mxfp4":
+            return cls(values["method"], Mxfp4(), tuple(values["left_out"]))
         return cls(values["method"], Int4(**scheme), tuple(values["left_out"]))
 
     def leaves_out(self, module: str) -> bool:

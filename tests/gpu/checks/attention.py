@@ -20,11 +20,13 @@ def dense(
     seen: torch.Tensor | None = None,
     window: int = 0,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries [n, heads, dim] on keys and values [positions, kv_heads, any], in float64; two of [n, heads, any].
 
     The second is the same of absolute values. Query i sees the first `seen[i]` positions, and the last `window` of
-    these; None: all see all. `cap` is the bound that scores approach; 0: there is none.
+    these; None: all see all. `cap` is the bound that scores approach; 0: there is none. `sinks` [heads] are scores that
+    give nothing.
     """
     group = q.shape[1] // keys.shape[1]
     hidden = None
@@ -42,7 +44,10 @@ def dense(
             scores = cap * torch.tanh(scores / cap)
         if hidden is not None:
             scores.masked_fill_(hidden[:, None], -torch.inf)
-        weights = scores.softmax(-1)
+        if sinks is not None:
+            of_group = sinks[head * group : (head + 1) * group].double()
+            scores = torch.cat((scores, of_group[None, :, None].expand(len(q), -1, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         value = values[:, head].double()
         out.append(weights @ value)
         size.append(weights @ value.abs())
@@ -58,13 +63,14 @@ def check_dense(
     seen: torch.Tensor | None = None,
     window: int = 0,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compares results [n, heads, any] with `dense`.
 
     Inputs are exact, and scores are float32. Weights are rounded to the keys' type, and so is the result. The sum of
     weights is one of unrounded ones. So an error is at most two roundings of the sum of absolute terms.
     """
-    expected, size = dense(q, keys, values, scale, seen, window, cap)
+    expected, size = dense(q, keys, values, scale, seen, window, cap, sinks)
     within(given, expected, size * (2 * rounding(given.dtype) + SINGLE))
 
 
@@ -79,6 +85,7 @@ def check_attend(
     scale: float = SCALE,
     window: int = 0,
     cap: float = 0.0,
+    sinks: float | None = None,
     dtype: torch.dtype = torch.float32,
     eight_bits: bool = False,
     device: torch.device = CPU,
@@ -86,7 +93,8 @@ def check_attend(
 ) -> None:
     """Rows are (start, length). `padding` are rows and tokens of nobody, and `widths` those of a key's two parts.
 
-    `eight_bits`: pages have 8-bit floats, and where they have none the code of NaN.
+    `eight_bits`: pages have 8-bit floats, and where they have none the code of NaN. Heads have sinks from minus `sinks`
+    to it; None: they have none.
     """
     (queries, kv_heads), (dim, extra) = heads, widths
     ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
@@ -105,13 +113,15 @@ def check_attend(
     if max(lengths, default=1) == 1 and not padding[1]:
         step = replace(step, chunks=False)
     with poisoned():
-        out = operators.attend(q, keys, values, step, scale, window, cap)
+        of_heads = None if sinks is None else torch.linspace(-sinks, sinks, queries, device=device).to(dtype)
+        out = operators.attend(q, keys, values, step, scale, window, cap, of_heads)
     assert out.shape == (len(q), queries, dim)
     at = 0
     for history, length in zip(histories, lengths, strict=True):
         of_values = history[..., :dim] if extra else -history
         seen = torch.arange(len(history) - length, len(history), device=device) + 1
-        check_dense(out[at : at + length], q[at : at + length], history, of_values, scale, seen, window, cap)
+        mine = slice(at, at + length)
+        check_dense(out[mine], q[mine], history, of_values, scale, seen, window, cap, of_heads)
         at += length
     assert out[at:].eq(0).all()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from forebay.gpu.interface import Kernels
+from forebay.layers.ops import GATES
 from tests.gpu.checks.memory import CPU, SINGLE, Numbers, poisoned, rounding, spaced, within
 
 
@@ -23,6 +23,8 @@ def mixture(
     weights: torch.Tensor,
     count: int,
     expert: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    activation: str = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sums [tokens, hidden] in float64, and those of absolute terms; `expert` gives two matrices."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -32,11 +34,16 @@ def mixture(
         if not len(token):
             continue
         gate_up, down = expert(number)
-        gates, ups = (x[token].double() @ gate_up.double().T).chunk(2, dim=-1)
+        none = torch.zeros((), dtype=torch.float64, device=x.device)
+        of_gates, of_outputs = (none, none) if biases is None else (bias[number].double() for bias in biases)
+        gates, ups = (x[token].double() @ gate_up.double().T + of_gates).chunk(2, dim=-1)
         weight = weights[token, place].double()[:, None]
-        out.index_add_(0, token, weight * ((F.silu(gates) * ups) @ down.double().T))
+        inner = GATES[activation](gates, ups)
+        out.index_add_(0, token, weight * (inner @ down.double().T + of_outputs))
         # An error of a gate is one of its result, whatever that is: silu is at most as steep as 1.1.
-        size.index_add_(0, token, weight * ((gates * ups).abs() @ down.double().abs().T))
+        factors = gates * (ups if activation == "silu" else ups.abs() + 2)
+        of_terms = factors.abs() @ down.double().abs().T
+        size.index_add_(0, token, weight * (of_terms + of_outputs.abs()))
     return out, size
 
 
@@ -55,8 +62,9 @@ def check_experts(
     device: torch.device = CPU,
     seed: int = 0,
     first: int = 0,
+    clamped: bool = False,
 ) -> None:
-    """`sizes`: hidden and inner. `first`: the experts below it are another rank's."""
+    """`sizes`: hidden and inner. `first`: the experts below it are another rank's. `clamped`: as in gpt-oss."""
     hidden, inner = sizes
     numbers = Numbers(device, seed)
     x = numbers.normal(tokens, hidden, dtype=dtype)
@@ -66,8 +74,15 @@ def check_experts(
     elsewhere = ids < first
     ids, weights = (ids - first).masked_fill(elsewhere, count - first), weights.masked_fill(elsewhere, 0)
     gate_up, down = gate_up[first:], down[first:]
+    biases, activation = None, "silu"
+    if clamped:
+        # Some gates and ups are beyond their bounds.
+        biases = numbers.normal(count, 2 * inner, dtype=dtype) * 5, numbers.normal(count, hidden, dtype=dtype)
+        biases, activation = (biases[0][first:], biases[1][first:]), "swigluoai"
     with poisoned():
-        given = operators.experts(spaced(x), ids, weights, gate_up, down)
-    expected, size = mixture(x, ids, weights, count - first, lambda number: (gate_up[number], down[number]))
+        given = operators.experts(spaced(x), ids, weights, gate_up, down, biases, activation)
+    expected, size = mixture(
+        x, ids, weights, count - first, lambda number: (gate_up[number], down[number]), biases, activation
+    )
     assert given.dtype == dtype
     within(given, expected, bound(size, dtype))

@@ -164,6 +164,29 @@ def experts(model: Model, tokens: int) -> object:
     )
 
 
+def gpt_oss(dtype: torch.dtype) -> Iterator[tuple[str, Operators]]:
+    """gpt-oss-20b: sinks, windows, and experts with biases and clamped gates."""
+    hidden, inner, count, each, heads, kv_heads, dim = 2880, 2880, 32, 4, 64, 8, 64
+
+    def some(*shape: int) -> torch.Tensor:
+        return meta(*shape, dtype=dtype)
+
+    def attend(count: int, chunks: bool) -> object:
+        pool, stride = some(4000, kv_heads, dim), 24 * 2 * 16
+        rows = rows_of(count, 16, stride, decodes=not chunks, chunks=chunks)
+        q, sinks = some(count, heads, dim), some(heads)
+        return [kernels.attend(q, pool, pool, rows, 0.1, window, 0.0, sinks) for window in (0, 128)]
+
+    def mixture(tokens: int) -> object:
+        ids, weights = meta(tokens, each, dtype=torch.int64), meta(tokens, each, dtype=torch.float32)
+        gate_up, down = some(count, 2 * inner, hidden), some(count, hidden, inner)
+        biases = some(count, 2 * inner), some(count, hidden)
+        return kernels.experts(some(tokens, hidden), ids, weights, gate_up, down, biases, "swigluoai")
+
+    yield "sinks", lambda: [attend(1, False), attend(256, False), attend(2048, True)]
+    yield "biases", lambda: [mixture(1), mixture(2048)]
+
+
 def step(model: Model) -> Iterator[tuple[str, Operators]]:
     """What surrounds the layers."""
 
@@ -276,6 +299,8 @@ def all_variants() -> dict[str, Operators]:
             found |= {f"{model.name}: {name}": operators for name, operators in part}
     found |= {f"DeepSeek-V3.2: {name}": operators for name, operators in latent(torch.bfloat16)}
     found |= {f"DeepSeek-V3.2 in float32: {name}": operators for name, operators in latent(torch.float32)}
+    found |= {f"gpt-oss: {name}": operators for name, operators in gpt_oss(torch.bfloat16)}
+    found |= {f"gpt-oss in float32: {name}": operators for name, operators in gpt_oss(torch.float32)}
     found |= dict(quantised("codes", torch.bfloat16))
     found |= {name: operators for name, operators in quantised("codes in float32", torch.float32) if "blocks" in name}
     found["codes of activations"] = activations

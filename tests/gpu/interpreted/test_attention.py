@@ -73,9 +73,10 @@ def test_mixed_steps(
     parts=st.sampled_from([1, 4]),
     window=st.sampled_from([1, 3, 16, 33, 140]),
     cap=st.sampled_from([0.0, 0.5, 30.0]),
+    sinks=st.sampled_from([None, 2.0, 30.0]),
     seed=st.integers(0, 1000),
 )
-def test_windows_and_caps(
+def test_windows_caps_and_sinks(
     operators: Kernels,
     rows: list[tuple[int, int]],
     heads: tuple[int, int],
@@ -83,9 +84,19 @@ def test_windows_and_caps(
     parts: int,
     window: int,
     cap: float,
+    sinks: float | None,
     seed: int,
 ) -> None:
-    check(operators, rows, heads=heads, page_size=page_size, parts=parts, window=window, cap=cap, seed=seed)
+    changes = {"window": window, "cap": cap, "sinks": sinks, "seed": seed}
+    check(operators, rows, heads=heads, page_size=page_size, parts=parts, **changes)
+
+
+@BOTH
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_take_weight_and_give_nothing(operators: Kernels, parts: int, dtype: torch.dtype) -> None:
+    rows = [(0, 30), (70, 1), (3, 1), (20, 33), (0, 1)]
+    check(operators, rows, heads=(6, 2), page_size=16, parts=parts, sinks=30.0, dtype=dtype)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
@@ -261,6 +272,25 @@ def test_a_removed_mask_is_seen(name: str, mutate: Callable[..., ModuleType]) ->
     mutate(module, old, new, "walk", ("decodes", "chunks"))
     with pytest.raises(AssertionError):
         check(kernels, [(9, 1), (5, 12)])
+
+
+@pytest.mark.parametrize(
+    ("user", "rows", "parts"),
+    [
+        ("chunks", [(0, 5)], 1),
+        ("parts", [(200, 1)], 4),
+        ("parts", [(200, 1)], 1),
+        ("parts", [(3, 1), (200, 1), (4, 1)], 1),
+    ],
+)
+def test_sinks_that_are_left_out_are_seen(
+    user: str, rows: list[tuple[int, int]], parts: int, mutate: Callable[..., ModuleType]
+) -> None:
+    """In chunks, in the kernel that joins, of a row's only part, and of parts that the last program joins."""
+    check(kernels, rows, parts=parts, sinks=4.0)
+    mutate("walk", "+ tl.exp2(sink - higher)", "", "beside_sinks", (user,))
+    with pytest.raises(AssertionError):
+        check(kernels, rows, parts=parts, sinks=4.0)
 
 
 @pytest.mark.parametrize(

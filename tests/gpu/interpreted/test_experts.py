@@ -30,6 +30,13 @@ def test_experts(operators: Kernels, tokens: int, each: int, count: int, sizes: 
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [0, 2])
+def test_experts_with_biases_and_clamped_gates(operators: Kernels, dtype: torch.dtype, first: int) -> None:
+    check_experts(operators, 9, 3, 5, (40, 24), dtype, first=first, clamped=True)
+
+
+@BOTH
 def test_bfloat16(operators: Kernels) -> None:
     check_experts(operators, 5, 2, 4, (40, 24), torch.bfloat16)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
-from forebay.layers.ops import ACTIVATIONS, Heads
+from forebay.layers.ops import GATES, Heads
 from tests.gpu.checks.eight_bits import check_8_bits, check_kept
 from tests.gpu.checks.layers import (
     check_gate,
@@ -49,7 +49,7 @@ def test_one_row(operators: Kernels, rows: int, inputs: int, dtype: torch.dtype,
     inner=st.integers(1, 1500),
     dtype=DTYPE,
     seed=st.integers(0, 99),
-    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    activation=st.sampled_from(sorted(GATES)),
 )
 def test_gate(operators: Kernels, tokens: int, inner: int, dtype: torch.dtype, seed: int, activation: str) -> None:
     check_gate(operators, tokens, inner, dtype, CPU, seed, activation)

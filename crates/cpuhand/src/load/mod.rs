@@ -7,11 +7,12 @@ mod read;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use forebay_kernels::{
-    Dtype, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Packing, Storage, Weights,
+    Dtype, ExpertBiases, ExpertMatrices, FeedForward, Gated, Layer, Matrix, Packing, Storage,
+    Weights,
 };
 use forebay_weights::{
     Angles, BlockKind, Checkpoint, Entry, Experts, FeedShape, ModelError, Norm, NormPlacement,
-    QkNorm, Shape, TorchNumber, computed_as,
+    QkNorm, Shape, TorchNumber, computed_as, computed_names,
 };
 
 use crate::parts::DecoderParts;
@@ -54,6 +55,8 @@ impl Formats {
             Some([BlockKind::Q8_0, ..]) => Storage::Q8_0,
             Some([BlockKind::Q4_0, ..]) => Storage::Q4_0,
             Some([BlockKind::Q4_1, ..]) => Storage::Q4_1,
+            Some([BlockKind::Mxfp4, ..]) => Storage::Mxfp4,
+            Some([BlockKind::Iq4Nl, ..]) => Storage::Iq4Nl,
         })
     }
 }
@@ -64,6 +67,8 @@ fn block_of(storage: Storage) -> Option<BlockKind> {
         Storage::Q8_0 => Some(BlockKind::Q8_0),
         Storage::Q4_0 => Some(BlockKind::Q4_0),
         Storage::Q4_1 => Some(BlockKind::Q4_1),
+        Storage::Mxfp4 => Some(BlockKind::Mxfp4),
+        Storage::Iq4Nl => Some(BlockKind::Iq4Nl),
     }
 }
 
@@ -226,6 +231,15 @@ impl Plan {
             let name = |(expert, kind)| format!("{at}.experts.{expert}.{kind}.weight");
             Parts { parts: each.map(|it| (name(it), shape.to_vec())).collect() }
         };
+        if of.bias {
+            self.vector(&[(router_bias(at), vec![of.count])]);
+            for (kinds, size) in [(&["gate_proj", "up_proj"][..], inner), (&["down_proj"], hidden)]
+            {
+                let each = (0..of.count).flat_map(|of| kinds.iter().map(move |kind| (of, kind)));
+                let name = |(of, kind)| (format!("{at}.experts.{of}.{kind}.bias"), vec![size]);
+                self.vector(&each.map(name).collect::<Vec<_>>());
+            }
+        }
         let gate_up = all(&["gate_proj", "up_proj"], [inner, hidden]);
         let down = all(&["down_proj"], [hidden, inner]);
         self.matrix((gate_up, of.count), hidden, true, None)?;
@@ -355,8 +369,7 @@ impl Plan {
             for (name, _) in &matrix.parts.parts {
                 match (block_of(matrix.packing.storage), stored.get(name)) {
                     (Some(kind), Some(name)) => {
-                        let kind = format!("{kind:?}");
-                        *kinds.entry((name.clone(), kind)).or_insert(0) += 1;
+                        *kinds.entry((name.clone(), kind.name())).or_insert(0) += 1;
                     }
                     _ if matrix.source.is_none() => others += 1,
                     _ => {}
@@ -367,9 +380,10 @@ impl Plan {
             return Ok(String::new());
         }
         if kinds.is_empty() {
-            return Err(ModelError::Broken(
-                "quantization gguf knows Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, and no matrix of the file is of these types".into(),
-            ));
+            return Err(ModelError::Broken(format!(
+                "quantization gguf knows {}, and no matrix of the file is of these types",
+                computed_names()
+            )));
         }
         let named: Vec<String> = kinds
             .iter()
@@ -414,6 +428,11 @@ fn norms_of(placement: NormPlacement) -> [Option<&'static str>; 4] {
 /// The name of the term that is added to experts' scores for the choice.
 fn correction(at: &str) -> String {
     format!("{at}.gate.e_score_correction_bias")
+}
+
+/// The name of the router's bias.
+fn router_bias(at: &str) -> String {
+    format!("{at}.gate.bias")
 }
 
 /// The name of the shared expert's gate.
@@ -483,6 +502,14 @@ pub(crate) fn assemble(
                         .shared_gate
                         .then(|| get(&shared_gate(&at("mlp"))))
                         .transpose()?,
+                    biases: match experts.bias {
+                        false => None,
+                        true => Some(ExpertBiases {
+                            router: get(&router_bias(&at("mlp")))?,
+                            gate_up: get(&at("mlp.experts.0.gate_proj.bias"))?,
+                            down: get(&at("mlp.experts.0.down_proj.bias"))?,
+                        }),
+                    },
                 })
             }
             FeedShape::Dense(dense) => FeedForward::Dense(gated("mlp", dense.bias)?),

@@ -246,11 +246,11 @@ pub(crate) struct ModelFlags {
     pub(crate) dtype: Dtype,
     /// The numbers of matrix products. `auto` is `gguf` for a GGUF file on a CPU, unless --dtype
     /// names a type; otherwise it is `none`, which computes in DTYPE. `w8a8_int8` makes 8-bit
-    /// integers of weights while it loads them. `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1
-    /// blocks as they are. It brings Q4_K into Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the
-    /// file in DTYPE. Both need the compiled kernels. `fp8` makes 8-bit floats of a checkpoint on a
-    /// GPU. A quantised checkpoint needs no flag; `fp8`, `awq`, `gptq` and `compressed-tensors`
-    /// insist on its kind.
+    /// integers of weights while it loads them. `gguf` takes a GGUF file's Q8_0, Q4_0, Q4_1, IQ4_NL
+    /// and MXFP4 blocks as they are. It brings Q4_K into Q4_1, IQ4_XS into IQ4_NL and other blocks
+    /// into Q8_0, and has the rest of the file in DTYPE. Both need the compiled kernels. `fp8`
+    /// makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no flag; `fp8`,
+    /// `awq`, `gptq` and `compressed-tensors` insist on its kind.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) quantization: Quantization,
     /// The numbers of keys and values in KV pages. `auto` is DTYPE. `int8` has 8 bits, and a scale

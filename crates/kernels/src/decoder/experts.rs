@@ -1,5 +1,7 @@
 //! The experts of a decoder for callers in Rust.
 
+use std::ffi::c_void;
+
 use crate::decoder::{Bytes, Gated, Matrix, Packing, Sizes, Unfit, of_size, unfit};
 use crate::experts::{ExpertsSpec, RoutingSpec};
 
@@ -24,6 +26,8 @@ pub struct ExpertSizes {
     pub in_float32: bool,
     /// True if the shared expert's output is multiplied by a gate.
     pub shared_gate: bool,
+    /// True if the router and the products of experts have biases.
+    pub biases: bool,
     /// The number of groups of experts, which have neighbouring ids; 1: there are none.
     pub groups: usize,
     /// The number of best groups. Experts of other groups are not chosen.
@@ -83,21 +87,37 @@ pub struct ExpertMatrices {
     pub shared: Option<Gated>,
     /// The shared expert's gate, `[hidden]` of the model's type.
     pub shared_gate: Option<Bytes>,
+    /// Biases of the model's type.
+    pub biases: Option<ExpertBiases>,
+}
+
+/// The biases of the experts of a layer, of the model's type.
+#[derive(Clone)]
+pub struct ExpertBiases {
+    /// Terms of logits, `[count]`.
+    pub router: Bytes,
+    /// Of gates and then of their values, `[count, 2 * intermediate]`.
+    pub gate_up: Bytes,
+    /// `[count, hidden]`
+    pub down: Bytes,
 }
 
 impl ExpertMatrices {
     pub(crate) fn spec(&self) -> ExpertsSpec {
-        let correction = self.correction.as_ref();
+        let address = |bytes: Option<&Bytes>| {
+            bytes.map_or(std::ptr::null(), |bytes| bytes.as_ptr().cast::<c_void>())
+        };
+        let biases = self.biases.as_ref();
         ExpertsSpec {
             router: self.router.as_ptr().cast(),
-            correction: correction.map_or(std::ptr::null(), |bytes| bytes.as_ptr().cast()),
+            correction: address(self.correction.as_ref()).cast(),
             gate_up: self.gate_up.packed.as_ptr().cast(),
             down: self.down.packed.as_ptr().cast(),
             formats: [self.gate_up.storage.number(), self.down.storage.number()],
-            shared_gate: self
-                .shared_gate
-                .as_ref()
-                .map_or(std::ptr::null(), |bytes| bytes.as_ptr().cast()),
+            shared_gate: address(self.shared_gate.as_ref()),
+            router_bias: address(biases.map(|of| &of.router)),
+            gate_up_bias: address(biases.map(|of| &of.gate_up)),
+            down_bias: address(biases.map(|of| &of.down)),
         }
     }
 
@@ -108,6 +128,7 @@ impl ExpertMatrices {
         if self.correction.is_some() != of.corrected
             || self.shared.is_some() != (of.shared > 0)
             || self.shared_gate.is_some() != of.shared_gate
+            || self.biases.is_some() != of.biases
         {
             return unfit(format!("a layer whose experts are not {of:?}"));
         }
@@ -119,6 +140,12 @@ impl ExpertMatrices {
         }
         if let Some(gate) = &self.shared_gate {
             of_size(gate, hidden * dtype.bytes())?;
+        }
+        if let Some(biases) = &self.biases {
+            let ExpertBiases { router, gate_up, down } = biases;
+            for (bias, each) in [(router, 1), (gate_up, 2 * of.intermediate), (down, hidden)] {
+                of_size(bias, of.count * each * dtype.bytes())?;
+            }
         }
         if let Some(shared) = &self.shared {
             shared.check(sizes, of.shared)?;
@@ -153,6 +180,7 @@ mod tests {
         corrected: true,
         in_float32: true,
         shared_gate: false,
+        biases: false,
         groups: 4,
         kept_groups: 2,
         best_of_group: 2,
@@ -200,6 +228,7 @@ mod tests {
                 down_bias: None,
             }),
             shared_gate: None,
+            biases: None,
         }
     }
 
@@ -242,6 +271,21 @@ mod tests {
         let with = |bytes| ExpertMatrices { shared_gate: Some(room(bytes)), ..layer() };
         assert!(with(32 * 4).check(&of(gated)).is_err());
         assert_eq!(with(32 * 2).check(&of(gated)), Ok(()));
+        let biased = of(Some(ExpertSizes { biases: true, ..EXPERTS }));
+        assert!(layer().check(&biased).is_err());
+        let with = |router: usize, gate_up: usize, down: usize| ExpertMatrices {
+            biases: Some(ExpertBiases {
+                router: room(router * 2),
+                gate_up: room(gate_up * 2),
+                down: room(down * 2),
+            }),
+            ..layer()
+        };
+        assert!(with(8, 8 * 48, 8 * 32).check(&SIZES).is_err());
+        assert_eq!(with(8, 8 * 48, 8 * 32).check(&biased), Ok(()));
+        for wrong in [(7, 8 * 48, 8 * 32), (8, 8 * 24, 8 * 32), (8, 8 * 48, 32)] {
+            assert!(with(wrong.0, wrong.1, wrong.2).check(&biased).is_err(), "{wrong:?}");
+        }
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::packing::{Dtype, Packing, Storage, Unfit, aligned, unfit};
 use crate::pool::Threads;
 use crate::team::{Kind, Team};
 
-pub use experts::{ExpertMatrices, ExpertSizes};
+pub use experts::{ExpertBiases, ExpertMatrices, ExpertSizes};
 pub use sizes::{AttentionSizes, Factors, GateKind, Sizes};
 
 /// Memory of weights, which other objects may read too.
@@ -233,6 +233,7 @@ impl Decoder {
                 GateKind::Silu => Activation::Silu as u32,
                 GateKind::Gelu => Activation::Gelu as u32,
                 GateKind::GeluTanh => Activation::GeluTanh as u32,
+                GateKind::ClampedSwiglu => Activation::ClampedSwiglu as u32,
             },
             embedding_scale: sizes.factors.embeddings,
             input_scale: sizes.factors.inputs,

@@ -41,6 +41,8 @@ pub enum GateKind {
     Gelu,
     /// GELU by a hyperbolic tangent.
     GeluTanh,
+    /// `gate * sigmoid(1.702 * gate) * (up + 1)` of numbers that are clamped at 7 (gpt-oss).
+    ClampedSwiglu,
 }
 
 /// Factors of states and logits.

@@ -44,7 +44,7 @@ pub(crate) unsafe trait Dots: 'static {
 pub(crate) const fn scale_bytes(format: Format) -> usize {
     match format {
         Format::Int8 => NR * size_of::<f32>(),
-        Format::Q8_0 | Format::Q4_0 => NR * size_of::<u16>(),
+        Format::Q8_0 | Format::Q4_0 | Format::Mxfp4 | Format::Iq4Nl => NR * size_of::<u16>(),
         Format::Q4_1 => 2 * NR * size_of::<u16>(),
     }
 }

@@ -12,7 +12,8 @@ use crate::team::{Kind, Queue, Team};
 use crate::tile::MAX_ROWS;
 use crate::tile::tests::numbers;
 
-const FORMATS: [Format; 4] = [Format::Int8, Format::Q8_0, Format::Q4_0, Format::Q4_1];
+const FORMATS: [Format; 6] =
+    [Format::Int8, Format::Q8_0, Format::Q4_0, Format::Q4_1, Format::Mxfp4, Format::Iq4Nl];
 
 /// A quantised matrix, and its values.
 struct Quantised {
@@ -56,6 +57,9 @@ impl Quantised {
             let byte = |&x: &f32| match (extreme, format) {
                 (true, Format::Q8_0) if x < 0.0 => 0x80,
                 (true, Format::Q8_0) => 0x7f,
+                // The least float is that of code 15, the largest that of code 7.
+                (true, Format::Mxfp4) if x < 0.0 => 0x7f,
+                (true, Format::Mxfp4) => 0xf7,
                 (true, _) if x < 0.0 => 0x0f,
                 (true, _) => 0xf0,
                 _ => (x.to_bits() >> 5) as u8,
@@ -63,7 +67,14 @@ impl Quantised {
             let mut stored: Vec<u8> = random.iter().map(byte).collect();
             let length = stored_len(format, 1, SHARED);
             for (block, x) in stored.chunks_exact_mut(length).zip(&random) {
-                block[..2].copy_from_slice(&half(x.to_bits()));
+                match format {
+                    // Powers from 2^-8 on, and of numbers so small that they have fewer bits.
+                    Format::Mxfp4 if x.to_bits() >> 6 & 15 == 0 => {
+                        block[0] = (x.to_bits() & 1) as u8
+                    }
+                    Format::Mxfp4 => block[0] = 119 + (x.to_bits() % 12) as u8,
+                    _ => block[..2].copy_from_slice(&half(x.to_bits())),
+                }
                 if format == Format::Q4_1 {
                     block[2..4].copy_from_slice(&half(!x.to_bits()));
                 }
@@ -296,7 +307,8 @@ fn inner_dimensions_that_do_not_fit_have_no_size() {
         assert_eq!(quantised_bytes(format, 32, 0, false), 0);
         assert!(quantised_bytes(format, 33, 32, false) > quantised_bytes(format, 32, 32, false));
     }
-    // 8, 8.5, 4.5 and 5 bits a weight, and the scales of outputs.
+    // 8, 8.5, 4.5, 5, 4.5 and 4.5 bits a weight, and the scales of outputs.
     let bits = FORMATS.map(|format| quantised_bytes(format, NR, 320, false) * 8);
-    assert_eq!(bits, [NR * (320 * 8 + 32), NR * 32 * 85, NR * 32 * 45, NR * 32 * 50]);
+    let of_blocks = [85, 45, 50, 45, 45].map(|bits| NR * 32 * bits);
+    assert_eq!((bits[0], &bits[1..]), (NR * (320 * 8 + 32), &of_blocks[..]));
 }

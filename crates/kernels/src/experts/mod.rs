@@ -11,7 +11,7 @@ mod sorted;
 use std::ffi::c_void;
 
 use crate::codes::Format;
-use crate::element::Element;
+use crate::element::{Element, vector};
 use crate::matmul::Matrix;
 use crate::memory::grow;
 use crate::pack::{packed_len, padded_outputs};
@@ -41,6 +41,13 @@ pub struct ExpertsSpec {
     /// `[hidden]`: its product with a token is the logit of the shared expert's factor; null: the
     /// factor is 1.
     pub(crate) shared_gate: *const c_void,
+    /// `[experts]`: terms of logits; null: there are none.
+    pub(crate) router_bias: *const c_void,
+    /// The biases of gates and then of their values, `[experts, 2 * intermediate]`; null: there are
+    /// none.
+    pub(crate) gate_up_bias: *const c_void,
+    /// `[experts, hidden]`; null: there are none.
+    pub(crate) down_bias: *const c_void,
 }
 
 impl ExpertsSpec {
@@ -52,6 +59,9 @@ impl ExpertsSpec {
         down: std::ptr::null(),
         formats: [0; 2],
         shared_gate: std::ptr::null(),
+        router_bias: std::ptr::null(),
+        gate_up_bias: std::ptr::null(),
+        down_bias: std::ptr::null(),
     };
 
     pub(crate) fn is_there(&self) -> bool {
@@ -60,7 +70,6 @@ impl ExpertsSpec {
 }
 
 /// The same matrix of all experts, packed, one behind the other.
-#[derive(Clone, Copy)]
 pub(crate) struct Stack<E> {
     panels: *const E,
     pub(crate) format: Option<Format>,
@@ -68,12 +77,16 @@ pub(crate) struct Stack<E> {
     pub(crate) inputs: usize,
     /// From one expert's to the next one's, in elements, or bytes of a quantised matrix.
     apart: usize,
+    /// `[experts, outputs]`; empty: there are none.
+    biases: Vec<f32>,
 }
 
 impl<E: Element> Stack<E> {
-    fn new(
-        panels: *const c_void,
-        format: u32,
+    /// # Safety
+    /// `biases` is null, or has so many for each of `count` experts.
+    unsafe fn new(
+        (panels, format): (*const c_void, u32),
+        (biases, count): (*const c_void, usize),
         (outputs, inputs): (usize, usize),
         interleaved: bool,
     ) -> Self {
@@ -82,17 +95,20 @@ impl<E: Element> Stack<E> {
             None => packed_len(padded_outputs(outputs, interleaved), inputs),
             Some(format) => quantised_bytes(format, outputs, inputs, interleaved),
         };
-        Self { panels: panels.cast(), format, outputs, inputs, apart }
+        // SAFETY: the contract.
+        let biases = unsafe { vector::<E>(biases, count * outputs) };
+        Self { panels: panels.cast(), format, outputs, inputs, apart, biases }
     }
 
     #[inline(always)]
     pub(crate) fn of(&self, expert: usize) -> Matrix<'_, E> {
-        let &Self { panels, format, outputs, inputs, apart } = self;
+        let &Self { panels, format, outputs, inputs, apart, ref biases } = self;
         let panels = match format {
             None => panels.wrapping_add(expert * apart),
             Some(_) => panels.wrapping_byte_add(expert * apart),
         };
-        Matrix { panels, format, outputs, inputs, bias: &[] }
+        let bias = biases.get(expert * outputs..(expert + 1) * outputs).unwrap_or_default();
+        Matrix { panels, format, outputs, inputs, bias }
     }
 }
 
@@ -100,6 +116,8 @@ impl<E: Element> Stack<E> {
 pub(crate) struct Mixture<E> {
     pub(crate) router: *const c_void,
     pub(crate) correction: Vec<f32>,
+    /// Terms of logits; empty: there are none.
+    pub(crate) router_bias: Vec<f32>,
     pub(crate) gate_up: Stack<E>,
     pub(crate) down: Stack<E>,
     /// Empty: the shared expert has no gate.
@@ -110,29 +128,19 @@ impl<E: Element> Mixture<E> {
     /// # Safety
     /// `spec` describes what is there, and it stays there.
     pub(crate) unsafe fn new(spec: &ExpertsSpec, routing: &RoutingSpec, hidden: usize) -> Self {
-        let inner = routing.intermediate as usize;
-        let correction = match spec.correction.is_null() {
-            true => Vec::new(),
-            // SAFETY: the caller's description.
-            false => unsafe {
-                std::slice::from_raw_parts(spec.correction, routing.count as usize).to_vec()
-            },
-        };
-        let shared_gate = match spec.shared_gate.is_null() {
-            true => Vec::new(),
-            false => {
-                // SAFETY: the caller's description.
-                let gate =
-                    unsafe { std::slice::from_raw_parts(spec.shared_gate.cast::<E>(), hidden) };
-                gate.iter().map(|x| x.to_f32()).collect()
+        let (inner, count) = (routing.intermediate as usize, routing.count as usize);
+        let gate_up = (spec.gate_up, spec.formats[0]);
+        let down = (spec.down, spec.formats[1]);
+        // SAFETY: the caller's description.
+        unsafe {
+            Self {
+                router: spec.router,
+                correction: vector::<f32>(spec.correction.cast(), count),
+                router_bias: vector::<E>(spec.router_bias, count),
+                gate_up: Stack::new(gate_up, (spec.gate_up_bias, count), (2 * inner, hidden), true),
+                down: Stack::new(down, (spec.down_bias, count), (hidden, inner), false),
+                shared_gate: vector::<E>(spec.shared_gate, hidden),
             }
-        };
-        Self {
-            router: spec.router,
-            correction,
-            gate_up: Stack::new(spec.gate_up, spec.formats[0], (2 * inner, hidden), true),
-            down: Stack::new(spec.down, spec.formats[1], (hidden, inner), false),
-            shared_gate,
         }
     }
 

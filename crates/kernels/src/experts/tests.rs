@@ -25,11 +25,18 @@ const HEAD_DIM: usize = 16;
 const VOCABULARY: usize = 90;
 const PAGE: usize = 16;
 const EPS: f32 = 1e-5;
-const FORMATS: [Option<Format>; 5] =
-    [None, Some(Format::Int8), Some(Format::Q8_0), Some(Format::Q4_0), Some(Format::Q4_1)];
+const FORMATS: [Option<Format>; 7] = [
+    None,
+    Some(Format::Int8),
+    Some(Format::Q8_0),
+    Some(Format::Q4_0),
+    Some(Format::Q4_1),
+    Some(Format::Mxfp4),
+    Some(Format::Iq4Nl),
+];
 
 fn number(format: Option<Format>) -> u32 {
-    (0..5).find(|&number| Format::of(number) == format).unwrap_or(0)
+    (0..7).find(|&number| Format::of(number) == format).unwrap_or(0)
 }
 
 /// One matrix, or that of all experts: packed, and with its values.
@@ -75,9 +82,13 @@ impl Matrices {
                     .map(|x| (x.to_bits() >> 7) as u8)
                     .collect();
                 for block in stored.chunks_exact_mut(stored_len(format, 1, SHARED)) {
-                    // 2^-7, and of 8-bit codes 2^-11; least values of -2^-4.
-                    let scale: u16 = if format == Format::Q8_0 { 0x1000 } else { 0x2000 };
-                    block[..2].copy_from_slice(&scale.to_le_bytes());
+                    // 2^-7, and of codes of 8 bits 2^-11; least values of -2^-4.
+                    let wide = matches!(format, Format::Q8_0 | Format::Iq4Nl);
+                    let scale: u16 = if wide { 0x1000 } else { 0x2000 };
+                    match format {
+                        Format::Mxfp4 => block[0] = 121,
+                        _ => block[..2].copy_from_slice(&scale.to_le_bytes()),
+                    }
                     if format == Format::Q4_1 {
                         block[2..4].copy_from_slice(&0xac00_u16.to_le_bytes());
                     }
@@ -107,10 +118,16 @@ fn meant<E: Element>(format: Option<Format>, row: &[E]) -> Vec<f32> {
     codes.iter().enumerate().map(|(at, &code)| scales[at / shared] * f32::from(code)).collect()
 }
 
-fn gated<E: Element>(products: &[f64]) -> Vec<E> {
+fn gated<E: Element>(products: &[f64], clamped: bool) -> Vec<E> {
     let (gates, ups) = products.split_at(products.len() / 2);
-    let gate = |(gate, up): (&f64, &f64)| E::from_f32((gate / (1.0 + (-gate).exp()) * up) as f32);
-    gates.iter().zip(ups).map(gate).collect()
+    let gate = |(&gate, &up): (&f64, &f64)| match clamped {
+        false => gate / (1.0 + (-gate).exp()) * up,
+        true => {
+            let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
+            gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
+        }
+    };
+    gates.iter().zip(ups).map(|pair| E::from_f32(gate(pair) as f32)).collect()
 }
 
 /// The rule, for tokens without ties: ids ascending with their weights.
@@ -153,6 +170,8 @@ fn rule(routing: &RoutingSpec, logits: &[f64], correction: &[f32]) -> Vec<(usize
 /// Two layers with experts around one without; attention gives nothing.
 struct Tiny<E> {
     routing: RoutingSpec,
+    /// Experts and the router have biases, and gates are clamped (gpt-oss).
+    biased: bool,
     format: Option<Format>,
     embedding: Vec<E>,
     norm: Vec<E>,
@@ -166,6 +185,8 @@ struct Tiny<E> {
     gate: Vec<E>,
     gate_up: Matrices,
     down: Matrices,
+    /// The biases of the router and of both products, large enough to be clamped.
+    biases: [Vec<E>; 3],
     /// The matrices of the layer without experts, and of the shared expert.
     dense: [Matrices; 4],
     angles: Vec<f32>,
@@ -173,7 +194,7 @@ struct Tiny<E> {
 }
 
 impl<E: Number> Tiny<E> {
-    fn new(routing: RoutingSpec, format: Option<Format>, seed: u32) -> Self {
+    fn new((routing, biased): (RoutingSpec, bool), format: Option<Format>, seed: u32) -> Self {
         let count = routing.count as usize;
         let all = (format, seed);
         let shared = routing.shared.max(2) as usize;
@@ -187,6 +208,7 @@ impl<E: Number> Tiny<E> {
         let positions = PAGE * VOCABULARY;
         Self {
             routing,
+            biased,
             format,
             embedding: numbers(VOCABULARY * HIDDEN, seed ^ 1),
             norm: numbers::<E>(HIDDEN, seed ^ 2)
@@ -201,6 +223,10 @@ impl<E: Number> Tiny<E> {
             gate: numbers(HIDDEN, seed ^ 7),
             gate_up: Matrices::new::<E>(count, (2 * INNER, HIDDEN), true, all),
             down: Matrices::new::<E>(count, (HIDDEN, INNER), false, all),
+            biases: [(1, 1.0), (2 * INNER, 9.0), (HIDDEN, 1.0)].map(|(each, largest)| {
+                let biases = numbers::<E>(count * each, seed ^ each as u32);
+                biases.iter().map(|x| E::from_f32(x.to_f32() * largest)).collect()
+            }),
             dense: [gate_up, down, shared_gate_up, shared_down],
             angles: vec![0.5; positions * HEAD_DIM / 2],
             pages: vec![vec![E::default(); positions * HEAD_DIM]; 6],
@@ -234,6 +260,10 @@ impl<E: Number> Tiny<E> {
         let correction = if self.corrected() { self.correction.as_ptr() } else { null.cast() };
         let shared_gate = if self.has_gate() { self.gate.as_ptr().cast() } else { null };
         let shared = self.routing.shared > 0;
+        let bias = |at: usize| match self.biased {
+            true => self.biases[at].as_ptr().cast::<c_void>(),
+            false => null,
+        };
         let mut layers = Vec::new();
         for (layer, pages) in self.pages.chunks_exact_mut(2).enumerate() {
             let [keys, values] = pages else { unreachable!("two") };
@@ -244,6 +274,9 @@ impl<E: Number> Tiny<E> {
                 down: address(&self.down.packed),
                 formats: [number(self.format); 2],
                 shared_gate,
+                router_bias: bias(0),
+                gate_up_bias: bias(1),
+                down_bias: bias(2),
             };
             let has_experts = layer != 1;
             let dense = |at: usize| match (has_experts, shared) {
@@ -296,7 +329,7 @@ impl<E: Number> Tiny<E> {
             attention: &raw const kind,
             mean_norms: 0,
             wide_norms: 0,
-            activation: 0,
+            activation: if self.biased { 3 } else { 0 },
             embedding_scale: 1.0,
             input_scale: 1.0,
             residual_scale: 1.0,
@@ -370,7 +403,7 @@ impl<E: Number> Tiny<E> {
                 x.iter_mut().zip(terms).for_each(|(x, term)| *x += weight * term);
             };
             let dense = |at: usize, inner: usize| {
-                let inner = gated::<E>(&self.dense[at].of(0, 2 * inner, &normed));
+                let inner = gated::<E>(&self.dense[at].of(0, 2 * inner, &normed), self.biased);
                 self.dense[at + 1].of(0, HIDDEN, &inner)
             };
             if layer == 1 {
@@ -387,6 +420,15 @@ impl<E: Number> Tiny<E> {
                         .sum()
                 })
                 .collect();
+            let with_biases = |at: usize, expert: usize, mut products: Vec<f64>| {
+                if self.biased {
+                    let size = products.len();
+                    let biases = self.biases[at][expert * size..].iter();
+                    products.iter_mut().zip(biases).for_each(|(x, b)| *x += f64::from(b.to_f32()));
+                }
+                products
+            };
+            let logits = with_biases(0, 0, logits);
             let correction = if self.corrected() { &self.correction[..] } else { &[] };
             let chosen = rule(&self.routing, &logits, correction);
             for shift in [-1e-2, 1e-2] {
@@ -400,8 +442,9 @@ impl<E: Number> Tiny<E> {
                 }
             }
             for (id, weight) in chosen {
-                let inner = gated::<E>(&self.gate_up.of(id, 2 * INNER, &normed));
-                add(weight, self.down.of(id, HIDDEN, &inner));
+                let products = with_biases(1, id, self.gate_up.of(id, 2 * INNER, &normed));
+                let inner = gated::<E>(&products, self.biased);
+                add(weight, with_biases(2, id, self.down.of(id, HIDDEN, &inner)));
             }
             if self.routing.shared > 0 {
                 let product = |w: &[E]| -> f64 {
@@ -459,7 +502,7 @@ const ROUTINGS: [RoutingSpec; 5] = [
 
 fn check<E: Number>(
     level: Level,
-    routing: RoutingSpec,
+    routing: (RoutingSpec, bool),
     format: Option<Format>,
     seed: u32,
     bound: f64,
@@ -496,10 +539,13 @@ fn check<E: Number>(
 fn check_all<E: Number>(level: Level, seed: u32) {
     let exact = if E::PAIR == 1 { 1e-5 } else { 6e-3 };
     for format in FORMATS {
-        check::<E>(level, SOFTMAX, format, seed, if format.is_none() { exact } else { 2e-2 });
+        let bound = if format.is_none() { exact } else { 2e-2 };
+        check::<E>(level, (SOFTMAX, false), format, seed, bound);
     }
+    check::<E>(level, (SOFTMAX, true), None, seed, exact);
+    check::<E>(level, (SOFTMAX, true), Some(Format::Mxfp4), seed, 2e-2);
     for routing in ROUTINGS {
-        check::<E>(level, routing, None, seed, exact);
+        check::<E>(level, (routing, false), None, seed, exact);
     }
 }
 

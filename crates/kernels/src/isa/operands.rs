@@ -46,12 +46,16 @@ pub(super) const INT8: u32 = 0;
 pub(super) const Q8_0: u32 = 1;
 pub(super) const Q4_0: u32 = 2;
 pub(super) const Q4_1: u32 = 3;
+pub(super) const MXFP4: u32 = 4;
+pub(super) const IQ4_NL: u32 = 5;
 
 pub(super) const fn format(number: u32) -> Format {
     match number {
         INT8 => Format::Int8,
         Q8_0 => Format::Q8_0,
         Q4_0 => Format::Q4_0,
-        _ => Format::Q4_1,
+        Q4_1 => Format::Q4_1,
+        MXFP4 => Format::Mxfp4,
+        _ => Format::Iq4Nl,
     }
 }

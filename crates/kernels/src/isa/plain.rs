@@ -1,7 +1,7 @@
 //! Plain loops for any processor, which the compiler turns into the vectors of whatever processor
 //! the caller is compiled for.
 
-use crate::codes::{Codes, Format, half_to_f32};
+use crate::codes::{Codes, Format};
 use crate::dots::{Dots, QUAD, quad_bytes};
 use crate::element::Element;
 use crate::quantise::panel_bytes;
@@ -295,7 +295,7 @@ unsafe impl Dots for Portable {
                 let dots = dots_of_block(format, codes, weights, sum);
                 for (output, total) in sums.iter_mut().enumerate() {
                     let half = |index: usize| {
-                        half_to_f32(u16::from_le_bytes([rest[2 * index], rest[2 * index + 1]]))
+                        format.scale_of(u16::from_le_bytes([rest[2 * index], rest[2 * index + 1]]))
                     };
                     let dot = dots[output] as f32;
                     if format == Format::Int8 {
@@ -324,6 +324,7 @@ unsafe impl Dots for Portable {
 fn dots_of_block(format: Format, codes: &[i8], weights: &[u8], sum: i32) -> [i32; NR] {
     let narrow = format.is_narrow();
     let mask = if narrow { 15 } else { 255 };
+    let table = format.table();
     let mut dots = [sum.wrapping_mul(-format.offset()); NR];
     for (x, weights) in codes.chunks_exact(QUAD).zip(weights.chunks_exact(quad_bytes(format))) {
         for (output, dot) in dots.iter_mut().enumerate() {
@@ -332,7 +333,8 @@ fn dots_of_block(format: Format, codes: &[i8], weights: &[u8], sum: i32) -> [i32
                 false => (output, 0),
             };
             for (i, &x) in x.iter().enumerate() {
-                let weight = weights[from * QUAD + i] >> shift & mask;
+                let code = weights[from * QUAD + i] >> shift & mask;
+                let weight = table.map_or(code, |table| table[usize::from(code)]);
                 *dot = dot.wrapping_add(i32::from(x) * i32::from(weight));
             }
         }

@@ -162,15 +162,19 @@ pub(crate) enum Activation {
     Silu,
     Gelu,
     GeluTanh,
+    /// A SiLU of clamped gates times clamped ups plus 1 (gpt-oss).
+    ClampedSwiglu,
 }
 
 impl Activation {
-    /// 0: SiLU, 1: GELU by the error function, 2: GELU by a hyperbolic tangent.
+    /// 0: SiLU, 1: GELU by the error function, 2: GELU by a hyperbolic tangent, 3: clamped
+    /// `SwiGLU`.
     pub(crate) fn of(number: u32) -> Option<Self> {
         match number {
             0 => Some(Self::Silu),
             1 => Some(Self::Gelu),
             2 => Some(Self::GeluTanh),
+            3 => Some(Self::ClampedSwiglu),
             _ => None,
         }
     }
@@ -487,11 +491,11 @@ unsafe fn gate<E: Element, K: Kernel<E>>(
     width: usize,
 ) {
     let gated = match activation {
-        Activation::Silu => math::silu(left),
-        Activation::Gelu => math::gelu(left),
-        Activation::GeluTanh => math::gelu_tanh(left),
-    }
-    .mul(right);
+        Activation::Silu => math::silu(left).mul(right),
+        Activation::Gelu => math::gelu(left).mul(right),
+        Activation::GeluTanh => math::gelu_tanh(left).mul(right),
+        Activation::ClampedSwiglu => math::clamped_swiglu(left, right),
+    };
     // SAFETY: the contract.
     unsafe {
         if width >= HALF {

@@ -148,7 +148,8 @@ impl<E: Element> Step<'_, E> {
                     let row = mixture.router.cast::<E>().add(expert * hidden);
                     product::<E, E, K::Vector>(x, row, hidden)
                 };
-                *self.experts.logits.add(pair) = logit;
+                let bias = mixture.router_bias.get(expert).copied().unwrap_or(0.0);
+                *self.experts.logits.add(pair) = logit + bias;
             }
         }
     }

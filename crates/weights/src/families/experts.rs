@@ -31,7 +31,7 @@ pub struct Experts {
     pub shared_gate: bool,
     /// The function between the products.
     pub activation: Activation,
-    /// True if the products have biases.
+    /// True if the products and the router have biases.
     pub bias: bool,
     /// The rule for the choice of a token's experts.
     pub routing: Routing,
@@ -185,6 +185,9 @@ pub(super) fn experts(
         )));
     }
     check_groups(routing, count, per_token)?;
+    if config.flag("mlp_bias", false) {
+        return Err(ModelError::unserved_part("experts with biases (mlp_bias)"));
+    }
     Ok(Experts {
         count,
         per_token,
@@ -192,7 +195,7 @@ pub(super) fn experts(
         shared_size: 0,
         shared_gate: false,
         activation: config.activation()?,
-        bias: config.flag("mlp_bias", false),
+        bias: false,
         routing,
         normalise: config.flag("norm_topk_prob", false),
         scaling: 1.0,

@@ -56,6 +56,9 @@ const DOWN: &str = "model.layers.#.mlp.experts.@.down_proj.weight";
 const DEFAULT_FREQ_BASE: f64 = 10000.0;
 /// The control tokens that end a turn if a file names none (llama.cpp goes by the same texts).
 const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>"];
+/// The control tokens that end a turn of gpt-oss, whose `<|end|>` is that of a message among
+/// several.
+const END_OF_HARMONY: [&str; 2] = ["<|return|>", "<|call|>"];
 const CONTROL: i64 = 3;
 /// Keys of families that share the names of those with experts, and compute something else.
 const CHANGES: [&str; 15] = [
@@ -150,13 +153,19 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     });
     let Value::Object(mut config) = config else { unreachable!("an object") };
     let beta = keys.get("llama_4_scaling_beta").filter(|beta| !beta.is_null()).cloned();
+    let truncate = keys.get("truncate").cloned();
     config.extend(keys);
-    if let Some(beta) = beta {
-        // Other engines take the steps of the growth from the scaling too.
-        match config.get_mut("rope_scaling") {
-            Some(Value::Object(scaling)) => scaling.insert("llama_4_scaling_beta".into(), beta),
-            _ => return Err(ModelError::unserved_part("a temperature_scale without yarn")),
-        };
+    let scaling = config.get_mut("rope_scaling").and_then(Value::as_object_mut);
+    match (scaling, beta, truncate) {
+        (Some(scaling), beta, truncate) => {
+            // Other engines take the steps of the growth from the scaling too.
+            scaling.extend(beta.map(|beta| ("llama_4_scaling_beta".to_owned(), beta)));
+            scaling.extend(truncate.map(|truncate| ("truncate".to_owned(), truncate)));
+        }
+        (None, Some(_), _) => {
+            return Err(ModelError::unserved_part("a temperature_scale without yarn"));
+        }
+        (None, None, _) => {}
     }
     config.extend(pooling_type(files)?.map(|kind| ("pooling_type".to_owned(), json!(kind))));
     Ok(config)
@@ -373,11 +382,16 @@ fn eos_token_ids(files: &GgufFiles) -> Vec<i64> {
             list.and_then(GgufValue::as_list).unwrap_or_default()
         };
         let tokens = (0..).zip(list("tokens")).zip(list("token_type"));
-        let ends = tokens.filter(|((_, token), kind)| {
-            kind.as_i64() == Some(CONTROL)
-                && token.as_text().is_some_and(|text| END_OF_TURN.contains(&text))
-        });
-        found.extend(ends.map(|((index, _), _)| index));
+        let control: Vec<(i64, &str)> = tokens
+            .filter(|(_, kind)| kind.as_i64() == Some(CONTROL))
+            .filter_map(|((index, token), _)| Some((index, token.as_text()?)))
+            .collect();
+        let has = |wanted: &&str| control.iter().any(|(_, text)| text == wanted);
+        let ends = match END_OF_HARMONY.iter().all(has) {
+            true => &END_OF_HARMONY[..],
+            false => &END_OF_TURN[..],
+        };
+        found.extend(control.iter().filter(|(_, text)| ends.contains(text)).map(|(at, _)| *at));
     }
     let mut each = Vec::new();
     for id in found {

@@ -22,6 +22,7 @@ mod gemma3;
 mod glm4_moe;
 mod glm4_moe_lite;
 mod glm_dsa;
+mod gpt_oss;
 mod granite;
 mod granite_hybrid;
 mod granite_moe;
@@ -74,7 +75,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 
 /// All families, in the order of documents.
-pub const ALL: [&Family; 37] = [
+pub const ALL: [&Family; 38] = [
     &llama::FAMILY,
     &mistral::FAMILY,
     &ministral3::FAMILY,
@@ -96,6 +97,7 @@ pub const ALL: [&Family; 37] = [
     &ernie4_5_moe::FAMILY,
     &minimax_m2::FAMILY,
     &hy_v3::FAMILY,
+    &gpt_oss::FAMILY,
     &deepseek_v2::FAMILY,
     &deepseek_v3::FAMILY,
     &deepseek_v32::FAMILY,

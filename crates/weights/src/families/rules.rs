@@ -59,7 +59,8 @@ impl Rule {
 /// fields.
 #[derive(Debug, Clone, Copy)]
 pub struct Take {
-    /// True if the tensor is a stack `[experts, rows, columns]`, of which each expert has a matrix.
+    /// True if the tensor is a stack `[experts, rows, columns]`, of which each expert has a matrix,
+    /// or `[experts, elements]`, of which each has a vector.
     stack: bool,
     turned: Turned,
     rows: Rows,
@@ -104,7 +105,7 @@ impl Take {
         times: 1.0,
         plus: 0.0,
     };
-    /// The matrix of each expert of a stack.
+    /// The matrix of each expert of a stack, or the vector.
     pub const EACH_EXPERT: Self = Self { stack: true, ..Self::ALL };
 
     /// Columns become rows.
@@ -388,15 +389,16 @@ impl Rule {
         }
         let experts = found.layer.and_then(|layer| shape.experts(layer));
         let wanted = experts.map_or(0, |experts| experts.count);
-        let &[count, rows, columns] = stored else { return Err(no_stack(name, stored, wanted)) };
+        let (&[count, ref matrix @ ..], 2..=3) = (stored, stored.len()) else {
+            return Err(no_stack(name, stored, wanted));
+        };
         if count != wanted {
             return Err(no_stack(name, stored, wanted));
         }
         for expert in 0..count {
-            let matrix = [rows, columns];
-            let part = take.part(expert * rows, &matrix, name, found.layer, shape)?;
+            let part = take.part(expert * matrix[0], matrix, name, found.layer, shape)?;
             let name = found.name(self.weight, expert);
-            weights.push(Weight { name, shape: part.shape(&matrix), part });
+            weights.push(Weight { name, shape: part.shape(matrix), part });
         }
         Ok(())
     }
@@ -448,7 +450,7 @@ impl Take {
         (part.base, part.times, part.plus) = (base, self.times, self.plus);
         match *stored {
             // Its elements are rows.
-            [elements] if chooses => part.matrix = [elements, 1],
+            [elements] if chooses || self.stack => part.matrix = [elements, 1],
             [_, _] => {}
             _ if chooses => return unfit("and a matrix is wanted"),
             _ => return Ok(part),

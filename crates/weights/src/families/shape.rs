@@ -262,6 +262,8 @@ pub enum Activation {
     GeluTanh,
     /// The square of the positive part.
     SquaredRelu,
+    /// `gate * sigmoid(1.702 * gate) * (up + 1)` of numbers that are clamped at 7 (gpt-oss).
+    ClampedSwiglu,
 }
 
 impl Activation {
@@ -285,6 +287,8 @@ impl Activation {
             Self::Gelu => "gelu",
             Self::GeluTanh => "gelu_pytorch_tanh",
             Self::SquaredRelu => "relu2",
+            // vLLM's name: transformers has none.
+            Self::ClampedSwiglu => "swigluoai",
         }
     }
 }

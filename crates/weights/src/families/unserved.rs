@@ -2,14 +2,12 @@
 //! has it; the other hand then names it among what it lacks.
 
 use super::Family;
-use super::experts::Experts;
 use super::shape::{Activation, Attention, FeedShape, Mixer, Norm, NormPlacement, Shape};
 use crate::error::ModelError;
 
 /// Known architectures that no hand serves: the names in a `config.json` and in GGUF files, and
 /// their missing parts.
-pub const NOT_SERVED: [(&str, &str, &str); 4] = [
-    ("GptOssForCausalLM", "gpt-oss", "attention sinks, and windows in some layers only"),
+pub const NOT_SERVED: [(&str, &str, &str); 3] = [
     ("Qwen2VLForConditionalGeneration", "qwen2vl", "another vision tower"),
     (
         "MistralLarge3ForCausalLM",
@@ -140,17 +138,14 @@ impl FeedShape {
                 let part = (!feed.gated).then_some("feed-forward parts without a gate");
                 (feed.activation, part)
             }
-            Self::Experts(experts) => (experts.activation, experts.part_without_hand()),
+            Self::Experts(experts) => (experts.activation, None),
         };
         match activation {
-            Activation::Silu | Activation::Gelu | Activation::GeluTanh => part.map(str::to_owned),
+            Activation::Silu
+            | Activation::Gelu
+            | Activation::GeluTanh
+            | Activation::ClampedSwiglu => part.map(str::to_owned),
             other => Some(format!("the activation hidden_act {:?}", other.name())),
         }
-    }
-}
-
-impl Experts {
-    fn part_without_hand(&self) -> Option<&'static str> {
-        self.bias.then_some("experts with biases (mlp_bias)")
     }
 }

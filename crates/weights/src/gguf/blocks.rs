@@ -3,12 +3,13 @@
 
 use half::{bf16, f16};
 
-use super::file::TensorType;
+use super::few_bits;
+use super::types::TensorType;
 
 /// Positions of a block that kernels multiply by.
 const SHARED: usize = 32;
 /// Positions of a super-block of the K types (https://github.com/ggml-org/llama.cpp/pull/1684).
-const SUPER: usize = 256;
+pub(super) const SUPER: usize = 256;
 const K_SCALES: usize = 12;
 
 /// Types of blocks that have kernels.
@@ -20,7 +21,37 @@ pub enum BlockKind {
     Q4_0,
     /// 4 bits, a scale and a least value.
     Q4_1,
+    /// 4-bit floats and a power of 2.
+    Mxfp4,
+    /// 4 bits that number integers, and a scale.
+    Iq4Nl,
 }
+
+/// GGUF's types, and the types of the products with their matrices.
+const COMPUTED: [(&str, BlockKind); 22] = [
+    ("Q8_0", BlockKind::Q8_0),
+    ("Q4_0", BlockKind::Q4_0),
+    ("Q4_1", BlockKind::Q4_1),
+    ("MXFP4", BlockKind::Mxfp4),
+    ("IQ4_NL", BlockKind::Iq4Nl),
+    ("Q4_K", BlockKind::Q4_1),
+    ("IQ4_XS", BlockKind::Iq4Nl),
+    ("Q5_0", BlockKind::Q8_0),
+    ("Q5_1", BlockKind::Q8_0),
+    ("Q5_K", BlockKind::Q8_0),
+    ("Q6_K", BlockKind::Q8_0),
+    ("Q2_K", BlockKind::Q8_0),
+    ("Q3_K", BlockKind::Q8_0),
+    ("IQ1_S", BlockKind::Q8_0),
+    ("IQ1_M", BlockKind::Q8_0),
+    ("IQ2_XXS", BlockKind::Q8_0),
+    ("IQ2_XS", BlockKind::Q8_0),
+    ("IQ2_S", BlockKind::Q8_0),
+    ("IQ3_XXS", BlockKind::Q8_0),
+    ("IQ3_S", BlockKind::Q8_0),
+    ("TQ1_0", BlockKind::Q8_0),
+    ("TQ2_0", BlockKind::Q8_0),
+];
 
 impl BlockKind {
     /// Bytes of a block.
@@ -28,8 +59,21 @@ impl BlockKind {
     pub fn bytes(self) -> usize {
         match self {
             Self::Q8_0 => 34,
-            Self::Q4_0 => 18,
+            Self::Q4_0 | Self::Iq4Nl => 18,
             Self::Q4_1 => 20,
+            Self::Mxfp4 => 17,
+        }
+    }
+
+    /// The name in GGUF's documentation.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Q8_0 => "Q8_0",
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Mxfp4 => "MXFP4",
+            Self::Iq4Nl => "IQ4_NL",
         }
     }
 }
@@ -37,15 +81,16 @@ impl BlockKind {
 /// The type of the products with a matrix of GGUF's type `name`; `None`: no kernel has one.
 #[must_use]
 pub fn computed_as(name: &str) -> Option<BlockKind> {
-    Some(match name {
-        "Q4_0" => BlockKind::Q4_0,
-        "Q4_1" | "Q4_K" => BlockKind::Q4_1,
-        "Q8_0" | "Q5_0" | "Q5_1" | "Q5_K" | "Q6_K" => BlockKind::Q8_0,
-        _ => return None,
-    })
+    COMPUTED.iter().find_map(|&(stored, kind)| (stored == name).then_some(kind))
 }
 
-fn half(bytes: &[u8], at: usize) -> f32 {
+/// The names of the types that kernels compute with, of blocks or of others made of them.
+#[must_use]
+pub fn computed_names() -> String {
+    COMPUTED.map(|(name, _)| name).join(", ")
+}
+
+pub(super) fn half(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
@@ -133,6 +178,7 @@ fn block(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
                 }
             }
         }
+        other => few_bits::block(other, bytes, out),
     }
 }
 
@@ -153,17 +199,11 @@ fn round(value: f32) -> f32 {
 
 /// Whole blocks of `kind` as blocks of type `to`, appended to `out`; false where there is no way.
 ///
-/// Of the same type, the bytes as they are. `Q4_K` as `Q4_1` keeps its codes, and its scales are
-/// rounded to half precision. `Q4_0` and `Q5_0` as `Q8_0` are exact. Any other type as `Q8_0` is
-/// rounded to the nearest of 255 steps.
+/// Of the same type, the bytes as they are. `Q4_K` as `Q4_1` and `IQ4_XS` as `IQ4_NL` keep their
+/// codes, and their scales are rounded to half precision. `Q4_0`, `Q5_0` and `IQ4_NL` as `Q8_0` are
+/// exact. Any other type as `Q8_0` is rounded to the nearest of 255 steps.
 pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut Vec<u8>) -> bool {
-    let same = matches!(
-        (kind, to),
-        (TensorType::Q8_0, BlockKind::Q8_0)
-            | (TensorType::Q4_0, BlockKind::Q4_0)
-            | (TensorType::Q4_1, BlockKind::Q4_1)
-    );
-    if same {
+    if kind.name() == to.name() {
         out.extend_from_slice(bytes);
         return true;
     }
@@ -172,11 +212,15 @@ pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut
         bytes.chunks_exact(size).for_each(|bytes| q4_k_as_q4_1(bytes, out));
         return true;
     }
+    if kind == TensorType::Iq4Xs && to == BlockKind::Iq4Nl {
+        bytes.chunks_exact(size).for_each(|bytes| few_bits::iq4_xs_as_iq4_nl(bytes, out));
+        return true;
+    }
     if to != BlockKind::Q8_0 {
         return false;
     }
     // These have signed codes and one scale for as many positions, in fewer bits.
-    let keeps_scale = matches!(kind, TensorType::Q4_0 | TensorType::Q5_0);
+    let keeps_scale = matches!(kind, TensorType::Q4_0 | TensorType::Q5_0 | TensorType::Iq4Nl);
     let mut values = [0.0; SUPER];
     for bytes in bytes.chunks_exact(size) {
         block(kind, bytes, &mut values[..elements]);

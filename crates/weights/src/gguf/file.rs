@@ -7,6 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::types::TensorType;
 use crate::error::ModelError;
 
 const MOST_DIMENSIONS: u32 = 4;
@@ -65,74 +66,6 @@ impl GgufValue {
             Self::Bool(value) => *value,
             Self::Text(text) => !text.is_empty(),
             Self::List(items) => !items.is_empty(),
-        }
-    }
-}
-
-/// The storage of a tensor's numbers: the types that are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum TensorType {
-    F32,
-    F16,
-    Q4_0,
-    Q4_1,
-    Q5_0,
-    Q5_1,
-    Q8_0,
-    Q4K,
-    Q5K,
-    Q6K,
-    Bf16,
-}
-
-impl TensorType {
-    fn of(number: u32) -> Option<Self> {
-        Some(match number {
-            0 => Self::F32,
-            1 => Self::F16,
-            2 => Self::Q4_0,
-            3 => Self::Q4_1,
-            6 => Self::Q5_0,
-            7 => Self::Q5_1,
-            8 => Self::Q8_0,
-            12 => Self::Q4K,
-            13 => Self::Q5K,
-            14 => Self::Q6K,
-            30 => Self::Bf16,
-            _ => return None,
-        })
-    }
-
-    /// The name in GGUF's documentation.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "F32",
-            Self::F16 => "F16",
-            Self::Q4_0 => "Q4_0",
-            Self::Q4_1 => "Q4_1",
-            Self::Q5_0 => "Q5_0",
-            Self::Q5_1 => "Q5_1",
-            Self::Q8_0 => "Q8_0",
-            Self::Q4K => "Q4_K",
-            Self::Q5K => "Q5_K",
-            Self::Q6K => "Q6_K",
-            Self::Bf16 => "BF16",
-        }
-    }
-
-    /// Elements of a block, and its bytes.
-    pub(crate) fn block(self) -> (usize, usize) {
-        match self {
-            Self::F32 => (1, 4),
-            Self::F16 | Self::Bf16 => (1, 2),
-            Self::Q4_0 => (32, 18),
-            Self::Q4_1 => (32, 20),
-            Self::Q5_0 => (32, 22),
-            Self::Q5_1 => (32, 24),
-            Self::Q8_0 => (32, 34),
-            Self::Q4K => (256, 144),
-            Self::Q5K => (256, 176),
-            Self::Q6K => (256, 210),
         }
     }
 }

@@ -4,13 +4,17 @@
 //! The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 mod blocks;
+mod few_bits;
 mod file;
+mod grids;
 mod pretokenizers;
 mod tokenizer;
+mod types;
 
-pub use blocks::{BlockKind, computed_as};
+pub use blocks::{BlockKind, computed_as, computed_names};
 pub(crate) use blocks::{as_blocks, dequantise};
-pub(crate) use file::{GgufFiles, GgufTensor, GgufValue};
 #[cfg(test)]
-pub(crate) use file::{TensorType, tests::gguf as gguf_bytes};
+pub(crate) use file::tests::gguf as gguf_bytes;
+pub(crate) use file::{GgufFiles, GgufTensor, GgufValue};
 pub(crate) use tokenizer::{special_token, tokenizer_json};
+pub(crate) use types::TensorType;

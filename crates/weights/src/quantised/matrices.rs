@@ -63,6 +63,8 @@ impl QuantisedParts {
         let matrices = match stored.scheme {
             Scheme::Fp8 { block } => floats(headers, block)?,
             Scheme::Int4(scheme) => integers(headers, scheme)?,
+            // They are no matrices with tensors of their own, but stacks.
+            Scheme::Mxfp4 => Vec::new(),
         };
         let not_read = headers.keys().filter(|name| NOT_READ.contains(&split(name).1));
         let biases = matrices.iter().filter(|_| stored.method == "gptq");

@@ -12,7 +12,7 @@ use crate::sizes::truthy;
 
 const COMPRESSED: &str = "compressed-tensors";
 /// Values of `quant_method` that are read.
-const METHODS: [&str; 5] = ["fp8", "fbgemm_fp8", "awq", "gptq", COMPRESSED];
+const METHODS: [&str; 6] = ["fp8", "fbgemm_fp8", "awq", "gptq", COMPRESSED, "mxfp4"];
 /// The inputs of a group of AWQ and GPTQ, if the config does not say it.
 const USUAL_GROUP: u64 = 128;
 
@@ -39,6 +39,8 @@ pub enum Scheme {
     },
     /// 4-bit integers.
     Int4(Int4Storage),
+    /// 4-bit floats with an exponent for 32 of them. Both hands read them as blocks.
+    Mxfp4,
 }
 
 /// 4-bit integers. Several inputs of a row share a scale and a zero point.
@@ -85,6 +87,7 @@ impl Quantisation {
             "awq" => (Scheme::Int4(stored.awq()?), stored.left_out()),
             "gptq" => (Scheme::Int4(stored.gptq()?), stored.dynamic()),
             COMPRESSED => (stored.compressed()?, stored.texts("ignore")),
+            "mxfp4" => (Scheme::Mxfp4, stored.left_out()),
             other => {
                 return Err(ModelError::unserved_part(&format!(
                     "weights quantised by '{other}' (quant_method; read are {})",

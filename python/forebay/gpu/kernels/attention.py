@@ -18,6 +18,7 @@ def attend(
     scale: float,
     window: int = 0,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `interface.Attention`.
 
@@ -25,7 +26,7 @@ def attend(
     """
     shape = Shape.of(q, keys, values)
     out = q.new_empty(len(q), shape.heads, shape.dim)
-    scoring = Scoring.new(scale, window, cap)
+    scoring = Scoring.new(scale, window, cap, sinks)
     if rows.decodes:
         attend_decodes(q, keys, values, rows, scoring, shape, out)
     if rows.chunks:

@@ -89,6 +89,7 @@ def chosen_kernel(
         sums,
         weights,
         sums,
+        sums,
         0,
         token,
         SPLITS,
@@ -106,6 +107,7 @@ def chosen_kernel(
         DIM_BLOCK,
         SPLITS,
         False,
+        False,
     )
 
 
@@ -122,7 +124,7 @@ def join_chosen_kernel(
     """One query and head; the grid is queries, HEADS."""
     query, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DIM_BLOCK)
-    result = joined(sums, weights, query * SPLITS, head, SPLITS, HEADS, DIM, DIM_BLOCK, SPLITS)
+    result = joined(sums, weights, sums, query * SPLITS, head, SPLITS, HEADS, DIM, DIM_BLOCK, SPLITS, False)
     tl.store(out + (query.to(tl.int64) * HEADS + head) * DIM + d, result, mask=d < DIM)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.kernels.launch import cdiv, launch
 from forebay.gpu.kernels.shape import Scoring, Shape
-from forebay.gpu.kernels.walk import seen_from, walk
+from forebay.gpu.kernels.walk import beside_sinks, seen_from, walk
 
 
 @triton.jit
@@ -42,6 +42,7 @@ def chunks_kernel(
     ends,
     first,
     page_table,
+    sinks,
     rows,
     tokens,
     q_stride,
@@ -70,6 +71,7 @@ def chunks_kernel(
     PLAIN: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """SIZE tokens of a row, for BLOCK query heads of one key head. M is at least SIZE * BLOCK.
 
@@ -106,7 +108,7 @@ def chunks_kernel(
     end = tl.load(ends + row)
     start = end - length
     slot = tl.load(slots + row).to(tl.int64)
-    summed, _, total = walk(
+    summed, top, total = walk(
         query,
         extra,
         start + local,
@@ -135,7 +137,8 @@ def chunks_kernel(
         WINDOW,
         CAP,
     )
-    tl.store(out_at, summed / total[:, None], mask=wide)
+    share, total = beside_sinks(top, total, sinks, head, alive, SINKS)
+    tl.store(out_at, summed * (share / total)[:, None], mask=wide)
 
 
 def attend_chunks(
@@ -154,7 +157,8 @@ def attend_chunks(
     launch(
         chunks_kernel,
         (tokens // size + count + 1, shape.kv_heads * cdiv(shape.group, block)),
-        *(q, keys, values, out, rows.slots, rows.ends, rows.first, rows.page_table, count, tokens),
+        *(q, keys, values, out, rows.slots, rows.ends, rows.first, rows.page_table),
+        *(out if scoring.sinks is None else scoring.sinks, count, tokens),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scoring.scale),
         **scoring.constants(),

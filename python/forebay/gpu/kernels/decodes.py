@@ -24,6 +24,7 @@ def decodes_kernel(
     counts,
     work,
     page_table,
+    sinks,
     q_stride,
     head_stride,
     key_stride,
@@ -50,6 +51,7 @@ def decodes_kernel(
     OVERLAP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One part of one row for a block of the query heads of one key head; grid: items of `Work`, key heads * blocks."""
     dependents(OVERLAP)
@@ -106,6 +108,7 @@ def decodes_kernel(
         out,
         sums,
         weights,
+        sinks,
         counts,
         first_cell * tl.num_programs(1) + tl.program_id(1),
         token,
@@ -124,6 +127,7 @@ def decodes_kernel(
         DIM_BLOCK,
         MOST,
         JOINS,
+        SINKS,
     )
 
 
@@ -143,6 +147,7 @@ def attend_decodes(
         decodes_kernel,
         (work.items, shape.blocks(tiles)),
         *(q, keys, values, out, work.sums, work.weights, work.counts, work.records, rows.page_table),
+        out if scoring.sinks is None else scoring.sinks,
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scoring.scale),
         **scoring.constants(),
@@ -154,4 +159,4 @@ def attend_decodes(
         JOINS=work.joins,
         overlap=len(q) == 1,
     )
-    work.join(out, rows, shape)
+    work.join(out, rows, shape, scoring.sinks)

@@ -9,7 +9,8 @@ import triton.language as tl
 from forebay.gpu.kernels.launch import cdiv, dependents, launch
 
 _BLOCK = 1024
-_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "swigluoai")
+"""The functions of gates, by their numbers in kernels."""
 
 
 @triton.jit
@@ -25,15 +26,22 @@ def tanh(x):
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
-    """The function of gates: 0 SiLU, 1 GELU by the error function, 2 GELU by a hyperbolic tangent."""
+def gated(x, up, ACTIVATION: tl.constexpr):
+    """The result of a gate and an up, in float32: 0 SiLU, 1 GELU by the error function, 2 GELU by a hyperbolic tangent.
+
+    3: both are clamped (gpt-oss). What is no number stays none.
+    """
     if ACTIVATION == 0:
-        out = silu(x)
+        out = silu(x) * up
     elif ACTIVATION == 1:
-        out = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
-    else:
+        out = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476)) * up
+    elif ACTIVATION == 2:
         # Twice the root of 2 / pi: nothing is lost where a tangent would be close to -1.
-        out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x))) * up
+    else:
+        gate = tl.where(x > 7.0, 7.0, x)
+        more = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        out = gate / (1.0 + tl.exp(-1.702 * gate)) * more
     return out
 
 
@@ -55,7 +63,7 @@ def gate_kernel(
     at = gate_up + token * stride + i
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * INNER + i, activated(gate, ACTIVATION) * up, mask=inside)
+    tl.store(out + token * INNER + i, gated(gate, up, ACTIVATION), mask=inside)
 
 
 def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
@@ -69,7 +77,7 @@ def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         *(gate_up, out, gate_up.stride(0)),
         INNER=inner,
         BLOCK=_BLOCK,
-        ACTIVATION=_ACTIVATIONS.index(activation),
+        ACTIVATION=ACTIVATIONS.index(activation),
         overlap=tokens == 1,
         num_warps=4,
     )

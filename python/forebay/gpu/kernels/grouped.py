@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from forebay.gpu.kernels.gating import silu
+from forebay.gpu.kernels.gating import ACTIVATIONS, gated
 from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, launch, power_of_2
 
 _BLOCK = 1024
@@ -60,6 +60,7 @@ def tile_of(number, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, M: tl.con
 def gate_up_kernel(
     x,
     gate_up,
+    biases,
     inner,
     order,
     first,
@@ -73,8 +74,10 @@ def gate_up_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     DOT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASES: tl.constexpr,
 ):
-    """`silu(gate) * up` of M copies of one expert, N elements; the grid is tiles, blocks. EACH: experts of a token."""
+    """Gated rows of M copies of one expert, N elements; the grid is tiles, blocks. EACH: experts of a token."""
     expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
     if at >= end:
         return
@@ -96,13 +99,18 @@ def gate_up_kernel(
         up = tl.load(weight_at + INNER * HIDDEN + begin + k[None, :], mask=weights, other=0.0).to(DOT)
         ups = tl.dot(rows, tl.trans(up), ups, input_precision="ieee")
     out_at = inner + copy.to(tl.int64)[:, None] * INNER + n[None, :]
-    tl.store(out_at, silu(gates) * ups, mask=inside[:, None] & (n < INNER)[None, :])
+    if BIASES:
+        bias_at = biases + expert * 2 * INNER + n
+        gates += tl.load(bias_at, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
+        ups += tl.load(bias_at + INNER, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_at, gated(gates, ups, ACTIVATION), mask=inside[:, None] & (n < INNER)[None, :])
 
 
 @triton.jit
 def down_kernel(
     inner,
     down,
+    biases,
     outputs,
     order,
     first,
@@ -114,6 +122,7 @@ def down_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     DOT: tl.constexpr,
+    BIASES: tl.constexpr,
 ):
     """The last product of M copies of one expert, written to the copies' places; the grid is tiles, blocks."""
     expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
@@ -131,6 +140,8 @@ def down_kernel(
         rows = tl.load(inner_at + begin + k[None, :], mask=inside[:, None] & there, other=0.0).to(DOT)
         weight = tl.load(weight_at + begin + k[None, :], mask=(n < HIDDEN)[:, None] & there, other=0.0).to(DOT)
         total = tl.dot(rows, tl.trans(weight), total, input_precision="ieee")
+    if BIASES:
+        total += tl.load(biases + expert * HIDDEN + n, mask=n < HIDDEN, other=0.0).to(tl.float32)[None, :]
     place = tl.load(order + copy, mask=inside, other=0).to(tl.int64)
     tl.store(outputs + place[:, None] * HIDDEN + n[None, :], total, mask=inside[:, None] & (n < HIDDEN)[None, :])
 
@@ -161,7 +172,13 @@ def sort_copies(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    activation: str = "silu",
 ) -> torch.Tensor:
     """See `interface.Experts`."""
     (tokens, each), (count, hidden, inner_size) = ids.shape, down.shape
@@ -183,9 +200,28 @@ def experts(
     sizes["num_stages"] = 3 if is_roomy(x.device) else 2
     inner = x.new_empty(copies, inner_size)
     grid = tiles, cdiv(inner_size, n)
-    launch(gate_up_kernel, grid, x, gate_up, inner, order, first, x.stride(0), **shared, **sizes, EACH=each)
+    of_gates, of_outputs = (x, x) if biases is None else biases
+    has_biases = biases is not None
+    launch(
+        gate_up_kernel,
+        grid,
+        *(x, gate_up, of_gates, inner, order, first, x.stride(0)),
+        **shared,
+        **sizes,
+        EACH=each,
+        ACTIVATION=ACTIVATIONS.index(activation),
+        BIASES=has_biases,
+    )
     outputs = x.new_empty(copies, hidden)
-    launch(down_kernel, (tiles, cdiv(hidden, n)), inner, down, outputs, order, first, **shared, **sizes)
+    grid = tiles, cdiv(hidden, n)
+    launch(
+        down_kernel,
+        grid,
+        *(inner, down, of_outputs, outputs, order, first),
+        **shared,
+        **sizes,
+        BIASES=has_biases,
+    )
     out = x.new_empty(tokens, hidden)
     grid = tokens, cdiv(hidden, _BLOCK)
     launch(sum_kernel, grid, outputs, weights, out, HIDDEN=hidden, EACH=each, BLOCK=_BLOCK, num_warps=4)

@@ -16,7 +16,7 @@ import triton.language as tl
 from forebay.gpu.interface import PagedRows
 from forebay.gpu.kernels.launch import dependents, launch, power_of_2
 from forebay.gpu.kernels.shape import Shape, Tiles
-from forebay.gpu.kernels.walk import seen_from
+from forebay.gpu.kernels.walk import beside_sinks, seen_from
 
 MOST = 32
 """The most parts of a row, which a join reads at once. A power of 2."""
@@ -119,6 +119,7 @@ def divide_kernel(
 def joined(
     sums,
     weights,
+    sinks,
     cell,
     head,
     count,
@@ -126,6 +127,7 @@ def joined(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     MOST: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """The result [DIM_BLOCK] of a head from `count` parts, at most MOST, whose cells begin with `cell`.
 
@@ -143,7 +145,8 @@ def joined(
     # A part without positions has weight 0, and sums of 0.
     share = tl.where(total > 0.0, tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
     weight = tl.sum(total * share, 0)
-    return tl.sum(part * share[:, None], 0) / tl.where(weight == 0.0, 1.0, weight)
+    of_parts, weight = beside_sinks(highest, weight, sinks, head, True, SINKS)
+    return tl.sum(part * share[:, None], 0) * (of_parts / tl.where(weight == 0.0, 1.0, weight))
 
 
 @triton.jit
@@ -151,6 +154,7 @@ def keep_part(
     out,
     sums,
     weights,
+    sinks,
     counts,
     counter,
     token,
@@ -169,6 +173,7 @@ def keep_part(
     DIM_BLOCK: tl.constexpr,
     MOST: tl.constexpr,
     JOINS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Stores a walk's results of some heads [BLOCK]: the final ones of a single part, and otherwise data for the join.
 
@@ -179,7 +184,8 @@ def keep_part(
     d = tl.arange(0, DIM_BLOCK)
     wide = alive[:, None] & (d < DIM)[None, :]
     if count == 1:
-        result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+        share, total = beside_sinks(top, total, sinks, head, alive, SINKS)
+        result = summed * (share / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(out + (token * HEADS + head[:, None]) * DIM + d[None, :], result, mask=wide)
     else:
         place = (first_cell + number).to(tl.int64) * HEADS + head
@@ -192,7 +198,9 @@ def keep_part(
             before = tl.atomic_add(counts + counter, 1, sem="acq_rel", scope="gpu")
             if before == count - 1:
                 for i in tl.static_range(GROUP):
-                    one = joined(sums, weights, first_cell, first_head + i, count, HEADS, DIM, DIM_BLOCK, MOST)
+                    one = joined(
+                        sums, weights, sinks, first_cell, first_head + i, count, HEADS, DIM, DIM_BLOCK, MOST, SINKS
+                    )
                     tl.store(out + (token * HEADS + first_head + i) * DIM + d, one, mask=d < DIM)
                 tl.store(counts + counter, 0)
 
@@ -203,12 +211,14 @@ def join_kernel(
     first,
     sums,
     weights,
+    sinks,
     out,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     MOST: tl.constexpr,
     OVERLAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One head of a row, if it has several parts; the grid is rows, HEADS."""
     dependents(OVERLAP)
@@ -219,7 +229,7 @@ def join_kernel(
     if count < 2:
         return
     d = tl.arange(0, DIM_BLOCK)
-    result = joined(sums, weights, cell, head, count, HEADS, DIM, DIM_BLOCK, MOST)
+    result = joined(sums, weights, sinks, cell, head, count, HEADS, DIM, DIM_BLOCK, MOST, SINKS)
     tl.store(out + (token * HEADS + head) * DIM + d, result, mask=d < DIM)
 
 
@@ -283,18 +293,19 @@ class Work:
         joins = shape.group <= _JOINS_ITSELF and programs < 2 * count
         return cls(items, records, at, counts, sums, weights, joins)
 
-    def join(self, out: torch.Tensor, rows: PagedRows, shape: Shape) -> None:
+    def join(self, out: torch.Tensor, rows: PagedRows, shape: Shape, sinks: torch.Tensor | None) -> None:
         """Writes `out` [n, heads, dim] for rows with several parts, unless their programs have."""
         if self.joins:
             return
         launch(
             join_kernel,
             (len(rows.slots), shape.heads),
-            *(self.at, rows.first, self.sums, self.weights, out),
+            *(self.at, rows.first, self.sums, self.weights, out if sinks is None else sinks, out),
             HEADS=shape.heads,
             DIM=shape.dim,
             DIM_BLOCK=power_of_2(shape.dim),
             MOST=MOST,
+            SINKS=sinks is not None,
             overlap=len(out) == 1,
             num_warps=4,
         )

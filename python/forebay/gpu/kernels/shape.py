@@ -121,15 +121,19 @@ class Scoring:
     window: int
     cap: float
     """The bound of powers; 0: there is none."""
+    sinks: torch.Tensor | None
+    """A further score for each head, which gives nothing; None: there is none."""
 
     @classmethod
-    def new(cls, scale: float, window: int, cap: float) -> Scoring:
+    def new(cls, scale: float, window: int, cap: float, sinks: torch.Tensor | None) -> Scoring:
         """As `interface.Attention.attend` has them."""
-        return cls(scale / cap, window, cap * LOG2_E) if cap > 0 else cls(scale * LOG2_E, window, 0.0)
+        if cap > 0:
+            return cls(scale / cap, window, cap * LOG2_E, sinks)
+        return cls(scale * LOG2_E, window, 0.0, sinks)
 
     def constants(self) -> dict[str, Any]:
         """The constants of kernels that walk over positions."""
-        return {"WINDOW": self.window, "CAP": self.cap}
+        return {"WINDOW": self.window, "CAP": self.cap, "SINKS": self.sinks is not None}
 
 
 def splits(programs: int, fill: int) -> int:

@@ -12,6 +12,9 @@ import triton.language as tl
 
 from forebay.gpu.kernels.eight_bits import load_kept
 from forebay.gpu.kernels.gating import tanh
+from forebay.gpu.kernels.shape import LOG2_E
+
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -21,6 +24,21 @@ def seen_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
     return first
+
+
+@triton.jit
+def beside_sinks(top, total, sinks, head, alive, SINKS: tl.constexpr):
+    """The share of a walk's sums of values, and the sum of weights, of some heads: sinks take weight too.
+
+    Both are relative to the larger of the largest score and the sink.
+    """
+    share = tl.where(total == total, 1.0, 1.0)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=alive, other=0.0).to(tl.float32) * _LOG2_E
+        higher = tl.maximum(top, sink)
+        share = tl.exp2(top - higher)
+        total = total * share + tl.exp2(sink - higher)
+    return share, total
 
 
 @triton.jit

@@ -16,6 +16,7 @@ def attend(
     scale: float,
     window: int = 0,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `interface.Attention`."""
     n, heads, _ = q.shape
@@ -41,6 +42,10 @@ def attend(
     scores = torch.einsum("nkgd,nskd->nkgs", grouped, k) * scale
     if cap > 0:
         scores = cap * torch.tanh(scores / cap)
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    if sinks is not None:
+        of_heads = sinks.float().view(1, keys.shape[1], -1, 1).expand(n, -1, -1, -1)
+        scores = torch.cat((scores, of_heads), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : entries.shape[1]]
     out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, values.shape[2])
     return out.masked_fill(~somebody[:, None, None], 0).to(q.dtype)

@@ -23,12 +23,18 @@ def add_norm(
 
 def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """See `interface.Layers`."""
-    gates, ups = gate_up.float().chunk(2, dim=-1)
+    return gated(gate_up.float(), activation).to(gate_up.dtype)
+
+
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """The results of gates and then ups, in the last dimension."""
+    gates, ups = gate_up.chunk(2, dim=-1)
+    if activation == "swigluoai":
+        gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0) + 1
+        return gates * torch.sigmoid(1.702 * gates) * ups
     if activation == "silu":
-        gates = F.silu(gates)
-    else:
-        gates = F.gelu(gates, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
-    return (gates * ups).to(gate_up.dtype)
+        return F.silu(gates) * ups
+    return F.gelu(gates, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none") * ups
 
 
 def rotate_and_keep(

@@ -51,8 +51,8 @@ pub(in crate::isa) trait Bytes {
         Quads { first: codes.cast(), apart: stride / QUAD }
     }
 
-    /// Adds `count` quads, of 4-bit codes at most a block's, to the dot products with a part of a
-    /// panel, and begins to load what is `ahead` bytes on.
+    /// Adds `count` quads to the dot products with a part of a panel, and begins to load what is
+    /// `ahead` bytes on.
     ///
     /// # Safety
     /// Rows and the panel, whose part's first quad is at `from`, have as many.
@@ -77,7 +77,14 @@ pub(in crate::isa) unsafe fn load<const FORMAT: u32>(from: *const u8) -> [__m256
         if format(FORMAT).is_narrow() {
             let mask = _mm256_set1_epi8(15);
             let high = _mm256_srli_epi16::<4>(first);
-            [_mm256_and_si256(first, mask), _mm256_and_si256(high, mask)]
+            let codes = [_mm256_and_si256(first, mask), _mm256_and_si256(high, mask)];
+            match format(FORMAT).table() {
+                None => codes,
+                Some(table) => {
+                    let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+                    [_mm256_shuffle_epi8(table, codes[0]), _mm256_shuffle_epi8(table, codes[1])]
+                }
+            }
         } else {
             [first, _mm256_loadu_si256(from.add(size_of::<__m256i>()).cast())]
         }

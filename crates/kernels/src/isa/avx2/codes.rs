@@ -1,25 +1,37 @@
 //! Codes with AVX2 alone.
 //!
-//! Its own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that
-//! large, not even those of a whole block. 32 positions are 8 quads of two pairs, of at most 2 · 15
-//! · 127 each, and a lane becomes 32 bits once a block. 8-bit codes would saturate, so both sides
-//! become 16 bits, even and odd positions of a quad by themselves. The weights are converted once
-//! for all rows of a tile, the rows before. Integers are the same as everywhere.
+//! Its own products of bytes add pairs at 16 bits, and saturate. Of small codes some quads of two
+//! pairs each can be added up first: of codes up to 15 those of a whole block, of `MXFP4` half as
+//! many. Larger codes would saturate at once, so both sides become 16 bits, even and odd positions
+//! of a quad by themselves. The weights are converted once for all rows of a tile, the rows before.
+//! Integers are the same as everywhere.
 
 use std::arch::x86_64::*;
 
 use super::bytes::{Bytes, CHUNK, Quads, Room, Sums, load};
 use super::dots::dots;
 use super::loops::again;
-use crate::codes::{LARGEST, SHARED};
+use crate::codes::{Format, LARGEST, SHARED};
 use crate::dots::{QUAD, quad_bytes};
 use crate::isa::operands::format;
 
 /// Codes with AVX2 alone.
 pub(crate) struct Avx2Dots;
 
-// The claim about 4-bit codes above.
-const _: () = assert!(SHARED / QUAD * 2 * 15 * LARGEST as usize <= i16::MAX as usize);
+/// Quads that are added up at 16 bits, of a block or of half of one; 0: not a single one can be.
+const fn quads_of_16_bits(format: Format) -> usize {
+    let of_block = SHARED / QUAD;
+    match i16::MAX as usize / (2 * format.largest() as usize * LARGEST as usize) {
+        most if most >= of_block => of_block,
+        most if most >= of_block / 2 => of_block / 2,
+        _ => 0,
+    }
+}
+
+// The claims above.
+const _: () = assert!(quads_of_16_bits(Format::Q4_1) == SHARED / QUAD);
+const _: () = assert!(quads_of_16_bits(Format::Mxfp4) == SHARED / QUAD / 2);
+const _: () = assert!(quads_of_16_bits(Format::Iq4Nl) == 0);
 
 impl Bytes for Avx2Dots {
     #[inline(always)]
@@ -29,7 +41,7 @@ impl Bytes for Avx2Dots {
         count: usize,
         room: &mut Room<M>,
     ) -> Quads {
-        if format(FORMAT).is_narrow() {
+        if quads_of_16_bits(format(FORMAT)) > 0 {
             return Quads { first: codes.cast(), apart: stride / QUAD };
         }
         for (r, [even, odd]) in room.iter_mut().enumerate() {
@@ -57,22 +69,26 @@ impl Bytes for Avx2Dots {
     ) {
         // SAFETY: the contract; a prefetch of a wrong address does nothing.
         unsafe {
-            if format(FORMAT).is_narrow() {
-                let mut words = [[_mm256_setzero_si256(); 2]; M];
-                for quad in 0..count {
-                    let from = from.add(quad * quad_bytes(format(FORMAT)));
-                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(ahead).cast());
-                    let weights = load::<FORMAT>(from);
-                    for (r, words) in words.iter_mut().enumerate() {
-                        let x = rows.splat(r, quad);
-                        for (sum, weights) in words.iter_mut().zip(weights) {
-                            *sum = _mm256_add_epi16(*sum, _mm256_maddubs_epi16(weights, x));
+            let together = const { quads_of_16_bits(format(FORMAT)) };
+            if together > 0 {
+                for first in (0..count).step_by(together) {
+                    let mut words = [[_mm256_setzero_si256(); 2]; M];
+                    for quad in first..(first + together).min(count) {
+                        let from = from.add(quad * quad_bytes(format(FORMAT)));
+                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(ahead).cast());
+                        let weights = load::<FORMAT>(from);
+                        for (r, words) in words.iter_mut().enumerate() {
+                            let x = rows.splat(r, quad);
+                            for (sum, weights) in words.iter_mut().zip(weights) {
+                                *sum = _mm256_add_epi16(*sum, _mm256_maddubs_epi16(weights, x));
+                            }
                         }
                     }
-                }
-                for (dots, words) in dots.as_flattened_mut().iter_mut().zip(words.as_flattened()) {
-                    let sum = _mm256_madd_epi16(*words, _mm256_set1_epi16(1));
-                    *dots = _mm256_add_epi32(*dots, sum);
+                    let sums = dots.as_flattened_mut().iter_mut().zip(words.as_flattened());
+                    for (dots, words) in sums {
+                        let sum = _mm256_madd_epi16(*words, _mm256_set1_epi16(1));
+                        *dots = _mm256_add_epi32(*dots, sum);
+                    }
                 }
                 return;
             }

@@ -7,7 +7,7 @@ use super::bytes::{Bytes, CHUNK, Room};
 use super::loops::HALF_LANES;
 use crate::codes::{Format, SHARED};
 use crate::dots::{QUAD, quad_bytes, scale_bytes};
-use crate::isa::operands::{Operands, Q4_1, format};
+use crate::isa::operands::{MXFP4, Operands, Q4_1, format};
 use crate::tile::{NR, Tile};
 use crate::vector::LANES;
 
@@ -73,11 +73,18 @@ pub(in crate::isa) unsafe fn whole<B: Bytes, const FORMAT: u32, const M: usize>(
     }
 }
 
-/// Eight floats of 16 bits.
+/// Eight scales of 16 bits.
 #[inline(always)]
-unsafe fn halves(from: *const u16) -> __m256 {
+unsafe fn halves<const FORMAT: u32>(from: *const u16) -> __m256 {
     // SAFETY: the caller has them there.
-    unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    unsafe {
+        let halves = _mm_loadu_si128(from.cast());
+        if FORMAT == MXFP4 {
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
+        } else {
+            _mm256_cvtph_ps(halves)
+        }
+    }
 }
 
 /// `M` rows times a panel with a scale every [`SHARED`] positions.
@@ -116,9 +123,9 @@ pub(in crate::isa) unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>
                 B::add::<FORMAT, M>(rows, SHARED / QUAD, from, ahead, &mut dots);
                 for (half, output) in outputs(format, part).into_iter().enumerate() {
                     let scales = scales.add(index);
-                    let weights = halves(own.add(output));
+                    let weights = halves::<FORMAT>(own.add(output));
                     let least = match FORMAT {
-                        Q4_1 => halves(own.add(NR + output)),
+                        Q4_1 => halves::<FORMAT>(own.add(NR + output)),
                         _ => weights,
                     };
                     for (r, (dots, out)) in dots.iter().zip(&mut *out).enumerate() {
@@ -160,7 +167,7 @@ macro_rules! dots {
             use $crate::codes::{Codes, Format};
             use $crate::dots::Dots;
             use $crate::isa::avx2::dots::{blocks, by_rows, whole};
-            use $crate::isa::operands::{INT8, Operands, Q4_0, Q4_1, Q8_0};
+            use $crate::isa::operands::{INT8, IQ4_NL, MXFP4, Operands, Q4_0, Q4_1, Q8_0};
             use $crate::tile::Tile;
 
             #[target_feature(enable = $features)]
@@ -205,6 +212,8 @@ macro_rules! dots {
                             Format::Q8_0 => by_rows!(tile_of_blocks, Q8_0, count, given, out),
                             Format::Q4_0 => by_rows!(tile_of_blocks, Q4_0, count, given, out),
                             Format::Q4_1 => by_rows!(tile_of_blocks, Q4_1, count, given, out),
+                            Format::Mxfp4 => by_rows!(tile_of_blocks, MXFP4, count, given, out),
+                            Format::Iq4Nl => by_rows!(tile_of_blocks, IQ4_NL, count, given, out),
                         }
                     }
                 }

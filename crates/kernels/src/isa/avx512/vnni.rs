@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use crate::codes::{Codes, Format, SHARED};
 use crate::dots::{Dots, QUAD, quad_bytes, scale_bytes};
-use crate::isa::operands::{INT8, Operands, Q4_0, Q4_1, Q8_0, format};
+use crate::isa::operands::{INT8, IQ4_NL, MXFP4, Operands, Q4_0, Q4_1, Q8_0, format};
 use crate::tile::{NR, Tile};
 use crate::vector::LANES;
 
@@ -58,7 +58,15 @@ unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
             let (left, right) = if format(FORMAT).is_narrow() {
                 let mask = _mm512_set1_epi8(15);
                 let high = _mm512_srli_epi16::<4>(first);
-                (_mm512_and_si512(first, mask), _mm512_and_si512(high, mask))
+                let codes = (_mm512_and_si512(first, mask), _mm512_and_si512(high, mask));
+                match format(FORMAT).table() {
+                    None => codes,
+                    Some(table) => {
+                        let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+                        let of = |codes| _mm512_shuffle_epi8(table, codes);
+                        (of(codes.0), of(codes.1))
+                    }
+                }
             } else {
                 (first, _mm512_loadu_si512(from.add(64).cast()))
             };
@@ -139,7 +147,12 @@ unsafe fn blocks<const FORMAT: u32, const M: usize, const AHEAD: bool>(
             }
             let halves = |at: usize| {
                 let halves = _mm256_loadu_si256(own.add(at * LANES * size_of::<u16>()).cast());
-                _mm512_cvtph_ps(halves)
+                if FORMAT == MXFP4 {
+                    let upper = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves));
+                    _mm512_castsi512_ps(upper)
+                } else {
+                    _mm512_cvtph_ps(halves)
+                }
             };
             let own = [halves(0), halves(1)];
             for (r, totals) in totals.iter_mut().enumerate() {
@@ -209,6 +222,8 @@ unsafe impl Dots for Vnni {
                 Format::Q8_0 => by_rows!(blocks, Q8_0, count, given, out, 1 2 3 4 5 | 6),
                 Format::Q4_0 => by_rows!(blocks, Q4_0, count, given, out, 1 2 3 4 5 | 6),
                 Format::Q4_1 => by_rows!(blocks, Q4_1, count, given, out, 1 2 3 4 5 | 6),
+                Format::Mxfp4 => by_rows!(blocks, MXFP4, count, given, out, 1 2 3 4 5 | 6),
+                Format::Iq4Nl => by_rows!(blocks, IQ4_NL, count, given, out, 1 2 3 4 5 | 6),
             }
         }
     }

@@ -97,7 +97,7 @@ fn stacks_have_a_matrix_of_each_expert() {
         assert_eq!(of[&format!("{at}.up_proj.weight")], (4 * expert + 2, 2, vec![2, 5]));
     }
     for (stored, why) in
-        [(vec![4, 4, 5], "3 experts"), (vec![3, 3, 5], "2 parts"), (vec![3, 4], "3 experts")]
+        [(vec![4, 4, 5], "3 experts"), (vec![3, 3, 5], "2 parts"), (vec![3], "3 experts")]
     {
         let error = weights(&[], "blk.1.ffn_gate_up_exps.weight", &stored).expect_err(why);
         assert!(error.contains(why), "{error}");
@@ -181,6 +181,12 @@ fn each_kind_of_part_is_read() {
     let gates = taken(Take::EACH_EXPERT.transposed().every(0, 2), &[3, 2, 4]);
     let of = |expert: f32| [0.0, 4.0, 2.0, 6.0].map(|it| 8.0 * expert + it).to_vec();
     assert_eq!(gates, Ok(vec![of(0.0), of(1.0), of(2.0)]));
+    let biases = taken(Take::EACH_EXPERT.every(1, 2), &[2, 4]);
+    assert_eq!(biases, Ok(vec![vec![1.0, 3.0], vec![5.0, 7.0]]), "a vector of each expert");
+    assert_eq!(taken(Take::EACH_EXPERT, &[2, 2]), Ok(vec![vec![0.0, 1.0], vec![2.0, 3.0]]));
+    let of_rows = taken(Take::EACH_EXPERT.every(1, 2), &[2, 4, 2]);
+    let of = |expert: f32| [2.0, 3.0, 6.0, 7.0].map(|it| 8.0 * expert + it).to_vec();
+    assert_eq!(of_rows, Ok(vec![of(0.0), of(1.0)]), "odd rows");
     // Qwen3-VL-MoE has columns first in some files, and rows first in others.
     let either = Take::EACH_EXPERT.transposed_where(|_, [rows, _]| rows == 2);
     let turned = |expert: f32| [0.0, 2.0, 1.0, 3.0].map(|it| 4.0 * expert + it).to_vec();
