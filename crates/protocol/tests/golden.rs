@@ -358,7 +358,8 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
 #[test]
 fn the_engine_s_calls_write_the_golden_states() {
     let (folder, _) = fixtures();
-    let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
+    let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+    let (mut plan, spec) = (StepPlan::default(), SlotSpec { sampling, ..SlotSpec::default() });
     plan.begin(79);
     plan.write_slot(&NewSlot { slot: 6, tokens: &[4, 5], prompt_len: 2, spec: &spec });
     plan.write_page(6, 0, 3);
