@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use forebay_protocol::StepPlan;
+use forebay_protocol::{StepPlan, Want};
 use serde::{Deserialize, Serialize};
 
 /// The recurrent states of a model, and their pages.
@@ -42,7 +42,8 @@ impl StateModel {
 /// Positions that the states of slots and of pages have seen.
 #[derive(Debug, Default)]
 pub(crate) struct States {
-    slots: HashMap<u32, u32>,
+    /// Of each slot, and whether its last position may come again because its mask was late.
+    slots: HashMap<u32, (u32, bool)>,
     pages: HashMap<u32, u32>,
 }
 
@@ -58,22 +59,24 @@ impl States {
         }
         for load in plan.state_loads() {
             let seen = self.pages.get(&load.page).ok_or("a state page is loaded that has none")?;
-            self.slots.insert(load.slot, *seen);
+            self.slots.insert(load.slot, (*seen, false));
         }
         for row in plan.rows() {
-            let seen =
-                if row.start == 0 { 0 } else { self.slots.get(&row.slot).copied().unwrap_or(0) };
-            if seen != row.start {
+            let state = self.slots.get(&row.slot).copied();
+            let (seen, again) = state.filter(|_| row.start > 0).unwrap_or_default();
+            if seen != row.start && !(again && seen == row.start + 1) {
                 return Err(format!(
                     "slot {} begins at position {}, and its states have seen {seen}",
                     row.slot, row.start
                 ));
             }
-            self.slots.insert(row.slot, row.start + row.length);
+            let again = row.want == Want::Masked;
+            self.slots.insert(row.slot, (row.start + row.length, again));
         }
         for save in plan.state_saves() {
             let seen = self.slots.get(&save.slot).filter(|_| save.page < pages);
-            self.pages.insert(save.page, *seen.ok_or("a state is saved that there is not")?);
+            let (seen, _) = seen.ok_or("a state is saved that there is not")?;
+            self.pages.insert(save.page, *seen);
         }
         Ok(())
     }
@@ -81,7 +84,7 @@ impl States {
 
 #[cfg(test)]
 mod tests {
-    use forebay_protocol::{NewSlot, Row, SlotSpec, Want};
+    use forebay_protocol::{NewSlot, Row, SlotSpec};
 
     use super::*;
 

@@ -29,8 +29,6 @@ const MOST_US: u64 = 20_000;
 /// Weight of the newest step in the mean of their times, and of a mask in the memory of dear ones:
 /// one in so many.
 const NEWEST: u64 = 8;
-/// A step that waits for all of its masks looks so often if they are there.
-const WAIT_FOR_ALL: Duration = Duration::from_secs(1);
 
 /// The first masks of a request, of which nothing is known: the second one may copy the matcher of
 /// its form, and the first one does not.
@@ -76,9 +74,6 @@ pub(crate) struct Constrained {
     step_us: u64,
     /// The part of it for which it waits for masks, in percent.
     share: u32,
-    /// True if every step waits for all of its masks: with recurrent states no row sits out. A
-    /// request with a dear mask is late from then on.
-    pub(crate) awaits_all: bool,
 }
 
 impl Constrained {
@@ -94,7 +89,6 @@ impl Constrained {
             inbox: Arc::new(Inbox::new(waker)),
             step_us: 0,
             share,
-            awaits_all: false,
         }
     }
 
@@ -167,11 +161,6 @@ impl Constrained {
         })
     }
 
-    /// True if one of these requests is live and has no mask.
-    fn lacks_any(&self, ids: &[u64]) -> bool {
-        ids.iter().any(|id| self.live.get(id).is_some_and(|held| held.mask.is_none()))
-    }
-
     /// The longest time that the next step waits for masks, in microseconds.
     fn budget(&self, members: u64) -> u64 {
         let share = self.step_us.saturating_mul(self.share.into()) / 100;
@@ -239,10 +228,6 @@ impl Member {
         let began = self.shared.clock.now_us();
         self.stats.mask_budget_us = self.constrained.budget(members);
         self.make_masks(&ids, began + self.stats.mask_budget_us);
-        // A mask may be of the token before.
-        while self.constrained.awaits_all && self.constrained.lacks_any(&ids) {
-            self.make_masks(&ids, began + self.stats.mask_budget_us);
-        }
         let own = &mut self.constrained;
         let mut idle = Vec::new();
         own.masks.step = step;
@@ -297,22 +282,14 @@ impl Member {
         let threads = Arc::clone(&own.threads);
         let clock = Arc::clone(&self.shared.clock);
         while self.constrained.missing > 0
-            && (threads.is_empty() || self.constrained.awaits_all || clock.now_us() < deadline)
+            && (threads.is_empty() || clock.now_us() < deadline)
             && threads.help()
         {
             self.collect_masks();
         }
-        if self.constrained.awaits_all {
-            threads.leave();
-        }
         let left = Duration::from_micros(deadline.saturating_sub(clock.now_us()));
         let until = Instant::now() + left;
-        while self.constrained.missing > 0 {
-            let all = self.constrained.awaits_all;
-            let until = if all { Instant::now() + WAIT_FOR_ALL } else { until };
-            if !self.constrained.inbox.wait(until) && !all {
-                break;
-            }
+        while self.constrained.missing > 0 && self.constrained.inbox.wait(until) {
             self.collect_masks();
         }
         if self.constrained.missing > 0 {
@@ -356,7 +333,7 @@ impl Member {
             let before = held.expected_us.unwrap_or(0);
             held.expected_us = Some(us.max(before - before / NEWEST));
             held.made = held.made.saturating_add(1);
-            held.late = !is_cheap(us) && (held.late || own.awaits_all);
+            held.late &= !is_cheap(us);
             own.missing -= usize::from(std::mem::take(&mut held.due));
             let scheduler = self.scheduler.as_mut().filter(|_| !is_cheap(us));
             scheduler.into_iter().for_each(|scheduler| scheduler.charge(id, us));

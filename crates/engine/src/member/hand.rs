@@ -79,7 +79,6 @@ impl Member {
         let pool = positions.saturating_mul(self.config.page_size);
         self.page_bytes = facts.page_bytes;
         self.constrained.vocabulary = facts.vocab_size;
-        self.constrained.awaits_all = facts.state_bytes > 0;
         if let Some(scheduler) = &mut self.scheduler {
             let mut known = self.shared.facts.lock();
             if let Some(known) = known.as_mut().filter(|known| {

@@ -111,6 +111,8 @@ struct DeviceSlot {
     /// The recurrent state: a hash of all tokens that its rows have computed. `None`: nothing was
     /// computed or loaded since the slot was written.
     state: Option<u64>,
+    /// The state before the last position of its last row, which comes again if that sat out.
+    before: u64,
 }
 
 /// Copies under way, and the host's memory, which outlives the device.
@@ -246,6 +248,7 @@ impl Device {
             rows: vec![],
             images: SlotImages::default(),
             state: None,
+            before: GARBAGE,
         };
         Self {
             eyes: config.tower.map(Eyes::new),
@@ -387,7 +390,9 @@ impl Device {
             let mut next = next_token(&slot.tokens[..end]);
             if self.states.is_some() {
                 let before = if start == 0 { ZERO } else { slot.state.expect("a state") };
-                let state = slot.tokens[start..end].iter().fold(before, |at, &one| mix(at, one));
+                let fold = |at, tokens: &[i32]| tokens.iter().fold(at, |at, &one| mix(at, one));
+                slot.before = fold(before, &slot.tokens[start..end - 1]);
+                let state = fold(slot.before, &slot.tokens[end - 1..end]);
                 slot.state = Some(state);
                 // What it says comes from its state alone.
                 next = next.map(|_| (state % VOCAB as u64) as i32);
@@ -473,7 +478,9 @@ impl Device {
 
     /// A slot's last row gives no token after all.
     pub(crate) fn take_back(&mut self, slot: u32) {
-        self.slots[slot as usize].tokens.pop();
+        let slot = &mut self.slots[slot as usize];
+        slot.tokens.pop();
+        slot.state = slot.state.map(|_| slot.before);
     }
 
     fn load_states(&mut self, plan: &StepPlan, loads: &[StateCopy]) {

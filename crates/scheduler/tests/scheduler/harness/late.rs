@@ -19,10 +19,6 @@ impl Harness {
     /// Of the only step in flight, the masked rows whose bits are set give no token. Gives their
     /// number.
     pub(crate) fn sit_out(&mut self, bits: u8) -> usize {
-        // With recurrent states no row sits out: its last position can't come again.
-        if self.config.states.is_some() {
-            return 0;
-        }
         let [flight] = self.flights.make_contiguous() else { return 0 };
         let mut late = 0;
         // From the last on, so that the numbers before stay right.
