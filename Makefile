@@ -43,7 +43,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-transformers-new test-slow e2e test-page test-fleet test-kills test-moves test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu bench-gpu-peers gpu-pack check lint fmt deny docs docs-cli columns families wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page setup-ray web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-transformers-new test-slow e2e test-page test-fleet test-kills test-moves test-states test-image-sizes test-fuzz-images test-fuzz-outposts test-gpu bench-gpu bench-gpu-peers gpu-pack check lint fmt deny docs docs-cli columns families wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
 	clean distclean
 
 help: ## print this list
@@ -253,6 +253,9 @@ test-models: ## tell 10^5 random stories of models that are loaded, asleep and g
 
 test-moves: ## tell 10^5 random stories of queued requests that move between replicas whose hands die (30 minutes)
 	FOREBAY_MOVES=100000 cargo test --locked --profile fast -p forebay-scheduler --test scheduler wherever_they_move
+
+test-states: ## tell 10^5 random stories of recurrent states in state pages (10 minutes)
+	FOREBAY_STATES=100000 cargo test --locked --profile fast -p forebay-scheduler --test scheduler with_recurrent_states
 
 test-image-sizes: build-tests ## compare a thousand images with transformers' patches, and 2400 JPEGs with Pillow's (5 minutes)
 	FOREBAY_IMAGE_SIZES=1000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \

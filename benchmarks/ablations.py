@@ -45,6 +45,11 @@ LONG_SHARED = Workload(
     requests=480,
     arguments=LONG_PREFIXES,
 )
+LONG_SHARED_STATES = replace(
+    LONG_SHARED,
+    name="480 prompts with 24 beginnings of 6000 tokens, simulated Qwen3.6-35B-A3B on an H100",
+    setting=replace(LONG_SHARED.setting, step_tokens=4096),
+)
 BESIDE_LONG = Workload(
     "109 prompts of 100 tokens, 2 a second, beside 4 of 7000, SmolLM2",
     Setting(model="smollm2", streams=64, context=8192, step_tokens=1024, pool=65536),
@@ -97,6 +102,7 @@ class Switch:
 
 STREAMING = "SGLang #22658: throughput x1.20, TPOT x0.84"
 INTAKE = "SGLang #13986: requests/s x1.05, P99 TTFT x0.95, P99 ITL x0.99"
+STATES = "tpu-inference #3412: throughput x3.5"
 TOKENIZING = "SGLang #9382: P99 x0.10 at 500 requests/s, x1.28 at 300"
 
 SWITCHES = [
@@ -118,6 +124,7 @@ SWITCHES = [
         kind=intake.Case,
         once=intake.measure,
     ),
+    Switch("state cache", (), ("--disable-state-cache",), LONG_SHARED_STATES, "h100-qwen3.6-35b-a3b", elsewhere=STATES),
     Switch("text cache", (), ("--text-cache-bytes", "0"), LONG_SHARED, profile=STEPS_OF_5_MS),
 ]
 

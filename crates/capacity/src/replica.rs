@@ -81,6 +81,7 @@ impl Replica {
             host: setup.host,
             sparse: setup.sparse,
             tower: setup.seeing.map(|seeing| seeing.tower),
+            states: setup.states,
         });
         let sigma = setup.timing.model.jitter_sigma;
         let jitter = Jitter::new(sigma, setup.seed.wrapping_add(index.into()));

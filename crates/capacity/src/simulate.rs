@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use anyhow::{Result, bail};
-use forebay_scheduler::{BlockEvent, DecodeGap, Event, HostTier, Sparse};
+use forebay_scheduler::{BlockEvent, DecodeGap, Event, HostTier, Sparse, StateCache};
 use forebay_sim::{Profile, SparseModel, Timing};
 
 use crate::args::{PlanArgs, Router};
@@ -37,6 +37,7 @@ pub(crate) struct Setup {
     pub(crate) host: Option<HostTier>,
     pub(crate) sparse: Option<Sparse>,
     pub(crate) seeing: Option<Seeing>,
+    pub(crate) states: Option<StateCache>,
 }
 
 impl Setup {
@@ -96,6 +97,7 @@ impl Setup {
             copy: profile.copy,
             bytes,
             sparse: SparseModel { miss_rows, ..profile.sparse },
+            states: profile.states,
             save_order: args.sparse.kv_save_order.into(),
             ranks,
         };
@@ -115,6 +117,10 @@ impl Setup {
             seed: args.seed,
             router: args.router,
             seeing: None,
+            states: (profile.states.bytes > 0).then_some(StateCache {
+                pages: profile.states.pages,
+                interval: StateCache::INTERVAL,
+            }),
         })
     }
 

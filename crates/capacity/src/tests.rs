@@ -48,6 +48,7 @@ fn setup(model: DeviceModel) -> Setup {
         host: None,
         sparse: None,
         seeing: None,
+        states: None,
     }
 }
 

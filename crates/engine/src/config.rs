@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use forebay_scheduler::{DecodeGap, HostTier, Namer, Policy, SavePolicy};
+use forebay_scheduler::{DecodeGap, HostTier, Namer, Policy, SavePolicy, StateCache};
 use serde::{Serialize, Serializer};
 
 /// The settings of an engine, with everything resolved. A field of a flag has the flag's name.
@@ -62,6 +62,12 @@ pub struct EngineConfig {
     /// The images of a step, if the model takes any.
     #[serde(flatten)]
     pub images: Option<ImageConfig>,
+    /// Tokens from one kept recurrent state of a request to the next; 0: states are kept only where
+    /// prompts, answers and cached prefixes end.
+    pub state_interval: u32,
+    /// True if the model has recurrent layers, also where its hand does not say so.
+    #[serde(skip)]
+    pub is_recurrent: bool,
 }
 
 impl EngineConfig {
@@ -101,6 +107,8 @@ impl Default for EngineConfig {
             mask_share: 10,
             host_tier: None,
             images: None,
+            state_interval: StateCache::INTERVAL,
+            is_recurrent: false,
         }
     }
 }

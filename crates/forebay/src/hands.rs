@@ -91,11 +91,9 @@ impl Chosen {
                 model.name
             );
         }
-        let states =
-            if model.has_states() { "; its recurrent states have no prefix cache" } else { "" };
-        Ok(Self::torch(format!(
-            "transformers' own code has this model, and native code would be faster{states}"
-        )))
+        Ok(Self::torch(
+            "transformers' own code has this model, and native code would be faster".to_owned(),
+        ))
     }
 
     /// The program to start, and its arguments.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_sim::{
-    CopyModel, Fit, KvModel, Profile, SaveOrder, SimClock, SimConfig, SimText, SparseModel, Timing,
-    fit, read_samples,
+    CopyModel, Fit, KvModel, Profile, SaveOrder, SimClock, SimConfig, SimText, SparseModel,
+    StateModel, Timing, fit, read_samples,
 };
 use forebay_text::Tokenizer;
 
@@ -52,6 +52,12 @@ pub(crate) fn config(
     let page_size = hand.page_size;
     let hot_row_tokens = hot_row_tokens(hand, profile)?;
     let is_sparse = hand.hot_row_tokens.is_some();
+    if profile.states.bytes > 0 && (is_sparse || simulated.tokens_a_row > 1) {
+        bail!(
+            "{}: a model with recurrent states has neither sparse decoding nor several tokens a row",
+            profile.model
+        );
+    }
     let host = HostSize::from_hand(hand);
     let page_count = match host {
         _ if keeps_nothing => 0,
@@ -74,6 +80,7 @@ pub(crate) fn config(
             copy: profile.copy,
             bytes: profile.page_bytes(page_size, is_sparse),
             sparse: profile.sparse,
+            states: profile.states,
             ranks: resolved.device.arrangement.tp_size(),
             save_order,
         },
@@ -87,6 +94,7 @@ pub(crate) fn config(
         text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
         tokens_a_row: simulated.tokens_a_row,
         tower: sim_tower(model, hand.image_pool_tokens),
+        state_pages: hand.state_pages.unwrap_or(u32::MAX).min(profile.states.pages),
         device: format!("simulated {}", profile.device),
     })
 }
@@ -168,6 +176,7 @@ pub(crate) fn run_fit(flags: &FitFlags) -> Result<()> {
         kv: KvModel::default(),
         copy: CopyModel::default(),
         sparse: SparseModel::default(),
+        states: StateModel::default(),
     };
     let text = profile.to_toml()?;
     // What is written here is read by the same rules later: better to fail now.

@@ -35,5 +35,5 @@ mod tiers;
 pub use event::{BlockEvent, Place};
 pub use hash::{BlockHash, ImageId, Namer};
 pub use images::{ImageLease, ImagePool, Seen};
-pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool};
+pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool, Recurrent};
 pub use tiers::{BackedBlock, Found, Moves, Tiers};

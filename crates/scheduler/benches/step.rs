@@ -88,6 +88,7 @@ impl Replica {
                 host: None,
                 sparse: None,
                 tower: None,
+                states: None,
             }),
             plan: StepPlan::default(),
             result: StepResult::default(),

@@ -57,7 +57,9 @@ impl Scheduler {
             };
             *budget -= planned;
             self.count_received(handle, planned);
-            if in_parts || planned == 0 {
+            // It has its row, which ends where its state is kept, or its result has room.
+            let was_cut = matches!(self.roster[handle].stage(), Some(Stage::Prefill));
+            if in_parts || planned == 0 || was_cut {
                 from = Bound::Excluded(key);
             }
         }
@@ -161,7 +163,7 @@ impl Scheduler {
         leased: Leased,
         step: &mut NewStep<'_>,
     ) {
-        let Leased { pages, pending, restored } = leased;
+        let Leased { pages, pending, restored, missed } = leased;
         let entry = &mut self.roster[handle];
         entry.passed = 0;
         entry.computed = entry.cached;
@@ -172,6 +174,7 @@ impl Scheduler {
             self.counters.prefix_queries += u64::from(entry.prompt_len);
             self.counters.prefix_hits += u64::from(cached_tokens - from_host);
             self.counters.host_hits += u64::from(from_host);
+            self.memory.count_state_use(entry.prompt_len, cached_tokens, missed);
         }
         if replayed {
             let lost = std::mem::take(&mut entry.lost).saturating_sub(entry.cached);
@@ -201,6 +204,7 @@ impl Scheduler {
         let Some(Residence { slot, pages, .. }) = &entry.residence else { return };
         step.plan.write_slot(&entry.slot(*slot));
         pages.write_tables(*slot, step.plan);
+        self.memory.load_state(entry, step.flight.step, step.plan);
         self.images.begin(handle, entry, step);
     }
 }

@@ -91,6 +91,9 @@ pub struct SchedulerConfig {
     pub sparse: Option<Sparse>,
     /// The vision tower, if the model has one.
     pub tower: Option<Tower>,
+    /// The cache of recurrent states, if the model has recurrent layers. Such a model has no drafts,
+    /// no sparse decoding, and one token a row.
+    pub states: Option<StateCache>,
 }
 
 impl SchedulerConfig {
@@ -113,6 +116,22 @@ pub struct Drafts {
     /// True if a step has drafts only where their measured time is worth it. Otherwise it has all
     /// that it has room for.
     pub priced: bool,
+}
+
+/// The cache of recurrent states. A request goes on from a cached prefix only where a state was
+/// kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateCache {
+    /// State pages. Without any, requests share nothing.
+    pub pages: u32,
+    /// The number of positions from one kept state of a request to the next, rounded up to whole
+    /// pages; 0: states are kept only where prompts, answers and cached prefixes end.
+    pub interval: u32,
+}
+
+impl StateCache {
+    /// The default of `interval`.
+    pub const INTERVAL: u32 = 4096;
 }
 
 /// A vision tower, and the memory for its output.

@@ -194,6 +194,35 @@ pub struct Stats {
     pub sparse: SparseStats,
     /// Images.
     pub images: ImageStats,
+    /// Recurrent states.
+    pub states: StateStats,
+}
+
+/// Numbers of kept recurrent states; all 0 for a model without any. Counts of pages are of the
+/// moment. The others only grow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
+pub struct StateStats {
+    /// State pages.
+    pub pages: usize,
+    /// State pages that a plan in flight names, or that have a state without a name yet.
+    pub pages_held: usize,
+    /// State pages that hold a kept state and are not held.
+    pub pages_cached: usize,
+    /// Tokens of prompts that were looked up, at first admissions.
+    pub query_tokens: u64,
+    /// Tokens of prompts that came from a kept state, at first admissions.
+    pub hit_tokens: u64,
+    /// Tokens of prompts whose keys and values were cached, and that were computed again because no
+    /// state was kept behind them, at first admissions.
+    pub missed_tokens: u64,
+    /// States that were loaded into a slot.
+    pub loads: u64,
+    /// States that were saved to a page.
+    pub saves: u64,
+    /// Kept states that made room for others.
+    pub evictions: u64,
+    /// States that were not saved, because every page was held.
+    pub saves_refused: u64,
 }
 
 /// Numbers of drafts, which only grow.

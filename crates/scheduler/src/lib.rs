@@ -33,6 +33,9 @@
 //! A masked row whose mask is not ready sits its step out ([`Scheduler::sit_out`]), and its request
 //! gets no further token until the mask is there.
 //!
+//! With recurrent layers ([`SchedulerConfig::states`]) a request goes on from a cached prefix only
+//! where a state was kept. Rows end where states are to be kept.
+//!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
@@ -82,6 +85,7 @@
 //! #     host: None,
 //! #     sparse: None,
 //! #     tower: None,
+//! #     states: None,
 //! # };
 //!
 //! let mut scheduler = Scheduler::new(config);
@@ -149,11 +153,12 @@ use crate::steps::Steps;
 use crate::turns::Turns;
 
 pub use crate::config::{
-    DecodeGap, Drafts, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower,
+    DecodeGap, Drafts, HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, StateCache, Tower,
 };
 pub use crate::drafting::MAX_DRAFTED;
 pub use crate::event::{
-    ApplyError, DraftCounts, DraftStats, Event, Finish, HostStats, ImageStats, SparseStats, Stats,
+    ApplyError, DraftCounts, DraftStats, Event, Finish, HostStats, ImageStats, SparseStats,
+    StateStats, Stats,
 };
 pub use crate::images::prompt::{PromptImage, image_words};
 pub use crate::moves::QueuedRequest;
@@ -194,7 +199,7 @@ impl Scheduler {
     pub fn new(mut config: SchedulerConfig) -> Self {
         let numbers = [config.slots, config.max_running, config.page_size, config.tokens_a_row];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
-        words::check_slots(config.slots);
+        words::check_slots(&config);
         let memory = Memory::new(&config);
         // A hand that gives several tokens by itself has drafts of its own.
         config.drafts = config.drafts.filter(|_| config.tokens_a_row == 1 && memory.takes_drafts());
@@ -242,12 +247,13 @@ impl Scheduler {
         debug_assert!(self.memory.fits(positions), "a request alone fits into the pool");
     }
 
-    /// Goes on with another number of pages in each tier, because the hand came back with so many.
+    /// Goes on with another number of pages in each tier and of state pages, because the hand came
+    /// back with so many.
     /// All blocks are forgotten. The caller has called [`Self::reset`] or its like. Each live
     /// request has to fit into the pages if it runs alone.
-    pub fn resize(&mut self, pages: u32, host_pages: u32) {
+    pub fn resize(&mut self, pages: u32, host_pages: u32, state_pages: u32) {
         debug_assert!(self.in_flight() == 0 && self.roster.residents.is_empty(), "it was reset");
-        self.memory.resize(pages, host_pages);
+        self.memory.resize(pages, host_pages, state_pages);
         self.turns.unblock();
     }
 

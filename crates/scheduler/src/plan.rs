@@ -136,6 +136,7 @@ impl Scheduler {
         let (start, goal) = (entry.computed, entry.goal());
         let answers = |most| flight.answers_left(self.config.step_words, most);
         let length = entry.room_in_result(most.min(entry.longest_row()), answers);
+        let length = self.memory.length_to_state(entry, length);
         if length == 0 {
             return 0;
         }
@@ -162,6 +163,7 @@ impl Scheduler {
             residence.last_step = flight.step;
             self.memory.save_rows(&residence.pages, fresh..end, plan);
         }
+        self.memory.save_state(entry, plan);
         plan.push_row(Row { slot, start, length, want });
         prompt.into_iter().for_each(|want| plan.want_prompt_logprobs(want));
         flight.push(FlightRow { handle, start, end, want, prompt, sits_out: false, drafts: None });

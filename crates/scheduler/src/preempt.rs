@@ -58,7 +58,7 @@ impl Scheduler {
 
     /// Notes that the result of a step has come. What only this step named may be freed.
     pub(crate) fn answered(&mut self, step: u64) {
-        self.memory.retired.answered(step);
+        self.memory.answered(step);
         self.images.retired.answered(step);
         self.roster.retired.answered(step);
     }

@@ -5,7 +5,9 @@
 //! alone has at most [`MAX_REQUEST_WORDS`], or is refused before it is queued. Running requests
 //! need a row and a page at most. So every plan fits.
 
-use forebay_protocol::{MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SlotSpec, StepPlan};
+use forebay_protocol::{
+    MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, STATE_COPY_WORDS, SlotSpec, StepPlan,
+};
 
 use crate::config::SchedulerConfig;
 use crate::entry::Entry;
@@ -35,8 +37,10 @@ pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u3
 ///
 /// # Panics
 /// They don't fit.
-pub(crate) fn check_slots(slots: u32) {
-    let each = (ROW_WORDS + PAGE_WRITE_WORDS) as u64;
+pub(crate) fn check_slots(config: &SchedulerConfig) {
+    let slots = config.slots;
+    let save = if config.states.is_some() { STATE_COPY_WORDS } else { 0 };
+    let each = (ROW_WORDS + PAGE_WRITE_WORDS + save) as u64;
     let words = StepPlan::default().words() as u64 + each * u64::from(slots);
     assert!(words <= RUNNING_WORDS, "a plan has no room for {slots} slots");
 }

@@ -14,6 +14,7 @@ use crate::clock::{self, SimClock};
 use crate::copies::CopyFault;
 use crate::device::Device;
 use crate::profile::Jitter;
+use crate::states::States;
 use crate::text::SimText;
 use crate::timeline::{Span, Timeline, Timing};
 
@@ -46,6 +47,8 @@ pub struct SimConfig {
     pub hot_row_tokens: u32,
     /// The vision tower, if there is one.
     pub tower: Option<SimTower>,
+    /// State pages. `timing` has the bytes of a state; with 0 the model has none.
+    pub state_pages: u32,
 }
 
 impl Default for SimConfig {
@@ -66,6 +69,7 @@ impl Default for SimConfig {
             host_pages: 0,
             hot_row_tokens: 0,
             tower: None,
+            state_pages: 0,
         }
     }
 }
@@ -247,11 +251,18 @@ struct Rank {
     poisoned: Vec<u32>,
     /// The last step that it took.
     step: Option<u64>,
+    states: States,
 }
 
 impl Rank {
     fn new(timeline: Timeline) -> Self {
-        Self { device: Device::default(), timeline, poisoned: Vec::new(), step: None }
+        Self {
+            device: Device::default(),
+            timeline,
+            poisoned: Vec::new(),
+            step: None,
+            states: States::default(),
+        }
     }
 
     /// Makes up the result of a step's rows.
@@ -392,7 +403,11 @@ impl SimExecutor {
                     device: self.config.device.clone(),
                     load_seconds: self.config.load_us as f64 / 1e6,
                     tokens_a_row: self.config.tokens_a_row,
-                    verifies_drafts: self.config.tokens_a_row == 1 && self.ranks.len() == 1,
+                    verifies_drafts: self.config.tokens_a_row == 1
+                        && self.ranks.len() == 1
+                        && self.config.timing.states.bytes == 0,
+                    state_page_count: self.config.state_pages,
+                    state_bytes: self.config.timing.states.bytes,
                     host_page_count: self.config.host_pages,
                     page_bytes: self.config.timing.bytes.all(),
                     hot_row_tokens: self.config.hot_row_tokens,
@@ -479,8 +494,13 @@ impl Executor for SimExecutor {
             return self.pending.push_back(Pending { at_us: now, what, waits_since: None });
         }
         let mut deadly = false;
+        let recurs = self.config.timing.states.bytes > 0;
         for (rank, plan) in self.ranks.iter_mut().zip(plans) {
             rank.step = Some(plan.step());
+            if recurs && let Err(why) = rank.states.advance(plan, self.config.state_pages) {
+                let what = What::Death(Signal::Died(format!("plan error: {why}")));
+                return self.pending.push_back(Pending { at_us: now, what, waits_since: None });
+            }
             deadly |= rank.take_slots(plan, poison);
         }
         if let Some(Pending { at_us, waits_since: Some(since), .. }) = self.pending.back_mut() {

@@ -8,6 +8,7 @@ use thiserror::Error;
 
 use crate::copies::PageBytes;
 use crate::load::StepLoad;
+use crate::states::StateModel;
 use crate::timeline::SparseModel;
 
 /// Microseconds of a step: `step_us + max(weights_us, token_us * tokens) + row_us * rows +
@@ -163,6 +164,13 @@ pub struct Profile {
     /// The cost of rows of sparse slots, if the model chooses positions.
     #[serde(default, skip_serializing_if = "is_dense")]
     pub sparse: SparseModel,
+    /// The recurrent states, if the model has recurrent layers.
+    #[serde(default, skip_serializing_if = "is_stateless")]
+    pub states: StateModel,
+}
+
+fn is_stateless(states: &StateModel) -> bool {
+    *states == StateModel::default()
 }
 
 fn is_dense(sparse: &SparseModel) -> bool {
@@ -249,10 +257,11 @@ pub enum ProfileError {
     },
 }
 
-const BUILT_IN: [(&str, &str); 6] = [
+const BUILT_IN: [(&str, &str); 7] = [
     ("instant", include_str!("../profiles/instant.toml")),
     ("cpu1-smollm2-135m", include_str!("../profiles/cpu1-smollm2-135m.toml")),
     ("h100-llama-3.1-8b", include_str!("../profiles/h100-llama-3.1-8b.toml")),
+    ("h100-qwen3.6-35b-a3b", include_str!("../profiles/h100-qwen3.6-35b-a3b.toml")),
     ("h20x8-v3.2-bf16", include_str!("../profiles/h20x8-v3.2-bf16.toml")),
     ("h200-qwen3-0.6b", include_str!("../profiles/h200-qwen3-0.6b.toml")),
     ("h200x8-v3.2-fp8", include_str!("../profiles/h200x8-v3.2-fp8.toml")),
@@ -299,6 +308,7 @@ impl Profile {
         profile.time.check().map_err(malformed)?;
         profile.copy.check().map_err(malformed)?;
         profile.sparse.check().map_err(malformed)?;
+        profile.states.check().map_err(malformed)?;
         if !(profile.load_s.is_finite() && (0.0..=3600.0).contains(&profile.load_s)) {
             return Err(malformed("load_s: expected seconds, at most an hour".to_owned()));
         }
@@ -383,6 +393,7 @@ mod tests {
             (good.replace("step_us = 0.0", "jitter_sigma = 3"), "jitter_sigma"),
             (good.replace("load_s = 0.0", "load_s = -2.0"), "load_s"),
             (format!("{good}\n[copy]\nsave_gbps = 0.0\n"), "save_gbps"),
+            (format!("{good}\n[states]\npages = 3\n"), "states.pages"),
             (format!("{good}\n[copy]\nlatency_us = -1.0\n"), "latency_us"),
         ];
         for (text, word) in cases {

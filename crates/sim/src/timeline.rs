@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::copies::{CopyEngines, CopyFault, PageBytes};
 use crate::load::StepLoad;
 use crate::profile::{CopyModel, DeviceModel, Jitter};
+use crate::states::StateModel;
 
 /// The cost of a sparse slot's row beside the step, in a model that chooses few positions for each
 /// token. The probability of a miss is no result of the simulation: it is assumed, as `miss_rows`.
@@ -78,6 +79,8 @@ pub struct Timing {
     pub bytes: PageBytes,
     /// Rows of sparse slots.
     pub sparse: SparseModel,
+    /// Recurrent states.
+    pub states: StateModel,
     /// The work that waits for saves.
     pub save_order: SaveOrder,
     /// Ranks that compute each step together, of which the model's times are those of a usual one;
@@ -158,6 +161,7 @@ impl Timeline {
         self.copies.delay_restores(gathers.round() as u64);
         let median = model.median_us(&StepLoad::of(plan)) + gathers;
         let median = median + model.tower_us * tower_work(plan) as f64;
+        let median = median + self.timing.states.copy_us(plan);
         let device_us = (median * self.jitter.factor(plan.step())).round() as u64;
         let end_us = start_us + device_us;
         let gap_us = start_us - self.last_end.min(start_us);

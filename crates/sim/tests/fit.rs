@@ -8,7 +8,7 @@ use forebay_engine::{Executor, Signal};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
 use forebay_sim::{
     CopyModel, DeviceModel, KvModel, Profile, Recorder, Sample, SimClock, SimConfig, SimExecutor,
-    SimText, SparseModel, StepLoad, Timing, fit, read_samples,
+    SimText, SparseModel, StateModel, StepLoad, Timing, fit, read_samples,
 };
 
 /// A file in the system's folder for such, gone with this.
@@ -157,6 +157,7 @@ fn a_fitted_profile_survives_its_file() {
         device: "none".into(),
         model: "none".into(),
         sparse: SparseModel::default(),
+        states: StateModel::default(),
         kv_tokens: 1000,
         load_s: 1.5,
         time: fit(&samples).expect("fit").model,

@@ -73,6 +73,11 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
         let used = images.pages_held + images.pages_cached;
         if images.pages == 0 { 0.0 } else { used as f64 / images.pages as f64 }
     }),
+    ("forebay:state_pages_used_perc", "Share of the state pages that hold a kept state.", |r| {
+        let states = &r.stats.scheduler.states;
+        let used = states.pages_held + states.pages_cached;
+        if states.pages == 0 { 0.0 } else { used as f64 / states.pages as f64 }
+    }),
     ("forebay:images_waiting", "Images that requests wait for.", |r| {
         r.stats.scheduler.images.waiting as f64
     }),
@@ -354,6 +359,30 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
         "Images all of whose positions were found in the prefix cache.",
         |r| r.stats.scheduler.images.in_prefix as f64,
     ),
+    (
+        "forebay:state_cache_queries_total",
+        "Prompt tokens of models with recurrent layers that were looked up in the prefix cache.",
+        |r| r.stats.scheduler.states.query_tokens as f64,
+    ),
+    (
+        "forebay:state_cache_hits_total",
+        "Prompt tokens that came from a kept recurrent state.",
+        |r| r.stats.scheduler.states.hit_tokens as f64,
+    ),
+    (
+        "forebay:state_cache_misses_total",
+        "Prompt tokens whose keys and values were cached, and behind which no state was kept.",
+        |r| r.stats.scheduler.states.missed_tokens as f64,
+    ),
+    ("forebay:state_loads_total", "Kept recurrent states that a request began with.", |r| {
+        r.stats.scheduler.states.loads as f64
+    }),
+    ("forebay:state_saves_total", "Recurrent states that were saved to a page.", |r| {
+        r.stats.scheduler.states.saves as f64
+    }),
+    ("forebay:state_evictions_total", "Kept recurrent states that gave way to others.", |r| {
+        r.stats.scheduler.states.evictions as f64
+    }),
 ];
 
 /// The places of the positions that sparse requests chose: metric, help, `found`, source.

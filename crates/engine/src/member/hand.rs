@@ -4,8 +4,10 @@
 use std::sync::atomic::Ordering;
 
 use forebay_protocol::Ready;
-use forebay_scheduler::{Drafts, HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, Tower};
-use tracing::{error, warn};
+use forebay_scheduler::{
+    Drafts, HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, StateCache, Tower,
+};
+use tracing::{error, info, warn};
 
 use crate::config::{ImageConfig, Preemption, SaveUnit};
 use crate::member::Member;
@@ -63,8 +65,14 @@ impl Member {
         let pages = facts.page_count;
         let host = self.config.host_tier.filter(|_| facts.host_page_count > 0);
         let row_pages = facts.hot_row_tokens.div_ceil(self.config.page_size);
+        let is_recurrent = self.config.is_recurrent || facts.state_bytes > 0;
+        let states = is_recurrent.then_some(StateCache {
+            pages: facts.state_page_count,
+            interval: self.config.state_interval,
+        });
+        // No model chooses positions and has recurrent layers.
         let sparse = host
-            .filter(|_| row_pages > 0)
+            .filter(|_| row_pages > 0 && !is_recurrent)
             .map(|host| Sparse { row_pages, save_rows: host.kv_save == SaveUnit::Token });
         // An answer may outgrow the device's pages where it goes on without them.
         let positions = if sparse.is_some() { facts.host_page_count } else { pages };
@@ -76,8 +84,9 @@ impl Member {
             if let Some(known) = known.as_mut().filter(|known| {
                 known.hand.page_count != pages
                     || known.hand.host_page_count != facts.host_page_count
+                    || known.hand.state_page_count != facts.state_page_count
             }) {
-                scheduler.resize(pages, facts.host_page_count);
+                scheduler.resize(pages, facts.host_page_count, facts.state_page_count);
                 known.hand = facts.clone();
             }
             drop(known);
@@ -87,6 +96,9 @@ impl Member {
         let context_length = self.config.context_length.min(longest);
         if context_length < self.config.context_length {
             warn!(context_length, "the KV pool is smaller than the context length");
+        }
+        if let Some(states) = states {
+            tell_states(states.pages, self.config.prefix_cache, host.is_some());
         }
         self.shared.room.store(context_length, Ordering::Release);
         let page_size = self.config.page_size;
@@ -111,7 +123,8 @@ impl Member {
             decode_gap: self.config.decode_gap_ms,
             step_words: STEP_WORDS,
             vector_size: facts.hidden_size,
-            tokens_a_row: facts.tokens_a_row.max(1),
+            tokens_a_row: if is_recurrent { 1 } else { facts.tokens_a_row.max(1) },
+            states,
             drafts,
             sparse,
             tower: (facts.tower_layers > 0).then_some(Tower {
@@ -170,5 +183,20 @@ impl Member {
             }
         }
         self.hold_embedded();
+    }
+}
+
+/// Says what a model with recurrent layers shares between requests.
+fn tell_states(pages: u32, prefix_cache: bool, host: bool) {
+    if !prefix_cache {
+        return;
+    }
+    if pages == 0 {
+        info!("requests share no prefixes: the hand keeps no recurrent states beside their own");
+    } else if host {
+        info!(
+            pages,
+            "recurrent states have no host tier: blocks come back from it only where their state is still on the device"
+        );
     }
 }

@@ -18,6 +18,7 @@ mod responses;
 mod schedule;
 mod sharing;
 mod sparse;
+mod states;
 mod text;
 mod tiers;
 
@@ -42,6 +43,7 @@ pub(crate) use self::ranks::{Arrangement, RankFlags};
 pub(crate) use self::replicas::{Placement, ReplicaFlags};
 pub(crate) use self::responses::ResponseFlags;
 pub(crate) use self::schedule::{ScheduleFlags, fraction};
+pub(crate) use self::states::StateFlags;
 
 pub(crate) use limits::LimitFlags;
 pub(crate) use sharing::SharingFlags;
@@ -89,6 +91,8 @@ pub(crate) struct ServeFlags {
     pub(crate) grammar: GrammarFlags,
     #[command(flatten)]
     pub(crate) images: ImageFlags,
+    #[command(flatten)]
+    pub(crate) states: StateFlags,
     #[command(flatten)]
     pub(crate) tiers: TierFlags,
     #[command(flatten)]

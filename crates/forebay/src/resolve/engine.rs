@@ -58,9 +58,7 @@ pub(super) fn resolve(
     let grammar = &flags.grammar;
     Ok(EngineConfig {
         context_length,
-        prefix_cache: scheduling.prefix_cache
-            && !pooling.is_some_and(Pooling::counts_all)
-            && !model.has_states(),
+        prefix_cache: scheduling.prefix_cache && !pooling.is_some_and(Pooling::counts_all),
         namer: secret::namer(flags.sharing.cache_secret_file.as_deref())?,
         watchdog_timeout: flags.run.watchdog_timeout,
         load_timeout: flags.run.load_timeout,
@@ -74,6 +72,8 @@ pub(super) fn resolve(
         drafts: drafts.filter(|_| pooling.is_none()),
         host_tier,
         images: step_images(flags, model, device)?,
+        state_interval: flags.states.state_interval,
+        is_recurrent: model.has_states(),
         ..scheduling
     })
 }

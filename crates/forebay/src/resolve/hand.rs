@@ -83,6 +83,8 @@ pub(super) fn resolve(
         // The hands look at the same free memory at about the same time.
         host_share: HOST_SHARE / f64::from(arrangement.replicas),
         image_pool_tokens: flags.images.image_pool_tokens,
+        // Without a prefix cache nobody would load a kept state.
+        state_pages: if engine.prefix_cache { flags.states.pages() } else { Some(0) },
         ..tiers::hand(flags, engine.host_tier.is_some())
     })
 }

@@ -35,13 +35,14 @@ const DERIVED: [&str; 17] = [
 ];
 
 /// Keys that the step protocol names otherwise than the flags, and the flags.
-const OF_THE_WIRE: [(&str, &str); 6] = [
+const OF_THE_WIRE: [(&str, &str); 7] = [
     ("copy_gbps", "debug-kv-copy-gbps"),
     ("host_bytes", "hicache-size"),
     ("host_ratio", "hicache-ratio"),
     ("hot_row_tokens", "hot-buffer-tokens"),
     ("kv_checksum", "debug-kv-checksum"),
     ("sparse_top_k", "hisparse-config"),
+    ("state_pages", "max-state-pages"),
 ];
 
 /// Keys of what is on unless a flag turns it off, and the flags.
@@ -192,6 +193,17 @@ fn without_flags_each_part_has_its_defaults() {
     assert_eq!(tier, Some(forebay_engine::HostConfig::default()));
     let images = resolved(&[], &model(true)).engine.images.expect("the model takes images");
     assert_eq!(images, forebay_engine::ImageConfig { patches: 4, ..Default::default() });
+}
+
+#[test]
+fn states_are_kept_where_there_is_a_prefix_cache() {
+    let pages = |flags: &[&str]| resolved(flags, &model(false)).hand.state_pages;
+    assert_eq!(pages(&[]), None);
+    assert_eq!(pages(&["--max-state-pages=5"]), Some(5));
+    assert_eq!(pages(&["--disable-state-cache"]), Some(0));
+    assert_eq!(pages(&["--disable-radix-cache", "--max-state-pages=5"]), Some(0));
+    let interval = |flags: &[&str]| resolved(flags, &model(false)).engine.state_interval;
+    assert_eq!((interval(&[]), interval(&["--state-interval=0"])), (4096, 0));
 }
 
 #[test]

@@ -80,11 +80,13 @@ impl StepPlan {
             .any(|writes| !writes.is_empty())
     }
 
-    /// Removes the writes into a slot's tables of pages. Its request has no row in the plan.
+    /// Removes the writes into a slot's tables of pages, and the load of its states. Its request
+    /// has no row in the plan.
     pub fn forget_slot(&mut self, slot: u32) {
         for column in [&mut self.page_writes, &mut self.host_writes, &mut self.hot_rows] {
             column.retain(|write| write.slot != slot);
         }
+        self.state_loads.retain(|load| load.slot != slot);
     }
 
     /// Adds a copy of a page.

@@ -21,6 +21,7 @@ impl Memory {
         let host = host.chain(self.tiers.host_leased_by_copies());
         let host_pages = self.host.map_or(0, |host| host.pages);
         check_leases("page", hot, self.pages, |page| self.tiers.hot().leases(page))?;
+        self.states.as_ref().map_or(Ok(()), |states| states.check(residents()))?;
         check_leases("host page", host, host_pages, |page| self.tiers.host_leases(page))
     }
 

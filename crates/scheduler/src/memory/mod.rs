@@ -8,6 +8,7 @@
 //! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
 //!   `sparse`: the same for backed pages, and what running requests drop.
 //! - `copies`: saves, restores, and their ends.
+//! - `states`: recurrent states that are kept beside the blocks.
 //! - `pages`: the leases of a request; `blocks`: the names of its blocks.
 
 pub(crate) mod blocks;
@@ -17,17 +18,19 @@ pub(crate) mod pages;
 mod prefix;
 mod rates;
 mod sparse;
+mod states;
 
 use forebay_kvcache::{BlockEvent, BlockHash, Namer, Tiers};
-use forebay_protocol::{COPY_WORDS, PAGE_WRITE_WORDS, Span, StepPlan};
+use forebay_protocol::{COPY_WORDS, PAGE_WRITE_WORDS, STATE_COPY_WORDS, Span, StepPlan};
 
 use crate::config::{HostTier, SavePolicy, SchedulerConfig, Sparse};
 use crate::entry::{Entry, Residence};
-use crate::event::{HostStats, SparseStats, Stats};
+use crate::event::{HostStats, SparseStats, StateStats, Stats};
 use crate::retirement::Retirement;
 use crate::roster::Roster;
 use pages::Pages;
 use rates::RestoreRates;
+use states::StatePages;
 
 pub(crate) use prefix::Leased;
 
@@ -58,6 +61,8 @@ pub(crate) struct Memory {
     unfinished: Vec<Vec<BlockHash>>,
     host_counters: HostStats,
     sparse_counters: SparseStats,
+    /// The kept states, if the model has recurrent layers.
+    states: Option<StatePages>,
 }
 
 /// The room for a request that lacks a page, when every page is leased.
@@ -74,7 +79,8 @@ impl Memory {
     /// # Panics
     /// There are too few pages for one sparse request.
     pub(crate) fn new(config: &SchedulerConfig) -> Self {
-        let SchedulerConfig { pages, page_size, prefix_cache, .. } = *config;
+        let SchedulerConfig { pages, page_size, prefix_cache, states, .. } = *config;
+        debug_assert!(states.is_none() || config.sparse.is_none() && config.tokens_a_row == 1);
         let host = config.host.filter(|_| pages > 0 && prefix_cache);
         let kind = match config.sparse.filter(|_| host.is_some()) {
             None if pages == 0 => Kind::Nothing,
@@ -98,6 +104,7 @@ impl Memory {
             unfinished: Vec::new(),
             host_counters: HostStats::default(),
             sparse_counters: SparseStats::default(),
+            states: states.map(|states| StatePages::new(states, page_size)),
         };
         memory.tiers = memory.empty_tiers();
         if config.block_events {
@@ -115,8 +122,9 @@ impl Memory {
         Tiers::backed(self.pages, host_pages, self.page_size)
     }
 
-    /// Goes on with another number of pages in each tier. All blocks are forgotten.
-    pub(crate) fn resize(&mut self, pages: u32, host_pages: u32) {
+    /// Goes on with another number of pages in each tier, and of state pages. All blocks and states
+    /// are forgotten.
+    pub(crate) fn resize(&mut self, pages: u32, host_pages: u32, state_pages: u32) {
         self.pages = pages;
         if let Some(host) = &mut self.host {
             host.pages = host_pages;
@@ -124,6 +132,9 @@ impl Memory {
         let mut tiers = self.empty_tiers();
         tiers.go_on_from(&self.tiers);
         self.tiers = tiers;
+        if let Some(states) = &mut self.states {
+            states.resize(state_pages);
+        }
     }
 
     /// True if a request of so many positions has room when it runs alone.
@@ -154,7 +165,7 @@ impl Memory {
     /// True if any row may have several positions. Those that a sparse slot chooses for one have
     /// room in its hot rows, those for several may not.
     pub(crate) fn takes_drafts(&self) -> bool {
-        matches!(self.kind, Kind::Paged)
+        matches!(self.kind, Kind::Paged) && self.states.is_none()
     }
 
     /// Pages that hold nothing.
@@ -180,7 +191,9 @@ impl Memory {
 
     /// True if a request may share blocks with others.
     pub(crate) fn caches(&self, entry: &Entry) -> bool {
-        self.prefix_cache && self.pages > 0 && entry.request.spec.embeds.is_none()
+        // Nobody can go on behind blocks without a state.
+        let resumes = self.states.as_ref().is_none_or(StatePages::keeps_any);
+        self.prefix_cache && self.pages > 0 && resumes && entry.request.spec.embeds.is_none()
     }
 
     pub(crate) fn namer(&self) -> &Namer {
@@ -195,8 +208,11 @@ impl Memory {
         let saves = self.host.is_some_and(|host| host.policy == SavePolicy::WriteThrough);
         let ready = entry.certain() / page_size;
         let named = entry.residence.as_ref().map_or(ready, |residence| residence.pages.named);
-        if !self.caches(entry) || named >= ready {
+        if !self.caches(entry) {
             return;
+        }
+        if named >= ready {
+            return self.offer_states(entry);
         }
         entry.name_blocks(ready as usize, page_size as usize, &self.namer);
         let Entry { residence: Some(Residence { pages, .. }), blocks, .. } = entry else { return };
@@ -212,15 +228,26 @@ impl Memory {
             }
         }
         pages.named = ready;
+        self.offer_states(entry);
     }
 
     /// Forgets all blocks of a request, also shared ones, because their content can't be trusted.
     pub(crate) fn forget_blocks(&mut self, entry: &Entry) {
-        entry.blocks.names.iter().for_each(|&name| self.tiers.forget(name));
+        for &name in &entry.blocks.names {
+            self.tiers.forget(name);
+            self.states.iter_mut().for_each(|states| states.forget(name));
+        }
     }
 
-    /// Retires pages until the result of `last_step` is applied.
-    pub(crate) fn retire(&mut self, last_step: u64, pages: Pages) {
+    /// Notes that the result of a step has come.
+    pub(crate) fn answered(&mut self, step: u64) {
+        self.retired.answered(step);
+        self.states.iter_mut().for_each(|states| states.retired.answered(step));
+    }
+
+    /// Retires pages and states until the result of `last_step` is applied.
+    pub(crate) fn retire(&mut self, last_step: u64, mut pages: Pages) {
+        self.retire_states(last_step, pages.state.take());
         if let Some(pages) = self.retired.retire(last_step, pages) {
             pages.free(&mut self.tiers);
         }
@@ -231,16 +258,20 @@ impl Memory {
         for pages in self.retired.take_returned() {
             pages.free(&mut self.tiers);
         }
+        self.states.iter_mut().for_each(StatePages::free_retired);
     }
 
-    /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now.
+    /// Forgets every cached block and kept state that no request uses, in all tiers. True: the cache
+    /// is empty now.
     pub(crate) fn flush(&mut self) -> bool {
-        self.tiers.flush()
+        let stateless = self.states.as_mut().is_none_or(StatePages::flush);
+        self.tiers.flush() && stateless
     }
 
     /// The device is gone. With `copies_to_blame`, blocks that were being restored are forgotten.
     pub(crate) fn hand_died(&mut self, copies_to_blame: bool) {
         self.tiers.hand_died(copies_to_blame);
+        self.states.iter_mut().for_each(|states| _ = states.flush());
         self.unfinished.clear();
     }
 
@@ -256,6 +287,7 @@ impl Memory {
         stats.pages_free = pages.free as usize;
         stats.host = HostStats { arriving: roster.arriving.len(), ..self.host_stats() };
         stats.sparse = self.sparse_counters;
+        stats.states = self.states.as_ref().map_or_else(StateStats::default, StatePages::stats);
         if let Kind::Backed(_) = self.kind {
             let residents = roster.residents.values();
             let residences = residents.filter_map(|&handle| roster[handle].residence.as_ref());
@@ -270,7 +302,11 @@ impl Memory {
         let copies = self.host.map_or(0, |host| host.copies_a_step as usize);
         match self.kind {
             Kind::Nothing => 0,
-            Kind::Paged => PAGE_WRITE_WORDS * pages + COPY_WORDS * copies,
+            Kind::Paged => {
+                // A new slot's states are loaded, and those behind its row are saved.
+                let states = if self.states.is_some() { 2 * STATE_COPY_WORDS } else { 0 };
+                PAGE_WRITE_WORDS * pages + COPY_WORDS * copies + states
+            }
             Kind::Backed(sparse) => {
                 // The host's pages are another table.
                 let tables = PAGE_WRITE_WORDS * (2 * pages + sparse.row_pages as usize);

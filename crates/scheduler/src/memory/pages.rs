@@ -3,6 +3,8 @@
 use forebay_kvcache::{Host, Lease, Tiers};
 use forebay_protocol::StepPlan;
 
+use super::states::ResidentState;
+
 /// The leases of a request's pages.
 #[derive(Debug, Default)]
 pub(crate) struct Pages {
@@ -16,6 +18,8 @@ pub(crate) struct Pages {
     pub(super) settled: u32,
     /// Leading blocks that were found in the cache or offered to it.
     pub(super) named: u32,
+    /// The states of a request that shares blocks, if the model has recurrent layers.
+    pub(super) state: Option<ResidentState>,
 }
 
 impl Pages {

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use forebay_kvcache::Found;
+use forebay_kvcache::{BlockHash, Found};
 
 use super::pages::Pages;
 use super::{Kind, Memory};
@@ -20,6 +20,19 @@ pub(crate) struct Leased {
     pub(crate) pending: VecDeque<u32>,
     /// Positions that copies bring.
     pub(crate) restored: u32,
+    /// Positions whose blocks are cached, and behind which no state is kept.
+    pub(crate) missed: u32,
+}
+
+/// The leading blocks of a request that are in the tiers.
+#[derive(Default)]
+struct Prefix {
+    /// The blocks that it takes.
+    found: Vec<Found>,
+    /// The number of all, more than it takes if no state is kept behind them.
+    cached: usize,
+    /// True if it computes some again, because that is cheaper than to bring them back.
+    declined: bool,
 }
 
 impl Memory {
@@ -51,7 +64,7 @@ impl Memory {
         let most = (entry.reusable() / self.page_size) as usize;
         // A block is not dropped before the ones behind it.
         let found = names[..most.min(names.len())].partition_point(|&name| self.tiers.knows(name));
-        found as u32 * self.page_size
+        self.resumable(&names[..found]) as u32 * self.page_size
     }
 
     /// The number of pages for all known tokens of a request and the next one.
@@ -61,13 +74,17 @@ impl Memory {
 
     fn lease_paged(&mut self, entry: &mut Entry) -> Option<Leased> {
         let count = self.pages_for(entry);
-        let (found, declined) = self.find_prefix(entry);
+        let Prefix { found, cached, declined } = self.find_prefix(entry);
         let new = count - found.iter().filter(|found| !matches!(found, Found::Host(_))).count();
         if (self.tiers.hot().available() as usize) < new {
             self.free_found(found);
             return None;
         }
         let mut leased = Leased::default();
+        if self.states.is_some() {
+            leased.missed = (cached - found.len()) as u32 * self.page_size;
+            leased.pages.state = self.lease_state(entry, found.len(), cached);
+        }
         leased.pages.hot.reserve_exact(count);
         for (found, &name) in found.into_iter().zip(&entry.blocks.names) {
             let (lease, ticket) = match found {
@@ -89,17 +106,19 @@ impl Memory {
     }
 
     /// Finds the leading blocks of a request in the tiers, unless computing them again is cheaper
-    /// than to bring them back. The second value is true if it is.
-    fn find_prefix(&mut self, entry: &mut Entry) -> (Vec<Found>, bool) {
+    /// than to bring them back. With recurrent layers it takes no blocks behind the last kept state.
+    fn find_prefix(&mut self, entry: &mut Entry) -> Prefix {
         if !self.caches(entry) {
-            return (Vec::new(), false);
+            return Prefix::default();
         }
         let selective =
             self.host.is_some_and(|host| host.policy == SavePolicy::WriteThroughSelective);
         let recomputes = self.recomputes(entry);
         let blocks = (entry.reusable() / self.page_size) as usize;
         let (mut found, mut first_on_host, mut on_host) = (Vec::new(), usize::MAX, 0);
-        for &name in entry.name_blocks(blocks, self.page_size as usize, &self.namer) {
+        let names = entry.name_blocks(blocks, self.page_size as usize, &self.namer);
+        let (cached, names) = self.useful_blocks(names);
+        for &name in names {
             match self.tiers.find(name) {
                 None => break,
                 Some(Found::Host(lease)) if recomputes => {
@@ -125,7 +144,20 @@ impl Memory {
             let rest = found.split_off(first_on_host);
             self.free_found(rest);
         }
-        (found, declined)
+        // Where blocks are computed again, an earlier state is the last one.
+        let rest = found.split_off(self.resumable(&names[..found.len()]));
+        self.free_found(rest);
+        Prefix { cached: cached.max(found.len()), found, declined }
+    }
+
+    /// The number of leading blocks that are in a tier or come to one, and those of a prefix behind
+    /// which a state is kept. Without recurrent layers all blocks may be of use.
+    fn useful_blocks<'a>(&self, names: &'a [BlockHash]) -> (usize, &'a [BlockHash]) {
+        if self.states.is_none() {
+            return (0, names);
+        }
+        let cached = names.iter().take_while(|&&name| self.tiers.knows(name)).count();
+        (cached, &names[..self.resumable(&names[..cached])])
     }
 
     /// True if a request computes its blocks again rather than have them restored.
@@ -170,7 +202,8 @@ impl Memory {
             entry.blocks.prefetched = true;
             entry.settle();
             let blocks = (entry.reusable() / page_size) as usize;
-            for &name in entry.name_blocks(blocks, page_size as usize, &self.namer) {
+            let names = entry.name_blocks(blocks, page_size as usize, &self.namer);
+            for &name in self.useful_blocks(names).1 {
                 if room == 0 {
                     return;
                 }

@@ -6,10 +6,11 @@ use std::ops::Range;
 
 use forebay_protocol::{
     COPY_FAILED, COPY_OK, CopyEnd, Direction, PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK,
-    Row, StepPlan, StepResult, Want,
+    Row, StateCopy, StepPlan, StepResult, Want,
 };
 use forebay_scheduler::{ImageId, PromptImage, SchedulerConfig};
 
+use crate::harness::states::StateCopies;
 use crate::seeing::{Arena, Eyes, SlotImages, read_images};
 
 /// Token ids are below it; small, so that prompts overlap and stop ids are hit.
@@ -20,6 +21,8 @@ pub(crate) const NAN_TOKEN: i32 = 1000;
 pub(crate) const KILL_TOKEN: i32 = 1001;
 
 const GARBAGE: u64 = 0xdead_beef;
+/// The state before all positions.
+const ZERO: u64 = 1;
 const NO_PAGE: u32 = u32::MAX;
 const INDEX: u32 = 1 << 20;
 
@@ -33,7 +36,7 @@ fn mix(state: u64, token: i32) -> u64 {
 
 /// Contents of the positions of `tokens`.
 fn contents(tokens: &[i32]) -> impl Iterator<Item = u64> + '_ {
-    tokens.iter().scan(1, |state, &token| {
+    tokens.iter().scan(ZERO, |state, &token| {
         *state = mix(*state, token);
         Some(*state)
     })
@@ -92,6 +95,8 @@ pub(crate) struct Device {
     /// Index keys, one page for each of the host's; empty: requests are never sparse.
     index: Vec<Vec<u64>>,
     eyes: Option<Eyes>,
+    /// State pages; `None`: the model has no recurrent layers.
+    states: Option<Vec<u64>>,
 }
 
 #[derive(Clone)]
@@ -103,6 +108,11 @@ struct DeviceSlot {
     /// Pages for single positions; none: it is not sparse.
     rows: Vec<u32>,
     images: SlotImages,
+    /// The recurrent state: a hash of all tokens that its rows have computed. `None`: nothing was
+    /// computed or loaded since the slot was written.
+    state: Option<u64>,
+    /// The state before the last position of its last row, which comes again if that sat out.
+    before: u64,
 }
 
 /// Copies under way, and the host's memory, which outlives the device.
@@ -237,9 +247,12 @@ impl Device {
             host: vec![NO_PAGE; host],
             rows: vec![],
             images: SlotImages::default(),
+            state: None,
+            before: GARBAGE,
         };
         Self {
             eyes: config.tower.map(Eyes::new),
+            states: config.states.map(|states| vec![GARBAGE; states.pages as usize]),
             page_size,
             slots: vec![slot; config.slots as usize],
             pages: vec![vec![GARBAGE; page_size]; pages],
@@ -319,6 +332,7 @@ impl Device {
             slot.pages.fill(NO_PAGE);
             slot.host.fill(NO_PAGE);
             slot.rows.clear();
+            slot.state = None;
         }
         for (slot, index, page) in plan.page_writes() {
             self.slots[slot as usize].pages[index as usize] = page.unwrap_or(NO_PAGE);
@@ -341,6 +355,7 @@ impl Device {
     pub(crate) fn compute(
         &mut self,
         plan: &StepPlan,
+        states: &StateCopies,
         host: &Copier,
         arena: &Arena,
     ) -> Result<StepResult, Death> {
@@ -354,6 +369,7 @@ impl Device {
         for row in plan.rows() {
             self.check_reads(&row, host);
         }
+        self.load_states(plan, &states.loads);
         for row in plan.rows() {
             // What was chosen and is on no page is copied there.
             for &page in &self.slots[row.slot as usize].rows {
@@ -371,7 +387,16 @@ impl Device {
             if slot.tokens[..end].contains(&KILL_TOKEN) {
                 return Err(Death);
             }
-            let next = next_token(&slot.tokens[..end]);
+            let mut next = next_token(&slot.tokens[..end]);
+            if self.states.is_some() {
+                let before = if start == 0 { ZERO } else { slot.state.expect("a state") };
+                let fold = |at, tokens: &[i32]| tokens.iter().fold(at, |at, &one| mix(at, one));
+                slot.before = fold(before, &slot.tokens[start..end - 1]);
+                let state = fold(slot.before, &slot.tokens[end - 1..end]);
+                slot.state = Some(state);
+                // What it says comes from its state alone.
+                next = next.map(|_| (state % VOCAB as u64) as i32);
+            }
             let mut computed = end;
             let most = match row.want {
                 Want::Tokens(most) => most,
@@ -439,6 +464,12 @@ impl Device {
             result.row_errors.push(if fine { ROW_OK } else { ROW_NOT_FINITE });
         }
         assert_eq!(wants.next(), None, "of no row");
+        if let Some(pages) = &mut self.states {
+            for copy in &states.saves {
+                let state = self.slots[copy.slot as usize].state;
+                pages[copy.page as usize] = state.expect("a state to save");
+            }
+        }
         if result.token_counts.iter().all(|&count| count == 1) {
             result.token_counts.clear();
         }
@@ -447,7 +478,24 @@ impl Device {
 
     /// A slot's last row gives no token after all.
     pub(crate) fn take_back(&mut self, slot: u32) {
-        self.slots[slot as usize].tokens.pop();
+        let slot = &mut self.slots[slot as usize];
+        slot.tokens.pop();
+        slot.state = slot.state.map(|_| slot.before);
+    }
+
+    fn load_states(&mut self, plan: &StepPlan, loads: &[StateCopy]) {
+        let Some(pages) = &self.states else {
+            return assert_eq!(loads.len(), 0, "the model has no states");
+        };
+        for copy in loads {
+            self.slots[copy.slot as usize].state = Some(pages[copy.page as usize]);
+        }
+        for row in plan.rows().filter(|row| row.start > 0) {
+            let slot = &self.slots[row.slot as usize];
+            let Some(state) = slot.state else { panic!("{row:?} begins without a state") };
+            let expected = contents(&slot.tokens[..row.start as usize]).last();
+            assert_eq!(Some(state), expected, "{row:?} begins with the state of other positions");
+        }
     }
 
     fn check_reads(&self, row: &Row, host: &Copier) {

@@ -12,4 +12,5 @@ mod quarantine;
 mod rules;
 mod seeing;
 mod shares;
+mod states;
 mod tiers;

@@ -3,7 +3,7 @@
 use forebay_protocol::{Grid, SamplingParams, SlotSpec};
 use forebay_scheduler::{
     DecodeGap, Drafts, HostTier, ImageId, Namer, Policy, PromptImage, PromptTail, Request,
-    STEP_WORDS, SavePolicy, SchedulerConfig, Sparse, Tower,
+    STEP_WORDS, SavePolicy, SchedulerConfig, Sparse, StateCache, Tower,
 };
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -17,7 +17,7 @@ use crate::harness::{Harness, alone, config, pooled, request};
 const PAD: i32 = 5;
 
 #[derive(Debug, Clone)]
-enum Op {
+pub(crate) enum Op {
     Submit(Ask),
     Abort(usize),
     Plan,
@@ -39,7 +39,7 @@ enum Op {
 
 /// A request to be: prompts are the beginnings of a few texts, with a tail of their own.
 #[derive(Debug, Clone)]
-struct Ask {
+pub(crate) struct Ask {
     text: i32,
     shared: usize,
     own: Vec<i32>,
@@ -217,7 +217,7 @@ fn op(special: &'static [i32], kill: u32) -> impl Strategy<Value = Op> {
     ]
 }
 
-fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
+pub(crate) fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op(special, kill), 1..120)
 }
 
@@ -236,6 +236,10 @@ pub(crate) fn hosts() -> impl Strategy<Value = HostTier> {
     )
 }
 
+pub(crate) fn states() -> impl Strategy<Value = StateCache> {
+    (0..14_u32, 0..20_u32).prop_map(|(pages, interval)| StateCache { pages, interval })
+}
+
 fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let pages = prop_oneof![4 => 6..30_u32, 1 => Just(0)];
     let tokens_a_row = prop_oneof![2 => Just(1), 1 => 2..6_u32];
@@ -248,19 +252,23 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
         budget,
     });
     let tower = prop::option::weighted(0.5, tower);
+    let states = prop::option::weighted(0.4, states());
     let drafts = (1..9_u32, any::<bool>()).prop_map(|(most, priced)| Drafts { most, priced });
     let several = (tokens_a_row, prop::option::weighted(0.4, drafts));
-    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), several, host, sparse, tower);
+    let switches =
+        (any::<bool>(), any::<bool>(), any::<bool>(), several, host, sparse, tower, states);
     let step_words = prop_oneof![2 => Just(STEP_WORDS), 1 => 0..400_usize];
     (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, step_words, switches).prop_map(
         |(max_running, spare, pages, page_size, token_budget, step_words, switches)| {
-            let (prefix_cache, fcfs, fair, several, host, sparse, tower) = switches;
+            let (prefix_cache, fcfs, fair, several, host, sparse, tower, states) = switches;
             let (tokens_a_row, drafts) = several;
             let sparse = sparse.map(|(row_pages, save_rows)| Sparse { row_pages, save_rows });
             let sparse = sparse.filter(|sparse| {
                 let enough = host.is_some_and(|host| host.pages >= 2);
                 pages >= sparse.least_pages() && prefix_cache && enough
             });
+            let states = states.filter(|_| pages > 0 && sparse.is_none());
+            let alone = sparse.is_some() || drafts.is_some() || states.is_some();
             SchedulerConfig {
                 slots: max_running + spare,
                 max_running,
@@ -276,27 +284,28 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 decode_gap: DecodeGap::Off,
                 step_words,
                 vector_size: 2,
-                tokens_a_row: if sparse.is_some() || drafts.is_some() { 1 } else { tokens_a_row },
+                tokens_a_row: if alone { 1 } else { tokens_a_row },
                 drafts,
                 host,
                 sparse,
                 tower: tower.filter(|_| pages > 0),
+                states,
             }
         },
     )
 }
 
 /// Machines with and without shares of a step.
-fn all_machines() -> impl Strategy<Value = SchedulerConfig> {
+pub(crate) fn all_machines() -> impl Strategy<Value = SchedulerConfig> {
     (machines(), any::<bool>())
         .prop_map(|(config, step_shares)| SchedulerConfig { step_shares, ..config })
 }
 
-fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
+pub(crate) fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
     run_on(Harness::new(config.clone(), depth), &config, ops)
 }
 
-fn run_on(mut harness: Harness, config: &SchedulerConfig, ops: Vec<Op>) -> Harness {
+pub(crate) fn run_on(mut harness: Harness, config: &SchedulerConfig, ops: Vec<Op>) -> Harness {
     for op in ops {
         let submitted = harness.clients.len();
         match op {

@@ -4,6 +4,7 @@ mod checks;
 mod late;
 mod record;
 mod requests;
+pub(crate) mod states;
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -18,6 +19,7 @@ use late::MaskedRow;
 use record::Record;
 use requests::told_alone;
 pub(crate) use requests::{alone, config, pooled, request, telling};
+use states::{StateCopies, StateFault};
 
 /// A client's view of a request, and its place in the order.
 pub(crate) struct Client {
@@ -59,6 +61,8 @@ struct Flight {
     slots: Vec<u32>,
     named: Vec<(u32, u32)>,
     ids: Vec<u64>,
+    /// State pages that it loads from or saves to.
+    states: Vec<u32>,
     /// Image pages that it reads or writes.
     images: Vec<u32>,
     masked: Vec<MaskedRow>,
@@ -85,6 +89,7 @@ pub(crate) struct Harness {
     /// The order of arrival says nothing any more.
     pub(crate) was_reset: bool,
     record: Option<Record>,
+    fault: Option<StateFault>,
 }
 
 impl Harness {
@@ -106,6 +111,7 @@ impl Harness {
             last_step: 0,
             was_reset: false,
             record: None,
+            fault: None,
         }
     }
 
@@ -366,7 +372,8 @@ impl Harness {
     pub(crate) fn memory_runs_out(&mut self, pages: u32, host_pages: u32) {
         self.flights.clear();
         self.scheduler.reset_for_memory();
-        self.scheduler.resize(pages, host_pages);
+        let state_pages = self.config.states.map_or(0, |states| states.pages);
+        self.scheduler.resize(pages, host_pages, state_pages);
         self.was_reset = true;
         self.config.pages = pages;
         if let Some(host) = &mut self.config.host {
@@ -476,6 +483,8 @@ impl Harness {
         assert!(self.scheduler.flush_cache());
         assert_eq!(self.scheduler.stats().pages_free, self.config.pages as usize);
         self.check();
+        let states = self.scheduler.stats().states;
+        assert_eq!((states.pages_held, states.pages_cached), (0, 0), "states that nobody uses");
         let images = self.scheduler.stats().images;
         assert_eq!((images.pages_held, images.pages_cached, images.waiting), (0, 0, 0));
         assert!(self.arena.is_empty(), "patches that nobody reads are still there");
@@ -549,6 +558,7 @@ impl Harness {
             slots: vec![],
             named: vec![],
             ids: vec![],
+            states: self.check_states(plan),
             images: vec![],
             masked: vec![],
             waiting: vec![],
@@ -616,7 +626,9 @@ impl Harness {
         }
         // A dead hand computes nothing, it only has not been noticed yet.
         if self.flights.iter().all(|flight| flight.result.is_some()) {
-            flight.result = self.device.compute(plan, &self.copier, &self.arena).ok();
+            let mut states = StateCopies::of(plan);
+            self.fault.iter_mut().for_each(|fault| fault.spoil(&mut states));
+            flight.result = self.device.compute(plan, &states, &self.copier, &self.arena).ok();
             if flight.result.is_some() {
                 self.copier.start(plan, &mut self.device);
             }

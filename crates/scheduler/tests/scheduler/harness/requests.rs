@@ -29,6 +29,7 @@ pub(crate) fn config() -> SchedulerConfig {
         host: None,
         sparse: None,
         tower: None,
+        states: None,
     }
 }
 

@@ -1,0 +1,94 @@
+//! Promises about state pages, and faults that a device must not compute unnoticed.
+
+use forebay_protocol::{Row, StateCopy, StepPlan};
+
+use super::Harness;
+
+/// A fault of a brain in the copies of states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Spoilt {
+    /// A load is left out.
+    NoLoad,
+    /// Saves come a plan late.
+    LateSaves,
+    /// The states of two slots are saved to each other's pages.
+    MixedSaves,
+    /// Two slots are given each other's states.
+    MixedLoads,
+}
+
+/// Puts a fault into the plans that a device executes.
+#[derive(Debug)]
+pub(crate) struct StateFault {
+    kind: Spoilt,
+    /// The saves that the next plan has in place of its own.
+    late: Vec<StateCopy>,
+}
+
+impl StateFault {
+    /// Puts the fault into the copies of the next plan.
+    pub(super) fn spoil(&mut self, copies: &mut StateCopies) {
+        match self.kind {
+            Spoilt::NoLoad => copies.loads.clear(),
+            Spoilt::LateSaves => std::mem::swap(&mut copies.saves, &mut self.late),
+            Spoilt::MixedSaves => swap_pages(&mut copies.saves),
+            Spoilt::MixedLoads => swap_pages(&mut copies.loads),
+        }
+    }
+}
+
+/// The copies of states that a device executes with a plan.
+#[derive(Debug)]
+pub(crate) struct StateCopies {
+    pub(crate) loads: Vec<StateCopy>,
+    pub(crate) saves: Vec<StateCopy>,
+}
+
+impl StateCopies {
+    pub(super) fn of(plan: &StepPlan) -> Self {
+        Self { loads: plan.state_loads().collect(), saves: plan.state_saves().collect() }
+    }
+}
+
+fn swap_pages(copies: &mut [StateCopy]) {
+    if let [first, .., last] = copies {
+        std::mem::swap(&mut first.page, &mut last.page);
+    }
+}
+
+impl Harness {
+    /// Has the device execute plans with this fault.
+    pub(crate) fn spoil(mut self, kind: Spoilt) -> Self {
+        self.fault = Some(StateFault { kind, late: vec![] });
+        self
+    }
+
+    /// Checks a plan's copies of states. Gives their pages.
+    pub(super) fn check_states(&self, plan: &StepPlan) -> Vec<u32> {
+        let (page_size, rows) = (self.config.page_size, || plan.rows());
+        let new: Vec<u32> = plan.new_slots().map(|new| new.slot).collect();
+        let flights = || self.flights.iter().flat_map(|flight| &flight.states);
+        let loads: Vec<StateCopy> = plan.state_loads().collect();
+        for load in &loads {
+            assert!(new.contains(&load.slot), "{load:?} is not of a new slot");
+        }
+        for Row { slot, start, .. } in rows().filter(|row| new.contains(&row.slot)) {
+            let loaded = loads.iter().any(|load| load.slot == slot);
+            let wanted = self.config.states.is_some() && start > 0;
+            assert_eq!(loaded, wanted, "slot {slot} begins at {start}");
+        }
+        for save in plan.state_saves() {
+            let row = rows().find(|row| row.slot == save.slot).expect("a row before the save");
+            let end = row.start + row.length;
+            assert!(end.is_multiple_of(page_size), "{row:?} does not end with a page");
+            assert!(!flights().any(|&page| page == save.page), "{save:?} is to a page in flight");
+            assert!(
+                !loads.iter().any(|load| load.page == save.page),
+                "{save:?} is to a loaded page"
+            );
+        }
+        let stats = self.scheduler.stats().states;
+        assert!(stats.pages_held + stats.pages_cached <= stats.pages, "{stats:?}");
+        loads.iter().copied().chain(plan.state_saves()).map(|copy| copy.page).collect()
+    }
+}

@@ -1,0 +1,125 @@
+//! The recurrent states of the simulated device: of each, the number of positions that it has seen.
+
+use std::collections::HashMap;
+
+use forebay_protocol::{StepPlan, Want};
+use serde::{Deserialize, Serialize};
+
+/// The recurrent states of a model, and their pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct StateModel {
+    /// Bytes of the states of one request over all layers; 0: the model has none.
+    pub bytes: u64,
+    /// State pages.
+    pub pages: u32,
+    /// GB (10^9 bytes) a second at which states are copied to pages and back, between the rows of
+    /// steps; absent: no time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub copy_gbps: Option<f64>,
+}
+
+impl StateModel {
+    /// Microseconds of a plan's copies of states.
+    pub(crate) fn copy_us(&self, plan: &StepPlan) -> f64 {
+        let copies = plan.state_loads().len() + plan.state_saves().len();
+        let bytes = copies as f64 * self.bytes as f64;
+        // A GB a second is a thousand bytes a microsecond.
+        self.copy_gbps.map_or(0.0, |gbps| bytes / (1000.0 * gbps))
+    }
+
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.bytes == 0 && self.pages > 0 {
+            return Err("states.pages: states without bytes need no pages".to_owned());
+        }
+        match self.copy_gbps.is_none_or(|speed| speed.is_finite() && speed > 0.0) {
+            true => Ok(()),
+            false => Err("states.copy_gbps: expected a number above 0".to_owned()),
+        }
+    }
+}
+
+/// Positions that the states of slots and of pages have seen.
+#[derive(Debug, Default)]
+pub(crate) struct States {
+    /// Of each slot, and whether its last position may come again because its mask was late.
+    slots: HashMap<u32, (u32, bool)>,
+    pages: HashMap<u32, u32>,
+}
+
+impl States {
+    /// Takes a plan.
+    ///
+    /// # Errors
+    /// A row begins where its slot's state does not end, or a page is loaded or saved that has no
+    /// state, or that there is not.
+    pub(crate) fn advance(&mut self, plan: &StepPlan, pages: u32) -> Result<(), String> {
+        for new in plan.new_slots() {
+            self.slots.remove(&new.slot);
+        }
+        for load in plan.state_loads() {
+            let seen = self.pages.get(&load.page).ok_or("a state page is loaded that has none")?;
+            self.slots.insert(load.slot, (*seen, false));
+        }
+        for row in plan.rows() {
+            let state = self.slots.get(&row.slot).copied();
+            let (seen, again) = state.filter(|_| row.start > 0).unwrap_or_default();
+            if seen != row.start && !(again && seen == row.start + 1) {
+                return Err(format!(
+                    "slot {} begins at position {}, and its states have seen {seen}",
+                    row.slot, row.start
+                ));
+            }
+            let again = row.want == Want::Masked;
+            self.slots.insert(row.slot, (row.start + row.length, again));
+        }
+        for save in plan.state_saves() {
+            let seen = self.slots.get(&save.slot).filter(|_| save.page < pages);
+            let (seen, _) = seen.ok_or("a state is saved that there is not")?;
+            self.pages.insert(save.page, *seen);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_protocol::{NewSlot, Row, SlotSpec};
+
+    use super::*;
+
+    fn plan(new: bool, start: u32, load: Option<u32>, save: Option<u32>) -> StepPlan {
+        let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
+        plan.begin(1);
+        if new {
+            plan.write_slot(&NewSlot { slot: 1, tokens: &[5; 9], prompt_len: 9, spec: &spec });
+        }
+        plan.push_row(Row { slot: 1, start, length: 4, want: Want::Nothing });
+        load.into_iter().for_each(|page| plan.load_state(1, page));
+        save.into_iter().for_each(|page| plan.save_state(1, page));
+        plan
+    }
+
+    #[test]
+    fn a_row_goes_on_where_its_state_ends() {
+        let mut states = States::default();
+        let mut take = |plan: StepPlan| states.advance(&plan, 2).is_ok();
+        assert!(take(plan(true, 0, None, Some(1))));
+        assert!(take(plan(false, 4, None, None)));
+        assert!(!take(plan(true, 4, None, None)), "no load");
+        assert!(take(plan(true, 4, Some(1), None)));
+        assert!(!take(plan(true, 8, Some(1), None)), "of other positions");
+        assert!(!take(plan(true, 4, Some(0), None)), "nothing is there");
+        assert!(!take(plan(true, 0, None, Some(2))), "no such page");
+    }
+
+    #[test]
+    fn copies_take_their_bytes() {
+        let model = StateModel { bytes: 2_000_000, pages: 4, copy_gbps: Some(1000.0) };
+        assert_eq!(model.copy_us(&plan(true, 4, Some(1), Some(0))), 4.0);
+        assert_eq!(model.copy_us(&plan(false, 4, None, None)), 0.0);
+        assert!(model.check().is_ok());
+        assert!(StateModel { bytes: 0, ..model }.check().is_err());
+        assert!(StateModel { copy_gbps: Some(0.0), ..model }.check().is_err());
+    }
+}
