@@ -14,6 +14,7 @@ from forebay.device.watch import NoStrayCopies
 from forebay.runner.runner import ModelRunner
 from tests.hand.drafted import check_drafts
 from tests.hand.greedy import greedy_of_8_bits
+from tests.hand.named_models import model_of as named_model
 from tests.hand.support import (
     EVERYTHING,
     MiniBrain,
@@ -72,6 +73,16 @@ def test_float32_tokens_are_those_of_transformers(family: str, lookahead: int, g
     model = reference_model(family)
     runner = runner_of(model, device="cuda", graph_rows=graph_rows, chunked_prefill_size=64)
     tokens = served(runner, lookahead, Sampling())
+    assert tokens == [greedy_reference(model, prompt, 8)[0] for prompt in PROMPTS]
+
+
+@GRAPHS
+@pytest.mark.parametrize("family", ["gpt-oss", "olmo3", "cohere2"])
+def test_named_families_give_the_tokens_of_transformers(family: str, graph_rows: int) -> None:
+    """Sinks, experts with biases, norms over all heads, parts beside each other."""
+    model = named_model(family)
+    runner = runner_of(model, device="cuda", graph_rows=graph_rows, chunked_prefill_size=64)
+    tokens = served(runner, 1, Sampling())
     assert tokens == [greedy_reference(model, prompt, 8)[0] for prompt in PROMPTS]
 
 
