@@ -88,14 +88,14 @@ impl Tensor {
             })?;
             // A row of the weight is a column of the tensor.
             for (row, to) in to.chunks_exact_mut((rows * width).max(1)).enumerate() {
-                let column = matrix.iter().skip(part.first + row * part.step).step_by(columns);
+                let column = matrix.iter().skip(part.row(row)).step_by(columns);
                 write_numbers(column.map(|&value| part.change(value)), number, to);
             }
         } else {
-            let runs = if part.step == 1 { 1 } else { part.rows };
-            let of_run = part.rows / runs.max(1) * columns;
+            let rows_of_run = part.run();
+            let of_run = rows_of_run * columns;
             for (run, to) in to.chunks_exact_mut((of_run * width).max(1)).enumerate() {
-                let first = (part.base + part.first + run * part.step) * columns;
+                let first = (part.base + part.row(run * rows_of_run)) * columns;
                 self.read_run(name, part, (first, of_run), number, to)?;
             }
         }
@@ -181,12 +181,13 @@ impl Tensor {
         if !part.is_rows() {
             return Ok(None);
         }
-        let step = if part.step == 1 { (AT_ONCE / part.columns().max(1)).max(1) } else { 1 };
+        let at_once = (AT_ONCE / part.columns().max(1)).max(1);
+        let step = if part.step == part.width { at_once } else { 1 };
         let mut bytes = Vec::new();
         let begin = to.len();
         for row in (0..part.rows).step_by(step) {
             bytes.resize(step.min(part.rows - row) * tensor.row_bytes, 0);
-            let row = part.base + part.first + row * part.step;
+            let row = part.base + part.row(row);
             tensor.read(row * part.columns(), &mut bytes)?;
             if !as_blocks(tensor.kind, kind, &bytes, to) {
                 return Ok(None);
