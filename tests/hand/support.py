@@ -257,6 +257,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "hot_row_tokens": None,
         "sparse_top_k": None,
         "image_pool_tokens": None,
+        "state_pages": None,
         "kv_save_order": "behind",
         **changes,
     }

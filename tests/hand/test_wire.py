@@ -282,6 +282,10 @@ def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]]
         ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 1, 1, -1]]}, "disagree"),
         ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[1, 1, 1, 0]]}, "disagree"),
         ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 1, 1, 0], [0, 2, 1, 0]]}, "disagree"),
+        ({"state_loads": [[0, 4], [0, 5]]}, "disagree"),
+        ({"state_loads": [[-1, 4]]}, "disagree"),
+        ({"state_saves": [[0, 4], [1, 4]]}, "disagree"),
+        ({"state_saves": [[0, -1]]}, "disagree"),
     ],
 )
 def test_a_plan_that_says_what_is_not_known_is_refused(change: dict[str, Any], message: str) -> None:

@@ -117,6 +117,9 @@ pub struct HandConfig {
     pub sparse_top_k: Option<u32>,
     /// Positions of all image pages; `None`: the hand chooses a number for the model.
     pub image_pool_tokens: Option<u64>,
+    /// State pages, if the model has recurrent layers; `None`: the hand chooses a number for its
+    /// memory.
+    pub state_pages: Option<u32>,
     /// The work that waits for saves: `behind`, none; `fence`, the rows of the next plan; `inline`,
     /// the next plan.
     pub kv_save_order: String,
@@ -261,6 +264,12 @@ pub struct Ready {
     /// True if prompts are tokens only: the model takes no embeddings in their place.
     #[serde(default)]
     pub tokens_only: bool,
+    /// State pages; 0: no state is kept beside those of the slots.
+    #[serde(default)]
+    pub state_page_count: u32,
+    /// Bytes of one slot's recurrent states over all layers; 0: the model has none.
+    #[serde(default)]
+    pub state_bytes: u64,
 }
 
 fn one() -> u32 {
@@ -331,6 +340,8 @@ mod tests {
             page_bytes: 11,
             hot_row_tokens: 8,
             blocks: "7 Q4_1".into(),
+            state_page_count: 5,
+            state_bytes: 1 << 33,
             ..Ready::default()
         }
     }
@@ -367,6 +378,8 @@ mod tests {
             "graphs",
             "blocks",
             "tokens_only",
+            "state_page_count",
+            "state_bytes",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();

@@ -45,8 +45,8 @@ pub use handshake::{
 pub use masks::{MaskPlace, ReceivedMasks, RowMask, StepMasks};
 pub use plan::{
     FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, Grid, IMAGE_SPAN_WORDS, ImageSpan, MAX_GROUP, NO_PAGE,
-    NewSlot, PAGE_WRITE_WORDS, Pooling, PromptLogprobsWant, ROW_WORDS, Row, SamplingParams,
-    SlotSpec, SlotWrite, StepPlan, TowerWork, Want, tell_group,
+    NewSlot, PAGE_WRITE_WORDS, Pooling, PromptLogprobsWant, ROW_WORDS, Row, STATE_COPY_WORDS,
+    SamplingParams, SlotSpec, SlotWrite, StateCopy, StepPlan, TowerWork, Want, tell_group,
 };
 pub use result::{
     PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult, StepTiming,

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use forebay_protocol::{
     Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, MaskPlace, NewSlot, PageCopy,
     Pooling, PromptLogprobsWant, ReceivedMasks, Row, RowMask, SamplingParams, SlotSpec, Span,
-    StepMasks, StepPlan, StepResult, TowerWork, Want, encode_json, encode_place, tell_group,
+    StateCopy, StepMasks, StepPlan, StepResult, TowerWork, Want, encode_json, encode_place,
+    tell_group,
 };
 use serde_json::Value;
 
@@ -63,6 +64,8 @@ fn id(kind: &str, column: &str) -> u32 {
             "prompt_logprobs",
             "group",
             "draft_tokens",
+            "state_loads",
+            "state_saves",
         ],
         "masks" => &["offsets", "words", "no_token"],
         "plan_at" => &["place"],
@@ -349,6 +352,29 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
     plan.wait(1000);
     plan.encode(&mut got).expect("within the limit");
     assert_eq!((plan.wait_us(), &got), (1000, &read("plan_wait.bin")));
+}
+
+/// The same for states: one row decodes and its state is saved, another begins behind a prefix.
+#[test]
+fn the_engine_s_calls_write_the_golden_states() {
+    let (folder, _) = fixtures();
+    let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
+    plan.begin(79);
+    plan.write_slot(&NewSlot { slot: 6, tokens: &[4, 5], prompt_len: 2, spec: &spec });
+    plan.write_page(6, 0, 3);
+    plan.push_row(Row { slot: 0, start: 15, length: 1, want: Want::TOKEN });
+    plan.save_state(0, 7);
+    plan.load_state(6, 2);
+    plan.push_row(Row { slot: 6, start: 16, length: 16, want: Want::Nothing });
+    plan.save_state(6, 3);
+    let mut got = Vec::new();
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, std::fs::read(folder.join("plan_states.bin")).expect("the file"));
+    let copies = |copies: &mut dyn Iterator<Item = StateCopy>| {
+        copies.map(|copy| (copy.slot, copy.page)).collect::<Vec<_>>()
+    };
+    assert_eq!(copies(&mut plan.state_loads()), [(6, 2)]);
+    assert_eq!(copies(&mut plan.state_saves()), [(0, 7), (6, 3)]);
 }
 
 /// The same for masks: of a vocabulary of 70 tokens, one in the arena, one that allows everything,

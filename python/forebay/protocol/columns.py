@@ -16,6 +16,7 @@ from forebay.protocol.constants import (
     SLOT_VALUE_WORDS,
     SLOT_WORDS,
     SPAN_WORDS,
+    STATE_COPY_WORDS,
     STEP_TIMING_WORDS,
 )
 from forebay.protocol.frames import Column, Float32s, Int32s, floats, ints
@@ -46,6 +47,8 @@ PLAN = (
     Column(24, "prompt_logprobs", PROMPT_LOGPROBS_WANT_WORDS),
     Column(25, "group"),
     Column(26, "draft_tokens"),
+    Column(27, "state_loads", STATE_COPY_WORDS),
+    Column(28, "state_saves", STATE_COPY_WORDS),
 )
 """The columns of a plan's frame, by id."""
 
@@ -115,6 +118,10 @@ class PlanColumns:
     draft_tokens: Int32s = ints(0)
     """Tokens that are expected of rows which may give several, `row_tokens - 1` of each row that samples, in row
     order; absent: the hand expects tokens by itself, or none."""
+    state_loads: Int32s = ints(0, STATE_COPY_WORDS)
+    """(`slot`, `page`): Before the rows: the slot's recurrent states become the content of the state page."""
+    state_saves: Int32s = ints(0, STATE_COPY_WORDS)
+    """(`slot`, `page`): After the rows: the slot's recurrent states are copied to the state page."""
 
 
 RESULT = (

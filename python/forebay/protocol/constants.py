@@ -29,6 +29,7 @@ SPAN_WORDS = 2
 IMAGE_WORDS = 7
 IMAGE_SPAN_WORDS = 6
 PROMPT_LOGPROBS_WANT_WORDS = 4
+STATE_COPY_WORDS = 2
 STEP_TIMING_WORDS = 2
 COPY_END_WORDS = 2
 COPY_TIMING_WORDS = 2
@@ -149,6 +150,13 @@ class PromptLogprobsWant(IntEnum):
     FIRST = 1
     COUNT = 2
     MOST = 3
+
+
+class StateCopy(IntEnum):
+    """Index of a word in a record of `state_loads`, `state_saves`."""
+
+    SLOT = 0
+    PAGE = 1
 
 
 class StepTiming(IntEnum):

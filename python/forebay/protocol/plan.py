@@ -24,6 +24,7 @@ from forebay.protocol.constants import (
     Kind,
     SlotRecord,
     SlotValue,
+    StateCopy,
 )
 from forebay.protocol.frames import Frame, Int32s, WireError, encode_columns, nothing
 
@@ -117,6 +118,8 @@ class Plan(PlanColumns):
             return False
         if self.group.size and not self._group_agrees():
             return False
+        if (len(self.state_loads) or len(self.state_saves)) and not self._states_agree():
+            return False
         if self.wait_us.size and (self.wait_us.size > 1 or len(self.rows) or not 0 <= self.wait_us[0] <= MAX_WAIT_US):
             return False
         for values in (self.segments, self.embeds, self.allowed_counts):
@@ -161,6 +164,15 @@ class Plan(PlanColumns):
         """True if the column can be that of a group with this plan."""
         tokens = self.group
         return 2 <= tokens.size <= MAX_GROUP and int(tokens.min()) >= 0 and self.token_count in tokens
+
+    def _states_agree(self) -> bool:
+        """True if no slot is loaded twice, and no page is saved to twice."""
+        loads, saves = self.state_loads, self.state_saves
+        return bool(
+            min(loads.min(initial=0), saves.min(initial=0)) >= 0
+            and len(np.unique(loads[:, StateCopy.SLOT])) == len(loads)
+            and len(np.unique(saves[:, StateCopy.PAGE])) == len(saves)
+        )
 
     def _prompt_logprobs_agree(self) -> bool:
         """True if each want is answered by positions of a row, in the order of rows."""

@@ -70,6 +70,8 @@ class RunnerConfig:
     image_pool_tokens: int | None
     """The positions of all image pages; None: the choice of `image_page_count`."""
     kv_save_order: str
+    state_pages: int | None = None
+    """State pages of a model with recurrent layers; None: as many as memory suggests."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:

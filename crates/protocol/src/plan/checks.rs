@@ -19,6 +19,7 @@ impl StepPlan {
             && self.copies_agree()
             && self.images_agree()
             && self.group_agrees()
+            && self.states_agree()
             && self.prompt_logprobs_agree();
         if !agree {
             return Err(FrameError::Malformed("plan columns disagree"));

@@ -6,12 +6,14 @@ mod group;
 mod images;
 mod prompts;
 mod slots;
+mod states;
 mod tables;
 
 pub use group::{MAX_GROUP, tell_group};
 pub use images::{Grid, IMAGE_SPAN_WORDS, ImageSpan, TowerWork};
 pub use prompts::PromptLogprobsWant;
 pub use slots::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
+pub use states::{STATE_COPY_WORDS, StateCopy};
 pub use tables::{NO_PAGE, PAGE_WRITE_WORDS};
 
 use crate::columns::{columns, record};
@@ -150,6 +152,10 @@ columns! {
         /// Tokens that are expected of rows which may give several, `row_tokens - 1` of each row
         /// that samples, in row order; absent: the hand expects tokens by itself, or none.
         26 draft_tokens: Vec<i32>,
+        /// Before the rows: the slot's recurrent states become the content of the state page.
+        27 state_loads: Vec<StateCopy>,
+        /// After the rows: the slot's recurrent states are copied to the state page.
+        28 state_saves: Vec<StateCopy>,
     }
 }
 

@@ -189,6 +189,14 @@ fn what_is_not_known_is_refused() {
         "nothing allowed"
     );
     assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
+    let states = |copies: &[[i32; 2]]| bytemuck::cast_slice(copies).to_vec();
+    assert_eq!(refused(&|plan| plan.state_loads = states(&[[0, 4], [1, 4]])), None);
+    assert_eq!(refused(&|plan| plan.state_saves = states(&[[0, 4], [0, 5]])), None);
+    for wrong in [[[0, 4], [0, 5]], [[0, 4], [1, -1]], [[-1, 4], [0, 5]]] {
+        assert_eq!(refused(&|plan| plan.state_loads = states(&wrong)), disagree, "{wrong:?}");
+    }
+    let twice = states(&[[0, 4], [1, 4]]);
+    assert_eq!(refused(&|plan| plan.state_saves.clone_from(&twice)), disagree, "a page twice");
     let copy = |copy: [i32; 4]| bytemuck::cast_slice(&copy).to_vec();
     assert_eq!(refused(&|plan| plan.copies = copy([1, 3, 3, 4])), disagree, "no direction");
     assert_eq!(
@@ -224,7 +232,7 @@ fn columns_that_are_not_declared_so_are_refused() {
         assert_eq!(read(&[(column.id, &[0])]), record, "{column:?}");
     }
     assert_eq!(read(&[(15, &[1, 1])]), record, "two numbers, where at most one can be");
-    for unknown in [23, 27, u32::MAX] {
+    for unknown in [23, 29, u32::MAX] {
         assert_eq!(read(&[(unknown, &[0])]), Err(FrameError::Column(unknown)));
         assert_eq!(read(&[(8, &[0, 0, 1, 1]), (unknown, &[0])]), Err(FrameError::Column(unknown)));
     }
