@@ -335,6 +335,8 @@ class PlanBuilder:
     image_spans: list[tuple[int, ...]] = field(default_factory=list)
     span_pages: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -408,6 +410,8 @@ class PlanBuilder:
             _ints(self.image_spans, 6),
             _ints(self.span_pages),
             prompt_logprobs=_ints(self.prompt_logprobs, 4),
+            state_loads=_ints(self.state_loads, 2),
+            state_saves=_ints(self.state_saves, 2),
         ).staged()
 
 

@@ -35,6 +35,8 @@ def _why_not_kind(model: ModelConfig) -> str | None:
         return "a model that pools is computed by one rank: use replicas (--dp-size)"
     if model.vision is not None:
         return f"{model.architecture} has a tower for images, which is not split over ranks: use replicas (--dp-size)"
+    if model.recurrent:
+        return f"{model.architecture} has recurrent layers, which are not split over ranks: use replicas (--dp-size)"
     if model.indexer is not None:
         return f"{model.architecture} chooses positions by an index, which is not split over ranks: use one rank"
     return None
